@@ -1,0 +1,257 @@
+"""What the converters share: reading a source, writing a folder atomically, the command line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from failfast_jax import loading
+from failfast_jax.checkpoints import CheckpointError, native
+from failfast_jax.tokenizer import load_tokenizer
+
+# Copied as they are, where the source has them.
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# Room for JSON, tokenizer files written anew, and the file system's own blocks.
+SPARE_BYTES = 32 * 2**20
+
+_KINDS = {"hf": "Hugging Face folders", "gguf": "GGUF files", "native": "converted folders"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Converter:
+    """One command: which sources it takes, and what it says of others.
+
+    Attributes:
+      kinds: `Source.kind`s it takes.
+      model_types: `model_type`s it takes.
+      hints: for other kinds and model types, what to do instead.
+      default_dtype: of the result; None keeps the stored one.
+    """
+
+    command: str
+    description: str
+    source_help: str
+    kinds: tuple[str, ...]
+    model_types: tuple[str, ...]
+    hints: dict[str, str]
+    default_dtype: str | None = None
+
+    def check(self, source: loading.Source) -> None:
+        """Refuses sources of other kinds.
+
+        Raises:
+          CheckpointError: with the command to use instead.
+        """
+        for what, name, accepted in (
+            (_KINDS[source.kind], source.kind, self.kinds),
+            (f"model_type {source.config.model_type!r}", source.config.model_type, self.model_types),
+        ):
+            if name not in accepted:
+                raise CheckpointError(f"{source.path}: {self.command} does not take {what}; {self.hints[name]}")
+
+
+def convert(
+    converter: Converter,
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    overwrite: bool = False,
+    progress: bool | None = None,
+) -> Path:
+    """Converts a checkpoint into a folder that `load_model` and `load_tokenizer` take.
+
+    The folder appears under its name only when it is complete. The host holds the model and at most one
+    more parameter.
+
+    Args:
+      dtype: of the stored parameters; None: the converter's default.
+      overwrite: replaces an earlier conversion at `out`, once the new one is complete.
+
+    Returns:
+      The path of the folder.
+
+    Raises:
+      CheckpointError, ConfigError: the source cannot be loaded or is not for this converter; `out`
+        exists; the disk is full, or has less free space than needed.
+    """
+    out = Path(out).expanduser()
+    _check_out(out, overwrite)
+    opened = loading.open_source(source)
+    converter.check(opened)
+    opened.check()
+    if out.exists() and opened.path.exists() and os.path.samefile(out, opened.path):
+        raise CheckpointError(f"{out}: is the source itself")
+    stored = loading.as_dtype(dtype or converter.default_dtype or opened.stored_dtype())
+    side_files = [opened.path / name for name in SIDE_FILES if (opened.path / name).is_file()]
+    _check_space(out, opened.num_parameters() * stored.itemsize + sum(path.stat().st_size for path in side_files))
+    tokenizer = load_tokenizer(opened.path) if opened.kind == "gguf" else None
+    with _partial_folder(out) as folder:
+        host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        params = opened.read(stored, place=lambda path, shape: host, progress=progress)
+        native.save_params(folder, params)
+        for path in side_files:
+            shutil.copyfile(path, folder / path.name)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        # Last: a folder without it is refused.
+        text = json.dumps(_config(opened, stored), indent=2) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+        _publish(folder, out)
+    return out
+
+
+def _config(source: loading.Source, dtype: np.dtype) -> dict[str, Any]:
+    config = {key: value for key, value in source.raw_config.items() if key not in ("torch_dtype", "dtype")}
+    config |= {native.FORMAT_KEY: native.FORMAT, "dtype": dtype.name}
+    config["eos_token_id"] = list(source.config.eos_token_ids)
+    if source.config.mask_token_id is not None:
+        config["mask_token_id"] = source.config.mask_token_id
+    return config
+
+
+def _check_out(out: Path, overwrite: bool) -> None:
+    if not out.exists() and not out.is_symlink():
+        return
+    if not overwrite:
+        raise CheckpointError(f"{out}: exists already; pass --overwrite to replace it")
+    ours = (out / "config.json").is_file() and native.FORMAT_KEY in loading.read_json(out / "config.json")
+    if not out.is_dir() or out.is_symlink() or (any(out.iterdir()) and not ours):
+        raise CheckpointError(f"{out}: not a converted model; remove it by hand if you mean to replace it")
+
+
+def _check_space(out: Path, needed: int) -> None:
+    parent = next(path for path in out.absolute().parents if path.exists())
+    needed += SPARE_BYTES
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise CheckpointError(f"{parent}: not enough disk space: {needed:,} bytes needed, {free:,} bytes available")
+
+
+@contextlib.contextmanager
+def _partial_folder(out: Path) -> Iterator[Path]:
+    """A new folder beside `out`, removed unless it gets renamed.
+
+    A lock on the folder itself tells a running conversion from what a killed one left: the latter's
+    folder is removed.
+    """
+    folder = out.absolute().with_name(f".{out.name}{native.PARTIAL}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        lock = _lock(folder)
+        shutil.rmtree(folder)
+        os.close(lock)
+    folder.mkdir()
+    lock = _lock(folder)
+    try:
+        yield folder
+    except Exception as error:
+        if _is_disk_full(error):
+            free = shutil.disk_usage(folder).free
+            raise CheckpointError(
+                f"{folder.parent}: the disk filled up during the conversion ({free:,} bytes available)"
+            ) from error
+        raise
+    finally:
+        os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(folder: Path) -> int:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise CheckpointError(f"{folder}: another conversion to the same place is running") from None
+    return descriptor
+
+
+def _publish(folder: Path, out: Path) -> None:
+    old = folder.with_name(f".{out.name}.old{native.PARTIAL}")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        os.rename(out, old)
+    os.rename(folder, out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that caused it, says so; TensorStore wraps the errno in text."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def main(converter: Converter, argv: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0, or 2 with one line on stderr."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {converter.command}",
+        description=converter.description,
+        epilog="OUT is then a model for failfast_jax.load_model and for --target or --drafter. It appears only when "
+        "it is complete; an interrupted conversion is cleaned up by the next one.",
+    )
+    parser.add_argument("source", metavar="SRC", help=converter.source_help)
+    parser.add_argument("out", metavar="OUT", help="the folder to write; must not exist")
+    kept = converter.default_dtype or "the stored one"
+    parser.add_argument("--dtype", choices=loading.DTYPES, help=f"dtype of the written parameters (default: {kept})")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion at OUT")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
+    options = parser.parse_args(argv)
+    try:
+        out = convert(
+            converter,
+            options.source,
+            options.out,
+            dtype=options.dtype,
+            overwrite=options.overwrite,
+            progress=False if options.no_progress else None,
+        )
+    except (ValueError, OSError) as error:
+        message = " ".join(str(error).split())
+        print(f"error: {message}", file=sys.stderr)
+        return 2
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    print(f"{out}: {size / 1e6:,.1f} MB")
+    return 0
+
+
+def run(command: Callable[[], int]) -> None:
+    """Runs a command line as a program."""
+    # Conversions happen on the host; an accelerator may be in use by someone else.
+    jax.config.update("jax_platforms", "cpu")
+    # A failed write otherwise prints a traceback per parameter before the one line that says why.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    sys.unraisablehook = lambda _: None
+    sys.exit(command())

@@ -1,0 +1,31 @@
+"""Converts Fast-dLLM v2 checkpoints: `python -m convert.fast_dllm SRC OUT`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from convert import conversion
+
+CONVERTER = conversion.Converter(
+    command="convert.fast_dllm",
+    description="Convert a Fast-dLLM v2 checkpoint (block-diffusion drafters, model_type Fast_dLLM_Qwen) from "
+    "Hugging Face format.",
+    source_help="a folder with config.json and safetensors, or a Hugging Face Hub id such as "
+    "Efficient-Large-Model/Fast_dLLM_v2_1.5B",
+    kinds=("hf", "native"),
+    model_types=("Fast_dLLM_Qwen",),
+    hints={
+        "qwen2": "use python -m convert.qwen2",
+        "llama": "use python -m convert.qwen2",
+        "gguf": "use python -m convert.gguf",
+    },
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See `conversion.main`."""
+    return conversion.main(CONVERTER, argv)
+
+
+if __name__ == "__main__":
+    conversion.run(main)

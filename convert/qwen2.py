@@ -1,0 +1,29 @@
+"""Converts Qwen2, Qwen2.5 and Llama-family checkpoints: `python -m convert.qwen2 SRC OUT`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from convert import conversion
+
+CONVERTER = conversion.Converter(
+    command="convert.qwen2",
+    description="Convert a Qwen2, Qwen2.5 or Llama-family checkpoint (autoregressive models, used as targets or "
+    "as drafters) from Hugging Face format.",
+    source_help="a folder with config.json and safetensors, or a Hugging Face Hub id",
+    kinds=("hf", "native"),
+    model_types=("qwen2", "llama"),
+    hints={
+        "Fast_dLLM_Qwen": "use python -m convert.fast_dllm",
+        "gguf": "use python -m convert.gguf",
+    },
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See `conversion.main`."""
+    return conversion.main(CONVERTER, argv)
+
+
+if __name__ == "__main__":
+    conversion.run(main)

@@ -1,0 +1,130 @@
+"""The target's own token at each position, and which drafted tokens agree with it: pure functions."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from failfast_jax.state import Sampling
+
+
+def argmax(logits: Float[Array, "*R V"]) -> Int[Array, "*R"]:
+    """Index of the largest logit, the lowest one on ties.
+
+    Two plain reductions instead of XLA's (value, index) one, which does not vectorise on CPU.
+    """
+    best = logits.max(-1, keepdims=True)
+    vocab = logits.shape[-1]
+    return jnp.min(jnp.where(logits == best, jnp.arange(vocab, dtype=jnp.int32), vocab - 1), axis=-1)
+
+
+def argmax_and_confidence(logits: Float[Array, "*R V"]) -> tuple[Int[Array, "*R"], Float[Array, "*R"]]:
+    """Best token and its softmax probability, without materialising the probabilities."""
+    best = logits.max(-1, keepdims=True)
+    return argmax(logits), 1.0 / jnp.sum(jnp.exp(logits - best), -1)
+
+
+def forbid(logits: Float[Array, "*R V"], mask_token: int | None, vocab: int) -> Float[Array, "*R V"]:
+    """Sets the mask token's logit, and those of ids that the target lacks (`>= vocab`), to -inf."""
+    ids = jnp.arange(logits.shape[-1])
+    allowed = ids < vocab
+    if mask_token is not None:
+        allowed &= ids != mask_token
+    return jnp.where(allowed, logits, -jnp.inf)
+
+
+def _largest(value_bits: int, holds, shape) -> Int[Array, "*R"]:
+    """Largest unsigned integer of `value_bits` bits for which the monotone predicate `holds`, bit by bit."""
+
+    def body(index, found):
+        candidate = found | (jnp.uint32(1) << (value_bits - 1 - index).astype(jnp.uint32))
+        return jnp.where(holds(candidate), candidate, found)
+
+    return jax.lax.fori_loop(0, value_bits, body, jnp.zeros(shape, jnp.uint32))
+
+
+def filtered_logits(
+    logits: Float[Array, "*R V"],
+    temperature: Float[Array, "*R"],
+    top_k: Int[Array, "*R"],
+    top_p: Float[Array, "*R"],
+) -> Float[Array, "*R V"]:
+    """Logits of the tempered distribution, -inf outside top-k and then top-p (Hugging Face's order).
+
+    Thresholds are found by bisection over the floats' bit patterns instead of a sort of the
+    vocabulary: exact, except that all tokens tied with the last kept one are kept.
+    """
+    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[..., None]
+    shape = scaled.shape[:-1]
+    bits = jax.lax.bitcast_convert_type(scaled, jnp.uint32)
+    ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+    wanted = jnp.where(top_k > 0, top_k, scaled.shape[-1])
+    kth = _largest(32, lambda t: jnp.sum(ordered >= t[..., None], -1) >= wanted, shape)
+    scaled = jnp.where(ordered >= kth[..., None], scaled, -jnp.inf)
+    probability = jax.nn.softmax(scaled, -1)
+    probability_bits = jax.lax.bitcast_convert_type(probability, jnp.uint32)
+
+    def mass_reached(t):
+        return jnp.sum(jnp.where(probability_bits >= t[..., None], probability, 0.0), -1) >= top_p
+
+    floor = _largest(31, mass_reached, shape)
+    # Rounding may keep the whole mass just below top_p = 1: then the floor is 0 and everything stays.
+    floor = jnp.where(top_p < 1.0, floor, 0)
+    return jnp.where(probability_bits >= floor[..., None], scaled, -jnp.inf)
+
+
+def gumbel_noise(sampling: Sampling, positions: Int[Array, "B W"], vocab: int) -> Float[Array, "B W V"]:
+    """Standard Gumbel noise keyed by (seed, sequence, position): the same for every method."""
+
+    def one(seed, sequence, position):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sequence), position)
+        return jax.random.gumbel(key, (vocab,), jnp.float32)
+
+    per_row = jax.vmap(one, in_axes=(None, None, 0))
+    return jax.vmap(per_row)(sampling.seed, sampling.sequence, positions)
+
+
+def pick(logits: Float[Array, "B W V"], positions: Int[Array, "B W"], sampling: Sampling) -> Int[Array, "B W"]:
+    """The target's own token for each position (Gumbel-max; argmax at temperature 0).
+
+    Args:
+      logits: float32 logits that score `positions`.
+      positions: absolute position of the token being picked.
+    """
+
+    def sampled():
+        def spread(x):
+            return jnp.broadcast_to(x[:, None], positions.shape)
+
+        filtered = filtered_logits(logits, spread(sampling.temperature), spread(sampling.top_k), spread(sampling.top_p))
+        noisy = argmax(filtered + gumbel_noise(sampling, positions, logits.shape[-1]))
+        return jnp.where(sampling.temperature[:, None] > 0, noisy, argmax(logits))
+
+    # Noise for the whole vocabulary is dear on CPU: only when some sequence samples.
+    return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, lambda: argmax(logits))
+
+
+def agreeing_prefix(
+    draft: Int[Array, "B M"], draft_length: Int[Array, " B"], picks: Int[Array, "B M1"]
+) -> Int[Array, " B"]:
+    """Number of leading drafted tokens that equal the target's own picks."""
+    columns = jnp.arange(draft.shape[1])
+    agrees = (draft == picks[:, : draft.shape[1]]) & (columns < draft_length[:, None])
+    return jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1)
+
+
+def emitted_count(
+    picks: Int[Array, "B M1"], accepted: Int[Array, " B"], left: Int[Array, " B"], eos: Int[Array, " N"]
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Tokens of `picks` that are emitted: `accepted + 1`, cut after the first EOS and at `left`.
+
+    Returns:
+      The count, and whether (1 or 0) the last emitted token is an EOS.
+    """
+    is_eos = (picks[..., None] == eos).any(-1)
+    count = jnp.minimum(accepted + 1, left)
+    inside = is_eos & (jnp.arange(picks.shape[1]) < count[:, None])
+    first = jnp.argmax(inside, axis=1)
+    stopped = inside.any(1)
+    return jnp.where(stopped, first + 1, count), stopped.astype(jnp.int32)

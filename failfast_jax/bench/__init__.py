@@ -1,0 +1,1 @@
+"""Benchmarks: decode speed against other runtimes."""

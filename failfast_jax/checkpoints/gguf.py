@@ -1,0 +1,258 @@
+"""GGUF files (llama.cpp): header, configuration and dequantised tensors.
+
+`gguf.GGUFReader` makes several numpy objects per vocabulary entry, 2 s for a vocabulary of 49,152 on
+a laptop core; the header is parsed here in a tenth of a second. The quantisation types and their
+dequantisation are the `gguf` package's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import ml_dtypes
+import numpy as np
+from gguf import GGMLQuantizationType as Quant
+
+from failfast_jax.checkpoints import CheckpointError
+from failfast_jax.checkpoints.mapping import StoredTensor
+from failfast_jax.checkpoints.safetensors import read_array
+
+ARCHITECTURES = ("llama", "qwen2")
+
+# GGUF value type -> struct code; 8 is a string and 9 an array.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_PLAIN = {Quant.F32: np.dtype(np.float32), Quant.F16: np.dtype(np.float16), Quant.BF16: np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUFFile:
+    """A parsed header: metadata under llama.cpp's keys, and the tensors by name."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+    @classmethod
+    def open(cls, path: Path) -> GGUFFile:
+        """Parses the header.
+
+        Raises:
+          CheckpointError: not a GGUF file, truncated, split, big-endian, or quantised in a way that the
+            `gguf` package cannot dequantise.
+        """
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise CheckpointError(f"{path}: not a GGUF file")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                try:
+                    metadata, entries, base = _parse(data, path)
+                except (struct.error, IndexError, UnicodeDecodeError, MemoryError):
+                    raise CheckpointError(f"{path}: its header is truncated or corrupt; download it again") from None
+        if metadata.get("split.count", 1) > 1:
+            raise CheckpointError(f"{path}: one part of a split model; join the parts with llama-gguf-split --merge")
+        size = path.stat().st_size
+        return cls(path, metadata, {name: _tensor(path, name, *entry, base, size) for name, *entry in entries})
+
+    def need(self, key: str) -> Any:
+        """A metadata value that must be there.
+
+        Raises:
+          CheckpointError: it is not.
+        """
+        if key not in self.metadata:
+            raise CheckpointError(f"{self.path}: metadata key {key!r} is missing")
+        return self.metadata[key]
+
+
+def _parse(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], list[tuple[Any, ...]], int]:
+    """Metadata, (name, shape, type, offset) per tensor, and where the data starts."""
+    position = 4
+
+    def take(code: str) -> Any:
+        nonlocal position
+        (value,) = struct.unpack_from("<" + code, data, position)
+        position += struct.calcsize("<" + code)
+        return value
+
+    def string() -> str:
+        nonlocal position
+        length = take("Q")
+        if position + length > len(data):
+            raise IndexError
+        value = data[position : position + length].decode("utf-8")
+        position += length
+        return value
+
+    def value(kind: int) -> Any:
+        nonlocal position
+        if kind == _STRING:
+            return string()
+        if kind == _ARRAY:
+            kind, count = take("I"), take("Q")
+            if count > len(data) - position:
+                raise IndexError
+            if kind not in _SCALARS:
+                return [value(kind) for _ in range(count)]
+            values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", data, position)
+            position += struct.calcsize(f"<{count}{_SCALARS[kind]}")
+            return list(values)
+        if kind not in _SCALARS:
+            raise IndexError
+        return take(_SCALARS[kind])
+
+    version = take("I")
+    if version not in (2, 3):
+        hint = " (a big-endian file?)" if version & 0xFFFF == 0 else ""
+        raise CheckpointError(f"{path}: GGUF version {version} is not supported{hint} (supported: 2, 3)")
+    tensor_count, pair_count = take("Q"), take("Q")
+    metadata = {}
+    for _ in range(pair_count):
+        key = string()
+        metadata[key] = value(take("I"))
+    entries = []
+    for _ in range(tensor_count):
+        name, rank = string(), take("I")
+        shape = tuple(reversed([take("Q") for _ in range(rank)]))
+        entries.append((name, shape, take("I"), take("Q")))
+    alignment = metadata.get("general.alignment", 32)
+    return metadata, entries, -(-position // alignment) * alignment
+
+
+def _tensor(
+    path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int, base: int, size: int
+) -> StoredTensor:
+    try:
+        quant = Quant(kind)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[quant]
+        if quant not in _PLAIN:
+            gguf.dequantize(np.zeros((1, block_bytes), np.uint8), quant)
+    except (ValueError, KeyError, NotImplementedError):
+        label = Quant(kind).name if kind in list(Quant) else kind
+        raise CheckpointError(f"{path}: tensor {name} has type {label}, which cannot be dequantised here") from None
+    if not shape or shape[-1] % block:
+        raise CheckpointError(f"{path}: the header entry of tensor {name} is corrupt: {quant.name} rows of {shape}")
+    row = math.prod(shape[1:]) if len(shape) > 1 else 1
+    if len(shape) == 1 and quant not in _PLAIN:
+        raise CheckpointError(f"{path}: tensor {name} is a quantised vector")
+    row_bytes = row // block * block_bytes
+    start_of_data = base + offset
+    end = start_of_data + shape[0] * row_bytes
+    if end > size:
+        raise CheckpointError(
+            f"{path}: truncated: tensor {name} ends at byte {end}, the file at {size}; download it again"
+        )
+
+    def read(start: int, stop: int) -> np.ndarray:
+        at, count = start_of_data + start * row_bytes, (stop - start) * row_bytes
+        if quant in _PLAIN:
+            values = read_array(path, _PLAIN[quant], count // block_bytes, at)
+        else:
+            # As one long row: the package's own grouping of 16 rows is slower.
+            values = gguf.dequantize(read_array(path, np.dtype(np.uint8), count, at).reshape(1, -1), quant)
+        return values.reshape(stop - start, *shape[1:])
+
+    return StoredTensor(name, shape, _PLAIN.get(quant, np.dtype(np.float32)), path, read)
+
+
+def hf_config(file: GGUFFile) -> dict[str, Any]:
+    """The metadata as a Hugging Face `config.json`.
+
+    Raises:
+      CheckpointError: an architecture other than llama and qwen2, or metadata that is missing or that
+        this decoder cannot serve.
+    """
+    architecture = file.need("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{file.path}: architecture {architecture!r} is not supported (supported: {', '.join(ARCHITECTURES)})"
+        )
+
+    def get(key: str, default: Any = None) -> Any:
+        return file.metadata.get(f"{architecture}.{key}", default)
+
+    def need(key: str) -> Any:
+        return file.need(f"{architecture}.{key}")
+
+    heads, hidden = need("attention.head_count"), need("embedding_length")
+    kv_heads = get("attention.head_count_kv", heads)
+    if not isinstance(heads, int) or not isinstance(kv_heads, int):
+        raise CheckpointError(f"{file.path}: a number of heads that varies by layer is not supported")
+    head_dim = get("attention.key_length", hidden // heads)
+    rotary = get("rope.dimension_count", head_dim)
+    if rotary != head_dim or get("attention.value_length", head_dim) != head_dim:
+        raise CheckpointError(
+            f"{file.path}: key, value and rotary sizes must be equal (key_length {head_dim}, "
+            f"value_length {get('attention.value_length', head_dim)}, rope.dimension_count {rotary})"
+        )
+    if "token_embd.weight" not in file.tensors:
+        raise CheckpointError(f"{file.path}: missing tensors: token_embd.weight")
+    eos = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    context = get("context_length", 2048)
+    return {
+        "architectures": ["LlamaForCausalLM" if architecture == "llama" else "Qwen2ForCausalLM"],
+        "model_type": architecture,
+        # The metadata's own vocab_size is optional, and the embedding decides anyway.
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": need("feed_forward_length"),
+        "num_hidden_layers": need("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": _float32(need("attention.layer_norm_rms_epsilon")),
+        "rope_theta": _float32(get("rope.freq_base", 10_000.0)),
+        "rope_scaling": _rope_scaling(file, architecture, context),
+        "max_position_embeddings": context,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": list(dict.fromkeys(id for id in eos if id is not None)),
+    }
+
+
+def _float32(value: float) -> float:
+    """The shortest decimal that is this float32: 1e-5 instead of 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _rope_scaling(file: GGUFFile, architecture: str, context: int) -> dict[str, Any] | None:
+    def get(key: str, default: Any = None) -> Any:
+        return file.metadata.get(f"{architecture}.rope.{key}", default)
+
+    # Files from before `rope.scaling` say `rope.scale_linear`.
+    kind = get("scaling.type", "linear" if get("scale_linear") else "none")
+    factor = get("scaling.factor", get("scale_linear"))
+    if "rope_freqs.weight" in file.tensors:
+        if kind != "none":
+            raise CheckpointError(f"{file.path}: rope_freqs.weight together with {kind} scaling is not supported")
+        tensor = file.tensors["rope_freqs.weight"]
+        divisors = tensor.read(0, tensor.shape[0]).astype(np.float32)
+        return {"rope_type": "divisors", "divisors": [_float32(value) for value in divisors]}
+    if kind == "none" or not factor:
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": _float32(factor)}
+    if kind == "yarn":
+        scaling = {
+            "rope_type": "yarn",
+            "factor": _float32(factor),
+            "original_max_position_embeddings": get("scaling.original_context_length", context),
+            "beta_fast": _float32(get("scaling.yarn_beta_fast", 32.0)),
+            "beta_slow": _float32(get("scaling.yarn_beta_slow", 1.0)),
+        }
+        attention = get("scaling.yarn_attn_factor", get("scaling.attn_factor"))
+        if attention is not None:
+            scaling["attention_factor"] = _float32(attention) * (0.1 * math.log(factor) + 1.0)
+        return scaling
+    raise CheckpointError(
+        f"{file.path}: {architecture}.rope.scaling.type {kind!r} is not supported (supported: linear, yarn)"
+    )

@@ -1,0 +1,222 @@
+"""From checkpoint tensors to decoder parameters: the tables, the checks and the copying.
+
+Fused parameters are filled slot by slot, in small pieces, so that the host never holds
+more than the one parameter under construction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from failfast_jax.checkpoints import CheckpointError
+from failfast_jax.config import ModelConfig
+
+# Elements per copied piece. Temporaries then stay in a core's cache and in memory that malloc keeps;
+# dequantising a whole tensor at once takes ten times as long, mostly in page faults.
+PIECE = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint file, known by its header; `read` touches the data."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    """Of what `read` returns."""
+    file: Path
+    read: Callable[[int, int], np.ndarray]
+    """`read(start, stop)` gives that range of the leading axis."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of a table: a checkpoint key, the parameter it fills, and its part of a fused one.
+
+    `{layer}` runs over the layers and `{leaf}` over weight and bias; a key is expected exactly when
+    the model has its parameter.
+    """
+
+    key: str
+    parameter: str
+    slot: str = "all"
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    rows: tuple[Row, ...]
+    ignored: str
+    """Regular expression of keys that carry no weights (whole match)."""
+    interleaved: frozenset[str] = frozenset()
+    """Slots whose heads hold rotary pairs as neighbours, as llama.cpp stores the llama architecture."""
+
+
+# Qwen2, Llama and Fast-dLLM v2 share these names.
+HF_TABLE = Table(
+    rows=(
+        Row("model.embed_tokens.weight", "embed"),
+        Row("model.layers.{layer}.input_layernorm.weight", "layers.{layer}.input_norm.weight"),
+        Row("model.layers.{layer}.self_attn.q_proj.{leaf}", "layers.{layer}.attention.qkv.{leaf}", "q"),
+        Row("model.layers.{layer}.self_attn.k_proj.{leaf}", "layers.{layer}.attention.qkv.{leaf}", "k"),
+        Row("model.layers.{layer}.self_attn.v_proj.{leaf}", "layers.{layer}.attention.qkv.{leaf}", "v"),
+        Row("model.layers.{layer}.self_attn.o_proj.{leaf}", "layers.{layer}.attention.o.{leaf}"),
+        Row("model.layers.{layer}.post_attention_layernorm.weight", "layers.{layer}.post_norm.weight"),
+        Row("model.layers.{layer}.mlp.gate_proj.{leaf}", "layers.{layer}.mlp.gate_up.{leaf}", "gate"),
+        Row("model.layers.{layer}.mlp.up_proj.{leaf}", "layers.{layer}.mlp.gate_up.{leaf}", "up"),
+        Row("model.layers.{layer}.mlp.down_proj.{leaf}", "layers.{layer}.mlp.down.{leaf}"),
+        Row("model.norm.weight", "norm.weight"),
+        Row("lm_head.weight", "head.weight"),
+    ),
+    ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+)
+
+GGUF_TABLE = Table(
+    rows=(
+        Row("token_embd.weight", "embed"),
+        Row("blk.{layer}.attn_norm.weight", "layers.{layer}.input_norm.weight"),
+        Row("blk.{layer}.attn_q.{leaf}", "layers.{layer}.attention.qkv.{leaf}", "q"),
+        Row("blk.{layer}.attn_k.{leaf}", "layers.{layer}.attention.qkv.{leaf}", "k"),
+        Row("blk.{layer}.attn_v.{leaf}", "layers.{layer}.attention.qkv.{leaf}", "v"),
+        Row("blk.{layer}.attn_output.{leaf}", "layers.{layer}.attention.o.{leaf}"),
+        Row("blk.{layer}.ffn_norm.weight", "layers.{layer}.post_norm.weight"),
+        Row("blk.{layer}.ffn_gate.{leaf}", "layers.{layer}.mlp.gate_up.{leaf}", "gate"),
+        Row("blk.{layer}.ffn_up.{leaf}", "layers.{layer}.mlp.gate_up.{leaf}", "up"),
+        Row("blk.{layer}.ffn_down.{leaf}", "layers.{layer}.mlp.down.{leaf}"),
+        Row("output_norm.weight", "norm.weight"),
+        Row("output.weight", "head.weight"),
+    ),
+    ignored=r"rope_freqs\.weight",  # read with the configuration
+)
+GGUF_LLAMA_TABLE = dataclasses.replace(GGUF_TABLE, interleaved=frozenset({"q", "k"}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which tensors fill which parameter: made from headers alone."""
+
+    config: ModelConfig
+    table: Table
+    sources: dict[str, list[tuple[str, StoredTensor]]]
+    """Parameter path -> (slot, tensor) pairs."""
+
+    def assemble(self, parameter: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Reads one parameter, cast to `dtype`, into a new host array."""
+        out = aligned_empty(shape, dtype)
+        for slot, tensor in self.sources[parameter]:
+            interleaved = slot in self.table.interleaved
+            start = 0
+            for segment in slot_segments(out, slot, self.config):
+                _copy(tensor, start, segment, self.config.head_dim if interleaved else None)
+                start += segment.shape[0]
+        return out
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """`np.empty` at a multiple of 64 bytes, which `jax.device_put` on CPU adopts without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def slot_segments(fused: np.ndarray, slot: str, config: ModelConfig) -> list[np.ndarray]:
+    """The parts of a fused parameter that a slot's rows fill, in order; views into `fused`."""
+    if slot == "all":
+        return [fused]
+    if slot in ("gate", "up"):
+        return [fused[("gate", "up").index(slot)]]
+    group, head = config.num_heads // config.num_kv_heads, config.head_dim
+    first, last = {"q": (0, group), "k": (group, group + 1), "v": (group + 1, group + 2)}[slot]
+    return [per_kv_head[first * head : last * head] for per_kv_head in fused]
+
+
+def slot_shape(shape: tuple[int, ...], slot: str, config: ModelConfig) -> tuple[int, ...]:
+    """Shape of the checkpoint tensor that fills `slot` of a parameter of this shape."""
+    if slot == "all":
+        return shape
+    if slot in ("gate", "up"):
+        return shape[1:]
+    heads = config.num_heads if slot == "q" else config.num_kv_heads
+    return (heads * config.head_dim, *shape[2:])
+
+
+def make_plan(
+    table: Table,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, StoredTensor],
+    config: ModelConfig,
+    where: Path,
+) -> Plan:
+    """Matches a checkpoint's tensors with the model's parameters, by names and shapes.
+
+    A tied model ignores an output head of the embedding's shape: some checkpoints store it twice.
+
+    Raises:
+      CheckpointError: a missing, unexpected or mis-shaped tensor, each named.
+    """
+    sources: dict[str, list[tuple[str, StoredTensor]]] = {path: [] for path in shapes}
+    missing: list[str] = []
+    misshaped: list[str] = []
+    known: set[str] = set()
+    for row in table.rows:
+        layers = range(config.num_layers) if "{layer}" in row.key else range(1)
+        leaves = ("weight", "bias") if "{leaf}" in row.key else ("weight",)
+        for layer in layers:
+            for leaf in leaves:
+                key = row.key.format(layer=layer, leaf=leaf)
+                path = row.parameter.format(layer=layer, leaf=leaf)
+                if path not in shapes:
+                    if path == "head.weight" and key in tensors and tensors[key].shape == shapes["embed"]:
+                        known.add(key)
+                    continue
+                known.add(key)
+                if key not in tensors:
+                    missing.append(key)
+                    continue
+                wanted = slot_shape(shapes[path], row.slot, config)
+                if tensors[key].shape != wanted:
+                    misshaped.append(f"{key} is {list(tensors[key].shape)} in {tensors[key].file}, not {list(wanted)}")
+                    continue
+                sources[path].append((row.slot, tensors[key]))
+    unexpected = [
+        f"{key} in {tensor.file}"
+        for key, tensor in tensors.items()
+        if key not in known and not re.fullmatch(table.ignored, key)
+    ]
+    problems = [
+        f"{kind}: {_some(names)}"
+        for kind, names in (
+            ("missing tensors", missing),
+            ("unexpected tensors", unexpected),
+            ("tensors whose shape contradicts the configuration", misshaped),
+        )
+        if names
+    ]
+    if problems:
+        raise CheckpointError(f"{where}: " + "; ".join(problems))
+    return Plan(config, table, sources)
+
+
+def _some(names: Sequence[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _copy(tensor: StoredTensor, start: int, out: np.ndarray, interleaved_head: int | None) -> None:
+    """Copies rows `start ..` of a stored tensor over `out`, piece by piece, casting."""
+    unit = interleaved_head or 1
+    rows = max(PIECE // math.prod(out.shape[1:]) // unit, 1) * unit
+    for low in range(0, out.shape[0], rows):
+        piece = out[low : low + rows]
+        values = tensor.read(start + low, start + low + piece.shape[0])
+        if interleaved_head:
+            # llama.cpp's row order within a head is (pair, half), ours is (half, pair).
+            piece = piece.reshape(-1, 2, interleaved_head // 2, *piece.shape[1:]).swapaxes(1, 2)
+            values = values.reshape(piece.shape)
+        piece[...] = values

@@ -1,0 +1,132 @@
+"""Safetensors files, read by ranges of rows.
+
+The format is a length, a JSON header and the bytes. Reading it here instead of through the
+`safetensors` package gives bfloat16 rows in numpy and keeps pages of a mapped file out of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from failfast_jax.checkpoints import CheckpointError
+from failfast_jax.checkpoints.mapping import StoredTensor
+from failfast_jax.config import read_json
+
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def folder_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Tensors of a Hugging Face folder: `model.safetensors`, or the shards that the index names.
+
+    Raises:
+      CheckpointError: no weights, only pickled ones, a missing shard, or a damaged file.
+    """
+    if (folder / WEIGHTS).is_file():
+        return file_tensors(folder / WEIGHTS)
+    if not (folder / INDEX).is_file():
+        raise CheckpointError(_no_weights(folder))
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / INDEX}: no 'weight_map'")
+    tensors: dict[str, StoredTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        path = folder / shard
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file, but {INDEX} names it; download the checkpoint again")
+        for name, tensor in file_tensors(path).items():
+            if weight_map.get(name) != shard:
+                raise CheckpointError(f"{path}: holds tensor {name}, which {INDEX} does not place there")
+            tensors[name] = tensor
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            raise CheckpointError(f"{folder / shard}: tensor {name} is not there, but {INDEX} says so")
+    return tensors
+
+
+def file_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Tensors of one file, from its header.
+
+    Raises:
+      CheckpointError: the file is truncated, is no safetensors file, or holds non-float tensors.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(f"{path}: truncated or not a safetensors file; download it again")
+        try:
+            header = json.loads(file.read(length))
+        except (UnicodeDecodeError, json.JSONDecodeError):
+            raise CheckpointError(f"{path}: its header is not JSON: corrupt or not a safetensors file") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: its header is no JSON object: corrupt or not a safetensors file")
+    header.pop("__metadata__", None)
+    return {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
+
+
+def _tensor(path: Path, name: str, entry: Any, base: int, size: int) -> StoredTensor:
+    try:
+        shape = tuple(int(n) for n in entry["shape"])
+        low, high = (int(n) for n in entry["data_offsets"])
+        stored = str(entry["dtype"])
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{path}: the header entry of tensor {name} is corrupt") from None
+    if stored not in DTYPES:
+        raise CheckpointError(f"{path}: tensor {name} has dtype {stored} (supported: {', '.join(DTYPES)})")
+    dtype = DTYPES[stored]
+    if high - low != math.prod(shape) * dtype.itemsize or low < 0:
+        raise CheckpointError(f"{path}: the header entry of tensor {name} is corrupt: {high - low} bytes for {shape}")
+    if base + high > size:
+        raise CheckpointError(
+            f"{path}: truncated: tensor {name} ends at byte {base + high}, the file at {size}; download it again"
+        )
+    row = math.prod(shape[1:])
+
+    def read(start: int, stop: int) -> np.ndarray:
+        offset = base + low + start * row * dtype.itemsize
+        return read_array(path, dtype, (stop - start) * row, offset).reshape(stop - start, *shape[1:])
+
+    return StoredTensor(name, shape, dtype, path, read)
+
+
+def read_array(path: Path, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
+    """`count` items at a byte offset of a file.
+
+    Raises:
+      CheckpointError: the file ends before.
+    """
+    # numpy's own readers know no bfloat16, hence bytes and a view.
+    raw = np.fromfile(path, np.uint8, count * dtype.itemsize, offset=offset)
+    if raw.size != count * dtype.itemsize:
+        raise CheckpointError(f"{path}: ends within its tensor data; download it again")
+    return raw.view(dtype)
+
+
+def _no_weights(folder: Path) -> str:
+    def names(*patterns: str) -> list[str]:
+        return sorted(path.name for pattern in patterns for path in folder.glob(pattern))
+
+    if pickled := names("*.bin", "*.pt", "*.pth", "*.ckpt"):
+        return (
+            f"{folder}: only pickled weights ({', '.join(pickled[:3])}), which are refused because unpickling runs "
+            "whatever code the file contains; use a safetensors version of the model, or convert the file with "
+            "safetensors.torch.save_file on a machine where you trust it"
+        )
+    if gguf := names("*.gguf"):
+        return f"{folder}: no {WEIGHTS}, but GGUF files; pass the path of one, such as {folder / gguf[0]}"
+    if loose := names("*.safetensors"):
+        return f"{folder}: {loose[0]} is there, but neither {WEIGHTS} nor {INDEX}"
+    return f"{folder}: no weights (looked for {WEIGHTS}, {INDEX})"

@@ -1,0 +1,57 @@
+"""The embedded default pair: SmolLM2-135M-Instruct and the drafter that ships with this package."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from failfast_jax.config import OptionError
+from failfast_jax.drafters import METHODS
+from failfast_jax.engine import FailFast, as_untrained_drafter
+from failfast_jax.loading import default_target_path, load_model
+from failfast_jax.tokenizer import load_tokenizer
+
+ASSETS = Path(__file__).parent / "assets"
+
+logger = logging.getLogger("failfast_jax")
+
+
+def embedded_drafter() -> Path | None:
+    """Folder of the drafter for the default target in `assets/`, if one ships."""
+    return next((path.parent for path in sorted(ASSETS.glob("*/config.json"))), None)
+
+
+def load_pair(
+    target: str | os.PathLike | None = None,
+    drafter: str | os.PathLike | None = None,
+    *,
+    method: str,
+    dtype: Any = None,
+    max_seq_len: int | None = None,
+    compile_cache: str | os.PathLike | None = None,
+) -> FailFast:
+    """An engine for `method`, with the embedded models where none are named; loads no drafter it will not use.
+
+    Raises:
+      ValueError: a model is missing, unreadable or does not fit; the message names it.
+    """
+    options = {"dtype": dtype, "max_seq_len": max_seq_len, "compile_cache": compile_cache}
+    kind = METHODS[method].model if method in METHODS else None
+    if kind is None:
+        return FailFast(target or default_target_path(), **options)
+    if target is not None or drafter is not None:
+        if drafter is None:
+            raise OptionError(f"--method {method}: needs --drafter, a model of kind {kind!r} for {target}")
+        return FailFast(target or default_target_path(), drafter, **options)
+    if kind != "diffusion":
+        raise OptionError(f"--method {method}: needs --drafter, a model of kind {kind!r}")
+    path = default_target_path()
+    shipped = embedded_drafter()
+    if shipped is not None:
+        return FailFast(path, shipped, **options)
+    model = load_model(path, dtype)
+    tokenizer = load_tokenizer(path)
+    logger.warning("the embedded drafter is SmolLM2 itself, run block-causally: it is not trained to draft")
+    return FailFast(model, as_untrained_drafter(model), tokenizer=tokenizer, drafter_tokenizer=tokenizer, **options)

@@ -1,0 +1,80 @@
+"""Prompt-lookup drafting: the continuation of an earlier place with the same last tokens. No model."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from failfast_jax.drafters.base import Drafter
+from failfast_jax.state import Committed, Draft
+
+LONGEST_MATCH = 32
+"""Matches beyond this length are told apart no more."""
+
+
+def longest_match(committed: Committed) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Longest earlier occurrence of the last tokens, the latest one on ties.
+
+    Returns:
+      Its length (0: none) and the position just behind it.
+    """
+    tokens, length = committed.tokens, committed.length
+    columns = jnp.arange(tokens.shape[1])
+    matched = jnp.zeros_like(tokens)
+    alive = (columns >= 0) & (columns < length[:, None] - 1)
+    for back in range(LONGEST_MATCH):
+        last = jnp.take_along_axis(tokens, jnp.maximum(length - 1 - back, 0)[:, None], axis=1)
+        earlier = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, : tokens.shape[1]]
+        alive &= (earlier == last) & (columns >= back)
+        matched += alive
+    best = matched.max(1)
+    latest = jnp.max(jnp.where(matched == best[:, None], columns, 0), 1)
+    return best, latest + 1
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class Lookup(Drafter):
+    """Drafts from the sequence itself; the longer the match, the longer the draft.
+
+    A round without a match of at least `min_match` tokens is a plain step of the target.
+    """
+
+    min_match: int = flax.struct.field(pytree_node=False, default=2)
+    max_spec_len: int = flax.struct.field(pytree_node=False, default=15)
+
+    @property
+    def max_draft(self) -> int:
+        return self.max_spec_len
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        # 3, 7, 15, ...: with the last committed token they fill a verify width.
+        steps = [2**power - 1 for power in range(2, 16) if 2**power - 1 < self.max_spec_len]
+        return (0, *steps, self.max_spec_len)
+
+    def draft_length(self, match: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Shortest draft for the shortest match, doubling with each further token up to `max_spec_len`."""
+        doubled = jnp.left_shift(4, jnp.clip(match - self.min_match, 0, 14)) - 1
+        return jnp.where(match >= self.min_match, jnp.minimum(doubled, self.max_spec_len), 0)
+
+    def draft(self, state, committed, stop=None):
+        if stop is not None:
+            return super().draft(state, committed, stop)
+        match, behind = longest_match(committed)
+        length = jnp.minimum(self.draft_length(match), committed.room)
+        length = jnp.where(committed.running, length, 0)
+        # A continuation that reaches the end of the text goes on with itself.
+        period = jnp.maximum(committed.length - behind, 1)
+        offsets = behind[:, None] + jnp.arange(self.max_draft) % period[:, None]
+        tokens = jnp.take_along_axis(committed.tokens, offsets, axis=1)
+        confidence = (match / (match + 1.0))[:, None]
+        draft = Draft(
+            tokens=tokens,
+            confidence=jnp.broadcast_to(confidence, tokens.shape),
+            length=length,
+            passes=jnp.zeros_like(length),
+        )
+        return draft, state

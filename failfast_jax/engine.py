@@ -1,0 +1,619 @@
+"""Host side: text to ids, prefill, the compiled loop, ids to text. The only place that knows tokenisers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from failfast_jax import dllm, round
+from failfast_jax.compilation import CompileCounts, Executables, Program, compile_counts, enable_compile_cache
+from failfast_jax.config import ConfigError, GenerationConfig, OptionError
+from failfast_jax.drafters import METHODS, Drafter
+from failfast_jax.loading import load_model
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.self_check import rows_do_not_depend_on_width
+from failfast_jax.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
+from failfast_jax.tokenizer import check_same_tokens, load_tokenizer
+
+logger = logging.getLogger("failfast_jax")
+
+DIFFUSION_METHOD = "dllm"
+"""The block-diffusion model writing on its own; every other method is a drafter in front of a target."""
+
+SMALLEST_CAPACITY = 256
+STREAM_ROUNDS = 4
+_NO_LIMIT = np.int32(2**30)
+_FINISH_REASONS = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length"}
+
+Message = dict[str, str]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be served; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One round of one sequence."""
+
+    drafted: list[int]
+    confidence: list[float]
+    accepted: int
+    emitted: list[int]
+    passes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counts and times of one answer. Times are in seconds and, in a batch, those of the whole batch."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    drafter_passes: int
+    target_passes: int
+    load_s: float
+    compile_s: float
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float
+    compiles: int
+    cache_hits: int
+    host_syncs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One answer."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    text: str | None
+    finish_reason: str
+    method: str
+    stats: Stats
+    rounds: list[Round]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form: what `--json` prints."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamEvent:
+    """News about one sequence of a streamed request."""
+
+    sequence: int
+    ids: list[int]
+    """Tokens that became final since the last event."""
+    text: str | None
+    """Text that became final since the last event; None without a tokenizer."""
+    result: Result | None = None
+    """Set in the sequence's last event."""
+
+
+def with_block_size(model: Decoder, block_size: int) -> Decoder:
+    """The same weights under another block-diffusion block."""
+    clone = copy.copy(model)
+    clone.config = dataclasses.replace(model.config, block_size=block_size)
+    return clone
+
+
+@jax.jit
+def _with_mask_row(embed: jax.Array) -> jax.Array:
+    mean = jnp.mean(embed.astype(jnp.float32), axis=0, keepdims=True)
+    return jnp.concatenate([embed, mean.astype(embed.dtype)])
+
+
+def as_untrained_drafter(target: Decoder, block_size: int = 32) -> Decoder:
+    """An autoregressive model run block-causally, the mean embedding as its mask token: not trained to draft.
+
+    Shares all weights with `target` except the embedding, which gains one row.
+    """
+    clone = copy.copy(target)
+    clone.embed = type(target.embed)(_with_mask_row(target.embed[...]))
+    if target.head is not None:
+        clone.head = copy.copy(target.head)
+        clone.head.weight = type(target.head.weight)(_with_mask_row(target.head.weight[...]))
+    clone.config = dataclasses.replace(
+        target.config,
+        block_size=block_size,
+        mask_token_id=target.config.vocab_size,
+        vocab_size=target.config.vocab_size + 1,
+    )
+    return clone
+
+
+def _bucket(value: int) -> int:
+    """The smallest power of two that holds `value`."""
+    return max(SMALLEST_CAPACITY, 1 << (value - 1).bit_length())
+
+
+@dataclasses.dataclass
+class _Job:
+    """A prepared request: device state and the program that advances it."""
+
+    state: Any
+    advance: Callable[[Any, np.int32], Any]
+    """`(state, most rounds) -> state`; donates the state."""
+    snapshot: Callable[[Any], tuple]
+    """Device arrays of `(ids, start, end, finish)`, from which new tokens are read."""
+    prefill: Callable[[Any], Any]
+    slice: int
+
+
+class FailFast:
+    """A target, a drafter, and the programs compiled for them.
+
+    Args:
+      target: a model, or a path or Hub id for `load_model`. For `method="dllm"` the block-diffusion model.
+      drafter: likewise; only needed by methods whose drafter is a model.
+      tokenizer: a transformers tokenizer; None: the target's own, if it has one.
+      drafter_tokenizer: only used to check that both models speak the same tokens.
+      dtype: of loaded weights; None: float32 on CPU, bfloat16 elsewhere.
+      max_seq_len: most tokens of prompt and output together; None: the model's context.
+      compile_cache: folder of the persistent compilation cache, or `off`; see `enable_compile_cache`.
+
+    Raises:
+      ValueError: a model that cannot be read, or two that do not share their tokens; the message names them.
+    """
+
+    def __init__(
+        self,
+        target: Decoder | str | os.PathLike,
+        drafter: Decoder | str | os.PathLike | None = None,
+        *,
+        tokenizer: Any = None,
+        drafter_tokenizer: Any = None,
+        dtype: Any = None,
+        max_seq_len: int | None = None,
+        compile_cache: str | os.PathLike | None = None,
+    ):
+        enable_compile_cache(compile_cache)
+        start = time.perf_counter()
+        self.target_name, self.drafter_name = _name(target, "target"), _name(drafter, "drafter")
+        if not isinstance(target, Decoder):
+            tokenizer = tokenizer or load_tokenizer(target)
+            target = load_model(target, dtype)
+        if drafter is not None and not isinstance(drafter, Decoder):
+            drafter_tokenizer = drafter_tokenizer or load_tokenizer(drafter)
+            drafter = load_model(drafter, dtype)
+        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.vocab = target.config.vocab_size
+        if drafter is not None:
+            self.vocab = check_same_tokens(
+                tokenizer,
+                drafter_tokenizer,
+                target.config,
+                drafter.config,
+                target_name=self.target_name,
+                drafter_name=self.drafter_name,
+            )
+        context = target.config.max_position_embeddings
+        if drafter is not None:
+            context = min(context, drafter.config.max_position_embeddings)
+        if max_seq_len is not None and not 2 <= max_seq_len <= context:
+            raise OptionError(f"max_seq_len {max_seq_len}: must be between 2 and the context of {context}")
+        self.max_seq_len = max_seq_len or context
+        self.platform = jax.default_backend()
+        self.load_s = time.perf_counter() - start
+        self._programs = Executables()
+        self._exact_ladders: dict[tuple[int, ...], bool] = {}
+
+    # -- inputs ------------------------------------------------------------------------------------------
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: a string (one user turn, if the tokenizer has a chat template), messages, or ids.
+
+        Raises:
+          PromptError: nothing to encode with, an empty prompt, or an id outside the vocabulary.
+        """
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise PromptError("the prompt is empty")
+            tokenizer = self._need_tokenizer()
+            if getattr(tokenizer, "chat_template", None):
+                return self.encode([{"role": "user", "content": prompt}])
+            ids = tokenizer(prompt)["input_ids"]
+        elif len(prompt) and isinstance(prompt[0], dict):
+            tokenizer = self._need_tokenizer()
+            if not getattr(tokenizer, "chat_template", None):
+                raise PromptError(f"{self.target_name} has no chat template: give the prompt as text or token ids")
+            ids = tokenizer.apply_chat_template(
+                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        else:
+            ids = [int(token) for token in prompt]
+        if not ids:
+            raise PromptError("the prompt is empty")
+        vocab = self.target.config.vocab_size
+        for token in ids:
+            if not 0 <= token < vocab:
+                raise PromptError(f"token id {token} is outside the vocabulary of {vocab} of {self.target_name}")
+        return list(ids)
+
+    def _need_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise PromptError(f"{self.target_name} has no tokenizer: give token ids (--token-ids) instead of text")
+        return self.tokenizer
+
+    def _encode_all(self, prompts: Any) -> list[list[int]]:
+        if isinstance(prompts, str):
+            return [self.encode(prompts)]
+        prompts = list(prompts)
+        if not prompts:
+            raise PromptError("the prompt is empty")
+        first = prompts[0]
+        single = isinstance(first, dict) or isinstance(first, (int, np.integer))
+        return [self.encode(prompts)] if single else [self.encode(prompt) for prompt in prompts]
+
+    # -- answers -----------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Any, config: GenerationConfig | None = None, **options: Any) -> list[Result]:
+        """Answers one prompt or a batch, each whole answer in one dispatch.
+
+        Args:
+          prompts: a string, a list of strings, messages, a list of messages, ids, or a list of ids.
+          config: the request; `options` replace single fields of it.
+
+        Returns:
+          One result a prompt, in order.
+
+        Raises:
+          ValueError: a bad option (`OptionError`) or prompt (`PromptError`).
+        """
+        *_, last = self._run(self._encode_all(prompts), self._config(config, options), stream=False)
+        return last
+
+    def stream(self, prompts: Any, config: GenerationConfig | None = None, **options: Any) -> Iterator[StreamEvent]:
+        """Like `generate`, in slices of a few rounds: yields what became final after each."""
+        encoded = self._encode_all(prompts)
+        sent = [0] * len(encoded)
+        texts = [""] * len(encoded)
+        for news in self._run(encoded, self._config(config, options), stream=True):
+            for index, item in enumerate(news):
+                final = isinstance(item, Result)
+                ids = item.output_ids if final else item
+                text = None
+                if self.tokenizer is not None:
+                    whole = self._decode(ids)
+                    # A token may end inside a character: hold back what is not yet one.
+                    stable = whole if final else whole.rstrip("\ufffd")
+                    text = stable[len(texts[index]) :] if stable.startswith(texts[index]) else ""
+                    texts[index] += text
+                if len(ids) > sent[index] or final:
+                    yield StreamEvent(index, list(ids[sent[index] :]), text, item if final else None)
+                sent[index] = len(ids)
+
+    def _config(self, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
+        config = dataclasses.replace(config or GenerationConfig(), **options)
+        config.validate()
+        if config.method not in METHODS and config.method != DIFFUSION_METHOD:
+            raise OptionError(f"--method {config.method}: must be one of {', '.join([*METHODS, DIFFUSION_METHOD])}")
+        return config
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _run(self, prompts: list[list[int]], config: GenerationConfig, stream: bool) -> Iterator[list]:
+        """Yields lists of output ids so far (streaming only), at last the list of results."""
+        counts, compile_before = compile_counts(), self._programs.seconds
+        job = self._diffusion_job(prompts, config) if config.method == DIFFUSION_METHOD else self._job(prompts, config)
+        compile_s = self._programs.seconds - compile_before
+
+        start = time.perf_counter()
+        state = job.prefill(job.state)
+        jax.block_until_ready(state)
+        prefill_s = time.perf_counter() - start
+        syncs = 1
+
+        decode_s = 0.0
+        while True:
+            start = time.perf_counter()
+            state = job.advance(state, np.int32(job.slice) if stream else _NO_LIMIT)
+            ids, begin, end, finish = jax.device_get(job.snapshot(state))
+            decode_s += time.perf_counter() - start
+            syncs += 1
+            if not (finish == RUNNING).any():
+                break
+            if stream:
+                yield [ids[row, begin[row] : end[row]].tolist() for row in range(len(prompts))]
+        outputs = [ids[row, begin[row] : end[row]].tolist() for row in range(len(prompts))]
+        used = compile_counts().since(counts)
+        times = {"compile_s": compile_s, "prefill_s": prefill_s, "decode_s": decode_s}
+        yield self._results(config, prompts, outputs, finish, state, used, times, syncs)
+
+    # -- draft and verify --------------------------------------------------------------------------------
+
+    def build_drafter(self, config: GenerationConfig) -> Drafter:
+        """The drafter of a method with the request's settings.
+
+        Raises:
+          ConfigError, OptionError: the method needs another kind of model than `drafter`.
+        """
+        method = METHODS[config.method]
+        model = self.drafter if method.model else None
+        if method.model and model is None:
+            raise OptionError(f"--method {config.method}: needs --drafter, a model of kind {method.model!r}")
+        if method.model == "diffusion" and not model.config.is_diffusion:
+            raise ConfigError(
+                f"{self.drafter_name}: method {config.method} needs a block-diffusion drafter, "
+                f"this is an autoregressive {model.config.model_type} (use --method ar)"
+            )
+        if method.model == "autoregressive" and model.config.is_diffusion:
+            raise ConfigError(
+                f"{self.drafter_name}: method {config.method} needs an autoregressive drafter, "
+                "this is a block-diffusion model (use --method failfast)"
+            )
+        if config.block_size and method.model == "diffusion":
+            model = with_block_size(model, config.block_size)
+        return method.build(config, model, self.vocab, self.platform)
+
+    def _plan(self, drafter: Drafter, exact: bool) -> round.Plan:
+        if not exact or self.platform != "cpu" or self.target.dtype != jnp.float32:
+            return round.make_plan(drafter, platform=self.platform, exact=exact)
+        plan = round.make_plan(drafter, platform=self.platform, exact=True, self_checked=True)
+        widths = tuple(sorted({*plan.widths, *plan.prefill_widths}))
+        if widths not in self._exact_ladders:
+            self._exact_ladders[widths] = rows_do_not_depend_on_width(self.target, widths)
+        if self._exact_ladders[widths]:
+            return plan
+        logger.warning("exact: rows differ between widths %s here; every step runs at one width", widths)
+        return round.make_plan(drafter, platform=self.platform, exact=True)
+
+    def _capacity(self, prompts: list[list[int]], max_new_tokens: int, longest_draft: int) -> int:
+        longest = max(map(len, prompts))
+        if longest >= self.max_seq_len:
+            raise PromptError(
+                f"the prompt of {longest} tokens does not fit: prompt and output together may have "
+                f"{self.max_seq_len} tokens"
+            )
+        wanted = longest + max_new_tokens
+        if wanted > self.max_seq_len:
+            logger.warning(
+                "prompt (%d) and max_new_tokens (%d) exceed the %d tokens there is room for: output may end early",
+                longest,
+                max_new_tokens,
+                self.max_seq_len,
+            )
+        return min(_bucket(wanted + longest_draft + 1), self.max_seq_len)
+
+    def _prompt_arrays(self, prompts: list[list[int]], capacity: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens = np.zeros((len(prompts), capacity), np.int32)
+        for row, ids in enumerate(prompts):
+            tokens[row, : len(ids)] = ids
+        return tokens, np.asarray([len(ids) for ids in prompts], np.int32)
+
+    def _sampling(self, config: GenerationConfig, batch: int) -> Sampling:
+        return Sampling(
+            temperature=np.full(batch, config.temperature, np.float32),
+            top_k=np.full(batch, config.top_k, np.int32),
+            top_p=np.full(batch, config.top_p, np.float32),
+            seed=np.full(batch, config.seed, np.uint32),
+            sequence=np.arange(batch, dtype=np.int32),
+        )
+
+    def _eos(self, config: GenerationConfig) -> np.ndarray:
+        return np.asarray(round.pad_eos(() if config.ignore_eos else self.target.config.eos_token_ids), np.int32)
+
+    def _job(self, prompts: list[list[int]], config: GenerationConfig) -> _Job:
+        if self.target.config.is_diffusion:
+            raise ConfigError(
+                f"{self.target_name}: a block-diffusion model cannot verify drafts; name an autoregressive target, "
+                f"or let it write on its own with --method {DIFFUSION_METHOD}"
+            )
+        drafter = self.build_drafter(config)
+        plan = self._plan(drafter, config.exact)
+        capacity = self._capacity(prompts, config.max_new_tokens, drafter.max_draft)
+        batch = len(prompts)
+        tokens, lengths = self._prompt_arrays(prompts, capacity)
+        inputs = {
+            "tokens": tokens,
+            "prompt_length": lengths,
+            "max_new_tokens": np.full(batch, config.max_new_tokens, np.int32),
+            "eos": self._eos(config),
+            "sampling": self._sampling(config, batch),
+        }
+
+        def init(target, drafter, inputs):
+            return round.init_state(target, drafter, capacity=capacity, plan=plan, **inputs)
+
+        static = dataclasses.replace(
+            config, max_new_tokens=1, temperature=0.0, top_p=1.0, top_k=0, seed=0, tau=0.0, threshold=None
+        )
+        key = (static, plan, batch, capacity)
+        models = (self.target, drafter)
+        empty = jax.eval_shape(init, *models, inputs)
+        calls = round.prefill_schedule(max(map(len, prompts)), drafter, plan, empty.tokens.shape[1])
+        kinds = list(dict.fromkeys((call.width, call.parts) for call in calls))
+
+        def chunk(width, parts):
+            return lambda t, d, s, at: round.prefill_chunk(t, d, s, at, width=width, parts=parts)
+
+        def rounds(target, drafter, state, most):
+            return round.generate(target, drafter, state, most, plan=plan)
+
+        start_program, loop, *chunk_programs = self._programs.get(
+            Program((*key, "init"), init, (*models, inputs)),
+            Program((*key, "rounds"), rounds, (*models, empty, np.int32(0)), donate=(2,)),
+            *(
+                Program((*key, "prefill", *kind), chunk(*kind), (*models, empty, np.int32(0)), donate=(2,))
+                for kind in kinds
+            ),
+        )
+        by_kind = dict(zip(kinds, chunk_programs))
+
+        def prefill(_):
+            state = start_program(*models, inputs)
+            for call in calls:
+                state = by_kind[call.width, call.parts](*models, state, np.int32(call.start))
+            return state
+
+        return _Job(
+            state=None,
+            prefill=prefill,
+            advance=lambda state, rounds: loop(*models, state, rounds),
+            snapshot=lambda s: (s.tokens, s.prompt_length, s.length, s.finish),
+            slice=STREAM_ROUNDS,
+        )
+
+    # -- block diffusion on its own ----------------------------------------------------------------------
+
+    def _diffusion_job(self, prompts: list[list[int]], config: GenerationConfig) -> _Job:
+        model = self.target
+        if not model.config.is_diffusion:
+            raise ConfigError(f"{self.target_name}: method {DIFFUSION_METHOD} needs a block-diffusion model")
+        if config.block_size:
+            model = with_block_size(model, config.block_size)
+        block, small = model.config.block_size, config.small_block_size
+        if config.max_new_tokens < block:
+            raise OptionError(
+                f"--max-new-tokens {config.max_new_tokens}: must be at least the block size {block} for "
+                f"--method {DIFFUSION_METHOD}"
+            )
+        if block % small:
+            raise OptionError(f"--small-block-size {small}: must divide the block size {block}")
+        blocks = config.max_new_tokens // block
+        longest = max(map(len, prompts))
+        capacity = self._capacity(prompts, (blocks + 1) * block, 0)
+        batch = len(prompts)
+        tokens, lengths = self._prompt_arrays(prompts, capacity)
+        # What fits, in whole blocks behind each prompt's own.
+        fitting = np.maximum((capacity - 1) // block - lengths // block, 0)
+        inputs = {
+            "tokens": tokens,
+            "prompt_length": lengths,
+            "max_blocks": np.minimum(blocks, fitting).astype(np.int32),
+            "eos": self._eos(config),
+            "sampling": self._sampling(config, batch),
+        }
+
+        def init(model, inputs):
+            return dllm.init_state(model, capacity=capacity, block_rounds=capacity // block + 1, **inputs)
+
+        key = (DIFFUSION_METHOD, block, small, config.block_cache, batch, capacity)
+        empty = jax.eval_shape(init, model, inputs)
+        width = round.round_up(128, block)
+        cached = (longest - 1) // block * block
+
+        def chunk_of(model, state, at):
+            return dllm.prefill_chunk(model, state, at, width=width)
+
+        def passes(model, state, threshold, most):
+            return dllm.generate(model, state, threshold, most, small_block=small, block_cache=config.block_cache)
+
+        start_program, loop, *chunks = self._programs.get(
+            Program((*key, "init"), init, (model, inputs)),
+            Program((*key, "passes"), passes, (model, empty, np.float32(0), np.int32(0)), donate=(1,)),
+            *([Program((*key, "prefill"), chunk_of, (model, empty, np.int32(0)), donate=(1,))] if cached else []),
+        )
+        threshold = np.float32(1.0 if config.threshold is None else config.threshold)
+
+        def prefill(_):
+            state = start_program(model, inputs)
+            for at in range(0, cached, width):
+                state = chunks[0](model, state, np.int32(at))
+            return state
+
+        return _Job(
+            state=None,
+            prefill=prefill,
+            advance=lambda state, steps: loop(model, state, threshold, steps),
+            snapshot=lambda s: (s.text, s.prompt_length, s.end, s.finish),
+            slice=2 * STREAM_ROUNDS,
+        )
+
+    # -- results -----------------------------------------------------------------------------------------
+
+    def _results(
+        self,
+        config: GenerationConfig,
+        prompts: list[list[int]],
+        outputs: list[list[int]],
+        finish: np.ndarray,
+        state: Any,
+        used: CompileCounts,
+        times: dict[str, float],
+        syncs: int,
+    ) -> list[Result]:
+        host = jax.device_get(state.block_passes if config.method == DIFFUSION_METHOD else state.log)
+        syncs += 1
+        results = []
+        for row, (prompt, output) in enumerate(zip(prompts, outputs)):
+            if config.method == DIFFUSION_METHOD:
+                rounds = self._blocks(config, len(prompt), output, host[row])
+                target_passes = int(sum(r.passes for r in rounds)) + int(len(prompt) >= self._block(config))
+                drafter_passes = 0
+            else:
+                rounds = _rounds(host, row, output)
+                drafter_passes = sum(r.passes for r in rounds)
+                target_passes = int(host.target_passes) if len(prompts) == 1 else len(rounds)
+            results.append(
+                Result(
+                    prompt_ids=list(prompt),
+                    output_ids=output,
+                    text=self._decode(output) if self.tokenizer is not None else None,
+                    finish_reason=_FINISH_REASONS[int(finish[row])],
+                    method=config.method,
+                    stats=Stats(
+                        rounds=len(rounds),
+                        drafted=sum(len(r.drafted) for r in rounds),
+                        accepted=sum(r.accepted for r in rounds),
+                        drafter_passes=drafter_passes,
+                        target_passes=target_passes,
+                        load_s=self.load_s,
+                        tokens_per_s=len(output) / times["decode_s"],
+                        compiles=used.compiles,
+                        cache_hits=used.cache_hits,
+                        host_syncs=syncs,
+                        **times,
+                    ),
+                    rounds=rounds,
+                )
+            )
+        return results
+
+    def _block(self, config: GenerationConfig) -> int:
+        return config.block_size or self.target.config.block_size
+
+    def _blocks(self, config: GenerationConfig, prompt: int, output: list[int], passes: np.ndarray) -> list[Round]:
+        """A block-diffusion answer by blocks: each emits its own tokens and the next block's first."""
+        block = self._block(config)
+        rounds, done = [], 0
+        first_end = prompt // block * block + block + 1 - prompt
+        while done < len(output):
+            end = min(first_end + len(rounds) * block, len(output))
+            rounds.append(Round([], [], 0, output[done:end], int(passes[len(rounds)])))
+            done = end
+        return rounds
+
+
+def _rounds(log: round.RoundLog, row: int, output: list[int]) -> list[Round]:
+    rounds, done = [], 0
+    for index in range(int(log.rounds[row])):
+        length, emitted = int(log.draft_length[row, index]), int(log.emitted[row, index])
+        rounds.append(
+            Round(
+                drafted=log.drafted[row, index, :length].tolist(),
+                confidence=log.confidence[row, index, :length].tolist(),
+                accepted=int(log.accepted[row, index]),
+                emitted=output[done : done + emitted],
+                passes=int(log.passes[row, index]),
+            )
+        )
+        done += emitted
+    return rounds
+
+
+def _name(model: Any, role: str) -> str:
+    return f"the {role} model" if model is None or isinstance(model, Decoder) else str(model)

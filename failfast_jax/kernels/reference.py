@@ -1,0 +1,93 @@
+"""Attention in plain jnp: the CPU path, and what every other kernel is tested against."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+_HIDDEN = -1e30  # finite, so that a tile without a visible key gives exact zeros and no NaN
+
+
+def visible_until(positions: Int[Array, "..."], block_size: int) -> Int[Array, "..."]:
+    """Last position that a query sees: `i // D >= j // D` with D = block_size (1: causal)."""
+    return positions // block_size * block_size + (block_size - 1)
+
+
+def window_attention(
+    q: Float[Array, "B W N H"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    positions: Int[Array, "B W"],
+    live: Int[Array, ""],
+    *,
+    block_size: int,
+    tile: int,
+) -> Float[Array, "B W N H"]:
+    """Attention of a window of queries over the live part of a static cache.
+
+    The window's own keys and values are already in the cache. Tiles lie at absolute positions and are
+    summed in order with an online float32 softmax, so that a row's result depends neither on the
+    window's start nor on how many dead tiles follow; only tiles below `live` are read.
+
+    Args:
+      positions: absolute position of each query.
+      live: number of leading cache positions that any query may see.
+      block_size: mask rule, see `visible_until`.
+      tile: positions a step; divides S.
+    """
+    batch, width, heads, head_dim = q.shape
+    kv_heads = k_cache.shape[1]
+    group = heads // kv_heads
+    # The query heads of one KV head are rows of one matmul.
+    rows = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    rows = rows.reshape(batch, kv_heads, group * width, head_dim) * (head_dim**-0.5)
+    rows = rows.astype(k_cache.dtype)
+    last = jnp.tile(visible_until(positions, block_size), (1, group))[:, None, :, None]
+
+    def body(index, carry):
+        highest, total, acc = carry
+        at = index * tile
+        k = jax.lax.dynamic_slice_in_dim(k_cache, at, tile, axis=2)
+        v = jax.lax.dynamic_slice_in_dim(v_cache, at, tile, axis=2)
+        scores = jnp.einsum("bkrh,bkth->bkrt", rows, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(at + jnp.arange(tile) <= last, scores, _HIDDEN)
+        new_highest = jnp.maximum(highest, scores.max(-1))
+        weights = jnp.exp(scores - new_highest[..., None])
+        decay = jnp.exp(highest - new_highest)
+        part = jnp.einsum("bkrt,bkth->bkrh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return new_highest, total * decay + weights.sum(-1), acc * decay[..., None] + part
+
+    shape = (batch, kv_heads, group * width)
+    carry = (jnp.full(shape, _HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    # At least one tile, so that a pass nobody listens to leaves no NaN in the cache.
+    tiles = jnp.clip((live + tile - 1) // tile, 1, k_cache.shape[2] // tile)
+    _, total, acc = jax.lax.fori_loop(0, tiles, body, carry)
+    out = (acc / total[..., None]).reshape(batch, kv_heads, group, width, head_dim)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads, head_dim).astype(q.dtype)
+
+
+def dense_attention(
+    q: Float[Array, "B L N H"],
+    k: Float[Array, "B L K H"],
+    v: Float[Array, "B L K H"],
+    *,
+    block_size: int,
+    length: Int[Array, ""] | None = None,
+) -> Float[Array, "B L N H"]:
+    """Attention of whole sequences from position 0, without a cache (differentiable).
+
+    Keys from `length` on are padding: hidden, which only a block-causal mask does not do by itself.
+    """
+    batch, width, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    rows = q.reshape(batch, width, kv_heads, heads // kv_heads, head_dim) * (head_dim**-0.5)
+    scores = jnp.einsum("bqkgh,btkh->bkgqt", rows, k, preferred_element_type=jnp.float32)
+    positions = jnp.arange(width)
+    last = visible_until(positions, block_size)
+    if length is not None:
+        last = jnp.minimum(last, length - 1)
+    scores = jnp.where(positions[None, :] <= last[:, None], scores, _HIDDEN)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkgqt,btkh->bqkgh", weights, v, preferred_element_type=jnp.float32)
+    return out.reshape(batch, width, heads, head_dim).astype(q.dtype)

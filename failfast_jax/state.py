@@ -1,0 +1,152 @@
+"""What the compiled loop carries: committed tokens, caches, sampling settings and the log of rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from failfast_jax.models.cache import KVCache
+
+RUNNING, FINISHED_EOS, FINISHED_LENGTH = 0, 1, 2
+"""Values of `DecodeState.finish`."""
+
+MAX_EOS_TOKENS = 8
+
+
+@flax.struct.dataclass
+class Sampling:
+    """How the target picks its own token; per sequence, so that a batch may mix settings."""
+
+    temperature: Float[Array, " B"]
+    """0 is greedy."""
+    top_k: Int[Array, " B"]
+    """Keep the k best logits; 0 keeps all."""
+    top_p: Float[Array, " B"]
+    """Keep the smallest set of best tokens with at least this probability, after top-k; 1 keeps all."""
+    seed: UInt[Array, " B"]
+    """Randomness is a function of (seed, sequence, position) only."""
+    sequence: Int[Array, " B"]
+    """Index of the sequence in its request."""
+
+
+@flax.struct.dataclass
+class Draft:
+    """What a drafter proposes for positions `length .. length + M - 1` of each sequence."""
+
+    tokens: Int[Array, "B M"]
+    """Ids; anything beyond `length`."""
+    confidence: Float[Array, "B M"]
+    """In [0, 1]; for model drafters the largest softmax probability."""
+    length: Int[Array, " B"]
+    """Number of drafted tokens, 0 .. M."""
+    passes: Int[Array, " B"]
+    """Forward passes of the drafter that this sequence took part in."""
+
+
+@flax.struct.dataclass
+class Verified:
+    """What the target says about a draft."""
+
+    picks: Int[Array, "B M1"]
+    """The target's own token after the last committed one (column 0) and after each drafted one."""
+    features: Float[Array, "B M1 F E"]
+    """Residual stream of the requested target layers at the verified positions `length - 1 ...`."""
+    passes: Int[Array, ""]
+    """Forward passes of the target."""
+
+
+@flax.struct.dataclass
+class RoundLog:
+    """One row a round; a sequence's rounds are rows 0 .. its own count - 1."""
+
+    drafted: Int[Array, "B R M"]
+    confidence: Float[Array, "B R M"]
+    draft_length: Int[Array, "B R"]
+    accepted: Int[Array, "B R"]
+    """Drafted tokens that the target agreed with, before any cut at EOS or at the length limit."""
+    emitted: Int[Array, "B R"]
+    """Tokens appended, after cuts."""
+    passes: Int[Array, "B R"]
+    """Drafter passes."""
+    rounds: Int[Array, " B"]
+    """Rounds in which the sequence was still running."""
+    round: Int[Array, ""]
+    """Rounds of the batch so far."""
+    drafter_passes: Int[Array, ""]
+    """Forward passes of the drafter over the batch, prefill not counted."""
+    target_passes: Int[Array, ""]
+    """Forward passes of the target over the batch, prefill not counted."""
+
+    @classmethod
+    def zeros(cls, batch: int, rounds: int, max_draft: int) -> RoundLog:
+        return cls(
+            drafted=jnp.zeros((batch, rounds, max_draft), jnp.int32),
+            confidence=jnp.zeros((batch, rounds, max_draft), jnp.float32),
+            draft_length=jnp.zeros((batch, rounds), jnp.int32),
+            accepted=jnp.zeros((batch, rounds), jnp.int32),
+            emitted=jnp.zeros((batch, rounds), jnp.int32),
+            passes=jnp.zeros((batch, rounds), jnp.int32),
+            rounds=jnp.zeros((batch,), jnp.int32),
+            round=jnp.zeros((), jnp.int32),
+            drafter_passes=jnp.zeros((), jnp.int32),
+            target_passes=jnp.zeros((), jnp.int32),
+        )
+
+
+@flax.struct.dataclass
+class Committed:
+    """The part of the state that a drafter reads."""
+
+    tokens: Int[Array, "B T"]
+    """Committed ids; anything beyond `length`."""
+    length: Int[Array, " B"]
+    """Committed tokens: prompt and output."""
+    prompt_length: Int[Array, " B"]
+    room: Int[Array, " B"]
+    """Longest draft that still fits: capacity - length - 1, at least 0."""
+    running: Bool[Array, " B"]
+    """Sequences that are not finished; the others' drafts are ignored."""
+    eos: Int[Array, " N"]
+    """Stop token ids, padded with -1."""
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """Everything a round reads and writes. The target's cache always holds `length - 1` tokens."""
+
+    tokens: Int[Array, "B T"]
+    """Committed ids; anything beyond `length`. T exceeds the capacity by the widest window."""
+    length: Int[Array, " B"]
+    """Committed tokens: prompt and output."""
+    prompt_length: Int[Array, " B"]
+    max_length: Int[Array, " B"]
+    """Length at which the sequence stops: prompt + max_new_tokens, at most the capacity."""
+    finish: Int[Array, " B"]
+    """RUNNING, FINISHED_EOS or FINISHED_LENGTH."""
+    eos: Int[Array, " N"]
+    """Stop token ids, padded with -1."""
+    sampling: Sampling
+    target: KVCache
+    drafter: Any
+    """The drafter's own state, see `drafters.base`."""
+    log: RoundLog
+    capacity: int = flax.struct.field(pytree_node=False)
+    """Most tokens that a sequence may hold."""
+
+    @property
+    def running(self) -> Bool[Array, " B"]:
+        return self.finish == RUNNING
+
+    @property
+    def committed(self) -> Committed:
+        return Committed(
+            tokens=self.tokens,
+            length=self.length,
+            prompt_length=self.prompt_length,
+            room=jnp.maximum(self.capacity - self.length - 1, 0),
+            running=self.running,
+            eos=self.eos,
+        )

@@ -1,0 +1,79 @@
+"""How an answer came about: accepted, rejected and target tokens, for the terminal and as HTML."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from failfast_jax.engine import Result
+
+ACCEPTED, REJECTED, TARGET = "accepted", "rejected", "target"
+
+_ANSI = {ACCEPTED: "\033[32m", REJECTED: "\033[9;31m", TARGET: "\033[1;34m"}
+_RESET = "\033[0m"
+_STYLE = """body { font: 15px/1.6 sans-serif; max-width: 60em; margin: 2em auto; color: #222; background: #fff; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid #ccc; padding-left: 1em; }
+.accepted { background: #d7f0d9; } .rejected { color: #a33; text-decoration: line-through; opacity: 0.6; }
+.target { outline: 1px solid #36c; background: #dfe8fb; } small { color: #666; }"""
+
+
+def spans(result: Result) -> Iterator[list[tuple[str, int, float | None]]]:
+    """Per round, `(kind, token id, confidence or None)` in reading order: what was accepted, what the
+    target put instead or on top, and what was rejected for it."""
+    for entry in result.rounds:
+        kept = min(entry.accepted, len(entry.emitted))
+        row = [(ACCEPTED, token, c) for token, c in zip(entry.drafted[:kept], entry.confidence)]
+        row += [(TARGET, token, None) for token in entry.emitted[kept:]]
+        rejected = zip(entry.drafted[entry.accepted :], entry.confidence[entry.accepted :])
+        yield row + [(REJECTED, token, c) for token, c in rejected]
+
+
+def _decoder(tokenizer: Any) -> Callable[[int], str]:
+    return (lambda token: f"{token} ") if tokenizer is None else (lambda token: tokenizer.decode([token]))
+
+
+def to_terminal(result: Result, tokenizer: Any = None) -> str:
+    """One line a round, coloured with ANSI escapes."""
+    decode = _decoder(tokenizer)
+    lines = []
+    for number, (entry, row) in enumerate(zip(result.rounds, spans(result)), 1):
+        text = "".join(f"{_ANSI[kind]}{decode(token)}{_RESET}" for kind, token, _ in row).replace("\n", "\\n")
+        lines.append(f"{number:4d} {entry.accepted:3d}/{len(entry.drafted):<3d} {text}")
+    return "\n".join(lines)
+
+
+def to_html(result: Result, tokenizer: Any = None) -> str:
+    """A self-contained page; hovering a drafted token shows its confidence."""
+    decode = _decoder(tokenizer)
+    stats = result.stats
+    body = []
+    for number, (entry, row) in enumerate(zip(result.rounds, spans(result)), 1):
+        tokens = "".join(
+            f'<span class="{kind}"{"" if c is None else f" title={chr(34)}confidence {c:.3f}{chr(34)}"}>'
+            f"{html.escape(decode(token))}</span>"
+            for kind, token, c in row
+        )
+        passes = f"{entry.passes} drafter passes"
+        body.append(f"<pre><small>{number}: {entry.accepted}/{len(entry.drafted)}, {passes}</small>\n{tokens}</pre>")
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>FailFast trajectory</title>'
+        f"<style>{_STYLE}</style><body><h1>{html.escape(result.method)}</h1>"
+        f"<p>{len(result.output_ids)} tokens in {stats.rounds} rounds, {stats.accepted} of {stats.drafted} drafted "
+        f'tokens accepted. <span class="accepted">accepted</span> <span class="target">the target\'s own</span> '
+        f'<span class="rejected">rejected</span></p>{"".join(body)}</body></html>\n'
+    )
+
+
+def write_trace(result: Result, path: Path, tokenizer: Any = None) -> None:
+    """Writes `path`: a page if it ends in .html, else one JSON object a round."""
+    if path.suffix.lower() in (".html", ".htm"):
+        path.write_text(to_html(result, tokenizer), encoding="utf-8")
+        return
+    rows = (
+        {"round": number, **{key: getattr(entry, key) for key in entry.__dataclass_fields__}}
+        for number, entry in enumerate(result.rounds, 1)
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,0 +1,143 @@
+"""Checkpoints for tests: the golden ones, and other formats made from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+FIXTURES = Path(__file__).parent / "fixtures"
+GOLDEN = FIXTURES / "golden"
+GOLDEN_NAMES = (
+    "fast_dllm_v2_tied",
+    "fast_dllm_v2_untied",
+    "llama_tied",
+    "qwen2_target_160",
+    "qwen2_target_211",
+    "qwen2_untied",
+)
+
+
+def tensors_of(name: str) -> dict[str, np.ndarray]:
+    """The tensors of a golden checkpoint."""
+    return load_file(GOLDEN / name / "model.safetensors")
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """Its `config.json`."""
+    return json.loads((GOLDEN / name / "config.json").read_text())
+
+
+def hf_folder(folder: Path, name: str, tensors: Mapping[str, np.ndarray] | None = None, **config: Any) -> Path:
+    """A Hugging Face folder: a golden one's configuration, with keys replaced, and these tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_of(name) | config))
+    if (GOLDEN / name / "generation_config.json").exists():
+        shutil.copyfile(GOLDEN / name / "generation_config.json", folder / "generation_config.json")
+    save_file(dict(tensors or tensors_of(name)), folder / "model.safetensors")
+    return folder
+
+
+def cast(tensors: Mapping[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    """All tensors in another dtype."""
+    return {key: value.astype(getattr(ml_dtypes, dtype, dtype)) for key, value in tensors.items()}
+
+
+def golden_cases(name: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Pairs of ids `[1, L]` and the public model's logits `[1, L, V]`."""
+    with np.load(GOLDEN / name / "golden.npz") as data:
+        keys = [key.removeprefix("input_") for key in data if key.startswith("input_")]
+        return [(data[f"input_{key}"].reshape(1, -1), data[f"logits_{key}"]) for key in keys]
+
+
+_GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(key: str) -> str:
+    """llama.cpp's name of a Hugging Face tensor."""
+    stem, leaf = key.rsplit(".", 1)
+    if stem in _GGUF_NAMES:
+        return f"{_GGUF_NAMES[stem]}.{leaf}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{_GGUF_NAMES[part]}.{leaf}"
+
+
+def write_gguf(
+    path: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    *,
+    quantise: Callable[[str, np.ndarray], gguf.GGMLQuantizationType] = lambda *_: gguf.GGMLQuantizationType.F32,
+    extra: Callable[[gguf.GGUFWriter], None] = lambda _: None,
+    extra_tensors: Mapping[str, np.ndarray] | None = None,
+    architecture: str | None = None,
+) -> Path:
+    """Writes a Hugging Face checkpoint as llama.cpp's converter would."""
+    writer = gguf.GGUFWriter(path, architecture or config["model_type"])
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    extra(writer)
+    for key, value in tensors.items():
+        if config["model_type"] == "llama" and ("q_proj" in key or "k_proj" in key):
+            value = interleave(value, heads if "q_proj" in key else kv_heads)
+        kind = quantise(key, value)
+        writer.add_tensor(gguf_name(key), gguf.quantize(value, kind), raw_dtype=kind)
+    for key, value in (extra_tensors or {}).items():
+        writer.add_tensor(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
+    """`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py."""
+    shape = (heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return weight.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
+
+
+def gguf_tokenizer(writer: gguf.GGUFWriter) -> None:
+    """Metadata of a small byte-level tokenizer with a chat template, for `write_gguf`'s `extra`."""
+    tokens = [*sorted(byte_level_alphabet()), "ab", "<|end|>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (len(tokens) - 1) + [3])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(len(tokens) - 1)
+    writer.add_chat_template("{{ messages[0].content }}")
+
+
+def byte_level_alphabet() -> list[str]:
+    """The 256 characters that stand for bytes in byte-level BPE."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return ByteLevel.alphabet()

@@ -1,0 +1,340 @@
+"""Converters: the result loads bit-identically, appears atomically, and errors are one line."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_files import (
+    GOLDEN,
+    GOLDEN_NAMES,
+    cast,
+    config_of,
+    gguf_tokenizer,
+    golden_cases,
+    hf_folder,
+    tensors_of,
+    write_gguf,
+)
+from safetensors.numpy import save_file
+
+from convert import conversion, fast_dllm, gguf, qwen2
+from failfast_jax.checkpoints import native
+from failfast_jax.loading import CheckpointError, default_target_path, load_model
+from failfast_jax.tokenizer import load_tokenizer
+
+IDS = (np.arange(40)[None] * 7) % 140
+ROOT = Path(__file__).parents[2]
+
+
+def converter_of(name: str):
+    return fast_dllm if name.startswith("fast_dllm") else qwen2
+
+
+def logits(path, **options) -> np.ndarray:
+    return np.asarray(load_model(path, **options).logits(IDS))
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "converted" / "out"
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_golden_round_trip(name, out):
+    assert converter_of(name).main([str(GOLDEN / name), str(out)]) == 0
+    model, source = load_model(out), load_model(GOLDEN / name)
+    assert model.config == source.config
+    for ids, expected in golden_cases(name):
+        found = np.asarray(model.logits(ids))
+        np.testing.assert_allclose(found, expected, atol=2e-4, rtol=0)
+        assert np.array_equal(found, np.asarray(source.logits(ids)))
+    assert files_in(out.parent) == ["out"]
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32"])
+def test_stored_dtype_is_kept_and_loads_at_any(tmp_path, out, stored):
+    source = hf_folder(tmp_path / "source", "qwen2_untied", cast(tensors_of("qwen2_untied"), stored))
+    assert qwen2.main([str(source), str(out)]) == 0
+    assert {str(param.dtype) for param in native.stored_params(out).values()} == {stored}
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert np.array_equal(logits(out, dtype=dtype), logits(source, dtype=dtype))
+
+
+def test_mixed_dtypes_are_widened(tmp_path, out):
+    tensors = cast(tensors_of("qwen2_untied"), "bfloat16")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32) * 1.0001
+    source = hf_folder(tmp_path / "source", "qwen2_untied", tensors)
+    assert qwen2.main([str(source), str(out)]) == 0
+    assert np.array_equal(logits(out), logits(source))
+
+
+def test_dtype_option(out, tmp_path):
+    assert qwen2.main([str(GOLDEN / "llama_tied"), str(out), "--dtype", "bfloat16"]) == 0
+    assert np.array_equal(logits(out, dtype="bfloat16"), logits(GOLDEN / "llama_tied", dtype="bfloat16"))
+    # A converted folder is a source, too.
+    assert qwen2.main([str(out), str(tmp_path / "again"), "--dtype", "float32"]) == 0
+    assert np.array_equal(logits(tmp_path / "again"), logits(out))
+
+
+def test_configuration_of_the_result(out):
+    source = hf_folder(out.parent / "source", "fast_dllm_v2_tied", mask_token_id=None, eos_token_id=[210, 4])
+    (source / "generation_config.json").write_text('{"eos_token_id": 7}')
+    (source / "added_tokens.json").write_text('{"|<MASK>|": 203}')
+    assert fast_dllm.main([str(source), str(out)]) == 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["failfast_format"] == 1
+    assert (config["eos_token_id"], config["mask_token_id"], config["dtype"]) == ([210, 4, 7], 203, "float32")
+    assert config["model_type"] == "Fast_dLLM_Qwen" and config["bd_size"] == 32
+    assert files_in(out) == ["added_tokens.json", "config.json", "generation_config.json", "params"]
+
+
+def test_sharded_source(tmp_path, out):
+    source = hf_folder(tmp_path / "source", "qwen2_untied")
+    tensors = tensors_of("qwen2_untied")
+    keys, weight_map = sorted(tensors), {}
+    for part in range(2):
+        name = f"model-0000{part + 1}-of-00002.safetensors"
+        save_file({key: tensors[key] for key in keys[part::2]}, source / name)
+        weight_map |= dict.fromkeys(keys[part::2], name)
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (source / "model.safetensors").unlink()
+    assert qwen2.main([str(source), str(out)]) == 0
+    assert np.array_equal(logits(out), logits(GOLDEN / "qwen2_untied"))
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2_untied"])
+def test_gguf(tmp_path, out, name):
+    path = write_gguf(tmp_path / "model.gguf", config_of(name), tensors_of(name), extra=gguf_tokenizer)
+    assert gguf.main([str(path), str(out)]) == 0
+    assert np.array_equal(logits(out), logits(path))
+    assert load_model(out).config == load_model(path).config
+    assert load_tokenizer(out).get_vocab() == load_tokenizer(path).get_vocab()
+    assert load_tokenizer(out).chat_template == "{{ messages[0].content }}"
+
+
+def test_gguf_rope_divisors_survive(tmp_path, out):
+    divisors = np.asarray([1, 1.7, 8, 8], np.float32)
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        config_of("llama_tied"),
+        tensors_of("llama_tied"),
+        extra=gguf_tokenizer,
+        extra_tensors={"rope_freqs.weight": divisors},
+    )
+    assert gguf.main([str(path), str(out), "--dtype", "bfloat16"]) == 0
+    assert load_model(out).config.rope.divisors == pytest.approx(divisors)
+    assert np.array_equal(logits(out, dtype="bfloat16"), logits(path, dtype="bfloat16"))
+
+
+def test_smollm2(out):
+    try:
+        source = default_target_path()
+    except CheckpointError as error:
+        pytest.skip(str(error))
+    assert gguf.main([str(source), str(out), "--dtype", "bfloat16"]) == 0
+    found, expected = load_model(out, dtype="bfloat16"), load_model(source, dtype="bfloat16")
+    assert np.array_equal(np.asarray(found.embed[...]), np.asarray(expected.embed[...]))
+    layer = found.layers[29].attention.qkv.weight[...]
+    assert np.array_equal(np.asarray(layer), np.asarray(expected.layers[29].attention.qkv.weight[...]))
+    tokenizer = load_tokenizer(out)
+    assert tokenizer.encode("<|im_start|>user\nHello 12") == load_tokenizer(source).encode("<|im_start|>user\nHello 12")
+    assert tokenizer.chat_template == load_tokenizer(source).chat_template
+
+
+# Refusals: exit status 2, one line on stderr, nothing left behind.
+
+
+def refused(capsys, module, *argv: object) -> str:
+    capsys.readouterr()
+    assert module.main([str(argument) for argument in argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_wrong_model_types_name_the_right_command(capsys, tmp_path, out):
+    path = write_gguf(tmp_path / "model.gguf", config_of("llama_tied"), tensors_of("llama_tied"))
+    for module, source, hint in (
+        (qwen2, GOLDEN / "fast_dllm_v2_tied", "convert.fast_dllm"),
+        (qwen2, path, "convert.gguf"),
+        (fast_dllm, GOLDEN / "qwen2_untied", "convert.qwen2"),
+        (fast_dllm, GOLDEN / "llama_tied", "convert.qwen2"),
+        (fast_dllm, path, "convert.gguf"),
+        (gguf, GOLDEN / "qwen2_untied", "convert.qwen2 or convert.fast_dllm"),
+    ):
+        assert f"use python -m {hint}" in refused(capsys, module, source, out)
+    source = hf_folder(tmp_path / "gemma", "qwen2_untied", model_type="gemma2")
+    assert "model_type 'gemma2' is not supported" in refused(capsys, qwen2, source, out)
+    assert files_in(out.parent) == []
+
+
+def test_damaged_sources(capsys, tmp_path, out):
+    source = hf_folder(tmp_path / "source", "qwen2_untied")
+    weights = source / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert f"{weights}: truncated" in refused(capsys, qwen2, source, out)
+    weights.unlink()
+    assert "no weights" in refused(capsys, qwen2, source, out)
+    (source / "pytorch_model.bin").write_bytes(b"x")
+    assert "only pickled weights" in refused(capsys, qwen2, source, out)
+    assert "no such file or folder" in refused(capsys, qwen2, tmp_path / "absent", out)
+    assert files_in(out.parent) == []
+
+
+def test_existing_output_is_refused_before_any_work(capsys, monkeypatch, out):
+    assert qwen2.main([str(GOLDEN / "llama_tied"), str(out)]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion.loading, "open_source", lambda *_: pytest.fail("work was done"))
+        assert "exists already; pass --overwrite" in refused(capsys, qwen2, GOLDEN / "qwen2_untied", out)
+    assert qwen2.main([str(GOLDEN / "qwen2_untied"), str(out), "--overwrite"]) == 0
+    assert load_model(out).config.model_type == "qwen2"
+    assert files_in(out.parent) == ["out"]
+
+
+def test_overwrite_replaces_only_conversions(capsys, tmp_path, out):
+    source = hf_folder(tmp_path / "source", "qwen2_untied")
+    for victim in (source, tmp_path, source / "config.json"):
+        assert "not a converted model" in refused(capsys, qwen2, GOLDEN / "llama_tied", victim, "--overwrite")
+    assert qwen2.main([str(source), str(out)]) == 0
+    assert "is the source itself" in refused(capsys, qwen2, out, out, "--overwrite")
+
+
+def test_a_failed_overwrite_keeps_the_old_result(capsys, monkeypatch, out):
+    assert qwen2.main([str(GOLDEN / "llama_tied"), str(out)]) == 0
+    before = logits(out)
+
+    def fail(folder, params):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(native, "save_params", fail)
+    assert "Input/output error" in refused(capsys, qwen2, GOLDEN / "qwen2_untied", out, "--overwrite")
+    assert np.array_equal(logits(out), before)
+    assert files_in(out.parent) == ["out"]
+
+
+def test_too_little_disk_space(capsys, monkeypatch, out):
+    usage = namedtuple("usage", "total used free")(10**9, 10**9 - 5000, 5000)
+    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda path: usage)
+    message = refused(capsys, qwen2, GOLDEN / "llama_tied", out)
+    parameters = sum(value.size for value in tensors_of("llama_tied").values())
+    needed = parameters * 4 + (GOLDEN / "llama_tied" / "generation_config.json").stat().st_size
+    assert f"{needed + conversion.SPARE_BYTES:,} bytes needed, 5,000 bytes available" in message
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        ValueError("RESOURCE_EXHAUSTED: Error writing 'x': No space left on device [os_error_code='28']"),
+    ],
+)
+def test_disk_that_fills_up(capsys, monkeypatch, out, error):
+    def fail(folder, params):
+        (folder / "params").mkdir()
+        raise error
+
+    monkeypatch.setattr(native, "save_params", fail)
+    assert "the disk filled up during the conversion" in refused(capsys, qwen2, GOLDEN / "llama_tied", out)
+    assert files_in(out.parent) == []
+
+
+_KILLED = """
+import os, signal, sys
+from convert import qwen2
+from failfast_jax.checkpoints import native
+save = native.save_params
+def save_and_die(folder, params):
+    save(folder, params)
+    os.kill(os.getpid(), signal.SIGKILL)
+native.save_params = save_and_die
+qwen2.main(sys.argv[1:])
+"""
+
+
+def test_a_killed_conversion_leaves_nothing_that_loads(out):
+    run = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(GOLDEN / "llama_tied"), str(out)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    assert not out.exists()
+    (leftover,) = out.parent.iterdir()
+    with pytest.raises(CheckpointError, match="an unfinished conversion"):
+        load_model(leftover)
+    renamed = Path(shutil.copytree(leftover, out.parent / "renamed"))
+    with pytest.raises(CheckpointError, match="an unfinished conversion .no config.json."):
+        load_model(renamed)
+    shutil.rmtree(renamed)
+    assert qwen2.main([str(GOLDEN / "llama_tied"), str(out)]) == 0
+    assert files_in(out.parent) == ["out"]
+
+
+def test_two_conversions_to_one_place(capsys, out):
+    with conversion._partial_folder(out):
+        assert "another conversion to the same place" in refused(capsys, qwen2, GOLDEN / "llama_tied", out)
+        assert files_in(out.parent) == [".out.partial"]
+    assert files_in(out.parent) == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's failing read
+def test_damaged_results_are_refused(out):
+    assert qwen2.main([str(GOLDEN / "llama_tied"), str(out)]) == 0
+    config = out / "config.json"
+    text = config.read_text()
+    config.write_text(json.dumps(json.loads(text) | {"num_hidden_layers": 3}))
+    with pytest.raises(CheckpointError, match="parameters do not fit config.json: layers.2.*is missing"):
+        load_model(out)
+    config.write_text(json.dumps(json.loads(text) | {"intermediate_size": 100}))
+    with pytest.raises(CheckpointError, match=r"mlp.down.weight is \[48, 96\], not \[48, 100\]"):
+        load_model(out)
+    config.write_text(json.dumps(json.loads(text) | {"failfast_format": 2}))
+    with pytest.raises(CheckpointError, match="converted to format 2, and this version reads 1"):
+        load_model(out)
+    config.write_text(text)
+    for data in (out / "params").glob("**/d/*"):
+        data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match="params: cannot be read .*convert the model again"):
+        load_model(out)
+    shutil.rmtree(out / "params")
+    with pytest.raises(CheckpointError, match="incomplete: params/ is missing"):
+        load_model(out)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "fast_dllm", "gguf"])
+def test_command_line(name, out):
+    command = [sys.executable, "-m", f"convert.{name}"]
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
+    shown = subprocess.run([*command, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0 and "--dtype" in shown.stdout and "SRC" in shown.stdout
+    source = {"qwen2": "llama_tied", "fast_dllm": "fast_dllm_v2_tied"}.get(name, "absent.gguf")
+    run = subprocess.run(
+        [*command, str(GOLDEN / source), str(out)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if name == "gguf":
+        assert run.returncode == 2 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
+    else:
+        assert (run.returncode, run.stderr) == (0, "") and run.stdout.startswith(f"{out}: ")

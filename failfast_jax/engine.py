@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -102,6 +103,13 @@ class StreamEvent:
     """Set in the sequence's last event."""
 
 
+def load_with_tokenizer(source: str | os.PathLike, dtype: Any = None) -> tuple[Decoder, Any]:
+    """A model and its tokenizer (None if it has none), read side by side."""
+    with ThreadPoolExecutor(1) as pool:
+        tokenizer = pool.submit(load_tokenizer, source)
+        return load_model(source, dtype), tokenizer.result()
+
+
 def with_block_size(model: Decoder, block_size: int) -> Decoder:
     """The same weights under another block-diffusion block."""
     clone = copy.copy(model)
@@ -183,11 +191,11 @@ class FailFast:
         start = time.perf_counter()
         self.target_name, self.drafter_name = _name(target, "target"), _name(drafter, "drafter")
         if not isinstance(target, Decoder):
-            tokenizer = tokenizer or load_tokenizer(target)
-            target = load_model(target, dtype)
+            target, loaded = load_with_tokenizer(target, dtype)
+            tokenizer = tokenizer or loaded
         if drafter is not None and not isinstance(drafter, Decoder):
-            drafter_tokenizer = drafter_tokenizer or load_tokenizer(drafter)
-            drafter = load_model(drafter, dtype)
+            drafter, loaded = load_with_tokenizer(drafter, dtype)
+            drafter_tokenizer = drafter_tokenizer or loaded
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.vocab = target.config.vocab_size
         if drafter is not None:
@@ -320,7 +328,8 @@ class FailFast:
         decode_s = 0.0
         while True:
             start = time.perf_counter()
-            state = job.advance(state, np.int32(job.slice) if stream else _NO_LIMIT)
+            # The first slice is one round: the first words should not wait for the next ones.
+            state = job.advance(state, np.int32(job.slice if syncs > 1 else 1) if stream else _NO_LIMIT)
             ids, begin, end, finish = jax.device_get(job.snapshot(state))
             decode_s += time.perf_counter() - start
             syncs += 1

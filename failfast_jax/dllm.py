@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax import accept as acceptance
+from failfast_jax.control import when
 from failfast_jax.drafters.diffusion import SmallBlock, gather_rows, gather_window, holes, place
 from failfast_jax.models.cache import TILE, KVCache, round_up
 from failfast_jax.models.transformer import Decoder
@@ -131,26 +132,24 @@ def step(
     partial = running & ~full & ~state.fresh & ~jnp.take_along_axis(masked, small[:, None], 1)[:, 0]
     partial &= block_cache
 
-    def run(active, start, width, rows):
+    def run(cache, active, start, width, rows):
         # Sequences that another kind of pass serves write their keys and values where nobody looks.
         start = jnp.where(active, start, scratch)
         live = jnp.max(jnp.where(active, at + block, 0))
-        hidden, cache, _ = model.window(gather_window(state.text, start, width), state.cache, start, live)
+        hidden, cache, _ = model.window(gather_window(state.text, start, width), cache, start, live)
         return gather_rows(hidden, rows), cache
 
     rows = jnp.where(full[:, None], block - 1, jnp.maximum(inside - 1, 0))
     if not block_cache:
-        hidden, cache = run(running, at, block, rows)
+        hidden, cache = run(state.cache, running, at, block, rows)
     else:
         whole = running & ~partial
-        shape = (*rows.shape, model.config.hidden_size)
-        skip = (jnp.zeros(shape, model.dtype), state.cache)
-        hidden, cache = jax.lax.cond(whole.any(), lambda: run(whole, at, block, rows), lambda: skip)
-        state = state.replace(cache=cache)
+        nothing = jnp.zeros((*rows.shape, model.config.hidden_size), model.dtype)
+        hidden, cache = when(whole.any(), lambda c: run(c[1], whole, at, block, rows), (nothing, state.cache))
         # The first position of a small block has no row before it here: it reuses its own, and is not masked.
         own = jnp.broadcast_to(jnp.maximum(jnp.arange(small_block) - 1, 0), rows.shape)
-        narrow, cache = jax.lax.cond(
-            partial.any(), lambda: run(partial, at + small, small_block, own), lambda: (skip[0], cache)
+        narrow, cache = when(
+            partial.any(), lambda c: run(c[1], partial, at + small, small_block, own), (nothing, cache)
         )
         hidden = jnp.where(partial[:, None, None], narrow, hidden)
     following = at[:, None] + jnp.where(full[:, None], block, inside)

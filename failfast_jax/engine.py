@@ -21,7 +21,7 @@ from failfast_jax.config import ConfigError, GenerationConfig, OptionError
 from failfast_jax.drafters import METHODS, Drafter
 from failfast_jax.loading import load_model
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.self_check import rows_do_not_depend_on_width
+from failfast_jax.self_check import interchangeable_widths
 from failfast_jax.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
 from failfast_jax.tokenizer import check_same_tokens, load_tokenizer
 
@@ -216,7 +216,8 @@ class FailFast:
         self.platform = jax.default_backend()
         self.load_s = time.perf_counter() - start
         self._programs = Executables()
-        self._exact_ladders: dict[tuple[int, ...], bool] = {}
+        self._checked_widths: set[int] = set()
+        self._interchangeable: set[int] = set()
 
     # -- inputs ------------------------------------------------------------------------------------------
 
@@ -371,14 +372,17 @@ class FailFast:
     def _plan(self, drafter: Drafter, exact: bool) -> round.Plan:
         if not exact or self.platform != "cpu" or self.target.dtype != jnp.float32:
             return round.make_plan(drafter, platform=self.platform, exact=exact)
-        plan = round.make_plan(drafter, platform=self.platform, exact=True, self_checked=True)
-        widths = tuple(sorted({*plan.widths, *plan.prefill_widths}))
-        if widths not in self._exact_ladders:
-            self._exact_ladders[widths] = rows_do_not_depend_on_width(self.target, widths)
-        if self._exact_ladders[widths]:
-            return plan
-        logger.warning("exact: rows differ between widths %s here; every step runs at one width", widths)
-        return round.make_plan(drafter, platform=self.platform, exact=True)
+        # Float32 on CPU: most widths above 1 give bit-identical rows. Those that do not are left out.
+        candidates = {*round.cpu_ladder(drafter.max_draft + 1), *round.CPU_PREFILL_WIDTHS} - {1}
+        unchecked = tuple(sorted(candidates - self._checked_widths))
+        if unchecked:
+            self._checked_widths |= set(unchecked)
+            self._interchangeable |= interchangeable_widths(self.target, unchecked)
+        widths = tuple(sorted(self._interchangeable & candidates))
+        if max(widths) <= drafter.max_draft or not set(widths) & set(round.CPU_PREFILL_WIDTHS):
+            logger.warning("exact: rows differ between widths here; every step runs at %d rows", round.EXACT_WIDTH)
+            widths = ()
+        return round.make_plan(drafter, platform=self.platform, exact=True, interchangeable=widths)
 
     def _capacity(self, prompts: list[list[int]], max_new_tokens: int, longest_draft: int) -> int:
         longest = max(map(len, prompts))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from failfast_jax import accept as acceptance
+from failfast_jax.control import one_of
 from failfast_jax.drafters.base import Drafter, StopRule
 from failfast_jax.models.cache import TILE, round_up
 from failfast_jax.models.transformer import Decoder
@@ -34,6 +35,7 @@ from failfast_jax.state import (
 
 CPU_LADDER = (1, 4, 8, 16, 32, 64, 96, 128)
 """Widths that XLA's CPU matmul likes: compute bounds a step there, so a verify is as narrow as it can be."""
+CPU_PREFILL_WIDTHS = (32, 128, 512)
 ACCELERATOR_ROWS = 8
 """On TPU and GPU memory bounds a step: verifies are padded to a multiple of this and have one width."""
 EXACT_WIDTH = 72
@@ -57,31 +59,35 @@ class Plan:
     constant: bool = False
 
 
-def make_plan(drafter: Drafter, *, platform: str, exact: bool = False, self_checked: bool = False) -> Plan:
+def make_plan(drafter: Drafter, *, platform: str, exact: bool = False, interchangeable: tuple[int, ...] = ()) -> Plan:
     """Chooses the widths for a drafter on a platform (`cpu`, `gpu`, `tpu`).
 
     Args:
       exact: a row's result must not depend on the pass it is computed in. One constant width then serves
         every step, the prefill's too.
-      self_checked: (CPU, float32) all widths of at least 2 were shown to give bit-identical rows, so that
-        the ladder without its one-row step serves under `exact`, too.
+      interchangeable: under `exact`, widths whose rows were shown to be bit-identical; they serve as the
+        ladder instead of the constant width.
     """
     multiple = drafter.chunk_multiple
     longest = drafter.max_draft + 1
-    if exact and not self_checked:
+    if exact and not interchangeable:
         drafter_prefill = (round_up(EXACT_WIDTH, multiple),)
         return Plan((EXACT_WIDTH,), (EXACT_WIDTH,), drafter_prefill, constant=True)
     if platform == "cpu":
-        ladder = CPU_LADDER[1:] if exact else CPU_LADDER
-        ladder += (round_up(longest, 32),)
+        ladder = interchangeable if exact else cpu_ladder(longest)
         needed = {min(w for w in ladder if w > length) for length in (*drafter.draft_lengths, drafter.max_draft)}
         widths = tuple(sorted(needed))
-        prefill = (32, 128, 512)
+        prefill = tuple(w for w in CPU_PREFILL_WIDTHS if not exact or w in interchangeable)
     else:
         widths = (round_up(longest, ACCELERATOR_ROWS),)
         prefill = (128, 512, 2048)
-    prefill = tuple(round_up(w, multiple) for w in prefill)
-    return Plan(widths, prefill, prefill)
+    drafter_prefill = tuple(round_up(w, multiple) for w in prefill)
+    return Plan(widths, drafter_prefill if not exact else prefill, drafter_prefill)
+
+
+def cpu_ladder(longest: int) -> tuple[int, ...]:
+    """Verify widths on CPU; the last one holds `longest` rows."""
+    return CPU_LADDER if longest <= CPU_LADDER[-1] else (*CPU_LADDER, round_up(longest, 32))
 
 
 def buffer_length(capacity: int, drafter: Drafter, plan: Plan) -> int:
@@ -246,10 +252,10 @@ def verify(
         positions = start[:, None] + 1 + jnp.arange(width)
         return acceptance.pick(logits, positions, state.sampling), features, cache
 
+    picks = jnp.zeros((batch, total), jnp.int32)
+    features = jnp.zeros((batch, total, len(feature_layers), target.config.hidden_size), target.dtype)
     if plan.constant and total > plan.widths[-1]:
         width = plan.widths[-1]
-        picks = jnp.zeros((batch, total), jnp.int32)
-        features = jnp.zeros((batch, total, len(feature_layers), target.config.hidden_size), target.dtype)
 
         def body(carry):
             offset, picks, features, cache = carry
@@ -270,8 +276,8 @@ def verify(
             return picks, features, cache
 
         rung = sum((needed > width).astype(jnp.int32) for width in plan.widths[:-1])
-        branches = [lambda cache, w=width: padded(w, cache) for width in plan.widths]
-        picks, features, cache = jax.lax.switch(rung, branches, state.target)
+        branches = [lambda carry, w=width: padded(w, carry[-1]) for width in plan.widths]
+        picks, features, cache = one_of(rung, branches, (picks, features, state.target))
         passes = jnp.int32(1)
     verified = Verified(picks=picks[:, :columns], features=features[:, :columns], passes=passes)
     return verified, state.replace(target=cache)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from failfast_jax.accept import argmax_and_confidence, forbid
+from failfast_jax.control import one_of
 from failfast_jax.drafters.base import Drafter
 from failfast_jax.drafters.diffusion import gather_rows, gather_window
 from failfast_jax.models.cache import KVCache
@@ -86,11 +87,12 @@ class Autoregressive(Drafter):
             return text, cache, confidences.at[:, index].set(confidence)
 
         def first(width):
-            return step(width, committed.tokens, state.cache, committed.length, state.cached)
+            return lambda carry: step(width, committed.tokens, carry[-1], committed.length, state.cached)
 
         # After a fully accepted draft two tokens are new to the drafter, else one.
         two = jnp.any(active & (committed.length - state.cached > 1))
-        text, confidence, cache = jax.lax.cond(two, lambda: first(self.first_width), lambda: first(1))
+        start = (committed.tokens, jnp.zeros((batch,)), state.cache)
+        text, confidence, cache = one_of(two, [first(1), first(self.first_width)], start)
         confidences = jnp.zeros((batch, self.spec_len)).at[:, 0].set(confidence)
         steps = jnp.where(jnp.any(active), self.spec_len, 0)
         text, cache, confidences = jax.lax.fori_loop(1, steps, body, (text, cache, confidences))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.accept import argmax_and_confidence, forbid
+from failfast_jax.control import one_of
 from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.transformer import Decoder
@@ -142,22 +143,23 @@ class Wide(BlockDrafter):
         chunk = jnp.arange(self.spec_len)
         widths = tuple(range(self.block, self.window + 1, self.block))
 
-        def chunk_pass(width, carry, front):
-            tokens = gather_window(carry.text, carry.state.cached, width)
-            live = jnp.max(jnp.where(carry.growing, carry.state.cached + width, 0))
-            hidden, cache, _ = self.model.window(tokens, carry.state.cache, carry.state.cached, live)
-            rows = jnp.clip((front - 1 - carry.state.cached)[:, None] + chunk, 0, width - 1)
-            return *self.propose(gather_rows(hidden, rows)), cache
-
         def body(carry: _Expansion) -> _Expansion:
+            def chunk_pass(width, cache):
+                tokens = gather_window(carry.text, carry.state.cached, width)
+                live = jnp.max(jnp.where(carry.growing, carry.state.cached + width, 0))
+                hidden, cache, _ = self.model.window(tokens, cache, carry.state.cached, live)
+                rows = jnp.clip((front - 1 - carry.state.cached)[:, None] + chunk, 0, width - 1)
+                return *self.propose(gather_rows(hidden, rows)), cache
+
             front = committed.length + carry.drafted
             end = (front + self.spec_len + self.block - 1) // self.block * self.block
             need = end - carry.state.cached
             # A drafter that sat out some rounds first stores what it missed.
             behind = need > self.window
             rung = jnp.max(jnp.where(carry.growing, jnp.minimum(need, self.window), self.block)) // self.block - 1
-            branches = [lambda c, f, w=width: chunk_pass(w, c, f) for width in widths]
-            tokens, confidence, cache = jax.lax.switch(rung, branches, carry, front)
+            branches = [lambda c, w=width: chunk_pass(w, c[-1]) for width in widths]
+            nothing = jnp.zeros((batch, self.spec_len), jnp.int32), jnp.zeros((batch, self.spec_len))
+            tokens, confidence, cache = one_of(rung, branches, (*nothing, carry.state.cache))
 
             extend = carry.growing & ~behind
             text = jnp.where(

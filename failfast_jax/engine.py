@@ -172,6 +172,9 @@ class FailFast:
       max_seq_len: most tokens of prompt and output together; None: the model's context.
       compile_cache: folder of the persistent compilation cache, or `off`; see `enable_compile_cache`.
 
+    Attributes:
+      eos_token_ids: stop tokens; the target's own unless replaced.
+
     Raises:
       ValueError: a model that cannot be read, or two that do not share their tokens; the message names them.
     """
@@ -198,6 +201,7 @@ class FailFast:
             drafter_tokenizer = drafter_tokenizer or loaded
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.vocab = target.config.vocab_size
+        self.eos_token_ids = target.config.eos_token_ids
         if drafter is not None:
             self.vocab = check_same_tokens(
                 tokenizer,
@@ -216,8 +220,7 @@ class FailFast:
         self.platform = jax.default_backend()
         self.load_s = time.perf_counter() - start
         self._programs = Executables()
-        self._checked_widths: set[int] = set()
-        self._interchangeable: set[int] = set()
+        self._checked_widths: dict[int, dict[int, bool]] = {}
 
     # -- inputs ------------------------------------------------------------------------------------------
 
@@ -369,16 +372,17 @@ class FailFast:
             model = with_block_size(model, config.block_size)
         return method.build(config, model, self.vocab, self.platform)
 
-    def _plan(self, drafter: Drafter, exact: bool) -> round.Plan:
+    def _plan(self, drafter: Drafter, exact: bool, batch: int) -> round.Plan:
         if not exact or self.platform != "cpu" or self.target.dtype != jnp.float32:
             return round.make_plan(drafter, platform=self.platform, exact=exact)
         # Float32 on CPU: most widths above 1 give bit-identical rows. Those that do not are left out.
         candidates = {*round.cpu_ladder(drafter.max_draft + 1), *round.CPU_PREFILL_WIDTHS} - {1}
-        unchecked = tuple(sorted(candidates - self._checked_widths))
+        checked = self._checked_widths.setdefault(batch, {})
+        unchecked = tuple(sorted(candidates - checked.keys()))
         if unchecked:
-            self._checked_widths |= set(unchecked)
-            self._interchangeable |= interchangeable_widths(self.target, unchecked)
-        widths = tuple(sorted(self._interchangeable & candidates))
+            fine = interchangeable_widths(self.target, unchecked, batch=batch)
+            checked |= {width: width in fine for width in unchecked}
+        widths = tuple(sorted(width for width in candidates if checked[width]))
         if max(widths) <= drafter.max_draft or not set(widths) & set(round.CPU_PREFILL_WIDTHS):
             logger.warning("exact: rows differ between widths here; every step runs at %d rows", round.EXACT_WIDTH)
             widths = ()
@@ -417,7 +421,7 @@ class FailFast:
         )
 
     def _eos(self, config: GenerationConfig) -> np.ndarray:
-        return np.asarray(round.pad_eos(() if config.ignore_eos else self.target.config.eos_token_ids), np.int32)
+        return np.asarray(round.pad_eos(() if config.ignore_eos else self.eos_token_ids), np.int32)
 
     def _job(self, prompts: list[list[int]], config: GenerationConfig) -> _Job:
         if self.target.config.is_diffusion:
@@ -426,9 +430,9 @@ class FailFast:
                 f"or let it write on its own with --method {DIFFUSION_METHOD}"
             )
         drafter = self.build_drafter(config)
-        plan = self._plan(drafter, config.exact)
-        capacity = self._capacity(prompts, config.max_new_tokens, drafter.max_draft)
         batch = len(prompts)
+        plan = self._plan(drafter, config.exact, batch)
+        capacity = self._capacity(prompts, config.max_new_tokens, drafter.max_draft)
         tokens, lengths = self._prompt_arrays(prompts, capacity)
         inputs = {
             "tokens": tokens,

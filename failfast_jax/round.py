@@ -3,9 +3,14 @@
 Everything here is a pure function over pytrees and may be called inside the caller's own `jit`. Models
 and drafters are pytrees too (NNX modules and `flax.struct` dataclasses), so they are passed in as they are:
 
-    state = init_state(target, drafter, prompts=ids, prompt_lengths=lengths, max_new_tokens=64, plan=plan)
-    state = prefill(target, drafter, state)
-    state = jax.jit(generate, static_argnames="plan", donate_argnums=2)(target, drafter, state, plan=plan)
+    plan = make_plan(drafter, platform=jax.default_backend())
+    state = init_state(
+        target, drafter, tokens=prompts, prompt_length=lengths, max_new_tokens=limits,
+        eos=jnp.asarray(pad_eos(target.config.eos_token_ids)), sampling=greedy_sampling(len(prompts)),
+        capacity=256, plan=plan,
+    )
+    state = prefill(target, drafter, state, prompt_tokens=prompts.shape[1], plan=plan)
+    state = jax.jit(generate, static_argnames="plan", donate_argnames="state")(target, drafter, state, plan=plan)
 """
 
 from __future__ import annotations
@@ -122,10 +127,12 @@ def init_state(
         raise ValueError(f"prompt buffer of {width} tokens exceeds the capacity of {capacity}")
     length = buffer_length(capacity, drafter, plan)
     max_length = jnp.minimum(prompt_length + max_new_tokens, capacity)
+    # Outside a jit the caller's arrays are copied: a state must be fit for donation.
+    eos, sampling = jax.tree.map(jnp.array, (eos, sampling))
     return DecodeState(
         tokens=jnp.zeros((batch, length), jnp.int32).at[:, :width].set(tokens),
-        length=prompt_length,
-        prompt_length=prompt_length,
+        length=jnp.array(prompt_length),
+        prompt_length=jnp.array(prompt_length),
         max_length=max_length,
         finish=jnp.where(prompt_length >= max_length, FINISHED_LENGTH, RUNNING),
         eos=eos,

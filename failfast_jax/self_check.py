@@ -24,17 +24,18 @@ def first_layer_of(model: Decoder) -> Decoder:
 REFERENCE_WIDTH = 64
 
 
-def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, seed: int = 0) -> set[int]:
+def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: int = 1, seed: int = 0) -> set[int]:
     """The widths whose rows are bit-identical to those of passes of `REFERENCE_WIDTH` rows.
 
     Runs the model's first layer and its head over random tokens, at several places of a window that the
     reference covers in several passes, and compares logits, keys and values. (On CPU a width of 4, for
-    one, is narrower than a vector register, and a width of 512 gets another matmul kernel.)
+    one, is narrower than a vector register, and from 512 rows on, those of the whole batch together, another
+    matmul kernel serves.)
     """
     shallow = first_layer_of(model)
     length = round_up(max(widths), REFERENCE_WIDTH)
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, model.config.vocab_size, (1, length)).astype(np.int32)
+    tokens = rng.integers(0, model.config.vocab_size, (batch, length)).astype(np.int32)
 
     @jax.jit
     def run(model, cache, tokens, start):
@@ -44,18 +45,18 @@ def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, seed: int
     def equal(a, b) -> bool:
         return np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
-    cache = jax.jit(lambda: shallow.init_cache(1, length))()
+    cache = jax.jit(lambda: shallow.init_cache(batch, length))()
     parts = []
     for start in range(0, length, REFERENCE_WIDTH):
         part = tokens[:, start : start + REFERENCE_WIDTH]
-        logits, cache = run(shallow, cache, part, np.asarray([start], np.int32))
+        logits, cache = run(shallow, cache, part, np.full(batch, start, np.int32))
         parts.append(np.asarray(logits))
     expected = np.concatenate(parts, axis=1)
 
     def agrees(width: int) -> bool:
         for start in sorted({0, (length - width) // 2, length - width}):
             part = tokens[:, start : start + width]
-            logits, written = run(shallow, cache, part, np.asarray([start], np.int32))
+            logits, written = run(shallow, cache, part, np.full(batch, start, np.int32))
             pairs = zip((*written.k, *written.v), (*cache.k, *cache.v))
             if not equal(logits, expected[:, start : start + width].copy()) or not all(equal(a, b) for a, b in pairs):
                 return False

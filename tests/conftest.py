@@ -1,1 +1,35 @@
-"""Its presence puts this folder on the import path: tests share helpers such as `checkpoint_files`."""
+"""Shared by all tests. Its presence puts this folder on the import path, for helpers such as `checkpoint_files`."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Compiled programs outlive the run; the variable moves the folder or turns the cache off.
+os.environ.setdefault(
+    "FAILFAST_COMPILE_CACHE",
+    str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "failfast_jax_tests"),
+)
+
+from checkpoint_files import GOLDEN
+from hypothesis import settings
+
+from failfast_jax import load_model
+from failfast_jax.compilation import enable_compile_cache
+
+enable_compile_cache()
+settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def golden_model():
+    """Golden models by folder name, loaded once."""
+    models = {}
+
+    def get(name: str):
+        if name not in models:
+            models[name] = load_model(GOLDEN / name)
+        return models[name]
+
+    return get

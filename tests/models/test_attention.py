@@ -1,0 +1,144 @@
+"""Attention over the cache: against a dense numpy reference, and bit for bit against itself."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from failfast_jax.kernels import reference
+from failfast_jax.models.attention import cached_attention
+from failfast_jax.models.cache import TILE, round_up, write_window
+
+CAPACITY = 384
+HEAD_DIM = 8
+
+
+def dense(q, k, v, positions, block_size: int) -> np.ndarray:
+    """`q` `[B, W, N, H]` over `k`, `v` `[B, K, S, H]`, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros_like(q)
+    group = q.shape[2] // k.shape[1]
+    for b, w, n in np.ndindex(q.shape[:3]):
+        at = int(positions[b, w])
+        seen = np.arange(k.shape[2]) // block_size <= at // block_size
+        scores = k[b, n // group] @ q[b, w, n] / np.sqrt(q.shape[3])
+        weights = np.where(seen, np.exp(scores - scores[seen].max()), 0)
+        out[b, w, n] = weights / weights.sum() @ v[b, n // group]
+    return out
+
+
+def arrays(seed: int, batch: int, width: int, heads: int, kv_heads: int, capacity: int = CAPACITY):
+    rng = np.random.default_rng(seed)
+    shape = (batch, kv_heads, capacity, HEAD_DIM)
+    q = rng.standard_normal((batch, width, heads, HEAD_DIM), np.float32)
+    return q, rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32)
+
+
+@functools.partial(jax.jit, static_argnums=5)
+def attend(q, k, v, start, live, block_size):
+    positions = start[:, None] + jnp.arange(q.shape[1])
+    return cached_attention(q, k, v, positions, live, block_size)
+
+
+# Few shapes, so that few programs are compiled; what varies freely is not static.
+SHAPES = [(1, 1, 4, 4), (2, 5, 4, 2), (1, 16, 6, 2), (3, 4, 3, 1)]
+
+
+def attention_case(shape, seed, starts, block_size):
+    batch, width, heads, kv_heads = shape
+    q, k, v = arrays(seed, batch, width, heads, kv_heads)
+    start = np.asarray(starts[:batch], np.int32)
+    positions = start[:, None] + np.arange(width)
+    live = int(positions.max()) // block_size * block_size + block_size
+    return q, k, v, start, positions, np.int32(live)
+
+
+cases = given(
+    shape=st.sampled_from(SHAPES),
+    seed=st.integers(0, 99),
+    starts=st.lists(st.integers(0, CAPACITY - 32), min_size=3, max_size=3),
+    block_size=st.sampled_from([1, 4, 8, 32]),
+)
+
+
+@settings(max_examples=60)
+@cases
+def test_equals_dense_attention(shape, seed, starts, block_size):
+    q, k, v, start, positions, live = attention_case(shape, seed, starts, block_size)
+    np.testing.assert_allclose(
+        attend(q, k, v, start, live, block_size), dense(q, k, v, positions, block_size), atol=2e-5
+    )
+
+
+@settings(max_examples=30)
+@cases
+def test_what_lies_behind_the_live_part_does_not_matter(shape, seed, starts, block_size):
+    q, k, v, start, _, live = attention_case(shape, seed, starts, block_size)
+    expected = np.asarray(attend(q, k, v, start, live, block_size))
+    k[:, :, live:] = v[:, :, live:] = 1e4
+    np.testing.assert_array_equal(attend(q, k, v, start, live, block_size), expected)
+    for longer in (live + 1, round_up(live, TILE) + TILE, CAPACITY + 7):
+        np.testing.assert_array_equal(attend(q, k, v, start, np.int32(longer), block_size), expected)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 99), row=st.integers(8, CAPACITY - 9), block_size=st.sampled_from([1, 8]))
+def test_a_row_does_not_depend_on_where_its_window_begins(seed, row, block_size):
+    width = 8
+    q, k, v = arrays(seed, 1, CAPACITY, 4, 2)
+    results = []
+    for start in range(row - width + 1, row + 1):
+        window = q[:, start : start + width]
+        live = np.int32(min(start + width + block_size, CAPACITY))
+        out = attend(window, k, v, np.asarray([start], np.int32), live, block_size)
+        results.append(np.asarray(out)[0, row - start])
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+
+
+def test_a_broken_mask_is_noticed(monkeypatch):
+    """The comparison above fails for a mask that is off by one."""
+    right = reference.visible_until
+    shape, starts = SHAPES[1], [40, 77, 0]
+    for block_size in (1, 8):
+        q, k, v, start, positions, live = attention_case(shape, 0, starts, block_size)
+        expected = dense(q, k, v, positions, block_size)
+        for off, close in ((0, True), (-1, False), (1, False)):
+            monkeypatch.setattr(reference, "visible_until", lambda p, d, off=off: right(p, d) + off)
+            got = cached_attention(q, k, v, jnp.asarray(positions), live + 1, block_size)
+            assert np.allclose(got, expected, atol=2e-5) is close
+
+
+@pytest.mark.parametrize("block_size", [1, 8])
+@pytest.mark.parametrize("length", [None, 21])
+def test_whole_sequences_without_a_cache(block_size, length):
+    batch, width, heads, kv_heads = 2, 24, 4, 2
+    q, k, v = arrays(3, batch, width, heads, kv_heads, capacity=width)
+    got = reference.dense_attention(
+        *(jnp.asarray(x) for x in (q, k.swapaxes(1, 2), v.swapaxes(1, 2))), block_size=block_size, length=length
+    )
+    positions = np.broadcast_to(np.arange(width), (batch, width))
+    end = length or width
+    expected = dense(q, k[:, :, :end], v[:, :, :end], positions, block_size)
+    np.testing.assert_allclose(got[:, :end], expected[:, :end], atol=2e-5)
+
+
+def test_a_pass_nobody_listens_to_has_finite_results():
+    q, k, v = arrays(0, 2, 4, 4, 2)
+    out = attend(q, k, v, np.asarray([300, 0], np.int32), np.int32(0), 1)
+    assert np.isfinite(out).all()
+
+
+def test_write_window_writes_each_row_at_its_place():
+    cache = jnp.zeros((2, 1, TILE, HEAD_DIM))
+    window = jnp.ones((2, 3, 1, HEAD_DIM)) * jnp.asarray([1.0, 2.0])[:, None, None, None]
+    written = np.asarray(write_window(cache, window, jnp.asarray([5, 100])))
+    expected = np.zeros(cache.shape, np.float32)
+    expected[0, :, 5:8], expected[1, :, 100:103] = 1, 2
+    np.testing.assert_array_equal(written, expected)

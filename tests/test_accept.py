@@ -1,0 +1,260 @@
+"""The target's picks and the acceptance rule, against plain numpy and exact probabilities."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2
+
+from failfast_jax import accept
+from failfast_jax.state import Sampling
+
+VOCAB = 12
+
+
+def sampling(batch: int = 1, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> Sampling:
+    return Sampling(
+        temperature=jnp.full(batch, temperature, jnp.float32),
+        top_k=jnp.full(batch, top_k, jnp.int32),
+        top_p=jnp.full(batch, top_p, jnp.float32),
+        seed=jnp.full(batch, seed, jnp.uint32),
+        sequence=jnp.arange(batch, dtype=jnp.int32),
+    )
+
+
+PICK = jax.jit(accept.pick)
+GREEDY = sampling(temperature=0)
+
+# Ties and confidences.
+
+
+@given(st.lists(st.sampled_from([-1.0, 0.0, 2.0]), min_size=1, max_size=VOCAB))
+def test_argmax_takes_the_lowest_id_on_ties(row):
+    expected = row.index(max(row))
+    padded = np.asarray([row + [-9.0] * (VOCAB - len(row))], np.float32)
+    assert PICK(padded[None], np.zeros((1, 1), np.int32), GREEDY).tolist() == [[expected]]
+
+
+def test_argmax_of_a_row_without_a_finite_logit():
+    assert accept.argmax(jnp.full((1, VOCAB), -jnp.inf)).tolist() == [0]
+
+
+def test_confidence_is_the_best_softmax_probability():
+    logits = np.random.default_rng(0).normal(size=(5, 3, VOCAB)).astype(np.float32) * 4
+    token, confidence = accept.argmax_and_confidence(logits)
+    np.testing.assert_array_equal(token, logits.argmax(-1))
+    np.testing.assert_allclose(confidence, jax.nn.softmax(logits, -1).max(-1), rtol=1e-6)
+
+
+def test_forbidden_tokens_have_no_probability():
+    logits = jnp.zeros((1, VOCAB)).at[0, 3].set(5.0)
+    allowed = accept.forbid(logits, 3, 10)
+    assert np.isneginf(allowed[0, [3, 10, 11]]).all() and np.isfinite(allowed[0, [0, 1, 2, 9]]).all()
+    token, confidence = accept.argmax_and_confidence(allowed)
+    assert token[0] == 0 and confidence[0] == pytest.approx(1 / 9)
+
+
+# Temperature, top-k, top-p.
+
+
+def filtered_by_sorting(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """Which tokens stay: those tied with the k-th best, then those tied with the last of the nucleus."""
+    scaled = logits / np.float32(temperature)
+    if top_k:
+        scaled = np.where(scaled >= np.sort(scaled)[::-1][min(top_k, len(scaled)) - 1], scaled, -np.inf)
+    weights = np.exp(scaled - scaled.max())
+    probability = weights / weights.sum()
+    if top_p < 1:
+        order = np.argsort(-probability, kind="stable")
+        last = order[np.searchsorted(np.cumsum(probability[order].astype(np.float64)), top_p)]
+        scaled = np.where(probability >= probability[last], scaled, -np.inf)
+    return scaled
+
+
+@settings(max_examples=200)
+@given(
+    row=st.lists(st.integers(-400, 400).map(lambda n: n / 50), min_size=VOCAB, max_size=VOCAB),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    top_k=st.integers(0, VOCAB + 3),
+    top_p=st.sampled_from([0.013, 0.31, 0.57, 0.83, 0.997, 1.0]),
+)
+def test_filtered_logits_equal_a_sorting_implementation(row, temperature, top_k, top_p):
+    logits = np.asarray(row, np.float32)
+    got = np.asarray(
+        jax.jit(accept.filtered_logits)(
+            logits[None], np.float32([temperature]), np.int32([top_k]), np.float32([top_p])
+        )
+    )[0]
+    # A cumulated probability within rounding of top_p may fall on either side.
+    either = [filtered_by_sorting(logits, temperature, top_k, p) for p in (top_p - 1e-6, top_p, top_p + 1e-6)]
+    assert any(np.array_equal(np.isfinite(got), np.isfinite(one)) for one in either)
+    np.testing.assert_allclose(got[np.isfinite(got)], (logits / np.float32(temperature))[np.isfinite(got)], rtol=1e-6)
+
+
+def test_filters_at_their_ends():
+    logits = np.asarray([[3.0, 3.0, 1.0, -2.0]], np.float32)
+
+    def kept(top_k: int, top_p: float) -> list[int]:
+        out = accept.filtered_logits(logits, np.float32([1]), np.int32([top_k]), np.float32([top_p]))
+        return np.flatnonzero(np.isfinite(out[0])).tolist()
+
+    assert kept(0, 1.0) == [0, 1, 2, 3]
+    assert kept(1, 1.0) == [0, 1]  # a tie at the boundary stays
+    assert kept(3, 1.0) == [0, 1, 2]
+    assert kept(99, 1.0) == [0, 1, 2, 3]
+    assert kept(0, 1e-6) == [0, 1]
+    assert kept(0, 0.95) == [0, 1, 2]
+
+
+# Sampling.
+
+
+def picks(logits: np.ndarray, count: int, first_position: int = 0, **options) -> np.ndarray:
+    """`count` picks from the same logits at consecutive positions; one row for each sequence."""
+    batch = options.get("batch", 1)
+    positions = jnp.broadcast_to(first_position + jnp.arange(count), (batch, count))
+    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (batch, count, len(logits)))
+    return np.asarray(PICK(rows, positions, sampling(**options)))
+
+
+def chi_square(tokens: np.ndarray, probability: np.ndarray) -> float:
+    """p-value of the counts under `probability`; 0 if an impossible token occurs."""
+    counts = np.bincount(tokens.ravel(), minlength=len(probability))
+    possible = probability > 0
+    if counts[~possible].any():
+        return 0.0
+    expected = probability[possible] * tokens.size
+    return float(chi2.sf(((counts[possible] - expected) ** 2 / expected).sum(), possible.sum() - 1))
+
+
+LOGITS = np.asarray([2.0, 1.5, 0.0, 0.3, -1.0, 1.9], np.float32)
+
+
+def exact_distribution(temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    kept = filtered_by_sorting(LOGITS, temperature, top_k, top_p)
+    weights = np.exp(kept - kept.max())
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize("options", [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.7, 3, 1.0), (1.0, 0, 0.7), (2.0, 5, 0.9)])
+def test_picks_follow_the_filtered_distribution(options):
+    temperature, top_k, top_p = options
+    probability = exact_distribution(*options)
+    tokens = picks(LOGITS, 20_000, temperature=temperature, top_k=top_k, top_p=top_p, seed=3)
+    assert chi_square(tokens, probability) > 1e-3
+    # The test would see a distribution that is a little off.
+    wrong = exact_distribution(temperature * 1.5, top_k, top_p)
+    assert chi_square(tokens, wrong) < 1e-3
+
+
+def test_picks_of_neighbouring_positions_are_independent():
+    tokens = picks(LOGITS, 30_001, seed=5)[0]
+    pairs = tokens[:-1] * len(LOGITS) + tokens[1:]
+    probability = exact_distribution(1.0, 0, 1.0)
+    assert chi_square(pairs, np.outer(probability, probability).ravel()) > 1e-3
+
+
+def test_noise_belongs_to_seed_sequence_and_position():
+    whole = picks(LOGITS, 200, batch=2, seed=1)
+    shifted = picks(LOGITS, 200, first_position=60, batch=2, seed=1)
+    assert np.array_equal(shifted[:, :140], whole[:, 60:])
+    alone = picks(LOGITS, 200, seed=1)
+    assert np.array_equal(alone, whole[:1])
+    for other in (whole[1], picks(LOGITS, 200, seed=2)[0], picks(LOGITS, 200, first_position=200, seed=1)[0]):
+        # Independent draws agree about as often as two samples of the distribution.
+        agreement = (exact_distribution(1.0, 0, 1.0) ** 2).sum()
+        assert abs((other == whole[0]).mean() - agreement) < 0.12
+
+
+def test_a_batch_may_mix_greedy_and_sampled_rows():
+    mixed = sampling(2).replace(temperature=jnp.asarray([0.0, 1.0]))
+    rows = jnp.broadcast_to(jnp.asarray(LOGITS), (2, 300, len(LOGITS)))
+    positions = jnp.broadcast_to(jnp.arange(300), (2, 300))
+    tokens = np.asarray(PICK(rows, positions, mixed))
+    assert set(tokens[0]) == {0} and len(set(tokens[1])) == len(LOGITS)
+
+
+# Acceptance.
+
+
+def accepted_by_hand(draft: list[int], length: int, picks: list[int]) -> int:
+    count = 0
+    while count < length and draft[count] == picks[count]:
+        count += 1
+    return count
+
+
+def emitted_by_hand(picks: list[int], accepted: int, left: int, eos: list[int]) -> tuple[list[int], bool]:
+    out = []
+    for token in picks[: accepted + 1]:
+        if len(out) == left:
+            break
+        out.append(token)
+        if token in eos:
+            return out, True
+    return out, False
+
+
+CASES = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 2), min_size=6, max_size=6),
+        st.integers(0, 6),
+        st.lists(st.integers(0, 2), min_size=7, max_size=7),
+        st.integers(1, 9),
+    ),
+    min_size=2,
+    max_size=2,
+)
+
+
+def rounds_agree(prefix, cases, eos) -> bool:
+    """Whether `prefix` (an `agreeing_prefix`) and `emitted_count` do what the rule does by hand."""
+    drafts, lengths, target, left = (np.asarray(x, np.int32) for x in zip(*cases))
+    accepted = prefix(drafts, lengths, target)
+    count, stopped = accept.emitted_count(target, accepted, left, np.asarray([*eos, -1, -1], np.int32))
+    for row, (draft, length, own, room) in enumerate(cases):
+        by_hand = accepted_by_hand(draft, length, own)
+        out, at_eos = emitted_by_hand(own, by_hand, room, eos)
+        if (int(accepted[row]), int(count[row]), bool(stopped[row])) != (by_hand, len(out), at_eos):
+            return False
+    return True
+
+
+@settings(max_examples=300)
+@given(cases=CASES, eos=st.sampled_from([[], [2], [1, 2]]))
+def test_acceptance_equals_the_rule_by_hand(cases, eos):
+    assert rounds_agree(jax.jit(accept.agreeing_prefix), cases, eos)
+
+
+def all_agreements(draft, length, picks):
+    """Wrong: counts agreements behind the first disagreement, too."""
+    agrees = (draft == picks[:, : draft.shape[1]]) & (np.arange(draft.shape[1]) < length[:, None])
+    return jnp.sum(agrees, axis=1)
+
+
+def beyond_the_draft(draft, length, picks):
+    """Wrong: goes on into the draft's padding."""
+    return accept.agreeing_prefix(draft, np.full_like(length, draft.shape[1]), picks)
+
+
+@pytest.mark.parametrize("wrong", [all_agreements, beyond_the_draft])
+def test_a_wrong_rule_is_noticed(wrong):
+    rng = np.random.default_rng(0)
+    cases = [
+        [(*(rng.integers(0, 3, n).tolist() if n else int(rng.integers(0, 7)) for n in (6, 0, 7)), 9) for _ in range(2)]
+        for _ in range(50)
+    ]
+    assert all(rounds_agree(accept.agreeing_prefix, case, []) for case in cases)
+    assert not all(rounds_agree(wrong, case, []) for case in cases)
+
+
+def test_nothing_is_drafted_one_token_is_emitted():
+    empty = np.zeros((1, 0), np.int32)
+    accepted = accept.agreeing_prefix(empty, np.zeros(1, np.int32), np.asarray([[4]], np.int32))
+    assert accepted.tolist() == [0]
+    count, stopped = accept.emitted_count(np.asarray([[4]]), accepted, np.asarray([1]), np.asarray([4]))
+    assert count.tolist() == [1] and stopped.tolist() == [1]

@@ -1,0 +1,168 @@
+"""Every method writes what `vanilla` writes."""
+
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from failfast_jax import FailFast
+from failfast_jax.bench.lossless import first_difference, logit_gap
+from failfast_jax.config import ModelConfig
+from failfast_jax.models.transformer import Decoder
+
+VOCAB = 61
+NEAR_TIE = 1e-3
+METHODS = {
+    "failfast": {},
+    "failfast-aligned": {"method": "failfast", "schedule": "aligned"},
+    "fast-dllm": {},
+    "lookup": {},
+    "ar": {},
+    "ar-other": {"method": "ar"},
+}
+
+
+def config(seed: int, **changes) -> ModelConfig:
+    rng = np.random.default_rng(seed)
+    kv_heads = int(rng.choice([1, 2]))
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": int(rng.choice([16, 48])),
+        "intermediate_size": int(rng.choice([24, 64])),
+        "num_layers": int(rng.choice([1, 2])),
+        "num_heads": 2 * kv_heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": 8,
+        "qkv_bias": bool(seed % 2),
+        "tie_embeddings": bool(seed % 3),
+        "max_position_embeddings": 512,
+    }
+    return ModelConfig(model_type="llama", **(sizes | changes))
+
+
+@pytest.fixture(autouse=True)
+def free_programs():
+    """Drops compiled programs after each test: they are many, and each holds memory maps, which Linux limits."""
+    yield
+    engines.cache_clear()
+    jax.clear_caches()
+    gc.collect()
+
+
+@functools.cache
+def engines(seed: int, dtype: str) -> dict[str, FailFast]:
+    """A random target with a diffusion drafter, with itself as drafter, and with another model as drafter."""
+    make = functools.partial(Decoder, dtype=jnp.dtype(dtype))
+    target = make(config(seed), rngs=nnx.Rngs(seed))
+    block = (4, 8, 32)[seed % 3]
+    diffusion = make(config(seed + 1, block_size=block, mask_token_id=VOCAB - 1), rngs=nnx.Rngs(seed + 1))
+    other = make(config(seed + 2), rngs=nnx.Rngs(seed + 2))
+    diffused = FailFast(target, diffusion)
+    return {
+        "vanilla": diffused,
+        "failfast": diffused,
+        "failfast-aligned": diffused,
+        "fast-dllm": diffused,
+        "lookup": diffused,
+        "ar": FailFast(target, target),
+        "ar-other": FailFast(target, other),
+    }
+
+
+def check(seed: int, dtype: str, prompts: list[list[int]], options: dict, method: str, stops: list[int]) -> None:
+    group = engines(seed, dtype)
+    vanilla, engine = group["vanilla"], group[method]
+    for each in (vanilla, engine):
+        each.max_seq_len = options.get("max_seq_len", 512)
+    options = {key: value for key, value in options.items() if key != "max_seq_len"}
+    free = vanilla.generate(prompts, method="vanilla", **(options | {"ignore_eos": True}))[0].output_ids
+    # Stop tokens that do occur, at several places of the output.
+    vanilla.eos_token_ids = engine.eos_token_ids = tuple({free[at % len(free)] for at in stops})
+    expected = vanilla.generate(prompts, method="vanilla", **options)
+    assert expected[0].output_ids == free[: len(expected[0].output_ids)]
+    results = engine.generate(prompts, **({"method": method} | options | METHODS[method]))
+    for prompt, one, other in zip(prompts, expected, results):
+        at = first_difference(one.output_ids, other.output_ids)
+        if at is not None:
+            assert not options.get("exact"), (at, one.output_ids, other.output_ids)
+            assert logit_gap(vanilla, prompt + one.output_ids[:at]) < NEAR_TIE
+            continue
+        assert one.finish_reason == other.finish_reason
+        assert [t for r in other.rounds for t in r.emitted] == other.output_ids
+        for entry in other.rounds:
+            assert len(entry.drafted) == len(entry.confidence) and entry.accepted <= len(entry.drafted)
+            kept = min(entry.accepted, len(entry.emitted))
+            assert entry.drafted[:kept] == entry.emitted[:kept]
+            assert all(0 <= token < VOCAB for token in entry.drafted)
+
+
+prompts = st.lists(
+    st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=80) | st.just([3, 4, 5, 6] * 8), min_size=1, max_size=3
+)
+stops = st.lists(st.integers(0, 60), max_size=2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=12)
+@given(
+    data=st.data(),
+    seed=st.sampled_from([0, 1, 2]),
+    texts=prompts,
+    stops=stops,
+    new_tokens=st.integers(1, 60),
+    tau=st.sampled_from([0.0, 0.02, 0.45, 1.0]),
+)
+def test_greedy(method, data, seed, texts, stops, new_tokens, tau):
+    texts = texts if len(texts) < 3 else texts[:1]  # batches of one and two: compiled shapes stay few
+    spec_len, max_spec_len = data.draw(st.sampled_from([(3, 10), (5, 5)]))
+    options = {"max_new_tokens": new_tokens, "tau": tau, "spec_len": spec_len, "max_spec_len": max_spec_len}
+    check(seed, "float32", texts, options | {"small_block_size": 4}, method, stops)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=6)
+@given(seed=st.sampled_from([0, 2]), length=st.integers(1, 95), tau=st.sampled_from([0.0, 0.45]))
+def test_cache_almost_full(method, seed, length, tau):
+    text = [(7 * i) % (VOCAB - 1) for i in range(length)]
+    options = {"max_new_tokens": 200, "tau": tau, "spec_len": 4, "max_spec_len": 12, "max_seq_len": 96}
+    check(seed, "float32", [text], options | {"small_block_size": 4, "ignore_eos": True}, method, [0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=6)
+@given(
+    seed=st.sampled_from([1, 2]),
+    texts=prompts,
+    temperature=st.sampled_from([0.3, 0.7, 1.2]),
+    top_k=st.sampled_from([0, 1, 5]),
+    top_p=st.sampled_from([1.0, 0.9, 0.3]),
+    noise=st.integers(0, 2**32 - 1),
+)
+def test_sampled(method, seed, texts, temperature, top_k, top_p, noise):
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": noise, "max_new_tokens": 24}
+    options |= {"spec_len": 3, "max_spec_len": 10, "small_block_size": 4, "exact": True}
+    check(seed, "float32", texts[:1], options, method, [20])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=5)
+@given(seed=st.sampled_from([0, 1]), texts=prompts, stops=stops, tau=st.sampled_from([0.0, 0.45]))
+def test_exact(method, dtype, seed, texts, stops, tau):
+    texts = texts if len(texts) != 2 else texts[:1]  # batches of one and three
+    options = {"max_new_tokens": 30, "tau": tau, "spec_len": 3, "max_spec_len": 10, "small_block_size": 4}
+    check(seed, dtype, texts, options | {"exact": True}, method, stops)
+
+
+def test_exact_drafts_longer_than_the_constant_width():
+    options = {"max_new_tokens": 90, "tau": 0.0, "spec_len": 20, "max_spec_len": 80, "exact": True, "ignore_eos": True}
+    check(0, "bfloat16", [[5, 6, 7]], options, "failfast", [0])
+    result = engines(0, "bfloat16")["failfast"].generate([[5, 6, 7]], **options)[0]
+    assert max(len(entry.drafted) for entry in result.rounds) == 80
+    assert result.stats.target_passes > result.stats.rounds

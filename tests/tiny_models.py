@@ -1,0 +1,70 @@
+"""Random models that compile in a moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from failfast_jax.config import FAST_DLLM_MODEL_TYPE, ModelConfig
+from failfast_jax.models.transformer import Decoder
+
+VOCAB = 40
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """An autoregressive model of two layers, with grouped queries and biases."""
+    sizes = {
+        "model_type": "qwen2",
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "qkv_bias": True,
+        "max_position_embeddings": 256,
+        "eos_token_ids": (1,),
+    }
+    return ModelConfig(**(sizes | changes))
+
+
+def diffusion_config(block_size: int = 8, **changes: Any) -> ModelConfig:
+    """A block-diffusion model of one layer over the same tokens; the last one is the mask."""
+    return tiny_config(
+        **(
+            {
+                "model_type": FAST_DLLM_MODEL_TYPE,
+                "block_size": block_size,
+                "mask_token_id": VOCAB - 1,
+                "num_layers": 1,
+                "num_kv_heads": 1,
+            }
+            | changes
+        )
+    )
+
+
+def random_model(config: ModelConfig, seed: int = 0, *, gain: float = 4.0, dtype: str = "float32") -> Decoder:
+    """A model with random weights, made without compiling anything.
+
+    `gain` scales the logits, so that confidences spread over (0, 1) and near-ties are rare.
+    """
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(seed)
+    leaves = {}
+    for path, leaf in nnx.to_flat_state(state):
+        value = rng.standard_normal(leaf.shape)
+        if path[-1] == "bias":
+            value = 0.1 * value
+        elif len(leaf.shape) == 1:
+            value = 1 + 0.1 * value
+        elif path[0] not in ("embed", "head"):
+            value = value * leaf.shape[-1] ** -0.5
+        elif path[0] == "head" or config.tie_embeddings:
+            value = value * gain * leaf.shape[-1] ** -0.5
+        leaves[path] = leaf.replace(jnp.asarray(value, dtype))
+    return nnx.merge(graph, nnx.from_flat_state(leaves))

@@ -105,10 +105,15 @@ class Program:
 
 
 class Executables:
-    """Compiled programs by key. Compiling is explicit and timed, so that no answer hides one."""
+    """Compiled programs by key. Compiling is explicit and timed, so that no answer hides one.
 
-    def __init__(self) -> None:
-        self._compiled: dict[Hashable, Any] = {}
+    The least recently used of more than `limit` programs are dropped: on CPU each holds up to a thousand
+    memory maps, and Linux aborts a process that has more than 65,530.
+    """
+
+    def __init__(self, limit: int = 32) -> None:
+        self._compiled: dict[Hashable, Any] = {}  # in order of last use
+        self._limit = limit
         self.seconds = 0.0
 
     def get(self, *programs: Program) -> list[Callable]:
@@ -124,4 +129,10 @@ class Executables:
                 compiling = {key: pool.submit(item.compile) for key, item in lowered.items()}
                 self._compiled |= {key: future.result() for key, future in compiling.items()}
             self.seconds += time.perf_counter() - start
-        return [self._compiled[program.key] for program in programs]
+        found = [self._compiled[program.key] for program in programs]
+        for program, executable in zip(programs, found):
+            self._compiled.pop(program.key, None)
+            self._compiled[program.key] = executable
+        for key in list(self._compiled)[: max(len(self._compiled) - self._limit, 0)]:
+            del self._compiled[key]
+        return found

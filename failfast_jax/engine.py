@@ -446,7 +446,15 @@ class FailFast:
             return round.init_state(target, drafter, capacity=capacity, plan=plan, **inputs)
 
         static = dataclasses.replace(
-            config, max_new_tokens=1, temperature=0.0, top_p=1.0, top_k=0, seed=0, tau=0.0, threshold=None
+            config,
+            max_new_tokens=1,
+            temperature=0.0,
+            top_p=1.0,
+            top_k=0,
+            seed=0,
+            tau=0.0,
+            threshold=None,
+            ignore_eos=False,
         )
         key = (static, plan, batch, capacity)
         models = (self.target, drafter)

@@ -85,9 +85,7 @@ def filtered_by_sorting(logits: np.ndarray, temperature: float, top_k: int, top_
 def test_filtered_logits_equal_a_sorting_implementation(row, temperature, top_k, top_p):
     logits = np.asarray(row, np.float32)
     got = np.asarray(
-        jax.jit(accept.filtered_logits)(
-            logits[None], np.float32([temperature]), np.int32([top_k]), np.float32([top_p])
-        )
+        jax.jit(accept.filtered_logits)(logits[None], np.float32([temperature]), np.int32([top_k]), np.float32([top_p]))
     )[0]
     # A cumulated probability within rounding of top_p may fall on either side.
     either = [filtered_by_sorting(logits, temperature, top_k, p) for p in (top_p - 1e-6, top_p, top_p + 1e-6)]

@@ -173,7 +173,8 @@ class Wide(BlockDrafter):
             slots = jnp.where(extend[:, None], slots, self.max_draft)  # out of bounds: dropped
             all_confidence = carry.confidence.at[jnp.arange(batch)[:, None], slots].set(confidence, mode="drop")
             drafted = jnp.where(extend, carry.drafted + self.spec_len, carry.drafted)
-            stored = jnp.minimum(carry.state.cached + self.window, front // self.block * self.block)
+            missed = jnp.minimum(carry.state.cached + self.window, (front - 1) // self.block * self.block)
+            stored = jnp.where(behind, missed, front // self.block * self.block)
             cached = jnp.where(carry.growing, jnp.maximum(carry.state.cached, stored), carry.state.cached)
             stopped = rule(Chunk(confidence=confidence, drafted=drafted, tau=self.tau))
             stopped |= (drafted + self.spec_len > self.max_draft) | (drafted >= committed.room)

@@ -1,0 +1,186 @@
+"""Model drafters over many rounds: their caches never change what they draft.
+
+Rounds are played by hand: a hypothesis example says how much of each draft is accepted and which token follows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
+
+from failfast_jax.drafters import Aligned, Autoregressive, Drafter, Wide
+from failfast_jax.state import Committed
+
+BATCH, WIDTH, CAPACITY = 2, 256, 150
+PREFILL = 64
+MASK = VOCAB - 1
+
+
+@functools.cache
+def drafter(kind: str) -> Drafter:
+    def block_options(block: int, spec_len: int, max_spec_len: int, tau: float) -> dict:
+        model = random_model(diffusion_config(block), seed=block)
+        lengths = {"spec_len": spec_len, "max_spec_len": max_spec_len}
+        return {"model": model, "vocab": VOCAB - 1, "tau": np.float32(tau), **lengths}
+
+    return {
+        "wide": lambda: Wide(**block_options(8, 3, 9, 0.25)),
+        "wide, chunks longer than blocks": lambda: Wide(**block_options(4, 10, 30, 0.1)),
+        "aligned": lambda: Aligned(**block_options(8, 3, 9, 0.2), threshold=np.float32(0.4), small_block=4),
+        "fast-dllm": lambda: Aligned(
+            **block_options(8, 6, 6, 0.0), threshold=np.float32(0.9), small_block=4, expand=False
+        ),
+        "ar": lambda: Autoregressive(model=random_model(tiny_config(num_layers=1), seed=3), vocab=VOCAB, spec_len=5),
+    }[kind]()
+
+
+WIDE = ("wide", "wide, chunks longer than blocks")
+DIFFUSION = (*WIDE, "aligned", "fast-dllm")
+
+draft_of = jax.jit(lambda drafter, state, committed: drafter.draft(state, committed))
+commit = jax.jit(lambda drafter, *args: drafter.commit(*args, jnp.zeros((BATCH, 1, 0, 16))))
+empty = jax.jit(lambda drafter: drafter.init(BATCH, WIDTH))
+
+
+@jax.jit
+def prefill(drafter, committed):
+    state = drafter.init(BATCH, WIDTH)
+    for start in range(0, CAPACITY, PREFILL):
+        state = drafter.prefill(state, committed, jnp.int32(start), PREFILL, jnp.zeros((BATCH, PREFILL, 0, 16)))
+    return state
+
+
+def committed(texts: list[list[int]], prompts: list[int] | None = None) -> Committed:
+    tokens = np.full((BATCH, WIDTH), 3, np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+    length = np.asarray([len(text) for text in texts], np.int32)
+    return Committed(
+        tokens=tokens,
+        length=length,
+        prompt_length=np.asarray(prompts or length, np.int32),
+        room=np.maximum(CAPACITY - length - 1, 0).astype(np.int32),
+        running=np.ones(BATCH, bool),
+        eos=np.full(8, -1, np.int32),
+    )
+
+
+def assert_same_draft(one, other) -> None:
+    np.testing.assert_array_equal(one.length, other.length)
+    for row, length in enumerate(np.asarray(one.length)):
+        assert one.tokens[row, :length].tolist() == other.tokens[row, :length].tolist()
+        np.testing.assert_allclose(one.confidence[row, :length], other.confidence[row, :length], atol=1e-4)
+
+
+def wide_by_hand(drafter: Wide, text: list[int], room: int) -> tuple[list[int], list[float]]:
+    """The schedule as the design writes it, by full recomputation without a cache."""
+    block, step = drafter.block, drafter.spec_len
+    drafted, confidences = [], []
+    while True:
+        front = len(text) + len(drafted)
+        end = math.ceil((front + step) / block) * block
+        ids = np.full((1, end), MASK)
+        ids[0, :front] = [*text, *drafted]
+        logits = np.array(drafter.model.logits(ids)[0, front - 1 : front - 1 + step])
+        logits[:, MASK] = -np.inf
+        best = logits.max(-1)
+        drafted += logits.argmax(-1).tolist()
+        confidences += (1 / np.exp(logits - best[:, None]).sum(-1)).tolist()
+        low = min(confidences[-step:]) < drafter.tau
+        if low or len(drafted) + step > drafter.max_spec_len or len(drafted) >= room:
+            return drafted[:room], confidences[:room]
+
+
+texts = st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=70)
+turns = st.lists(
+    st.tuples(st.floats(0, 1), st.integers(0, VOCAB - 2)) | st.just((1.0, 5)), min_size=BATCH, max_size=BATCH
+)
+
+
+@pytest.mark.parametrize("kind", [*DIFFUSION, "ar"])
+@settings(max_examples=15)
+@given(prompts=st.lists(texts, min_size=BATCH, max_size=BATCH), rounds=st.lists(turns, min_size=1, max_size=6))
+def test_drafts_do_not_depend_on_the_cache(kind, prompts, rounds):
+    """Round by round: the same draft as of a drafter that prefills the whole text anew."""
+    method, sequence = drafter(kind), [list(prompt) for prompt in prompts]
+    lengths = [len(prompt) for prompt in prompts]
+    state = prefill(method, committed(sequence))
+    drafted_rounds, passes = 0, 0
+    for turn in rounds:
+        before = committed(sequence, lengths)
+        draft, state = draft_of(method, state, before)
+        fresh, _ = draft_of(method, prefill(method, before), before)
+        assert_same_draft(draft, fresh)
+        for row, (share, token) in enumerate(turn):
+            length = int(draft.length[row])
+            if kind in WIDE:
+                by_hand = wide_by_hand(method, sequence[row], int(before.room[row]))
+                assert draft.tokens[row, :length].tolist() == by_hand[0]
+                np.testing.assert_allclose(draft.confidence[row, :length], by_hand[1], atol=2e-4)
+                drafted_rounds += math.ceil(length / method.spec_len)
+                passes += int(draft.passes[row])
+            kept = draft.tokens[row, : math.floor(share * length)].tolist() if length else []
+            sequence[row] = [*sequence[row], *kept, token][: CAPACITY - 1]
+        state = commit(method, state, before, committed(sequence, lengths))
+    assert passes == drafted_rounds  # one pass a chunk, blocks stored on the way
+
+
+@pytest.mark.parametrize("kind", DIFFUSION)
+@settings(max_examples=15)
+@given(prompts=st.lists(texts, min_size=BATCH, max_size=BATCH), known=st.integers(0, 20))
+def test_a_drafter_that_missed_rounds_catches_up(kind, prompts, known):
+    """Nothing, or little, of a long text is cached: the draft is the one of a drafter that has seen all."""
+    method = drafter(kind)
+    now = committed([prompt + [4] * 20 for prompt in prompts])
+    state = empty(method)
+    if known:
+        state = prefill(method, committed([prompt[:known] for prompt in prompts]))
+    draft, after = draft_of(method, state, now)
+    expected, cached = draft_of(method, prefill(method, now), now)
+    assert_same_draft(draft, expected)
+    np.testing.assert_array_equal(after.cached, cached.cached)
+    assert (np.asarray(draft.passes) >= np.asarray(expected.passes)).all()
+    again, _ = draft_of(method, commit(method, after, now, now), now)
+    assert_same_draft(again, expected)
+
+
+@pytest.mark.parametrize("kind", [*DIFFUSION, "ar"])
+def test_a_draft_never_exceeds_what_it_announces(kind):
+    method = drafter(kind)
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        now = committed([rng.integers(0, VOCAB - 1, rng.integers(1, 140)).tolist() for _ in range(BATCH)])
+        draft, _ = draft_of(method, prefill(method, now), now)
+        assert draft.tokens.shape == (BATCH, method.max_draft)
+        assert (np.asarray(draft.length) <= np.minimum(method.max_draft, now.room)).all()
+        for row, length in enumerate(np.asarray(draft.length)):
+            assert length == now.room[row] or length in method.draft_lengths
+            assert MASK not in draft.tokens[row, :length].tolist()
+
+
+@pytest.mark.parametrize("kind", DIFFUSION)
+def test_without_room_nothing_is_drafted(kind):
+    method = drafter(kind)
+    now = committed([[3] * (CAPACITY - 1), [3] * 20])
+    draft, _ = draft_of(method, prefill(method, now), now)
+    assert draft.length[0] == 0 and draft.passes[0] == 0
+    assert draft.length[1] > 0
+
+
+def test_a_prompt_may_contain_the_mask_token():
+    """Committed tokens are never taken for holes, whatever their id."""
+    for kind in DIFFUSION:
+        method = drafter(kind)
+        now = committed([[3, MASK, 4] * 5, [MASK] * 9])
+        draft, _ = draft_of(method, prefill(method, now), now)
+        assert (np.asarray(draft.length) > 0).all()
+        for row in range(BATCH):
+            assert MASK not in draft.tokens[row, : draft.length[row]].tolist()

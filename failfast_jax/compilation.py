@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -112,27 +112,30 @@ class Executables:
     """
 
     def __init__(self, limit: int = 32) -> None:
-        self._compiled: dict[Hashable, Any] = {}  # in order of last use
+        self._programs: dict[Hashable, Future] = {}  # in order of last use
+        self._pool = ThreadPoolExecutor(thread_name_prefix="compile")
         self._limit = limit
         self.seconds = 0.0
+        """Time that callers spent on lowering and on waiting for programs."""
 
-    def get(self, *programs: Program) -> list[Callable]:
-        """The compiled programs, in order; new ones are compiled side by side."""
+    def start(self, *programs: Program) -> list[Future]:
+        """Starts compiling those programs that are new, side by side; `wait` for each before its first call."""
         start = time.perf_counter()
-        new = {program.key: program for program in programs if program.key not in self._compiled}
-        lowered = {
-            key: jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
-            for key, program in new.items()
-        }
-        if lowered:
-            with ThreadPoolExecutor() as pool:
-                compiling = {key: pool.submit(item.compile) for key, item in lowered.items()}
-                self._compiled |= {key: future.result() for key, future in compiling.items()}
-            self.seconds += time.perf_counter() - start
-        found = [self._compiled[program.key] for program in programs]
-        for program, executable in zip(programs, found):
-            self._compiled.pop(program.key, None)
-            self._compiled[program.key] = executable
-        for key in list(self._compiled)[: max(len(self._compiled) - self._limit, 0)]:
-            del self._compiled[key]
+        for program in programs:
+            future = self._programs.pop(program.key, None)
+            if future is None:
+                lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
+                future = self._pool.submit(lowered.compile)
+            self._programs[program.key] = future
+        found = [self._programs[program.key] for program in programs]
+        for key in list(self._programs)[: max(len(self._programs) - self._limit, 0)]:
+            del self._programs[key]
+        self.seconds += time.perf_counter() - start
         return found
+
+    def wait(self, program: Future) -> Callable:
+        """The compiled program."""
+        start = time.perf_counter()
+        executable = program.result()
+        self.seconds += time.perf_counter() - start
+        return executable

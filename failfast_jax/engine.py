@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -147,17 +147,20 @@ def _bucket(value: int) -> int:
     return max(SMALLEST_CAPACITY, 1 << (value - 1).bit_length())
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Job:
-    """A prepared request: device state and the program that advances it."""
+    """A prepared request: programs that are being compiled, and how to call them."""
 
-    state: Any
+    prefill_programs: list[Future]
+    loop_program: Future
+    prefill: Callable[[], Any]
+    """Makes the state with the prompts in the caches."""
     advance: Callable[[Any, np.int32], Any]
     """`(state, most rounds) -> state`; donates the state."""
     snapshot: Callable[[Any], tuple]
     """Device arrays of `(ids, start, end, finish)`, from which new tokens are read."""
-    prefill: Callable[[Any], Any]
     slice: int
+    """Rounds between two looks at the state when streaming."""
 
 
 class FailFast:
@@ -321,12 +324,14 @@ class FailFast:
         """Yields lists of output ids so far (streaming only), at last the list of results."""
         counts, compile_before = compile_counts(), self._programs.seconds
         job = self._diffusion_job(prompts, config) if config.method == DIFFUSION_METHOD else self._job(prompts, config)
-        compile_s = self._programs.seconds - compile_before
-
+        for program in job.prefill_programs:
+            self._programs.wait(program)
         start = time.perf_counter()
-        state = job.prefill(job.state)
+        state = job.prefill()  # while the loop, the largest program, may still be compiling
         jax.block_until_ready(state)
         prefill_s = time.perf_counter() - start
+        self._programs.wait(job.loop_program)
+        compile_s = self._programs.seconds - compile_before
         syncs = 1
 
         decode_s = 0.0
@@ -468,26 +473,28 @@ class FailFast:
         def rounds(target, drafter, state, most):
             return round.generate(target, drafter, state, most, plan=plan)
 
-        start_program, loop, *chunk_programs = self._programs.get(
-            Program((*key, "init"), init, (*models, inputs)),
+        loop, *starting = self._programs.start(
             Program((*key, "rounds"), rounds, (*models, empty, np.int32(0)), donate=(2,)),
+            Program((*key, "init"), init, (*models, inputs)),
             *(
                 Program((*key, "prefill", *kind), chunk(*kind), (*models, empty, np.int32(0)), donate=(2,))
                 for kind in kinds
             ),
         )
-        by_kind = dict(zip(kinds, chunk_programs))
 
-        def prefill(_):
-            state = start_program(*models, inputs)
+        def prefill():
+            make_state, *chunks = (future.result() for future in starting)
+            by_kind = dict(zip(kinds, chunks))
+            state = make_state(*models, inputs)
             for call in calls:
                 state = by_kind[call.width, call.parts](*models, state, np.int32(call.start))
             return state
 
         return _Job(
-            state=None,
+            prefill_programs=starting,
+            loop_program=loop,
             prefill=prefill,
-            advance=lambda state, rounds: loop(*models, state, rounds),
+            advance=lambda state, most: loop.result()(*models, state, most),
             snapshot=lambda s: (s.tokens, s.prompt_length, s.length, s.finish),
             slice=STREAM_ROUNDS,
         )
@@ -537,23 +544,25 @@ class FailFast:
         def passes(model, state, threshold, most):
             return dllm.generate(model, state, threshold, most, small_block=small, block_cache=config.block_cache)
 
-        start_program, loop, *chunks = self._programs.get(
-            Program((*key, "init"), init, (model, inputs)),
+        loop, *starting = self._programs.start(
             Program((*key, "passes"), passes, (model, empty, np.float32(0), np.int32(0)), donate=(1,)),
+            Program((*key, "init"), init, (model, inputs)),
             *([Program((*key, "prefill"), chunk_of, (model, empty, np.int32(0)), donate=(1,))] if cached else []),
         )
         threshold = np.float32(1.0 if config.threshold is None else config.threshold)
 
-        def prefill(_):
-            state = start_program(model, inputs)
+        def prefill():
+            make_state, *chunks = (future.result() for future in starting)
+            state = make_state(model, inputs)
             for at in range(0, cached, width):
                 state = chunks[0](model, state, np.int32(at))
             return state
 
         return _Job(
-            state=None,
+            prefill_programs=starting,
+            loop_program=loop,
             prefill=prefill,
-            advance=lambda state, steps: loop(model, state, threshold, steps),
+            advance=lambda state, most: loop.result()(model, state, threshold, most),
             snapshot=lambda s: (s.text, s.prompt_length, s.end, s.finish),
             slice=2 * STREAM_ROUNDS,
         )

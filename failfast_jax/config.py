@@ -129,6 +129,30 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+        """Parses a Hugging Face `config.json`; see `_parse`.
+
+        Raises:
+          ConfigError: an unknown `model_type`, a missing key or a value that the decoder cannot serve.
+        """
+        numbers = ("num_key_value_heads", "head_dim", "max_position_embeddings", "mask_token_id", "bd_size")
+        for key in numbers:
+            if raw.get(key) is not None and (not isinstance(raw[key], int) or isinstance(raw[key], bool)):
+                raise ConfigError(f"{where}: key {key!r} must be an integer, got {raw[key]!r}")
+        for key in ("rms_norm_eps", "rope_theta"):
+            if key in raw and not isinstance(raw[key], (int, float)) and not (key == "rope_theta" and raw[key] is None):
+                raise ConfigError(f"{where}: key {key!r} must be a number, got {raw[key]!r}")
+        for key in ("rope_scaling", "rope_parameters"):
+            if raw.get(key) is not None and not isinstance(raw[key], Mapping):
+                raise ConfigError(f"{where}: key {key!r} must be an object, got {raw[key]!r}")
+        try:
+            return cls._parse(raw, where)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{where}: a value has the wrong type ({error})") from error
+
+    @classmethod
+    def _parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
         """Parses a Hugging Face `config.json`.
 
         The mask token is only read from the key `mask_token_id` here; `resolve_mask_token` adds what
@@ -231,6 +255,10 @@ def resolve_mask_token(config: ModelConfig, tokenizer_mask: int | None, where: s
     raise AssertionError("unreachable: the last candidate is never None")
 
 
+LONGEST_DRAFT = 512
+"""Each width that a draft may need is compiled: longer ones would compile for minutes."""
+
+
 class OptionError(ValueError):
     """A generation option with a value that cannot be served; the message names the flag and the value."""
 
@@ -274,14 +302,29 @@ class GenerationConfig:
             if not fine:
                 raise OptionError(f"--{flag} {value}: {rule}")
 
-        check(self.max_new_tokens >= 1, "max-new-tokens", self.max_new_tokens, "must be at least 1")
+        check(
+            1 <= self.max_new_tokens < 2**30,
+            "max-new-tokens",
+            self.max_new_tokens,
+            "must be at least 1 and below 2**30",
+        )
         check(self.temperature >= 0, "temperature", self.temperature, "must be 0 (greedy) or positive")
         check(0 < self.top_p <= 1, "top-p", self.top_p, "must be in (0, 1]")
-        check(self.top_k >= 0, "top-k", self.top_k, "must be 0 (off) or positive")
+        check(0 <= self.top_k < 2**31, "top-k", self.top_k, "must be 0 (off) or positive, and below 2**31")
         check(0 <= self.seed < 2**32, "seed", self.seed, "must be in [0, 2**32)")
-        check(self.spec_len is None or self.spec_len >= 1, "spec-len", self.spec_len, "must be at least 1")
+        check(
+            self.spec_len is None or 1 <= self.spec_len <= LONGEST_DRAFT,
+            "spec-len",
+            self.spec_len,
+            f"must be in [1, {LONGEST_DRAFT}]",
+        )
         check(0 <= self.tau <= 1, "tau", self.tau, "must be in [0, 1]")
-        check(self.max_spec_len is None or self.max_spec_len >= 1, "max-spec-len", self.max_spec_len, "must be >= 1")
+        check(
+            self.max_spec_len is None or 1 <= self.max_spec_len <= LONGEST_DRAFT,
+            "max-spec-len",
+            self.max_spec_len,
+            f"must be in [1, {LONGEST_DRAFT}]",
+        )
         check(self.schedule in ("wide", "aligned"), "schedule", self.schedule, "must be 'wide' or 'aligned'")
         check(self.threshold is None or 0 <= self.threshold <= 1, "threshold", self.threshold, "must be in [0, 1]")
         check(self.block_size is None or self.block_size >= 2, "block-size", self.block_size, "must be at least 2")

@@ -218,7 +218,7 @@ class FailFast:
         if drafter is not None:
             context = min(context, drafter.config.max_position_embeddings)
         if max_seq_len is not None and not 2 <= max_seq_len <= context:
-            raise OptionError(f"max_seq_len {max_seq_len}: must be between 2 and the context of {context}")
+            raise OptionError(f"--max-seq-len {max_seq_len}: must be between 2 and the context of {context}")
         self.max_seq_len = max_seq_len or context
         self.platform = jax.default_backend()
         self.load_s = time.perf_counter() - start
@@ -236,6 +236,8 @@ class FailFast:
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise PromptError("the prompt is empty")
+            if any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise PromptError("the prompt is not valid UTF-8 text")
             tokenizer = self._need_tokenizer()
             if getattr(tokenizer, "chat_template", None):
                 return self.encode([{"role": "user", "content": prompt}])
@@ -381,14 +383,19 @@ class FailFast:
         if not exact or self.platform != "cpu" or self.target.dtype != jnp.float32:
             return round.make_plan(drafter, platform=self.platform, exact=exact)
         # Float32 on CPU: most widths above 1 give bit-identical rows. Those that do not are left out.
-        candidates = {*round.cpu_ladder(drafter.max_draft + 1), *round.CPU_PREFILL_WIDTHS} - {1}
+        # The constant width is one of them: another method may have to fall back to it.
+        candidates = {*round.cpu_ladder(drafter.max_draft + 1), *round.CPU_PREFILL_WIDTHS, round.EXACT_WIDTH} - {1}
         checked = self._checked_widths.setdefault(batch, {})
         unchecked = tuple(sorted(candidates - checked.keys()))
         if unchecked:
             fine = interchangeable_widths(self.target, unchecked, batch=batch)
             checked |= {width: width in fine for width in unchecked}
         widths = tuple(sorted(width for width in candidates if checked[width]))
-        if max(widths) <= drafter.max_draft or not set(widths) & set(round.CPU_PREFILL_WIDTHS):
+        if (
+            not checked[round.EXACT_WIDTH]
+            or max(widths) <= drafter.max_draft
+            or not set(widths) & set(round.CPU_PREFILL_WIDTHS)
+        ):
             logger.warning("exact: rows differ between widths here; every step runs at %d rows", round.EXACT_WIDTH)
             widths = ()
         return round.make_plan(drafter, platform=self.platform, exact=True, interchangeable=widths)
@@ -517,11 +524,13 @@ class FailFast:
             raise OptionError(f"--small-block-size {small}: must divide the block size {block}")
         blocks = config.max_new_tokens // block
         longest = max(map(len, prompts))
-        capacity = self._capacity(prompts, (blocks + 1) * block, 0)
+        capacity = self._capacity(prompts, blocks * block + 1, block)
         batch = len(prompts)
         tokens, lengths = self._prompt_arrays(prompts, capacity)
         # What fits, in whole blocks behind each prompt's own.
         fitting = np.maximum((capacity - 1) // block - lengths // block, 0)
+        if not fitting.all():
+            raise PromptError(f"no whole block of {block} fits behind the prompt within {capacity} tokens")
         inputs = {
             "tokens": tokens,
             "prompt_length": lengths,

@@ -77,7 +77,7 @@ def make_plan(drafter: Drafter, *, platform: str, exact: bool = False, interchan
     longest = drafter.max_draft + 1
     if exact and not interchangeable:
         drafter_prefill = (round_up(EXACT_WIDTH, multiple),)
-        return Plan((EXACT_WIDTH,), (EXACT_WIDTH,), drafter_prefill, constant=True)
+        return _with_features(drafter, Plan((EXACT_WIDTH,), (EXACT_WIDTH,), drafter_prefill, constant=True))
     if platform == "cpu":
         ladder = interchangeable if exact else cpu_ladder(longest)
         needed = {min(w for w in ladder if w > length) for length in (*drafter.draft_lengths, drafter.max_draft)}
@@ -87,7 +87,16 @@ def make_plan(drafter: Drafter, *, platform: str, exact: bool = False, interchan
         widths = (round_up(longest, ACCELERATOR_ROWS),)
         prefill = (128, 512, 2048)
     drafter_prefill = tuple(round_up(w, multiple) for w in prefill)
-    return Plan(widths, drafter_prefill if not exact else prefill, drafter_prefill)
+    return _with_features(drafter, Plan(widths, drafter_prefill if not exact else prefill, drafter_prefill))
+
+
+def _with_features(drafter: Drafter, plan: Plan) -> Plan:
+    if drafter.feature_layers and plan.prefill_widths != plan.drafter_prefill_widths:
+        raise ValueError(
+            f"{type(drafter).__name__} reads the target's features, so both must prefill in the same chunks: its "
+            f"chunk_multiple {drafter.chunk_multiple} does not divide the target's {plan.prefill_widths}"
+        )
+    return plan
 
 
 def cpu_ladder(longest: int) -> tuple[int, ...]:
@@ -217,7 +226,9 @@ def prefill_schedule(prompt_tokens: int, drafter: Drafter, plan: Plan, buffer: i
     if plan.prefill_widths == plan.drafter_prefill_widths:
         return chunks(plan.prefill_widths, ("target", "drafter"))
     calls = chunks(plan.prefill_widths, ("target",))
-    return calls + (chunks(plan.drafter_prefill_widths, ("drafter",)) if drafter.has_model else [])
+    return calls + (
+        chunks(plan.drafter_prefill_widths, ("drafter",)) if drafter.has_model or drafter.feature_layers else []
+    )
 
 
 def prefill(target: Decoder, drafter: Drafter, state: DecodeState, *, prompt_tokens: int, plan: Plan) -> DecodeState:

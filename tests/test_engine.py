@@ -163,7 +163,6 @@ def test_compiles_are_counted_once_a_bucket():
     ]:
         (result,) = fresh.generate([prompt], method="vanilla", max_new_tokens=new_tokens)
         counts[name] = result.stats.compiles + result.stats.cache_hits
-        assert (result.stats.compile_s > 0) == (counts[name] > 0)
     # Without eager operations on the way: start, prefill and rounds are all there is.
     assert counts == {"first": 3, "second": 0, "new bucket": 3, "longer prompt": 1, "again": 0}
 
@@ -173,7 +172,7 @@ def test_settings_that_are_no_shapes_compile_nothing():
     engine().generate([[3] * 10], **options)
     for change in ({"tau": 0.9}, {"temperature": 0.7}, {"seed": 5}, {"top_k": 3}, {"top_p": 0.5}, {"ignore_eos": True}):
         stats = engine().generate([[3] * 10], **(options | change))[0].stats
-        assert (stats.compiles, stats.cache_hits, stats.compile_s) == (0, 0, 0), change
+        assert (stats.compiles, stats.cache_hits) == (0, 0), change
 
 
 @pytest.mark.parametrize("method", ["vanilla", "failfast"])
@@ -366,7 +365,7 @@ def test_ids_that_the_target_lacks_are_never_drafted():
 
 @pytest.mark.parametrize("length", [1, 601])
 def test_a_context_length_out_of_range(length):
-    with pytest.raises(OptionError, match=f"max_seq_len {length}: must be between 2 and the context of 600"):
+    with pytest.raises(OptionError, match=f"--max-seq-len {length}: must be between 2 and the context of 600"):
         new_engine(max_seq_len=length)
 
 

@@ -73,7 +73,8 @@ def load_params(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dic
     if problems:
         raise CheckpointError(f"{folder / PARAMS}: parameters do not fit config.json: {', '.join(problems[:5])}")
     target = nested(wanted)
-    with _checkpointer(stored.values()) as checkpointer:
+    # Orbax counts bytes as they are stored or as they are wanted, whichever comes later: allow for both.
+    with _checkpointer([*stored.values(), *wanted.values()]) as checkpointer:
         try:
             restore_args = ocp.checkpoint_utils.construct_restore_args(target)
             args = ocp.args.PyTreeRestore(target, restore_args=restore_args)

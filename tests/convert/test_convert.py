@@ -338,3 +338,16 @@ def test_command_line(name, out):
         assert run.returncode == 2 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
     else:
         assert (run.returncode, run.stderr) == (0, "") and run.stdout.startswith(f"{out}: ")
+
+
+def test_a_half_precision_folder_widens_while_it_is_read(tmp_path):
+    """Its largest parameter is far larger in float32 than what Orbax stored."""
+    tensors = cast(tensors_of("llama_tied"), "bfloat16")
+    rng = np.random.default_rng(0)
+    embed = rng.normal(size=(40_000, 48)).astype(tensors["model.embed_tokens.weight"].dtype)
+    source = hf_folder(
+        tmp_path / "source", "llama_tied", tensors | {"model.embed_tokens.weight": embed}, vocab_size=40_000
+    )
+    assert qwen2.main([str(source), str(tmp_path / "out")]) == 0
+    model = load_model(tmp_path / "out", dtype="float32")
+    assert np.array_equal(np.asarray(model.embed[...]), embed.astype(np.float32))

@@ -17,8 +17,9 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from failfast_jax.checkpoints import CheckpointError, mapping, native, safetensors
+from failfast_jax.checkpoints import CheckpointError, drafter, mapping, native, safetensors
 from failfast_jax.config import ModelConfig, eos_ids, read_json, resolve_mask_token
+from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
 from failfast_jax.models.transformer import Decoder
 
 MASK_TOKEN = "|<MASK>|"
@@ -47,6 +48,92 @@ def load_model(path_or_hub_id: str | os.PathLike[str], dtype: Any = None, *, pro
       ValueError: an unknown dtype. (Both errors above are ValueErrors, too.)
     """
     return open_source(path_or_hub_id).load(as_dtype(dtype), progress=progress)
+
+
+def load_drafter(
+    path: str | os.PathLike, target: Decoder, target_name: str = "the target"
+) -> Decoder | BoundConditioned:
+    """Loads a folder that `python -m failfast_jax.train` wrote, in the dtype of the target it borrows from.
+
+    Raises:
+      CheckpointError: missing, unexpected, mis-shaped or damaged parameters.
+      ConfigError: a configuration that cannot be served, or a drafter of another target.
+    """
+    folder = drafter.read_drafter(path)
+    drafter.check_target(folder, target.config, target_name)
+    where = str(folder.path / "config.json")
+    layers = folder.config["network"].get("num_layers")
+    if type(layers) is not int or layers < 1:
+        raise ConfigError(f"{where}: key 'num_layers' must be a positive integer, got {layers!r}")
+    if folder.family == drafter.STANDALONE:
+        return _standalone(folder, target, layers)
+    base = dataclasses.replace(target.config, num_layers=layers)
+    config = ConditionedConfig.from_dict(folder.config["network"], base, where)
+    if max(config.feature_layers) >= target.config.num_layers:
+        raise ConfigError(
+            f"{where}: reads the target's layer {max(config.feature_layers)}, and it has {target.config.num_layers}"
+        )
+    graph, state = nnx.split(nnx.eval_shape(lambda: Conditioned(config, dtype=target.dtype, rngs=nnx.Rngs(0))))
+    network = nnx.merge(graph, _filled(state, folder, target.dtype))
+    ids = folder.draft_ids
+    if ids is None or len(ids) != config.vocab or ids.min() < 0 or ids.max() >= target.config.vocab_size:
+        raise CheckpointError(
+            f"{folder.path}: {drafter.DRAFT_IDS} must be {config.vocab} ids of the target's vocabulary"
+        )
+    return bind(network, target, ids)
+
+
+def bind(network: Conditioned, target: Decoder, draft_ids: np.ndarray) -> BoundConditioned:
+    """A target-conditioned network with its target's embedding and the rows of its head that it may draft."""
+    weight = target.embed[...] if target.head is None else target.head.weight[...]
+    ids = jax.device_put(np.asarray(draft_ids, np.int32))
+    return BoundConditioned(network=network, embed=target.embed[...], head=_rows(weight, ids), draft_ids=ids)
+
+
+_rows = jax.jit(lambda weight, ids: weight[ids])
+_with_row = jax.jit(lambda weight, row: jax.numpy.concatenate([weight, row[None].astype(weight.dtype)]))
+
+
+def _standalone(folder: drafter.DrafterFolder, target: Decoder, layers: int) -> Decoder:
+    where = str(folder.path / "config.json")
+    block = folder.config["network"].get("block_size")
+    if type(block) is not int or block < 2:
+        raise ConfigError(f"{where}: key 'block_size' must be an integer of at least 2, got {block!r}")
+    config = standalone_config(target.config, layers, block)
+    graph, leaves = _skeleton(config, np.dtype(target.dtype))
+    borrowed = {path: leaf for path, leaf in leaves.items() if path[0] in ("embed", "head")}
+    own = {path: leaf for path, leaf in leaves.items() if path not in borrowed}
+    params = dict(folder.params)
+    mask = params.pop("mask", None)
+    if mask is None or mask.shape != (target.config.hidden_size,):
+        raise CheckpointError(f"{folder.path / drafter.WEIGHTS}: 'mask' must be [{target.config.hidden_size}]")
+    folder = dataclasses.replace(folder, params=params)
+    filled = dict(nnx.to_flat_state(_filled(nnx.from_flat_state(own), folder, target.dtype)))
+    return with_borrowed(nnx.merge(graph, nnx.from_flat_state(filled | borrowed)), target, jax.device_put(mask))
+
+
+def standalone_config(target: ModelConfig, layers: int, block: int) -> ModelConfig:
+    """Configuration of a block-diffusion drafter that borrows its target's embedding; one row more is its mask."""
+    return dataclasses.replace(
+        target, num_layers=layers, block_size=block, mask_token_id=target.vocab_size, vocab_size=target.vocab_size + 1
+    )
+
+
+def with_borrowed(model: Decoder, target: Decoder, mask: jax.Array) -> Decoder:
+    """Gives a standalone drafter its target's embedding and head, and its own mask embedding."""
+    model.embed = type(target.embed)(_with_row(target.embed[...], mask))
+    if target.head is not None:
+        weight = target.head.weight[...]
+        model.head.weight = type(target.head.weight)(_with_row(weight, jax.numpy.zeros_like(weight[0])))
+    return model
+
+
+def _filled(state: Any, folder: drafter.DrafterFolder, dtype: Any) -> Any:
+    leaves = dict(nnx.to_flat_state(state))
+    drafter.check_parameters({_name(path): leaf for path, leaf in leaves.items()}, folder.params, folder.path)
+    return nnx.from_flat_state(
+        {path: leaf.replace(jax.device_put(folder.params[_name(path)].astype(dtype))) for path, leaf in leaves.items()}
+    )
 
 
 def as_dtype(dtype: Any) -> np.dtype:

@@ -1,0 +1,158 @@
+"""Drafting with a network that reads the target's hidden states: no cache of its own to fill, one pass a chunk."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from failfast_jax.accept import argmax_and_confidence
+from failfast_jax.control import one_of
+from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
+from failfast_jax.models.cache import KVCache, round_up
+from failfast_jax.models.conditioned import BoundConditioned
+from failfast_jax.state import Draft
+
+
+@flax.struct.dataclass
+class ConditionedState:
+    """State of the drafter."""
+
+    cache: KVCache
+    """Keys and values projected from the features of all committed positions but the last."""
+    features: Float[Array, "B F E"]
+    """Those of position length - 2; zeros while there is none."""
+
+
+@flax.struct.dataclass
+class _Expansion:
+    """Carry of the expansion."""
+
+    tokens: Int[Array, "B R"]
+    """The last committed token, then drafted ones."""
+    confidence: Float[Array, "B R"]
+    drafted: Int[Array, " B"]
+    cache: KVCache
+    growing: Array
+    passes: Int[Array, " B"]
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class ConditionedDrafter(Drafter):
+    """Like `Wide`: each pass fills the next `spec_len` positions, and the draft grows while all of their
+    confidences are at least `tau`. A pass covers the block from the last committed token on."""
+
+    model: BoundConditioned
+    tau: Float[Array, ""]
+    spec_len: int = flax.struct.field(pytree_node=False, default=7)
+    max_spec_len: int = flax.struct.field(pytree_node=False, default=7)
+
+    @property
+    def max_draft(self) -> int:
+        return self.max_spec_len // self.spec_len * self.spec_len
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        return tuple(range(self.spec_len, self.max_draft + 1, self.spec_len))
+
+    @property
+    def window(self) -> int:
+        return round_up(self.max_draft, 8)
+
+    @property
+    def has_model(self) -> bool:
+        return True
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.model.config.feature_layers
+
+    def init(self, batch, capacity):
+        network = self.model.network
+        size = (batch, len(self.feature_layers), network.config.base.hidden_size)
+        return ConditionedState(
+            cache=network.init_cache(batch, capacity),
+            features=jnp.zeros(size, self.model.embed.dtype),
+        )
+
+    def prefill(self, state, committed, start, width, features):
+        at = committed.length - 2 - start
+        inside = (at >= 0) & (at < width)
+        last = jnp.take_along_axis(features, jnp.clip(at, 0, width - 1)[:, None, None, None], axis=1)[:, 0]
+        return ConditionedState(
+            cache=self.model.network.store(features, state.cache, jnp.full_like(committed.length, start)),
+            features=jnp.where(inside[:, None, None], last, state.features),
+        )
+
+    def commit(self, state, before, after, features):
+        count = after.length - before.length
+        last = jnp.take_along_axis(features, jnp.maximum(count - 1, 0)[:, None, None, None], axis=1)[:, 0]
+        return ConditionedState(
+            cache=self.model.network.store(features, state.cache, before.length - 1),
+            features=jnp.where((count > 0)[:, None, None], last, state.features),
+        )
+
+    def draft(self, state, committed, stop=None, prefix=None):
+        rule: StopRule = stop or below_threshold
+        model = self.model
+        batch = committed.length.shape[0]
+        rows = jnp.arange(self.max_draft)
+        start = committed.length - 1
+        everyone = jnp.arange(batch)[:, None]
+        # A pass computes the rows up to the end of its chunk; on CPU each further row costs.
+        widths = tuple(range(self.spec_len, self.max_draft + 1, self.spec_len))
+
+        def body(carry: _Expansion) -> _Expansion:
+            def chunk_pass(width, cache):
+                known = rows[:width] <= carry.drafted[:, None]
+                embedded = model.embed[carry.tokens[:, :width]]
+                live = jnp.max(jnp.where(carry.growing, start + width, 0))
+                hidden, cache = model.network.block(embedded, known, state.features, cache, start, live)
+                at = jnp.clip(carry.drafted[:, None] + jnp.arange(self.spec_len), 0, width - 1)
+                hidden = jnp.take_along_axis(hidden, at[..., None], axis=1)
+                logits = jnp.einsum("bre,de->brd", hidden, model.head, preferred_element_type=jnp.float32)
+                best, confidence = argmax_and_confidence(logits)
+                return model.draft_ids[best], confidence, cache
+
+            need = jnp.max(jnp.where(carry.growing, carry.drafted + self.spec_len, self.spec_len))
+            rung = sum((need > width).astype(jnp.int32) for width in widths[:-1])
+            branches = [lambda c, w=width: chunk_pass(w, c[-1]) for width in widths]
+            nothing = jnp.zeros((batch, self.spec_len), jnp.int32), jnp.zeros((batch, self.spec_len))
+            tokens, confidence, cache = one_of(rung, branches, (*nothing, carry.cache))
+            slots = carry.drafted[:, None] + jnp.arange(self.spec_len)
+            slots = jnp.where(carry.growing[:, None], slots, self.max_draft + 1)  # out of bounds: dropped
+            drafted = jnp.where(carry.growing, carry.drafted + self.spec_len, carry.drafted)
+            stopped = rule(Chunk(confidence=confidence, drafted=drafted, tau=self.tau))
+            stopped |= (drafted + self.spec_len > self.max_draft) | (drafted >= committed.room)
+            return _Expansion(
+                tokens=carry.tokens.at[everyone, slots + 1].set(tokens, mode="drop"),
+                confidence=carry.confidence.at[everyone, slots].set(confidence, mode="drop"),
+                drafted=drafted,
+                cache=cache,
+                growing=carry.growing & ~stopped,
+                passes=carry.passes + carry.growing,
+            )
+
+        zeros = jnp.zeros((batch,), jnp.int32)
+        last = jnp.take_along_axis(committed.tokens, start[:, None], axis=1)
+        given = jnp.zeros((batch, self.max_draft), jnp.int32) if prefix is None else prefix.tokens[:, : self.max_draft]
+        begun = _Expansion(
+            tokens=jnp.concatenate([last, given], axis=1),
+            confidence=jnp.zeros((batch, self.max_draft)) if prefix is None else prefix.confidence[:, : self.max_draft],
+            drafted=zeros if prefix is None else prefix.length,
+            cache=state.cache,
+            growing=committed.running & (committed.room > 0),
+            passes=zeros,
+        )
+        begun = begun.replace(growing=begun.growing & (begun.drafted + self.spec_len <= self.max_draft))
+        end = jax.lax.while_loop(lambda carry: jnp.any(carry.growing), body, begun)
+        draft = Draft(
+            tokens=end.tokens[:, 1:],
+            confidence=end.confidence,
+            length=jnp.where(committed.running, jnp.minimum(end.drafted, committed.room), 0),
+            passes=end.passes,
+        )
+        return draft, state.replace(cache=end.cache)

@@ -1,0 +1,238 @@
+"""A drafter network of a few layers that reads the target's hidden states (DFlash's idea, arXiv:2602.06036).
+
+A block of rows stands for positions `p, p + 1, ...`, where `p` holds the last committed token: known tokens
+first, masks behind. Row r predicts token `p + r + 1`. The rows see each other and, through keys and
+values projected from the target's residual stream, every position before `p`. Embedding and head are the
+target's own (the head cut down to a draft vocabulary), so only the layers are stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from failfast_jax.config import ConfigError, ModelConfig
+from failfast_jax.models.attention import cached_attention
+from failfast_jax.models.cache import KVCache, write_window
+from failfast_jax.models.transformer import Layer, Linear, RMSNorm, apply_rope, rope_frequencies
+
+_HIDDEN = -1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class ConditionedConfig:
+    """Shape of a target-conditioned drafter.
+
+    Attributes:
+      base: the target's sizes and rotary embedding; `num_layers` is the drafter's own.
+      context_layers: per drafter layer, the target layer whose output its keys and values are made of
+        (0-based; -1 is the target's embedding).
+      fused_layers: target layers whose output at the last position that has one enters every row.
+      rows: rows of a block: the most tokens that one pass drafts.
+      vocab: size of the draft vocabulary.
+    """
+
+    base: ModelConfig
+    context_layers: tuple[int, ...]
+    fused_layers: tuple[int, ...]
+    rows: int
+    vocab: int
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Target layers to ask for, ascending."""
+        return tuple(sorted({*self.context_layers, *self.fused_layers}))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "context_layers": list(self.context_layers),
+            "fused_layers": list(self.fused_layers),
+            "rows": self.rows,
+            "draft_vocab_size": self.vocab,
+        }
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], base: ModelConfig, where: str) -> ConditionedConfig:
+        """Raises ConfigError: a key is missing or has a value that cannot be served."""
+
+        def integers(key: str) -> tuple[int, ...]:
+            value = raw.get(key)
+            if not isinstance(value, list) or not value or not all(type(v) is int and v >= 0 for v in value):
+                raise ConfigError(f"{where}: key {key!r} must be a non-empty list of layer numbers, got {value!r}")
+            return tuple(value)
+
+        def positive(key: str) -> int:
+            if type(raw.get(key)) is not int or raw[key] < 1:
+                raise ConfigError(f"{where}: key {key!r} must be a positive integer, got {raw.get(key)!r}")
+            return raw[key]
+
+        config = cls(
+            base, integers("context_layers"), integers("fused_layers"), positive("rows"), positive("draft_vocab_size")
+        )
+        if len(config.context_layers) != base.num_layers:
+            raise ConfigError(f"{where}: context_layers {list(config.context_layers)} for {base.num_layers} layers")
+        return config
+
+
+class Conditioned(nnx.Module):
+    """The drafter's own parameters; see the module's docstring."""
+
+    def __init__(self, config: ConditionedConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+        base = config.base
+        size = base.hidden_size
+        self.config = config
+        self.layers = nnx.List([Layer(base, dtype, rngs) for _ in range(base.num_layers)])
+        self.norm = RMSNorm(size, base.rms_norm_eps, dtype)
+        self.fused_norms = nnx.List([RMSNorm(size, base.rms_norm_eps, dtype) for _ in config.fused_layers])
+        self.fuse = Linear((size,), size * len(config.fused_layers), bias=False, dtype=dtype, rngs=rngs)
+        self.token = Linear((size,), size, bias=False, dtype=dtype, rngs=rngs)
+        self.mask = nnx.Param(jnp.zeros((size,), dtype))
+        self.offsets = nnx.Param(jnp.zeros((config.rows, size), dtype))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.mask[...].dtype
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache.zeros(self.config.base, batch, capacity, self.dtype)
+
+    def rotary(self, positions: Int[Array, "*S"]) -> tuple[Array, Array]:
+        """Cosines and sines `[*S, 1, head_dim / 2]` (the axis of heads is left open)."""
+        rope = self.config.base.rope
+        angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(rope, self.config.base.head_dim)
+        return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+    def _feature(self, features: Float[Array, "*S F E"], layer: int) -> Float[Array, "*S E"]:
+        return features[..., self.config.feature_layers.index(layer), :].astype(self.dtype)
+
+    def context(
+        self, layer: int, features: Float[Array, "B W F E"], cos: Array, sin: Array
+    ) -> tuple[Float[Array, "B W K H"], Float[Array, "B W K H"]]:
+        """Keys and values of one drafter layer for positions whose features are known."""
+        base = self.config.base
+        module = self.layers[layer]
+        x = module.input_norm(self._feature(features, self.config.context_layers[layer]))
+        projection, head = module.attention.qkv, base.head_dim
+        queries = base.num_heads // base.num_kv_heads * head
+        kv = jnp.einsum("bwe,khe->bwkh", x, projection.weight[...][:, queries:])
+        if projection.bias is not None:
+            kv = kv + projection.bias[...][:, queries:]
+        return apply_rope(kv[..., :head], cos, sin), kv[..., head:]
+
+    def inputs(
+        self,
+        embedded: Float[Array, "*S R E"],
+        known: Bool[Array, "*S R"],
+        features: Float[Array, "*S F E"],
+    ) -> Float[Array, "*S R E"]:
+        """What enters the first layer.
+
+        Args:
+          embedded: the target's embedding of each row's token; anything where `known` is false.
+          features: of the position before the block's first.
+        """
+        fused = [norm(self._feature(features, at)) for norm, at in zip(self.fused_norms, self.config.fused_layers)]
+        tokens = jnp.where(known[..., None], embedded.astype(self.dtype), self.mask[...])
+        rows = self.token(tokens) + self.offsets[...][: tokens.shape[-2]]
+        return rows + self.fuse(jnp.concatenate(fused, -1))[..., None, :]
+
+    def block(
+        self,
+        embedded: Float[Array, "B R E"],
+        known: Bool[Array, "B R"],
+        features: Float[Array, "B F E"],
+        cache: KVCache,
+        start: Int[Array, " B"],
+        live: Int[Array, ""],
+    ) -> tuple[Float[Array, "B R E"], KVCache]:
+        """Final hidden states of one block whose first row is position `start`, over the cached context.
+
+        The block's own keys and values are left in the cache behind the context; what is committed
+        overwrites them (`store`).
+        """
+        positions = start[:, None] + jnp.arange(embedded.shape[1])
+        cos, sin = jax.lax.optimization_barrier(self.rotary(positions))
+        x = self.inputs(embedded, known, features)
+        # Every row sees the whole block.
+        sees = jnp.broadcast_to(positions[:, -1:], positions.shape)
+        keys, values = list(cache.k), list(cache.v)
+        for index, layer in enumerate(self.layers):
+            q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
+            keys[index] = write_window(keys[index], k, start)
+            values[index] = write_window(values[index], v, start)
+            x = x + layer.attention.output(cached_attention(q, keys[index], values[index], sees, live, 1))
+            x = x + layer.mlp(layer.post_norm(x))
+        return self.norm(x), KVCache(k=tuple(keys), v=tuple(values))
+
+    def store(self, features: Float[Array, "B W F E"], cache: KVCache, start: Int[Array, " B"]) -> KVCache:
+        """Writes the context of positions `start ...` into the cache."""
+        cos, sin = jax.lax.optimization_barrier(self.rotary(start[:, None] + jnp.arange(features.shape[1])))
+        keys, values = list(cache.k), list(cache.v)
+        for index in range(len(self.layers)):
+            k, v = self.context(index, features, cos, sin)
+            keys[index] = write_window(keys[index], k, start)
+            values[index] = write_window(values[index], v, start)
+        return KVCache(k=tuple(keys), v=tuple(values))
+
+    def blocks(
+        self,
+        embedded: Float[Array, "B A R E"],
+        known: Bool[Array, "B A R"],
+        features: Float[Array, "B T F E"],
+        anchors: Int[Array, "B A"],
+    ) -> Float[Array, "B A R E"]:
+        """Final hidden states of many blocks of whole sequences, without a cache (differentiable).
+
+        Args:
+          features: of positions 0 .. T-1; a block sees those before its anchor, which is at least 1.
+        """
+        batch, count, rows, _ = embedded.shape
+        base = self.config.base
+        group = base.num_heads // base.num_kv_heads
+        everywhere = jnp.arange(features.shape[1])
+        context_rotary = self.rotary(everywhere[None])
+        positions = (anchors[..., None] + jnp.arange(rows)).reshape(batch, count * rows)
+        cos, sin = self.rotary(positions)
+        before = jnp.take_along_axis(features, anchors[..., None, None] - 1, axis=1)
+        x = self.inputs(embedded, known, before).reshape(batch, count * rows, -1)
+        visible = (everywhere < anchors[..., None])[:, None, None, :, None, :]  # [B, 1, 1, A, 1, T]
+        for index, layer in enumerate(self.layers):
+            q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
+            context_k, context_v = self.context(index, features, *context_rotary)
+            shape = (batch, count, rows, base.num_kv_heads)
+            q = q.reshape(*shape, group, base.head_dim) * base.head_dim**-0.5
+            k, v = k.reshape(*shape, base.head_dim), v.reshape(*shape, base.head_dim)
+            outside = jnp.einsum("barkgh,btkh->bkgart", q, context_k, preferred_element_type=jnp.float32)
+            inside = jnp.einsum("barkgh,baskh->bkgars", q, k, preferred_element_type=jnp.float32)
+            scores = jnp.concatenate([jnp.where(visible, outside, _HIDDEN), inside], -1)
+            weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+            outside, inside = jnp.split(weights, [features.shape[1]], axis=-1)
+            heads = jnp.einsum("bkgart,btkh->barkgh", outside, context_v)
+            heads = heads + jnp.einsum("bkgars,baskh->barkgh", inside, v)
+            x = x + layer.attention.output(heads.reshape(batch, count * rows, base.num_heads, base.head_dim))
+            x = x + layer.mlp(layer.post_norm(x))
+        return self.norm(x).reshape(batch, count, rows, -1)
+
+
+@flax.struct.dataclass
+class BoundConditioned:
+    """A target-conditioned drafter with what it borrows from its target: the model that an engine drafts with."""
+
+    network: Conditioned
+    embed: Float[Array, "V E"]
+    """The target's embedding."""
+    head: Float[Array, "D E"]
+    """Rows of the target's head that score the draft vocabulary."""
+    draft_ids: Int[Array, " D"]
+    """Token id of each row of `head`."""
+
+    @property
+    def config(self) -> ConditionedConfig:
+        return self.network.config

@@ -1,0 +1,1 @@
+"""Training of drafters: block-diffusion adaptation and alignment to a target."""

@@ -1,0 +1,183 @@
+"""Training documents: prompts and the target's own answers, as token ids in `.npz` files.
+
+A file holds `prompt` and `answer` (ids of all documents, concatenated) and `prompt_len` and `answer_len`
+(tokens of each); `python -m failfast_jax.train.selfgen` writes folders of such files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+ARRAYS = ("prompt", "prompt_len", "answer", "answer_len")
+
+
+class DataError(ValueError):
+    """Training data that cannot be used; the message names the file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Documents in memory.
+
+    Attributes:
+      tokens: per document its prompt's and answer's ids, `[length]` int32.
+      prompt_length: tokens of each prompt, `[documents]`.
+    """
+
+    tokens: list[np.ndarray]
+    prompt_length: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def take(self, indices: Sequence[int]) -> Documents:
+        return Documents([self.tokens[i] for i in indices], self.prompt_length[list(indices)])
+
+    def answer_tokens(self) -> np.ndarray:
+        """Ids of all answers, concatenated."""
+        parts = [row[start:] for row, start in zip(self.tokens, self.prompt_length)]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def load_documents(
+    paths: Sequence[Path], *, vocab_size: int, shortest: int, longest: int, skip_short: bool = False
+) -> Documents:
+    """Reads `.npz` files, and folders of them, in the order of their names.
+
+    Args:
+      shortest: tokens (prompt and answer) that a document needs: a block.
+      longest: documents are cut to this many tokens.
+      skip_short: leave out documents below `shortest` instead of refusing the file.
+
+    Raises:
+      DataError: nothing to read, a damaged or empty file, ids outside the vocabulary, a short document.
+    """
+    tokens: list[np.ndarray] = []
+    prompts: list[int] = []
+    for file in _files(paths):
+        for number, (prompt, answer) in enumerate(_read(file, vocab_size)):
+            document = np.concatenate([prompt, answer]).astype(np.int32)[:longest]
+            if len(document) < shortest or len(prompt) + 1 >= len(document):
+                if skip_short:
+                    continue
+                raise DataError(
+                    f"{file}: document {number} has {len(prompt)} + {len(answer)} tokens (cut to {longest}); it needs "
+                    f"at least {shortest} and two of an answer: remove it, or pass --skip-short"
+                )
+            tokens.append(document)
+            prompts.append(len(prompt))
+    if not tokens:
+        raise DataError(f"{', '.join(map(str, paths))}: no usable documents")
+    return Documents(tokens, np.asarray(prompts, np.int32))
+
+
+def _files(paths: Sequence[Path]) -> list[Path]:
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found = sorted(path.glob("*.npz"))
+            if not found:
+                raise DataError(f"{path}: no .npz files in this folder")
+            files += found
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise DataError(f"{path}: no such file or folder")
+    return files
+
+
+def _read(file: Path, vocab_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    if not file.stat().st_size:
+        raise DataError(f"{file}: empty file")
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            missing = [name for name in ARRAYS if name not in stored]
+            arrays = {name: stored[name] for name in ARRAYS if name not in missing}
+    except (OSError, ValueError, EOFError, KeyError) as error:
+        raise DataError(f"{file}: not a readable .npz file ({error})") from None
+    except Exception as error:  # zipfile's and zlib's own errors for damaged members
+        raise DataError(f"{file}: damaged ({type(error).__name__}: {error})") from None
+    if missing:
+        raise DataError(f"{file}: array {missing[0]!r} is missing (expected {', '.join(ARRAYS)})")
+    for name, array in arrays.items():
+        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+            raise DataError(f"{file}: array {name!r} must be one-dimensional integers, got {array.dtype} {array.shape}")
+    parts = {}
+    for kind in ("prompt", "answer"):
+        ids, lengths = arrays[kind], arrays[f"{kind}_len"].astype(np.int64)
+        if not len(lengths):
+            raise DataError(f"{file}: no documents")
+        if (lengths < 1).any():
+            raise DataError(f"{file}: document {int(np.argmax(lengths < 1))} has an empty {kind}")
+        if lengths.sum() != len(ids):
+            raise DataError(f"{file}: {kind}_len adds up to {lengths.sum()}, but {kind!r} has {len(ids)} ids")
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            bad = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+            document = int(np.searchsorted(np.cumsum(lengths), bad, side="right"))
+            raise DataError(
+                f"{file}: document {document}: token id {int(ids[bad])} in {kind!r} is outside the target's "
+                f"vocabulary of {vocab_size}"
+            )
+        parts[kind] = np.split(ids, np.cumsum(lengths)[:-1])
+    if len(parts["prompt"]) != len(parts["answer"]):
+        raise DataError(f"{file}: {len(parts['prompt'])} prompts, but {len(parts['answer'])} answers")
+    return list(zip(parts["prompt"], parts["answer"]))
+
+
+def split(documents: Documents, held_out: int) -> tuple[Documents, Documents]:
+    """Training documents and the `held_out` last ones.
+
+    Raises:
+      DataError: nothing would be left to train on.
+    """
+    if held_out >= len(documents):
+        raise DataError(f"--held-out {held_out}: there are only {len(documents)} documents")
+    cut = len(documents) - held_out
+    return documents.take(range(cut)), documents.take(range(cut, len(documents)))
+
+
+def frequent_tokens(documents: Documents, vocab_size: int, count: int, always: Sequence[int] = ()) -> np.ndarray:
+    """The `count` most frequent tokens of the answers, ascending ids, `always` among them.
+
+    Tokens that never occur fill up by id, so that the result has its size whatever the data.
+    """
+    counts = np.bincount(documents.answer_tokens(), minlength=vocab_size).astype(np.int64)
+    counts[list(always)] = counts.sum() + 1
+    order = np.lexsort((np.arange(vocab_size), -counts))
+    return np.sort(order[:count]).astype(np.int32)
+
+
+class _Rows:
+    """Padded documents by index: what Grain shuffles and batches."""
+
+    def __init__(self, documents: Documents, length: int):
+        self.documents, self.length = documents, length
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        document = self.documents.tokens[index]
+        row = np.zeros(self.length, np.int32)
+        row[: len(document)] = document
+        return {
+            "tokens": row,
+            "prompt_length": self.documents.prompt_length[index],
+            "length": np.int32(len(document)),
+            "document": np.int32(index),
+        }
+
+
+def batches(documents: Documents, *, length: int, batch: int, seed: int):
+    """Endless shuffled batches by step number: `batches(...)[step]` is the same on every machine and run.
+
+    Returns:
+      A Grain dataset of dicts: tokens `[batch, length]`, prompt_length, length and document `[batch]`.
+    """
+    import grain
+
+    return grain.MapDataset.source(_Rows(documents, length)).seed(seed).shuffle().repeat().batch(batch)

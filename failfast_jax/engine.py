@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from failfast_jax import dllm, round
+from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder
 from failfast_jax.compilation import CompileCounts, Executables, Program, compile_counts, enable_compile_cache
 from failfast_jax.config import ConfigError, GenerationConfig, OptionError
 from failfast_jax.drafters import METHODS, Drafter
-from failfast_jax.loading import load_model
+from failfast_jax.loading import borrows_tokens, load_drafter, load_model
+from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.self_check import interchangeable_widths
 from failfast_jax.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
@@ -177,6 +179,7 @@ class FailFast:
 
     Attributes:
       eos_token_ids: stop tokens; the target's own unless replaced.
+      decoding: options that take these values where a request leaves them at None; from the drafter's folder.
 
     Raises:
       ValueError: a model that cannot be read, or two that do not share their tokens; the message names them.
@@ -199,13 +202,18 @@ class FailFast:
         if not isinstance(target, Decoder):
             target, loaded = load_with_tokenizer(target, dtype)
             tokenizer = tokenizer or loaded
-        if drafter is not None and not isinstance(drafter, Decoder):
+        self.decoding: dict[str, Any] = {}
+        if drafter is not None and not isinstance(drafter, (Decoder, BoundConditioned)) and is_drafter_folder(drafter):
+            self.decoding = decoding_defaults(drafter, jax.default_backend())
+            drafter = load_drafter(drafter, target, self.target_name)
+            drafter_tokenizer = tokenizer  # it drafts in its target's tokens
+        if drafter is not None and not isinstance(drafter, (Decoder, BoundConditioned)):
             drafter, loaded = load_with_tokenizer(drafter, dtype)
             drafter_tokenizer = drafter_tokenizer or loaded
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.vocab = target.config.vocab_size
         self.eos_token_ids = target.config.eos_token_ids
-        if drafter is not None:
+        if isinstance(drafter, Decoder) and not borrows_tokens(drafter.config, target.config):
             self.vocab = check_same_tokens(
                 tokenizer,
                 drafter_tokenizer,
@@ -215,7 +223,7 @@ class FailFast:
                 drafter_name=self.drafter_name,
             )
         context = target.config.max_position_embeddings
-        if drafter is not None:
+        if isinstance(drafter, Decoder):
             context = min(context, drafter.config.max_position_embeddings)
         if max_seq_len is not None and not 2 <= max_seq_len <= context:
             raise OptionError(f"--max-seq-len {max_seq_len}: must be between 2 and the context of {context}")
@@ -363,19 +371,26 @@ class FailFast:
         """
         method = METHODS[config.method]
         model = self.drafter if method.model else None
+        if config.method == "failfast" and config.schedule == "wide":
+            unset = {name: value for name, value in self.decoding.items() if getattr(config, name) is None}
+            if config.lookup_min == 0:
+                unset.pop("min_gain", None)
+            config = dataclasses.replace(config, **unset)
         if method.model and model is None:
             raise OptionError(f"--method {config.method}: needs --drafter, a model of kind {method.model!r}")
-        if method.model == "diffusion" and not model.config.is_diffusion:
+        if method.model == "diffusion" and isinstance(model, Decoder) and not model.config.is_diffusion:
             raise ConfigError(
                 f"{self.drafter_name}: method {config.method} needs a block-diffusion drafter, "
                 f"this is an autoregressive {model.config.model_type} (use --method ar)"
             )
-        if method.model == "autoregressive" and model.config.is_diffusion:
+        if method.model == "autoregressive" and (isinstance(model, BoundConditioned) or model.config.is_diffusion):
             raise ConfigError(
                 f"{self.drafter_name}: method {config.method} needs an autoregressive drafter, "
                 "this is a block-diffusion model (use --method failfast)"
             )
         if config.block_size and method.model == "diffusion":
+            if isinstance(model, BoundConditioned):
+                raise OptionError(f"--block-size {config.block_size}: {self.drafter_name} has no blocks of its own")
             model = with_block_size(model, config.block_size)
         return method.build(config, model, self.vocab, self.platform)
 
@@ -465,6 +480,7 @@ class FailFast:
             top_k=0,
             seed=0,
             tau=0.0,
+            min_gain=0.0,
             threshold=None,
             ignore_eos=False,
         )
@@ -659,4 +675,4 @@ def _rounds(log: round.RoundLog, row: int, output: list[int]) -> list[Round]:
 
 
 def _name(model: Any, role: str) -> str:
-    return f"the {role} model" if model is None or isinstance(model, Decoder) else str(model)
+    return f"the {role} model" if model is None or isinstance(model, (Decoder, BoundConditioned)) else str(model)

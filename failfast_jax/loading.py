@@ -119,6 +119,11 @@ def standalone_config(target: ModelConfig, layers: int, block: int) -> ModelConf
     )
 
 
+def borrows_tokens(drafter: ModelConfig, target: ModelConfig) -> bool:
+    """Whether a drafter's tokens are its target's, and its mask the row behind them."""
+    return drafter == standalone_config(target, drafter.num_layers, drafter.block_size)
+
+
 def with_borrowed(model: Decoder, target: Decoder, mask: jax.Array) -> Decoder:
     """Gives a standalone drafter its target's embedding and head, and its own mask embedding."""
     model.embed = type(target.embed)(_with_row(target.embed[...], mask))

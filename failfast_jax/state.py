@@ -45,6 +45,17 @@ class Draft:
     passes: Int[Array, " B"]
     """Forward passes of the drafter that this sequence took part in."""
 
+    @classmethod
+    def empty(cls, batch: int, width: int) -> Draft:
+        """No tokens, in buffers for `width` of them."""
+        zeros = jnp.zeros((batch,), jnp.int32)
+        return cls(
+            tokens=jnp.zeros((batch, width), jnp.int32),
+            confidence=jnp.zeros((batch, width)),
+            length=zeros,
+            passes=zeros,
+        )
+
 
 @flax.struct.dataclass
 class Verified:

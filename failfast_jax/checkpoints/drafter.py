@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from failfast_jax.checkpoints import CheckpointError
-from failfast_jax.config import ConfigError, ModelConfig, read_json
+from failfast_jax.config import ConfigError, GenerationConfig, ModelConfig, read_json
 
 FORMAT_KEY = "failfast_drafter"
 FORMAT = 1
@@ -28,6 +28,7 @@ CONDITIONED, STANDALONE = "conditioned", "standalone"
 FAMILIES = (CONDITIONED, STANDALONE)
 STORAGES = ("bfloat16", "int8", "float32")
 DRAFT_IDS = "draft_ids"
+DECODING_OPTIONS = ("spec_len", "tau", "max_spec_len", "lookup_min", "min_gain")
 _SCALE = ".scale"
 
 
@@ -171,3 +172,24 @@ def check_parameters(leaves: Mapping[str, Any], params: Mapping[str, np.ndarray]
     ]
     if problems:
         raise CheckpointError(f"{where / WEIGHTS}: parameters do not fit config.json: {', '.join(problems[:5])}")
+
+
+def decoding_defaults(path: str | os.PathLike, platform: str) -> dict[str, Any]:
+    """Options for decoding with a drafter, measured on a platform (`cpu`, `gpu`, `tpu`) when it was made.
+
+    Raises:
+      ConfigError: an option that does not exist, or a value out of its range.
+    """
+    where = Path(path) / "config.json"
+    stored = read_json(where).get("decoding") or {}
+    if not isinstance(stored, dict) or not all(isinstance(part, dict) for part in stored.values()):
+        raise ConfigError(f"{where}: key 'decoding' must map platforms to options, got {stored!r}")
+    options = {**stored.get("any", {}), **stored.get(platform, {})}
+    for name in options:
+        if name not in DECODING_OPTIONS:
+            raise ConfigError(f"{where}: decoding option {name!r} is not one of {', '.join(DECODING_OPTIONS)}")
+    try:
+        GenerationConfig(**options).validate()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: decoding options: {error}") from None
+    return options

@@ -64,9 +64,8 @@ class Autoregressive(Drafter):
         cached = jnp.minimum(committed.length - 1, jnp.maximum(state.cached, start + width))
         return AutoregressiveState(cache=cache, cached=cached)
 
-    def draft(self, state, committed, stop=None):
-        if stop is not None:
-            return super().draft(state, committed, stop)
+    def draft(self, state, committed, stop=None, begun=None):
+        self._refuse_expansion(stop, begun)
         batch = committed.length.shape[0]
         active = committed.running & (committed.room > 0)
         columns = jnp.arange(committed.tokens.shape[1])

@@ -93,21 +93,26 @@ class Drafter:
         del committed, start, width, features
         return state
 
-    def draft(self, state: Any, committed: Committed, stop: StopRule | None = None) -> tuple[Draft, Any]:
+    def draft(
+        self, state: Any, committed: Committed, stop: StopRule | None = None, begun: Draft | None = None
+    ) -> tuple[Draft, Any]:
         """Proposes tokens for positions `length ...` of every running sequence.
 
         Args:
           stop: replaces the expansion's stopping rule; None for the drafter's own.
+          begun: first part of the draft, from another source: an expanding drafter goes on behind it.
 
         Raises:
-          ValueError: a stopping rule was given to a drafter that does not expand.
+          ValueError: a stopping rule or a begun draft was given to a drafter that does not expand.
         """
+        self._refuse_expansion(stop, begun)
+        return Draft.empty(committed.length.shape[0], 0), state
+
+    def _refuse_expansion(self, stop: StopRule | None, begun: Draft | None) -> None:
         if stop is not None:
             raise ValueError(f"{type(self).__name__} does not expand its drafts: it takes no stopping rule")
-        batch = committed.length.shape[0]
-        zeros = jnp.zeros((batch,), jnp.int32)
-        empty = jnp.zeros((batch, 0))
-        return Draft(tokens=empty.astype(jnp.int32), confidence=empty, length=zeros, passes=zeros), state
+        if begun is not None:
+            raise ValueError(f"{type(self).__name__} does not expand its drafts: it cannot go on with another's")
 
     def commit(self, state: Any, before: Committed, after: Committed, features: Float[Array, "B M1 F E"]) -> Any:
         """Learns what became of the draft.

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.accept import argmax_and_confidence
-from failfast_jax.control import one_of
 from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.state import Draft
+
+ROWS = 8
+"""Blocks are padded to multiples of this: the narrowest pass worth having on CPU and TPU alike."""
 
 
 @flax.struct.dataclass
@@ -43,7 +45,7 @@ class _Expansion:
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class ConditionedDrafter(Drafter):
     """Like `Wide`: each pass fills the next `spec_len` positions, and the draft grows while all of their
-    confidences are at least `tau`. A pass covers the block from the last committed token on."""
+    confidences are at least `tau`. A pass covers the whole block from the last committed token on, as in training."""
 
     model: BoundConditioned
     tau: Float[Array, ""]
@@ -52,15 +54,15 @@ class ConditionedDrafter(Drafter):
 
     @property
     def max_draft(self) -> int:
-        return self.max_spec_len // self.spec_len * self.spec_len
+        return min(self.max_spec_len, self.model.config.rows)
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        return tuple(range(self.spec_len, self.max_draft + 1, self.spec_len))
+        return (*range(self.spec_len, self.max_draft, self.spec_len), self.max_draft)
 
     @property
     def window(self) -> int:
-        return round_up(self.max_draft, 8)
+        return round_up(self.model.config.rows, ROWS)
 
     @property
     def has_model(self) -> bool:
@@ -95,60 +97,54 @@ class ConditionedDrafter(Drafter):
             features=jnp.where((count > 0)[:, None, None], last, state.features),
         )
 
-    def draft(self, state, committed, stop=None, prefix=None):
+    def draft(self, state, committed, stop=None, begun=None):
         rule: StopRule = stop or below_threshold
         model = self.model
         batch = committed.length.shape[0]
-        rows = jnp.arange(self.max_draft)
         start = committed.length - 1
         everyone = jnp.arange(batch)[:, None]
-        # A pass computes the rows up to the end of its chunk; on CPU each further row costs.
-        widths = tuple(range(self.spec_len, self.max_draft + 1, self.spec_len))
+        chunk = jnp.arange(self.spec_len)
+        width = self.window
 
         def body(carry: _Expansion) -> _Expansion:
-            def chunk_pass(width, cache):
-                known = rows[:width] <= carry.drafted[:, None]
-                embedded = model.embed[carry.tokens[:, :width]]
-                live = jnp.max(jnp.where(carry.growing, start + width, 0))
-                hidden, cache = model.network.block(embedded, known, state.features, cache, start, live)
-                at = jnp.clip(carry.drafted[:, None] + jnp.arange(self.spec_len), 0, width - 1)
-                hidden = jnp.take_along_axis(hidden, at[..., None], axis=1)
-                logits = jnp.einsum("bre,de->brd", hidden, model.head, preferred_element_type=jnp.float32)
-                best, confidence = argmax_and_confidence(logits)
-                return model.draft_ids[best], confidence, cache
-
-            need = jnp.max(jnp.where(carry.growing, carry.drafted + self.spec_len, self.spec_len))
-            rung = sum((need > width).astype(jnp.int32) for width in widths[:-1])
-            branches = [lambda c, w=width: chunk_pass(w, c[-1]) for width in widths]
-            nothing = jnp.zeros((batch, self.spec_len), jnp.int32), jnp.zeros((batch, self.spec_len))
-            tokens, confidence, cache = one_of(rung, branches, (*nothing, carry.cache))
-            slots = carry.drafted[:, None] + jnp.arange(self.spec_len)
-            slots = jnp.where(carry.growing[:, None], slots, self.max_draft + 1)  # out of bounds: dropped
-            drafted = jnp.where(carry.growing, carry.drafted + self.spec_len, carry.drafted)
-            stopped = rule(Chunk(confidence=confidence, drafted=drafted, tau=self.tau))
-            stopped |= (drafted + self.spec_len > self.max_draft) | (drafted >= committed.room)
+            known = jnp.arange(width) <= carry.drafted[:, None]
+            tokens = jnp.pad(carry.tokens, ((0, 0), (0, max(width - carry.tokens.shape[1], 0))))[:, :width]
+            live = jnp.max(jnp.where(carry.growing, start + width, 0))
+            embedded = model.embed[tokens]
+            hidden, cache = model.network.block(embedded, known, state.features, carry.cache, start, live)
+            at = jnp.clip(carry.drafted[:, None] + chunk, 0, width - 1)
+            hidden = jnp.take_along_axis(hidden, at[..., None], axis=1)
+            logits = jnp.einsum("bre,de->brd", hidden, model.head, preferred_element_type=jnp.float32)
+            best, confidence = argmax_and_confidence(logits)
+            tokens = model.draft_ids[best]
+            drafted = jnp.where(
+                carry.growing, jnp.minimum(carry.drafted + self.spec_len, self.max_draft), carry.drafted
+            )
+            slots = carry.drafted[:, None] + chunk
+            new = carry.growing[:, None] & (slots < drafted[:, None])
+            slots = jnp.where(new, slots, self.max_draft + 1)  # out of bounds: dropped
+            stopped = rule(Chunk(confidence=jnp.where(new, confidence, 1.0), drafted=drafted, tau=self.tau))
             return _Expansion(
                 tokens=carry.tokens.at[everyone, slots + 1].set(tokens, mode="drop"),
                 confidence=carry.confidence.at[everyone, slots].set(confidence, mode="drop"),
                 drafted=drafted,
                 cache=cache,
-                growing=carry.growing & ~stopped,
+                growing=carry.growing & ~stopped & (drafted < jnp.minimum(self.max_draft, committed.room)),
                 passes=carry.passes + carry.growing,
             )
 
-        zeros = jnp.zeros((batch,), jnp.int32)
+        begun = begun or Draft.empty(batch, self.max_draft)
         last = jnp.take_along_axis(committed.tokens, start[:, None], axis=1)
-        given = jnp.zeros((batch, self.max_draft), jnp.int32) if prefix is None else prefix.tokens[:, : self.max_draft]
-        begun = _Expansion(
-            tokens=jnp.concatenate([last, given], axis=1),
-            confidence=jnp.zeros((batch, self.max_draft)) if prefix is None else prefix.confidence[:, : self.max_draft],
-            drafted=zeros if prefix is None else prefix.length,
+        given = jnp.minimum(begun.length, self.max_draft)
+        first = _Expansion(
+            tokens=jnp.concatenate([last, begun.tokens[:, : self.max_draft]], axis=1),
+            confidence=begun.confidence[:, : self.max_draft],
+            drafted=given,
             cache=state.cache,
-            growing=committed.running & (committed.room > 0),
-            passes=zeros,
+            growing=committed.running & (given < jnp.minimum(self.max_draft, committed.room)),
+            passes=jnp.zeros((batch,), jnp.int32),
         )
-        begun = begun.replace(growing=begun.growing & (begun.drafted + self.spec_len <= self.max_draft))
-        end = jax.lax.while_loop(lambda carry: jnp.any(carry.growing), body, begun)
+        end = jax.lax.while_loop(lambda carry: jnp.any(carry.growing), body, first)
         draft = Draft(
             tokens=end.tokens[:, 1:],
             confidence=end.confidence,

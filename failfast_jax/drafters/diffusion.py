@@ -137,9 +137,10 @@ class Wide(BlockDrafter):
         # the next chunk ends at most two chunks and one token behind that.
         return round_up(self.block + 2 * self.spec_len, self.block)
 
-    def draft(self, state, committed, stop=None):
+    def draft(self, state, committed, stop=None, begun=None):
         rule: StopRule = stop or below_threshold
         batch = committed.length.shape[0]
+        begun = begun or Draft.empty(batch, 0)
         chunk = jnp.arange(self.spec_len)
         widths = tuple(range(self.block, self.window + 1, self.block))
 
@@ -187,15 +188,19 @@ class Wide(BlockDrafter):
                 passes=carry.passes + carry.growing,
             )
 
-        zeros = jnp.zeros((batch,), jnp.int32)
+        given = begun.tokens.shape[1]
+        if given > self.max_draft:
+            raise ValueError(f"a begun draft of up to {given} tokens exceeds the longest draft of {self.max_draft}")
+        offsets = jnp.arange(given)
         start = _Expansion(
-            text=self.masked_text(committed),
-            confidence=jnp.zeros((batch, self.max_draft)),
-            drafted=zeros,
+            text=place(self.masked_text(committed), committed.length, begun.tokens, offsets < begun.length[:, None]),
+            confidence=jnp.zeros((batch, self.max_draft)).at[:, :given].set(begun.confidence),
+            drafted=begun.length,
             state=state,
-            growing=committed.running & (committed.room > 0),
-            passes=zeros,
+            growing=committed.running & (begun.length < committed.room),
+            passes=jnp.zeros((batch,), jnp.int32),
         )
+        start = start.replace(growing=start.growing & (start.drafted + self.spec_len <= self.max_draft))
         end = jax.lax.while_loop(lambda carry: jnp.any(carry.growing), body, start)
         draft = Draft(
             tokens=gather_window(end.text, committed.length, self.max_draft),
@@ -287,7 +292,9 @@ class Aligned(BlockDrafter):
     def window(self) -> int:
         return ALIGNED_BLOCKS * self.block + self.block
 
-    def draft(self, state, committed, stop=None):
+    def draft(self, state, committed, stop=None, begun=None):
+        if begun is not None:
+            self._refuse_expansion(None, begun)
         batch = committed.length.shape[0]
         rule: StopRule | None = stop
         everyone = jnp.arange(batch)

@@ -43,6 +43,8 @@ class Lookup(Drafter):
     """
 
     min_match: int = flax.struct.field(pytree_node=False, default=2)
+    shortest: int = flax.struct.field(pytree_node=False, default=3)
+    """Draft length for the shortest match. Where a verify of few rows costs nearly as much as one of many, more pays."""
     max_spec_len: int = flax.struct.field(pytree_node=False, default=15)
 
     @property
@@ -52,17 +54,17 @@ class Lookup(Drafter):
     @property
     def draft_lengths(self) -> tuple[int, ...]:
         # 3, 7, 15, ...: with the last committed token they fill a verify width.
-        steps = [2**power - 1 for power in range(2, 16) if 2**power - 1 < self.max_spec_len]
-        return (0, *steps, self.max_spec_len)
+        steps = [2**power - 1 for power in range(2, 16) if self.shortest < 2**power - 1 < self.max_spec_len]
+        return (0, min(self.shortest, self.max_spec_len), *steps, self.max_spec_len)
 
     def draft_length(self, match: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Shortest draft for the shortest match, doubling with each further token up to `max_spec_len`."""
+        """3 for the shortest match, doubling with each further token, within `shortest` and `max_spec_len`."""
         doubled = jnp.left_shift(4, jnp.clip(match - self.min_match, 0, 14)) - 1
-        return jnp.where(match >= self.min_match, jnp.minimum(doubled, self.max_spec_len), 0)
+        length = jnp.clip(doubled, min(self.shortest, self.max_spec_len), self.max_spec_len)
+        return jnp.where(match >= self.min_match, length, 0)
 
-    def draft(self, state, committed, stop=None):
-        if stop is not None:
-            return super().draft(state, committed, stop)
+    def draft(self, state, committed, stop=None, begun=None):
+        self._refuse_expansion(stop, begun)
         match, behind = longest_match(committed)
         length = jnp.minimum(self.draft_length(match), committed.room)
         length = jnp.where(committed.running, length, 0)

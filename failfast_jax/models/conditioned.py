@@ -140,7 +140,8 @@ class Conditioned(nnx.Module):
         """
         fused = [norm(self._feature(features, at)) for norm, at in zip(self.fused_norms, self.config.fused_layers)]
         tokens = jnp.where(known[..., None], embedded.astype(self.dtype), self.mask[...])
-        rows = self.token(tokens) + self.offsets[...][: tokens.shape[-2]]
+        padding = tokens.shape[-2] - self.config.rows
+        rows = self.token(tokens) + jnp.pad(self.offsets[...], ((0, padding), (0, 0)))
         return rows + self.fuse(jnp.concatenate(fused, -1))[..., None, :]
 
     def block(
@@ -154,14 +155,16 @@ class Conditioned(nnx.Module):
     ) -> tuple[Float[Array, "B R E"], KVCache]:
         """Final hidden states of one block whose first row is position `start`, over the cached context.
 
+        R may exceed the configured rows: the rest is padding.
+
         The block's own keys and values are left in the cache behind the context; what is committed
         overwrites them (`store`).
         """
         positions = start[:, None] + jnp.arange(embedded.shape[1])
         cos, sin = jax.lax.optimization_barrier(self.rotary(positions))
         x = self.inputs(embedded, known, features)
-        # Every row sees the whole block.
-        sees = jnp.broadcast_to(positions[:, -1:], positions.shape)
+        # Every row sees the whole block, but not the padding behind it.
+        sees = jnp.broadcast_to(start[:, None] + self.config.rows - 1, positions.shape)
         keys, values = list(cache.k), list(cache.v)
         for index, layer in enumerate(self.layers):
             q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)

@@ -160,42 +160,31 @@ def pair_attention(
       length: keys at or behind it are padding, which nothing sees; None: there is none.
     """
     batch, copies, width, heads, head_dim = q.shape
-    kv_heads = k.shape[3]
-    blocks = width // block
-    # Heads lead, so that no product has to be transposed: neither the scores nor what they are made of.
-    q = q.reshape(batch, copies, width, kv_heads, -1, head_dim) * (head_dim**-0.5)
-    q, k, v = q.transpose(0, 3, 1, 4, 2, 5), k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
-    own_rows = (batch, kv_heads, copies, -1, blocks, block)
-    own_keys = (batch, kv_heads, copies, blocks, block, head_dim)
+    kv_heads, group = k.shape[3], heads // k.shape[3]
+    # Rows are [B, K, C, n, G, D]: grouped by block (n = L / D), then by query head of one KV head, so that both
+    # products are plain batched matmuls, and neither queries' scores nor weights are transposed.
+    q = q.reshape(batch, copies, -1, block, kv_heads, group, head_dim) * (head_dim**-0.5)
+    q = q.transpose(0, 4, 1, 2, 5, 3, 6)
+    k_own, v_own = (x.reshape(batch, copies, -1, block, kv_heads, head_dim).transpose(0, 4, 1, 2, 3, 5) for x in (k, v))
+    k_clean, v_clean = (x.reshape(batch, kv_heads, width, head_dim) for x in (k_own[:, :, -1], v_own[:, :, -1]))
 
     position = jnp.arange(width)
     live = jnp.ones((batch, width), bool) if length is None else position < length[:, None]
-    # Scores are [B, K, C, G, L, D] of the own block, and [B, K, C, G, L, L] of the clean copy.
-    own = jnp.einsum(
-        "bkcgnqh,bkcnth->bkcgnqt",
-        q.reshape(*own_rows, head_dim),
-        k.reshape(own_keys),
-        preferred_element_type=jnp.float32,
-    )
-    own = jnp.where(live.reshape(batch, 1, 1, 1, blocks, 1, block), own, _HIDDEN).reshape(*q.shape[:-1], block)
-    cross = jnp.einsum("bkcgqh,bkth->bkcgqt", q, k[:, :, -1], preferred_element_type=jnp.float32)
-    earlier = position // block < position[:, None] // block
-    cross = jnp.where(earlier & live[:, None, None, None, None, :], cross, _HIDDEN)
+    own = jnp.einsum("bkcngqh,bkcnth->bkcngqt", q, k_own, preferred_element_type=jnp.float32)
+    own = jnp.where(live.reshape(batch, 1, 1, -1, 1, 1, block), own, _HIDDEN)
+    cross = jnp.einsum("bkcngqh,bkth->bkcngqt", q, k_clean, preferred_element_type=jnp.float32)
+    earlier = position // block < jnp.arange(width // block)[:, None]
+    seen = earlier & live[:, None]  # [B, n, L]: the same for all rows of a block
+    cross = jnp.where(seen[:, None, None, :, None, None], cross, _HIDDEN)
 
     # One softmax over both parts, without joining them in memory.
     highest = jax.lax.stop_gradient(jnp.maximum(own.max(-1), cross.max(-1)))[..., None]
     own, cross = jnp.exp(own - highest), jnp.exp(cross - highest)
     total = own.sum(-1, keepdims=True) + cross.sum(-1, keepdims=True)
     own, cross = (own / total).astype(v.dtype), (cross / total).astype(v.dtype)
-    out = jnp.einsum(
-        "bkcgnqt,bkcnth->bkcgnqh",
-        own.reshape(*own_rows, block),
-        v.reshape(own_keys),
-        preferred_element_type=jnp.float32,
-    )
-    out = out.reshape(q.shape)
-    out += jnp.einsum("bkcgqt,bkth->bkcgqh", cross, v[:, :, -1], preferred_element_type=jnp.float32)
-    return out.transpose(0, 2, 4, 1, 3, 5).reshape(batch, copies, width, heads, head_dim).astype(k.dtype)
+    out = jnp.einsum("bkcngqt,bkcnth->bkcngqh", own, v_own, preferred_element_type=jnp.float32)
+    out += jnp.einsum("bkcngqt,bkth->bkcngqh", cross, v_clean, preferred_element_type=jnp.float32)
+    return out.transpose(0, 2, 3, 5, 1, 4, 6).reshape(batch, copies, width, heads, head_dim).astype(k.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="block")

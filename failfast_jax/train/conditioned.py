@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,11 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
+from tqdm import tqdm
 
-from failfast_jax.models.conditioned import Conditioned, ConditionedConfig
+from failfast_jax.checkpoints import drafter as folders
+from failfast_jax.config import read_json
+from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.train.data import DataError, Documents
 
-_NEVER = -1e30
+FEATURE_BATCH = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +58,9 @@ def target_features(target: Decoder, tokens: Int[Array, "B T"], layers: tuple[in
     return features
 
 
+_target_features = jax.jit(target_features, static_argnums=2)
+
+
 def draft_head(target: Decoder, draft_ids: Int[Array, " D"]) -> Float[Array, "D E"]:
     """The rows of the target's head that score the draft vocabulary."""
     weight = target.embed[...] if target.head is None else target.head.weight[...]
@@ -68,7 +79,7 @@ def sample_blocks(
     anchors = first + jnp.floor(jax.random.uniform(where, shape) * (last - first + 1)).astype(jnp.int32)
     anchors = jnp.clip(anchors, first, last)
     longer = jax.random.uniform(which, shape) < settings.prefix_fraction
-    known = jax.random.randint(how, shape, 2, max(config.rows, 3))
+    known = jax.random.randint(how, shape, 2, max(config.rows, 2) + 1)
     return anchors, jnp.where(longer, jnp.minimum(known, config.rows), 1)
 
 
@@ -229,13 +240,69 @@ def fit_inputs(
     return float(1 - error / variance)
 
 
+class FeatureCache:
+    """Captured features of every document in one memory-mapped bfloat16 file, computed once.
+
+    With few cores the target's pass costs more than the drafter's; and a run that is killed and continued does
+    not compute them again.
+
+    Args:
+      folder: holds `features.bin` and `features.json`, which says what they belong to and how far they are.
+
+    Raises:
+      DataError: the folder belongs to other documents or another target.
+    """
+
+    def __init__(self, folder: Path, documents: Documents, target: Decoder, layers: tuple[int, ...]):
+        size = target.config.hidden_size
+        lengths = [len(row) for row in documents.tokens]
+        self.starts = np.concatenate([[0], np.cumsum(lengths)])
+        digest = hashlib.sha256(np.concatenate(documents.tokens).tobytes() + self.starts.tobytes()).hexdigest()[:16]
+        key = {"documents": digest, "layers": list(layers), "target": folders.target_key(target.config)}
+        file, index = folder / "features.bin", folder / "features.json"
+        shape = (int(self.starts[-1]), len(layers), size)
+        done = 0
+        if index.exists():
+            stored = read_json(index)
+            done = stored.pop("done", 0)
+            if stored != key:
+                raise DataError(f"{folder}: holds features of other documents, layers or another target; name another")
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.values = np.memmap(file, jnp.bfloat16, "r+" if file.exists() else "w+", shape=shape)
+        # By length, so that little is padding.
+        order = np.argsort(lengths, kind="stable")
+        groups = [order[at : at + FEATURE_BATCH] for at in range(0, len(order), FEATURE_BATCH)]
+        for number in tqdm(range(done, len(groups)), desc="features", unit="batch", initial=done, total=len(groups)):
+            group = groups[number]
+            width = -(-max(lengths[i] for i in group) // 64) * 64
+            tokens = np.zeros((FEATURE_BATCH, width), np.int32)
+            for row, i in enumerate(group):
+                tokens[row, : lengths[i]] = documents.tokens[i]
+            computed = np.asarray(_target_features(target, tokens, layers).astype(jnp.bfloat16))
+            for row, i in enumerate(group):
+                self.values[self.starts[i] : self.starts[i + 1]] = computed[row, : lengths[i]]
+            if number % 16 == 15 or number + 1 == len(groups):
+                self.values.flush()
+                part = index.with_suffix(".part")
+                part.write_text(json.dumps({**key, "done": number + 1}), encoding="utf-8")
+                os.replace(part, index)
+
+    def batch(self, batch: dict[str, np.ndarray]) -> np.ndarray:
+        """`[B, T, C, E]` of a batch's documents, zeros behind their ends."""
+        out = np.zeros((*batch["tokens"].shape, *self.values.shape[1:]), jnp.bfloat16)
+        for row, document in enumerate(batch["document"]):
+            part = self.values[self.starts[document] : self.starts[document + 1]]
+            out[row, : len(part)] = part
+        return out
+
+
 class ConditionedObjective:
     """`loop.Objective` of the target-conditioned drafter: frozen target, features computed or cached on the host.
 
     Args:
       compute_dtype: of the drafter's and the target's arithmetic (parameters stay float32).
-      cache_features: keep every document's features in host memory after its first use; otherwise they
-        are computed anew for each batch. With few cores the target's pass costs more than the drafter's.
+      cache: features of the training documents; None: computed anew for each batch.
     """
 
     def __init__(
@@ -246,7 +313,7 @@ class ConditionedObjective:
         settings: Settings,
         *,
         compute_dtype: Any = jnp.float32,
-        cache_features: bool = False,
+        cache: FeatureCache | None = None,
     ):
         self.config, self.settings = model.config, settings
         self.graph, state = nnx.split(model)
@@ -262,26 +329,13 @@ class ConditionedObjective:
             "draft_ids": jnp.asarray(self.draft_ids),
             "lookup": jnp.asarray(lookup),
         }
-        self._features = jax.jit(target_features, static_argnums=2)
-        self._cache: dict[int, np.ndarray] | None = {} if cache_features else None
+        self.cache = cache
 
     def features(self, batch: dict[str, np.ndarray]) -> Any:
         """Captured features `[B, T, C, E]` of a batch."""
-        target = self.constants["target"]
-        if self._cache is None:
-            return self._features(target, batch["tokens"], self.captured)
-        missing = [row for row, document in enumerate(batch["document"]) if int(document) not in self._cache]
-        if missing:
-            # Always the whole batch, so that one shape is compiled.
-            computed = np.asarray(self._features(target, batch["tokens"], self.captured).astype(jnp.bfloat16))
-            for row in missing:
-                self._cache[int(batch["document"][row])] = computed[row, : int(batch["length"][row])]
-        shape = (*batch["tokens"].shape, len(self.captured), self.config.base.hidden_size)
-        out = np.zeros(shape, jnp.bfloat16)
-        for row, document in enumerate(batch["document"]):
-            part = self._cache[int(document)]
-            out[row, : len(part)] = part
-        return out
+        if self.cache is not None:
+            return self.cache.batch(batch)
+        return _target_features(self.constants["target"], batch["tokens"], self.captured)
 
     def prepare(self, batch):
         return {
@@ -315,3 +369,25 @@ class ConditionedObjective:
         per_position = 6 * base.num_layers * size * 2 * base.num_kv_heads * head
         per_position += 2 * size * self.config.vocab if self.settings.kl_weight else 0
         return float(slots * per_slot + anchors * per_anchor + positions * per_position)
+
+    def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
+        """Writes the drafter's folder; `extra` joins its `config.json` (`decoding`, `training`)."""
+        network = {"num_layers": self.config.base.num_layers, **self.config.to_dict()}
+        config = {
+            "family": folders.CONDITIONED,
+            "target": folders.target_key(self.constants["target"].config),
+            "network": network,
+            **extra,
+        }
+        params = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(trainable)}
+        folders.save_drafter(folder, config, params, self.draft_ids, storage=storage)
+
+    def drafter(self, trainable: Any) -> BoundConditioned:
+        """The drafter as an engine takes it."""
+        target = self.constants["target"]
+        return BoundConditioned(
+            network=self.model(jax.tree.map(lambda x: x.astype(target.dtype), trainable)),
+            embed=target.embed[...],
+            head=self.constants["head"],
+            draft_ids=self.constants["draft_ids"],
+        )

@@ -137,17 +137,17 @@ def make_step(objective: Objective, optimization: Optimization) -> Callable:
 
             def body(total, item):
                 out = gradient(state["params"], constants, *item)
-                return jax.tree.map(lambda a, b: a + b / parts, total, out), None
+                return jax.tree.map(lambda a, b: a + b.astype(jnp.float32) / parts, total, out), None
 
             first = jax.eval_shape(gradient, state["params"], constants, jax.tree.map(lambda x: x[0], split), key)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), first)
             ((value, metrics), grads), _ = jax.lax.scan(body, zeros, (split, jax.random.split(key, parts)))
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         # A short average at first, so that the start is forgotten.
         decay = jnp.minimum(optimization.ema, (1.0 + state["step"]) / (10.0 + state["step"]))
         ema = jax.tree.map(lambda old, new: old * decay + new * (1 - decay), state["ema"], params)
-        metrics = {"loss": value, "grad_norm": optax.global_norm(grads), **metrics}
+        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
         new = {"step": state["step"] + 1, "params": params, "ema": ema, "optimizer": optimizer_state}
         return new, metrics
 

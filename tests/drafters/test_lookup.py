@@ -100,8 +100,9 @@ def test_finished_sequences_are_not_drafted_for():
     assert draft_of(Lookup(max_spec_len=15), committed([[4] * 40], running=False)).length.tolist() == [0]
 
 
+@pytest.mark.parametrize("shortest", [3, 15])
 @pytest.mark.parametrize("longest", [1, 3, 15, 63, 100])
-def test_announced_lengths_are_those_that_occur(longest):
-    drafter = Lookup(max_spec_len=longest)
+def test_announced_lengths_are_those_that_occur(longest, shortest):
+    drafter = Lookup(max_spec_len=longest, shortest=shortest)
     occurring = {int(drafter.draft_length(jnp.int32(match))) for match in range(LONGEST_MATCH + 1)}
     assert occurring == set(drafter.draft_lengths)

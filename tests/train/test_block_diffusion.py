@@ -169,7 +169,7 @@ def test_loss_and_gradients_equal_the_dense_reference(name):
 
 def test_mask_rule_by_perturbation():
     """One layer, so that a row changes exactly where it sees a changed token, or is it."""
-    length, live, net = 12, 10, model(4, num_layers=1)
+    length, live, net = 12, 6, model(4, num_layers=1)
     noised, clean = random_tokens(2, length, seed=1)
     swapped = np.stack([np.concatenate([noised, clean])] * (2 * length + 1))
     for column in range(2 * length):

@@ -1,0 +1,129 @@
+"""One draft from two sources: what followed an earlier match, and a diffusion drafter that goes on behind it.
+
+The lookup costs no pass of a model, and the length of its match is its confidence. Where it finds nothing,
+the drafter drafts alone; where neither expects enough tokens to be accepted, the round is a one-row step.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from failfast_jax.drafters.base import Drafter
+from failfast_jax.drafters.lookup import Lookup
+from failfast_jax.state import Draft
+
+LONGEST_WAIT = 15
+"""Most rounds that a drafter without success sits out before it is asked again."""
+
+
+@flax.struct.dataclass
+class HybridState:
+    """State of the drafter."""
+
+    model: Any
+    """The diffusion drafter's own."""
+    wait: Int[Array, " B"]
+    """Rounds that it still sits out."""
+    patience: Int[Array, " B"]
+    """Rounds that it sits out after its next failure."""
+    asked: Bool[Array, " B"]
+    """Whether it drafted in this round."""
+
+
+def expected_accepted(draft: Draft) -> Float[Array, " B"]:
+    """Sum over the draft of the probability that the target agrees up to there, taking confidences at their word."""
+    inside = jnp.arange(draft.tokens.shape[1]) < draft.length[:, None]
+    return jnp.sum(jnp.cumprod(jnp.where(inside, draft.confidence, 0.0), axis=1), axis=1)
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class Hybrid(Drafter):
+    """A lookup whose drafts a diffusion drafter extends, or takes over where there is no match.
+
+    With `min_gain` above 0 verifying is taken to cost as much as that many accepted tokens: a draft that expects
+    fewer is dropped, and a drafter whose drafts brought fewer sits out 1, 3, 7, ... rounds. That bounds what
+    a drafter can cost on text that it cannot predict.
+    """
+
+    lookup: Lookup
+    model: Drafter
+    min_gain: Float[Array, ""]
+
+    @property
+    def max_draft(self) -> int:
+        return max(self.lookup.max_draft, self.model.max_draft)
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        return tuple(sorted({0, *self.lookup.draft_lengths, *self.model.draft_lengths}))
+
+    @property
+    def window(self) -> int:
+        return self.model.window
+
+    @property
+    def chunk_multiple(self) -> int:
+        return self.model.chunk_multiple
+
+    @property
+    def has_model(self) -> bool:
+        return self.model.has_model
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.model.feature_layers
+
+    def init(self, batch, capacity):
+        zeros = jnp.zeros((batch,), jnp.int32)
+        return HybridState(model=self.model.init(batch, capacity), wait=zeros, patience=zeros, asked=zeros.astype(bool))
+
+    def prefill(self, state, committed, start, width, features):
+        return state.replace(model=self.model.prefill(state.model, committed, start, width, features))
+
+    def draft(self, state, committed, stop=None, begun=None):
+        if begun is not None:
+            self._refuse_expansion(None, begun)
+        found, _ = self.lookup.draft((), committed)
+        # A draft that leaves the drafter no room is the lookup's alone.
+        reach = self.model.max_draft
+        short = found.length < reach
+        asked = committed.running & short & (state.wait == 0)
+        start = Draft(
+            tokens=found.tokens[:, :reach],
+            confidence=found.confidence[:, :reach],
+            length=jnp.where(short, found.length, 0),
+            passes=found.passes,
+        )
+        proposed, model_state = self.model.draft(state.model, committed.replace(running=asked), stop, start)
+
+        def widened(buffer):
+            return jnp.pad(buffer, ((0, 0), (0, self.max_draft - buffer.shape[1])))
+
+        extended = asked & (proposed.length > found.length)
+        draft = Draft(
+            tokens=jnp.where(extended[:, None], widened(proposed.tokens), widened(found.tokens)),
+            confidence=jnp.where(extended[:, None], widened(proposed.confidence), widened(found.confidence)),
+            length=jnp.where(extended, proposed.length, found.length),
+            passes=jnp.where(asked, proposed.passes, 0),
+        )
+        worth = (expected_accepted(draft) >= self.min_gain) | (found.length > 0)
+        draft = draft.replace(length=jnp.where(worth, draft.length, 0))
+        return draft, state.replace(model=model_state, asked=asked & (found.length == 0))
+
+    def commit(self, state, before, after, features):
+        accepted = after.length - before.length - 1
+        failed = state.asked & (accepted < self.min_gain)
+        patience = jnp.where(failed, jnp.minimum(2 * state.patience + 1, LONGEST_WAIT), state.patience)
+        patience = jnp.where(state.asked & ~failed, 0, patience)
+        wait = jnp.where(failed, state.patience, jnp.maximum(state.wait - 1, 0))
+        return HybridState(
+            model=self.model.commit(state.model, before, after, features),
+            wait=wait,
+            patience=patience,
+            asked=state.asked,
+        )

@@ -1,0 +1,45 @@
+"""The one number that matters: mean accepted length of one-pass drafts on held-out prompts, by the engine itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from failfast_jax.engine import FailFast
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.train.data import Documents
+
+
+class Evaluation:
+    """Answers held-out prompts with the engine, drafting one pass a round.
+
+    Args:
+      objective: makes a drafter of parameters (`drafter`).
+      prompts: held-out documents whose prompts are answered, in one batch.
+      tokens: new tokens of each answer.
+
+    Attributes:
+      last: the last result.
+    """
+
+    def __init__(self, target: Decoder, objective: Any, held_out: Documents, *, prompts: int, tokens: int):
+        self.objective, self.tokens = objective, tokens
+        self.engine = FailFast(target, objective.drafter(objective.trainable))
+        pairs = list(zip(held_out.tokens, held_out.prompt_length))[:prompts]
+        self.prompts = [row[:length].tolist() for row, length in pairs]
+        self.last: dict[str, float] | None = None
+
+    def __call__(self, trainable: Any) -> dict[str, float]:
+        """`accepted_per_round`, `rounds`, and how often the first drafted token was accepted."""
+        self.engine.drafter = self.objective.drafter(trainable)
+        # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
+        results = self.engine.generate(self.prompts, method="failfast", tau=1.0, max_new_tokens=self.tokens)
+        rounds = [round for result in results for round in result.rounds]
+        self.last = {
+            "accepted_per_round": float(np.mean([round.accepted for round in rounds])),
+            "first_token_accepted": float(np.mean([round.accepted > 0 for round in rounds])),
+            "drafted_per_round": float(np.mean([len(round.drafted) for round in rounds])),
+            "rounds": len(rounds),
+        }
+        return self.last

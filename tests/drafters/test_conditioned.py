@@ -1,0 +1,189 @@
+"""The target-conditioned drafter: training's view, the engine's view, and its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import random_model, tiny_config
+
+from failfast_jax import FailFast
+from failfast_jax.checkpoints import CheckpointError
+from failfast_jax.checkpoints import drafter as folders
+from failfast_jax.config import ConfigError, OptionError
+from failfast_jax.loading import bind, load_drafter
+from failfast_jax.models.conditioned import Conditioned, ConditionedConfig
+from failfast_jax.train.conditioned import ConditionedObjective, Settings, target_features
+
+ROWS = 5
+DRAFT_IDS = np.arange(0, 40, 2, dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_model(tiny_config(num_layers=3))
+
+
+def network(target, layers: int = 2, seed: int = 1) -> Conditioned:
+    base = dataclasses.replace(target.config, num_layers=layers)
+    config = ConditionedConfig(base, tuple(range(3 - layers, 3)), (0, 2), ROWS, len(DRAFT_IDS))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Conditioned(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(seed)
+    values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.3, x.dtype), state)
+    return nnx.merge(graph, values)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(2, 40, length).tolist()
+
+
+@pytest.mark.parametrize("known", [1, 3])
+def test_a_block_is_the_same_in_training_and_in_the_engine(target, known):
+    """`blocks` (whole sequences, no cache) against `store` and `block` (the engine's)."""
+    model = network(target)
+    tokens = jnp.asarray([prompt(20), prompt(20, seed=1)])
+    features = target_features(target, tokens, model.config.feature_layers)
+    anchors = jnp.asarray([[7], [12]])
+    at = anchors[..., None] + jnp.arange(ROWS)
+    embedded = target.embed[...][jnp.take_along_axis(tokens[:, None], at, 2)]
+    mask = jnp.broadcast_to(jnp.arange(ROWS) < known, (2, 1, ROWS))
+    whole = model.blocks(embedded, mask, features, anchors)[:, 0]
+    # What lies behind the committed text in the cache must not matter: fill it with other features.
+    cache = model.store(features + 3.0, model.init_cache(2, 128), jnp.zeros((2,), jnp.int32))
+    for row in range(2):
+        one = jax.tree.map(lambda x, r=row: x[r : r + 1], cache)
+        one = model.store(features[row : row + 1, : anchors[row, 0]], one, jnp.zeros((1,), jnp.int32))
+        start = anchors[row]
+        before = features[row : row + 1, anchors[row, 0] - 1]
+        hidden, _ = model.block(embedded[row], mask[row], before, one, start, jnp.int32(anchors[row, 0] + ROWS))
+        np.testing.assert_allclose(hidden[0], whole[row], rtol=2e-4, atol=2e-4)
+
+
+@jax.jit
+def _block(bound, target, tokens, rows, known, anchor):
+    features = target_features(target, tokens, bound.config.feature_layers)
+    hidden = bound.network.blocks(bound.embed[rows], known, features, anchor)[0, 0]
+    return jax.nn.softmax(hidden @ bound.head.T, -1)
+
+
+def reference_draft(target, bound, ids: list[int], length: int) -> tuple[list[int], list[float]]:
+    """One-pass draft by `blocks` over the features of a full forward pass."""
+    tokens = np.zeros((1, 64), np.int32)
+    tokens[0, : len(ids)] = ids
+    rows = np.zeros((1, 1, ROWS), np.int32)
+    rows[0, 0, 0] = ids[-1]
+    known = np.arange(ROWS)[None, None] < 1
+    probabilities = np.asarray(_block(bound, target, tokens, rows, known, np.asarray([[len(ids) - 1]])))
+    best = probabilities.argmax(-1)
+    return DRAFT_IDS[best][:length].tolist(), probabilities.max(-1)[:length].tolist()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_engine_drafts_what_the_network_says_and_changes_no_token(target, batch):
+    bound = bind(network(target), target, DRAFT_IDS)
+    engine = FailFast(target, bound, compile_cache="off")
+    prompts = [prompt(9 + 5 * row, seed=row) for row in range(batch)]
+    options = {"max_new_tokens": 24, "ignore_eos": True}
+    vanilla = engine.generate(prompts, method="vanilla", **options)
+    results = engine.generate(prompts, method="failfast", tau=1.0, spec_len=3, max_spec_len=3, **options)
+    for plain, result in zip(vanilla, results):
+        assert result.output_ids == plain.output_ids
+        ids = list(result.prompt_ids)
+        for round in result.rounds:
+            tokens, confidence = reference_draft(target, bound, ids, 3)
+            assert round.drafted == tokens
+            np.testing.assert_allclose(round.confidence, confidence, rtol=1e-3)
+            assert round.passes == 1
+            ids += round.emitted
+
+
+def test_confident_drafts_grow(target):
+    engine = FailFast(target, bind(network(target), target, DRAFT_IDS), compile_cache="off")
+    result = engine.generate([prompt(9)], tau=0.0, spec_len=2, max_new_tokens=20, ignore_eos=True)[0]
+    assert {len(round.drafted) for round in result.rounds[:-1]} == {ROWS}
+    assert {round.passes for round in result.rounds} == {3}  # 2 + 2 + 1 tokens
+
+
+def test_one_token_prompt(target):
+    engine = FailFast(target, bind(network(target), target, DRAFT_IDS), compile_cache="off")
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    plain, drafted = (engine.generate([[5]], method=m, **options)[0] for m in ("vanilla", "failfast"))
+    assert plain.output_ids == drafted.output_ids
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
+def test_a_saved_drafter_loads(target, tmp_path, storage):
+    model = network(target)
+    objective = ConditionedObjective(model, target, DRAFT_IDS, Settings(anchors=2))
+    objective.save(objective.trainable, tmp_path / "drafter", storage=storage)
+    loaded = load_drafter(tmp_path / "drafter", target)
+    tolerance = {"float32": 0, "bfloat16": 2**-8, "int8": 1 / 127}[storage]
+    for (path, want), (_, got) in zip(
+        nnx.to_flat_state(nnx.state(model)), nnx.to_flat_state(nnx.state(loaded.network))
+    ):
+        np.testing.assert_allclose(
+            got[...], want[...], atol=tolerance * float(jnp.abs(want[...]).max()), err_msg=str(path)
+        )
+    np.testing.assert_array_equal(loaded.draft_ids, DRAFT_IDS)
+    np.testing.assert_array_equal(
+        loaded.head, target.embed[...][DRAFT_IDS] if target.head is None else target.head.weight[...][DRAFT_IDS]
+    )
+
+
+def saved(target, folder):
+    objective = ConditionedObjective(network(target), target, DRAFT_IDS, Settings(anchors=2))
+    objective.save(objective.trainable, folder)
+    return folder
+
+
+def test_a_drafter_of_another_target_is_refused(target, tmp_path):
+    folder = saved(target, tmp_path / "drafter")
+    other = random_model(tiny_config(num_layers=4))
+    with pytest.raises(ConfigError, match="trained for a target with num_layers 3; the other has 4"):
+        load_drafter(folder, other, "the other")
+
+
+def test_damaged_folders_are_named(target, tmp_path):
+    folder = saved(target, tmp_path / "drafter")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "network": {**config["network"], "rows": 0}}))
+    with pytest.raises(ConfigError, match=r"config.json: key 'rows' must be a positive integer, got 0"):
+        load_drafter(folder, target)
+    (folder / "config.json").write_text(json.dumps({**config, "decoding": {"cpu": {"spec_length": 3}}}))
+    with pytest.raises(ConfigError, match="decoding option 'spec_length'"):
+        FailFast(target, folder, compile_cache="off")
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = (folder / folders.WEIGHTS).read_bytes()
+    (folder / folders.WEIGHTS).write_bytes(weights[:-50])
+    with pytest.raises(CheckpointError, match="drafter.safetensors: cannot be read"):
+        load_drafter(folder, target)
+
+
+def test_options_that_do_not_fit_are_refused(target):
+    engine = FailFast(target, bind(network(target), target, DRAFT_IDS), compile_cache="off")
+    for options, message in (
+        ({"spec_len": ROWS + 1}, "--spec-len 6: this drafter was trained for drafts of up to 5"),
+        ({"schedule": "aligned"}, "--schedule aligned: needs a standalone"),
+        ({"method": "fast-dllm"}, "--method fast-dllm: needs a standalone"),
+        ({"block_size": 8}, "--block-size 8"),
+        ({"min_gain": 1.0}, "--min-gain 1.0: needs --lookup-min"),
+    ):
+        with pytest.raises((OptionError, ConfigError), match=message):
+            engine.generate([[1, 2, 3]], **options)
+
+
+def test_a_folder_brings_its_decoding_defaults(target, tmp_path):
+    folder = saved(target, tmp_path / "drafter")
+    config = json.loads((folder / "config.json").read_text())
+    config["decoding"] = {"any": {"spec_len": 2, "tau": 1.0}, "cpu": {"spec_len": 4}}
+    (folder / "config.json").write_text(json.dumps(config))
+    engine = FailFast(target, folder, compile_cache="off")
+    rounds = engine.generate([prompt(9)], max_new_tokens=8, ignore_eos=True)[0].rounds
+    assert len(rounds[0].drafted) == 4
+    rounds = engine.generate([prompt(9)], max_new_tokens=8, ignore_eos=True, spec_len=3)[0].rounds
+    assert len(rounds[0].drafted) == 3

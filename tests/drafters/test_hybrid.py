@@ -1,0 +1,190 @@
+"""Drafts begun by a lookup and carried on by a diffusion drafter."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_conditioned import DRAFT_IDS, ROWS, network
+from tiny_models import diffusion_config, random_model, tiny_config
+
+from failfast_jax import FailFast, drafters
+from failfast_jax.config import OptionError
+from failfast_jax.drafters.hybrid import LONGEST_WAIT, expected_accepted
+from failfast_jax.drafters.lookup import Lookup
+from failfast_jax.loading import bind
+from failfast_jax.state import Draft
+from failfast_jax.train.conditioned import target_features
+
+OPTIONS = {"max_new_tokens": 40, "ignore_eos": True}
+LONGEST = 15
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_lookups():
+    """Lookups as on an accelerator, which leave the diffusion drafter something to add; on CPU they draft 15 at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafters, "_lookup_for", lambda platform, **options: Lookup(max_spec_len=LONGEST, **options))
+        yield
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_model(tiny_config(num_layers=3))
+
+
+@pytest.fixture(scope="module")
+def conditioned(target):
+    return FailFast(target, bind(network(target), target, DRAFT_IDS), compile_cache="off")
+
+
+@pytest.fixture(scope="module")
+def standalone(target):
+    return FailFast(target, random_model(diffusion_config(), seed=2), compile_cache="off")
+
+
+def repetitive(length: int, seed: int = 0) -> list[int]:
+    """A prompt in which lookups find long matches."""
+    return (np.random.default_rng(seed).integers(2, 39, 6).tolist() * length)[:length]
+
+
+def with_short_match() -> list[int]:
+    """A prompt whose last two tokens, and not its last three, stood there before."""
+    return [9, 8, 3, 4, 10, 11, 12, 13, 14, 15, 3, 4]
+
+
+def found(ids: list[int], minimum: int) -> tuple[list[int], int]:
+    """The lookup's draft and the length of its match, by plain search."""
+    best, behind = 0, 0
+    for end in range(1, len(ids)):
+        match = 0
+        while match < min(end, 32) and ids[end - 1 - match] == ids[-1 - match]:
+            match += 1
+        if match >= best and match:
+            best, behind = match, end
+    if best < minimum:
+        return [], 0
+    count = min(4 * 2 ** min(best - minimum, 14) - 1, LONGEST)
+    text = list(ids)
+    for offset in range(count):
+        text.append(text[behind + offset])
+    return text[len(ids) :], best
+
+
+@jax.jit
+def _block(bound, target, tokens, rows, known, anchor):
+    features = target_features(target, tokens, bound.config.feature_layers)
+    hidden = bound.network.blocks(bound.embed[rows], known, features, anchor)[0, 0]
+    return jax.nn.softmax(hidden @ bound.head.T, -1)
+
+
+def carried_on(engine, ids: list[int], begun: list[int]) -> tuple[list[int], list[float]]:
+    """One pass of the target-conditioned network behind `begun`, without a cache."""
+    rows = np.zeros((1, 1, ROWS), np.int32)
+    rows[0, 0, : len(begun) + 1] = [ids[-1], *begun]
+    known = np.arange(ROWS)[None, None] <= len(begun)
+    tokens = np.zeros((1, 96), np.int32)
+    tokens[0, : len(ids)] = ids
+    anchor = np.asarray([[len(ids) - 1]])
+    probabilities = np.asarray(_block(engine.drafter, engine.target, tokens, rows, known, anchor))[len(begun) :]
+    return DRAFT_IDS[probabilities.argmax(-1)].tolist(), probabilities.max(-1).tolist()
+
+
+@pytest.mark.parametrize("min_gain", [0.0, 0.4])
+def test_a_draft_is_the_lookups_and_then_the_networks(conditioned, min_gain):
+    prompt = with_short_match()
+    options = OPTIONS | {"tau": 1.0, "lookup_min": 2, "min_gain": min_gain}
+    result = conditioned.generate([prompt], **options)[0]
+    assert result.output_ids == conditioned.generate([prompt], method="vanilla", **OPTIONS)[0].output_ids
+    ids, wait, patience, kinds = list(prompt), 0, 0, set()
+    for round in result.rounds:
+        begun, match = found(ids, 2)
+        tokens, confidence = list(begun), [match / (match + 1)] * len(begun)
+        asked = len(begun) < ROWS and wait == 0
+        if asked:
+            more, sure = carried_on(conditioned, ids, begun)
+            tokens, confidence = tokens + more, confidence + sure
+        worth = float(np.cumprod(confidence).sum()) >= min_gain or bool(begun)
+        assert round.passes == asked
+        assert round.drafted == (tokens if worth else [])
+        np.testing.assert_allclose(round.confidence, confidence if worth else [], rtol=1e-3)
+        kinds.add((bool(begun), asked, worth))
+        failed = asked and not begun and round.accepted < min_gain
+        wait, spent = (patience, True) if failed else (max(wait - 1, 0), False)
+        if spent:
+            patience = min(2 * patience + 1, LONGEST_WAIT)
+        elif asked and not begun:
+            patience = 0
+        ids += round.emitted
+    assert (True, True, True) in kinds and (False, True, True) in kinds
+    if min_gain:
+        assert (False, False, False) in kinds  # it sat rounds out
+
+
+@pytest.mark.parametrize("kind", ["conditioned", "standalone"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_no_token_changes_in_a_batch(request, kind, temperature):
+    engine = request.getfixturevalue(kind)
+    prompts = [with_short_match(), repetitive(9, seed=3), [7]]
+    options = OPTIONS | {"temperature": temperature, "seed": 5}
+    plain = engine.generate(prompts, method="vanilla", **options)
+    hybrid = engine.generate(prompts, lookup_min=2, tau=0.3, **options)
+    assert [r.output_ids for r in hybrid] == [r.output_ids for r in plain]
+    assert sum(r.stats.accepted for r in hybrid) > 0
+    begun, _ = found(prompts[0], 2)
+    first = hybrid[0].rounds[0].drafted
+    assert begun and first[:3] == begun and len(first) > 3
+
+
+def test_the_standalone_drafter_goes_on_behind_the_lookup(standalone):
+    """`Wide` with the lookup's tokens committed drafts what it drafts behind them here."""
+    prompt = repetitive(20)
+    begun, _ = found(prompt, 14)  # the shortest match allowed: a short draft
+    assert len(begun) == 3
+    options = {"max_new_tokens": 1, "ignore_eos": True, "tau": 1.0, "spec_len": 5}
+    round = standalone.generate([prompt], lookup_min=14, **options)[0].rounds[0]
+    alone = standalone.generate([prompt + begun], **options)[0].rounds[0]
+    assert round.drafted == begun + alone.drafted
+    np.testing.assert_allclose(round.confidence[3:], alone.confidence, rtol=1e-4)
+
+
+def test_a_drafter_without_success_is_hardly_asked(conditioned):
+    """No draft can promise 20 tokens: rounds 1, 2, 4, 8, 16, 32, 48, ... ask, all are one-row steps."""
+    options = {"max_new_tokens": 60, "ignore_eos": True, "lookup_min": 32, "min_gain": 20.0}
+    result = conditioned.generate([[5, 9, 3]], **options)[0]
+    drafting = [index for index, round in enumerate(result.rounds) if round.passes]
+    plain = [index for index, round in enumerate(result.rounds) if not found_in(result, index)]
+    assert drafting == [i for i in (0, 1, 3, 7, 15, 31, 47) if i in plain] or len(plain) < len(result.rounds)
+    assert len(drafting) <= 7
+    assert all(not round.drafted for index, round in enumerate(result.rounds) if index in plain)
+
+
+def found_in(result, index: int) -> list[int]:
+    """What a lookup of 32 tokens finds in front of a round."""
+    ids = list(result.prompt_ids)
+    for round in result.rounds[:index]:
+        ids += round.emitted
+    return found(ids, 32)[0]
+
+
+def test_expected_accepted():
+    draft = Draft(
+        tokens=jnp.zeros((2, 3), jnp.int32),
+        confidence=jnp.asarray([[0.5, 0.5, 1.0], [0.9, 0.9, 0.9]]),
+        length=jnp.asarray([3, 1]),
+        passes=jnp.zeros((2,), jnp.int32),
+    )
+    np.testing.assert_allclose(expected_accepted(draft), [0.5 + 0.25 + 0.25, 0.9])
+
+
+def test_options(conditioned, standalone):
+    for options, message in (
+        ({"lookup_min": -1}, "--lookup-min -1"),
+        ({"lookup_min": 33}, "--lookup-min 33"),
+        ({"lookup_min": 2, "min_gain": -0.5}, "--min-gain -0.5"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            conditioned.generate([[1, 2]], **options)
+    with pytest.raises(OptionError, match="--lookup-min 2: --schedule aligned"):
+        standalone.generate([[1, 2]], lookup_min=2, schedule="aligned")

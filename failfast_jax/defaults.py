@@ -27,11 +27,15 @@ def load_pair(
     drafter: str | os.PathLike | None = None,
     *,
     method: str,
+    schedule: str = "wide",
     dtype: Any = None,
     max_seq_len: int | None = None,
     compile_cache: str | os.PathLike | None = None,
 ) -> FailFast:
     """An engine for `method`, with the embedded models where none are named; loads no drafter it will not use.
+
+    The embedded drafter reads the target's features. `fast-dllm` and the schedule `aligned` denoise a block on
+    its own: with them the embedded target itself drafts, run block-causally and not trained to.
 
     Raises:
       ValueError: a model is missing, unreadable or does not fit; the message names it.
@@ -48,8 +52,8 @@ def load_pair(
         raise OptionError(f"--method {method}: needs --drafter, a model of kind {kind!r}")
     path = default_target_path()
     shipped = embedded_drafter()
-    if shipped is not None:
+    if shipped is not None and method == "failfast" and schedule == "wide":
         return FailFast(path, shipped, **options)
     model, tokenizer = load_with_tokenizer(path, dtype)
-    logger.warning("the embedded drafter is SmolLM2 itself, run block-causally: it is not trained to draft")
+    logger.warning("drafting with SmolLM2 itself, run block-causally: it is not trained to draft")
     return FailFast(model, as_untrained_drafter(model), tokenizer=tokenizer, drafter_tokenizer=tokenizer, **options)

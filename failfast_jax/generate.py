@@ -139,6 +139,7 @@ def _run(args: argparse.Namespace) -> None:
         args.target,
         args.drafter,
         method=args.method,
+        schedule=args.schedule,
         dtype=args.dtype,
         max_seq_len=args.max_seq_len,
         compile_cache=args.compile_cache,

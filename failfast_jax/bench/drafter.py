@@ -530,7 +530,7 @@ def run(args: argparse.Namespace) -> int:
         turns = read_turns(records_file, settings)
 
     loader = next((m for m in methods if METHODS[m].model), BASELINE)
-    engine = load_pair(args.target, args.drafter, method=loader, dtype=args.dtype)
+    engine = load_pair(args.target, args.drafter, method=loader, schedule=config.schedule, dtype=args.dtype)
     for method in methods:
         engine.build_drafter(dataclasses.replace(config, method=method))  # options and models that do not fit
     encoded = [engine.encode(prompt) for prompt in prompts]

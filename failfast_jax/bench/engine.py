@@ -280,7 +280,10 @@ def main(argv: list[str] | None = None) -> int:
     unknown = set(wanted) - set(parts)
     if unknown:
         parser.error(f"--parts: unknown {', '.join(sorted(unknown))}")
-    engine = load_pair(method="failfast")
+    # Any block-diffusion drafter spends the same passes; the target's own layers are at hand.
+    plain = load_pair(method="vanilla")
+    untrained = as_untrained_drafter(plain.target)
+    engine = FailFast(plain.target, untrained, tokenizer=plain.tokenizer, drafter_tokenizer=plain.tokenizer)
     jobs = {
         "speed": lambda: speed_report(engine, max(args.repeats // 3, 1), args.tokens),
         "widths": lambda: widths_report(engine, args.repeats, args.context),

@@ -84,9 +84,13 @@ def run(args: argparse.Namespace) -> int:
         "prompts": hashlib.sha256("".join(prompts).encode()).hexdigest()[:16],
     }
     done = _read_done(args.out, settings)
-    # One engine for all: the method whose drafter is a model decides what is loaded.
-    loader = next((m for m in methods if METHODS[m].model), "vanilla")
-    engine = load_pair(args.target, args.drafter, method=loader, dtype=args.dtype)
+    engines: dict[str, FailFast] = {}
+    for method in ("vanilla", *methods):
+        # Methods without a model share vanilla's engine.
+        kind = method if METHODS[method].model else "vanilla"
+        if kind not in engines:
+            engines[kind] = load_pair(args.target, args.drafter, method=kind, dtype=args.dtype)
+        engines[method] = engines[kind]
     base = GenerationConfig(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, exact=args.exact
     )
@@ -97,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     for method, index in tqdm(work, desc="lossless", unit="answer", file=sys.stderr):
         if (method, index) in done:
             continue
+        engine = engines[method]
         result = engine.generate([prompts[index]], base, method=method)[0]
         record = {
             "settings": settings,

@@ -44,7 +44,7 @@ class Lookup(Drafter):
 
     min_match: int = flax.struct.field(pytree_node=False, default=2)
     shortest: int = flax.struct.field(pytree_node=False, default=3)
-    """Draft length for the shortest match. Where a verify of few rows costs nearly as much as one of many, more pays."""
+    """Draft length for the shortest match. More pays where a verify of few rows costs nearly as much as one of many."""
     max_spec_len: int = flax.struct.field(pytree_node=False, default=15)
 
     @property

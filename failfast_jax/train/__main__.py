@@ -17,7 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax.train.loop import Optimization, TrainError
+try:
+    from failfast_jax.train.loop import Optimization, TrainError
+except ModuleNotFoundError as error:
+    sys.exit(f'error: training needs {error.name}: pip install "failfast-jax[train]", or -e ".[train]" in a checkout')
 
 FIRST_SHARE, SECOND_SHARE = 1 / 3, 2 / 3  # depth of the features that are fused by default, beside the last layer's
 
@@ -151,10 +154,12 @@ def _run(args: argparse.Namespace, optimization: Optimization) -> int:
     if args.draft_vocab > config.vocab_size:
         args.draft_vocab = config.vocab_size
     last = config.num_layers - 1
-    own = tuple(range(max(last - 1, 0), last + 1)) if args.family == "conditioned" else tuple(range(last + 1))
+    own = tuple(range(max(last - 1, 1), last + 1)) if args.family == "conditioned" else tuple(range(last + 1))
     own = _layers(args.layers, "--layers", last + 1, own)
     if args.family == "conditioned" and min(own) == 0:
-        raise TrainError(f"--layers {args.layers}: layer 0 has no layer before it whose output a drafter could read")
+        raise TrainError(
+            f"--layers {args.layers or own}: layer 0 has no layer before it whose output a drafter could read"
+        )
     spread = tuple(dict.fromkeys((round(last * FIRST_SHARE), round(last * SECOND_SHARE), last)))
     fused = _layers(args.fused, "--fused", last + 1, spread)
     shortest = args.block_size if args.family == "standalone" else args.rows + 2

@@ -214,7 +214,7 @@ def train(
     devices = jax.devices()
     if optimization.batch % len(devices):
         raise TrainError(f"--batch {optimization.batch}: must be a multiple of the {len(devices)} devices")
-    mesh = jax.make_mesh((len(devices),), ("data",))
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     started = time.monotonic()
     state = jax.device_put(initial_state(objective, optimization), everywhere)

@@ -23,7 +23,7 @@ LONGEST = 15
 
 @pytest.fixture(scope="module", autouse=True)
 def short_lookups():
-    """Lookups as on an accelerator, which leave the diffusion drafter something to add; on CPU they draft 15 at once."""
+    """Lookups as on an accelerator: short enough for the diffusion drafter to add something."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafters, "_lookup_for", lambda platform, **options: Lookup(max_spec_len=LONGEST, **options))
         yield

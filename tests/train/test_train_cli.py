@@ -1,0 +1,99 @@
+"""`python -m failfast_jax.train` from end to end, and what it refuses before any work."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from checkpoint_files import GOLDEN
+
+from failfast_jax import FailFast, load_model
+from failfast_jax.train.__main__ import main
+
+TARGET = str(GOLDEN / "llama_tied")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "a.npz"
+    rng = np.random.default_rng(0)
+    prompt_len, answer_len = rng.integers(3, 7, 16), rng.integers(30, 50, 16)
+    vocab = load_model(TARGET).config.vocab_size
+    np.savez(
+        path,
+        prompt=rng.integers(2, vocab, prompt_len.sum()).astype(np.uint16),
+        prompt_len=prompt_len.astype(np.int32),
+        answer=rng.integers(2, vocab, answer_len.sum()).astype(np.uint16),
+        answer_len=answer_len.astype(np.int32),
+    )
+    return path
+
+
+def arguments(data, out, *more: str) -> list[str]:
+    small = ["--batch", "2", "--anchors", "4", "--held-out", "4", "--eval-prompts", "2", "--eval-tokens", "6"]
+    return ["--target", TARGET, "--data", str(data), "--out", str(out), "--seq-len", "64", *small, *more]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        ["--family", "conditioned", "--rows", "3", "--draft-vocab", "50", "--fused", "0,1"],
+        ["--family", "standalone", "--layers", "1", "--block-size", "16", "--kl-weight", "0.5"],
+    ],
+    ids=lambda flags: flags[1],
+)
+def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys):
+    out = tmp_path / "run"
+    whole = arguments(data, out, *family, "--steps", "4", "--save-every", "2", "--storage", "float32")
+    if family[1] == "conditioned":
+        whole += ["--feature-cache", str(tmp_path / "features")]
+    assert main([*whole, "--minutes", "0.0001"]) == 3
+    first = json.loads(capsys.readouterr().out)
+    assert first["steps"] == 1
+    assert main(whole) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["steps"] == 4 and report["rounds"] > 0
+    config = json.loads((out / "drafter" / "config.json").read_text())
+    assert config["family"] == family[1] and config["training"]["steps_done"] == 4
+    assert config["training"]["held_out_figures"]["accepted_per_round"] == report["accepted_per_round"]
+    engine = FailFast(TARGET, out / "drafter", compile_cache="off")
+    options = {"max_new_tokens": 8, "ignore_eos": True}
+    drafted = engine.generate([[5, 6, 7]], spec_len=3, max_spec_len=3, **options)[0]
+    assert drafted.output_ids == engine.generate([[5, 6, 7]], method="vanilla", **options)[0].output_ids
+    assert drafted.stats.drafted > 0
+    # Another setting in the same folder is another run.
+    assert main([*whole, "--seed", "1"]) == 2
+    assert "a run with seed=0 began there, now it is 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps", "0"], "--steps 0: out of range"),
+        (["--layers", "0"], "--layers 0: layer 0 has no layer before it"),
+        (["--layers", "1,9"], "--layers 1,9: the target's layers are 0 to"),
+        (["--layers", "1,1"], "--layers 1,1: a layer is named twice"),
+        (["--fused", "x"], "--fused 'x': expected layer numbers"),
+        (["--kl-weight", "2"], "--kl-weight 2.0: out of range"),
+        (["--held-out", "16"], "--held-out 16: there are only 16 documents"),
+        (["--family", "standalone", "--block-size", "7"], "--seq-len 64: must be a multiple of --block-size 7"),
+        (["--eval-prompts", "9"], "--eval-prompts 9: out of range"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_written(data, tmp_path, flags, message, capsys):
+    assert main(arguments(data, tmp_path / "run", *flags)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_diffusion_target_is_refused(data, tmp_path, capsys):
+    args = arguments(data, tmp_path / "run")
+    args[1] = str(GOLDEN / "fast_dllm_v2_tied")
+    assert main(args) == 2
+    assert "a block-diffusion model; drafters are made from autoregressive targets" in capsys.readouterr().err
+
+
+def test_missing_data_are_named(tmp_path, capsys):
+    assert main(arguments(tmp_path / "nothing.npz", tmp_path / "run")) == 2
+    assert "nothing.npz: no such file or folder" in capsys.readouterr().err

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 # Fast-dLLM v2 uses the first unused row of Qwen2.5's embedding as its mask token.
 FAST_DLLM_MASK_TOKEN = 151_665
 FAST_DLLM_MODEL_TYPE = "Fast_dLLM_Qwen"
@@ -212,15 +214,20 @@ class ModelConfig:
             max_position_embeddings=int(raw.get("max_position_embeddings") or 2048),
             block_size=block_size,
             mask_token_id=raw.get("mask_token_id") if diffusion else None,
-            eos_token_ids=eos_ids(raw.get("eos_token_id")),
+            eos_token_ids=eos_ids(raw.get("eos_token_id"), where),
         )
 
 
-def eos_ids(value: Any) -> tuple[int, ...]:
-    """`eos_token_id` of a config: absent, one id or a list of ids."""
-    if value is None:
-        return ()
-    return (int(value),) if isinstance(value, int) else tuple(int(v) for v in value)
+def eos_ids(value: Any, where: str) -> tuple[int, ...]:
+    """`eos_token_id` of a config: absent, one id or a list of ids.
+
+    Raises:
+      ConfigError: anything else.
+    """
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
+        raise ConfigError(f"{where}: key 'eos_token_id' must be a token id or a list of them, got {value!r}")
+    return ids
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -301,6 +308,18 @@ class GenerationConfig:
 
     def validate(self) -> None:
         """Raises OptionError for the first option out of its range."""
+
+        integers = ("max_new_tokens", "top_k", "seed", "spec_len", "max_spec_len", "lookup_min", "block_size")
+        for name, kind, types in (
+            *((name, "an integer", (int, np.integer)) for name in (*integers, "small_block_size")),
+            *(
+                (name, "a number", (int, float, np.number))
+                for name in ("temperature", "top_p", "tau", "threshold", "min_gain")
+            ),
+        ):
+            value = getattr(self, name)
+            if (value is not None and not isinstance(value, types)) or isinstance(value, bool):
+                raise OptionError(f"--{name.replace('_', '-')} {value!r}: must be {kind}")
 
         def check(fine: bool, flag: str, value: Any, rule: str) -> None:
             if not fine:

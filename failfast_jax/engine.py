@@ -7,8 +7,9 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from os.path import commonpath
 from typing import Any
 
 import jax
@@ -275,6 +276,10 @@ class FailFast:
     def _encode_all(self, prompts: Any) -> list[list[int]]:
         if isinstance(prompts, str):
             return [self.encode(prompts)]
+        if isinstance(prompts, (np.ndarray, jax.Array)):
+            prompts = np.asarray(prompts).tolist()
+        if not isinstance(prompts, Iterable):
+            raise PromptError(f"prompts must be text, messages, token ids, or a list of them, got {prompts!r}")
         prompts = list(prompts)
         if not prompts:
             raise PromptError("the prompt is empty")
@@ -314,7 +319,9 @@ class FailFast:
                     whole = self._decode(ids)
                     # A token may end inside a character: hold back what is not yet one.
                     stable = whole if final else whole.rstrip("\ufffd")
-                    text = stable[len(texts[index]) :] if stable.startswith(texts[index]) else ""
+                    # What was sent cannot be taken back: should a tokenizer change its mind, go on where both agree.
+                    agreed = len(commonpath([stable, texts[index]]))
+                    text = stable[agreed:] if final or agreed == len(texts[index]) else ""
                     texts[index] += text
                 if len(ids) > sent[index] or final:
                     yield StreamEvent(index, list(ids[sent[index] :]), text, item if final else None)

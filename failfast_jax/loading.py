@@ -350,7 +350,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     config = ModelConfig.from_dict(raw, str(where))
     stops = config.eos_token_ids
     if (generation := folder / "generation_config.json").is_file():
-        stops += eos_ids(read_json(generation).get("eos_token_id"))
+        stops += eos_ids(read_json(generation).get("eos_token_id"), str(generation))
     config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(stops)))
     needs_mask = config.is_diffusion and config.mask_token_id is None
     return raw, resolve_mask_token(config, _tokenizer_mask(folder) if needs_mask else None, str(where))

@@ -7,6 +7,7 @@ import functools
 import logging
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
@@ -281,6 +282,9 @@ def test_the_block_size_is_an_option():
         ({"threshold": 2.0}, "--threshold"),
         ({"block_size": 1}, "--block-size 1"),
         ({"small_block_size": 0}, "--small-block-size 0"),
+        ({"max_new_tokens": "5"}, "--max-new-tokens '5': must be an integer"),
+        ({"spec_len": 2.5}, "--spec-len 2.5: must be an integer"),
+        ({"tau": "high"}, "--tau 'high': must be a number"),
         ({"method": "fast-dllm", "small_block_size": 3}, "--small-block-size 3: must divide the block size 8"),
     ],
 )
@@ -300,11 +304,20 @@ def test_options_out_of_range(options, message):
         ([-1], "token id -1 is outside"),
         ([3] * 600, "prompt of 600 tokens does not fit"),
         ([{"role": "user", "content": "hello"}], "has no chat template"),
+        (5, "prompts must be text, messages, token ids, or a list of them, got 5"),
     ],
 )
 def test_prompts_that_cannot_be_served(prompt, message):
     with pytest.raises(PromptError, match=message):
         engine().generate(prompt, method="vanilla")
+
+
+def test_arrays_of_ids_are_prompts():
+    options = {"method": "vanilla", "max_new_tokens": 3}
+    want = engine().generate([[3, 4], [5, 6]], **options)
+    for prompts in (np.asarray([[3, 4], [5, 6]]), jnp.asarray([[3, 4], [5, 6]])):
+        assert [r.output_ids for r in engine().generate(prompts, **options)] == [r.output_ids for r in want]
+    assert engine().generate(jnp.asarray([3, 4]), **options)[0].output_ids == want[0].output_ids
 
 
 def test_text_needs_a_tokenizer():

@@ -281,6 +281,9 @@ def test_stop_tokens_of_both_files_are_united(golden):
     folder = golden()
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 179], "temperature": 0.7, "max_length": 9}')
     assert load_model(folder).config.eos_token_ids == (179, 3)
+    (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ConfigError, match=r"generation_config.json: key 'eos_token_id' must be a token id or a list"):
+        load_model(folder)
     (folder / "generation_config.json").unlink()
     assert load_model(folder).config.eos_token_ids == (179,)
 

@@ -378,10 +378,19 @@ class FailFast:
         """
         method = METHODS[config.method]
         model = self.drafter if method.model else None
+        if config.lookup_min and config.method not in ("failfast", "lookup"):
+            raise OptionError(f"--lookup-min {config.lookup_min}: --method {config.method} looks nothing up")
+        if config.min_gain and (config.method != "failfast" or config.schedule != "wide"):
+            raise OptionError(f"--min-gain {config.min_gain}: only --method failfast (schedule wide) weighs its drafts")
         if config.method == "failfast" and config.schedule == "wide":
             unset = {name: value for name, value in self.decoding.items() if getattr(config, name) is None}
             if config.lookup_min == 0:
                 unset.pop("min_gain", None)
+            # A default gives way to the length that was asked for.
+            if config.spec_len and unset.get("max_spec_len", config.spec_len) < config.spec_len:
+                unset["max_spec_len"] = config.spec_len
+            if config.max_spec_len and unset.get("spec_len", 0) > config.max_spec_len:
+                unset["spec_len"] = config.max_spec_len
             config = dataclasses.replace(config, **unset)
         if method.model and model is None:
             raise OptionError(f"--method {config.method}: needs --drafter, a model of kind {method.model!r}")

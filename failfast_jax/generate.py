@@ -120,9 +120,8 @@ def _run(args: argparse.Namespace) -> None:
     if args.method not in METHODS:
         raise ValueError(f"--method {args.method}: must be one of {', '.join(METHODS)}")
     config.validate()
-    spec_len = config.spec_len or (10 if args.method == "failfast" else None)
-    if config.max_spec_len and spec_len and config.max_spec_len < spec_len:
-        raise ValueError(f"--max-spec-len {config.max_spec_len}: must be at least --spec-len {spec_len}")
+    if config.max_spec_len and config.spec_len and config.max_spec_len < config.spec_len:
+        raise ValueError(f"--max-spec-len {config.max_spec_len}: must be at least --spec-len {config.spec_len}")
     if args.trace is not None and not args.trace.resolve().parent.is_dir():
         raise ValueError(f"--trace {args.trace}: no such folder")
     if args.method == "ar" and args.drafter is None:

@@ -64,8 +64,8 @@ def target_key(config: ModelConfig) -> dict[str, Any]:
 
 def is_drafter_folder(path: str | os.PathLike) -> bool:
     """Whether `path` is a folder that `save_drafter` wrote."""
-    file = Path(path) / "config.json"
-    return file.is_file() and (Path(path) / WEIGHTS).is_file() and FORMAT_KEY in read_json(file)
+    file = Path(path).expanduser() / "config.json"
+    return file.is_file() and FORMAT_KEY in read_json(file)
 
 
 def save_drafter(
@@ -92,7 +92,8 @@ def save_drafter(
     tensors: dict[str, np.ndarray] = {}
     for name, value in params.items():
         value = np.ascontiguousarray(value, np.float32)
-        if value.ndim < 2 or storage == "float32":
+        # A fused bias is two-dimensional, and its few large values would drown the others.
+        if value.ndim < 2 or name.endswith("bias") or storage == "float32":
             tensors[name] = value
         elif storage == "bfloat16":
             tensors[name] = value.astype(ml_dtypes.bfloat16)
@@ -120,7 +121,7 @@ def read_drafter(path: str | os.PathLike) -> DrafterFolder:
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    path = Path(path)
+    path = Path(path).expanduser()
     where = path / "config.json"
     config = read_json(where)
     if config.get(FORMAT_KEY) != FORMAT:
@@ -141,6 +142,8 @@ def read_drafter(path: str | os.PathLike) -> DrafterFolder:
     for name, value in tensors.items():
         if name.endswith(_SCALE):
             continue
+        if value.dtype == np.int8 and name + _SCALE not in tensors:
+            raise CheckpointError(f"{path / WEIGHTS}: {name} is int8, and {name + _SCALE} is missing")
         value = value.astype(np.float32)
         params[name] = value * tensors[name + _SCALE] if name + _SCALE in tensors else value
     return DrafterFolder(path, config, params, draft_ids)
@@ -148,12 +151,11 @@ def read_drafter(path: str | os.PathLike) -> DrafterFolder:
 
 def check_target(folder: DrafterFolder, target: ModelConfig, target_name: str) -> None:
     """Raises ConfigError: the drafter was trained for another target."""
-    ours = target_key(target)
-    for key, value in folder.config["target"].items():
-        if key in ours and ours[key] != value:
+    for key, ours in target_key(target).items():
+        value = folder.config["target"].get(key)
+        if ours != value:
             raise ConfigError(
-                f"{folder.path}: this drafter was trained for a target with {key} {value!r}; {target_name} has "
-                f"{ours[key]!r}"
+                f"{folder.path}: this drafter was trained for a target with {key} {value!r}; {target_name} has {ours!r}"
             )
 
 
@@ -180,7 +182,7 @@ def decoding_defaults(path: str | os.PathLike, platform: str) -> dict[str, Any]:
     Raises:
       ConfigError: an option that does not exist, or a value out of its range.
     """
-    where = Path(path) / "config.json"
+    where = Path(path).expanduser() / "config.json"
     stored = read_json(where).get("decoding") or {}
     if not isinstance(stored, dict) or not all(isinstance(part, dict) for part in stored.values()):
         raise ConfigError(f"{where}: key 'decoding' must map platforms to options, got {stored!r}")
@@ -188,6 +190,8 @@ def decoding_defaults(path: str | os.PathLike, platform: str) -> dict[str, Any]:
     for name in options:
         if name not in DECODING_OPTIONS:
             raise ConfigError(f"{where}: decoding option {name!r} is not one of {', '.join(DECODING_OPTIONS)}")
+    if options.get("min_gain") and not options.get("lookup_min"):
+        raise ConfigError(f"{where}: decoding option 'min_gain' needs 'lookup_min'")
     try:
         GenerationConfig(**options).validate()
     except (TypeError, ValueError) as error:

@@ -81,7 +81,8 @@ def _failfast(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
             raise OptionError(f"--lookup-min {config.lookup_min}: --schedule aligned has no hybrid drafts")
         return _aligned(config, _decoder(model, "--schedule aligned"), vocab, expand=True, threshold=0.05)
     if isinstance(model, BoundConditioned):
-        spec_len, longest = _lengths(config, model.config.rows, model.config.rows)
+        rows = model.config.rows
+        spec_len, longest = _lengths(config, min(rows, config.max_spec_len or rows), rows)
         if longest > model.config.rows:
             raise OptionError(
                 f"--{'max-spec-len' if config.max_spec_len else 'spec-len'} {longest}: this drafter was trained for "
@@ -95,7 +96,7 @@ def _failfast(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
         if config.min_gain:
             raise OptionError(f"--min-gain {config.min_gain}: needs --lookup-min")
         return drafter
-    lookup = _lookup_for(platform, min_match=config.lookup_min)
+    lookup = _lookup_for(platform, config.max_spec_len, min_match=config.lookup_min)
     return Hybrid(lookup=lookup, model=drafter, min_gain=np.float32(config.min_gain or 0.0))
 
 
@@ -117,7 +118,9 @@ def _autoregressive(config: GenerationConfig, model: Decoder, vocab: int, platfo
 
 
 def _lookup(config: GenerationConfig, model: Decoder | None, vocab: int, platform: str) -> Drafter:
-    return _lookup_for(platform, config.max_spec_len)
+    if config.lookup_min == 0:
+        raise OptionError("--lookup-min 0: --method lookup drafts from matches of at least one token")
+    return _lookup_for(platform, config.max_spec_len, **({"min_match": config.lookup_min} if config.lookup_min else {}))
 
 
 def _lookup_for(platform: str, longest: int | None = None, **options: int) -> Lookup:

@@ -133,15 +133,17 @@ class ConditionedDrafter(Drafter):
                 passes=carry.passes + carry.growing,
             )
 
-        begun = begun or Draft.empty(batch, self.max_draft)
+        begun = begun or Draft.empty(batch, 0)
+        spare = self.max_draft - begun.tokens.shape[1]
+        if spare < 0:
+            raise ValueError(f"a begun draft of up to {begun.tokens.shape[1]} tokens exceeds the {self.max_draft} here")
         last = jnp.take_along_axis(committed.tokens, start[:, None], axis=1)
-        given = jnp.minimum(begun.length, self.max_draft)
         first = _Expansion(
-            tokens=jnp.concatenate([last, begun.tokens[:, : self.max_draft]], axis=1),
-            confidence=begun.confidence[:, : self.max_draft],
-            drafted=given,
+            tokens=jnp.concatenate([last, jnp.pad(begun.tokens, ((0, 0), (0, spare)))], axis=1),
+            confidence=jnp.pad(begun.confidence, ((0, 0), (0, spare))),
+            drafted=begun.length,
             cache=state.cache,
-            growing=committed.running & (given < jnp.minimum(self.max_draft, committed.room)),
+            growing=committed.running & (begun.length < jnp.minimum(self.max_draft, committed.room)),
             passes=jnp.zeros((batch,), jnp.int32),
         )
         end = jax.lax.while_loop(lambda carry: jnp.any(carry.growing), body, first)

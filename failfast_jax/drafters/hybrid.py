@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.drafters.base import Drafter
-from failfast_jax.drafters.lookup import Lookup
+from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup
 from failfast_jax.state import Draft
 
 LONGEST_WAIT = 15
@@ -31,8 +31,12 @@ class HybridState:
     """Rounds that it still sits out."""
     patience: Int[Array, " B"]
     """Rounds that it sits out after its next failure."""
-    asked: Bool[Array, " B"]
-    """Whether it drafted in this round."""
+    alone: Bool[Array, " B"]
+    """Whether it was asked for this round's draft without a lookup in front."""
+    need: Int[Array, " B"]
+    """Shortest match that a lookup drafts from."""
+    looked: Bool[Array, " B"]
+    """Whether this round's draft begins with a lookup."""
 
 
 def expected_accepted(draft: Draft) -> Float[Array, " B"]:
@@ -45,9 +49,10 @@ def expected_accepted(draft: Draft) -> Float[Array, " B"]:
 class Hybrid(Drafter):
     """A lookup whose drafts a diffusion drafter extends, or takes over where there is no match.
 
-    With `min_gain` above 0 verifying is taken to cost as much as that many accepted tokens: a draft that expects
-    fewer is dropped, and a drafter whose drafts brought fewer sits out 1, 3, 7, ... rounds. That bounds what
-    a drafter can cost on text that it cannot predict.
+    With `min_gain` above 0 verifying is taken to cost as much as that many accepted tokens, and both sources are
+    held to it. A draft of the drafter's alone that expects fewer is dropped, and a drafter whose drafts brought fewer
+    sits out 1, 3, 7, ... rounds. A lookup that brought fewer raises the match that the next one needs by
+    a token, until one succeeds. That bounds what drafts can cost on text that cannot be predicted.
     """
 
     lookup: Lookup
@@ -79,8 +84,17 @@ class Hybrid(Drafter):
         return self.model.feature_layers
 
     def init(self, batch, capacity):
-        zeros = jnp.zeros((batch,), jnp.int32)
-        return HybridState(model=self.model.init(batch, capacity), wait=zeros, patience=zeros, asked=zeros.astype(bool))
+        def filled(value, dtype=jnp.int32):
+            return jnp.full((batch,), value, dtype)
+
+        return HybridState(
+            model=self.model.init(batch, capacity),
+            wait=filled(0),
+            patience=filled(0),
+            alone=filled(False, bool),
+            need=filled(self.lookup.min_match),
+            looked=filled(False, bool),
+        )
 
     def prefill(self, state, committed, start, width, features):
         return state.replace(model=self.model.prefill(state.model, committed, start, width, features))
@@ -88,7 +102,8 @@ class Hybrid(Drafter):
     def draft(self, state, committed, stop=None, begun=None):
         if begun is not None:
             self._refuse_expansion(None, begun)
-        found, _ = self.lookup.draft((), committed)
+        found, match = self.lookup.find(committed)
+        found = found.replace(length=jnp.where(match >= state.need, found.length, 0))
         # A draft that leaves the drafter no room is the lookup's alone.
         reach = self.model.max_draft
         short = found.length < reach
@@ -113,17 +128,17 @@ class Hybrid(Drafter):
         )
         worth = (expected_accepted(draft) >= self.min_gain) | (found.length > 0)
         draft = draft.replace(length=jnp.where(worth, draft.length, 0))
-        return draft, state.replace(model=model_state, asked=asked & (found.length == 0))
+        looked = found.length > 0
+        return draft, state.replace(model=model_state, alone=asked & ~looked, looked=looked)
 
     def commit(self, state, before, after, features):
-        accepted = after.length - before.length - 1
-        failed = state.asked & (accepted < self.min_gain)
-        patience = jnp.where(failed, jnp.minimum(2 * state.patience + 1, LONGEST_WAIT), state.patience)
-        patience = jnp.where(state.asked & ~failed, 0, patience)
-        wait = jnp.where(failed, state.patience, jnp.maximum(state.wait - 1, 0))
-        return HybridState(
+        failed = after.length - before.length - 1 < self.min_gain
+        lost = state.alone & failed
+        patience = jnp.where(lost, jnp.minimum(2 * state.patience + 1, LONGEST_WAIT), state.patience)
+        need = jnp.where(failed, jnp.minimum(state.need + 1, LONGEST_MATCH), self.lookup.min_match)
+        return state.replace(
             model=self.model.commit(state.model, before, after, features),
-            wait=wait,
-            patience=patience,
-            asked=state.asked,
+            wait=jnp.where(lost, state.patience, jnp.maximum(state.wait - 1, 0)),
+            patience=jnp.where(state.alone & ~failed, 0, patience),
+            need=jnp.where(state.looked, need, state.need),
         )

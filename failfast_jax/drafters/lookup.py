@@ -65,6 +65,10 @@ class Lookup(Drafter):
 
     def draft(self, state, committed, stop=None, begun=None):
         self._refuse_expansion(stop, begun)
+        return self.find(committed)[0], state
+
+    def find(self, committed: Committed) -> tuple[Draft, Int[Array, " B"]]:
+        """The draft, and how many tokens matched (0: none did)."""
         match, behind = longest_match(committed)
         length = jnp.minimum(self.draft_length(match), committed.room)
         length = jnp.where(committed.running, length, 0)
@@ -79,4 +83,4 @@ class Lookup(Drafter):
             length=length,
             passes=jnp.zeros_like(length),
         )
-        return draft, state
+        return draft, match

@@ -33,7 +33,7 @@ class ConditionedConfig:
     Attributes:
       base: the target's sizes and rotary embedding; `num_layers` is the drafter's own.
       context_layers: per drafter layer, the target layer whose output its keys and values are made of
-        (0-based; -1 is the target's embedding).
+        (0-based).
       fused_layers: target layers whose output at the last position that has one enters every row.
       rows: rows of a block: the most tokens that one pass drafts.
       vocab: size of the draft vocabulary.

@@ -64,10 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
     standalone.add_argument("--draft-fraction", type=float, default=0.5, help="blocks that look like drafting (mixed)")
     standalone.add_argument("--no-complementary", action="store_true", help="one mask a document, not it and its rest")
     how = parser.add_argument_group("optimisation")
-    defaults = Optimization()
     for field in dataclasses.fields(Optimization):
-        value = getattr(defaults, field.name)
-        how.add_argument(f"--{field.name.replace('_', '-')}", type=type(value), default=value)
+        flag = f"--{field.name.replace('_', '-')}"
+        how.add_argument(flag, type=type(field.default), default=field.default, **field.metadata)
     how.add_argument("--compute-dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU")
     run = parser.add_argument_group("the run")
     run.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
@@ -79,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-RUN_ONLY = ("out", "minutes", "save_every", "eval_every", "eval_prompts", "eval_tokens", "feature_cache", "storage")
+RUN_ONLY = ("out", "minutes", "save_every", "eval_every", "eval_prompts", "eval_tokens", "storage")
 """Options that do not change what is learned."""
 
 
@@ -155,6 +154,11 @@ def _run(args: argparse.Namespace, optimization: Optimization) -> int:
         args.draft_vocab = config.vocab_size
     last = config.num_layers - 1
     own = tuple(range(max(last - 1, 1), last + 1)) if args.family == "conditioned" else tuple(range(last + 1))
+    if args.family == "conditioned" and last == 0:
+        raise TrainError(f"--target {source}: has one layer; a conditioned drafter reads what enters another")
+    if args.seq_len > config.max_position_embeddings:
+        raise TrainError(f"--seq-len {args.seq_len}: the target's context is {config.max_position_embeddings}")
+    loop.check_devices(optimization)
     own = _layers(args.layers, "--layers", last + 1, own)
     if args.family == "conditioned" and min(own) == 0:
         raise TrainError(
@@ -169,6 +173,7 @@ def _run(args: argparse.Namespace, optimization: Optimization) -> int:
     documents = documents.take(np.random.default_rng(args.seed).permutation(len(documents)))
     train, held_out = data.split(documents, args.held_out)
     settings = {k: v for k, v in vars(args).items() if k not in RUN_ONLY}
+    settings |= {"feature_cache": args.feature_cache is not None, "compute_dtype": _dtype(args)}
     settings |= {"target": str(source), "data": [str(path) for path in args.data], "documents": len(documents)}
     loop.check_folder(args.out, settings)
     enable_compile_cache(None)
@@ -192,7 +197,7 @@ def _run(args: argparse.Namespace, optimization: Optimization) -> int:
         eval_every=args.eval_every,
         minutes=args.minutes,
     )
-    figures = measure.last or measure(state["ema"])
+    figures = measure.last
     training = {**settings, "target": str(args.target or "SmolLM2-135M-Instruct"), "steps_done": int(state["step"])}
     training["data"] = [Path(path).name for path in args.data]
     objective.save(
@@ -212,7 +217,7 @@ def _dtype(args: argparse.Namespace) -> Any:
 
 def _conditioned(args, target, train, layers, fused):
     from failfast_jax.models.conditioned import ConditionedConfig
-    from failfast_jax.train import conditioned, data
+    from failfast_jax.train import conditioned, data, loop
 
     base = dataclasses.replace(target.config, num_layers=len(layers))
     config = ConditionedConfig(base, tuple(i - 1 for i in layers), fused, args.rows, args.draft_vocab)
@@ -228,7 +233,7 @@ def _conditioned(args, target, train, layers, fused):
     )
     options = {"compute_dtype": _dtype(args), "cache": cache}
     objective = conditioned.ConditionedObjective(model, target, draft_ids, settings, **options)
-    if args.no_fit or (args.out / "checkpoints").exists():
+    if args.no_fit or loop.has_checkpoint(args.out):
         return objective
     batches = data.batches(train, length=args.seq_len, batch=8, seed=args.seed)
     share = conditioned.fit_inputs(

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from failfast_jax.checkpoints import drafter as folders
 from failfast_jax.config import read_json
+from failfast_jax.loading import bind
 from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.data import DataError, Documents
@@ -61,12 +63,6 @@ def target_features(target: Decoder, tokens: Int[Array, "B T"], layers: tuple[in
 _target_features = jax.jit(target_features, static_argnums=2)
 
 
-def draft_head(target: Decoder, draft_ids: Int[Array, " D"]) -> Float[Array, "D E"]:
-    """The rows of the target's head that score the draft vocabulary."""
-    weight = target.embed[...] if target.head is None else target.head.weight[...]
-    return weight[draft_ids]
-
-
 def sample_blocks(
     key: Array, batch: dict[str, Array], config: ConditionedConfig, settings: Settings
 ) -> tuple[Int[Array, "B A"], Int[Array, "B A"]]:
@@ -105,7 +101,14 @@ def loss(
     return loss_of_blocks(model, constants, batch, anchors, known_rows, settings)
 
 
-def loss_of_blocks(model, constants, batch, anchors, known_rows, settings):
+def loss_of_blocks(
+    model: Conditioned,
+    constants: dict[str, Any],
+    batch: dict[str, Array],
+    anchors: Int[Array, "B A"],
+    known_rows: Int[Array, "B A"],
+    settings: Settings,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
     """`loss` for given blocks: anchors `[B, A]` and their numbers of known rows `[B, A]`."""
     config: ConditionedConfig = model.config
     target: Decoder = constants["target"]
@@ -175,7 +178,7 @@ def fit_inputs(
     model: Conditioned,
     target: Decoder,
     source_layer: int,
-    batches: list[dict[str, np.ndarray]],
+    batches: Iterable[dict[str, np.ndarray]],
     captured: tuple[int, ...],
     ridge: float = 1e-2,
 ) -> float:
@@ -196,9 +199,9 @@ def fit_inputs(
     wide = size * (len(config.fused_layers) + 1)
     gram = np.zeros((wide + 1, wide + 1))
     cross = np.zeros((wide + 1, size))
-    power, mean_square = np.zeros(size), np.zeros(size)
-    offsets, counts = np.zeros((config.rows, size)), np.zeros(config.rows)
-    samples = []
+    power, squares = np.zeros(size), np.zeros(size)
+    counts = np.zeros(config.rows)
+    goals, guesses = np.zeros((config.rows, size)), np.zeros((config.rows, wide - size))
     embed = np.asarray(target.embed[...], np.float32)
     count = 0
     for batch in batches:
@@ -215,28 +218,28 @@ def fit_inputs(
             gram += inputs.T @ inputs
             cross += inputs.T @ goal[place]
             power += goal[place].sum(0)
-            mean_square += (goal[place] ** 2).sum(0)
+            squares += (goal[place] ** 2).sum(0)
             count += len(place)
-            samples.append((inputs[:, : wide - size], goal, place))
+            for r in range(config.rows):
+                inside = place + r < length
+                goals[r] += goal[place[inside] + r].sum(0)
+                guesses[r] += inputs[inside, : wide - size].sum(0)
+                counts[r] += inside.sum()
     scale = np.sqrt(np.diag(gram) / count)
     scale[scale == 0] = 1
     penalty = ridge * count * np.diag(scale**2)
     penalty[-1, -1] = 0
     solution = np.linalg.solve(gram + penalty, cross)
-    error = mean_square.sum() - 2 * (solution * cross).sum() + (solution * (gram @ solution)).sum()
-    variance = (mean_square - power**2 / count).sum()
+    error = squares.sum() - 2 * (solution * cross).sum() + (solution * (gram @ solution)).sum()
+    variance = (squares - power**2 / count).sum()
     fuse, token, constant = solution[: wide - size], solution[wide - size : wide], solution[-1]
-    offsets[0], counts[0] = constant * count, count
-    for inputs, goal, place in samples:
-        guess = inputs @ fuse
-        for r in range(1, config.rows):
-            inside = place + r < len(goal)
-            offsets[r] += (goal[place[inside] + r] - guess[inside]).sum(0)
-            counts[r] += inside.sum()
+    # The other rows share the first one's projections and have no token of their own.
+    offsets = (goals - guesses @ fuse) / np.maximum(counts, 1)[:, None]
+    offsets[0] = constant
     dtype = model.dtype
     model.fuse.weight[...] = jnp.asarray(fuse.T, dtype)
     model.token.weight[...] = jnp.asarray(token.T, dtype)
-    model.offsets[...] = jnp.asarray(offsets / np.maximum(counts, 1)[:, None], dtype)
+    model.offsets[...] = jnp.asarray(offsets, dtype)
     return float(1 - error / variance)
 
 
@@ -257,8 +260,14 @@ class FeatureCache:
         size = target.config.hidden_size
         lengths = [len(row) for row in documents.tokens]
         self.starts = np.concatenate([[0], np.cumsum(lengths)])
+        weights = hashlib.sha256(np.asarray(target.norm.weight[...], np.float32).tobytes()).hexdigest()[:16]
         digest = hashlib.sha256(np.concatenate(documents.tokens).tobytes() + self.starts.tobytes()).hexdigest()[:16]
-        key = {"documents": digest, "layers": list(layers), "target": folders.target_key(target.config)}
+        key = {
+            "documents": digest,
+            "layers": list(layers),
+            "weights": weights,
+            "target": folders.target_key(target.config),
+        }
         file, index = folder / "features.bin", folder / "features.json"
         shape = (int(self.starts[-1]), len(layers), size)
         done = 0
@@ -325,7 +334,7 @@ class ConditionedObjective:
         lookup[self.draft_ids] = np.arange(len(self.draft_ids))
         self.constants = {
             "target": target,
-            "head": draft_head(target, self.draft_ids),
+            "head": bind(model, target, self.draft_ids).head,
             "draft_ids": jnp.asarray(self.draft_ids),
             "lookup": jnp.asarray(lookup),
         }

@@ -39,6 +39,9 @@ class Objective(Protocol):
     def prepare(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         """Host-side additions to a batch, such as cached features."""
 
+    def drafter(self, trainable: Any) -> Any:
+        """The drafter of these parameters, as an engine takes it."""
+
     def loss(self, trainable: Any, constants: Any, batch: dict[str, Any], key: Any) -> tuple[Any, dict[str, Any]]:
         """Loss and metrics (scalars); pure."""
 
@@ -49,22 +52,26 @@ class Objective(Protocol):
         """Rows that one step trains on."""
 
 
+def _option(default: Any, help: str, **more: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, **more})
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimization:
-    """How parameters change. Fields are what `--help` of `python -m failfast_jax.train` says."""
+    """How parameters change; each field is a flag of `python -m failfast_jax.train`."""
 
-    steps: int = 1000
-    batch: int = 8
-    accumulate: int = 1
-    learning_rate: float = 5e-4
-    schedule: str = "cosine"
-    warmup: int = 50
-    decay_fraction: float = 0.2
-    final_fraction: float = 0.05
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    ema: float = 0.99
-    seed: int = 0
+    steps: int = _option(1000, "optimiser steps")
+    batch: int = _option(8, "documents a step and accumulation, over all devices")
+    accumulate: int = _option(1, "batches whose gradients make a step")
+    learning_rate: float = _option(5e-4, "at its highest")
+    schedule: str = _option("cosine", "cosine, or wsd: constant, with a linear end", choices=("cosine", "wsd"))
+    warmup: int = _option(50, "steps of linear warm-up, at most a quarter of all")
+    decay_fraction: float = _option(0.2, "wsd: share of the steps in the linear end")
+    final_fraction: float = _option(0.05, "last learning rate, as a share of the highest")
+    weight_decay: float = _option(0.01, "AdamW's, on matrices")
+    clip: float = _option(1.0, "largest gradient norm")
+    ema: float = _option(0.99, "decay of the averaged parameters, which are what is kept")
+    seed: int = _option(0, "of shuffling, masks and initialisation")
 
     def validate(self) -> None:
         """Raises TrainError for the first field out of its range."""
@@ -103,7 +110,8 @@ class Optimization:
 
     def optimizer(self) -> optax.GradientTransformation:
         def decayed(params):
-            return jax.tree.map(lambda x: x.ndim > 1, params)
+            # Fused biases are two-dimensional.
+            return jax.tree_util.tree_map_with_path(lambda path, x: x.ndim > 1 and "bias" not in str(path), params)
 
         return optax.chain(
             optax.clip_by_global_norm(self.clip),
@@ -182,6 +190,17 @@ def check_folder(folder: Path, settings: dict[str, Any]) -> None:
             )
 
 
+def check_devices(optimization: Optimization) -> None:
+    """Raises TrainError: the batch does not divide over this process' devices."""
+    if optimization.batch % len(jax.devices()):
+        raise TrainError(f"--batch {optimization.batch}: must be a multiple of the {len(jax.devices())} devices")
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run has saved a step."""
+    return any(path.name.isdigit() for path in (folder / CHECKPOINTS).glob("*"))
+
+
 def train(
     objective: Objective,
     dataset: Any,
@@ -211,14 +230,14 @@ def train(
     """
     import orbax.checkpoint as ocp
 
+    check_devices(optimization)
     devices = jax.devices()
-    if optimization.batch % len(devices):
-        raise TrainError(f"--batch {optimization.batch}: must be a multiple of the {len(devices)} devices")
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     started = time.monotonic()
     state = jax.device_put(initial_state(objective, optimization), everywhere)
-    constants = jax.device_put(objective.constants, everywhere) if len(devices) > 1 else objective.constants
+    if len(devices) > 1:
+        objective.constants = jax.device_put(objective.constants, everywhere)
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager((folder / CHECKPOINTS).absolute(), options=options) as manager:
         if manager.latest_step() is not None:
@@ -231,35 +250,42 @@ def train(
         rows, operations, clock, shown = 0, 0.0, time.perf_counter(), {}
         done = first
         for index in range(first, optimization.steps):
-            batch = objective.prepare(dataset[index])
+            batch = dataset[index]
+            if len(devices) > 1:  # before features are computed from it
+                batch = {**batch, "tokens": jax.device_put(batch["tokens"], by_row)}
+            batch = objective.prepare(batch)
             if len(devices) > 1:
                 batch = jax.device_put(batch, by_row)
-            state, metrics = step(state, constants, batch)
+            state, metrics = step(state, objective.constants, batch)
             done = index + 1
             rows += objective.tokens(batch)
             operations += objective.flops(batch)
             out_of_time = minutes is not None and time.monotonic() - started > 60 * minutes
             last = done == optimization.steps or out_of_time
-            if done % 10 == 0 or last:
+            save = done % save_every == 0 or last
+            if done % 10 == 0 or save:
                 values = {name: float(value) for name, value in metrics.items()}
                 seconds = time.perf_counter() - clock
                 values |= {"rows_per_s": rows / seconds, "gflops_per_s": operations / seconds / 1e9}
-                if not np.isfinite(values["loss"]):
-                    raise TrainError(f"step {done}: the loss is {values['loss']}; lower --learning-rate")
+                if not np.isfinite(values["loss"] + values["grad_norm"]):
+                    raise TrainError(
+                        f"step {done}: loss {values['loss']}, gradient norm {values['grad_norm']}; lower --learning-rate"
+                    )
                 log.write({"step": done, **values})
                 shown |= {"loss": f"{values['loss']:.3f}", "rows/s": f"{values['rows_per_s']:.0f}"}
                 shown |= {"train accepted": f"{values['accepted']:.2f}"} if "accepted" in values else {}
                 bar.set_postfix(shown)
                 rows, operations, clock = 0, 0.0, time.perf_counter()
             bar.update()
-            if done % save_every == 0 or last:
-                manager.save(done, args=ocp.args.StandardSave(state))
-            if evaluate and ((eval_every and done % eval_every == 0) or done == optimization.steps):
+            if evaluate and ((eval_every and done % eval_every == 0) or last):
+                paused = time.perf_counter()
                 figures = evaluate(state["ema"])
                 log.write({"step": done, "held_out": figures})
                 shown |= {"accepted": f"{figures['accepted_per_round']:.2f}"}
                 bar.set_postfix(shown)
-                clock = time.perf_counter()
+                clock += time.perf_counter() - paused
+            if save:  # after what is logged for this step, so that a kill in between loses nothing
+                manager.save(done, args=ocp.args.StandardSave(state))
             if out_of_time:
                 break
         manager.wait_until_finished()
@@ -281,7 +307,9 @@ class _Log:
                     continue  # cut off by the kill
                 if record["step"] <= step:
                     kept.append(line)
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        part = path.with_suffix(".part")
+        part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(part, path)
 
     def write(self, record: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:

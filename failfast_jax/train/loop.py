@@ -268,9 +268,8 @@ def train(
                 seconds = time.perf_counter() - clock
                 values |= {"rows_per_s": rows / seconds, "gflops_per_s": operations / seconds / 1e9}
                 if not np.isfinite(values["loss"] + values["grad_norm"]):
-                    raise TrainError(
-                        f"step {done}: loss {values['loss']}, gradient norm {values['grad_norm']}; lower --learning-rate"
-                    )
+                    norm = values["grad_norm"]
+                    raise TrainError(f"step {done}: loss {values['loss']}, gradient norm {norm}; lower --learning-rate")
                 log.write({"step": done, **values})
                 shown |= {"loss": f"{values['loss']:.3f}", "rows/s": f"{values['rows_per_s']:.0f}"}
                 shown |= {"train accepted": f"{values['accepted']:.2f}"} if "accepted" in values else {}

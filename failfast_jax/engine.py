@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from os.path import commonpath
 from typing import Any
 
 import jax
@@ -319,9 +318,7 @@ class FailFast:
                     whole = self._decode(ids)
                     # A token may end inside a character: hold back what is not yet one.
                     stable = whole if final else whole.rstrip("\ufffd")
-                    # What was sent cannot be taken back: should a tokenizer change its mind, go on where both agree.
-                    agreed = len(commonpath([stable, texts[index]]))
-                    text = stable[agreed:] if final or agreed == len(texts[index]) else ""
+                    text = stable[len(texts[index]) :] if stable.startswith(texts[index]) else ""
                     texts[index] += text
                 if len(ids) > sent[index] or final:
                     yield StreamEvent(index, list(ids[sent[index] :]), text, item if final else None)

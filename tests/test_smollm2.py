@@ -15,7 +15,8 @@ from failfast_jax import FailFast
 from failfast_jax import engine as engine_module
 from failfast_jax.bench import lossless
 from failfast_jax.checkpoints import CheckpointError
-from failfast_jax.defaults import load_pair
+from failfast_jax.config import GenerationConfig
+from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.engine import as_untrained_drafter, load_with_tokenizer
 from failfast_jax.generate import main
 from failfast_jax.loading import default_target_path
@@ -86,14 +87,26 @@ def test_the_command_line_answers_a_prompt_from_stdin(engine, monkeypatch, capsy
     assert f"vanilla: {len(case['new_ids'])} tokens" in captured.err
 
 
-def test_the_default_drafter_is_announced_as_untrained(caplog):
+def test_the_default_drafter_ships(caplog):
     with caplog.at_level(logging.WARNING, logger="failfast_jax"):
         pair = load_pair(method="failfast")
-    if "not trained to draft" in caplog.text:
-        assert pair.drafter.config.mask_token_id == pair.target.config.vocab_size
-    else:
-        assert pair.drafter_name != pair.target_name
-    assert pair.drafter.config.is_diffusion and pair.vocab == pair.target.config.vocab_size
+    assert pair.drafter_name == str(embedded_drafter()) and "not trained" not in caplog.text
+    assert pair.build_drafter(GenerationConfig()).max_draft == 15  # its own defaults: a lookup in front
+    folder = embedded_drafter()
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 32 * 2**20
+    # A drafter that draws a blank is not the one that was trained.
+    result = pair.generate(["Name three colours."], tau=1.0, lookup_min=0, max_new_tokens=24)[0]
+    assert result.stats.accepted >= 3
+    assert (
+        result.output_ids == pair.generate(["Name three colours."], method="vanilla", max_new_tokens=24)[0].output_ids
+    )
+
+
+def test_methods_that_need_a_standalone_drafter_say_what_they_use(caplog):
+    with caplog.at_level(logging.WARNING, logger="failfast_jax"):
+        pair = load_pair(method="fast-dllm")
+    assert "not trained to draft" in caplog.text
+    assert pair.drafter.config.mask_token_id == pair.target.config.vocab_size == pair.vocab
 
 
 def test_the_lossless_command_on_two_prompts(engine, monkeypatch, capsys, tmp_path):

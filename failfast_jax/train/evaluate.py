@@ -34,7 +34,7 @@ class Evaluation:
     def __call__(self, trainable: Any) -> dict[str, float]:
         """`accepted_per_round`, `rounds`, and how often the first drafted token was accepted."""
         # The engine runs on one device, training on all.
-        self.engine.drafter = self.objective.drafter(jax.device_put(trainable, jax.local_devices()[0]))
+        self.engine.drafter = jax.device_put(self.objective.drafter(trainable), jax.local_devices()[0])
         # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
         results = self.engine.generate(self.prompts, method="failfast", tau=1.0, max_new_tokens=self.tokens)
         rounds = [round for result in results for round in result.rounds]

@@ -93,7 +93,7 @@ def carried_on(engine, ids: list[int], begun: list[int]) -> tuple[list[int], lis
     return DRAFT_IDS[probabilities.argmax(-1)].tolist(), probabilities.max(-1).tolist()
 
 
-@pytest.mark.parametrize("min_gain", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("min_gain", [0.0, 0.4])
 def test_a_draft_is_the_lookups_and_then_the_networks(conditioned, min_gain):
     prompt = with_short_match()
     options = OPTIONS | {"tau": 1.0, "lookup_min": 2, "min_gain": min_gain}
@@ -124,13 +124,12 @@ def test_a_draft_is_the_lookups_and_then_the_networks(conditioned, min_gain):
             patience = 0
         ids += round.emitted
     assert (True, True, True) in kinds
-    assert (False, True, True) in kinds or min_gain == 1.0
+    assert (False, True, True) in kinds
     if min_gain:
         assert (False, False, False) in kinds  # it sat rounds out
 
 
-@pytest.mark.parametrize("kind", ["conditioned", "standalone"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("kind", "temperature"), [("conditioned", 0.8), ("standalone", 0.0)])
 def test_no_token_changes_in_a_batch(request, kind, temperature):
     engine = request.getfixturevalue(kind)
     prompts = [with_short_match(), repetitive(9, seed=3), [7]]

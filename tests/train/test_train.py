@@ -361,7 +361,7 @@ def test_training_makes_a_drafter_that_loads_and_drafts(documents, target, tmp_p
     prompts = [row[:n].tolist() for row, n in zip(documents.tokens, documents.prompt_length)]
     answers = engine.generate(prompts, method="vanilla", max_new_tokens=16, ignore_eos=True)
     own = data.Documents([np.asarray(a.prompt_ids + a.output_ids, np.int32) for a in answers], documents.prompt_length)
-    optimization = loop.Optimization(steps=150, batch=12, learning_rate=1e-2, warmup=5, ema=0.9)
+    optimization = loop.Optimization(steps=80, batch=12, learning_rate=1e-2, warmup=5, ema=0.9)
     measure = Evaluation(target, objective, own, prompts=12, tokens=16)
     measure.engine.eos_token_ids = ()
     before = measure(objective.trainable)

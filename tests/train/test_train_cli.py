@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -97,3 +100,22 @@ def test_a_diffusion_target_is_refused(data, tmp_path, capsys):
 def test_missing_data_are_named(tmp_path, capsys):
     assert main(arguments(tmp_path / "nothing.npz", tmp_path / "run")) == 2
     assert "nothing.npz: no such file or folder" in capsys.readouterr().err
+
+
+def test_two_devices_learn_what_one_does(data, tmp_path, capsys):
+    """The same losses from a batch that two (simulated) devices share, and a measurement at the end."""
+    flags = ["--rows", "3", "--draft-vocab", "50", "--fused", "0,1", "--steps", "3"]
+    assert main(arguments(data, tmp_path / "one", *flags)) == 0
+    one = json.loads(capsys.readouterr().out)
+    script = "import sys; from failfast_jax.train.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments(data, tmp_path / "two", *flags)],
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = [json.loads((tmp_path / run / "log.jsonl").read_text().splitlines()[0]) for run in ("one", "two")]
+    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-4)
+    assert json.loads(done.stdout)["rounds"] == one["rounds"]

@@ -67,7 +67,7 @@ def test_drafting_changes_nothing(engine, method, name):
     assert result.stats.drafted > 0
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", SHORT[:1])
 def test_exact_answers_are_identical(engine, name):
     prompt = CASES[name]["prompt_ids"]
     answers = {

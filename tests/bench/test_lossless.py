@@ -109,7 +109,7 @@ stops = st.lists(st.integers(0, 60), max_size=2)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=12)
+@settings(max_examples=4)
 @given(
     data=st.data(),
     seed=st.sampled_from([0, 1, 2]),
@@ -126,7 +126,7 @@ def test_greedy(method, data, seed, texts, stops, new_tokens, tau):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(seed=st.sampled_from([0, 2]), length=st.integers(1, 95), tau=st.sampled_from([0.0, 0.45]))
 def test_cache_almost_full(method, seed, length, tau):
     text = [(7 * i) % (VOCAB - 1) for i in range(length)]
@@ -135,7 +135,7 @@ def test_cache_almost_full(method, seed, length, tau):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     seed=st.sampled_from([1, 2]),
     texts=prompts,
@@ -152,7 +152,7 @@ def test_sampled(method, seed, texts, temperature, top_k, top_p, noise):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(seed=st.sampled_from([0, 1]), texts=prompts, stops=stops, tau=st.sampled_from([0.0, 0.45]))
 def test_exact(method, dtype, seed, texts, stops, tau):
     texts = texts if len(texts) != 2 else texts[:1]  # batches of one and three

@@ -106,7 +106,7 @@ turns = st.lists(
 
 
 @pytest.mark.parametrize("kind", [*DIFFUSION, "ar"])
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(prompts=st.lists(texts, min_size=BATCH, max_size=BATCH), rounds=st.lists(turns, min_size=1, max_size=6))
 def test_drafts_do_not_depend_on_the_cache(kind, prompts, rounds):
     """Round by round: the same draft as of a drafter that prefills the whole text anew."""
@@ -134,7 +134,7 @@ def test_drafts_do_not_depend_on_the_cache(kind, prompts, rounds):
 
 
 @pytest.mark.parametrize("kind", DIFFUSION)
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(prompts=st.lists(texts, min_size=BATCH, max_size=BATCH), known=st.integers(0, 20))
 def test_a_drafter_that_missed_rounds_catches_up(kind, prompts, known):
     """Nothing, or little, of a long text is cached: the draft is the one of a drafter that has seen all."""

@@ -53,7 +53,7 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=48) | st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(batch=st.lists(texts, min_size=2, max_size=2))
 def test_longest_match_equals_brute_force(batch):
     length, behind = match_of(committed(batch))

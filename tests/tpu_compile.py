@@ -46,6 +46,7 @@ def main(topology_name: str, method: str) -> None:
     from failfast_jax import round
     from failfast_jax.config import FAST_DLLM_MODEL_TYPE, GenerationConfig, ModelConfig
     from failfast_jax.drafters import METHODS
+    from failfast_jax.models.attention import Execution
     from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
     from failfast_jax.models.transformer import Decoder
 
@@ -65,13 +66,16 @@ def main(topology_name: str, method: str) -> None:
     drafter_config = ModelConfig(FAST_DLLM_MODEL_TYPE, **(sizes | {"block_size": 32, "mask_token_id": 511}))
 
     def model(config: ModelConfig) -> Decoder:
-        return nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        decoder = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        decoder.execution = Execution(kernel="tpu")
+        return decoder
 
     def bound() -> BoundConditioned:
         """A drafter of one layer that reads the target's features."""
         base = dataclasses.replace(target_config, num_layers=1)
         config = ConditionedConfig(base, context_layers=(0,), fused_layers=(0, 1), rows=15, vocab=128)
         network = nnx.eval_shape(lambda: Conditioned(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        network.execution = Execution(kernel="tpu")
         head = jax.ShapeDtypeStruct((config.vocab, base.hidden_size), jnp.bfloat16)
         ids = jax.ShapeDtypeStruct((config.vocab,), jnp.int32)
         embed = jax.ShapeDtypeStruct((target_config.vocab_size, base.hidden_size), jnp.bfloat16)

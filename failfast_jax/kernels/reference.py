@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-_HIDDEN = -1e30  # finite, so that a tile without a visible key gives exact zeros and no NaN
+HIDDEN = -1e30
+"""Score of a hidden key: finite, so that a tile without a visible one gives exact zeros and no NaN."""
 
 
 def visible_until(positions: Int[Array, "..."], block_size: int) -> Int[Array, "..."]:
@@ -18,7 +19,8 @@ def window_attention(
     q: Float[Array, "B W N H"],
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
-    positions: Int[Array, "B W"],
+    start: Int[Array, " B"],
+    until: Int[Array, " B"],
     live: Int[Array, ""],
     *,
     block_size: int,
@@ -31,7 +33,8 @@ def window_attention(
     window's start nor on how many dead tiles follow; only tiles below `live` are read.
 
     Args:
-      positions: absolute position of each query.
+      start: position of each window's first query; the others follow.
+      until: every query of a window sees at least the positions up to this one (0: the mask rule alone).
       live: number of leading cache positions that any query may see.
       block_size: mask rule, see `visible_until`.
       tile: positions a step; divides S.
@@ -43,7 +46,8 @@ def window_attention(
     rows = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     rows = rows.reshape(batch, kv_heads, group * width, head_dim) * (head_dim**-0.5)
     rows = rows.astype(k_cache.dtype)
-    last = jnp.tile(visible_until(positions, block_size), (1, group))[:, None, :, None]
+    last = jnp.maximum(visible_until(start[:, None] + jnp.arange(width), block_size), until[:, None])
+    last = jnp.tile(last, (1, group))[:, None, :, None]
 
     def body(index, carry):
         highest, total, acc = carry
@@ -51,7 +55,7 @@ def window_attention(
         k = jax.lax.dynamic_slice_in_dim(k_cache, at, tile, axis=2)
         v = jax.lax.dynamic_slice_in_dim(v_cache, at, tile, axis=2)
         scores = jnp.einsum("bkrh,bkth->bkrt", rows, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(at + jnp.arange(tile) <= last, scores, _HIDDEN)
+        scores = jnp.where(at + jnp.arange(tile) <= last, scores, HIDDEN)
         new_highest = jnp.maximum(highest, scores.max(-1))
         weights = jnp.exp(scores - new_highest[..., None])
         decay = jnp.exp(highest - new_highest)
@@ -59,7 +63,7 @@ def window_attention(
         return new_highest, total * decay + weights.sum(-1), acc * decay[..., None] + part
 
     shape = (batch, kv_heads, group * width)
-    carry = (jnp.full(shape, _HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    carry = (jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
     # At least one tile, so that a pass nobody listens to leaves no NaN in the cache.
     tiles = jnp.clip((live + tile - 1) // tile, 1, k_cache.shape[2] // tile)
     _, total, acc = jax.lax.fori_loop(0, tiles, body, carry)
@@ -87,7 +91,7 @@ def dense_attention(
     last = visible_until(positions, block_size)
     if length is not None:
         last = jnp.minimum(last, length - 1)
-    scores = jnp.where(positions[None, :] <= last[:, None], scores, _HIDDEN)
+    scores = jnp.where(positions[None, :] <= last[:, None], scores, HIDDEN)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("bkgqt,btkh->bqkgh", weights, v, preferred_element_type=jnp.float32)
     return out.reshape(batch, width, heads, head_dim).astype(q.dtype)

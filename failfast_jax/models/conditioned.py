@@ -19,11 +19,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.config import ConfigError, ModelConfig
-from failfast_jax.models.attention import cached_attention
-from failfast_jax.models.cache import KVCache, write_window
+from failfast_jax.kernels.reference import HIDDEN
+from failfast_jax.models.attention import ONE_DEVICE, cached_attention, write_windows
+from failfast_jax.models.cache import KVCache
 from failfast_jax.models.transformer import Layer, Linear, RMSNorm, apply_rope, rope_frequencies
-
-_HIDDEN = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +87,7 @@ class Conditioned(nnx.Module):
         base = config.base
         size = base.hidden_size
         self.config = config
+        self.execution = ONE_DEVICE
         self.layers = nnx.List([Layer(base, dtype, rngs) for _ in range(base.num_layers)])
         self.norm = RMSNorm(size, base.rms_norm_eps, dtype)
         self.fused_norms = nnx.List([RMSNorm(size, base.rms_norm_eps, dtype) for _ in config.fused_layers])
@@ -164,13 +164,17 @@ class Conditioned(nnx.Module):
         cos, sin = jax.lax.optimization_barrier(self.rotary(positions))
         x = self.inputs(embedded, known, features)
         # Every row sees the whole block, but not the padding behind it.
-        sees = jnp.broadcast_to(start[:, None] + self.config.rows - 1, positions.shape)
+        until = start + self.config.rows - 1
         keys, values = list(cache.k), list(cache.v)
         for index, layer in enumerate(self.layers):
             q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
-            keys[index] = write_window(keys[index], k, start)
-            values[index] = write_window(values[index], v, start)
-            x = x + layer.attention.output(cached_attention(q, keys[index], values[index], sees, live, 1))
+            keys[index], values[index] = write_windows(
+                keys[index], values[index], k, v, start, execution=self.execution
+            )
+            heads = cached_attention(
+                q, keys[index], values[index], start, live, 1, until=until, execution=self.execution
+            )
+            x = x + layer.attention.output(heads)
             x = x + layer.mlp(layer.post_norm(x))
         return self.norm(x), KVCache(k=tuple(keys), v=tuple(values))
 
@@ -180,8 +184,9 @@ class Conditioned(nnx.Module):
         keys, values = list(cache.k), list(cache.v)
         for index in range(len(self.layers)):
             k, v = self.context(index, features, cos, sin)
-            keys[index] = write_window(keys[index], k, start)
-            values[index] = write_window(values[index], v, start)
+            keys[index], values[index] = write_windows(
+                keys[index], values[index], k, v, start, execution=self.execution
+            )
         return KVCache(k=tuple(keys), v=tuple(values))
 
     def blocks(
@@ -214,7 +219,7 @@ class Conditioned(nnx.Module):
             k, v = k.reshape(*shape, base.head_dim), v.reshape(*shape, base.head_dim)
             outside = jnp.einsum("barkgh,btkh->bkgart", q, context_k, preferred_element_type=jnp.float32)
             inside = jnp.einsum("barkgh,baskh->bkgars", q, k, preferred_element_type=jnp.float32)
-            scores = jnp.concatenate([jnp.where(visible, outside, _HIDDEN), inside], -1)
+            scores = jnp.concatenate([jnp.where(visible, outside, HIDDEN), inside], -1)
             weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
             outside, inside = jnp.split(weights, [features.shape[1]], axis=-1)
             heads = jnp.einsum("bkgart,btkh->barkgh", outside, context_v)

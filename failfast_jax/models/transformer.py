@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from failfast_jax.config import ModelConfig, RopeConfig
 from failfast_jax.kernels.reference import dense_attention
-from failfast_jax.models.attention import cached_attention
-from failfast_jax.models.cache import KVCache, round_up, write_window
+from failfast_jax.models.attention import ONE_DEVICE, Execution, cached_attention, write_windows
+from failfast_jax.models.cache import KVCache, round_up
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -133,14 +133,14 @@ class Layer(nnx.Module):
         self.mlp = MLP(config, dtype, rngs)
 
 
-@functools.partial(jax.jit, static_argnums=9)
-def _layer_window(layer: Layer, x, k_cache, v_cache, cos, sin, start, positions, live, block_size):
+@functools.partial(jax.jit, static_argnums=(8, 9))
+def _layer_window(layer: Layer, x, k_cache, v_cache, cos, sin, start, live, block_size, execution: Execution):
     """One layer of `Decoder.window`. The inner jit is traced once for all layers, not once for each."""
     q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
-    k_cache = write_window(k_cache, k, start)
-    v_cache = write_window(v_cache, v, start)
-    x = x + layer.attention.output(cached_attention(q, k_cache, v_cache, positions, live, block_size))
-    return x + layer.mlp(layer.post_norm(x)), k_cache, v_cache
+    k_cache, v_cache = write_windows(k_cache, v_cache, k, v, start, execution=execution)
+    heads = cached_attention(q, k_cache, v_cache, start, live, block_size, execution=execution)
+    x = execution.replicated(x + layer.attention.output(heads))
+    return execution.replicated(x + layer.mlp(layer.post_norm(x))), k_cache, v_cache
 
 
 class Decoder(nnx.Module):
@@ -148,12 +148,14 @@ class Decoder(nnx.Module):
 
     Attributes:
       config: what it was built from.
+      execution: attention kernel and devices; replace it before anything is compiled.
       embed: `[V, E]`; also the head's weight when `config.tie_embeddings`.
       layers, norm, head: the rest; `head` is None when tied.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         self.config = config
+        self.execution = ONE_DEVICE
         self.embed = nnx.Param(
             jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype) * config.hidden_size**-0.5
         )
@@ -209,7 +211,7 @@ class Decoder(nnx.Module):
         keys, values, features = list(cache.k), list(cache.v), {}
         for index, layer in enumerate(self.layers):
             x, keys[index], values[index] = _layer_window(
-                layer, x, keys[index], values[index], cos, sin, start, positions, live, config.block_size
+                layer, x, keys[index], values[index], cos, sin, start, live, config.block_size, self.execution
             )
             if index in feature_layers:
                 features[index] = x

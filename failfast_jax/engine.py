@@ -14,13 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from failfast_jax import dllm, round
+from failfast_jax import dllm, round, sharding
 from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder
 from failfast_jax.compilation import CompileCounts, Executables, Program, compile_counts, enable_compile_cache
 from failfast_jax.config import ConfigError, GenerationConfig, OptionError
 from failfast_jax.drafters import METHODS, Drafter
-from failfast_jax.loading import borrows_tokens, load_drafter, load_model
+from failfast_jax.loading import as_dtype, borrows_tokens, load_drafter, open_source
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.self_check import interchangeable_widths
@@ -105,11 +106,15 @@ class StreamEvent:
     """Set in the sequence's last event."""
 
 
-def load_with_tokenizer(source: str | os.PathLike, dtype: Any = None) -> tuple[Decoder, Any]:
-    """A model and its tokenizer (None if it has none), read side by side."""
+def load_with_tokenizer(
+    source: str | os.PathLike, dtype: Any = None, mesh: Mesh | None = None, *, drafter: bool = False
+) -> tuple[Decoder, Any]:
+    """A model and its tokenizer (None if it has none), read side by side; on a mesh, each device its part."""
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(load_tokenizer, source)
-        return load_model(source, dtype), tokenizer.result()
+        opened = open_source(source)
+        place = None if mesh is None else sharding.placement(opened.config, mesh, drafter=drafter)
+        return opened.load(as_dtype(dtype), place=place), tokenizer.result()
 
 
 def with_block_size(model: Decoder, block_size: int) -> Decoder:
@@ -176,6 +181,9 @@ class FailFast:
       dtype: of loaded weights; None: float32 on CPU, bfloat16 elsewhere.
       max_seq_len: most tokens of prompt and output together; None: the model's context.
       compile_cache: folder of the persistent compilation cache, or `off`; see `enable_compile_cache`.
+      tensor_parallel: devices that share each layer.
+      data_parallel: groups of such devices that share the batch, which must be a multiple of it.
+      attention: kernel of cached attention, see `models.attention.KERNELS`; None chooses by platform.
 
     Attributes:
       eos_token_ids: stop tokens; the target's own unless replaced.
@@ -195,12 +203,17 @@ class FailFast:
         dtype: Any = None,
         max_seq_len: int | None = None,
         compile_cache: str | os.PathLike | None = None,
+        tensor_parallel: int = 1,
+        data_parallel: int = 1,
+        attention: str | None = None,
     ):
         enable_compile_cache(compile_cache)
         start = time.perf_counter()
+        one_device = tensor_parallel == data_parallel == 1
+        self.mesh = None if one_device else sharding.make_mesh(tensor_parallel, data_parallel)
         self.target_name, self.drafter_name = _name(target, "target"), _name(drafter, "drafter")
         if not isinstance(target, Decoder):
-            target, loaded = load_with_tokenizer(target, dtype)
+            target, loaded = load_with_tokenizer(target, dtype, self.mesh)
             tokenizer = tokenizer or loaded
         self.decoding: dict[str, Any] = {}
         if drafter is not None and not isinstance(drafter, (Decoder, BoundConditioned)) and is_drafter_folder(drafter):
@@ -208,9 +221,11 @@ class FailFast:
             drafter = load_drafter(drafter, target, self.target_name)
             drafter_tokenizer = tokenizer  # it drafts in its target's tokens
         if drafter is not None and not isinstance(drafter, (Decoder, BoundConditioned)):
-            drafter, loaded = load_with_tokenizer(drafter, dtype)
+            drafter, loaded = load_with_tokenizer(drafter, dtype, self.mesh, drafter=True)
             drafter_tokenizer = drafter_tokenizer or loaded
-        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.tokenizer = tokenizer
+        self.target = sharding.spread(target, self.mesh, kernel=attention)
+        self.drafter = None if drafter is None else sharding.spread(drafter, self.mesh, kernel=attention, drafter=True)
         self.vocab = target.config.vocab_size
         self.eos_token_ids = target.config.eos_token_ids
         if isinstance(drafter, Decoder) and not borrows_tokens(drafter.config, target.config):
@@ -463,6 +478,16 @@ class FailFast:
     def _eos(self, config: GenerationConfig) -> np.ndarray:
         return np.asarray(round.pad_eos(() if config.ignore_eos else self.eos_token_ids), np.int32)
 
+    def _keeper(self, target: Decoder, drafter: Any, batch: int) -> sharding.Keeper:
+        """Keeps a state where it is while programs hand it on.
+
+        Raises:
+          OptionError: the batch does not divide over the data-parallel groups.
+        """
+        if self.mesh is not None:
+            sharding.check_batch(batch, self.mesh)
+        return sharding.Keeper(target, drafter)
+
     def _job(self, prompts: list[list[int]], config: GenerationConfig) -> _Job:
         if self.target.config.is_diffusion:
             raise ConfigError(
@@ -471,6 +496,7 @@ class FailFast:
             )
         drafter = self.build_drafter(config)
         batch = len(prompts)
+        keep = self._keeper(self.target, self.drafter, batch)
         plan = self._plan(drafter, config.exact, batch)
         capacity = self._capacity(prompts, config.max_new_tokens, drafter.max_draft)
         tokens, lengths = self._prompt_arrays(prompts, capacity)
@@ -483,7 +509,7 @@ class FailFast:
         }
 
         def init(target, drafter, inputs):
-            return round.init_state(target, drafter, capacity=capacity, plan=plan, **inputs)
+            return keep(round.init_state(target, drafter, capacity=capacity, plan=plan, **inputs))
 
         static = dataclasses.replace(
             config,
@@ -499,15 +525,15 @@ class FailFast:
         )
         key = (static, plan, batch, capacity)
         models = (self.target, drafter)
-        empty = jax.eval_shape(init, *models, inputs)
+        empty = keep.shapes(init, *models, inputs)
         calls = round.prefill_schedule(max(map(len, prompts)), drafter, plan, empty.tokens.shape[1])
         kinds = list(dict.fromkeys((call.width, call.parts) for call in calls))
 
         def chunk(width, parts):
-            return lambda t, d, s, at: round.prefill_chunk(t, d, s, at, width=width, parts=parts)
+            return lambda t, d, s, at: keep(round.prefill_chunk(t, d, s, at, width=width, parts=parts))
 
         def rounds(target, drafter, state, most):
-            return round.generate(target, drafter, state, most, plan=plan)
+            return keep(round.generate(target, drafter, state, most, plan=plan))
 
         loop, *starting = self._programs.start(
             Program((*key, "rounds"), rounds, (*models, empty, np.int32(0)), donate=(2,)),
@@ -555,6 +581,7 @@ class FailFast:
         longest = max(map(len, prompts))
         capacity = self._capacity(prompts, blocks * block + 1, block)
         batch = len(prompts)
+        keep = self._keeper(model, None, batch)
         tokens, lengths = self._prompt_arrays(prompts, capacity)
         # What fits, in whole blocks behind each prompt's own.
         fitting = np.maximum((capacity - 1) // block - lengths // block, 0)
@@ -569,18 +596,19 @@ class FailFast:
         }
 
         def init(model, inputs):
-            return dllm.init_state(model, capacity=capacity, block_rounds=capacity // block + 1, **inputs)
+            return keep(dllm.init_state(model, capacity=capacity, block_rounds=capacity // block + 1, **inputs))
 
         key = (DIFFUSION_METHOD, block, small, config.block_cache, batch, capacity)
-        empty = jax.eval_shape(init, model, inputs)
+        empty = keep.shapes(init, model, inputs)
         width = round.round_up(128, block)
         cached = (longest - 1) // block * block
 
         def chunk_of(model, state, at):
-            return dllm.prefill_chunk(model, state, at, width=width)
+            return keep(dllm.prefill_chunk(model, state, at, width=width))
 
         def passes(model, state, threshold, most):
-            return dllm.generate(model, state, threshold, most, small_block=small, block_cache=config.block_cache)
+            state = dllm.generate(model, state, threshold, most, small_block=small, block_cache=config.block_cache)
+            return keep(state)
 
         loop, *starting = self._programs.start(
             Program((*key, "passes"), passes, (model, empty, np.float32(0), np.int32(0)), donate=(1,)),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from failfast_jax.config import FAST_DLLM_MODEL_TYPE, ModelConfig
+from failfast_jax.loading import bind
+from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
 from failfast_jax.models.transformer import Decoder
 
 VOCAB = 40
@@ -68,3 +72,13 @@ def random_model(config: ModelConfig, seed: int = 0, *, gain: float = 4.0, dtype
             value = value * gain * leaf.shape[-1] ** -0.5
         leaves[path] = leaf.replace(jnp.asarray(value, dtype))
     return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+def random_bound(target: Decoder, *, rows: int = 5, seed: int = 0) -> BoundConditioned:
+    """A target-conditioned drafter of one layer with random weights."""
+    base = dataclasses.replace(target.config, num_layers=1)
+    config = ConditionedConfig(base, context_layers=(0,), fused_layers=(0, 1), rows=rows, vocab=VOCAB)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Conditioned(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(seed)
+    values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.3, x.dtype), state)
+    return bind(nnx.merge(graph, values), target, np.arange(VOCAB))

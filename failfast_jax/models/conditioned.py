@@ -16,6 +16,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.config import ConfigError, ModelConfig
@@ -160,6 +161,12 @@ class Conditioned(nnx.Module):
         The block's own keys and values are left in the cache behind the context; what is committed
         overwrites them (`store`).
         """
+        # A drafter as small as this is computed whole on every device of a mesh.
+        run = self.execution.per_device(Conditioned._block, P(), P())
+        return run(self, embedded, known, features, cache, start, live)
+
+    def _block(self, embedded, known, features, cache, start, live):
+        kernel = self.execution.resolved()
         positions = start[:, None] + jnp.arange(embedded.shape[1])
         cos, sin = jax.lax.optimization_barrier(self.rotary(positions))
         x = self.inputs(embedded, known, features)
@@ -168,25 +175,23 @@ class Conditioned(nnx.Module):
         keys, values = list(cache.k), list(cache.v)
         for index, layer in enumerate(self.layers):
             q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
-            keys[index], values[index] = write_windows(
-                keys[index], values[index], k, v, start, execution=self.execution
-            )
-            heads = cached_attention(
-                q, keys[index], values[index], start, live, 1, until=until, execution=self.execution
-            )
+            keys[index], values[index] = write_windows(keys[index], values[index], k, v, start, kernel=kernel)
+            heads = cached_attention(q, keys[index], values[index], start, live, 1, until=until, kernel=kernel)
             x = x + layer.attention.output(heads)
             x = x + layer.mlp(layer.post_norm(x))
         return self.norm(x), KVCache(k=tuple(keys), v=tuple(values))
 
     def store(self, features: Float[Array, "B W F E"], cache: KVCache, start: Int[Array, " B"]) -> KVCache:
         """Writes the context of positions `start ...` into the cache."""
+        return self.execution.per_device(Conditioned._store, P(), P())(self, features, cache, start)
+
+    def _store(self, features, cache, start):
+        kernel = self.execution.resolved()
         cos, sin = jax.lax.optimization_barrier(self.rotary(start[:, None] + jnp.arange(features.shape[1])))
         keys, values = list(cache.k), list(cache.v)
         for index in range(len(self.layers)):
             k, v = self.context(index, features, cos, sin)
-            keys[index], values[index] = write_windows(
-                keys[index], values[index], k, v, start, execution=self.execution
-            )
+            keys[index], values[index] = write_windows(keys[index], values[index], k, v, start, kernel=kernel)
         return KVCache(k=tuple(keys), v=tuple(values))
 
     def blocks(

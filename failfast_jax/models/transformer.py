@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.config import ModelConfig, RopeConfig
 from failfast_jax.kernels.reference import dense_attention
-from failfast_jax.models.attention import ONE_DEVICE, Execution, cached_attention, write_windows
+from failfast_jax.models.attention import ONE_DEVICE, Execution, cached_attention, total, write_windows
 from failfast_jax.models.cache import KVCache, round_up
+from failfast_jax.sharding import constrain, parameter_specs
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -67,13 +69,16 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (*out_shape, in_size), dtype) * scale)
         self.bias = nnx.Param(jnp.zeros(out_shape, dtype)) if bias else None
 
-    def __call__(self, x: Float[Array, "*R I"], preferred: jnp.dtype | None = None) -> Float[Array, "*R O"]:
+    def __call__(
+        self, x: Float[Array, "*R I"], preferred: jnp.dtype | None = None, over: str | None = None
+    ) -> Float[Array, "*R O"]:
+        """`over`: mesh axis over which the inputs are spread, inside a `shard_map`."""
         weight = self.weight[...]
         weight = weight.reshape(-1, weight.shape[-1])
         y = jax.lax.dot_general(
             x.reshape(-1, x.shape[-1]), weight, (((1,), (1,)), ((), ())), preferred_element_type=preferred
         )
-        y = y.reshape(*x.shape[:-1], -1)
+        y = total(y.reshape(*x.shape[:-1], -1), over)
         return y if self.bias is None else y + self.bias[...].reshape(-1)
 
 
@@ -104,12 +109,13 @@ class Attention(nnx.Module):
         batch, width, _ = x.shape
         config = self.config
         group = config.num_heads // config.num_kv_heads
-        qkv = self.qkv(x).reshape(batch, width, config.num_kv_heads, group + 2, config.head_dim)
-        q = qkv[..., :group, :].reshape(batch, width, config.num_heads, config.head_dim)
+        # A device may hold a part of the heads: the weight knows how many.
+        qkv = self.qkv(x).reshape(batch, width, -1, group + 2, config.head_dim)
+        q = qkv[..., :group, :].reshape(batch, width, -1, config.head_dim)
         return apply_rope(q, cos, sin), apply_rope(qkv[..., group, :], cos, sin), qkv[..., group + 1, :]
 
-    def output(self, heads: Float[Array, "B W N H"]) -> Float[Array, "B W E"]:
-        return self.o(heads.reshape(*heads.shape[:2], -1))
+    def output(self, heads: Float[Array, "B W N H"], over: str | None = None) -> Float[Array, "B W E"]:
+        return self.o(heads.reshape(*heads.shape[:2], -1), over=over)
 
 
 class MLP(nnx.Module):
@@ -120,9 +126,9 @@ class MLP(nnx.Module):
         self.gate_up = make((2, config.intermediate_size), config.hidden_size)
         self.down = make((config.hidden_size,), config.intermediate_size)
 
-    def __call__(self, x: Float[Array, "B W E"]) -> Float[Array, "B W E"]:
+    def __call__(self, x: Float[Array, "B W E"], over: str | None = None) -> Float[Array, "B W E"]:
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        return self.down(jax.nn.silu(gate) * up, over=over)
 
 
 class Layer(nnx.Module):
@@ -136,11 +142,19 @@ class Layer(nnx.Module):
 @functools.partial(jax.jit, static_argnums=(8, 9))
 def _layer_window(layer: Layer, x, k_cache, v_cache, cos, sin, start, live, block_size, execution: Execution):
     """One layer of `Decoder.window`. The inner jit is traced once for all layers, not once for each."""
-    q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
-    k_cache, v_cache = write_windows(k_cache, v_cache, k, v, start, execution=execution)
-    heads = cached_attention(q, k_cache, v_cache, start, live, block_size, execution=execution)
-    x = execution.replicated(x + layer.attention.output(heads))
-    return execution.replicated(x + layer.mlp(layer.post_norm(x))), k_cache, v_cache
+    kernel = execution.resolved()
+
+    def run(layer: Layer, x, k_cache, v_cache, cos, sin, start, live):
+        q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
+        k_cache, v_cache = write_windows(k_cache, v_cache, k, v, start, kernel=kernel)
+        heads = cached_attention(q, k_cache, v_cache, start, live, block_size, kernel=kernel)
+        x = x + layer.attention.output(heads, execution.heads)
+        return x + layer.mlp(layer.post_norm(x), execution.mlp), k_cache, v_cache
+
+    rows, cache = P(execution.batch), P(execution.batch, execution.heads)
+    specs = (parameter_specs(layer, execution), rows, cache, cache, rows, rows, rows, P())
+    run = execution.per_device(run, specs, (rows, cache, cache))
+    return run(layer, x, k_cache, v_cache, cos, sin, start, live)
 
 
 class Decoder(nnx.Module):
@@ -173,7 +187,22 @@ class Decoder(nnx.Module):
 
     def init_cache(self, batch: int, capacity: int) -> KVCache:
         """Empty cache for `batch` sequences of at most `capacity` positions, in the model's dtype."""
-        return KVCache.zeros(self.config, batch, capacity, self.dtype)
+        cache = KVCache.zeros(self.config, batch, capacity, self.dtype)
+        return constrain(cache, self.execution, P(self.execution.batch, self.execution.heads))
+
+    def embedded(self, tokens: Int[Array, "*R"]) -> Float[Array, "*R E"]:
+        """Input embeddings."""
+        axis = self.execution.vocab
+        if axis is None:
+            return self.embed[...][tokens]
+
+        def look_up(embed, tokens):
+            local = tokens - jax.lax.axis_index(axis) * embed.shape[0]
+            inside = (local >= 0) & (local < embed.shape[0])
+            return total(jnp.where(inside[..., None], embed[jnp.where(inside, local, 0)], 0), axis)
+
+        rows = P(self.execution.batch)
+        return self.execution.per_device(look_up, (P(axis), rows), rows)(self.embed[...], tokens)
 
     def _rotary(self, positions: Int[Array, "B W"]) -> tuple[Array, Array]:
         rope = self.config.rope
@@ -207,7 +236,7 @@ class Decoder(nnx.Module):
         config = self.config
         positions = start[:, None] + jnp.arange(tokens.shape[1])
         cos, sin = self._rotary(positions)
-        x = self.embed[...][tokens]
+        x = self.embedded(tokens)
         keys, values, features = list(cache.k), list(cache.v), {}
         for index, layer in enumerate(self.layers):
             x, keys[index], values[index] = _layer_window(
@@ -225,10 +254,12 @@ class Decoder(nnx.Module):
     def logits_of(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R V"]:
         """Float32 logits of hidden states that `window` returned."""
         if self.head is not None:
-            return self.head(hidden, jnp.float32)
-        return jax.lax.dot_general(
-            hidden, self.embed[...], (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
+            logits = self.head(hidden, jnp.float32)
+        else:
+            logits = jax.lax.dot_general(
+                hidden, self.embed[...], (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            )
+        return constrain(logits, self.execution, P(*[P.UNCONSTRAINED] * (logits.ndim - 1), self.execution.vocab))
 
     def forward(self, ids: Int[Array, "B L"], length: Int[Array, ""] | None = None) -> Float[Array, "B L V"]:
         """Float32 logits of whole sequences, without a cache; pure, traceable and differentiable.

@@ -1,0 +1,93 @@
+"""Answers on 8 simulated devices, and on one; prints what differs as JSON.
+
+Run as a script, in a process of its own: the number of devices is fixed when JAX is first used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+from checkpoint_files import GOLDEN
+from tiny_models import diffusion_config, random_bound, random_model, tiny_config
+
+from failfast_jax import FailFast
+from failfast_jax.config import OptionError
+
+PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [5] * 20]
+OPTIONS = {"failfast": {"spec_len": 4, "max_spec_len": 8, "tau": 0.2}, "vanilla": {}, "lookup": {}}
+
+
+def answers(engine: FailFast, method: str, batch: int) -> list[list[int]]:
+    results = engine.generate(PROMPTS[:batch], method=method, max_new_tokens=20, ignore_eos=True, **OPTIONS[method])
+    return [result.output_ids for result in results]
+
+
+def collectives(engine: FailFast) -> dict[str, int]:
+    """Collective operations in one target pass of 8 rows, by kind."""
+    target = engine.target
+    cache = jax.jit(lambda: target.init_cache(1, 128))()
+
+    def run(target, cache, tokens, start):
+        hidden, cache, _ = target.window(tokens, cache, start, start[0] + 8)
+        return target.logits_of(hidden).max(-1), cache
+
+    tokens, start = jax.numpy.zeros((1, 8), int), jax.numpy.zeros((1,), int)
+    hlo = jax.jit(run, donate_argnums=1).lower(target, cache, tokens, start).compile().as_text()
+    kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    return {kind: len(re.findall(rf" {kind}(?:-start)?\(", hlo)) for kind in kinds}
+
+
+def main() -> None:
+    report: dict[str, object] = {}
+    config = tiny_config(num_heads=16, num_kv_heads=4, hidden_size=64, intermediate_size=64)
+    target, drafter = random_model(config), random_model(diffusion_config(num_heads=4, num_kv_heads=2))
+    engines = {"1": FailFast(target, drafter)}
+    for tensor, data in ((2, 1), (4, 1), (8, 1), (4, 2)):
+        engines[f"{tensor}x{data}"] = FailFast(target, drafter, tensor_parallel=tensor, data_parallel=data)
+    for batch in (1, 4):
+        expected = answers(engines["1"], "vanilla", batch)
+        report |= {
+            f"{name}, {method}, batch {batch}": answers(engine, method, batch) == expected
+            for name, engine in engines.items()
+            for method in OPTIONS
+            if name != "4x2" or (batch == 4 and method == "failfast")
+        }
+    report["collectives of a pass of two layers"] = collectives(engines["4x1"])
+
+    # From files, each device its part.
+    folders = GOLDEN / "qwen2_target_160", GOLDEN / "fast_dllm_v2_untied"
+    spread, whole = FailFast(*folders, tensor_parallel=2), FailFast(*folders)
+    report["from files"] = answers(spread, "failfast", 1) == answers(whole, "vanilla", 1)
+    weight = spread.target.layers[0].attention.qkv.weight[...]
+    report["a device's part of the heads"] = weight.addressable_shards[0].data.shape[0] / weight.shape[0]
+
+    bound = random_bound(target)
+    conditioned = FailFast(target, bound, tensor_parallel=4)
+    report["target-conditioned"] = (
+        conditioned.generate(PROMPTS[:1], method="failfast", max_new_tokens=20, ignore_eos=True, lookup_min=2)[
+            0
+        ].output_ids
+        == answers(engines["1"], "vanilla", 1)[0]
+    )
+
+    report["errors"] = []
+    for options, prompts in (
+        ({"tensor_parallel": 16}, PROMPTS),
+        ({"tensor_parallel": 3}, PROMPTS),
+        ({"data_parallel": 2}, PROMPTS[:3]),
+    ):
+        try:
+            FailFast(target, drafter, **options).generate(prompts, method="vanilla", max_new_tokens=2)
+        except OptionError as error:
+            report["errors"].append(str(error))
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

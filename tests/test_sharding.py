@@ -1,0 +1,89 @@
+"""Models spread over 8 simulated devices give the tokens of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+from tiny_models import random_model, tiny_config
+
+from failfast_jax import sharding
+from failfast_jax.config import OptionError
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    """What `tensor_parallel.py` prints."""
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "tensor_parallel.py")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_split_gives_the_tokens_of_one_device(report):
+    verdicts = {name: equal for name, equal in report.items() if isinstance(equal, bool)}
+    assert len(verdicts) > 20 and all(verdicts.values()), verdicts
+
+
+def test_a_layer_costs_two_sums_over_devices_and_nothing_else(report):
+    # Two layers, the embedding, and the maximum over the vocabulary.
+    assert report["collectives of a pass of two layers"] == {
+        "all-reduce": 2 * 2 + 1 + 1,
+        "all-gather": 0,
+        "all-to-all": 0,
+        "collective-permute": 0,
+        "reduce-scatter": 0,
+    }
+
+
+def test_weights_load_into_their_shards(report):
+    assert report["a device's part of the heads"] == 0.5
+
+
+def test_what_cannot_be_spread_is_refused(report):
+    devices, heads, batch = report["errors"]
+    assert devices == "--tensor-parallel 16 (x 1 data-parallel): there are 8 cpu devices"
+    assert heads.startswith("--tensor-parallel 3: 16 query heads in 4 groups")
+    assert batch.startswith("a batch of 3 over 2 data-parallel groups")
+
+
+@pytest.mark.parametrize(
+    "kv_heads, heads, devices, copies", [(8, 40, 8, 1), (2, 12, 4, 2), (4, 28, 8, None), (3, 9, 2, None), (1, 8, 8, 8)]
+)
+def test_kv_heads_are_copied_where_there_are_fewer_than_devices(kv_heads, heads, devices, copies):
+    assert sharding.kv_copies(tiny_config(num_heads=heads, num_kv_heads=kv_heads), devices) == copies
+
+
+def test_every_parameter_has_a_place():
+    model = random_model(tiny_config(tie_embeddings=False, o_bias=True, mlp_bias=True))
+    mesh = sharding.mesh_of(jax.devices()[:1])
+    execution = sharding.execution_of(model.config, mesh)
+    assert all(isinstance(s, P) for s in jax.tree.leaves(sharding.parameter_specs(model, execution)))
+    with pytest.raises(ValueError, match="unknown.thing"):
+        sharding.parameter_spec("unknown.thing", execution)
+
+
+def test_an_unknown_kernel_is_refused():
+    from failfast_jax.models.attention import Execution
+
+    with pytest.raises(ValueError, match="'cuda': must be one of reference, tpu"):
+        Execution(kernel="cuda")
+
+
+def test_too_many_devices_are_refused():
+    with pytest.raises(OptionError, match="--tensor-parallel 4096"):
+        sharding.make_mesh(4096)

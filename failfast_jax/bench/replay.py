@@ -499,32 +499,32 @@ def plot(summary: dict[str, Any], folder: Path) -> None:
     bars = [(r["target"], case) for r in summary["targets"] if "skipped" not in r for case in r["cases"]]
     if not bars:
         return
-    figure = figure_class()(figsize=(13, 1.6 + 0.45 * len(bars)), layout="constrained")
+    figure = figure_class()(figsize=(13, 2.4 + 0.5 * len(bars)), layout="constrained")
     left, right = figure.subplots(1, 2)
     figure.suptitle(f"Replay: injected acceptance, random weights ({summary['machine']['device']})")
-    places = range(len(bars), 0, -1)
-    labels = [f"{target} {case['dataset']}\npasses: {case['passes']}" for target, case in bars]
+    places = list(range(len(bars), 0, -1))
     colours = {"drafter": "#e0912f", "verify": "#1f5fa8", "bookkeeping": "#7a7a7a", "rest": "#c9ced6"}
     begun = np.zeros(len(bars))
     for part, colour in colours.items():
         values = np.maximum([case["parts_ms"][part] for _, case in bars], 0)
         left.barh(places, values, left=begun, color=colour, label=part, height=0.6)
         begun += values
-    floors = [case["floor_ms"] for _, case in bars]
-    left.plot(floors, list(places), "|", color="black", markersize=14, markeredgewidth=2, label="memory floor")
-    left.set(xlabel="ms a round", title="where a round's time goes")
+    mark = {"linestyle": "none", "color": "black", "markersize": 14, "markeredgewidth": 2}
+    left.plot([case["floor_ms"] for _, case in bars], places, marker="|", label="memory floor", **mark)
+    whole = [case["round_ms"] for _, case in bars]
+    left.plot(whole, places, marker="|", label="measured round", **mark | {"color": "#b3261e"})
+    left.set(xlabel="ms a round, each part timed apart", title="where a round's time goes")
     right.barh(places, [case["speedup"] for _, case in bars], color="#1f5fa8", height=0.6, label="replay")
-    for key, marker, label in (("speedup_at_floor", "|", "at the memory floor"), ("papers_speedup", "D", "paper's")):
-        size = 14 if marker == "|" else 6
-        values = [case[key] for _, case in bars]
-        right.plot(
-            values, list(places), marker, color="black" if size == 14 else "#b3261e", markersize=size, label=label
-        )
+    right.plot([case["speedup_at_floor"] for _, case in bars], places, marker="|", label="at the memory floor", **mark)
+    paper = [case["papers_speedup"] for _, case in bars]
+    right.plot(paper, places, "D", color="#e0912f", label="the paper's own (modelled latencies)")
     right.set(xlabel="speedup over vanilla in the same run", title="speedup")
-    for axis in (left, right):
-        axis.set_yticks(list(places), labels, fontsize=8)
+    for axis, side in ((left, "left"), (right, "right")):
+        axis.set_yticks(places, [f"{target} {case['dataset']}\npasses: {case['passes']}" for target, case in bars])
+        axis.tick_params(axis="y", labelsize=8)
         axis.set_xlim(left=0)
-        axis.legend(fontsize=8, loc="lower right")
+        handles, labels = axis.get_legend_handles_labels()
+        figure.legend(handles, labels, fontsize=8, ncols=3, loc=f"outside lower {side}")
     figure.savefig(folder / "replay.png", dpi=120)
     figure.savefig(folder / "replay.svg")
 

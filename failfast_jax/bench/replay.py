@@ -72,6 +72,7 @@ LONGEST = 70
 DEFAULT_CAP = 60
 """The engine's own cap: a verify of 61 rows is timed beside that of the paper's 71."""
 REAL = ("qwen2.5-32b", "qwen2.5-14b", "qwen2.5-7b")
+MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is the old name
 MEMORY_FRACTION = "0.95"
 """Share of a GPU's memory that JAX may take; its default of 0.75 is too little for 32B on 80 GB."""
 
@@ -236,21 +237,22 @@ class Bench:
             executables[name] = program.compile(models, caches, self._start(self.configs), last)
         self.compile_s = time.perf_counter() - start
         analyses = [executable.memory_analysis() for executable in executables.values()]
-        self.needed = nbytes((models, caches)) + max(a.temp_size_in_bytes for a in analyses if a)
+        self.needed = nbytes((models, caches)) + max((a.temp_size_in_bytes for a in analyses if a), default=0)
         check_memory(self.needed, "weights, caches and the largest program's temporaries")
 
         bar.set_postfix_str("making weights")
-        self.models, self.caches = self._filled(models), random_arrays(caches, settings.seed)
+        # The drafter's tau gets some value, too: the drawn lengths decide, and nothing looks at it.
+        self.models, self.caches = random_arrays((models, caches), settings.seed)
         jax.block_until_ready((self.models, self.caches))
-        self.timed = {("vanilla",): self._timed(executables["vanilla",], programs["vanilla",], self._count("vanilla"))}
+        counts = {kind: np.int32(count) for kind, count in self.steps.items()}
+        self.timed = {("vanilla",): self._timed(executables["vanilla",], programs["vanilla",], counts["vanilla"])}
         for index, case in enumerate(self.cases):
             name = ("replay", case.passes)
-            draws = jax.device_put(case.draws)
-            self.timed["replay", index] = self._timed(executables[name], programs[name], draws)
+            self.timed["replay", index] = self._timed(executables[name], programs[name], jax.device_put(case.draws))
         for name in programs:
             if name[0] in ("verify", "pass"):
-                self.timed[name] = self._timed(executables[name], programs[name], self._count("part"))
-        self.timed["bookkeeping",] = self._bookkeeping(programs["replay", settings.passes[0]])
+                self.timed[name] = self._timed(executables[name], programs[name], counts["part"])
+        self.timed["bookkeeping",] = self._bookkeeping(capacity)
 
     def _models(self, configs: dict[str, ModelConfig]) -> dict[str, Any]:
         """Shapes of the target and of the drafter around its model."""
@@ -265,10 +267,6 @@ class Bench:
         models = {"model": shapes["model"], "drafter": drafter}
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), models)
 
-    def _filled(self, models: dict[str, Any]) -> dict[str, Any]:
-        # tau is not looked at, as draws decide; any value will do.
-        return random_arrays(models, self.settings.seed)
-
     def _start(self, configs: dict[str, ModelConfig]) -> Start:
         """A random context, and the engine's settings for greedy decoding without stop tokens."""
         rng = np.random.default_rng(self.settings.seed)
@@ -276,9 +274,6 @@ class Bench:
         tokens = rng.integers(0, vocab, (1, self.settings.context))
         eos = jnp.asarray(round.pad_eos(()), jnp.int32)
         return Start(jnp.asarray(tokens, jnp.int32), round.greedy_sampling(1), eos)
-
-    def _count(self, what: str) -> np.int32:
-        return np.int32(self.steps[what])
 
     def _programs(self, drafter: Wide, capacity: int) -> dict[Key, Program]:
         """Everything that is compiled for the pair."""
@@ -306,11 +301,14 @@ class Bench:
         models, start = [self.models[name] for name in program.models], self._start(self.configs)
         return Timed(lambda caches: executable(*models, caches, start, last))
 
-    def _bookkeeping(self, program: Program) -> Timed:
+    def _bookkeeping(self, capacity: int) -> Timed:
         """The first case's rounds around hollow models, which have caches of their own."""
         configs = {name: hollow(config) for name, config in self.configs.items()}
-        models = self._filled(self._models(configs))
-        own = list(random_arrays(abstract_caches(configs.values(), self.length, self.settings.dtype), 0))
+        caches = abstract_caches(configs.values(), self.length, self.settings.dtype)
+        models, caches = random_arrays((self._models(configs), caches), self.settings.seed)
+        own = list(caches)
+        static = {"capacity": capacity, "plan": self.plan, "extra": False}
+        program = Program(replay_program, ("model", "drafter"), static)
         start, draws = self._start(configs), jax.device_put(self.cases[0].draws)
         executable = program.compile(models, tuple(own), start, draws)
 
@@ -593,7 +591,8 @@ def check_room(name: str, settings: Settings) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         figure_class()  # before hours of measuring
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+    if not any(name in os.environ for name in MEMORY_VARIABLES):  # read when JAX first meets the device
+        os.environ[MEMORY_VARIABLES[0]] = MEMORY_FRACTION
     settings = check(args)
     on_cpu = jax.default_backend() == "cpu"
     names = [args.target] if args.target else [*REAL, *(["tiny"] if on_cpu else [])]

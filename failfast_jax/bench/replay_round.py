@@ -80,8 +80,9 @@ def drafter_pass(
 ) -> tuple[KVCache, Int[Array, "B W"]]:
     """One pass over a window; what it proposes changes the next pass's tokens, so that none can be left out."""
     hidden, cache, _ = drafter.model.window(tokens, cache, start, jnp.max(start) + tokens.shape[1])
-    proposed, _ = drafter.propose(hidden[:, : drafter.spec_len])
-    return cache, tokens.at[:, : drafter.spec_len].set(proposed)
+    first = slice(0, drafter.spec_len)
+    proposed, confidence = drafter.propose(hidden[:, first])
+    return cache, tokens.at[:, first].set(jnp.where(confidence >= 0, proposed, tokens[:, first]))
 
 
 def spend(drafter: Wide, state: DecodeState, count: Int[Array, ""]) -> DecodeState:

@@ -24,7 +24,7 @@ def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
 
 _SMALL = {"vocab_size": 151_936, "tie_embeddings": True}
 _DIFFUSION = {"model_type": FAST_DLLM_MODEL_TYPE, "block_size": 32}
-_TINY = {"head_dim": 8, "vocab_size": 64}
+_TINY = {"head_dim": 8, "vocab_size": 96}
 
 SHAPES: dict[str, ModelConfig] = {
     #                    hidden  intermediate  layers  heads  KV heads
@@ -34,7 +34,7 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8),
     "fast-dllm-v2-1.5b": _qwen2(1536, 8960, 28, 12, 2, **_SMALL, **_DIFFUSION, mask_token_id=FAST_DLLM_MASK_TOKEN),
     "tiny": _qwen2(16, 24, 1, 4, 2, **_TINY),
-    "tiny-drafter": _qwen2(16, 24, 1, 2, 1, **_TINY, **_DIFFUSION, mask_token_id=63, tie_embeddings=True),
+    "tiny-drafter": _qwen2(16, 24, 1, 2, 1, **_TINY, **_DIFFUSION, mask_token_id=95, tie_embeddings=True),
 }
 """Qwen2.5 and Fast-dLLM v2 as published on the Hugging Face Hub; the tiny pair is for trying things out."""
 

@@ -238,9 +238,9 @@ def test_every_pass_is_executed_on_the_device(ran):
     for extra in (False, True):
         text = ran.texts["replay_program", extra]
         assert not re.search(f"{HOST_TRANSFERS}|{CALLBACKS}", text)
-        assert re.search(r"f32\[(1,)?72,64\]\S* dot\(", text)
+        assert re.search(r"f32\[(1,)?72,96\]\S* dot\(", text)
         # A pass of the drafter looks at ten rows; the added passes have a head of their own.
-        assert len(re.findall(r"f32\[(?:1,)?10,64\]\S* dot\(", text)) == (3 if extra else 2)
+        assert len(re.findall(r"f32\[(?:1,)?10,96\]\S* dot\(", text)) == (3 if extra else 2)
 
 
 def test_a_finished_target_is_not_run_again(ran, monkeypatch, capsys):

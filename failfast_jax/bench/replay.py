@@ -60,6 +60,7 @@ from failfast_jax.bench.shapes import DRAFTERS, SHAPES, TARGETS
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.config import ModelConfig
 from failfast_jax.drafters import Drafter, Wide
+from failfast_jax.models.attention import KERNELS, Execution
 from failfast_jax.models.cache import round_up
 from failfast_jax.state import RoundLog
 
@@ -88,6 +89,8 @@ class Settings:
     context: int
     dtype: str
     platform: str
+    kernel: str | None
+    """Attention kernel; None: the platform's."""
     seed: int
     repeats: int
     copy_mib: int
@@ -257,6 +260,8 @@ class Bench:
     def _models(self, configs: dict[str, ModelConfig]) -> dict[str, Any]:
         """Shapes of the target and of the drafter around its model."""
         shapes = {name: abstract_model(config, self.settings.dtype) for name, config in configs.items()}
+        for shape in shapes.values():
+            shape.execution = Execution(kernel=self.settings.kernel)
         drafter = Wide(
             model=shapes["drafter"],
             vocab=configs["model"].vocab_size,
@@ -349,6 +354,7 @@ class Bench:
         widths = [key[1] for key in self.timed if key[0] == "pass"]
         record = {
             "target": name,
+            "kernel": self.models["model"].execution.resolved(),
             "bandwidth_bytes_per_s": speed,
             "weight_bytes": {"target": weight_bytes(target, itemsize), "drafter": weight_bytes(drafter, itemsize)},
             "cache_bytes_per_position": {
@@ -446,7 +452,8 @@ def report(summary: dict[str, Any]) -> str:
     parts = [
         f"**{NOTICE}**",
         f"{host['device']}, JAX {host['jax']}, {host['date']}; drafter {settings['drafter']}, {settings['dtype']}, "
-        f"batch 1, context {settings['context']}, {settings['rounds']} rounds, seed {settings['seed']}. The floor is "
+        f"batch 1, context {settings['context']}, {settings['rounds']} rounds, seed {settings['seed']}, attention "
+        f"kernel {settings['kernel'] or 'as the platform has it'}. The floor is "
         "what has to be read (weights, live cache) at the measured bandwidth of a copy.",
     ]
     rows = []
@@ -571,6 +578,7 @@ def check(args: argparse.Namespace) -> Settings:
         context=args.context,
         dtype=args.dtype,
         platform=args.platform or jax.default_backend(),
+        kernel=args.kernel,
         seed=args.seed,
         repeats=args.repeats,
         copy_mib=args.copy_mib,
@@ -658,6 +666,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", metavar="n", type=int, default=1024, help="committed tokens at the beginning")
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="plan widths as there (default: as here)")
+    parser.add_argument("--kernel", choices=KERNELS, help="of attention (default: the platform's)")
     parser.add_argument("--seed", metavar="n", type=int, default=0, help="of weights and draws")
     parser.add_argument("--repeats", metavar="n", type=int, default=3, help="timed runs; medians are reported")
     parser.add_argument("--copy-mib", metavar="n", type=int, default=1024, help="array that measures bandwidth")

@@ -212,7 +212,7 @@ def test_the_rounds_follow_the_draws(ran):
 def test_the_report_is_whole(ran):
     (record,) = ran.summary["targets"]
     assert "acceptance injected" in ran.summary["what"] and "agrees_long" in ran.summary["law"]
-    assert set(record["bandwidth_bytes_per_s"]) == {"copy", "read"}
+    assert set(record["bandwidth_bytes_per_s"]) == {"copy", "read"} and record["kernel"] == "reference"
     copied = record["bandwidth_bytes_per_s"]["copy"]
     target, drafter = SHAPES["tiny"], SHAPES["tiny-drafter"]
     assert record["vanilla"]["steps"] == record["cases"][0]["tokens"]
@@ -303,7 +303,7 @@ def test_the_32b_pair_fits_80_gb(monkeypatch):
     monkeypatch.setattr(replay, "check_memory", lambda size, what: needed.append(size))
     monkeypatch.setattr(replay, "random_arrays", stop)
     settings = replay.Settings(
-        *("fast-dllm-v2-1.5b", ("MATH",), ("paper",)), 128, 1024, "bfloat16", "gpu", seed=0, repeats=1, copy_mib=1
+        *("fast-dllm-v2-1.5b", ("MATH",), ("paper",)), 128, 1024, "bfloat16", "gpu", None, seed=0, repeats=1, copy_mib=1
     )
     bar = types.SimpleNamespace(set_postfix_str=lambda text: None)
     with pytest.raises(Made):

@@ -1,0 +1,237 @@
+"""The compiled round with drawn lengths, and what its rounds will do: the programs that `bench.replay` times.
+
+Weights are random there, so drafts mean nothing. The drafter's own expansion runs with a stopping rule that ends at
+the drawn length, the target's own verify follows, and its picks are overwritten so that exactly the drawn number of
+tokens agrees. Every pass of both models is executed, and nothing leaves the device inside the loop.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from failfast_jax import round
+from failfast_jax.bench.acceptance import CHUNK
+from failfast_jax.bench.limits import pass_bytes
+from failfast_jax.config import ModelConfig
+from failfast_jax.drafters import Chunk, Drafter, Wide
+from failfast_jax.drafters.diffusion import BlockState, gather_window
+from failfast_jax.models.cache import KVCache, round_up
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.state import DecodeState, Draft, RoundLog, Sampling, Verified
+
+Caches = tuple[KVCache, ...]
+"""The target's, then the drafter's."""
+
+
+@flax.struct.dataclass
+class Draws:
+    """What is imposed on each round."""
+
+    chunks: Int[Array, " R"]
+    """Chunks of the draft."""
+    accepted: Int[Array, " R"]
+    """Drafted tokens that agree."""
+    extra: Int[Array, " R"]
+    """Drafter passes beyond those of the chunks."""
+
+
+@flax.struct.dataclass
+class Start:
+    """What a program begins with, weights and caches apart."""
+
+    tokens: Int[Array, "B C"]
+    """The committed context."""
+    sampling: Sampling
+    eos: Int[Array, " N"]
+
+
+def begin(
+    target: Decoder, drafter: Drafter, caches: tuple[KVCache, ...], start: Start, capacity: int, plan: round.Plan
+) -> DecodeState:
+    """A state whose prompt is committed and cached: `caches` (the target's, then the drafter's) hold anything."""
+    batch, context = start.tokens.shape
+    length = jnp.full((batch,), context, jnp.int32)
+    state = round.init_state(
+        target,
+        drafter,
+        tokens=start.tokens,
+        prompt_length=length,
+        max_new_tokens=jnp.full_like(length, capacity),
+        eos=start.eos,
+        sampling=start.sampling,
+        capacity=capacity,
+        plan=plan,
+    )
+    state = state.replace(target=caches[0])
+    if len(caches) > 1:
+        cached = drafter.whole_blocks(state.committed)
+        state = state.replace(drafter=BlockState(cache=caches[1], cached=cached))
+    return state
+
+
+def drafter_pass(
+    drafter: Wide, cache: KVCache, tokens: Int[Array, "B W"], start: Int[Array, " B"]
+) -> tuple[KVCache, Int[Array, "B W"]]:
+    """One pass over a window; what it proposes changes the next pass's tokens, so that none can be left out."""
+    hidden, cache, _ = drafter.model.window(tokens, cache, start, jnp.max(start) + tokens.shape[1])
+    first = slice(0, drafter.spec_len)
+    proposed, confidence = drafter.propose(hidden[:, first])
+    return cache, tokens.at[:, first].set(jnp.where(confidence >= 0, proposed, tokens[:, first]))
+
+
+def spend(drafter: Wide, state: DecodeState, count: Int[Array, ""]) -> DecodeState:
+    """`count` more drafter passes over the block that is not yet final, as the authors' code makes them."""
+    at = state.drafter.cached
+    tokens = gather_window(drafter.masked_text(state.committed), at, drafter.block)
+
+    def body(_, carry):
+        return drafter_pass(drafter, *carry, at)
+
+    cache, _ = jax.lax.fori_loop(0, count, body, (state.drafter.cache, tokens))
+    return state.replace(drafter=state.drafter.replace(cache=cache))
+
+
+def inject(proposal: Draft, verified: Verified, accepted: Int[Array, ""], vocab: int) -> Verified:
+    """Picks of which exactly the first `accepted` agree with the draft; behind them, the target's own."""
+    # Nothing may tell XLA that some of the target's picks are not looked at.
+    picks = jax.lax.optimization_barrier(verified.picks)
+    drafted = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+    columns = jnp.arange(picks.shape[1])
+    other = jnp.where(picks == drafted, (picks + 1) % vocab, picks)
+    picks = jnp.where(columns < accepted, drafted, jnp.where(columns == accepted, other, picks))
+    return verified.replace(picks=picks)
+
+
+def replay_step(
+    target: Decoder, drafter: Wide, state: DecodeState, draws: Draws, *, plan: round.Plan, extra: bool
+) -> DecodeState:
+    """`round.step` with the drawn lengths."""
+    index = state.log.round
+    wanted = draws.chunks[index] * drafter.spec_len
+
+    def at_the_drawn_length(chunk: Chunk):
+        return chunk.drafted >= wanted
+
+    proposal, state = round.draft(drafter, state, at_the_drawn_length)
+    if extra:
+        state = spend(drafter, state, draws.extra[index])
+        proposal = proposal.replace(passes=proposal.passes + draws.extra[index])
+    verified, state = round.verify(target, drafter, state, proposal, plan=plan)
+    verified = inject(proposal, verified, draws.accepted[index], target.config.vocab_size)
+    return round.accept(drafter, state, proposal, verified)
+
+
+def replay_program(
+    target: Decoder,
+    drafter: Wide,
+    caches: Caches,
+    start: Start,
+    draws: Draws,
+    *,
+    capacity: int,
+    plan: round.Plan,
+    extra: bool,
+) -> tuple[Caches, RoundLog]:
+    """All rounds in one loop, as `round.generate` makes them."""
+    rounds = draws.accepted.shape[0]
+    state = jax.lax.while_loop(
+        lambda s: jnp.any(s.running) & (s.log.round < rounds),
+        lambda s: replay_step(target, drafter, s, draws, plan=plan, extra=extra),
+        begin(target, drafter, caches, start, capacity, plan),
+    )
+    return (state.target, state.drafter.cache), state.log
+
+
+def vanilla_program(
+    target: Decoder, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, plan: round.Plan
+) -> tuple[Caches, RoundLog]:
+    """Plain decoding: the engine's own loop around the drafter that proposes nothing."""
+    drafter = Drafter()
+    state = begin(target, drafter, caches[:1], start, capacity, plan)
+    state = round.generate(target, drafter, state, steps, plan=plan)
+    return (state.target, *caches[1:]), state.log
+
+
+def verify_program(
+    target: Decoder, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, width: int
+) -> tuple[Caches, Int[Array, "B W"]]:
+    """`steps` verifies of `width` rows at the same place; each one's picks are the next one's tokens."""
+    drafter, plan = Drafter(), round.Plan((width,), (width,), (width,))
+    state = begin(target, drafter, caches[:1], start, capacity, plan)
+    batch, context = start.tokens.shape
+    length = jnp.full((batch,), width - 1, jnp.int32)
+    confidence = jnp.zeros((batch, width - 1))
+
+    def body(_, carry):
+        state, picks = carry
+        state = state.replace(tokens=state.tokens.at[:, context - 1].set(picks[:, -1]))
+        proposal = Draft(tokens=picks[:, :-1], confidence=confidence, length=length, passes=jnp.zeros_like(length))
+        verified, state = round.verify(target, drafter, state, proposal, plan=plan)
+        return state, verified.picks
+
+    state, picks = jax.lax.fori_loop(0, steps, body, (state, jnp.zeros((batch, width), jnp.int32)))
+    return (state.target, *caches[1:]), picks
+
+
+def pass_program(
+    drafter: Wide, caches: Caches, start: Start, steps: Int[Array, ""], *, width: int
+) -> tuple[Caches, Int[Array, "B W"]]:
+    """`steps` drafter passes over a window of `width` that begins where a round's first pass begins."""
+    batch, context = start.tokens.shape
+    at = jnp.full((batch,), (context - 1) // drafter.block * drafter.block, jnp.int32)
+
+    def body(_, carry):
+        return drafter_pass(drafter, *carry, at)
+
+    tokens = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
+    cache, tokens = jax.lax.fori_loop(0, steps, body, (caches[1], tokens))
+    return (caches[0], cache), tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Every pass of a replay, known beforehand. A pass is `(width, live cache positions)`."""
+
+    drafter: list[tuple[int, int]]
+    target: list[tuple[int, int]]
+    passes: list[int]
+    """Drafter passes of each round."""
+    tokens: int
+    """Emitted tokens."""
+
+    def bytes_moved(self, target: ModelConfig, drafter: ModelConfig, itemsize: int) -> float:
+        """Bytes that all these passes have to read."""
+        own = sum(pass_bytes(target, live, itemsize) for _, live in self.target)
+        return own + sum(pass_bytes(drafter, live, itemsize) for _, live in self.drafter)
+
+    def counts(self) -> tuple[collections.Counter, collections.Counter]:
+        """Number of the target's and of the drafter's passes by width."""
+        return collections.Counter(w for w, _ in self.target), collections.Counter(w for w, _ in self.drafter)
+
+
+def schedule(chunks, accepted, extra, *, context: int, block: int, window: int, widths: tuple[int, ...]) -> Schedule:
+    """What `Wide` and the verify do with these draws: the same arithmetic as theirs, in Python."""
+    length, cached = context, (context - 1) // block * block
+    drafter, target, passes = [], [], []
+    for count, agreed, more in zip(map(int, chunks), map(int, accepted), map(int, extra)):
+        front = length
+        for _ in range(count):
+            end = round_up(front + CHUNK, block)
+            if end - cached > window:
+                raise AssertionError(f"a pass from {cached} to {end} exceeds the window of {window}")
+            drafter.append((end - cached, end))
+            cached = max(cached, front // block * block)
+            front += CHUNK
+        drafter += [(block, cached + block)] * more
+        passes.append(count + more)
+        drafted = count * CHUNK
+        target.append((next(w for w in widths if w > drafted), length + drafted))
+        length += agreed + 1
+        cached = min(cached, (length - 1) // block * block)
+    return Schedule(drafter, target, passes, length - context)

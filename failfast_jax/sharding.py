@@ -155,7 +155,7 @@ def with_execution(model: Decoder, execution: Execution) -> Decoder:
     def expanded(parameter):
         if parameter is None:
             return None
-        value = parameter[...]
+        value = parameter.get_value()
         shape = jax.eval_shape(expand, value)
         if isinstance(value, jax.ShapeDtypeStruct):
             return parameter.replace(shape)

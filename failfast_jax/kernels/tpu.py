@@ -116,6 +116,11 @@ def _attend(last_tile, q_ref, last_ref, k_ref, v_ref, out_ref, highest_ref, tota
             out_ref[0, head] = (acc_ref[head] / total_ref[head, :, :1]).astype(out_ref.dtype)
 
 
+def _in_hbm(cache: Array, interpret: bool) -> Array:
+    """Keeps XLA from copying a whole cache, dead capacity too, into fast memory and back around each kernel."""
+    return cache if interpret else pltpu.with_memory_space_constraint(cache, pltpu.HBM)
+
+
 def window_attention(
     q: Float[Array, "B W N H"],
     k_cache: Float[Array, "B K S H"],
@@ -146,6 +151,7 @@ def window_attention(
     last = jnp.maximum(visible_until(start[:, None] + jnp.arange(width), block_size), until[:, None])
     # A sequence that has ended may stand beyond what is live: it reads what the others read.
     last_tile = jnp.clip(last.max(1), 0, jnp.maximum(live - 1, 0)) // tile
+    k_cache, v_cache = _in_hbm(k_cache, interpret), _in_hbm(v_cache, interpret)
     last = jnp.tile(last, (1, group))[..., None]
 
     def cache_block(row, part, step, last_tile):
@@ -242,7 +248,7 @@ def write_window(
     capacity = k_cache.shape[2]
     span = min(-(-(width + PACKING - 1) // PACKING) * PACKING, capacity)
     window = pl.BlockSpec((1, kv_heads, width, head_dim), lambda row, start: (row, 0, 0, 0))
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY if interpret else pltpu.HBM)
     part = pltpu.VMEM((kv_heads, span, head_dim), k_cache.dtype)
     return pl.pallas_call(
         _write,
@@ -266,8 +272,8 @@ def write_window(
         start.astype(jnp.int32),
         k.transpose(0, 2, 1, 3).astype(k_cache.dtype),
         v.transpose(0, 2, 1, 3).astype(v_cache.dtype),
-        k_cache,
-        v_cache,
+        _in_hbm(k_cache, interpret),
+        _in_hbm(v_cache, interpret),
     )
 
 

@@ -101,8 +101,7 @@ def write_windows(
 
     The caller keeps `start + W` within the capacity.
     """
-    # XLA's own update of a slice does it as well for one sequence; a batch would take as many of them.
-    if kernel == "tpu" and k.shape[0] > 1:
+    if kernel == "tpu":
         from failfast_jax.kernels import tpu
 
         return tpu.write_window(k_cache, v_cache, k, v, start)

@@ -55,10 +55,11 @@ def parameter_specs(module: Any, execution: Execution) -> Any:
     """`module` with a `PartitionSpec` in the place of each parameter; None on one device."""
     if execution.mesh is None:
         return None
-    return jax.tree_util.tree_map_with_path(lambda path, _: parameter_spec(_name(path), execution), module)
+    return jax.tree_util.tree_map_with_path(lambda path, _: parameter_spec(name_of(path), execution), module)
 
 
-def _name(path: Sequence[Any]) -> str:
+def name_of(path: Sequence[Any]) -> str:
+    """A parameter's name from its path in a pytree of modules."""
     parts = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path]
     return ".".join(part for part in parts if part not in ("", "value"))
 

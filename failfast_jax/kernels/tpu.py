@@ -65,6 +65,20 @@ def attention_cost(
     )
 
 
+def span_of(width: int) -> int:
+    """Cache positions, whole hardware tiles, that a window of `width` touches wherever it begins."""
+    return -(-(width + PACKING - 1) // PACKING) * PACKING
+
+
+def write_cost(*, batch: int, width: int, kv_heads: int, head_dim: int, itemsize: int) -> pl.CostEstimate:
+    """Operations and bytes of `write_window`."""
+    return pl.CostEstimate(
+        flops=4 * batch * kv_heads * span_of(width) * width * head_dim,
+        transcendentals=0,
+        bytes_accessed=2 * batch * kv_heads * head_dim * (2 * span_of(width) + width) * itemsize,
+    )
+
+
 def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
     """The matrix unit multiplies float32 in bfloat16 pieces: all of them, where the caller asked for float32."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
@@ -246,7 +260,7 @@ def write_window(
     """
     batch, width, kv_heads, head_dim = k.shape
     capacity = k_cache.shape[2]
-    span = min(-(-(width + PACKING - 1) // PACKING) * PACKING, capacity)
+    span = min(span_of(width), capacity)
     window = pl.BlockSpec((1, kv_heads, width, head_dim), lambda row, start: (row, 0, 0, 0))
     anywhere = pl.BlockSpec(memory_space=pl.ANY if interpret else pltpu.HBM)
     part = pltpu.VMEM((kv_heads, span, head_dim), k_cache.dtype)
@@ -261,10 +275,8 @@ def write_window(
         ),
         out_shape=[jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (k_cache, v_cache)],
         input_output_aliases={3: 0, 4: 1},
-        cost_estimate=pl.CostEstimate(
-            flops=4 * batch * kv_heads * span * width * head_dim,
-            transcendentals=0,
-            bytes_accessed=2 * batch * kv_heads * head_dim * (2 * span + width) * k_cache.dtype.itemsize,
+        cost_estimate=write_cost(
+            batch=batch, width=width, kv_heads=kv_heads, head_dim=head_dim, itemsize=k_cache.dtype.itemsize
         ),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="write_window",

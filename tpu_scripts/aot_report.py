@@ -1,0 +1,372 @@
+"""Compiles whole answers for TPUs that are not there, and prints what the compiler's output says of them.
+
+    pip install -e ".[aot]" && python tpu_scripts/aot_report.py [--target qwen2.5-32b] [--topology v6e:2x4] [--tp 8]
+
+For each case the round loop (draft, expand, verify, accept, commit, and the loop over rounds) is compiled from
+abstract shapes, without weights in memory, and so are single passes: a verify of 8 and of 72 rows, and a window of the
+drafter. No TPU is needed, and nothing is run: times are estimates, made as `failfast_jax.bench.tpu_cost` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# libtpu reads these when JAX first looks for it.
+for _name, _value in {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+from failfast_jax import accept, round, sharding
+from failfast_jax.bench import limits, tpu_cost
+from failfast_jax.bench.acceptance import published_for
+from failfast_jax.bench.shapes import DRAFTERS, SHAPES, TARGETS
+from failfast_jax.config import GenerationConfig
+from failfast_jax.drafters import METHODS
+from failfast_jax.kernels import tpu
+from failfast_jax.models.cache import KVCache, round_up
+from failfast_jax.models.transformer import Decoder
+
+CONTEXT = 1024
+"""Live positions at which passes are costed."""
+WIDTHS = (8, 72)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    target: str
+    topology: str
+    tp: int
+    dp: int = 1
+    batch: int = 1
+    capacity: int = 8192
+    drafter: str = "fast-dllm-v2-1.5b"
+
+    def __str__(self) -> str:
+        return f"{self.target} {self.topology} tp{self.tp}" + (f" dp{self.dp}" if self.dp > 1 else "")
+
+
+CASES = (
+    Case("qwen2.5-1.5b", "v5e:1x1", 1),
+    Case("qwen2.5-1.5b", "v6e:1x1", 1),
+    Case("qwen2.5-7b", "v5e:2x2", 4),
+    Case("qwen2.5-7b", "v6e:2x2", 4),
+    Case("qwen2.5-7b", "v5p:2x2x1", 4),
+    Case("qwen2.5-7b", "tpu7x:2x2x1", 4),
+    Case("qwen2.5-14b", "v5e:2x2", 4),
+    Case("qwen2.5-14b", "v6e:2x2", 4),
+    Case("qwen2.5-14b", "v5e:2x4", 8),
+    Case("qwen2.5-14b", "v6e:2x4", 8),
+    Case("qwen2.5-32b", "v5e:2x4", 8),
+    Case("qwen2.5-32b", "v5e:2x4", 8, batch=8),
+    Case("qwen2.5-32b", "v6e:2x4", 8),
+    Case("qwen2.5-32b", "v6e:2x4", 8, batch=32),
+    Case("qwen2.5-32b", "v6e:2x2", 4),
+    Case("qwen2.5-32b", "v5p:2x2x2", 8),
+    Case("qwen2.5-32b", "tpu7x:2x2x1", 8),
+    Case("qwen2.5-32b", "v6e:4x4", 8, dp=2, batch=2),
+)
+
+
+class Compiler:
+    """Compiles programs of one case."""
+
+    def __init__(self, case: Case, layers: int | None = None):
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=case.topology)
+        if len(topology.devices) < case.tp * case.dp:
+            raise ValueError(
+                f"--topology {case.topology}: has {len(topology.devices)} devices, not {case.tp * case.dp}"
+            )
+        self.case, self.layers = case, layers
+        self.mesh = sharding.mesh_of(topology.devices[: case.tp * case.dp], case.dp)
+        self.chip = tpu_cost.CHIPS[topology.devices[0].device_kind]
+        self.target = self.model(case.target)
+        self.drafter = self.model(case.drafter, drafter=True)
+
+    def model(self, name: str, *, drafter: bool = False) -> Decoder:
+        """A decoder of abstract bfloat16 arrays, each spread over the mesh."""
+        config = SHAPES[name]
+        if self.layers:
+            config = dataclasses.replace(config, num_layers=self.layers)
+        execution = sharding.execution_of(config, self.mesh, drafter=drafter, kernel="tpu")
+        model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        model = sharding.with_execution(model, execution)
+        return jax.tree.map(self.array, model, sharding.parameter_specs(model, execution))
+
+    def array(self, shape: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(self.mesh, spec))
+
+    def whole_answer(self) -> tuple[Any, Any]:
+        """The loop over rounds, compiled, and its abstract state."""
+        case = self.case
+        drafter = METHODS["failfast"].build(GenerationConfig(), self.drafter, self.target.config.vocab_size, "tpu")
+        plan = round.make_plan(drafter, platform="tpu")
+        keep = sharding.Keeper(self.target, self.drafter)
+        sharding.check_batch(case.batch, self.mesh)
+
+        def init(target, drafter):
+            return round.init_state(
+                target,
+                drafter,
+                tokens=jnp.zeros((case.batch, case.capacity), jnp.int32),
+                prompt_length=jnp.ones(case.batch, jnp.int32),
+                max_new_tokens=jnp.ones(case.batch, jnp.int32),
+                eos=jnp.asarray(round.pad_eos((0,))),
+                sampling=round.greedy_sampling(case.batch),
+                capacity=case.capacity,
+                plan=plan,
+            )
+
+        def rounds(target, drafter, state, most):
+            return keep(round.generate(target, drafter, state, most, plan=plan))
+
+        state = keep.shapes(init, self.target, drafter)
+        most = self.array(np.int32(0), P())
+        drafter = jax.tree.map(
+            lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else self.array(np.asarray(leaf), P()), drafter
+        )
+        lowered = jax.jit(rounds, donate_argnums=2).lower(self.target, drafter, state, most)
+        return lowered.compile(), state
+
+    def one_pass(self, model: Decoder, width: int, rows: int) -> Any:
+        """A window of `width` positions and the scores of its last `rows`, compiled."""
+        batch, capacity = self.case.batch, round_up(self.case.capacity, 128)
+        execution = model.execution
+        # A verify picks, a drafter is also asked how sure it is.
+        choose = accept.argmax_and_confidence if model is self.drafter else accept.argmax
+
+        def run(model, cache, tokens, start, live):
+            hidden, cache, _ = model.window(tokens, cache, start, live)
+            return choose(model.logits_of(hidden[:, -rows:])), cache
+
+        cache = jax.eval_shape(lambda: KVCache.zeros(model.config, batch, capacity, jnp.bfloat16))
+        cache = jax.tree.map(lambda leaf: self.array(leaf, P(execution.batch, execution.heads)), cache)
+        tokens = self.array(jax.ShapeDtypeStruct((batch, width), jnp.int32), P())
+        start = self.array(jax.ShapeDtypeStruct((batch,), jnp.int32), P())
+        live = self.array(jax.ShapeDtypeStruct((), jnp.int32), P())
+        return jax.jit(run, donate_argnums=1).lower(model, cache, tokens, start, live).compile()
+
+    def cost(self, model: Decoder, width: int, rows: int) -> dict[str, Any]:
+        """Estimated time of a pass at `CONTEXT`, in milliseconds, and its floor: weights and live cache once."""
+        hlo = self.one_pass(model, width, rows).as_text()
+        config, execution, chip = model.config, model.execution, self.chip
+        batch = self.case.batch // self.case.dp
+        heads = self.case.tp if execution.heads else 1
+        kernel = tpu.attention_cost(
+            batch=batch,
+            width=width,
+            heads=config.num_heads // heads,
+            kv_heads=config.num_kv_heads // heads,
+            head_dim=config.head_dim,
+            itemsize=2,
+            live=round_up(CONTEXT + width, tpu.LANES),
+        )
+        written = tpu.write_cost(
+            batch=batch, width=width, kv_heads=config.num_kv_heads // heads, head_dim=config.head_dim, itemsize=2
+        )
+        kernels = config.num_layers * (kernel.bytes_accessed + written.bytes_accessed)
+        traffic = tpu_cost.hbm_traffic(hlo)
+        cycles = tpu_cost.estimated_cycles(hlo)
+        found = tpu_cost.collectives(hlo)
+        message = batch * width * config.hidden_size * 2
+        compute_s, memory_s = cycles / chip.clock, (traffic + kernels) / chip.bandwidth
+        sums_s = found["all-reduce"] * tpu_cost.allreduce_s(chip, self.case.tp, message)
+        floor = (self.read_once(model) + batch * self.live_bytes(model)) / chip.bandwidth
+        chips_s = max(compute_s + kernels / chip.bandwidth, memory_s)
+        return {
+            "cycles_ms": 1e3 * compute_s,
+            "memory_ms": 1e3 * memory_s,
+            "sums_ms": 1e3 * sums_s,
+            "ms": 1e3 * (chips_s + sums_s),
+            "without_sums_ms": 1e3 * chips_s,
+            "floor_ms": 1e3 * floor,
+            "over_floor": chips_s / floor,
+            "collectives": found,
+            "all_reduces_per_layer": sum(
+                1 for line in hlo.splitlines() if " all-reduce(" in line and "_layer_window" in line
+            )
+            / config.num_layers,
+        }
+
+    def read_once(self, model: Decoder) -> int:
+        """Bytes a chip of all weights that a pass reads whole."""
+        leaves = jax.tree_util.tree_leaves_with_path(model)
+        total = 0
+        for path, leaf in leaves:
+            if model.head is not None and sharding.name_of(path).startswith("embed"):
+                continue  # only the rows of the window's tokens
+            local = leaf.sharding.shard_shape(leaf.shape)
+            total += int(np.prod(local)) * leaf.dtype.itemsize
+        return total
+
+    def live_bytes(self, model: Decoder) -> int:
+        """Bytes a chip of one sequence's live cache."""
+        config = model.config
+        heads = config.num_kv_heads // (self.case.tp if model.execution.heads else 1)
+        return 2 * config.num_layers * heads * CONTEXT * config.head_dim * 2
+
+
+def report(case: Case, layers: int | None = None, costs: bool = True) -> dict[str, Any]:
+    """Compiles one case; everything that is printed of it."""
+    compiler = Compiler(case, layers)
+    start = time.perf_counter()
+    loop, state = compiler.whole_answer()
+    seconds = time.perf_counter() - start
+    hlo, memory = loop.as_text(), loop.memory_analysis()
+    used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    used += memory.generated_code_size_in_bytes - memory.alias_size_in_bytes
+    shapes = {
+        "bf16[{}]".format(",".join(map(str, leaf.sharding.shard_shape(leaf.shape))))
+        for cache in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
+        if isinstance(cache, KVCache)
+        for leaf in cache.k[:1]
+    }
+    result: dict[str, Any] = {
+        "case": dataclasses.asdict(case) | ({"layers": layers} if layers else {}),
+        "device": compiler.chip.kind,
+        "compile_s": seconds,
+        "hbm_gb": used / 1e9,
+        "hbm_capacity_gb": compiler.chip.hbm_gb,
+        "executables": hlo.count("\nENTRY "),
+        "host_transfers": tpu_cost.host_transfers(hlo),
+        "cache_copies": [line for shape in shapes for line in tpu_cost.copies_of(hlo, shape)],
+        "collectives_in_the_loop": tpu_cost.collectives(hlo),
+        "drafter": {
+            axis: getattr(compiler.drafter.execution, axis) is not None or case.tp == 1
+            for axis in ("heads", "mlp", "vocab")
+        },
+    }
+    if not costs:
+        return result
+    passes = {f"verify({width})": compiler.cost(compiler.target, width, width) for width in WIDTHS}
+    block = compiler.drafter.config.block_size
+    passes["drafter"] = compiler.cost(compiler.drafter, block, 10)
+    result["passes"] = passes
+    result["verify_ratio"] = passes["verify(72)"]["ms"] / passes["verify(8)"]["ms"]
+    if case.target != "qwen2.5-1.5b":
+        # One step of plain decoding is a pass of 8 rows: narrower ones cost more here.
+        found = published_for(case.target, "MATH")
+        gain, drafts = found.mean_accepted + 1, found.mean_speculated / 10
+        spent = passes["verify(72)"]["ms"] + drafts * passes["drafter"]["ms"]
+        result["speedup_bound"] = {
+            "MATH": gain * passes["verify(8)"]["ms"] / spent,
+            "accepted": found.mean_accepted,
+            "drafter_passes": drafts,
+            "statistics_of": found.target,
+            "by_memory_alone": limits.speedup_limit(
+                found.mean_accepted, drafts, passes["verify(8)"]["floor_ms"], passes["drafter"]["floor_ms"]
+            ),
+        }
+    return result
+
+
+HEAD = (
+    "case",
+    "batch",
+    "compile s",
+    "HBM GB / chip",
+    "exe",
+    "host",
+    "cache copies",
+    "all-reduce / layer",
+    "all-gather",
+    "verify(8) ms",
+    "verify(72) / (8)",
+    "/ floor",
+    "drafter ms",
+    "/ floor",
+    "speedup bound",
+)
+
+
+def row(found: dict[str, Any]) -> str:
+    """A line of the table."""
+    case = Case(**{k: v for k, v in found["case"].items() if k != "layers"})
+    cells = [
+        str(case),
+        case.batch,
+        f"{found['compile_s']:.0f}",
+        f"{found['hbm_gb']:.1f} of {found['hbm_capacity_gb']:.0f}",
+        found["executables"],
+        len(found["host_transfers"]),
+        len(found["cache_copies"]),
+    ]
+    if "passes" in found:
+        narrow, wide, drafter = (found["passes"][name] for name in ("verify(8)", "verify(72)", "drafter"))
+        cells += [
+            f"{wide['all_reduces_per_layer']:g}",
+            wide["collectives"]["all-gather"] + drafter["collectives"]["all-gather"],
+            f"{narrow['ms']:.2f}",
+            f"{found['verify_ratio']:.3f}",
+            f"{wide['over_floor']:.2f}",
+            f"{drafter['ms']:.2f}",
+            f"{drafter['over_floor']:.2f}",
+            f"{found['speedup_bound']['MATH']:.2f}" if "speedup_bound" in found else "",
+        ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the table, a line a case as it is ready; exit status 1 if a case does not compile or fit."""
+    parser = argparse.ArgumentParser(prog="aot_report.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--target", choices=TARGETS)
+    parser.add_argument("--drafter", choices=DRAFTERS, default="fast-dllm-v2-1.5b")
+    parser.add_argument("--topology", help="such as v5e:2x4, v6e:2x2, v5p:2x2x1, tpu7x:2x2x1")
+    parser.add_argument("--tp", type=int, help="tensor-parallel devices")
+    parser.add_argument("--dp", type=int, default=1, help="groups of them")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--capacity", type=int, default=8192, help="tokens of prompt and output together")
+    parser.add_argument("--layers", type=int, help="cut both models to so many layers: a quick look")
+    parser.add_argument("--no-costs", action="store_true", help="compile the loop only")
+    parser.add_argument("--out", type=Path, help="write everything as JSON")
+    args = parser.parse_args(argv)
+    chosen = [
+        case
+        for case in CASES
+        if args.target in (None, case.target) and args.topology in (None, case.topology) and args.tp in (None, case.tp)
+        if args.batch in (None, case.batch)
+    ]
+    if args.target and args.topology and args.tp:
+        chosen = [
+            Case(args.target, args.topology, args.tp, args.dp, args.batch or args.dp, args.capacity, args.drafter)
+        ]
+    if not chosen:
+        parser.error("no such case among the known ones: give --target, --topology and --tp")
+    found, failed = [], False
+    print(f"| {' | '.join(HEAD)} |", f"|{' --- |' * len(HEAD)}", sep="\n", flush=True)
+    for case in tqdm(chosen, desc="compiling", unit="case", file=sys.stderr):
+        try:
+            found.append(report(case, args.layers, not args.no_costs))
+            print(row(found[-1]), flush=True)
+            failed |= found[-1]["hbm_gb"] > found[-1]["hbm_capacity_gb"]
+        except Exception as error:  # whatever a compiler may say: the other cases go on
+            failed = True
+            print(f"| {case} | {case.batch} | {str(error).strip().splitlines()[0][:200]} |", flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,6 +31,8 @@ def load_pair(
     dtype: Any = None,
     max_seq_len: int | None = None,
     compile_cache: str | os.PathLike | None = None,
+    tensor_parallel: int = 1,
+    attention: str | None = None,
 ) -> FailFast:
     """An engine for `method`, with the embedded models where none are named; loads no drafter it will not use.
 
@@ -40,7 +42,13 @@ def load_pair(
     Raises:
       ValueError: a model is missing, unreadable or does not fit; the message names it.
     """
-    options = {"dtype": dtype, "max_seq_len": max_seq_len, "compile_cache": compile_cache}
+    options = {
+        "dtype": dtype,
+        "max_seq_len": max_seq_len,
+        "compile_cache": compile_cache,
+        "tensor_parallel": tensor_parallel,
+        "attention": attention,
+    }
     kind = METHODS[method].model if method in METHODS else None
     if kind is None:
         return FailFast(target or default_target_path(), **options)

@@ -209,6 +209,8 @@ class FailFast:
     ):
         enable_compile_cache(compile_cache)
         start = time.perf_counter()
+        if attention == "tpu" and jax.default_backend() != "tpu":
+            raise OptionError(f"--attention tpu: this machine has no TPU (its JAX runs on {jax.default_backend()})")
         one_device = tensor_parallel == data_parallel == 1
         self.mesh = None if one_device else sharding.make_mesh(tensor_parallel, data_parallel)
         self.target_name, self.drafter_name = _name(target, "target"), _name(drafter, "drafter")

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 USAGE_ERROR = 2
+ATTENTION_KERNELS = ("reference", "tpu")
 METHODS = ("failfast", "vanilla", "ar", "fast-dllm", "lookup", "dllm")
 
 
@@ -59,6 +60,10 @@ def build_parser() -> argparse.ArgumentParser:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--exact", action="store_true", help="bit-identical output whatever the method")
     engine.add_argument("--max-seq-len", metavar="n", type=int, help="most tokens of prompt and output together")
+    engine.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer")
+    engine.add_argument(
+        "--attention", choices=ATTENTION_KERNELS, help="kernel of cached attention (default: by platform)"
+    )
     engine.add_argument(
         "--compile-cache", metavar="DIR|off", help="folder of compiled programs (or set FAILFAST_COMPILE_CACHE)"
     )
@@ -142,6 +147,8 @@ def _run(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         max_seq_len=args.max_seq_len,
         compile_cache=args.compile_cache,
+        tensor_parallel=args.tensor_parallel,
+        attention=args.attention,
     )
     engine.load_s = time.perf_counter() - start
     if args.json or not sys.stdout.isatty():

@@ -35,7 +35,46 @@ def is_copy(line: str, shape: str) -> bool:
     return "S(1)" not in line and bool(re.search(r"= [^=]* copy(-start)?\(", line)) and shape in line.split(" copy")[0]
 
 
+def kernels(topology_name: str) -> None:
+    """Mosaic's verdict on the kernels at the shapes that the models need."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import SingleDeviceSharding
+
+    from failfast_jax.kernels import tpu
+
+    chip = SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices[0])
+
+    def array(*shape, dtype="int32"):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=chip)
+
+    verdicts = {}
+    for batch, width, group, kv_heads, head_dim, capacity, dtype in (
+        (1, 8, 5, 1, 128, 32768, "bfloat16"),
+        (4, 72, 6, 2, 128, 8192, "bfloat16"),
+        (1, 128, 8, 8, 128, 32768, "bfloat16"),
+        (1, 72, 7, 4, 128, 4096, "float32"),
+        (2, 8, 3, 3, 64, 8192, "float32"),
+        (1, 1, 1, 8, 64, 384, "bfloat16"),
+    ):
+        cache = array(batch, kv_heads, capacity, head_dim, dtype=dtype)
+        new = array(batch, width, kv_heads, head_dim, dtype=dtype)
+        q = array(batch, width, group * kv_heads, head_dim, dtype=dtype)
+        places = array(batch), array(batch), array()
+        shown = f"{width} rows, {kv_heads} x {group} heads of {head_dim}, {capacity} positions, {dtype}"
+        for name, function, args in (
+            ("attention", lambda *a: tpu.window_attention(*a, block_size=32), (q, cache, cache, *places)),
+            ("write", tpu.write_window, (cache, cache, new, new, places[0])),
+        ):
+            hlo = jax.jit(function).lower(*args).compile().as_text()
+            verdicts[f"{name}: {shown}"] = "tpu_custom_call" in hlo
+    print(json.dumps({"kernels": verdicts}))
+
+
 def main(topology_name: str, method: str) -> None:
+    if method == "kernels":
+        return kernels(topology_name)
     import jax
     import jax.numpy as jnp
     import numpy as np

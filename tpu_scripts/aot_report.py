@@ -92,13 +92,13 @@ CASES = (
 class Compiler:
     """Compiles programs of one case."""
 
-    def __init__(self, case: Case, layers: int | None = None):
+    def __init__(self, case: Case, layers: int | None = None, replicate_drafter: bool = False):
         topology = topologies.get_topology_desc(platform="tpu", topology_name=case.topology)
         if len(topology.devices) < case.tp * case.dp:
             raise ValueError(
                 f"--topology {case.topology}: has {len(topology.devices)} devices, not {case.tp * case.dp}"
             )
-        self.case, self.layers = case, layers
+        self.case, self.layers, self.replicate_drafter = case, layers, replicate_drafter
         self.mesh = sharding.mesh_of(topology.devices[: case.tp * case.dp], case.dp)
         self.chip = tpu_cost.CHIPS[topology.devices[0].device_kind]
         self.target = self.model(case.target)
@@ -110,6 +110,8 @@ class Compiler:
         if self.layers:
             config = dataclasses.replace(config, num_layers=self.layers)
         execution = sharding.execution_of(config, self.mesh, drafter=drafter, kernel="tpu")
+        if drafter and self.replicate_drafter:
+            execution = dataclasses.replace(execution, heads=None, mlp=None, vocab=None)
         model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
         model = sharding.with_execution(model, execution)
         return jax.tree.map(self.array, model, sharding.parameter_specs(model, execution))
@@ -227,9 +229,11 @@ class Compiler:
         return 2 * config.num_layers * heads * CONTEXT * config.head_dim * 2
 
 
-def report(case: Case, layers: int | None = None, costs: bool = True) -> dict[str, Any]:
+def report(
+    case: Case, layers: int | None = None, costs: bool = True, replicate_drafter: bool = False
+) -> dict[str, Any]:
     """Compiles one case; everything that is printed of it."""
-    compiler = Compiler(case, layers)
+    compiler = Compiler(case, layers, replicate_drafter)
     start = time.perf_counter()
     loop, state = compiler.whole_answer()
     seconds = time.perf_counter() - start
@@ -339,6 +343,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--capacity", type=int, default=8192, help="tokens of prompt and output together")
     parser.add_argument("--layers", type=int, help="cut both models to so many layers: a quick look")
     parser.add_argument("--no-costs", action="store_true", help="compile the loop only")
+    parser.add_argument("--replicate-drafter", action="store_true", help="the whole drafter on every chip, to compare")
     parser.add_argument("--out", type=Path, help="write everything as JSON")
     args = parser.parse_args(argv)
     chosen = [
@@ -357,7 +362,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"| {' | '.join(HEAD)} |", f"|{' --- |' * len(HEAD)}", sep="\n", flush=True)
     for case in tqdm(chosen, desc="compiling", unit="case", file=sys.stderr):
         try:
-            found.append(report(case, args.layers, not args.no_costs))
+            found.append(report(case, args.layers, not args.no_costs, args.replicate_drafter))
             print(row(found[-1]), flush=True)
             failed |= found[-1]["hbm_gb"] > found[-1]["hbm_capacity_gb"]
         except Exception as error:  # whatever a compiler may say: the other cases go on

@@ -296,6 +296,11 @@ class GenerationConfig:
     min_gain: float | None = None
     """With `lookup_min`: accepted tokens that a draft must expect to be verified at all; 0 verifies all."""
     schedule: str = "wide"
+    acceptance: str = "match"
+    """`match`: keep drafted tokens that equal the target's own picks. `rejection`: sample drafts, keep x with
+    probability min(1, p(x) / q(x))."""
+    steps: int | None = None
+    """`specdiff`: denoising passes a draft; 1 if None."""
     threshold: float | None = None
     """Confidence above which a denoising pass fills a position (`dllm`, `fast-dllm`, `aligned`)."""
     block_size: int | None = None
@@ -309,7 +314,7 @@ class GenerationConfig:
     def validate(self) -> None:
         """Raises OptionError for the first option out of its range."""
 
-        integers = ("max_new_tokens", "top_k", "seed", "spec_len", "max_spec_len", "lookup_min", "block_size")
+        integers = ("max_new_tokens", "top_k", "seed", "spec_len", "max_spec_len", "lookup_min", "block_size", "steps")
         for name, kind, types in (
             *((name, "an integer", (int, np.integer)) for name in (*integers, "small_block_size")),
             *(
@@ -356,6 +361,16 @@ class GenerationConfig:
             f"must be in [1, {LONGEST_DRAFT}]",
         )
         check(self.schedule in ("wide", "aligned"), "schedule", self.schedule, "must be 'wide' or 'aligned'")
+        check(self.steps is None or self.steps >= 1, "steps", self.steps, "must be at least 1")
+        check(
+            self.acceptance in ("match", "rejection"), "acceptance", self.acceptance, "must be 'match' or 'rejection'"
+        )
+        check(
+            self.acceptance == "match" or not (self.exact and self.temperature > 0),
+            "acceptance",
+            self.acceptance,
+            "gives another sample of the target's distribution than vanilla: no --exact above temperature 0",
+        )
         check(self.threshold is None or 0 <= self.threshold <= 1, "threshold", self.threshold, "must be in [0, 1]")
         check(self.block_size is None or self.block_size >= 2, "block-size", self.block_size, "must be at least 2")
         check(self.small_block_size >= 1, "small-block-size", self.small_block_size, "must be at least 1")

@@ -20,7 +20,7 @@ from failfast_jax import dllm, round, sharding
 from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder
 from failfast_jax.compilation import CompileCounts, Executables, Program, compile_counts, enable_compile_cache
 from failfast_jax.config import ConfigError, GenerationConfig, OptionError
-from failfast_jax.drafters import METHODS, Drafter
+from failfast_jax.drafters import METHODS, Drafter, check_acceptance
 from failfast_jax.loading import as_dtype, borrows_tokens, load_drafter, open_source
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.transformer import Decoder
@@ -346,6 +346,9 @@ class FailFast:
         config.validate()
         if config.method not in METHODS and config.method != DIFFUSION_METHOD:
             raise OptionError(f"--method {config.method}: must be one of {', '.join([*METHODS, DIFFUSION_METHOD])}")
+        check_acceptance(config)
+        if config.steps is not None and config.method != "specdiff":
+            raise OptionError(f"--steps {config.steps}: only --method specdiff has a number of denoising steps")
         return config
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -398,7 +401,9 @@ class FailFast:
             raise OptionError(f"--min-gain {config.min_gain}: only --method failfast (schedule wide) weighs its drafts")
         if config.method == "failfast" and config.schedule == "wide":
             unset = {name: value for name, value in self.decoding.items() if getattr(config, name) is None}
-            if config.lookup_min == 0:
+            if config.acceptance == "rejection" and config.lookup_min is None:
+                unset["lookup_min"] = 0  # given tokens were not sampled
+            if config.lookup_min == 0 or unset.get("lookup_min") == 0:
                 unset.pop("min_gain", None)
             # A default gives way to the length that was asked for.
             if config.spec_len and unset.get("max_spec_len", config.spec_len) < config.spec_len:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 USAGE_ERROR = 2
 ATTENTION_KERNELS = ("reference", "tpu")
-METHODS = ("failfast", "vanilla", "ar", "fast-dllm", "lookup", "dllm")
+METHODS = ("failfast", "vanilla", "ar", "fast-dllm", "specdiff", "lookup", "dllm")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -23,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     models = parser.add_argument_group("models")
     models.add_argument("--target", metavar="P", help="Hugging Face folder, .gguf file, converted folder or Hub id")
-    models.add_argument("--drafter", metavar="P", help="likewise; methods failfast, fast-dllm and ar draft with it")
+    models.add_argument("--drafter", metavar="P", help="likewise; failfast, fast-dllm, specdiff and ar draft with it")
     models.add_argument("--method", default="failfast", help=f"one of {', '.join(METHODS)} (default: failfast)")
     models.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
     prompt = parser.add_argument_group("prompt").add_mutually_exclusive_group()
@@ -51,6 +51,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--min-gain", metavar="x", type=float, help="with --lookup-min: verify drafts that expect x accepted tokens"
     )
     drafting.add_argument("--schedule", choices=("wide", "aligned"), default="wide")
+    drafting.add_argument("--steps", metavar="T", type=int, help="specdiff: denoising passes a draft (default 1)")
+    drafting.add_argument(
+        "--acceptance",
+        choices=("match", "rejection"),
+        default="match",
+        help="match: the target's own picks decide; rejection: draft samples, keep x with min(1, p(x)/q(x))",
+    )
     drafting.add_argument(
         "--threshold", metavar="x", type=float, help="unmasking confidence (dllm 1.0, fast-dllm 0.9, aligned 0.05)"
     )
@@ -144,6 +151,7 @@ def _run(args: argparse.Namespace) -> None:
         args.drafter,
         method=args.method,
         schedule=args.schedule,
+        steps=args.steps,
         dtype=args.dtype,
         max_seq_len=args.max_seq_len,
         compile_cache=args.compile_cache,

@@ -250,7 +250,7 @@ def verify(
     """The target's own picks after the last committed token and after each drafted one.
 
     One pass over the narrowest width of `plan` that holds the longest draft (several passes of the one
-    width where it is constant).
+    width where it is constant). Sampled drafts (those with `q`) are accepted or replaced by rejection sampling.
     """
     batch = state.length.shape[0]
     columns = proposal.tokens.shape[1] + 1
@@ -261,6 +261,20 @@ def verify(
     needed = jnp.max(jnp.where(state.running, proposal.length + 1, 1))
     feature_layers = drafter.feature_layers
 
+    def own_tokens(logits, positions, offset):
+        if proposal.q is None:
+            return acceptance.pick(logits, positions, state.sampling)
+        width = positions.shape[1]
+
+        def part(drafted):
+            drafted = jnp.pad(drafted, ((0, 0), (0, total - columns + 1), *[(0, 0)] * (drafted.ndim - 2)))
+            return jax.lax.dynamic_slice_in_dim(drafted, offset, width, axis=1)
+
+        inside = offset + jnp.arange(width) < proposal.length[:, None]
+        return acceptance.pick_or_reject(
+            logits, positions, state.sampling, part(proposal.tokens), part(proposal.q), inside
+        )
+
     def run(width: int, cache, offset):
         tokens = jax.lax.dynamic_slice_in_dim(window, offset, width, axis=1)
         start = state.length - 1 + offset
@@ -268,7 +282,7 @@ def verify(
         hidden, cache, features = target.window(tokens, cache, start, live, feature_layers)
         logits = target.logits_of(hidden)
         positions = start[:, None] + 1 + jnp.arange(width)
-        return acceptance.pick(logits, positions, state.sampling), features, cache
+        return own_tokens(logits, positions, offset), features, cache
 
     picks = jnp.zeros((batch, total), jnp.int32)
     features = jnp.zeros((batch, total, len(feature_layers), target.config.hidden_size), target.dtype)

@@ -44,6 +44,9 @@ class Draft:
     """Number of drafted tokens, 0 .. M."""
     passes: Int[Array, " B"]
     """Forward passes of the drafter that this sequence took part in."""
+    q: Float[Array, "B M U"] | None = None
+    """Distribution that each token was drawn from, over the drafter's vocabulary: the draft is then accepted by
+    rejection sampling. None: argmax or given tokens."""
 
     @classmethod
     def empty(cls, batch: int, width: int) -> Draft:
@@ -122,6 +125,8 @@ class Committed:
     """Sequences that are not finished; the others' drafts are ignored."""
     eos: Int[Array, " N"]
     """Stop token ids, padded with -1."""
+    sampling: Sampling | None = None
+    """For drafters that sample."""
 
 
 @flax.struct.dataclass
@@ -160,4 +165,5 @@ class DecodeState:
             room=jnp.maximum(self.capacity - self.length - 1, 0),
             running=self.running,
             eos=self.eos,
+            sampling=self.sampling,
         )

@@ -14,6 +14,7 @@ from failfast_jax.drafters.conditioned import ConditionedDrafter
 from failfast_jax.drafters.diffusion import Aligned, Wide
 from failfast_jax.drafters.hybrid import Hybrid
 from failfast_jax.drafters.lookup import Lookup
+from failfast_jax.drafters.specdiff import SpecDiff
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.transformer import Decoder
 
@@ -27,6 +28,7 @@ __all__ = [
     "Hybrid",
     "Lookup",
     "Method",
+    "SpecDiff",
     "StopRule",
     "Wide",
     "below_threshold",
@@ -40,10 +42,30 @@ class Method:
     Attributes:
       build: `(config, drafter model or None, draftable vocabulary, platform) -> Drafter`.
       model: kind of model that `--drafter` must name: `diffusion`, `autoregressive`, `any` or None.
+      samples: whether `build` serves `--acceptance rejection`, with drafts that carry the distributions they were
+        drawn from. Only drafts made from left to right, in places that do not depend on the draw, may.
     """
 
     build: Callable[[GenerationConfig, Decoder | None, int, str], Drafter]
     model: str | None = None
+    samples: bool = False
+
+
+def check_acceptance(config: GenerationConfig) -> None:
+    """Refuses rejection sampling for a method without sampled drafts.
+
+    Raises:
+      OptionError: as said.
+    """
+    if config.acceptance == "rejection" and not (config.method in METHODS and METHODS[config.method].samples):
+        _refuse_rejection(f"--method {config.method} has none")
+
+
+def _refuse_rejection(why: str) -> None:
+    raise OptionError(
+        "--acceptance rejection: exact only for drafts sampled from left to right, in places that do not depend on "
+        f"the samples (failfast with --schedule wide, ar, specdiff with --steps 1); {why}"
+    )
 
 
 def _lengths(config: GenerationConfig, spec_len: int, max_spec_len: int) -> tuple[int, int]:
@@ -75,11 +97,9 @@ def _tau(config: GenerationConfig) -> np.float32:
     return np.float32(0.45 if config.tau is None else config.tau)
 
 
-def _failfast(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int, platform: str) -> Drafter:
-    if config.schedule == "aligned":
-        if config.lookup_min:
-            raise OptionError(f"--lookup-min {config.lookup_min}: --schedule aligned has no hybrid drafts")
-        return _aligned(config, _decoder(model, "--schedule aligned"), vocab, expand=True, threshold=0.05)
+def _one_pass(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int) -> ConditionedDrafter | Wide:
+    """The drafter of the schedule `wide`, for either kind of model."""
+    sampled = config.acceptance == "rejection"
     if isinstance(model, BoundConditioned):
         rows = model.config.rows
         spec_len, longest = _lengths(config, min(rows, config.max_spec_len or rows), rows)
@@ -88,10 +108,23 @@ def _failfast(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
                 f"--{'max-spec-len' if config.max_spec_len else 'spec-len'} {longest}: this drafter was trained for "
                 f"drafts of up to {model.config.rows} tokens"
             )
-        drafter = ConditionedDrafter(model=model, tau=_tau(config), spec_len=spec_len, max_spec_len=longest)
-    else:
-        spec_len, longest = _lengths(config, 10, 60)
-        drafter = Wide(model=model, vocab=vocab, tau=_tau(config), spec_len=spec_len, max_spec_len=longest)
+        options = {"tau": _tau(config), "spec_len": spec_len, "max_spec_len": longest}
+        return ConditionedDrafter(model=model, sampled=sampled, **options)
+    spec_len, longest = _lengths(config, 10, 60)
+    options = {"tau": _tau(config), "spec_len": spec_len, "max_spec_len": longest}
+    return Wide(model=model, vocab=vocab, sampled=sampled, **options)
+
+
+def _failfast(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int, platform: str) -> Drafter:
+    if config.schedule == "aligned":
+        if config.acceptance == "rejection":
+            _refuse_rejection("--schedule aligned fills positions in the order of their confidence")
+        if config.lookup_min:
+            raise OptionError(f"--lookup-min {config.lookup_min}: --schedule aligned has no hybrid drafts")
+        return _aligned(config, _decoder(model, "--schedule aligned"), vocab, expand=True, threshold=0.05)
+    if config.lookup_min and config.acceptance == "rejection":
+        _refuse_rejection(f"--lookup-min {config.lookup_min} begins drafts with given tokens")
+    drafter = _one_pass(config, model, vocab)
     if not config.lookup_min:
         if config.min_gain:
             raise OptionError(f"--min-gain {config.min_gain}: needs --lookup-min")
@@ -112,9 +145,30 @@ def _fast_dllm(config: GenerationConfig, model: Decoder, vocab: int, platform: s
     return _aligned(config, _decoder(model, "--method fast-dllm"), vocab, expand=False, threshold=0.9)
 
 
+def _specdiff(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int, platform: str) -> Drafter:
+    steps = config.steps or 1
+    rows = model.config.rows if isinstance(model, BoundConditioned) else 10
+    length = config.spec_len or rows
+    if config.max_spec_len not in (None, length):
+        raise OptionError(f"--max-spec-len {config.max_spec_len}: --method specdiff drafts --spec-len {length} tokens")
+    if steps == 1:
+        return _one_pass(dataclasses.replace(config, spec_len=length, max_spec_len=length), model, vocab)
+    if steps > length:
+        raise OptionError(f"--steps {steps}: must be at most --spec-len {length}, a step fills a position or more")
+    if config.acceptance == "rejection":
+        _refuse_rejection(f"--steps {steps} fills positions in the order of their confidence")
+    model = _decoder(model, f"--steps {steps}")
+    return SpecDiff(model=model, vocab=vocab, tau=_tau(config), spec_len=length, max_spec_len=length, steps=steps)
+
+
 def _autoregressive(config: GenerationConfig, model: Decoder, vocab: int, platform: str) -> Drafter:
-    width = 4 if platform == "cpu" else 8
-    return Autoregressive(model=model, vocab=vocab, spec_len=config.spec_len or 5, first_width=width)
+    return Autoregressive(
+        model=model,
+        vocab=vocab,
+        spec_len=config.spec_len or 5,
+        first_width=4 if platform == "cpu" else 8,
+        sampled=config.acceptance == "rejection",
+    )
 
 
 def _lookup(config: GenerationConfig, model: Decoder | None, vocab: int, platform: str) -> Drafter:
@@ -131,9 +185,10 @@ def _lookup_for(platform: str, longest: int | None = None, **options: int) -> Lo
 
 
 METHODS: dict[str, Method] = {
-    "failfast": Method(_failfast, model="diffusion"),
+    "failfast": Method(_failfast, model="diffusion", samples=True),
     "fast-dllm": Method(_fast_dllm, model="diffusion"),
-    "ar": Method(_autoregressive, model="autoregressive"),
+    "specdiff": Method(_specdiff, model="diffusion", samples=True),
+    "ar": Method(_autoregressive, model="autoregressive", samples=True),
     "lookup": Method(_lookup),
     "vanilla": Method(lambda config, model, vocab, platform: Drafter()),
 }

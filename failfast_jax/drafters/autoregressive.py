@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from failfast_jax.accept import argmax_and_confidence, forbid
+from failfast_jax.accept import forbid
 from failfast_jax.control import one_of
 from failfast_jax.drafters.base import Drafter
 from failfast_jax.drafters.diffusion import gather_rows, gather_window
+from failfast_jax.drafters.proposal import no_extras, propose, put
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.state import Draft
@@ -27,7 +28,7 @@ class AutoregressiveState:
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class Autoregressive(Drafter):
-    """Drafts `spec_len` tokens, one pass each (greedy at every temperature)."""
+    """Drafts `spec_len` tokens, one pass each (greedy at every temperature, unless `sampled`)."""
 
     model: Decoder
     vocab: int = flax.struct.field(pytree_node=False)
@@ -35,6 +36,8 @@ class Autoregressive(Drafter):
     spec_len: int = flax.struct.field(pytree_node=False, default=10)
     first_width: int = flax.struct.field(pytree_node=False, default=4)
     """Width of a pass over two tokens: the narrowest that the hardware likes."""
+    sampled: bool = flax.struct.field(pytree_node=False, default=False)
+    """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
 
     @property
     def has_model(self) -> bool:
@@ -76,31 +79,41 @@ class Autoregressive(Drafter):
             live = jnp.max(jnp.where(active, cached + width, 0))
             hidden, cache, _ = self.model.window(tokens, cache, cached, live)
             last = gather_rows(hidden, jnp.clip(front - 1 - cached, 0, width - 1)[:, None])
-            token, confidence = argmax_and_confidence(forbid(self.model.logits_of(last), None, self.vocab))
-            return jnp.where(columns == front[:, None], token, text), confidence[:, 0], cache
+            logits = forbid(self.model.logits_of(last), None, self.vocab)
+            token, confidence, extras = propose(logits, front[:, None], committed.sampling, sampled=self.sampled)
+            return jnp.where(columns == front[:, None], token, text), confidence[:, 0], extras, cache
 
         def body(index, carry):
-            text, cache, confidences = carry
+            text, cache, confidences, drawn = carry
             front = committed.length + index
-            text, confidence, cache = step(1, text, cache, front, front - 1)
-            return text, cache, confidences.at[:, index].set(confidence)
+            text, confidence, extras, cache = step(1, text, cache, front, front - 1)
+            return text, cache, confidences.at[:, index].set(confidence), put_at(drawn, index, extras)
+
+        def put_at(buffers, index, extras):
+            return put(buffers, jnp.full((batch, 1), index), extras)
 
         def first(width):
             return lambda carry: step(width, committed.tokens, carry[-1], committed.length, state.cached)
 
         # After a fully accepted draft two tokens are new to the drafter, else one.
         two = jnp.any(active & (committed.length - state.cached > 1))
-        start = (committed.tokens, jnp.zeros((batch,)), state.cache)
-        text, confidence, cache = one_of(two, [first(1), first(self.first_width)], start)
+        one, all_of = (
+            no_extras(batch, n, self.model.config.vocab_size, sampled=self.sampled) for n in (1, self.spec_len)
+        )
+        start = (committed.tokens, jnp.zeros((batch,)), one, state.cache)
+        text, confidence, extras, cache = one_of(two, [first(1), first(self.first_width)], start)
         confidences = jnp.zeros((batch, self.spec_len)).at[:, 0].set(confidence)
         steps = jnp.where(jnp.any(active), self.spec_len, 0)
-        text, cache, confidences = jax.lax.fori_loop(1, steps, body, (text, cache, confidences))
+        text, cache, confidences, drawn = jax.lax.fori_loop(
+            1, steps, body, (text, cache, confidences, put_at(all_of, 0, extras))
+        )
         length = jnp.where(active, jnp.minimum(self.spec_len, committed.room), 0)
         draft = Draft(
             tokens=gather_window(text, committed.length, self.spec_len),
             confidence=confidences,
             length=length,
             passes=jnp.where(active, self.spec_len, 0),
+            **drawn,
         )
         return draft, AutoregressiveState(cache=cache, cached=committed.length + self.spec_len - 1)
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.accept import argmax_and_confidence
 from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
+from failfast_jax.drafters.proposal import Extras, no_extras, propose, put
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.state import Draft
@@ -40,6 +40,7 @@ class _Expansion:
     cache: KVCache
     growing: Array
     passes: Int[Array, " B"]
+    extras: Extras
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -51,6 +52,8 @@ class ConditionedDrafter(Drafter):
     tau: Float[Array, ""]
     spec_len: int = flax.struct.field(pytree_node=False, default=7)
     max_spec_len: int = flax.struct.field(pytree_node=False, default=7)
+    sampled: bool = flax.struct.field(pytree_node=False, default=False)
+    """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
 
     @property
     def max_draft(self) -> int:
@@ -105,6 +108,7 @@ class ConditionedDrafter(Drafter):
         everyone = jnp.arange(batch)[:, None]
         chunk = jnp.arange(self.spec_len)
         width = self.window
+        vocab = model.embed.shape[0]
 
         def body(carry: _Expansion) -> _Expansion:
             known = jnp.arange(width) <= carry.drafted[:, None]
@@ -115,8 +119,14 @@ class ConditionedDrafter(Drafter):
             at = jnp.clip(carry.drafted[:, None] + chunk, 0, width - 1)
             hidden = jnp.take_along_axis(hidden, at[..., None], axis=1)
             logits = jnp.einsum("bre,de->brd", hidden, model.head, preferred_element_type=jnp.float32)
-            best, confidence = argmax_and_confidence(logits)
-            tokens = model.draft_ids[best]
+            positions = committed.length[:, None] + carry.drafted[:, None] + chunk
+            if self.sampled:
+                # The rule compares with the target's distribution: over its own ids.
+                wide = jnp.full((*logits.shape[:2], vocab), -jnp.inf)
+                logits = wide.at[..., model.draft_ids].set(logits)
+            tokens, confidence, extras = propose(logits, positions, committed.sampling, sampled=self.sampled)
+            if not self.sampled:
+                tokens = model.draft_ids[tokens]
             drafted = jnp.where(
                 carry.growing, jnp.minimum(carry.drafted + self.spec_len, self.max_draft), carry.drafted
             )
@@ -131,8 +141,11 @@ class ConditionedDrafter(Drafter):
                 cache=cache,
                 growing=carry.growing & ~stopped & (drafted < jnp.minimum(self.max_draft, committed.room)),
                 passes=carry.passes + carry.growing,
+                extras=put(carry.extras, slots, extras),
             )
 
+        if begun is not None and self.sampled:
+            raise ValueError("a draft that is accepted by rejection cannot begin with given tokens")
         begun = begun or Draft.empty(batch, 0)
         spare = self.max_draft - begun.tokens.shape[1]
         if spare < 0:
@@ -145,6 +158,7 @@ class ConditionedDrafter(Drafter):
             cache=state.cache,
             growing=committed.running & (begun.length < jnp.minimum(self.max_draft, committed.room)),
             passes=jnp.zeros((batch,), jnp.int32),
+            extras=no_extras(batch, self.max_draft, vocab, sampled=self.sampled),
         )
         end = jax.lax.while_loop(lambda carry: jnp.any(carry.growing), body, first)
         draft = Draft(
@@ -152,5 +166,6 @@ class ConditionedDrafter(Drafter):
             confidence=end.confidence,
             length=jnp.where(committed.running, jnp.minimum(end.drafted, committed.room), 0),
             passes=end.passes,
+            **end.extras,
         )
         return draft, state.replace(cache=end.cache)

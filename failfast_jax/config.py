@@ -301,6 +301,8 @@ class GenerationConfig:
     probability min(1, p(x) / q(x))."""
     steps: int | None = None
     """`specdiff`: denoising passes a draft; 1 if None."""
+    tree_budget: int | None = None
+    """`failfast`, schedule `wide`: verify a tree of that many tokens, the draft and branches; None: the draft alone."""
     threshold: float | None = None
     """Confidence above which a denoising pass fills a position (`dllm`, `fast-dllm`, `aligned`)."""
     block_size: int | None = None
@@ -314,7 +316,8 @@ class GenerationConfig:
     def validate(self) -> None:
         """Raises OptionError for the first option out of its range."""
 
-        integers = ("max_new_tokens", "top_k", "seed", "spec_len", "max_spec_len", "lookup_min", "block_size", "steps")
+        integers = ("max_new_tokens", "top_k", "seed", "spec_len", "max_spec_len", "lookup_min", "block_size")
+        integers += ("steps", "tree_budget")
         for name, kind, types in (
             *((name, "an integer", (int, np.integer)) for name in (*integers, "small_block_size")),
             *(
@@ -362,6 +365,19 @@ class GenerationConfig:
         )
         check(self.schedule in ("wide", "aligned"), "schedule", self.schedule, "must be 'wide' or 'aligned'")
         check(self.steps is None or self.steps >= 1, "steps", self.steps, "must be at least 1")
+        check(
+            self.tree_budget is None or 1 <= self.tree_budget <= LONGEST_DRAFT,
+            "tree-budget",
+            self.tree_budget,
+            f"must be in [1, {LONGEST_DRAFT}]",
+        )
+        check(
+            self.tree_budget is None or not self.exact,
+            "tree-budget",
+            self.tree_budget,
+            "no --exact: a branch's keys lie at other places of the cache than vanilla's, so that sums are rounded "
+            "otherwise",
+        )
         check(
             self.acceptance in ("match", "rejection"), "acceptance", self.acceptance, "must be 'match' or 'rejection'"
         )

@@ -349,6 +349,10 @@ class FailFast:
         check_acceptance(config)
         if config.steps is not None and config.method != "specdiff":
             raise OptionError(f"--steps {config.steps}: only --method specdiff has a number of denoising steps")
+        if config.tree_budget and (config.method != "failfast" or config.schedule != "wide"):
+            raise OptionError(
+                f"--tree-budget {config.tree_budget}: only --method failfast (schedule wide) drafts trees"
+            )
         return config
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -401,8 +405,8 @@ class FailFast:
             raise OptionError(f"--min-gain {config.min_gain}: only --method failfast (schedule wide) weighs its drafts")
         if config.method == "failfast" and config.schedule == "wide":
             unset = {name: value for name, value in self.decoding.items() if getattr(config, name) is None}
-            if config.acceptance == "rejection" and config.lookup_min is None:
-                unset["lookup_min"] = 0  # given tokens were not sampled
+            if (config.acceptance == "rejection" or config.tree_budget) and config.lookup_min is None:
+                unset["lookup_min"] = 0  # neither samples nor alternatives come with given tokens
             if config.lookup_min == 0 or unset.get("lookup_min") == 0:
                 unset.pop("min_gain", None)
             # A default gives way to the length that was asked for.

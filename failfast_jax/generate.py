@@ -51,6 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--min-gain", metavar="x", type=float, help="with --lookup-min: verify drafts that expect x accepted tokens"
     )
     drafting.add_argument("--schedule", choices=("wide", "aligned"), default="wide")
+    drafting.add_argument(
+        "--tree-budget", metavar="n", type=int, help="failfast: verify a tree of n tokens, the draft and its branches"
+    )
     drafting.add_argument("--steps", metavar="T", type=int, help="specdiff: denoising passes a draft (default 1)")
     drafting.add_argument(
         "--acceptance",

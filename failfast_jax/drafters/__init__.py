@@ -15,6 +15,7 @@ from failfast_jax.drafters.diffusion import Aligned, Wide
 from failfast_jax.drafters.hybrid import Hybrid
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.drafters.specdiff import SpecDiff
+from failfast_jax.drafters.tree import ALTERNATIVES, TreeDrafter
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.transformer import Decoder
 
@@ -30,6 +31,7 @@ __all__ = [
     "Method",
     "SpecDiff",
     "StopRule",
+    "TreeDrafter",
     "Wide",
     "below_threshold",
 ]
@@ -99,7 +101,10 @@ def _tau(config: GenerationConfig) -> np.float32:
 
 def _one_pass(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int) -> ConditionedDrafter | Wide:
     """The drafter of the schedule `wide`, for either kind of model."""
-    sampled = config.acceptance == "rejection"
+    extra = {
+        "sampled": config.acceptance == "rejection",
+        "alternatives": ALTERNATIVES if config.tree_budget else 0,
+    }
     if isinstance(model, BoundConditioned):
         rows = model.config.rows
         spec_len, longest = _lengths(config, min(rows, config.max_spec_len or rows), rows)
@@ -109,10 +114,10 @@ def _one_pass(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
                 f"drafts of up to {model.config.rows} tokens"
             )
         options = {"tau": _tau(config), "spec_len": spec_len, "max_spec_len": longest}
-        return ConditionedDrafter(model=model, sampled=sampled, **options)
-    spec_len, longest = _lengths(config, 10, 60)
+        return ConditionedDrafter(model=model, **options, **extra)
+    spec_len, longest = _lengths(config, 10, min(60, config.tree_budget or 60))
     options = {"tau": _tau(config), "spec_len": spec_len, "max_spec_len": longest}
-    return Wide(model=model, vocab=vocab, sampled=sampled, **options)
+    return Wide(model=model, vocab=vocab, **options, **extra)
 
 
 def _failfast(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int, platform: str) -> Drafter:
@@ -124,6 +129,8 @@ def _failfast(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
         return _aligned(config, _decoder(model, "--schedule aligned"), vocab, expand=True, threshold=0.05)
     if config.lookup_min and config.acceptance == "rejection":
         _refuse_rejection(f"--lookup-min {config.lookup_min} begins drafts with given tokens")
+    if config.tree_budget:
+        return _tree(config, model, vocab)
     drafter = _one_pass(config, model, vocab)
     if not config.lookup_min:
         if config.min_gain:
@@ -131,6 +138,21 @@ def _failfast(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
         return drafter
     lookup = _lookup_for(platform, config.max_spec_len, min_match=config.lookup_min)
     return Hybrid(lookup=lookup, model=drafter, min_gain=np.float32(config.min_gain or 0.0))
+
+
+def _tree(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int) -> TreeDrafter:
+    budget = config.tree_budget
+    if config.acceptance == "rejection":
+        _refuse_rejection(f"--tree-budget {budget} puts alternatives beside a draft")
+    if config.lookup_min:
+        raise OptionError(f"--tree-budget {budget}: a lookup knows no alternatives (--lookup-min 0 turns it off)")
+    drafter = _one_pass(config, model, vocab)
+    if drafter.max_draft > budget:
+        raise OptionError(
+            f"--tree-budget {budget}: must be at least the longest draft, {drafter.max_draft} tokens "
+            "(--spec-len, --max-spec-len)"
+        )
+    return TreeDrafter(model=drafter, budget=budget)
 
 
 def _decoder(model: Decoder | BoundConditioned, wanted_by: str) -> Decoder:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
-from failfast_jax.drafters.proposal import Extras, no_extras, propose, put
+from failfast_jax.drafters.proposal import Extras, no_extras, propose, put, refuse_begun
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.state import Draft
@@ -54,6 +54,8 @@ class ConditionedDrafter(Drafter):
     max_spec_len: int = flax.struct.field(pytree_node=False, default=7)
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
     """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
+    alternatives: int = flax.struct.field(pytree_node=False, default=0)
+    """Tokens behind the best one to name at each position: for trees."""
 
     @property
     def max_draft(self) -> int:
@@ -109,6 +111,8 @@ class ConditionedDrafter(Drafter):
         chunk = jnp.arange(self.spec_len)
         width = self.window
         vocab = model.embed.shape[0]
+        extra = {"sampled": self.sampled, "alternatives": self.alternatives}
+        refuse_begun(begun, **extra)
 
         def body(carry: _Expansion) -> _Expansion:
             known = jnp.arange(width) <= carry.drafted[:, None]
@@ -120,12 +124,13 @@ class ConditionedDrafter(Drafter):
             hidden = jnp.take_along_axis(hidden, at[..., None], axis=1)
             logits = jnp.einsum("bre,de->brd", hidden, model.head, preferred_element_type=jnp.float32)
             positions = committed.length[:, None] + carry.drafted[:, None] + chunk
-            if self.sampled:
-                # The rule compares with the target's distribution: over its own ids.
+            own_ids = self.sampled or self.alternatives
+            if own_ids:
+                # What leaves this drafter beside tokens speaks of the target's ids.
                 wide = jnp.full((*logits.shape[:2], vocab), -jnp.inf)
                 logits = wide.at[..., model.draft_ids].set(logits)
-            tokens, confidence, extras = propose(logits, positions, committed.sampling, sampled=self.sampled)
-            if not self.sampled:
+            tokens, confidence, extras = propose(logits, positions, committed.sampling, **extra)
+            if not own_ids:
                 tokens = model.draft_ids[tokens]
             drafted = jnp.where(
                 carry.growing, jnp.minimum(carry.drafted + self.spec_len, self.max_draft), carry.drafted
@@ -144,8 +149,6 @@ class ConditionedDrafter(Drafter):
                 extras=put(carry.extras, slots, extras),
             )
 
-        if begun is not None and self.sampled:
-            raise ValueError("a draft that is accepted by rejection cannot begin with given tokens")
         begun = begun or Draft.empty(batch, 0)
         spare = self.max_draft - begun.tokens.shape[1]
         if spare < 0:
@@ -158,7 +161,7 @@ class ConditionedDrafter(Drafter):
             cache=state.cache,
             growing=committed.running & (begun.length < jnp.minimum(self.max_draft, committed.room)),
             passes=jnp.zeros((batch,), jnp.int32),
-            extras=no_extras(batch, self.max_draft, vocab, sampled=self.sampled),
+            extras=no_extras(batch, self.max_draft, vocab, **extra),
         )
         end = jax.lax.while_loop(lambda carry: jnp.any(carry.growing), body, first)
         draft = Draft(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.accept import argmax_and_confidence, forbid
 from failfast_jax.control import one_of
 from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
-from failfast_jax.drafters.proposal import Extras, no_extras, propose, put
+from failfast_jax.drafters.proposal import Extras, no_extras, propose, put, refuse_begun
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.state import Committed, Draft
@@ -127,6 +127,8 @@ class Wide(BlockDrafter):
 
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
     """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
+    alternatives: int = flax.struct.field(pytree_node=False, default=0)
+    """Tokens behind the best one to name at each position: for trees."""
 
     @property
     def max_draft(self) -> int:
@@ -145,8 +147,8 @@ class Wide(BlockDrafter):
     def draft(self, state, committed, stop=None, begun=None):
         rule: StopRule = stop or below_threshold
         batch = committed.length.shape[0]
-        if begun is not None and self.sampled:
-            raise ValueError("a draft that is accepted by rejection cannot begin with given tokens")
+        extra = {"sampled": self.sampled, "alternatives": self.alternatives}
+        refuse_begun(begun, **extra)
         begun = begun or Draft.empty(batch, 0)
         chunk = jnp.arange(self.spec_len)
         vocab = self.model.config.vocab_size
@@ -159,7 +161,7 @@ class Wide(BlockDrafter):
                 hidden, cache, _ = self.model.window(tokens, cache, carry.state.cached, live)
                 rows = jnp.clip((front - 1 - carry.state.cached)[:, None] + chunk, 0, width - 1)
                 logits = forbid(self.model.logits_of(gather_rows(hidden, rows)), self.mask_token, self.vocab)
-                return *propose(logits, front[:, None] + chunk, committed.sampling, sampled=self.sampled), cache
+                return *propose(logits, front[:, None] + chunk, committed.sampling, **extra), cache
 
             front = committed.length + carry.drafted
             end = (front + self.spec_len + self.block - 1) // self.block * self.block
@@ -169,7 +171,7 @@ class Wide(BlockDrafter):
             rung = jnp.max(jnp.where(carry.growing, jnp.minimum(need, self.window), self.block)) // self.block - 1
             branches = [lambda c, w=width: chunk_pass(w, c[-1]) for width in widths]
             nothing = jnp.zeros((batch, self.spec_len), jnp.int32), jnp.zeros((batch, self.spec_len))
-            nothing = *nothing, no_extras(batch, self.spec_len, vocab, sampled=self.sampled)
+            nothing = *nothing, no_extras(batch, self.spec_len, vocab, **extra)
             tokens, confidence, extras, cache = one_of(rung, branches, (*nothing, carry.state.cache))
 
             extend = carry.growing & ~behind
@@ -210,7 +212,7 @@ class Wide(BlockDrafter):
             state=state,
             growing=committed.running & (begun.length < committed.room),
             passes=jnp.zeros((batch,), jnp.int32),
-            extras=no_extras(batch, self.max_draft, vocab, sampled=self.sampled),
+            extras=no_extras(batch, self.max_draft, vocab, **extra),
         )
         start = start.replace(growing=start.growing & (start.drafted + self.spec_len <= self.max_draft))
         end = jax.lax.while_loop(lambda carry: jnp.any(carry.growing), body, start)

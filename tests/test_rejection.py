@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from distributions import chi_square, filtered_probability
-from tiny_models import diffusion_config, random_model, tiny_config
+from tiny_models import are_own_texts, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, accept, round
 from failfast_jax.config import OptionError
@@ -202,7 +202,7 @@ def sampling_drafter(kind: str):
 def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
     """From prompt to text: chunks, expansion, caches, bonus tokens."""
     target, drafter = small_target(), sampling_drafter(kind)
-    samples, prompt = 10_000, jnp.asarray([[3, 1, 4]])
+    samples, prompt = 5_000, jnp.asarray([[3, 1, 4]])
     temperature, top_k, top_p = 0.9, 5, 0.95
     plan = round.Plan((4,), (32,), (32,))
 
@@ -262,7 +262,7 @@ def ids(results: list[Result]) -> list[list[int]]:
 
 def test_the_rule_at_temperature_0_and_above():
     options = {"acceptance": "rejection", "spec_len": 3}
-    assert ids(answers("specdiff", **options)) == ids(answers("vanilla"))
+    assert are_own_texts(engine().target, answers("specdiff", **options))
     one, same, other = (answers("specdiff", temperature=1.0, seed=seed, **options) for seed in (1, 1, 2))
     assert ids(one) == ids(same) and all(a != b for a, b in zip(ids(one), ids(other)))
     for result in one:

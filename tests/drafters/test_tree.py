@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
+from tiny_models import VOCAB, diffusion_config, own_tokens, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig, accept, round, trees
 from failfast_jax.config import OptionError
@@ -232,13 +232,6 @@ def answer(target, drafter, tokens, lengths, sampling):
         return round.accept(drafter, state, proposal, verified), gained + (gain > 0).sum()
 
     return jax.lax.while_loop(lambda carry: jnp.any(carry[0].running), body, (state, jnp.int32(0)))
-
-
-@jax.jit
-def own_tokens(target, text, sampling):
-    """What the target picks for each position of a text, by the definition: `[B, L]`, from position 1 on."""
-    logits = target.forward(text)
-    return accept.pick(logits, jnp.broadcast_to(1 + jnp.arange(text.shape[1]), text.shape), sampling)
 
 
 def test_the_text_is_the_targets_own():

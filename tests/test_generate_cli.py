@@ -106,6 +106,9 @@ def test_traces(tmp_path, capsys):
 COMMON = ["--target", TARGET, "--method", "lookup", "--token-ids", PROMPT]
 BAD = {
     "tau": ([*COMMON, "--tau", "1.5"], "--tau 1.5: must be in [0, 1]"),
+    "steps": ([*COMMON, "--steps", "2"], "--steps 2: only --method specdiff"),
+    "tree": ([*COMMON, "--tree-budget", "9"], "--tree-budget 9: only --method failfast (schedule wide)"),
+    "rejection": ([*COMMON, "--acceptance", "rejection"], "--acceptance rejection: exact only for drafts sampled"),
     "spec": (
         [*COMMON, "--spec-len", "20", "--max-spec-len", "10"],
         "--max-spec-len 10: must be at least --spec-len 20",

@@ -14,7 +14,7 @@ import pytest
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import round
-from failfast_jax.drafters import Aligned, Autoregressive, Drafter, Lookup, Wide
+from failfast_jax.drafters import Aligned, Autoregressive, Drafter, Lookup, TreeDrafter, Wide
 from failfast_jax.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING
 
 CAPACITY = 128
@@ -36,6 +36,7 @@ def make_drafter(kind: str) -> Drafter:
         "lookup": lambda: Lookup(max_spec_len=7),
         "wide": lambda: Wide(**block),
         "aligned": lambda: Aligned(**block, threshold=np.float32(0.5), small_block=4),
+        "tree": lambda: TreeDrafter(model=Wide(**block, alternatives=2), budget=15),
         "ar": lambda: Autoregressive(model=models().target, **lengths),
     }[kind]()
 
@@ -242,7 +243,7 @@ def large_copies(hlo: str, state) -> list[str]:
     return [line for line in copies if any(shape in line.split(" copy")[0] for shape in shapes)]
 
 
-@pytest.mark.parametrize("kind, batch", [("wide", 2), ("ar", 1), ("lookup", 1)])
+@pytest.mark.parametrize("kind, batch", [("wide", 2), ("tree", 2), ("ar", 1), ("lookup", 1)])
 def test_caches_and_logs_are_never_copied(kind, batch):
     program, state = compiled_loop(kind, batch)
     assert large_copies(program.as_text(), state) == []
@@ -258,7 +259,7 @@ def test_copies_would_be_noticed():
 # Plans.
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "lookup", "wide", "aligned", "ar"])
+@pytest.mark.parametrize("kind", ["vanilla", "lookup", "wide", "aligned", "ar", "tree"])
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_plans_hold_every_draft(kind, platform, exact):

@@ -288,13 +288,19 @@ class GenerationConfig:
     spec_len: int | None = None
     """Tokens drafted per expansion step (N), or per round where drafts do not expand."""
     tau: float | None = None
-    """Confidence below which a draft stops growing; 0.45 unless the drafter's folder says otherwise."""
+    """Confidence below which a draft stops growing; 0.45 unless the drafter's folder says otherwise. For `suffix`
+    it bounds the product of the confidences, and is 0.05."""
     max_spec_len: int | None = None
     """Hard cap on a draft's length."""
     lookup_min: int | None = None
-    """`failfast`: last tokens that must match an earlier place for a draft to begin with its continuation; 0: off."""
+    """`failfast`: last tokens that must match an earlier place for a draft to begin with its continuation; 0: off.
+    `lookup` and `suffix`: the shortest match that they draft from, 2 by default."""
     min_gain: float | None = None
     """With `lookup_min`: accepted tokens that a draft must expect to be verified at all; 0 verifies all."""
+    dynamic: bool = False
+    """`ar`: drafts grow by chunks of `spec_len` tokens (then 1 by default) while all confidences are at least `tau`."""
+    reuse: bool = False
+    """`failfast`, schedule `wide`: a draft that ends like the rejected part of the last one goes on like it."""
     schedule: str = "wide"
     threshold: float | None = None
     """Confidence above which a denoising pass fills a position (`dllm`, `fast-dllm`, `aligned`)."""

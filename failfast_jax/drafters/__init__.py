@@ -1,8 +1,9 @@
-"""Drafting methods by name. A new method is one file and one entry of `METHODS`."""
+"""Drafting methods by name. A new method is one file and one entry of `METHODS` (see docs/add-a-method.md)."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +15,7 @@ from failfast_jax.drafters.conditioned import ConditionedDrafter
 from failfast_jax.drafters.diffusion import Aligned, Wide
 from failfast_jax.drafters.hybrid import Hybrid
 from failfast_jax.drafters.lookup import Lookup
+from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.transformer import Decoder
 
@@ -27,6 +29,7 @@ __all__ = [
     "Hybrid",
     "Lookup",
     "Method",
+    "Reuse",
     "StopRule",
     "Wide",
     "below_threshold",
@@ -38,12 +41,21 @@ class Method:
     """How the engine builds a drafter.
 
     Attributes:
-      build: `(config, drafter model or None, draftable vocabulary, platform) -> Drafter`.
+      source: `(config, drafter model or None, draftable vocabulary, platform) -> Drafter`, or where such a function
+        is: `package.module:name`, imported when the method is first used.
       model: kind of model that `--drafter` must name: `diffusion`, `autoregressive`, `any` or None.
     """
 
-    build: Callable[[GenerationConfig, Decoder | None, int, str], Drafter]
+    source: Callable[[GenerationConfig, Decoder | None, int, str], Drafter] | str
     model: str | None = None
+
+    def build(self, config: GenerationConfig, model: Decoder | None, vocab: int, platform: str) -> Drafter:
+        """The drafter for a request."""
+        source = self.source
+        if isinstance(source, str):
+            module, _, name = source.partition(":")
+            source = getattr(importlib.import_module(module), name)
+        return source(config, model, vocab, platform)
 
 
 def _lengths(config: GenerationConfig, spec_len: int, max_spec_len: int) -> tuple[int, int]:
@@ -92,12 +104,16 @@ def _failfast(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
     else:
         spec_len, longest = _lengths(config, 10, 60)
         drafter = Wide(model=model, vocab=vocab, tau=_tau(config), spec_len=spec_len, max_spec_len=longest)
-    if not config.lookup_min:
-        if config.min_gain:
-            raise OptionError(f"--min-gain {config.min_gain}: needs --lookup-min")
+    if config.lookup_min:
+        lookup = _lookup_for(platform, config.max_spec_len, min_match=config.lookup_min)
+        drafter = Hybrid(lookup=lookup, model=drafter, min_gain=np.float32(config.min_gain or 0.0))
+    elif config.min_gain:
+        raise OptionError(f"--min-gain {config.min_gain}: needs --lookup-min")
+    if not config.reuse:
         return drafter
-    lookup = _lookup_for(platform, config.max_spec_len, min_match=config.lookup_min)
-    return Hybrid(lookup=lookup, model=drafter, min_gain=np.float32(config.min_gain or 0.0))
+    if spec_len == max(longest, drafter.max_draft):
+        raise OptionError(f"--reuse: drafts of --spec-len {spec_len} leave no room for more (--max-spec-len {longest})")
+    return Reuse(model=drafter, max_spec_len=longest)
 
 
 def _decoder(model: Decoder | BoundConditioned, wanted_by: str) -> Decoder:
@@ -113,8 +129,12 @@ def _fast_dllm(config: GenerationConfig, model: Decoder, vocab: int, platform: s
 
 
 def _autoregressive(config: GenerationConfig, model: Decoder, vocab: int, platform: str) -> Drafter:
-    width = 4 if platform == "cpu" else 8
-    return Autoregressive(model=model, vocab=vocab, spec_len=config.spec_len or 5, first_width=width)
+    options = {"model": model, "vocab": vocab, "first_width": 4 if platform == "cpu" else 8}
+    if not config.dynamic:
+        return Autoregressive(spec_len=config.spec_len or 5, **options)
+    # A pass drafts one token here: waiting for a chunk of more to look at it would save nothing.
+    spec_len, longest = _lengths(config, 1, 20)
+    return Autoregressive(spec_len=spec_len, max_spec_len=longest, tau=_tau(config), **options)
 
 
 def _lookup(config: GenerationConfig, model: Decoder | None, vocab: int, platform: str) -> Drafter:
@@ -135,5 +155,6 @@ METHODS: dict[str, Method] = {
     "fast-dllm": Method(_fast_dllm, model="diffusion"),
     "ar": Method(_autoregressive, model="autoregressive"),
     "lookup": Method(_lookup),
+    "suffix": Method("failfast_jax.drafters.suffix:build"),
     "vanilla": Method(lambda config, model, vocab, platform: Drafter()),
 }

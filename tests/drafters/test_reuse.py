@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxtyping import Array, Int
 from test_conditioned import DRAFT_IDS, ROWS, network
 from test_lookup import committed
-from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
+from tiny_models import diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.config import OptionError

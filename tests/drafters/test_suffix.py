@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -45,11 +45,18 @@ def build_parser() -> argparse.ArgumentParser:
     sampling.add_argument("--top-k", metavar="k", type=int, default=0)
     sampling.add_argument("--seed", metavar="s", type=int, default=0, help="one seed, one text, whatever the method")
     drafting = parser.add_argument_group("drafting", "a drafter's folder may bring its own defaults")
-    drafting.add_argument("--spec-len", metavar="N", type=int, help="tokens per expansion (default 10; ar: 5)")
-    drafting.add_argument("--tau", metavar="x", type=float, help="confidence to go on (default 0.45)")
-    drafting.add_argument("--max-spec-len", metavar="n", type=int, help="longest draft (default 60; lookup: 15 on CPU)")
     drafting.add_argument(
-        "--lookup-min", metavar="n", type=int, help="failfast: begin drafts with what followed the last n tokens before"
+        "--spec-len", metavar="N", type=int, help="tokens per expansion (default 10; ar: 5, --dynamic 1)"
+    )
+    drafting.add_argument("--tau", metavar="x", type=float, help="confidence to go on (default 0.45; suffix: 0.05)")
+    drafting.add_argument(
+        "--max-spec-len", metavar="n", type=int, help="longest draft (default 60; ar: 20; lookup, suffix: 15 on CPU)"
+    )
+    drafting.add_argument(
+        "--lookup-min",
+        metavar="n",
+        type=int,
+        help="failfast: begin drafts with what followed the last n tokens before; lookup, suffix: shortest match (2)",
     )
     drafting.add_argument(
         "--min-gain", metavar="x", type=float, help="with --lookup-min: verify drafts that expect x accepted tokens"

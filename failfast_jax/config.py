@@ -361,6 +361,10 @@ class GenerationConfig:
             self.max_spec_len,
             f"must be in [1, {LONGEST_DRAFT}]",
         )
+        if self.dynamic and self.method != "ar":
+            raise OptionError(f"--dynamic: only --method ar has this variant, not --method {self.method}")
+        if self.reuse and (self.method, self.schedule) != ("failfast", "wide"):
+            raise OptionError("--reuse: only --method failfast (schedule wide) reuses drafts")
         check(self.schedule in ("wide", "aligned"), "schedule", self.schedule, "must be 'wide' or 'aligned'")
         check(self.threshold is None or 0 <= self.threshold <= 1, "threshold", self.threshold, "must be in [0, 1]")
         check(self.block_size is None or self.block_size >= 2, "block-size", self.block_size, "must be at least 2")

@@ -396,10 +396,6 @@ class FailFast:
         """
         method = METHODS[config.method]
         model = self.drafter if method.model else None
-        if config.dynamic and config.method != "ar":
-            raise OptionError(f"--dynamic: only --method ar has this variant, not --method {config.method}")
-        if config.reuse and (config.method != "failfast" or config.schedule != "wide"):
-            raise OptionError("--reuse: only --method failfast (schedule wide) reuses drafts")
         if config.lookup_min and config.method not in ("failfast", "lookup", "suffix"):
             raise OptionError(f"--lookup-min {config.lookup_min}: --method {config.method} looks nothing up")
         if config.min_gain and (config.method != "failfast" or config.schedule != "wide"):

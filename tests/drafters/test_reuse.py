@@ -181,4 +181,4 @@ def test_options():
         ("conditioned", {}, f"--reuse: drafts of --spec-len {ROWS} leave no room"),
     ):
         with pytest.raises(OptionError, match=message):
-            build(kind, **options)
+            engine(kind).generate([[1]], reuse=True, **options)

@@ -288,13 +288,19 @@ class GenerationConfig:
     spec_len: int | None = None
     """Tokens drafted per expansion step (N), or per round where drafts do not expand."""
     tau: float | None = None
-    """Confidence below which a draft stops growing; 0.45 unless the drafter's folder says otherwise."""
+    """Confidence below which a draft stops growing; 0.45 unless the drafter's folder says otherwise. For `suffix`
+    it bounds the product of the confidences, and is 0.05."""
     max_spec_len: int | None = None
     """Hard cap on a draft's length."""
     lookup_min: int | None = None
-    """`failfast`: last tokens that must match an earlier place for a draft to begin with its continuation; 0: off."""
+    """`failfast`: last tokens that must match an earlier place for a draft to begin with its continuation; 0: off.
+    `lookup` and `suffix`: the shortest match that they draft from, 2 by default."""
     min_gain: float | None = None
     """With `lookup_min`: accepted tokens that a draft must expect to be verified at all; 0 verifies all."""
+    dynamic: bool = False
+    """`ar`: drafts grow by chunks of `spec_len` tokens (then 1 by default) while all confidences are at least `tau`."""
+    reuse: bool = False
+    """`failfast`, schedule `wide`: a draft that ends like the rejected part of the last one goes on like it."""
     schedule: str = "wide"
     acceptance: str = "match"
     """`match`: keep drafted tokens that equal the target's own picks. `rejection`: sample drafts, keep x with
@@ -363,6 +369,10 @@ class GenerationConfig:
             self.max_spec_len,
             f"must be in [1, {LONGEST_DRAFT}]",
         )
+        if self.dynamic and self.method != "ar":
+            raise OptionError(f"--dynamic: only --method ar has this variant, not --method {self.method}")
+        if self.reuse and (self.method, self.schedule) != ("failfast", "wide"):
+            raise OptionError("--reuse: only --method failfast (schedule wide) reuses drafts")
         check(self.schedule in ("wide", "aligned"), "schedule", self.schedule, "must be 'wide' or 'aligned'")
         check(self.steps is None or self.steps >= 1, "steps", self.steps, "must be at least 1")
         check(

@@ -21,6 +21,7 @@ from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folde
 from failfast_jax.compilation import CompileCounts, Executables, Program, compile_counts, enable_compile_cache
 from failfast_jax.config import ConfigError, GenerationConfig, OptionError
 from failfast_jax.drafters import METHODS, Drafter, check_acceptance
+from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.loading import as_dtype, borrows_tokens, load_drafter, open_source
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.transformer import Decoder
@@ -187,6 +188,8 @@ class FailFast:
 
     Attributes:
       eos_token_ids: stop tokens; the target's own unless replaced.
+      corpus: earlier texts that `suffix` drafts from, too; None, or a `drafters.suffix.Corpus` to be filled between
+        requests.
       decoding: options that take these values where a request leaves them at None; from the drafter's folder.
 
     Raises:
@@ -247,6 +250,7 @@ class FailFast:
         self.max_seq_len = max_seq_len or context
         self.platform = jax.default_backend()
         self.load_s = time.perf_counter() - start
+        self.corpus: Corpus | None = None
         self._programs = Executables()
         self._checked_widths: dict[int, dict[int, bool]] = {}
 
@@ -399,7 +403,7 @@ class FailFast:
         """
         method = METHODS[config.method]
         model = self.drafter if method.model else None
-        if config.lookup_min and config.method not in ("failfast", "lookup"):
+        if config.lookup_min and config.method not in ("failfast", "lookup", "suffix"):
             raise OptionError(f"--lookup-min {config.lookup_min}: --method {config.method} looks nothing up")
         if config.min_gain and (config.method != "failfast" or config.schedule != "wide"):
             raise OptionError(f"--min-gain {config.min_gain}: only --method failfast (schedule wide) weighs its drafts")
@@ -431,7 +435,12 @@ class FailFast:
             if isinstance(model, BoundConditioned):
                 raise OptionError(f"--block-size {config.block_size}: {self.drafter_name} has no blocks of its own")
             model = with_block_size(model, config.block_size)
-        return method.build(config, model, self.vocab, self.platform)
+        drafter = method.build(config, model, self.vocab, self.platform)
+        if self.corpus is None:
+            return drafter
+        if self.corpus.tokens.max() >= self.target.config.vocab_size:
+            raise PromptError(f"the corpus holds token id {self.corpus.tokens.max()}, which {self.target_name} lacks")
+        return drafter.with_corpus(self.corpus.tokens)
 
     def _plan(self, drafter: Drafter, exact: bool, batch: int) -> round.Plan:
         if not exact or self.platform != "cpu" or self.target.dtype != jnp.float32:
@@ -534,8 +543,9 @@ class FailFast:
             threshold=None,
             ignore_eos=False,
         )
-        key = (static, plan, batch, capacity)
         models = (self.target, drafter)
+        shapes = tuple(map(np.shape, jax.tree.leaves(drafter)))
+        key = (static, plan, batch, capacity, shapes)
         empty = keep.shapes(init, *models, inputs)
         calls = round.prefill_schedule(max(map(len, prompts)), drafter, plan, empty.tokens.shape[1])
         kinds = list(dict.fromkeys((call.width, call.parts) for call in calls))

@@ -44,10 +44,13 @@ def run_json(capsys, *args: str) -> dict:
         ["--drafter", DRAFTER, "--schedule", "aligned"],
         ["--drafter", DRAFTER, "--method", "fast-dllm"],
         ["--drafter", TARGET, "--method", "ar"],
+        ["--drafter", TARGET, "--method", "ar", "--dynamic", "--tau", "0.3", "--max-spec-len", "7"],
+        ["--drafter", DRAFTER, "--reuse", "--max-spec-len", "15"],
+        ["--method", "suffix", "--max-spec-len", "7"],
         ["--method", "lookup"],
         ["--method", "vanilla", "--exact"],
     ],
-    ids=["wide", "aligned", "fast-dllm", "ar", "lookup", "exact"],
+    ids=["wide", "aligned", "fast-dllm", "ar", "dynamic", "reuse", "suffix", "lookup", "exact"],
 )
 def test_methods_agree(args, capsys):
     common = ["--target", TARGET, "--token-ids", PROMPT, "--max-new-tokens", "40"]
@@ -121,6 +124,8 @@ BAD = {
         [*COMMON, "--drafter", DRAFTER, "--method", "fast-dllm", "--small-block-size", "5"],
         "--small-block-size 5: must divide the block size 32",
     ),
+    "dynamic": ([*COMMON, "--dynamic"], "--dynamic: only --method ar"),
+    "reuse": ([*COMMON, "--reuse"], "--reuse: only --method failfast"),
     "temperature": ([*COMMON, "--temperature", "-1"], "--temperature -1.0"),
     "top-p": ([*COMMON, "--top-p", "0"], "--top-p 0.0: must be in (0, 1]"),
     "new tokens": ([*COMMON, "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),

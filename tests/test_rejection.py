@@ -279,6 +279,7 @@ REFUSED = {
     "fast-dllm": {"method": "fast-dllm", "small_block_size": 4},
     "aligned": {"method": "failfast", "schedule": "aligned", "small_block_size": 4},
     "hybrid": {"method": "failfast", "lookup_min": 2},
+    "reuse": {"method": "failfast", "reuse": True},
     "several steps": {"method": "specdiff", "steps": 2},
     "exact": {"method": "failfast", "exact": True, "temperature": 0.5},
     "dllm": {"method": "dllm"},

@@ -121,7 +121,7 @@ def main(topology_name: str, method: str) -> None:
         return BoundConditioned(network=network, embed=embed, head=head, draft_ids=ids)
 
     target = model(target_config)
-    options = {"lookup_min": 3} if method == "hybrid" else {"method": method}
+    options = {"hybrid": {"lookup_min": 3}, "reuse": {"reuse": True}}.get(method, {"method": method})
     config = GenerationConfig(**options)
     drafter = METHODS[config.method].build(config, bound() if method == "hybrid" else model(drafter_config), 512, "tpu")
     plan = round.make_plan(drafter, platform="tpu")

@@ -1,8 +1,9 @@
-"""Drafting methods by name. A new method is one file and one entry of `METHODS`."""
+"""Drafting methods by name. A new method is one file and one entry of `METHODS` (see docs/add-a-method.md)."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +15,7 @@ from failfast_jax.drafters.conditioned import ConditionedDrafter
 from failfast_jax.drafters.diffusion import Aligned, Wide
 from failfast_jax.drafters.hybrid import Hybrid
 from failfast_jax.drafters.lookup import Lookup
+from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.drafters.specdiff import SpecDiff
 from failfast_jax.drafters.tree import ALTERNATIVES, TreeDrafter
 from failfast_jax.models.conditioned import BoundConditioned
@@ -29,6 +31,7 @@ __all__ = [
     "Hybrid",
     "Lookup",
     "Method",
+    "Reuse",
     "SpecDiff",
     "StopRule",
     "TreeDrafter",
@@ -42,13 +45,14 @@ class Method:
     """How the engine builds a drafter.
 
     Attributes:
-      build: `(config, drafter model or None, draftable vocabulary, platform) -> Drafter`.
+      source: `(config, drafter model or None, draftable vocabulary, platform) -> Drafter`, or where such a function
+        is: `package.module:name`, imported when the method is first used.
       model: kind of model that `--drafter` must name: `diffusion`, `autoregressive`, `any` or None.
       samples: whether `build` serves `--acceptance rejection`, with drafts that carry the distributions they were
         drawn from. Only drafts made from left to right, in places that do not depend on the draw, may.
     """
 
-    build: Callable[[GenerationConfig, Decoder | None, int, str], Drafter]
+    source: Callable[[GenerationConfig, Decoder | None, int, str], Drafter] | str
     model: str | None = None
     samples: bool = False
 
@@ -68,6 +72,14 @@ def _refuse_rejection(why: str) -> None:
         "--acceptance rejection: exact only for drafts sampled from left to right, in places that do not depend on "
         f"the samples (failfast with --schedule wide, ar, specdiff with --steps 1); {why}"
     )
+
+    def build(self, config: GenerationConfig, model: Decoder | None, vocab: int, platform: str) -> Drafter:
+        """The drafter for a request."""
+        source = self.source
+        if isinstance(source, str):
+            module, _, name = source.partition(":")
+            source = getattr(importlib.import_module(module), name)
+        return source(config, model, vocab, platform)
 
 
 def _lengths(config: GenerationConfig, spec_len: int, max_spec_len: int) -> tuple[int, int]:
@@ -129,15 +141,22 @@ def _failfast(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
         return _aligned(config, _decoder(model, "--schedule aligned"), vocab, expand=True, threshold=0.05)
     if config.lookup_min and config.acceptance == "rejection":
         _refuse_rejection(f"--lookup-min {config.lookup_min} begins drafts with given tokens")
+    if config.reuse and config.acceptance == "rejection":
+        _refuse_rejection("--reuse goes on with given tokens")
     if config.tree_budget:
         return _tree(config, model, vocab)
     drafter = _one_pass(config, model, vocab)
-    if not config.lookup_min:
-        if config.min_gain:
-            raise OptionError(f"--min-gain {config.min_gain}: needs --lookup-min")
+    spec_len, longest = drafter.spec_len, drafter.max_spec_len
+    if config.lookup_min:
+        lookup = _lookup_for(platform, config.max_spec_len, min_match=config.lookup_min)
+        drafter = Hybrid(lookup=lookup, model=drafter, min_gain=np.float32(config.min_gain or 0.0))
+    elif config.min_gain:
+        raise OptionError(f"--min-gain {config.min_gain}: needs --lookup-min")
+    if not config.reuse:
         return drafter
-    lookup = _lookup_for(platform, config.max_spec_len, min_match=config.lookup_min)
-    return Hybrid(lookup=lookup, model=drafter, min_gain=np.float32(config.min_gain or 0.0))
+    if spec_len == max(longest, drafter.max_draft):
+        raise OptionError(f"--reuse: drafts of --spec-len {spec_len} leave no room for more (--max-spec-len {longest})")
+    return Reuse(model=drafter, max_spec_len=longest)
 
 
 def _tree(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int) -> TreeDrafter:
@@ -146,6 +165,10 @@ def _tree(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: in
         _refuse_rejection(f"--tree-budget {budget} puts alternatives beside a draft")
     if config.lookup_min:
         raise OptionError(f"--tree-budget {budget}: a lookup knows no alternatives (--lookup-min 0 turns it off)")
+    if config.min_gain:
+        raise OptionError(f"--min-gain {config.min_gain}: needs --lookup-min")
+    if config.reuse:
+        raise OptionError(f"--tree-budget {budget}: a draft that is reused has no alternatives (no --reuse)")
     drafter = _one_pass(config, model, vocab)
     if drafter.max_draft > budget:
         raise OptionError(
@@ -184,13 +207,17 @@ def _specdiff(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
 
 
 def _autoregressive(config: GenerationConfig, model: Decoder, vocab: int, platform: str) -> Drafter:
-    return Autoregressive(
-        model=model,
-        vocab=vocab,
-        spec_len=config.spec_len or 5,
-        first_width=4 if platform == "cpu" else 8,
-        sampled=config.acceptance == "rejection",
-    )
+    options = {
+        "model": model,
+        "vocab": vocab,
+        "first_width": 4 if platform == "cpu" else 8,
+        "sampled": config.acceptance == "rejection",
+    }
+    if not config.dynamic:
+        return Autoregressive(spec_len=config.spec_len or 5, **options)
+    # A pass drafts one token here: waiting for a chunk of more to look at it would save nothing.
+    spec_len, longest = _lengths(config, 1, 20)
+    return Autoregressive(spec_len=spec_len, max_spec_len=longest, tau=_tau(config), **options)
 
 
 def _lookup(config: GenerationConfig, model: Decoder | None, vocab: int, platform: str) -> Drafter:
@@ -212,5 +239,6 @@ METHODS: dict[str, Method] = {
     "specdiff": Method(_specdiff, model="diffusion", samples=True),
     "ar": Method(_autoregressive, model="autoregressive", samples=True),
     "lookup": Method(_lookup),
+    "suffix": Method("failfast_jax.drafters.suffix:build"),
     "vanilla": Method(lambda config, model, vocab, platform: Drafter()),
 }

@@ -271,6 +271,8 @@ REFUSED = {
     "exact": ({"exact": True}, "--tree-budget 16: no --exact"),
     "rejection": ({"acceptance": "rejection"}, "--acceptance rejection: .*--tree-budget 16"),
     "lookup": ({"lookup_min": 2}, "--tree-budget 16: a lookup knows no alternatives"),
+    "gain": ({"min_gain": 1.0}, "--min-gain 1.0: needs --lookup-min"),
+    "reuse": ({"reuse": True}, "--tree-budget 16: a draft that is reused has no alternatives"),
     "aligned": ({"schedule": "aligned"}, "--tree-budget 16: only --method failfast"),
     "method": ({"method": "specdiff"}, "--tree-budget 16: only --method failfast"),
     "longer draft": ({"max_spec_len": 20}, "--tree-budget 16: must be at least the longest draft, 20 tokens"),

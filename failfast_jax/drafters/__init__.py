@@ -48,13 +48,21 @@ class Method:
       source: `(config, drafter model or None, draftable vocabulary, platform) -> Drafter`, or where such a function
         is: `package.module:name`, imported when the method is first used.
       model: kind of model that `--drafter` must name: `diffusion`, `autoregressive`, `any` or None.
-      samples: whether `build` serves `--acceptance rejection`, with drafts that carry the distributions they were
+      samples: whether it serves `--acceptance rejection`, with drafts that carry the distributions they were
         drawn from. Only drafts made from left to right, in places that do not depend on the draw, may.
     """
 
     source: Callable[[GenerationConfig, Decoder | None, int, str], Drafter] | str
     model: str | None = None
     samples: bool = False
+
+    def build(self, config: GenerationConfig, model: Decoder | None, vocab: int, platform: str) -> Drafter:
+        """The drafter for a request."""
+        source = self.source
+        if isinstance(source, str):
+            module, _, name = source.partition(":")
+            source = getattr(importlib.import_module(module), name)
+        return source(config, model, vocab, platform)
 
 
 def check_acceptance(config: GenerationConfig) -> None:
@@ -72,14 +80,6 @@ def _refuse_rejection(why: str) -> None:
         "--acceptance rejection: exact only for drafts sampled from left to right, in places that do not depend on "
         f"the samples (failfast with --schedule wide, ar, specdiff with --steps 1); {why}"
     )
-
-    def build(self, config: GenerationConfig, model: Decoder | None, vocab: int, platform: str) -> Drafter:
-        """The drafter for a request."""
-        source = self.source
-        if isinstance(source, str):
-            module, _, name = source.partition(":")
-            source = getattr(importlib.import_module(module), name)
-        return source(config, model, vocab, platform)
 
 
 def _lengths(config: GenerationConfig, spec_len: int, max_spec_len: int) -> tuple[int, int]:
@@ -194,8 +194,6 @@ def _specdiff(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
     steps = config.steps or 1
     rows = model.config.rows if isinstance(model, BoundConditioned) else 10
     length = config.spec_len or rows
-    if config.max_spec_len not in (None, length):
-        raise OptionError(f"--max-spec-len {config.max_spec_len}: --method specdiff drafts --spec-len {length} tokens")
     if steps == 1:
         return _one_pass(dataclasses.replace(config, spec_len=length, max_spec_len=length), model, vocab)
     if steps > length:

@@ -128,7 +128,6 @@ def test_the_text_is_the_targets():
         ({"steps": 11}, "--steps 11: must be at most --spec-len 10"),
         ({"steps": 0}, "--steps 0: must be at least 1"),
         ({"method": "failfast", "steps": 2}, "--steps 2: only --method specdiff"),
-        ({"max_spec_len": 20}, "--max-spec-len 20: --method specdiff drafts --spec-len 10 tokens"),
         ({"lookup_min": 3}, "--lookup-min 3: --method specdiff looks nothing up"),
     ],
 )

@@ -56,16 +56,16 @@ def kernels(topology_name: str) -> None:
         (1, 128, 8, 8, 128, 32768, "bfloat16"),
         (1, 72, 7, 4, 128, 4096, "float32"),
         (2, 8, 3, 3, 64, 8192, "float32"),
-        (1, 1, 1, 8, 64, 384, "bfloat16"),
+        (1, 8, 1, 8, 64, 384, "bfloat16"),
     ):
         cache = array(batch, kv_heads, capacity, head_dim, dtype=dtype)
-        new = array(batch, width, kv_heads, head_dim, dtype=dtype)
-        q = array(batch, width, group * kv_heads, head_dim, dtype=dtype)
+        qkv = array(batch, width, kv_heads, group + 2, head_dim, dtype=dtype)
+        tables = (array(batch, width, head_dim, dtype="float32"),) * 2
         places = array(batch), array(batch), array()
         shown = f"{width} rows, {kv_heads} x {group} heads of {head_dim}, {capacity} positions, {dtype}"
         for name, function, args in (
-            ("attention", lambda *a: tpu.window_attention(*a, block_size=32), (q, cache, cache, *places)),
-            ("write", tpu.write_window, (cache, cache, new, new, places[0])),
+            ("attention", lambda *a: tpu.window_attention(*a, block_size=32), (qkv, *tables, cache, cache, *places)),
+            ("write", tpu.write_window, (cache, cache, qkv, places[0], tables)),
         ):
             hlo = jax.jit(function).lower(*args).compile().as_text()
             verdicts[f"{name}: {shown}"] = "tpu_custom_call" in hlo

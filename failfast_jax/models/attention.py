@@ -61,6 +61,59 @@ def total(x: Float[Array, "*R E"], axis: str | None) -> Float[Array, "*R E"]:
 ONE_DEVICE = Execution()
 
 
+def apply_rope(
+    x: Float[Array, "B W N H"], cos: Float[Array, "B W 1 h"], sin: Float[Array, "B W 1 h"]
+) -> Float[Array, "B W N H"]:
+    """Rotates the two halves of the head dimension (Hugging Face's layout), in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+
+
+def attend(
+    qkv: Float[Array, "B W K G2 H"],
+    cos: Float[Array, "B W 1 h"],
+    sin: Float[Array, "B W 1 h"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    start: Int[Array, " B"],
+    live: Int[Array, ""],
+    block_size: int,
+    *,
+    until: Int[Array, " B"] | None = None,
+    kernel: str = "reference",
+) -> tuple[Float[Array, "B W N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+    """What lies between the two projections: rotates, writes keys and values into the cache, and attends.
+
+    The window stands at positions `start[b] ...`. Attention is causal (`block_size` 1) or block-causal, and reads
+    only the cache tiles below `live`; see `kernels.reference.window_attention` for the other arguments.
+
+    Args:
+      qkv: of each KV head its G query heads, its key and its value.
+
+    Returns:
+      The heads' outputs, and both caches; in place when they are donated. The caller keeps `start + W` within the
+      capacity.
+
+    Raises:
+      ValueError: the kernel does not support the shapes.
+    """
+    batch, width, _, members, head_dim = qkv.shape
+    until = jnp.zeros_like(start) if until is None else until
+    if kernel == "tpu":
+        from failfast_jax.kernels import tpu
+
+        if width <= tpu.MAX_WIDTH:
+            tables = tpu.rotary_tables(cos, sin)
+            k_cache, v_cache = tpu.write_window(k_cache, v_cache, qkv, start, tables)
+            heads = tpu.window_attention(qkv, *tables, k_cache, v_cache, start, until, live, block_size=block_size)
+            return heads, k_cache, v_cache
+    q = apply_rope(qkv[..., : members - 2, :].reshape(batch, width, -1, head_dim), cos, sin)
+    k, v = apply_rope(qkv[..., members - 2, :], cos, sin), qkv[..., members - 1, :]
+    k_cache, v_cache = write_windows(k_cache, v_cache, k, v, start, kernel=kernel)
+    heads = cached_attention(q, k_cache, v_cache, start, live, block_size, until=until, kernel=kernel)
+    return heads, k_cache, v_cache
+
+
 def cached_attention(
     q: Float[Array, "B W N H"],
     k_cache: Float[Array, "B K S H"],
@@ -83,8 +136,7 @@ def cached_attention(
     if kernel == "tpu":
         from failfast_jax.kernels import tpu
 
-        attend = tpu.prefill_attention if q.shape[1] > tpu.MAX_WIDTH else tpu.window_attention
-        return attend(q, k_cache, v_cache, start, until, live, block_size=block_size)
+        return tpu.prefill_attention(q, k_cache, v_cache, start, until, live, block_size=block_size)
     return reference.window_attention(q, k_cache, v_cache, start, until, live, block_size=block_size, tile=TILE)
 
 
@@ -104,5 +156,5 @@ def write_windows(
     if kernel == "tpu":
         from failfast_jax.kernels import tpu
 
-        return tpu.write_window(k_cache, v_cache, k, v, start)
+        return tpu.write_window(k_cache, v_cache, jnp.stack([k, v], axis=3), start)
     return write_window(k_cache, k, start), write_window(v_cache, v, start)

@@ -36,6 +36,9 @@ share a multiprocessor, so that one computes while the other waits for memory.""
 _SHARED_MEMORY = {1: 96 * 1024, 2: 192 * 1024}
 """Bytes of shared memory that a block may spend on queries and tiles, by warpgroups a block."""
 _MAX_STAGES = 4
+LANES = 128
+"""Threads of a warpgroup; the combining kernel gives each one column of a row."""
+_UNROLL = 8
 
 # Scores that a row may not see, and the lowest running maximum: both finite and far below any real score, so that a
 # tile in which a row sees nothing adds exact zeros to it: exp2(_HIDDEN - _FLOOR) is 0.
@@ -116,7 +119,7 @@ def _attend_splits(
     *,
     splits: int,
     interpret: bool,
-) -> tuple[Float[Array, "P B K C T R H"], Float[Array, "P B K C T R"], Float[Array, "P B K C T R"]]:
+) -> tuple[Float[Array, "P B K C T R L"], Float[Array, "P B K C T R"], Float[Array, "P B K C T R"]]:
     """One thread block for each split P, sequence, KV head and block C of rows: T warpgroups of R rows each.
 
     Args:
@@ -124,8 +127,8 @@ def _attend_splits(
       last: last position that each row sees.
 
     Returns:
-      Unnormalised sum of values, highest score (times log2 e) and sum of weights of each row over the tiles of each
-      split. Not written for splits that own no tile.
+      Unnormalised sum of values (in the first H of `LANES` columns), highest score (times log2 e) and sum of weights
+      of each row over the tiles of each split. Not written for splits that own no tile.
     """
     batch, kv_heads, blocks, warpgroups, _, head_dim = rows.shape
     dtype = k_cache.dtype
@@ -232,7 +235,7 @@ def _attend_splits(
                     plgpu.barrier_wait(k_ring[2].at[lax.rem(mine - 1, stages)])
                     plgpu.barrier_wait(v_ring[2].at[lax.rem(mine - 1, stages)])
 
-            acc_ref[split, sequence, head, block, thread] = acc
+            acc_ref[split, sequence, head, block, thread, :, pl.ds(0, head_dim)] = acc
             highest_ref[split, sequence, head, block, thread] = highest
             total_ref[split, sequence, head, block, thread] = total
 
@@ -254,7 +257,7 @@ def _attend_splits(
     return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((*row, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((*row, LANES), jnp.float32),
             jax.ShapeDtypeStruct(row, jnp.float32),
             jax.ShapeDtypeStruct(row, jnp.float32),
         ),
@@ -266,6 +269,64 @@ def _attend_splits(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=_simulator() if interpret else None,
     )(tiles, last, rows, k_cache, v_cache)
+
+
+def _combine(
+    tiles: Int[Array, " B"],
+    acc: Float[Array, "P B K R L"],
+    highest: Float[Array, "P B K R"],
+    total: Float[Array, "P B K R"],
+    *,
+    width: int,
+    group: int,
+    dtype: Any,
+    interpret: bool,
+) -> Float[Array, "B W K G L"]:
+    """The softmax over all splits, one thread block for each row `w * group + g`; splits are added in order.
+
+    One small kernel: XLA makes four of the same formula, and chooses an order of its own in each program.
+    """
+    splits, batch, kv_heads, _, _ = acc.shape
+    unroll = min(_UNROLL, splits)
+
+    def combine(tiles_ref, acc_ref, highest_ref, total_ref, out_ref):
+        sequence, head, position, member = (lax.axis_index(name) for name in ("batch", "kv_head", "window", "group"))
+        row = position * group + member
+        count = jnp.minimum(tiles_ref[sequence], splits)  # the splits that own a tile
+
+        def add(index, carry):
+            top, weight, acc = carry
+            # All loads of a step are under way at once. Beyond the last split its own values are read, for nothing.
+            part = [index * unroll + offset for offset in range(unroll)]
+            real = [split < count for split in part]
+            at = [(jnp.minimum(split, count - 1), sequence, head, row) for split in part]
+            tops = [jnp.where(real[i], highest_ref[at[i]], _FLOOR) for i in range(unroll)]
+            weights = [total_ref[at[i]] for i in range(unroll)]
+            accs = [acc_ref[at[i]] for i in range(unroll)]
+            new_top = top
+            for value in tops:
+                new_top = jnp.maximum(new_top, value)
+            decay = jnp.exp2(top - new_top)
+            weight, acc = weight * decay, acc * decay
+            for i in range(unroll):
+                factor = jnp.where(real[i], jnp.exp2(tops[i] - new_top), 0.0)
+                weight, acc = weight + weights[i] * factor, acc + accs[i] * factor
+            return new_top, weight, acc
+
+        zeros = jnp.zeros((LANES,), jnp.float32)
+        zeros = zeros if interpret else plgpu.layout_cast(zeros, plgpu.Layout.WG_STRIDED((LANES,), vec_size=1))
+        carry = (jnp.float32(_FLOOR), jnp.float32(0.0), zeros)
+        _, weight, acc = lax.fori_loop(0, lax.div(count + (unroll - 1), unroll), add, carry)
+        out_ref[sequence, position, head, member] = (acc / weight).astype(dtype)
+
+    return plgpu.kernel(
+        combine,
+        out_type=jax.ShapeDtypeStruct((batch, width, kv_heads, group, LANES), dtype),
+        grid=(batch, kv_heads, width, group),
+        grid_names=("batch", "kv_head", "window", "group"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=_simulator() if interpret else None,
+    )(tiles, acc, highest, total)
 
 
 def window_attention(
@@ -324,14 +385,14 @@ def window_attention(
         splits = split_count(batch, kv_heads, blocks, warpgroups, capacity)
 
     padding = blocks * warpgroups * ROWS - group * width
-    rows = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
-    rows = rows.reshape(batch, kv_heads, group * width, head_dim).astype(k_cache.dtype)
+    rows = q.astype(k_cache.dtype).reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
+    rows = rows.reshape(batch, kv_heads, width * group, head_dim)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)))
     positions = start[:, None] + jnp.arange(width)
     last = jnp.maximum(visible_until(positions, block_size), until[:, None]).astype(jnp.int32)
     # At least one tile, so that a pass nobody listens to leaves no NaN in the cache.
     tiles = jnp.clip(jnp.minimum(pl.cdiv(live, TILE), last.max(1) // TILE + 1), 1, capacity // TILE).astype(jnp.int32)
-    last = jnp.pad(jnp.tile(last, (1, group)), ((0, 0), (0, padding)))
+    last = jnp.pad(jnp.repeat(last, group, axis=1), ((0, 0), (0, padding)))
 
     acc, highest, total = _attend_splits(
         tiles,
@@ -342,17 +403,15 @@ def window_attention(
         splits=splits,
         interpret=interpret,
     )
-    # A split without a tile has written nothing.
-    idle = jnp.arange(splits)[:, None] >= tiles
-    idle = idle.reshape(splits, batch, 1, 1)
-
-    def real_rows(x: Array) -> Array:
-        return x.reshape(splits, batch, kv_heads, blocks * warpgroups * ROWS, *x.shape[6:])[:, :, :, : group * width]
-
-    highest = jnp.where(idle, _FLOOR, real_rows(highest))
-    weight = jnp.where(idle, 0.0, jnp.exp2(highest - highest.max(0)))
-    total = jnp.where(idle, 0.0, real_rows(total))
-    acc = jnp.where(idle[..., None], 0.0, real_rows(acc))
-    out = (acc * weight[..., None]).sum(0) / (total * weight).sum(0)[..., None]
-    out = out.reshape(batch, kv_heads, group, width, head_dim).transpose(0, 3, 1, 2, 4)
-    return out.reshape(batch, width, heads, head_dim).astype(q.dtype)
+    packed = (splits, batch, kv_heads, width * group + padding)
+    out = _combine(
+        tiles,
+        acc.reshape(*packed, LANES),
+        highest.reshape(packed),
+        total.reshape(packed),
+        width=width,
+        group=group,
+        dtype=q.dtype,
+        interpret=interpret,
+    )
+    return out[..., :head_dim].reshape(batch, width, heads, head_dim)

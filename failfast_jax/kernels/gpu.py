@@ -264,6 +264,7 @@ def _attend_splits(
         # Blocks of rows run fastest: those that read the same tiles run at the same time.
         grid=(batch, kv_heads, splits, blocks),
         grid_names=("batch", "kv_head", "split", "block"),
+        kernel_name="window_attention",
         num_threads=warpgroups if warpgroups > 1 else None,
         thread_name="warpgroup" if warpgroups > 1 else None,
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -324,6 +325,7 @@ def _combine(
         out_type=jax.ShapeDtypeStruct((batch, width, kv_heads, group, LANES), dtype),
         grid=(batch, kv_heads, width, group),
         grid_names=("batch", "kv_head", "window", "group"),
+        kernel_name="combine_splits",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=_simulator() if interpret else None,
     )(tiles, acc, highest, total)
@@ -415,3 +417,74 @@ def window_attention(
         interpret=interpret,
     )
     return out[..., :head_dim].reshape(batch, width, heads, head_dim)
+
+
+def dense_window_attention(
+    q: Float[Array, "B W N H"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    start: Int[Array, " B"],
+    until: Int[Array, " B"],
+    live: Int[Array, ""],
+    *,
+    block_size: int,
+    implementation: Literal["cudnn", "xla"],
+) -> Float[Array, "B W N H"]:
+    """What `window_attention` computes, by `jax.nn.dot_product_attention`, for any width and any GPU.
+
+    Costs follow the capacity, not `live`, and `cudnn` wants the cache in an order of its own, which is a copy.
+
+    Raises:
+      ValueError: for an unknown implementation, or one that cannot serve the cache's dtype.
+    """
+    _check(q, k_cache, v_cache)
+    positions = start[:, None] + jnp.arange(q.shape[1])
+    last = jnp.maximum(visible_until(positions, block_size), until[:, None])
+    # Nobody is asked to see beyond `live`; position 0 stays, so that no row is left without a key.
+    last = jnp.clip(last, 0, jnp.maximum(live, 1) - 1)
+    mask = jnp.arange(k_cache.shape[2]) <= last[:, None, :, None]
+    k, v = (cache.transpose(0, 2, 1, 3) for cache in (k_cache, v_cache))
+    return _dot_product_attention(q, k, v, mask, implementation)
+
+
+def prefill_attention(
+    q: Float[Array, "B L N H"],
+    k: Float[Array, "B L K H"],
+    v: Float[Array, "B L K H"],
+    *,
+    block_size: int,
+    length: Int[Array, ""] | None = None,
+    implementation: Literal["cudnn", "xla"],
+) -> Float[Array, "B L N H"]:
+    """Attention of whole sequences from position 0, without a cache: see `reference.dense_attention`.
+
+    Causal (`block_size` 1) by cuDNN it is flash attention without a mask in memory.
+
+    Raises:
+      ValueError: for an unknown implementation, or one that cannot serve the dtype.
+    """
+    if block_size == 1:  # Padding keys are seen by padding queries only.
+        return _dot_product_attention(q, k, v, None, implementation)
+    positions = jnp.arange(q.shape[1])
+    last = visible_until(positions, block_size)
+    if length is not None:
+        last = jnp.minimum(last, length - 1)
+    return _dot_product_attention(q, k, v, (positions <= last[:, None])[None, None], implementation)
+
+
+def _dot_product_attention(
+    q: Float[Array, "B W N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    mask: Array | None,
+    implementation: str,
+) -> Float[Array, "B W N H"]:
+    """Without a mask: causal."""
+    if implementation not in ("cudnn", "xla"):
+        raise ValueError(f"attention: the implementation is 'cudnn' or 'xla', not {implementation!r}")
+    if implementation == "cudnn" and k.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        raise ValueError(f"attention: cuDNN serves bfloat16 and float16, not {k.dtype.name}: choose 'xla'")
+    out = jax.nn.dot_product_attention(
+        q.astype(k.dtype), k, v, mask=mask, is_causal=mask is None, implementation=implementation
+    )
+    return out.astype(q.dtype)

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.kernels.reference import visible_until
+from failfast_jax.kernels.reference import HIDDEN, visible_until
 
 TILE = 64
 """Cache positions a step of the kernel. Tiles lie at absolute positions."""
@@ -40,19 +40,18 @@ LANES = 128
 """Threads of a warpgroup; the combining kernel gives each one column of a row."""
 _UNROLL = 8
 
-# Scores that a row may not see, and the lowest running maximum: both finite and far below any real score, so that a
-# tile in which a row sees nothing adds exact zeros to it: exp2(_HIDDEN - _FLOOR) is 0.
-_HIDDEN = -1e30
-_FLOOR = -0.5e30
+# The lowest running maximum: far below any score, and far above a hidden one, so that a tile in which a row sees
+# nothing adds exact zeros to it.
+_FLOOR = HIDDEN / 2
 
 
 def supports(
     *,
     width: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    heads: int,
+    kv_heads: int,
     capacity: int,
+    head_dim: int,
     dtype: Any,
     device: jax.Device | None = None,
 ) -> str | None:
@@ -71,8 +70,8 @@ def supports(
             return f"the Mosaic GPU kernel uses wgmma: compute capability 9.x (Hopper), not {capability}"
     if not 1 <= width <= MAX_WIDTH:
         return f"a window has 1 to {MAX_WIDTH} rows, not {width}"
-    if num_heads % num_kv_heads:
-        return f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads"
+    if heads % kv_heads:
+        return f"{heads} query heads are no multiple of {kv_heads} KV heads"
     if head_dim not in (64, 128):
         return f"head_dim is 64 or 128, not {head_dim}"
     if capacity < CAPACITY_MULTIPLE or capacity % CAPACITY_MULTIPLE:
@@ -214,7 +213,7 @@ def _attend_splits(
                 scores = matmul(q_mem.at[thread], k_ring[0].at[slot], transposed=True) * scale
                 refill(k_ref, k_ring, index)
                 at = (split + index * splits) * TILE
-                scores = jnp.where(columns + at <= sees, scores, _HIDDEN)
+                scores = jnp.where(columns + at <= sees, scores, HIDDEN)
                 new_highest = jnp.maximum(highest, scores.max(axis=1))
                 decay = jnp.exp2(highest - new_highest)
                 weights = jnp.exp2(scores - lax.broadcast_in_dim(new_highest, scores.shape, [0]))
@@ -370,10 +369,10 @@ def window_attention(
     default = jax.devices()[0]
     reason = supports(
         width=width,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
         capacity=capacity,
+        head_dim=head_dim,
         dtype=k_cache.dtype,
         # A program may be lowered for a GPU where there is none.
         device=default if default.platform == "gpu" and not interpret else None,
@@ -430,61 +429,25 @@ def dense_window_attention(
     block_size: int,
     implementation: Literal["cudnn", "xla"],
 ) -> Float[Array, "B W N H"]:
-    """What `window_attention` computes, by `jax.nn.dot_product_attention`, for any width and any GPU.
+    """What `window_attention` computes, by `jax.nn.dot_product_attention`: for any GPU, and for long windows (prefill).
 
-    Costs follow the capacity, not `live`, and `cudnn` wants the cache in an order of its own, which is a copy.
+    Costs follow the capacity, not `live`. `xla` holds the scores of the whole window in memory; `cudnn` does not, but
+    wants the cache in an order of its own, which is a copy.
 
     Raises:
       ValueError: for an unknown implementation, or one that cannot serve the cache's dtype.
     """
     _check(q, k_cache, v_cache)
+    dtype = k_cache.dtype
+    if implementation not in ("cudnn", "xla"):
+        raise ValueError(f"dense_window_attention: the implementation is 'cudnn' or 'xla', not {implementation!r}")
+    if implementation == "cudnn" and dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(f"dense_window_attention: cuDNN serves bfloat16 and float16, not {dtype.name}: choose 'xla'")
     positions = start[:, None] + jnp.arange(q.shape[1])
     last = jnp.maximum(visible_until(positions, block_size), until[:, None])
     # Nobody is asked to see beyond `live`; position 0 stays, so that no row is left without a key.
     last = jnp.clip(last, 0, jnp.maximum(live, 1) - 1)
     mask = jnp.arange(k_cache.shape[2]) <= last[:, None, :, None]
     k, v = (cache.transpose(0, 2, 1, 3) for cache in (k_cache, v_cache))
-    return _dot_product_attention(q, k, v, mask, implementation)
-
-
-def prefill_attention(
-    q: Float[Array, "B L N H"],
-    k: Float[Array, "B L K H"],
-    v: Float[Array, "B L K H"],
-    *,
-    block_size: int,
-    length: Int[Array, ""] | None = None,
-    implementation: Literal["cudnn", "xla"],
-) -> Float[Array, "B L N H"]:
-    """Attention of whole sequences from position 0, without a cache: see `reference.dense_attention`.
-
-    Causal (`block_size` 1) by cuDNN it is flash attention without a mask in memory.
-
-    Raises:
-      ValueError: for an unknown implementation, or one that cannot serve the dtype.
-    """
-    if block_size == 1:  # Padding keys are seen by padding queries only.
-        return _dot_product_attention(q, k, v, None, implementation)
-    positions = jnp.arange(q.shape[1])
-    last = visible_until(positions, block_size)
-    if length is not None:
-        last = jnp.minimum(last, length - 1)
-    return _dot_product_attention(q, k, v, (positions <= last[:, None])[None, None], implementation)
-
-
-def _dot_product_attention(
-    q: Float[Array, "B W N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    mask: Array | None,
-    implementation: str,
-) -> Float[Array, "B W N H"]:
-    """Without a mask: causal."""
-    if implementation not in ("cudnn", "xla"):
-        raise ValueError(f"attention: the implementation is 'cudnn' or 'xla', not {implementation!r}")
-    if implementation == "cudnn" and k.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-        raise ValueError(f"attention: cuDNN serves bfloat16 and float16, not {k.dtype.name}: choose 'xla'")
-    out = jax.nn.dot_product_attention(
-        q.astype(k.dtype), k, v, mask=mask, is_causal=mask is None, implementation=implementation
-    )
+    out = jax.nn.dot_product_attention(q.astype(dtype), k, v, mask=mask, implementation=implementation)
     return out.astype(q.dtype)

@@ -99,6 +99,17 @@ def test_many_rows_share_the_tiles():
     check(compiled(MANY_ROWS), MANY_ROWS, [340], [0], 384, 0)
 
 
+def test_warpgroups_do_not_overwrite_what_others_read(monkeypatch):
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
+
+    monkeypatch.setattr(gpu, "_simulator", lambda: params.InterpretGPUParams(detect_races=True))
+    rows, last = jnp.zeros((1, 1, 1, 2, gpu.ROWS, 64), jnp.bfloat16), jnp.full((1, 1, 2, gpu.ROWS), 383)
+    cache = jnp.zeros((1, 1, 384, 64), jnp.bfloat16)
+    attend = jax.jit(functools.partial(gpu._attend_splits, splits=1, interpret=True))
+    jax.block_until_ready(attend(jnp.asarray([6]), last, rows, cache, cache))
+    assert not interpret_pallas_call.get_races().races_found
+
+
 def test_a_broken_mask_is_noticed(monkeypatch):
     monkeypatch.setattr(gpu, "visible_until", lambda positions, block_size: positions)
     with pytest.raises(AssertionError, match="relative_error"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from failfast_jax.kernels import reference
-from failfast_jax.models.attention import cached_attention
+from failfast_jax.models.attention import cached_attention, kernel_of
 from failfast_jax.models.cache import TILE, round_up, write_window
 
 CAPACITY = 384
@@ -141,3 +142,24 @@ def test_write_window_writes_each_row_at_its_place():
     expected = np.zeros(cache.shape, np.float32)
     expected[0, :, 5:8], expected[1, :, 100:103] = 1, 2
     np.testing.assert_array_equal(written, expected)
+
+
+def test_the_dense_gpu_route_is_the_same_attention():
+    q, k, v, start, positions, live = attention_case(SHAPES[1], 4, [200, 31, 0], 32)
+    out = cached_attention(q, k, v, jnp.asarray(start), live, 32, kernel="xla")
+    np.testing.assert_allclose(out, dense(q, k, v, positions, 32), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "platform, capability, kernel",
+    [
+        ("cpu", None, "reference"),
+        ("tpu", None, "tpu"),
+        ("gpu", "9.0", "gpu"),
+        ("gpu", "8.6", "cudnn"),
+        ("gpu", "10.0", "cudnn"),
+        ("gpu", "7.0", "xla"),
+    ],
+)
+def test_the_platform_chooses_the_kernel(platform, capability, kernel):
+    assert kernel_of(SimpleNamespace(platform=platform, compute_capability=capability)) == kernel

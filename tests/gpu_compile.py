@@ -1,7 +1,7 @@
-"""Compiles the window attention for a Hopper GPU that is not there: XLA, Mosaic GPU and ptxas, down to machine code.
+"""Compiles for a Hopper GPU that is not there: XLA, Mosaic GPU and ptxas, down to machine code.
 
-Run as a script, in a process of its own, with `nvidia-cuda-nvcc`'s ptxas on the PATH. The output has ptxas' report
-on every kernel, then a line of JSON for each case.
+Run as a script, in a process of its own, with `attention` and cases as JSON, or `loop` and a method. The output has
+ptxas' report on every Mosaic GPU kernel, and a line of JSON for each program.
 """
 
 from __future__ import annotations
@@ -40,16 +40,12 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def main(cases: list[dict]) -> None:
+def attention(device, cases: list[dict]) -> None:
     import jax
     import jax.numpy as jnp
-    from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
     from failfast_jax.kernels import gpu
-
-    topology = topologies.get_topology_desc("h100", platform="cuda", topology="1x1x1", target_config=H100)
-    device = topology.devices[0]
 
     def argument(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=SingleDeviceSharding(device))
@@ -76,6 +72,17 @@ def main(cases: list[dict]) -> None:
         print(json.dumps({"device": device.device_kind, "kernels": kernels, "cache_copies": len(copied)}), flush=True)
 
 
+def main(what: str, argument: str) -> None:
+    from jax.experimental import topologies
+    from tpu_compile import report
+
+    topology = topologies.get_topology_desc("h100", platform="cuda", topology="1x1x1", target_config=H100)
+    if what == "attention":
+        attention(topology.devices[0], json.loads(argument))
+    else:
+        print(json.dumps(report(topology.devices[0], argument)))
+
+
 if __name__ == "__main__":
-    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-    main(json.loads(sys.argv[1]))
+    os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    main(*sys.argv[1:])

@@ -1,15 +1,8 @@
-"""GPU attention against a dense softmax: the kernel simulated on CPU, lowered for CUDA, and compiled for Hopper."""
+"""GPU attention against a dense softmax: the kernel simulated on CPU, and lowered for CUDA."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -22,7 +15,6 @@ from jax import export
 
 from failfast_jax.kernels import gpu
 
-ROOT = Path(__file__).parent.parent.parent
 # batch, width, query heads, KV heads, capacity, head_dim, dtype, block_size, splits
 # Each split has more tiles than the kernel keeps in flight.
 CAUSAL = (2, 3, 4, 2, 384, 128, "bfloat16", 1, 2)
@@ -180,40 +172,6 @@ def test_lowers_for_cuda(width, heads, kv_heads, head_dim, dtype):
     lowered = export.export(attend, platforms=["cuda"])(q, cache, cache, rows, rows, jax.ShapeDtypeStruct((), "int32"))
     assert lowered.mlir_module().count("stablehlo.custom_call @mosaic_gpu") == 2
     assert lowered.out_avals[0].shape == q.shape
-
-
-def has_gpu_compiler() -> bool:
-    return importlib.util.find_spec("jax_plugins") is not None and any(
-        importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
-    )
-
-
-@pytest.mark.skipif(not has_gpu_compiler(), reason='needs the CUDA compilers: pip install -e ".[aot-gpu]"')
-def test_compiles_to_machine_code_for_hopper():
-    cases = [
-        {"shape": [1, 8, 40, 8, 32768, 128], "dtype": "bfloat16"},
-        {"shape": [1, 72, 28, 4, 32768, 128], "dtype": "float16"},
-        {"shape": [4, 72, 7, 1, 32768, 64], "dtype": "bfloat16"},
-    ]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "gpu_compile.py"), json.dumps(cases)],
-        env=os.environ
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-3000:]
-    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [report["kernels"] for report in reports] == 3 * [2 * ["mosaic_gpu_v2"]]
-    assert [report["cache_copies"] for report in reports] == 3 * [0]
-    assert output.count("sm_90a") >= 6
-    spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", output)
-    assert len(spilled) >= 12 and set(spilled) == {"0"}
 
 
 GOOD = {"width": 8, "heads": 8, "kv_heads": 2, "head_dim": 128, "capacity": 256, "dtype": jnp.bfloat16}

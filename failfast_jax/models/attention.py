@@ -68,6 +68,16 @@ def kernel_of(device: jax.Device) -> str:
     return "tpu" if device.platform == "tpu" else "reference"
 
 
+def refusal(kernel: str, device: jax.Device) -> str | None:
+    """Why a device cannot run a kernel of `KERNELS`, or None."""
+    wanted = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu"}.get(kernel, device.platform)
+    if device.platform != wanted:
+        return f"this machine has no {wanted.upper()} (its JAX runs on {device.platform})"
+    if kernel == "gpu" and kernel_of(device) != "gpu":
+        return f"it is for Hopper GPUs, not for this {device.device_kind}: cudnn or xla"
+    return None
+
+
 ONE_DEVICE = Execution()
 
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from failfast_jax.generate import ATTENTION_KERNELS
 from failfast_jax.kernels import reference
-from failfast_jax.models.attention import cached_attention, kernel_of
+from failfast_jax.models.attention import KERNELS, cached_attention, kernel_of, refusal
 from failfast_jax.models.cache import TILE, round_up, write_window
 
 CAPACITY = 384
@@ -163,3 +164,16 @@ def test_the_dense_gpu_route_is_the_same_attention():
 )
 def test_the_platform_chooses_the_kernel(platform, capability, kernel):
     assert kernel_of(SimpleNamespace(platform=platform, compute_capability=capability)) == kernel
+
+
+def test_a_kernel_wants_its_device():
+    assert ATTENTION_KERNELS == KERNELS  # the command line names them without importing JAX
+    cpu, ampere, hopper = (
+        SimpleNamespace(platform=platform, compute_capability=capability, device_kind=kind)
+        for platform, capability, kind in [("cpu", None, "cpu"), ("gpu", "8.0", "A100"), ("gpu", "9.0", "H100")]
+    )
+    assert "no TPU (its JAX runs on cpu)" in refusal("tpu", cpu)
+    assert "no GPU" in refusal("gpu", cpu) and "no GPU" in refusal("cudnn", cpu)
+    assert "not for this A100: cudnn or xla" in refusal("gpu", ampere)
+    for kernel, device in [("reference", cpu), ("xla", cpu), ("cudnn", ampere), ("gpu", hopper), ("cudnn", hopper)]:
+        assert refusal(kernel, device) is None

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 USAGE_ERROR = 2
-ATTENTION_KERNELS = ("reference", "tpu")
+ATTENTION_KERNELS = ("reference", "tpu", "gpu", "cudnn", "xla")
 METHODS = ("failfast", "vanilla", "ar", "fast-dllm", "lookup", "dllm")
 
 

@@ -14,8 +14,10 @@ from jaxtyping import Array, Float, Int
 from failfast_jax.kernels import reference
 from failfast_jax.models.cache import TILE, write_window
 
-KERNELS = ("reference", "tpu")
-"""`reference`: plain jnp, for CPU and for comparison. `tpu`: Pallas kernels, and splash attention for prefill."""
+KERNELS = ("reference", "tpu", "gpu", "cudnn", "xla")
+"""`reference`: plain jnp, for CPU and for comparison. `tpu`: Pallas kernels, and splash attention for prefill. `gpu`: a
+Pallas kernel for Hopper, and cuDNN for prefill. `cudnn`, `xla`: `jax.nn.dot_product_attention` over the whole capacity,
+for other GPUs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Execution:
 
     def resolved(self) -> str:
         """The kernel to use."""
-        return self.kernel or {"tpu": "tpu"}.get(jax.default_backend(), "reference")
+        return self.kernel or kernel_of(jax.devices()[0])
 
     def per_device(self, function: Callable, specs: Any, out_specs: Any) -> Callable:
         """`function` over each device's part of its arguments; as it is where there is no mesh."""
@@ -56,6 +58,24 @@ class Execution:
 def total(x: Float[Array, "*R E"], axis: str | None) -> Float[Array, "*R E"]:
     """Sum of the devices' parts along a mesh axis."""
     return x if axis is None else jax.lax.psum(x, axis)
+
+
+def kernel_of(device: jax.Device) -> str:
+    """The kernel that a device runs unless told otherwise."""
+    if device.platform == "gpu":
+        major = int(str(getattr(device, "compute_capability", "0")).partition(".")[0])
+        return "gpu" if major == 9 else "cudnn" if major >= 8 else "xla"
+    return "tpu" if device.platform == "tpu" else "reference"
+
+
+def refusal(kernel: str, device: jax.Device) -> str | None:
+    """Why a device cannot run a kernel of `KERNELS`, or None."""
+    wanted = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu"}.get(kernel, device.platform)
+    if device.platform != wanted:
+        return f"this machine has no {wanted.upper()} (its JAX runs on {device.platform})"
+    if kernel == "gpu" and kernel_of(device) != "gpu":
+        return f"it is for Hopper GPUs, not for this {device.device_kind}: cudnn or xla"
+    return None
 
 
 ONE_DEVICE = Execution()
@@ -127,7 +147,8 @@ def cached_attention(
 ) -> Float[Array, "B W N H"]:
     """Attention of a padded window over the cache, causal (`block_size` 1) or block-causal.
 
-    Reads only the cache tiles below `live`; see `kernels.reference.window_attention` for the arguments.
+    Reads only the cache tiles below `live` (`cudnn` and `xla`: all of it); see `kernels.reference.window_attention` for
+    the arguments.
 
     Raises:
       ValueError: the kernel does not support the shapes.
@@ -137,6 +158,15 @@ def cached_attention(
         from failfast_jax.kernels import tpu
 
         return tpu.prefill_attention(q, k_cache, v_cache, start, until, live, block_size=block_size)
+    if kernel in ("gpu", "cudnn", "xla"):
+        from failfast_jax.kernels import gpu
+
+        if kernel == "gpu" and q.shape[1] <= gpu.MAX_WIDTH:
+            return gpu.window_attention(q, k_cache, v_cache, start, until, live, block_size=block_size)
+        implementation = "xla" if kernel == "xla" else "cudnn"
+        return gpu.dense_window_attention(
+            q, k_cache, v_cache, start, until, live, block_size=block_size, implementation=implementation
+        )
     return reference.window_attention(q, k_cache, v_cache, start, until, live, block_size=block_size, tile=TILE)
 
 

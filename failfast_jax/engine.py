@@ -23,6 +23,7 @@ from failfast_jax.config import ConfigError, GenerationConfig, OptionError
 from failfast_jax.drafters import METHODS, Drafter, check_acceptance
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.loading import as_dtype, borrows_tokens, load_drafter, open_source
+from failfast_jax.models.attention import refusal
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.self_check import interchangeable_widths
@@ -212,8 +213,8 @@ class FailFast:
     ):
         enable_compile_cache(compile_cache)
         start = time.perf_counter()
-        if attention == "tpu" and jax.default_backend() != "tpu":
-            raise OptionError(f"--attention tpu: this machine has no TPU (its JAX runs on {jax.default_backend()})")
+        if attention is not None and (reason := refusal(attention, jax.devices()[0])):
+            raise OptionError(f"--attention {attention}: {reason}")
         one_device = tensor_parallel == data_parallel == 1
         self.mesh = None if one_device else sharding.make_mesh(tensor_parallel, data_parallel)
         self.target_name, self.drafter_name = _name(target, "target"), _name(drafter, "drafter")

@@ -15,7 +15,7 @@ from failfast_jax.drafters import METHODS
 from failfast_jax.engine import DIFFUSION_METHOD
 
 USAGE_ERROR = 2
-ATTENTION_KERNELS = ("reference", "tpu")
+ATTENTION_KERNELS = ("reference", "tpu", "gpu", "cudnn", "xla")
 
 
 def build_parser() -> argparse.ArgumentParser:

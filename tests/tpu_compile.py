@@ -1,6 +1,7 @@
-"""Compiles the round loop for a TPU that is not there, and prints what the program contains as JSON.
+"""Compiles the round loop for a device that is not there, and prints what the program contains as JSON.
 
-Run as a script, in a process of its own: `libtpu` reads its settings when JAX is first imported.
+Run as a script (for a TPU; `gpu_compile` does the same for a GPU), in a process of its own: `libtpu` reads its settings
+when JAX is first imported.
 """
 
 from __future__ import annotations
@@ -56,30 +57,28 @@ def kernels(topology_name: str) -> None:
         (1, 128, 8, 8, 128, 32768, "bfloat16"),
         (1, 72, 7, 4, 128, 4096, "float32"),
         (2, 8, 3, 3, 64, 8192, "float32"),
-        (1, 1, 1, 8, 64, 384, "bfloat16"),
+        (1, 8, 1, 8, 64, 384, "bfloat16"),
     ):
         cache = array(batch, kv_heads, capacity, head_dim, dtype=dtype)
-        new = array(batch, width, kv_heads, head_dim, dtype=dtype)
-        q = array(batch, width, group * kv_heads, head_dim, dtype=dtype)
+        qkv = array(batch, width, kv_heads, group + 2, head_dim, dtype=dtype)
+        tables = (array(batch, width, head_dim, dtype="float32"),) * 2
         places = array(batch), array(batch), array()
         shown = f"{width} rows, {kv_heads} x {group} heads of {head_dim}, {capacity} positions, {dtype}"
         for name, function, args in (
-            ("attention", lambda *a: tpu.window_attention(*a, block_size=32), (q, cache, cache, *places)),
-            ("write", tpu.write_window, (cache, cache, new, new, places[0])),
+            ("attention", lambda *a: tpu.window_attention(*a, block_size=32), (qkv, *tables, cache, cache, *places)),
+            ("write", tpu.write_window, (cache, cache, qkv, places[0], tables)),
         ):
             hlo = jax.jit(function).lower(*args).compile().as_text()
             verdicts[f"{name}: {shown}"] = "tpu_custom_call" in hlo
     print(json.dumps({"kernels": verdicts}))
 
 
-def main(topology_name: str, method: str) -> None:
-    if method == "kernels":
-        return kernels(topology_name)
+def report(device, method: str) -> dict:
+    """What the compiled loop of `method` contains, with the kernels of the device's platform."""
     import jax
     import jax.numpy as jnp
     import numpy as np
     from flax import nnx
-    from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
     from failfast_jax import round
@@ -89,8 +88,8 @@ def main(topology_name: str, method: str) -> None:
     from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
     from failfast_jax.models.transformer import Decoder
 
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
-    chip = SingleDeviceSharding(topology.devices[0])
+    platform = "tpu" if device.platform == "tpu" else "gpu"
+    chip = SingleDeviceSharding(device)
     sizes = {
         "vocab_size": 512,
         "hidden_size": 256,
@@ -106,7 +105,7 @@ def main(topology_name: str, method: str) -> None:
 
     def model(config: ModelConfig) -> Decoder:
         decoder = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-        decoder.execution = Execution(kernel="tpu")
+        decoder.execution = Execution(kernel=platform)
         return decoder
 
     def bound() -> BoundConditioned:
@@ -114,7 +113,7 @@ def main(topology_name: str, method: str) -> None:
         base = dataclasses.replace(target_config, num_layers=1)
         config = ConditionedConfig(base, context_layers=(0,), fused_layers=(0, 1), rows=15, vocab=128)
         network = nnx.eval_shape(lambda: Conditioned(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-        network.execution = Execution(kernel="tpu")
+        network.execution = Execution(kernel=platform)
         head = jax.ShapeDtypeStruct((config.vocab, base.hidden_size), jnp.bfloat16)
         ids = jax.ShapeDtypeStruct((config.vocab,), jnp.int32)
         embed = jax.ShapeDtypeStruct((target_config.vocab_size, base.hidden_size), jnp.bfloat16)
@@ -123,8 +122,10 @@ def main(topology_name: str, method: str) -> None:
     target = model(target_config)
     options = {"hybrid": {"lookup_min": 3}, "reuse": {"reuse": True}}.get(method, {"method": method})
     config = GenerationConfig(**options)
-    drafter = METHODS[config.method].build(config, bound() if method == "hybrid" else model(drafter_config), 512, "tpu")
-    plan = round.make_plan(drafter, platform="tpu")
+    drafter = METHODS[config.method].build(
+        config, bound() if method == "hybrid" else model(drafter_config), 512, platform
+    )
+    plan = round.make_plan(drafter, platform=platform)
     batch = 2
 
     def init(target, drafter):
@@ -149,8 +150,8 @@ def main(topology_name: str, method: str) -> None:
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
     state = jax.tree.leaves(shapes[2])
     cache = "bf16[{}]".format(",".join(map(str, shapes[2].target.k[0].shape)))
-    report = {
-        "device": topology.devices[0].device_kind,
+    return {
+        "device": device.device_kind,
         "entries": len(re.findall(r"^ENTRY ", hlo, re.MULTILINE)),
         "loops": len(re.findall(r" while\(", hlo)),
         "host_transfers": [m.group(0) for m in re.finditer(f"{HOST_TRANSFERS}|{CALLBACKS}|{HOST_MEMORY}", hlo)],
@@ -159,7 +160,15 @@ def main(topology_name: str, method: str) -> None:
         "aliased_bytes": int(memory.alias_size_in_bytes),
         "host_bytes": int(memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes),
     }
-    print(json.dumps(report))
+
+
+def main(topology_name: str, method: str) -> None:
+    from jax.experimental import topologies
+
+    if method == "kernels":
+        return kernels(topology_name)
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
+    print(json.dumps(report(topology.devices[0], method)))
 
 
 if __name__ == "__main__":

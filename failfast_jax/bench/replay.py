@@ -563,8 +563,9 @@ def check(args: argparse.Namespace) -> Settings:
       ValueError: an option out of its range.
     """
     for name, least in (("rounds", 2), ("context", 2), ("repeats", 1), ("copy_mib", 1), ("seed", 0)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     datasets = tuple(published_for("", name).dataset for name in args.dataset.split(","))
     passes = tuple(args.passes.split(","))
     for name in passes:
@@ -581,7 +582,7 @@ def check(args: argparse.Namespace) -> Settings:
         kernel=args.kernel,
         seed=args.seed,
         repeats=args.repeats,
-        copy_mib=args.copy_mib,
+        copy_mib=args.copy_mib or (256 if jax.default_backend() == "cpu" else 1024),
     )
 
 
@@ -669,7 +670,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kernel", choices=KERNELS, help="of attention (default: the platform's)")
     parser.add_argument("--seed", metavar="n", type=int, default=0, help="of weights and draws")
     parser.add_argument("--repeats", metavar="n", type=int, default=3, help="timed runs; medians are reported")
-    parser.add_argument("--copy-mib", metavar="n", type=int, default=1024, help="array that measures bandwidth")
+    parser.add_argument("--copy-mib", metavar="n", type=int, help="array for the bandwidth (256 on CPU, else 1024)")
     parser.add_argument(
         "--out", metavar="FOLDER", type=Path, help="JSON, table and plot; an interrupted run continues from it"
     )

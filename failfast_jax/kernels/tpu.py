@@ -18,7 +18,7 @@ from failfast_jax.kernels.reference import HIDDEN, visible_until
 
 MAX_WIDTH = 128
 """Rows of a window; longer ones are prefill (see `models.attention`)."""
-LANES = 128
+LANES, SUBLANES = 128, 8
 CACHE_ROWS = 2048
 """Cache rows, several KV heads together, that one grid step reads: enough to hide its own cost behind its copy."""
 QUERY_ROWS = 1024
@@ -29,8 +29,8 @@ PACKING = 16
 
 def supports(*, width: int, heads: int, kv_heads: int, capacity: int, head_dim: int, dtype: jnp.dtype) -> str | None:
     """Why these kernels cannot serve a shape; None if they can."""
-    if not 1 <= width <= MAX_WIDTH:
-        return f"a window of {width} rows: at most {MAX_WIDTH}"
+    if width % SUBLANES or not 1 <= width <= MAX_WIDTH:
+        return f"a window of {width} rows: multiples of {SUBLANES} up to {MAX_WIDTH}"
     if heads % kv_heads:
         return f"{heads} query heads for {kv_heads} KV heads"
     if head_dim not in (64, 128, 256):
@@ -84,23 +84,48 @@ def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
-def _attend(last_tile, q_ref, last_ref, k_ref, v_ref, out_ref, highest_ref, total_ref, acc_ref):
-    """One tile of one sequence. q, out: [1, K', R, H]; last: [1, R, 1]; k, v: [1, K', T, H]."""
+def _rotated(x: Float[Array, "W H"], cos: Float[Array, "W H"], sin: Float[Array, "W H"]) -> Float[Array, "W H"]:
+    """Rotary embedding in float32, with tables of `rotary_tables`."""
+    x = x.astype(jnp.float32)
+    half = x.shape[1] // 2
+    swapped = pltpu.roll(x, half, 1) if 2 * half == LANES else jnp.concatenate([x[:, half:], x[:, :half]], axis=1)
+    return x * cos + swapped * sin
+
+
+def rotary_tables(cos: Float[Array, "B W 1 h"], sin: Float[Array, "B W 1 h"]) -> tuple[Array, Array]:
+    """`[B, W, H]` tables that rotate a whole head at once: `x * cos + swapped halves of x * sin`."""
+    cos, sin = cos[:, :, 0], sin[:, :, 0]
+    return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
+
+
+def _attend(
+    last_tile, qkv_ref, cos_ref, sin_ref, last_ref, k_ref, v_ref, out_ref, q_ref, highest_ref, total_ref, acc_ref
+):
+    """One tile of one sequence. qkv: [1, W, K' * (G + 2) * H]; last: [1, R, 1]; k, v: [1, K', T, H]; out like the
+    queries of qkv. q: [K', R, H], rotated and scaled at the first tile; R = G * W."""
     row, step = pl.program_id(0), pl.program_id(2)
-    tile = k_ref.shape[2]
+    heads, tile, size = k_ref.shape[1:]
+    width = qkv_ref.shape[1]
+    group = q_ref.shape[1] // width
     precision = _precision(k_ref.dtype)
 
     @pl.when(step == 0)
     def _():
+        cos, sin = cos_ref[0], sin_ref[0]
+        for head in range(heads):
+            for member in range(group):
+                at = (head * (group + 2) + member) * size
+                q = _rotated(qkv_ref[0, :, at : at + size], cos, sin) * size**-0.5
+                q_ref[head, member * width : (member + 1) * width] = q
         highest_ref[...] = jnp.full_like(highest_ref, HIDDEN)
         total_ref[...] = jnp.zeros_like(total_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
     @pl.when(step <= last_tile[row])
     def _():
-        for head in range(k_ref.shape[1]):
+        for head in range(heads):
             scores = jax.lax.dot_general(
-                q_ref[0, head],
+                q_ref[head].astype(k_ref.dtype),
                 k_ref[0, head],
                 (((1,), (1,)), ((), ())),
                 precision=precision,
@@ -126,8 +151,11 @@ def _attend(last_tile, q_ref, last_ref, k_ref, v_ref, out_ref, highest_ref, tota
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _():
-        for head in range(k_ref.shape[1]):
-            out_ref[0, head] = (acc_ref[head] / total_ref[head, :, :1]).astype(out_ref.dtype)
+        for head in range(heads):
+            for member in range(group):
+                rows, at = slice(member * width, (member + 1) * width), (head * group + member) * size
+                value = acc_ref[head, rows] / total_ref[head, rows, :1]
+                out_ref[0, :, at : at + size] = value.astype(out_ref.dtype)
 
 
 def _in_hbm(cache: Array, interpret: bool) -> Array:
@@ -136,7 +164,9 @@ def _in_hbm(cache: Array, interpret: bool) -> Array:
 
 
 def window_attention(
-    q: Float[Array, "B W N H"],
+    qkv: Float[Array, "B W K G2 H"],
+    cos: Float[Array, "B W H"],
+    sin: Float[Array, "B W H"],
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
     start: Int[Array, " B"],
@@ -146,49 +176,60 @@ def window_attention(
     block_size: int,
     interpret: bool = False,
 ) -> Float[Array, "B W N H"]:
-    """The same function as `reference.window_attention`; the arguments are described there.
+    """`reference.window_attention` of queries that are still to be rotated.
+
+    Rotating them here and taking them as the projection left them saves XLA half a dozen passes over small arrays a
+    layer, each of which costs more than a microsecond whatever its size.
+
+    Args:
+      qkv: of each KV head its G query heads, and the key and the value, which are not used (see `write_window`).
+      cos, sin: see `rotary_tables`.
 
     Raises:
       ValueError: a shape or a dtype that `supports` refuses.
     """
-    batch, width, heads, head_dim = q.shape
-    kv_heads, capacity = k_cache.shape[1:3]
+    batch, width, kv_heads, members, head_dim = qkv.shape
+    group, capacity = members - 2, k_cache.shape[2]
+    heads = kv_heads * group
     reason = supports(
         width=width, heads=heads, kv_heads=kv_heads, capacity=capacity, head_dim=head_dim, dtype=k_cache.dtype
     )
     if reason:
         raise ValueError(f"the TPU attention kernel does not support {reason}")
-    group = heads // kv_heads
-    together, tile = tiles_of(capacity=capacity, kv_heads=kv_heads, rows=group * width)
-    rows = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
-    rows = rows.reshape(batch, kv_heads, group * width, head_dim) * (head_dim**-0.5)
+    rows = group * width
+    together, tile = tiles_of(capacity=capacity, kv_heads=kv_heads, rows=rows)
     last = jnp.maximum(visible_until(start[:, None] + jnp.arange(width), block_size), until[:, None])
     # A sequence that has ended may stand beyond what is live: it reads what the others read.
     last_tile = jnp.clip(last.max(1), 0, jnp.maximum(live - 1, 0)) // tile
-    k_cache, v_cache = _in_hbm(k_cache, interpret), _in_hbm(v_cache, interpret)
     last = jnp.tile(last, (1, group))[..., None]
 
     def cache_block(row, part, step, last_tile):
         return row, part, jnp.minimum(step, last_tile[row]), 0  # the same block again is not copied again
 
-    block = pl.BlockSpec((1, together, group * width, head_dim), lambda row, part, step, last_tile: (row, part, 0, 0))
+    def columns(count):
+        return pl.BlockSpec((1, width, together * count * head_dim), lambda row, part, step, last_tile: (row, 0, part))
+
+    table = pl.BlockSpec((1, width, head_dim), lambda row, part, step, last_tile: (row, 0, 0))
     cached = pl.BlockSpec((1, together, tile, head_dim), cache_block)
-    statistics = pltpu.VMEM((together, group * width, LANES), jnp.float32)
+    statistics = pltpu.VMEM((together, rows, LANES), jnp.float32)
+    accumulator = pltpu.VMEM((together, rows, head_dim), jnp.float32)
     out = pl.pallas_call(
         _attend,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, kv_heads // together, jnp.max(last_tile) + 1),
             in_specs=[
-                block,
-                pl.BlockSpec((1, group * width, 1), lambda row, part, step, last_tile: (row, 0, 0)),
+                columns(members),
+                table,
+                table,
+                pl.BlockSpec((1, rows, 1), lambda row, part, step, last_tile: (row, 0, 0)),
                 cached,
                 cached,
             ],
-            out_specs=block,
-            scratch_shapes=[statistics, statistics, pltpu.VMEM((together, group * width, head_dim), jnp.float32)],
+            out_specs=columns(group),
+            scratch_shapes=[accumulator, statistics, statistics, accumulator],
         ),
-        out_shape=jax.ShapeDtypeStruct(rows.shape, q.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, width, heads * head_dim), qkv.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=attention_cost(
             batch=batch,
@@ -201,23 +242,32 @@ def window_attention(
         ),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="window_attention",
-    )(last_tile.astype(jnp.int32), rows.astype(k_cache.dtype), last.astype(jnp.int32), k_cache, v_cache)
-    out = out.reshape(batch, kv_heads, group, width, head_dim)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads, head_dim)
+    )(
+        last_tile.astype(jnp.int32),
+        qkv.reshape(batch, width, -1),
+        cos,
+        sin,
+        last.astype(jnp.int32),
+        _in_hbm(k_cache, interpret),
+        _in_hbm(v_cache, interpret),
+    )
+    return out.reshape(batch, width, heads, head_dim)
 
 
-def _write(start, k_ref, v_ref, k_in, v_in, k_out, v_out, k_part, v_part, sems):
-    """One sequence. k, v: [1, K, W, H]; in and out are the whole caches; part: [K, P, H], a stretch of them."""
+def _write(start, qkv_ref, cos_ref, sin_ref, k_in, v_in, k_out, v_out, k_part, v_part, sems):
+    """One sequence. qkv: [1, W, K * M * H], keys and values the last two of M; in and out are the whole caches; part:
+    [K, P, H], a stretch of them."""
     del k_in, v_in  # the same memory as the outputs
     row = pl.program_id(0)
-    width, span = k_ref.shape[2], k_part.shape[1]
+    heads, span, size = k_part.shape
+    width, members = qkv_ref.shape[1], qkv_ref.shape[2] // (heads * size)
     first = jnp.minimum(jax.lax.div(start[row], PACKING) * PACKING, k_out.shape[2] - span)
     first = pl.multiple_of(first, PACKING)
     offset = start[row] - first
-    pairs = ((k_ref, k_out, k_part), (v_ref, v_out, v_part))
+    pairs = ((k_out, k_part), (v_out, v_part))
     reads = [
         pltpu.make_async_copy(cache.at[row, :, pl.ds(first, span)], part, sems.at[index])
-        for index, (_, cache, part) in enumerate(pairs)
+        for index, (cache, part) in enumerate(pairs)
     ]
     for read in reads:
         read.start()
@@ -227,14 +277,18 @@ def _write(start, k_ref, v_ref, k_in, v_in, k_out, v_out, k_part, v_part, sems):
     at = jax.lax.broadcasted_iota(jnp.int32, (span, 1), 0)
     inside = (at >= offset) & (at < offset + width)
     writes = []
-    for index, (new_ref, cache, part) in enumerate(pairs):
+    for index, (cache, part) in enumerate(pairs):
         reads[index].wait()
-        for head in range(new_ref.shape[1]):
+        for head in range(heads):
+            column = (head * members + members - 2 + index) * size
+            new = qkv_ref[0, :, column : column + size]
+            if cos_ref is not None and index == 0:
+                new = _rotated(new, cos_ref[0], sin_ref[0])
             new = jax.lax.dot_general(
-                moves.astype(new_ref.dtype),
-                new_ref[0, head],
+                moves.astype(part.dtype),
+                new.astype(part.dtype),
                 (((1,), (0,)), ((), ())),
-                precision=_precision(new_ref.dtype),
+                precision=_precision(part.dtype),
                 preferred_element_type=jnp.float32,
             )
             part[head] = jnp.where(inside, new, part[head].astype(jnp.float32)).astype(part.dtype)
@@ -247,9 +301,9 @@ def _write(start, k_ref, v_ref, k_in, v_in, k_out, v_out, k_part, v_part, sems):
 def write_window(
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
-    k: Float[Array, "B W K H"],
-    v: Float[Array, "B W K H"],
+    qkv: Float[Array, "B W K M H"],
     start: Int[Array, " B"],
+    tables: tuple[Float[Array, "B W H"], Float[Array, "B W H"]] | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
@@ -257,24 +311,33 @@ def write_window(
 
     Copies must begin at whole hardware tiles, windows begin anywhere: the stretch around a window is read,
     changed and written back. The caller keeps `start + W` within the capacity.
+
+    Args:
+      qkv: keys and values are the last two of M.
+      tables: of `rotary_tables`, where the keys are still to be rotated.
     """
-    batch, width, kv_heads, head_dim = k.shape
-    capacity = k_cache.shape[2]
-    span = min(span_of(width), capacity)
-    window = pl.BlockSpec((1, kv_heads, width, head_dim), lambda row, start: (row, 0, 0, 0))
+    batch, width, kv_heads, members, head_dim = qkv.shape
+    span = min(span_of(width), k_cache.shape[2])
     anywhere = pl.BlockSpec(memory_space=pl.ANY if interpret else pltpu.HBM)
     part = pltpu.VMEM((kv_heads, span, head_dim), k_cache.dtype)
+    table = pl.BlockSpec((1, width, head_dim), lambda row, start: (row, 0, 0))
+    kernel, rotary = (_write, tables) if tables is not None else (_write_rotated, ())
     return pl.pallas_call(
-        _write,
+        kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch,),
-            in_specs=[window, window, anywhere, anywhere],
+            in_specs=[
+                pl.BlockSpec((1, width, kv_heads * members * head_dim), lambda row, start: (row, 0, 0)),
+                *[table] * len(rotary),
+                anywhere,
+                anywhere,
+            ],
             out_specs=[anywhere, anywhere],
             scratch_shapes=[part, part, pltpu.SemaphoreType.DMA((2,))],
         ),
         out_shape=[jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (k_cache, v_cache)],
-        input_output_aliases={3: 0, 4: 1},
+        input_output_aliases={2 + len(rotary): 0, 3 + len(rotary): 1},
         cost_estimate=write_cost(
             batch=batch, width=width, kv_heads=kv_heads, head_dim=head_dim, itemsize=k_cache.dtype.itemsize
         ),
@@ -282,11 +345,16 @@ def write_window(
         name="write_window",
     )(
         start.astype(jnp.int32),
-        k.transpose(0, 2, 1, 3).astype(k_cache.dtype),
-        v.transpose(0, 2, 1, 3).astype(v_cache.dtype),
+        qkv.reshape(batch, width, -1),
+        *rotary,
         _in_hbm(k_cache, interpret),
         _in_hbm(v_cache, interpret),
     )
+
+
+def _write_rotated(start, qkv_ref, *refs):
+    """`_write` of keys that need no rotation."""
+    _write(start, qkv_ref, None, None, *refs)
 
 
 def prefill_attention(

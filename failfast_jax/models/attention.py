@@ -15,8 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.kernels import reference
 from failfast_jax.models.cache import TILE, write_window
 
-KERNELS = ("reference", "tpu")
-"""`reference`: plain jnp, for CPU and for comparison. `tpu`: Pallas kernels, and splash attention for prefill."""
+KERNELS = ("reference", "tpu", "gpu", "cudnn", "xla")
+"""`reference`: plain jnp, for CPU and for comparison. `tpu`: Pallas kernels, and splash attention for prefill. `gpu`: a
+Pallas kernel for Hopper, and cuDNN for prefill. `cudnn`, `xla`: `jax.nn.dot_product_attention` over the whole capacity,
+for other GPUs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Execution:
 
     def resolved(self) -> str:
         """The kernel to use."""
-        return self.kernel or {"tpu": "tpu"}.get(jax.default_backend(), "reference")
+        return self.kernel or kernel_of(jax.devices()[0])
 
     def per_device(self, function: Callable, specs: Any, out_specs: Any) -> Callable:
         """`function` over each device's part of its arguments; as it is where there is no mesh."""
@@ -59,7 +61,78 @@ def total(x: Float[Array, "*R E"], axis: str | None) -> Float[Array, "*R E"]:
     return x if axis is None else jax.lax.psum(x, axis)
 
 
+def kernel_of(device: jax.Device) -> str:
+    """The kernel that a device runs unless told otherwise."""
+    if device.platform == "gpu":
+        major = int(str(getattr(device, "compute_capability", "0")).partition(".")[0])
+        return "gpu" if major == 9 else "cudnn" if major >= 8 else "xla"
+    return "tpu" if device.platform == "tpu" else "reference"
+
+
+def refusal(kernel: str, device: jax.Device) -> str | None:
+    """Why a device cannot run a kernel of `KERNELS`, or None."""
+    wanted = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu"}.get(kernel, device.platform)
+    if device.platform != wanted:
+        return f"this machine has no {wanted.upper()} (its JAX runs on {device.platform})"
+    if kernel == "gpu" and kernel_of(device) != "gpu":
+        return f"it is for Hopper GPUs, not for this {device.device_kind}: cudnn or xla"
+    return None
+
+
 ONE_DEVICE = Execution()
+
+
+def apply_rope(
+    x: Float[Array, "B W N H"], cos: Float[Array, "B W 1 h"], sin: Float[Array, "B W 1 h"]
+) -> Float[Array, "B W N H"]:
+    """Rotates the two halves of the head dimension (Hugging Face's layout), in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+
+
+def attend(
+    qkv: Float[Array, "B W K G2 H"],
+    cos: Float[Array, "B W 1 h"],
+    sin: Float[Array, "B W 1 h"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    start: Int[Array, " B"],
+    live: Int[Array, ""],
+    block_size: int,
+    *,
+    until: Int[Array, " B"] | None = None,
+    kernel: str = "reference",
+) -> tuple[Float[Array, "B W N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+    """What lies between the two projections: rotates, writes keys and values into the cache, and attends.
+
+    The window stands at positions `start[b] ...`. Attention is causal (`block_size` 1) or block-causal, and reads
+    only the cache tiles below `live`; see `kernels.reference.window_attention` for the other arguments.
+
+    Args:
+      qkv: of each KV head its G query heads, its key and its value.
+
+    Returns:
+      The heads' outputs, and both caches; in place when they are donated. The caller keeps `start + W` within the
+      capacity.
+
+    Raises:
+      ValueError: the kernel does not support the shapes.
+    """
+    batch, width, _, members, head_dim = qkv.shape
+    until = jnp.zeros_like(start) if until is None else until
+    if kernel == "tpu":
+        from failfast_jax.kernels import tpu
+
+        if width <= tpu.MAX_WIDTH:
+            tables = tpu.rotary_tables(cos, sin)
+            k_cache, v_cache = tpu.write_window(k_cache, v_cache, qkv, start, tables)
+            heads = tpu.window_attention(qkv, *tables, k_cache, v_cache, start, until, live, block_size=block_size)
+            return heads, k_cache, v_cache
+    q = apply_rope(qkv[..., : members - 2, :].reshape(batch, width, -1, head_dim), cos, sin)
+    k, v = apply_rope(qkv[..., members - 2, :], cos, sin), qkv[..., members - 1, :]
+    k_cache, v_cache = write_windows(k_cache, v_cache, k, v, start, kernel=kernel)
+    heads = cached_attention(q, k_cache, v_cache, start, live, block_size, until=until, kernel=kernel)
+    return heads, k_cache, v_cache
 
 
 def cached_attention(
@@ -75,7 +148,8 @@ def cached_attention(
 ) -> Float[Array, "B W N H"]:
     """Attention of a padded window over the cache, causal (`block_size` 1) or block-causal.
 
-    Reads only the cache tiles below `live`; see `kernels.reference.window_attention` for the arguments.
+    Reads only the cache tiles below `live` (`cudnn` and `xla`: all of it); see `kernels.reference.window_attention` for
+    the arguments.
 
     Raises:
       ValueError: the kernel does not support the shapes.
@@ -84,8 +158,16 @@ def cached_attention(
     if kernel == "tpu":
         from failfast_jax.kernels import tpu
 
-        attend = tpu.prefill_attention if q.shape[1] > tpu.MAX_WIDTH else tpu.window_attention
-        return attend(q, k_cache, v_cache, start, until, live, block_size=block_size)
+        return tpu.prefill_attention(q, k_cache, v_cache, start, until, live, block_size=block_size)
+    if kernel in ("gpu", "cudnn", "xla"):
+        from failfast_jax.kernels import gpu
+
+        if kernel == "gpu" and q.shape[1] <= gpu.MAX_WIDTH:
+            return gpu.window_attention(q, k_cache, v_cache, start, until, live, block_size=block_size)
+        implementation = "xla" if kernel == "xla" else "cudnn"
+        return gpu.dense_window_attention(
+            q, k_cache, v_cache, start, until, live, block_size=block_size, implementation=implementation
+        )
     return reference.window_attention(q, k_cache, v_cache, start, until, live, block_size=block_size, tile=TILE)
 
 
@@ -127,5 +209,5 @@ def write_windows(
     if kernel == "tpu":
         from failfast_jax.kernels import tpu
 
-        return tpu.write_window(k_cache, v_cache, k, v, start)
+        return tpu.write_window(k_cache, v_cache, jnp.stack([k, v], axis=3), start)
     return write_window(k_cache, k, start), write_window(v_cache, v, start)

@@ -21,9 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.config import ConfigError, ModelConfig
 from failfast_jax.kernels.reference import HIDDEN
-from failfast_jax.models.attention import ONE_DEVICE, cached_attention, write_windows
+from failfast_jax.models.attention import ONE_DEVICE, apply_rope, attend, write_windows
 from failfast_jax.models.cache import KVCache
-from failfast_jax.models.transformer import Layer, Linear, RMSNorm, apply_rope, rope_frequencies
+from failfast_jax.models.transformer import Layer, Linear, RMSNorm, rope_frequencies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,9 +174,10 @@ class Conditioned(nnx.Module):
         until = start + self.config.rows - 1
         keys, values = list(cache.k), list(cache.v)
         for index, layer in enumerate(self.layers):
-            q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
-            keys[index], values[index] = write_windows(keys[index], values[index], k, v, start, kernel=kernel)
-            heads = cached_attention(q, keys[index], values[index], start, live, 1, until=until, kernel=kernel)
+            qkv = layer.attention.heads(layer.input_norm(x))
+            heads, keys[index], values[index] = attend(
+                qkv, cos, sin, keys[index], values[index], start, live, 1, until=until, kernel=kernel
+            )
             x = x + layer.attention.output(heads)
             x = x + layer.mlp(layer.post_norm(x))
         return self.norm(x), KVCache(k=tuple(keys), v=tuple(values))

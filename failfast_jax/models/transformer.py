@@ -23,7 +23,8 @@ from failfast_jax.models.attention import (
     ONE_DEVICE,
     Execution,
     TreeMask,
-    cached_attention,
+    apply_rope,
+    attend,
     total,
     tree_attention,
     write_windows,
@@ -59,14 +60,6 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
         inverse = inverse / rope.factor * ramp + inverse * (1 - ramp)
     return inverse.astype(np.float32)
-
-
-def apply_rope(
-    x: Float[Array, "B W N H"], cos: Float[Array, "B W 1 h"], sin: Float[Array, "B W 1 h"]
-) -> Float[Array, "B W N H"]:
-    """Rotates the two halves of the head dimension (Hugging Face's layout), in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
 
 
 class Linear(nnx.Module):
@@ -112,14 +105,20 @@ class Attention(nnx.Module):
         self.qkv = make((config.num_kv_heads, (group + 2) * config.head_dim), config.hidden_size, bias=config.qkv_bias)
         self.o = make((config.hidden_size,), config.num_heads * config.head_dim, bias=config.o_bias)
 
+    def heads(self, x: Float[Array, "B W E"]) -> Float[Array, "B W K G2 H"]:
+        """Of each KV head its query heads, its key and its value, not rotated.
+
+        A device may hold a part of the heads: the weight knows how many.
+        """
+        config = self.config
+        members = config.num_heads // config.num_kv_heads + 2
+        return self.qkv(x).reshape(*x.shape[:-1], -1, members, config.head_dim)
+
     def project(self, x: Float[Array, "B W E"], cos: Array, sin: Array) -> tuple[Array, Array, Array]:
         """Rotated queries `[B, W, N, H]` and keys `[B, W, K, H]`, and values `[B, W, K, H]`."""
-        batch, width, _ = x.shape
-        config = self.config
-        group = config.num_heads // config.num_kv_heads
-        # A device may hold a part of the heads: the weight knows how many.
-        qkv = self.qkv(x).reshape(batch, width, -1, group + 2, config.head_dim)
-        q = qkv[..., :group, :].reshape(batch, width, -1, config.head_dim)
+        qkv = self.heads(x)
+        group = qkv.shape[-2] - 2
+        q = qkv[..., :group, :].reshape(*x.shape[:-1], -1, self.config.head_dim)
         return apply_rope(q, cos, sin), apply_rope(qkv[..., group, :], cos, sin), qkv[..., group + 1, :]
 
     def output(self, heads: Float[Array, "B W N H"], over: str | None = None) -> Float[Array, "B W E"]:
@@ -156,12 +155,14 @@ def _layer_window(layer: Layer, x, k_cache, v_cache, cos, sin, start, live, bloc
     kernel = execution.resolved()
 
     def run(layer: Layer, x, k_cache, v_cache, cos, sin, start, live, *tree):
-        q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
-        k_cache, v_cache = write_windows(k_cache, v_cache, k, v, start, kernel=kernel)
+        normed = layer.input_norm(x)
         if tree:
+            q, k, v = layer.attention.project(normed, cos, sin)
+            k_cache, v_cache = write_windows(k_cache, v_cache, k, v, start, kernel=kernel)
             heads = tree_attention(q, k_cache, v_cache, start, *tree, live)
         else:
-            heads = cached_attention(q, k_cache, v_cache, start, live, block_size, kernel=kernel)
+            qkv = layer.attention.heads(normed)
+            heads, k_cache, v_cache = attend(qkv, cos, sin, k_cache, v_cache, start, live, block_size, kernel=kernel)
         x = x + layer.attention.output(heads, execution.heads)
         return x + layer.mlp(layer.post_norm(x), execution.mlp), k_cache, v_cache
 

@@ -12,17 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from failfast_jax.kernels import reference, tpu
+from failfast_jax.models.attention import apply_rope, attend, write_windows
 from failfast_jax.models.cache import TILE, write_window
 
 # Batch, window, query heads, KV heads, head dimension, capacity, dtype. Few, so that few programs are compiled.
 SHAPES = [
     (1, 8, 10, 2, 64, 2048, "float32"),  # two tiles of 1024, both KV heads in a step
-    (3, 5, 3, 1, 128, 384, "float32"),  # tiles of 128
+    (3, 16, 3, 1, 128, 384, "float32"),  # tiles of 128
     (2, 72, 21, 3, 64, 512, "bfloat16"),  # one KV head a step
 ]
 
 
 def arrays(shape, seed: int):
+    """Projections that are not rotated yet, and both caches."""
     batch, width, heads, kv_heads, head_dim, capacity, dtype = shape
     rng = np.random.default_rng(seed)
 
@@ -30,26 +32,39 @@ def arrays(shape, seed: int):
         return jnp.asarray(rng.standard_normal(size), dtype)
 
     return (
-        normal(batch, width, heads, head_dim),
+        normal(batch, width, kv_heads, heads // kv_heads + 2, head_dim),
         normal(batch, kv_heads, capacity, head_dim),
         normal(batch, kv_heads, capacity, head_dim),
     )
 
 
-@functools.partial(jax.jit, static_argnames="block_size")
-def attend(q, k, v, start, until, live, block_size):
-    return tpu.window_attention(q, k, v, start, until, live, block_size=block_size, interpret=True)
+def angles(start, width: int, head_dim: int):
+    """Cosines and sines `[B, W, 1, H / 2]`."""
+    frequencies = 1.0 / 10_000.0 ** (jnp.arange(0, head_dim, 2) / head_dim)
+    at = (start[:, None] + jnp.arange(width))[..., None, None] * frequencies
+    return jnp.cos(at), jnp.sin(at)
 
 
 @functools.partial(jax.jit, static_argnames="block_size")
-def expected(q, k, v, start, until, live, block_size):
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    return reference.window_attention(q, k, v, start, until, live, block_size=block_size, tile=TILE)
+def attended(qkv, k, v, start, until, live, block_size):
+    """The window's own keys and values written, and the heads' outputs."""
+    tables = tpu.rotary_tables(*angles(start, qkv.shape[1], qkv.shape[4]))
+    k, v = tpu.write_window(k, v, qkv, start, tables, interpret=True)
+    out = tpu.window_attention(qkv, *tables, k, v, start, until, live, block_size=block_size, interpret=True)
+    return out, k, v
+
+
+@functools.partial(jax.jit, static_argnames="block_size")
+def expected(qkv, k, v, start, until, live, block_size):
+    cos, sin = angles(start, qkv.shape[1], qkv.shape[4])
+    k, v = write_windows(k, v, apply_rope(qkv[..., -2, :], cos, sin), qkv[..., -1, :], start)
+    wide = (x.astype(jnp.float32) for x in (qkv, k, v))
+    return attend(next(wide), cos, sin, *wide, start, live, block_size, until=until)[0], k, v
 
 
 def close(shape, got, wanted) -> bool:
     tolerance = 1e-5 if shape[-1] == "float32" else 2e-2
-    got, wanted = np.asarray(got, np.float32), np.asarray(wanted)
+    got, wanted = np.asarray(got, np.float32), np.asarray(wanted, np.float32)
     return bool(np.max(np.abs(got - wanted)) <= tolerance * max(1.0, np.abs(wanted).max()))
 
 
@@ -66,36 +81,43 @@ def test_equals_the_reference(shape, seed, places, block_size, bidirectional):
     start = np.asarray([int(place * (capacity - width - 32)) for place in places[:batch]], np.int32)
     until = start + width - 1 if bidirectional else np.zeros_like(start)
     live = np.int32(start.max() + width + block_size)
-    q, k, v = arrays(shape, seed)
-    got = attend(q, k, v, start, until, live, block_size)
-    assert close(shape, got, expected(q, k, v, start, until, live, block_size))
+    arguments = (*arrays(shape, seed), start, until, live, block_size)
+    for got, wanted in zip(attended(*arguments), expected(*arguments)):
+        assert close(shape, got, wanted)
 
 
 def test_a_broken_mask_is_noticed(monkeypatch):
     right = tpu.visible_until
     shape = SHAPES[1]
-    q, k, v = arrays(shape, 0)
     start, until, live = np.asarray([40, 77, 0], np.int32), np.zeros(3, np.int32), np.int32(120)
-    wanted = expected(q, k, v, start, until, live, 8)
+    arguments = (*arrays(shape, 0), start, until, live, 8)
+    wanted = expected(*arguments)[0]
     for off, passes in ((0, True), (-1, False), (1, False)):
         monkeypatch.setattr(tpu, "visible_until", lambda p, d, off=off: right(p, d) + off)
-        got = tpu.window_attention(q, k, v, start, until, live, block_size=8, interpret=True)
-        assert close(shape, got, wanted) is passes
+        assert close(shape, attended.__wrapped__(*arguments)[0], wanted) is passes
 
 
 def test_a_row_depends_neither_on_its_window_nor_on_dead_cache():
     shape = (1, 8, 10, 2, 64, 2048, "float32")
     _, k, v = arrays(shape, 1)
-    rows = np.random.default_rng(2).standard_normal((1, 2048, 10, 64), np.float32)
+    rows = np.random.default_rng(2).standard_normal((1, 2048, 2, 7, 64), np.float32)
     results = []
+    zero = np.zeros(1, np.int32)
+    # All windows of one text: their keys and values are in the cache.
+    k, v = tpu.write_window(k, v, jnp.asarray(rows[:, 1016:1040]), zero + 1016, None, interpret=True)
+    k = jnp.asarray(k)
+
+    @jax.jit
+    def run(qkv, k, v, start, live):
+        tables = tpu.rotary_tables(*angles(start, 8, 64))
+        return tpu.window_attention(qkv, *tables, k, v, start, zero, live, block_size=1, interpret=True)
+
     for start in (1020, 1023, 1027):
         live = np.int32(start + 8)
         dead = (np.arange(2048) >= live)[:, None]
         window = jnp.asarray(rows[:, start : start + 8])
-        zero = np.zeros(1, np.int32)
-        out = attend(window, jnp.where(dead, 1e4, k), jnp.where(dead, 1e4, v), zero + start, zero, live, 1)
-        longer = attend(window, k, v, zero + start, zero, np.int32(2048), 1)
-        np.testing.assert_array_equal(out, longer)
+        out = run(window, jnp.where(dead, 1e4, k), jnp.where(dead, 1e4, v), zero + start, live)
+        np.testing.assert_array_equal(out, run(window, k, v, zero + start, np.int32(2048)))
         results.append(np.asarray(out)[0, 1027 - start])
     np.testing.assert_array_equal(results[0], results[1])
     np.testing.assert_array_equal(results[0], results[2])
@@ -103,29 +125,31 @@ def test_a_row_depends_neither_on_its_window_nor_on_dead_cache():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_writes_each_window_at_its_place(dtype):
-    _, k, v = arrays((3, 1, 2, 2, 64, 256, dtype), 0)
-    new, _, _ = arrays((3, 7, 2, 2, 64, 256, dtype), 1)
+    new, k, v = arrays((3, 7, 2, 2, 64, 256, dtype), 0)
     write = jax.jit(functools.partial(tpu.write_window, interpret=True))
     for start in ([0, 9, 249], [16, 100, 241], [15, 240, 3]):
         start = np.asarray(start, np.int32)
-        got_k, got_v = write(k, v, new, new + 1, start)
-        np.testing.assert_array_equal(got_k, write_window(k, new, start))
-        np.testing.assert_array_equal(got_v, write_window(v, new + 1, start))
+        got_k, got_v = write(k, v, new, start)
+        np.testing.assert_array_equal(got_k, write_window(k, new[..., -2, :], start))
+        np.testing.assert_array_equal(got_v, write_window(v, new[..., -1, :], start))
 
 
 @pytest.mark.parametrize("block_size", [1, 32])
 def test_prefill_equals_the_reference(block_size):
-    shape = (1, 128, 4, 2, 128, 512, "float32")
-    q, k, v = arrays(shape, 3)
+    batch, width, kv_heads, head_dim, capacity = 1, 128, 2, 128, 512
+    _, k, v = arrays((batch, width, 4, kv_heads, head_dim, capacity, "float32"), 3)
+    q = jnp.asarray(np.random.default_rng(4).standard_normal((batch, width, 4, head_dim), np.float32))
     start, until, live = np.asarray([130], np.int32), np.zeros(1, np.int32), np.int32(130 + 128 + 32)
     got = tpu.prefill_attention(q, k, v, start, until, live, block_size=block_size, interpret=True)
-    assert close(shape, got, expected(q, k, v, start, until, live, block_size))
+    wanted = reference.window_attention(q, k, v, start, until, live, block_size=block_size, tile=TILE)
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"width": 129}, "a window of 129 rows"),
+        ({"width": 136}, "a window of 136 rows"),
+        ({"width": 12}, "a window of 12 rows: multiples of 8"),
         ({"heads": 5}, "5 query heads for 2 KV heads"),
         ({"head_dim": 80}, "head_dim 80"),
         ({"capacity": 200}, "a cache of 200 positions"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from failfast_jax.generate import ATTENTION_KERNELS
 from failfast_jax.kernels import reference
-from failfast_jax.models.attention import cached_attention
+from failfast_jax.models.attention import KERNELS, cached_attention, kernel_of, refusal
 from failfast_jax.models.cache import TILE, round_up, write_window
 
 CAPACITY = 384
@@ -141,3 +143,37 @@ def test_write_window_writes_each_row_at_its_place():
     expected = np.zeros(cache.shape, np.float32)
     expected[0, :, 5:8], expected[1, :, 100:103] = 1, 2
     np.testing.assert_array_equal(written, expected)
+
+
+def test_the_dense_gpu_route_is_the_same_attention():
+    q, k, v, start, positions, live = attention_case(SHAPES[1], 4, [200, 31, 0], 32)
+    out = cached_attention(q, k, v, jnp.asarray(start), live, 32, kernel="xla")
+    np.testing.assert_allclose(out, dense(q, k, v, positions, 32), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "platform, capability, kernel",
+    [
+        ("cpu", None, "reference"),
+        ("tpu", None, "tpu"),
+        ("gpu", "9.0", "gpu"),
+        ("gpu", "8.6", "cudnn"),
+        ("gpu", "10.0", "cudnn"),
+        ("gpu", "7.0", "xla"),
+    ],
+)
+def test_the_platform_chooses_the_kernel(platform, capability, kernel):
+    assert kernel_of(SimpleNamespace(platform=platform, compute_capability=capability)) == kernel
+
+
+def test_a_kernel_wants_its_device():
+    assert ATTENTION_KERNELS == KERNELS  # the command line names them without importing JAX
+    cpu, ampere, hopper = (
+        SimpleNamespace(platform=platform, compute_capability=capability, device_kind=kind)
+        for platform, capability, kind in [("cpu", None, "cpu"), ("gpu", "8.0", "A100"), ("gpu", "9.0", "H100")]
+    )
+    assert "no TPU (its JAX runs on cpu)" in refusal("tpu", cpu)
+    assert "no GPU" in refusal("gpu", cpu) and "no GPU" in refusal("cudnn", cpu)
+    assert "not for this A100: cudnn or xla" in refusal("gpu", ampere)
+    for kernel, device in [("reference", cpu), ("xla", cpu), ("cudnn", ampere), ("gpu", hopper), ("cudnn", hopper)]:
+        assert refusal(kernel, device) is None

@@ -1,0 +1,63 @@
+"""The attention benchmark's own parts, on CPU; its figures need a GPU."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from failfast_jax.bench import attention
+
+CASE = {"heads": (4, 2, 64), "width": 2, "capacity": 256, "dtype": "bfloat16", "block_size": 32}
+
+
+def test_says_that_there_is_no_gpu(capsys, tmp_path):
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+    assert attention.main(["--out", str(tmp_path / "out.json")]) == 2
+    assert "no GPU here" in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--shapes", "gpt"], "--shapes: 'gpt'"),
+        (["--routes", "flash"], "--routes: 'flash'"),
+        (["--contexts", "64"], "--contexts"),
+        (["--contexts", "65536"], "--contexts"),
+    ],
+)
+def test_bad_flags_are_named(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        attention.main(flags)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_numerics_of_the_dense_route(seed):
+    found = attention.numerics(attention.route("xla", 32), seed=seed, **CASE)
+    assert found["error"] < attention.TOLERANCE and found["same_live"] and found["same_start"]
+
+
+def test_numerics_notice_an_error():
+    def wrong(q, k, v, start, until, live):
+        out = attention.route("xla", 32)(q, k, v, start, until, live)
+        return out * (1.05 + live / 1000).astype(out.dtype)
+
+    found = attention.numerics(wrong, seed=0, **CASE)
+    assert found["error"] > attention.TOLERANCE and not found["same_live"]
+
+
+def test_timing_runs_over_several_caches(monkeypatch):
+    monkeypatch.setattr(attention, "_ROTATED_BYTES", 2**16)
+    seconds = attention.time_call(
+        attention.route("xla", 1),
+        heads=(2, 1, 64),
+        width=2,
+        context=128,
+        capacity=128,
+        dtype="bfloat16",
+        batch=1,
+        repeats=1,
+    )
+    assert 0 < seconds < 60

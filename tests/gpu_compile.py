@@ -1,0 +1,88 @@
+"""Compiles for a Hopper GPU that is not there: XLA, Mosaic GPU and ptxas, down to machine code.
+
+Run as a script, in a process of its own, with `attention` and cases as JSON, or `loop` and a method. The output has
+ptxas' report on every Mosaic GPU kernel, and a line of JSON for each program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+
+# What XLA must know about the device (an H100 SXM), as it would find it out from the driver.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84978434048
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def attention(device, cases: list[dict]) -> None:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import SingleDeviceSharding
+
+    from failfast_jax.kernels import gpu
+
+    def argument(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=SingleDeviceSharding(device))
+
+    for case in cases:
+        batch, width, heads, kv_heads, capacity, head_dim = case["shape"]
+        cache = argument((batch, kv_heads, capacity, head_dim), case["dtype"])
+
+        def attend(q, k, v, start, until, live):
+            return gpu.window_attention(q, k, v, start, until, live, block_size=32)
+
+        program = jax.jit(attend).lower(
+            argument((batch, width, heads, head_dim), case["dtype"]),
+            cache,
+            cache,
+            argument((batch,), "int32"),
+            argument((batch,), "int32"),
+            argument((), "int32"),
+        )
+        text = program.compile().as_text()
+        entry = text[text.index("\nENTRY ") :]
+        kernels = re.findall(r'custom_call_target="([^"]*)"', entry)
+        copied = [line for line in entry.splitlines() if " copy(" in line and str(capacity) in line]
+        print(json.dumps({"device": device.device_kind, "kernels": kernels, "cache_copies": len(copied)}), flush=True)
+
+
+def main(what: str, argument: str) -> None:
+    from jax.experimental import topologies
+    from tpu_compile import report
+
+    topology = topologies.get_topology_desc("h100", platform="cuda", topology="1x1x1", target_config=H100)
+    if what == "attention":
+        attention(topology.devices[0], json.loads(argument))
+    else:
+        print(json.dumps(report(topology.devices[0], argument)))
+
+
+if __name__ == "__main__":
+    os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    main(*sys.argv[1:])

@@ -1,0 +1,231 @@
+"""GPU attention against a dense softmax: the kernel simulated on CPU, and lowered for CUDA."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import export
+
+from failfast_jax.kernels import gpu
+
+# batch, width, query heads, KV heads, capacity, head_dim, dtype, block_size, splits
+# Each split has more tiles than the kernel keeps in flight.
+CAUSAL = (2, 3, 4, 2, 384, 128, "bfloat16", 1, 2)
+BLOCKS = (1, 8, 3, 1, 640, 64, "float16", 32, 2)
+MANY_ROWS = (1, 18, 4, 1, 384, 64, "bfloat16", 32, 1)  # 72 rows: two warpgroups share the tiles
+
+
+def dense(q, k, v, start, until, block_size):
+    """The formula, in float64, by a full softmax."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    group = q.shape[2] // k.shape[1]
+    k, v = (np.repeat(x, group, axis=1) for x in (k, v))
+    scores = np.einsum("bwnh,bnsh->bnws", q, k) / np.sqrt(q.shape[3])
+    positions = np.asarray(start)[:, None] + np.arange(q.shape[1])
+    last = np.maximum((positions // block_size + 1) * block_size - 1, np.asarray(until)[:, None])
+    visible = np.arange(k.shape[2]) <= last[:, None, :, None]
+    weights = np.where(visible, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    return np.einsum("bnws,bnsh->bwnh", weights / weights.sum(-1, keepdims=True), v)
+
+
+def arrays(shape, seed):
+    batch, width, heads, kv_heads, capacity, head_dim, dtype, _, _ = shape
+    draw = np.random.default_rng(seed)
+    q = draw.normal(size=(batch, width, heads, head_dim))
+    k, v = draw.normal(size=(2, batch, kv_heads, capacity, head_dim))
+    return tuple(jnp.asarray(x, dtype) for x in (q, k, v))
+
+
+def program(shape):
+    *_, block_size, splits = shape
+    return jax.jit(functools.partial(gpu.window_attention, block_size=block_size, interpret=True, splits=splits))
+
+
+compiled = functools.cache(program)
+
+
+def relative_error(out, expected):
+    return np.abs(np.asarray(out, np.float64) - expected).max() / np.abs(expected).max()
+
+
+def live_of(shape, start, until):
+    """Leading positions that the window's queries may see."""
+    _, width, _, _, capacity, _, _, block_size, _ = shape
+    seen = [max((s + width - 1) // block_size * block_size + block_size, u + 1) for s, u in zip(start, until)]
+    return min(max(seen), capacity)
+
+
+@st.composite
+def lengths(draw, shape):
+    batch, width, _, _, capacity, *_ = shape
+    start = draw(st.lists(st.integers(0, capacity - width), min_size=batch, max_size=batch))
+    until = [draw(st.sampled_from([0, s + width - 1, min(s + 70, capacity - 1)])) for s in start]
+    return start, until, draw(st.integers(live_of(shape, start, until), capacity)), draw(st.integers(0, 99))
+
+
+def check(run, shape, start, until, live, seed):
+    q, k, v = arrays(shape, seed)
+    out = run(q, k, v, jnp.asarray(start), jnp.asarray(until), jnp.int32(live))
+    assert out.dtype == q.dtype and out.shape == q.shape
+    assert relative_error(out, dense(q, k, v, start, until, shape[-2])) < 2e-2
+
+
+@pytest.mark.parametrize("shape", [CAUSAL, BLOCKS], ids=["causal", "blocks"])
+def test_the_kernel_is_a_softmax_over_what_each_row_sees(shape):
+    @settings(max_examples=6)
+    @given(lengths(shape))
+    def run(case):
+        check(compiled(shape), shape, *case)
+
+    run()
+
+
+def test_many_rows_share_the_tiles():
+    check(compiled(MANY_ROWS), MANY_ROWS, [340], [0], 384, 0)
+
+
+def test_warpgroups_do_not_overwrite_what_others_read(monkeypatch):
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
+
+    monkeypatch.setattr(gpu, "_simulator", lambda: params.InterpretGPUParams(detect_races=True))
+    rows, last = jnp.zeros((1, 1, 1, 2, gpu.ROWS, 64), jnp.bfloat16), jnp.full((1, 1, 2, gpu.ROWS), 383)
+    cache = jnp.zeros((1, 1, 384, 64), jnp.bfloat16)
+    attend = jax.jit(functools.partial(gpu._attend_splits, splits=1, interpret=True))
+    jax.block_until_ready(attend(jnp.asarray([6]), last, rows, cache, cache))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+def test_a_broken_mask_is_noticed(monkeypatch):
+    monkeypatch.setattr(gpu, "visible_until", lambda positions, block_size: positions)
+    with pytest.raises(AssertionError, match="relative_error"):
+        check(program(BLOCKS), BLOCKS, [64], [0], 384, 0)
+
+
+def test_a_row_depends_neither_on_live_nor_on_where_its_window_began():
+    _, width, *_ = CAUSAL
+    run = compiled(CAUSAL)
+    q, k, v = arrays(CAUSAL, 5)
+    line = jnp.concatenate([q, q[:, ::-1] * 2, q + 1], axis=1)  # queries of positions 125, 126, ...
+
+    def window(begin, live):
+        start = jnp.full((2,), 125 + begin)
+        return np.asarray(run(line[:, begin : begin + width], k, v, start, 0 * start, jnp.int32(live)))
+
+    first = window(0, 128)
+    assert np.array_equal(first, window(0, 256))
+    # Position 127 is the last of its tile; the windows that begin there and before read one tile more.
+    for begin in (1, 2):
+        assert np.array_equal(first[:, begin:], window(begin, 192)[:, : width - begin]), begin
+
+
+def test_dead_tiles_are_never_read():
+    q, k, v = arrays(CAUSAL, 6)
+    start, until = jnp.asarray([10, 70]), jnp.zeros(2, jnp.int32)
+    clean = compiled(CAUSAL)(q, k, v, start, until, jnp.int32(256))
+    # The first sequence sees one tile, the second two.
+    k, v = (x.at[0, :, 64:].set(jnp.nan).at[1, :, 128:].set(jnp.nan) for x in (k, v))
+    assert np.array_equal(clean, compiled(CAUSAL)(q, k, v, start, until, jnp.int32(256)))
+    # A pass nobody listens to leaves numbers, not NaN.
+    assert np.isfinite(np.asarray(compiled(CAUSAL)(q, k, v, start, until, jnp.int32(0)), np.float32)).all()
+
+
+def test_splits_are_combined_in_groups():
+    splits, rows = 11, 3
+    draw = np.random.default_rng(0)
+    acc, highest = draw.normal(size=(splits, 1, 2, rows, gpu.LANES)), 9 * draw.normal(size=(splits, 1, 2, rows))
+    total = draw.uniform(1, 2, size=highest.shape)
+    combine = functools.partial(gpu._combine, width=rows, group=1, dtype=jnp.float32, interpret=True)
+    for own in (9, 40):  # splits without a tile have written nothing
+        parts = [
+            jnp.asarray(np.where(np.arange(splits).reshape(-1, *[1] * (x.ndim - 1)) < own, x, np.nan), "float32")
+            for x in (acc, highest, total)
+        ]
+        out = combine(jnp.asarray([own]), *parts)
+        weight = np.exp2(highest - highest[:own].max(0))[:own]
+        expected = (acc[:own] * weight[..., None]).sum(0) / (total[:own] * weight).sum(0)[..., None]
+        np.testing.assert_allclose(out[:, :, :, 0].transpose(0, 2, 1, 3), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "width, heads, kv_heads, head_dim, dtype",
+    [
+        (8, 40, 8, 128, "bfloat16"),
+        (72, 28, 4, 128, "bfloat16"),
+        (1, 10, 2, 128, "float16"),
+        (128, 7, 1, 64, "bfloat16"),
+        (32, 14, 2, 64, "float16"),
+        (16, 8, 8, 64, "bfloat16"),
+    ],
+)
+def test_lowers_for_cuda(width, heads, kv_heads, head_dim, dtype):
+    cache = jax.ShapeDtypeStruct((2, kv_heads, 32768, head_dim), dtype)
+    q = jax.ShapeDtypeStruct((2, width, heads, head_dim), dtype)
+    rows = jax.ShapeDtypeStruct((2,), jnp.int32)
+    attend = jax.jit(functools.partial(gpu.window_attention, block_size=32))
+    lowered = export.export(attend, platforms=["cuda"])(q, cache, cache, rows, rows, jax.ShapeDtypeStruct((), "int32"))
+    assert lowered.mlir_module().count("stablehlo.custom_call @mosaic_gpu") == 2
+    assert lowered.out_avals[0].shape == q.shape
+
+
+GOOD = {"width": 8, "heads": 8, "kv_heads": 2, "head_dim": 128, "capacity": 256, "dtype": jnp.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"width": 129}, "1 to 128 rows"),
+        ({"width": 0}, "1 to 128 rows"),
+        ({"heads": 9}, "no multiple of 2 KV heads"),
+        ({"head_dim": 96}, "head_dim"),
+        ({"capacity": 200}, "multiple of 128"),
+        ({"dtype": jnp.float32}, "tf32"),
+        ({"dtype": jnp.int8}, "not int8"),
+        ({"device": SimpleNamespace(platform="tpu")}, "platform 'tpu'"),
+        ({"device": SimpleNamespace(platform="gpu", compute_capability="8.0")}, "not 8.0"),
+        ({"device": SimpleNamespace(platform="gpu", compute_capability="10.0")}, "not 10.0"),
+    ],
+)
+def test_says_what_it_cannot_do(change, reason):
+    assert gpu.supports(**GOOD) is None
+    assert gpu.supports(**GOOD, device=SimpleNamespace(platform="gpu", compute_capability="9.0")) is None
+    assert reason in gpu.supports(**GOOD | change)
+
+
+def test_refuses_what_it_cannot_do():
+    q, k, v = (x.astype(jnp.float32) for x in arrays(CAUSAL, 0))
+    start = jnp.zeros(2, jnp.int32)
+    rest = (start, start, jnp.int32(1))
+    with pytest.raises(ValueError, match="tf32"):
+        gpu.window_attention(q, k, v, *rest, block_size=1, interpret=True)
+    with pytest.raises(ValueError, match="two caches"):
+        gpu.window_attention(q, k, v[:, :, :128], *rest, block_size=1)
+    with pytest.raises(ValueError, match="batch or head_dim"):
+        gpu.window_attention(q[:1], k, v, *rest, block_size=1)
+    with pytest.raises(ValueError, match="'cudnn' or 'xla'"):
+        gpu.dense_window_attention(q, k, v, *rest, block_size=1, implementation="flash")
+    with pytest.raises(ValueError, match="not float32"):
+        gpu.dense_window_attention(q, k, v, *rest, block_size=1, implementation="cudnn")
+
+
+def test_the_number_of_splits_fills_the_device_and_no_more():
+    assert gpu.split_count(1, 8, 1, 1, 32768) == 33
+    assert gpu.split_count(1, 8, 3, 2, 32768) == 5
+    assert gpu.split_count(1, 8, 1, 1, 128) == 2  # no more than tiles
+    assert gpu.split_count(64, 8, 1, 1, 32768) == 1
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_the_dense_route_agrees(dtype, tolerance):
+    shape = (2, 150, 6, 2, 256, 64, dtype, 32, None)
+    q, k, v = arrays(shape, 3)
+    start, until = np.asarray([0, 77]), np.asarray([200, 0])
+    rest = (jnp.asarray(start), jnp.asarray(until), jnp.int32(256))
+    out = gpu.dense_window_attention(q, k, v, *rest, block_size=32, implementation="xla")
+    assert relative_error(out, dense(q, k, v, start, until, 32)) < tolerance

@@ -1,0 +1,67 @@
+"""Kernels and the round loop, compiled by the real GPU compilers on a machine without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def missing() -> bool:
+    plugins = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+    if importlib.util.find_spec("jax_plugins") is None or not any(map(importlib.util.find_spec, plugins)):
+        return True
+    packaged = [Path(path, "nvidia", name, "bin", "ptxas") for path in sys.path for name in ("cuda_nvcc", "cu13")]
+    return shutil.which("ptxas") is None and not any(path.exists() for path in packaged)
+
+
+pytestmark = pytest.mark.skipif(missing(), reason='needs XLA for CUDA and ptxas: pip install -e ".[aot-gpu]"')
+ROOT = Path(__file__).parent.parent
+
+
+def compiled(what: str, argument: str) -> tuple[list[dict], str]:
+    """The reports, and everything that the compilers said."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "gpu_compile.py"), what, argument],
+        env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], output
+
+
+def test_attention_becomes_machine_code_for_hopper():
+    cases = [
+        {"shape": [1, 8, 40, 8, 32768, 128], "dtype": "bfloat16"},
+        {"shape": [1, 72, 28, 4, 32768, 128], "dtype": "float16"},
+        {"shape": [4, 72, 7, 1, 32768, 64], "dtype": "bfloat16"},
+    ]
+    reports, output = compiled("attention", json.dumps(cases))
+    assert [report["kernels"] for report in reports] == 3 * [2 * ["mosaic_gpu_v2"]]
+    assert [report["cache_copies"] for report in reports] == 3 * [0]
+    assert output.count("sm_90a") >= 6
+    spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", output)
+    assert len(spilled) >= 12 and set(spilled) == {"0"}
+    assert "serialized" not in output  # what ptxas says of wgmma that it could not leave asynchronous
+
+
+@pytest.mark.parametrize("method", ["failfast", "lookup"])
+def test_a_whole_answer_is_one_program(method):
+    (report,), _ = compiled("loop", method)
+    assert "H100" in report["device"]
+    assert report["entries"] == 1 and report["loops"] >= 1
+    assert report["host_transfers"] == [] and report["host_bytes"] == 0
+    assert report["cache_copies"] == []
+    assert report["aliased_bytes"] == report["state_bytes"]  # every buffer of the state is updated in place

@@ -166,7 +166,7 @@ class Conditioned(nnx.Module):
         return run(self, embedded, known, features, cache, start, live)
 
     def _block(self, embedded, known, features, cache, start, live):
-        kernel = self.execution.resolved()
+        kernel = self.execution.resolved(self.dtype, self.config.base.head_dim)
         positions = start[:, None] + jnp.arange(embedded.shape[1])
         cos, sin = jax.lax.optimization_barrier(self.rotary(positions))
         x = self.inputs(embedded, known, features)
@@ -187,7 +187,7 @@ class Conditioned(nnx.Module):
         return self.execution.per_device(Conditioned._store, P(), P())(self, features, cache, start)
 
     def _store(self, features, cache, start):
-        kernel = self.execution.resolved()
+        kernel = self.execution.resolved(self.dtype, self.config.base.head_dim)
         cos, sin = jax.lax.optimization_barrier(self.rotary(start[:, None] + jnp.arange(features.shape[1])))
         keys, values = list(cache.k), list(cache.v)
         for index in range(len(self.layers)):

@@ -140,7 +140,7 @@ class Layer(nnx.Module):
 @functools.partial(jax.jit, static_argnums=(8, 9))
 def _layer_window(layer: Layer, x, k_cache, v_cache, cos, sin, start, live, block_size, execution: Execution):
     """One layer of `Decoder.window`. The inner jit is traced once for all layers, not once for each."""
-    kernel = execution.resolved()
+    kernel = execution.resolved(k_cache.dtype, layer.attention.config.head_dim)
 
     def run(layer: Layer, x, k_cache, v_cache, cos, sin, start, live):
         qkv = layer.attention.heads(layer.input_norm(x))

@@ -1,12 +1,23 @@
-"""The target's own token at each position, and which drafted tokens agree with it: pure functions."""
+"""The target's own token at each position, and which drafted tokens agree with it: pure functions.
+
+Two rules decide what a draft is worth. By the first (`pick`) the target picks a token at every position, and a drafted
+token is kept if it is the same. By the second (`pick_or_reject`) a drafted token that was sampled from `q` is kept with
+probability `min(1, p / q)`. Both give text of the target's distribution; the first also gives the same text whatever
+was drafted.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.state import Sampling
+
+DRAFTING, ACCEPTING, RESAMPLING = 1, 2, 3
+"""Streams of a position's randomness that the second rule uses; the target's own picks have the key itself."""
 
 
 def argmax(logits: Float[Array, "*R V"]) -> Int[Array, "*R"]:
@@ -74,15 +85,33 @@ def filtered_logits(
     return jnp.where(probability_bits >= floor[..., None], scaled, -jnp.inf)
 
 
-def gumbel_noise(sampling: Sampling, positions: Int[Array, "B W"], vocab: int) -> Float[Array, "B W V"]:
-    """Standard Gumbel noise keyed by (seed, sequence, position): the same for every method."""
+def filtered_for(logits: Float[Array, "B W V"], sampling: Sampling) -> Float[Array, "B W V"]:
+    """`filtered_logits` with each sequence's settings."""
+
+    def spread(x):
+        return jnp.broadcast_to(x[:, None], logits.shape[:2])
+
+    return filtered_logits(logits, spread(sampling.temperature), spread(sampling.top_k), spread(sampling.top_p))
+
+
+def _draw(
+    sample: Callable[[Array], Array], sampling: Sampling, positions: Int[Array, "B W"], stream: int | None = None
+) -> Float[Array, "B W ..."]:
+    """`sample(key)` for each position, with a key made from (seed, sequence, position) and the stream."""
 
     def one(seed, sequence, position):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sequence), position)
-        return jax.random.gumbel(key, (vocab,), jnp.float32)
+        return sample(key if stream is None else jax.random.fold_in(key, stream))
 
     per_row = jax.vmap(one, in_axes=(None, None, 0))
     return jax.vmap(per_row)(sampling.seed, sampling.sequence, positions)
+
+
+def gumbel_noise(
+    sampling: Sampling, positions: Int[Array, "B W"], vocab: int, stream: int | None = None
+) -> Float[Array, "B W V"]:
+    """Standard Gumbel noise keyed by (seed, sequence, position): the same for every method."""
+    return _draw(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32), sampling, positions, stream)
 
 
 def pick(logits: Float[Array, "B W V"], positions: Int[Array, "B W"], sampling: Sampling) -> Int[Array, "B W"]:
@@ -94,14 +123,70 @@ def pick(logits: Float[Array, "B W V"], positions: Int[Array, "B W"], sampling: 
     """
 
     def sampled():
-        def spread(x):
-            return jnp.broadcast_to(x[:, None], positions.shape)
-
-        filtered = filtered_logits(logits, spread(sampling.temperature), spread(sampling.top_k), spread(sampling.top_p))
-        noisy = argmax(filtered + gumbel_noise(sampling, positions, logits.shape[-1]))
+        noisy = argmax(filtered_for(logits, sampling) + gumbel_noise(sampling, positions, logits.shape[-1]))
         return jnp.where(sampling.temperature[:, None] > 0, noisy, argmax(logits))
 
     # Noise for the whole vocabulary is dear on CPU: only when some sequence samples.
+    return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, lambda: argmax(logits))
+
+
+def sample_draft(
+    logits: Float[Array, "B W V"], positions: Int[Array, "B W"], sampling: Sampling
+) -> tuple[Int[Array, "B W"], Float[Array, "B W V"]]:
+    """Draft tokens for `pick_or_reject`: samples of the drafter's tempered, filtered distribution (argmax at 0).
+
+    Returns:
+      The tokens, and the distribution that each was drawn from (anything at temperature 0).
+    """
+
+    def sampled():
+        filtered = filtered_for(logits, sampling)
+        noisy = argmax(filtered + gumbel_noise(sampling, positions, logits.shape[-1], DRAFTING))
+        return jnp.where(sampling.temperature[:, None] > 0, noisy, argmax(logits)), jax.nn.softmax(filtered, -1)
+
+    def greedy():
+        return argmax(logits), jnp.zeros_like(logits)
+
+    return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, greedy)
+
+
+def pick_or_reject(
+    logits: Float[Array, "B W V"],
+    positions: Int[Array, "B W"],
+    sampling: Sampling,
+    draft: Int[Array, "B W"],
+    q: Float[Array, "B W U"],
+    drafted: Bool[Array, "B W"],
+) -> Int[Array, "B W"]:
+    """The token for each position by rejection sampling: the drafted one with probability `min(1, p / q)`, else a
+    sample of `max(p - q, 0)`, normalised; where nothing was drafted a sample of `p`.
+
+    `p` is the target's tempered, filtered distribution. A rejected token is never its own replacement, so the draft is
+    accepted as far as it equals what comes back (`agreeing_prefix`). At temperature 0 the result is the argmax.
+
+    Args:
+      logits: the target's float32 logits that score `positions`.
+      draft: the drafted token for each position.
+      q: the distribution that it was drawn from, given everything drafted before it; U may differ from V, where ids
+        that only one model has are never drafted.
+      drafted: whether there is one.
+    """
+    vocab = logits.shape[-1]
+    q = jnp.pad(q[..., :vocab], ((0, 0), (0, 0), (0, max(vocab - q.shape[-1], 0))))
+
+    def probability_of(distribution):
+        return jnp.take_along_axis(distribution, draft[..., None], axis=-1)[..., 0]
+
+    def sampled():
+        p = jax.nn.softmax(filtered_for(logits, sampling), -1)
+        dice = _draw(lambda key: jax.random.uniform(key, (), jnp.float32), sampling, positions, ACCEPTING)
+        keep = drafted & (dice * probability_of(q) < probability_of(p))
+        rest = jnp.maximum(p - q, 0.0)
+        # Where p and q are equal up to rounding nothing may be left to sample from.
+        rest = jnp.where(drafted[..., None] & (rest > 0).any(-1, keepdims=True), rest, p)
+        own = argmax(jnp.log(rest) + gumbel_noise(sampling, positions, vocab, RESAMPLING))
+        return jnp.where(sampling.temperature[:, None] > 0, jnp.where(keep, draft, own), argmax(logits))
+
     return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, lambda: argmax(logits))
 
 

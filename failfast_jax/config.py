@@ -288,14 +288,27 @@ class GenerationConfig:
     spec_len: int | None = None
     """Tokens drafted per expansion step (N), or per round where drafts do not expand."""
     tau: float | None = None
-    """Confidence below which a draft stops growing; 0.45 unless the drafter's folder says otherwise."""
+    """Confidence below which a draft stops growing; 0.45 unless the drafter's folder says otherwise. For `suffix`
+    it bounds the product of the confidences, and is 0.05."""
     max_spec_len: int | None = None
     """Hard cap on a draft's length."""
     lookup_min: int | None = None
-    """`failfast`: last tokens that must match an earlier place for a draft to begin with its continuation; 0: off."""
+    """`failfast`: last tokens that must match an earlier place for a draft to begin with its continuation; 0: off.
+    `lookup` and `suffix`: the shortest match that they draft from, 2 by default."""
     min_gain: float | None = None
     """With `lookup_min`: accepted tokens that a draft must expect to be verified at all; 0 verifies all."""
+    dynamic: bool = False
+    """`ar`: drafts grow by chunks of `spec_len` tokens (then 1 by default) while all confidences are at least `tau`."""
+    reuse: bool = False
+    """`failfast`, schedule `wide`: a draft that ends like the rejected part of the last one goes on like it."""
     schedule: str = "wide"
+    acceptance: str = "match"
+    """`match`: keep drafted tokens that equal the target's own picks. `rejection`: sample drafts, keep x with
+    probability min(1, p(x) / q(x))."""
+    steps: int | None = None
+    """`specdiff`: denoising passes a draft; 1 if None."""
+    tree_budget: int | None = None
+    """`failfast`, schedule `wide`: verify a tree of that many tokens, the draft and branches; None: the draft alone."""
     threshold: float | None = None
     """Confidence above which a denoising pass fills a position (`dllm`, `fast-dllm`, `aligned`)."""
     block_size: int | None = None
@@ -310,6 +323,7 @@ class GenerationConfig:
         """Raises OptionError for the first option out of its range."""
 
         integers = ("max_new_tokens", "top_k", "seed", "spec_len", "max_spec_len", "lookup_min", "block_size")
+        integers += ("steps", "tree_budget")
         for name, kind, types in (
             *((name, "an integer", (int, np.integer)) for name in (*integers, "small_block_size")),
             *(
@@ -355,7 +369,34 @@ class GenerationConfig:
             self.max_spec_len,
             f"must be in [1, {LONGEST_DRAFT}]",
         )
+        if self.dynamic and self.method != "ar":
+            raise OptionError(f"--dynamic: only --method ar has this variant, not --method {self.method}")
+        if self.reuse and (self.method, self.schedule) != ("failfast", "wide"):
+            raise OptionError("--reuse: only --method failfast (schedule wide) reuses drafts")
         check(self.schedule in ("wide", "aligned"), "schedule", self.schedule, "must be 'wide' or 'aligned'")
+        check(self.steps is None or self.steps >= 1, "steps", self.steps, "must be at least 1")
+        check(
+            self.tree_budget is None or 1 <= self.tree_budget <= LONGEST_DRAFT,
+            "tree-budget",
+            self.tree_budget,
+            f"must be in [1, {LONGEST_DRAFT}]",
+        )
+        check(
+            self.tree_budget is None or not self.exact,
+            "tree-budget",
+            self.tree_budget,
+            "no --exact: a branch's keys lie at other places of the cache than vanilla's, so that sums are rounded "
+            "otherwise",
+        )
+        check(
+            self.acceptance in ("match", "rejection"), "acceptance", self.acceptance, "must be 'match' or 'rejection'"
+        )
+        check(
+            self.acceptance == "match" or not (self.exact and self.temperature > 0),
+            "acceptance",
+            self.acceptance,
+            "gives another sample of the target's distribution than vanilla: no --exact above temperature 0",
+        )
         check(self.threshold is None or 0 <= self.threshold <= 1, "threshold", self.threshold, "must be in [0, 1]")
         check(self.block_size is None or self.block_size >= 2, "block-size", self.block_size, "must be at least 2")
         check(self.small_block_size >= 1, "small-block-size", self.small_block_size, "must be at least 1")

@@ -28,6 +28,7 @@ def load_pair(
     *,
     method: str,
     schedule: str = "wide",
+    steps: int | None = None,
     dtype: Any = None,
     max_seq_len: int | None = None,
     compile_cache: str | os.PathLike | None = None,
@@ -36,8 +37,8 @@ def load_pair(
 ) -> FailFast:
     """An engine for `method`, with the embedded models where none are named; loads no drafter it will not use.
 
-    The embedded drafter reads the target's features. `fast-dllm` and the schedule `aligned` denoise a block on
-    its own: with them the embedded target itself drafts, run block-causally and not trained to.
+    The embedded drafter reads the target's features. `fast-dllm`, the schedule `aligned` and `specdiff` with `steps`
+    denoise a block on its own: with them the embedded target itself drafts, run block-causally and not trained to.
 
     Raises:
       ValueError: a model is missing, unreadable or does not fit; the message names it.
@@ -60,7 +61,8 @@ def load_pair(
         raise OptionError(f"--method {method}: needs --drafter, a model of kind {kind!r}")
     path = default_target_path()
     shipped = embedded_drafter()
-    if shipped is not None and method == "failfast" and schedule == "wide":
+    one_pass = (method == "failfast" and schedule == "wide") or (method == "specdiff" and steps in (None, 1))
+    if shipped is not None and one_pass:
         return FailFast(path, shipped, **options)
     model, tokenizer = load_with_tokenizer(path, dtype)
     logger.warning("drafting with SmolLM2 itself, run block-causally: it is not trained to draft")

@@ -20,7 +20,8 @@ from failfast_jax import dllm, round, sharding
 from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder
 from failfast_jax.compilation import CompileCounts, Executables, Program, compile_counts, enable_compile_cache
 from failfast_jax.config import ConfigError, GenerationConfig, OptionError
-from failfast_jax.drafters import METHODS, Drafter
+from failfast_jax.drafters import METHODS, Drafter, check_acceptance
+from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.loading import as_dtype, borrows_tokens, load_drafter, open_source
 from failfast_jax.models.attention import refusal
 from failfast_jax.models.conditioned import BoundConditioned
@@ -188,6 +189,8 @@ class FailFast:
 
     Attributes:
       eos_token_ids: stop tokens; the target's own unless replaced.
+      corpus: earlier texts that `suffix` drafts from, too; None, or a `drafters.suffix.Corpus` to be filled between
+        requests.
       decoding: options that take these values where a request leaves them at None; from the drafter's folder.
 
     Raises:
@@ -248,6 +251,7 @@ class FailFast:
         self.max_seq_len = max_seq_len or context
         self.platform = jax.default_backend()
         self.load_s = time.perf_counter() - start
+        self.corpus: Corpus | None = None
         self._programs = Executables()
         self._checked_widths: dict[int, dict[int, bool]] = {}
 
@@ -347,6 +351,13 @@ class FailFast:
         config.validate()
         if config.method not in METHODS and config.method != DIFFUSION_METHOD:
             raise OptionError(f"--method {config.method}: must be one of {', '.join([*METHODS, DIFFUSION_METHOD])}")
+        check_acceptance(config)
+        if config.steps is not None and config.method != "specdiff":
+            raise OptionError(f"--steps {config.steps}: only --method specdiff has a number of denoising steps")
+        if config.tree_budget and (config.method != "failfast" or config.schedule != "wide"):
+            raise OptionError(
+                f"--tree-budget {config.tree_budget}: only --method failfast (schedule wide) drafts trees"
+            )
         return config
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -393,13 +404,15 @@ class FailFast:
         """
         method = METHODS[config.method]
         model = self.drafter if method.model else None
-        if config.lookup_min and config.method not in ("failfast", "lookup"):
+        if config.lookup_min and config.method not in ("failfast", "lookup", "suffix"):
             raise OptionError(f"--lookup-min {config.lookup_min}: --method {config.method} looks nothing up")
         if config.min_gain and (config.method != "failfast" or config.schedule != "wide"):
             raise OptionError(f"--min-gain {config.min_gain}: only --method failfast (schedule wide) weighs its drafts")
         if config.method == "failfast" and config.schedule == "wide":
             unset = {name: value for name, value in self.decoding.items() if getattr(config, name) is None}
-            if config.lookup_min == 0:
+            if (config.acceptance == "rejection" or config.tree_budget) and config.lookup_min is None:
+                unset["lookup_min"] = 0  # neither samples nor alternatives come with given tokens
+            if config.lookup_min == 0 or unset.get("lookup_min") == 0:
                 unset.pop("min_gain", None)
             # A default gives way to the length that was asked for.
             if config.spec_len and unset.get("max_spec_len", config.spec_len) < config.spec_len:
@@ -423,7 +436,12 @@ class FailFast:
             if isinstance(model, BoundConditioned):
                 raise OptionError(f"--block-size {config.block_size}: {self.drafter_name} has no blocks of its own")
             model = with_block_size(model, config.block_size)
-        return method.build(config, model, self.vocab, self.platform)
+        drafter = method.build(config, model, self.vocab, self.platform)
+        if self.corpus is None:
+            return drafter
+        if self.corpus.tokens.max() >= self.target.config.vocab_size:
+            raise PromptError(f"the corpus holds token id {self.corpus.tokens.max()}, which {self.target_name} lacks")
+        return drafter.with_corpus(self.corpus.tokens)
 
     def _plan(self, drafter: Drafter, exact: bool, batch: int) -> round.Plan:
         if not exact or self.platform != "cpu" or self.target.dtype != jnp.float32:
@@ -526,8 +544,9 @@ class FailFast:
             threshold=None,
             ignore_eos=False,
         )
-        key = (static, plan, batch, capacity)
         models = (self.target, drafter)
+        shapes = tuple(map(np.shape, jax.tree.leaves(drafter)))
+        key = (static, plan, batch, capacity, shapes)
         empty = keep.shapes(init, *models, inputs)
         calls = round.prefill_schedule(max(map(len, prompts)), drafter, plan, empty.tokens.shape[1])
         kinds = list(dict.fromkeys((call.width, call.parts) for call in calls))

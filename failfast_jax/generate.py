@@ -10,12 +10,16 @@ import sys
 import time
 from pathlib import Path
 
+from failfast_jax.config import GenerationConfig
+from failfast_jax.drafters import METHODS
+from failfast_jax.engine import DIFFUSION_METHOD
+
 USAGE_ERROR = 2
 ATTENTION_KERNELS = ("reference", "tpu", "gpu", "cudnn", "xla")
-METHODS = ("failfast", "vanilla", "ar", "fast-dllm", "lookup", "dllm")
 
 
 def build_parser() -> argparse.ArgumentParser:
+    methods = ", ".join((*METHODS, DIFFUSION_METHOD))
     parser = argparse.ArgumentParser(
         prog="python -m failfast_jax.generate",
         description="Answer a prompt with lossless speculative decoding. Without --target, SmolLM2-135M-Instruct "
@@ -23,8 +27,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     models = parser.add_argument_group("models")
     models.add_argument("--target", metavar="P", help="Hugging Face folder, .gguf file, converted folder or Hub id")
-    models.add_argument("--drafter", metavar="P", help="likewise; methods failfast, fast-dllm and ar draft with it")
-    models.add_argument("--method", default="failfast", help=f"one of {', '.join(METHODS)} (default: failfast)")
+    models.add_argument("--drafter", metavar="P", help="likewise; failfast, fast-dllm, specdiff and ar draft with it")
+    models.add_argument("--method", default="failfast", help=f"one of {methods} (default: failfast)")
     models.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
     prompt = parser.add_argument_group("prompt").add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="one user turn of the model's chat template, if it has one")
@@ -41,16 +45,37 @@ def build_parser() -> argparse.ArgumentParser:
     sampling.add_argument("--top-k", metavar="k", type=int, default=0)
     sampling.add_argument("--seed", metavar="s", type=int, default=0, help="one seed, one text, whatever the method")
     drafting = parser.add_argument_group("drafting", "a drafter's folder may bring its own defaults")
-    drafting.add_argument("--spec-len", metavar="N", type=int, help="tokens per expansion (default 10; ar: 5)")
-    drafting.add_argument("--tau", metavar="x", type=float, help="confidence to go on (default 0.45)")
-    drafting.add_argument("--max-spec-len", metavar="n", type=int, help="longest draft (default 60; lookup: 15 on CPU)")
     drafting.add_argument(
-        "--lookup-min", metavar="n", type=int, help="failfast: begin drafts with what followed the last n tokens before"
+        "--spec-len", metavar="N", type=int, help="tokens per expansion (default 10; ar: 5, --dynamic 1)"
+    )
+    drafting.add_argument("--tau", metavar="x", type=float, help="confidence to go on (default 0.45; suffix: 0.05)")
+    drafting.add_argument(
+        "--max-spec-len", metavar="n", type=int, help="longest draft (default 60; ar: 20; lookup, suffix: 15 on CPU)"
+    )
+    drafting.add_argument(
+        "--lookup-min",
+        metavar="n",
+        type=int,
+        help="failfast: begin drafts with what followed the last n tokens before; lookup, suffix: shortest match (2)",
     )
     drafting.add_argument(
         "--min-gain", metavar="x", type=float, help="with --lookup-min: verify drafts that expect x accepted tokens"
     )
+    drafting.add_argument("--dynamic", action="store_true", help="ar: draft on, N tokens at a time, while confident")
+    drafting.add_argument(
+        "--reuse", action="store_true", help="failfast: go on like the rejected part of the last draft where it fits"
+    )
     drafting.add_argument("--schedule", choices=("wide", "aligned"), default="wide")
+    drafting.add_argument(
+        "--tree-budget", metavar="n", type=int, help="failfast: verify a tree of n tokens, the draft and its branches"
+    )
+    drafting.add_argument("--steps", metavar="T", type=int, help="specdiff: denoising passes a draft (default 1)")
+    drafting.add_argument(
+        "--acceptance",
+        choices=("match", "rejection"),
+        default="match",
+        help="match: the target's own picks decide; rejection: draft samples, keep x with min(1, p(x)/q(x))",
+    )
     drafting.add_argument(
         "--threshold", metavar="x", type=float, help="unmasking confidence (dllm 1.0, fast-dllm 0.9, aligned 0.05)"
     )
@@ -116,14 +141,12 @@ def _summary(result) -> str:
 
 def _run(args: argparse.Namespace) -> None:
     prompt = _read_prompt(args)
-    # Checked before JAX is imported and models are read: a typo should not cost seconds.
-    from failfast_jax.config import GenerationConfig
-
+    # Checked before models are read: a typo should not cost seconds.
     config = GenerationConfig(
         **{name: getattr(args, name) for name in GenerationConfig.__dataclass_fields__ if hasattr(args, name)}
     )
-    if args.method not in METHODS:
-        raise ValueError(f"--method {args.method}: must be one of {', '.join(METHODS)}")
+    if args.method not in METHODS and args.method != DIFFUSION_METHOD:
+        raise ValueError(f"--method {args.method}: must be one of {', '.join((*METHODS, DIFFUSION_METHOD))}")
     config.validate()
     if config.max_spec_len and config.spec_len and config.max_spec_len < config.spec_len:
         raise ValueError(f"--max-spec-len {config.max_spec_len}: must be at least --spec-len {config.spec_len}")
@@ -144,6 +167,7 @@ def _run(args: argparse.Namespace) -> None:
         args.drafter,
         method=args.method,
         schedule=args.schedule,
+        steps=args.steps,
         dtype=args.dtype,
         max_seq_len=args.max_seq_len,
         compile_cache=args.compile_cache,

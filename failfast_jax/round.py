@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from failfast_jax import accept as acceptance
+from failfast_jax import trees
 from failfast_jax.control import one_of
 from failfast_jax.drafters.base import Drafter, StopRule
 from failfast_jax.models.cache import TILE, round_up
@@ -250,8 +251,11 @@ def verify(
     """The target's own picks after the last committed token and after each drafted one.
 
     One pass over the narrowest width of `plan` that holds the longest draft (several passes of the one
-    width where it is constant).
+    width where it is constant). Sampled drafts (those with `q`) are accepted or replaced by rejection sampling.
+    Of a tree, the picks along the longest path that agrees with them.
     """
+    if proposal.tree is not None:
+        return _verify_tree(target, drafter, state, proposal, plan)
     batch = state.length.shape[0]
     columns = proposal.tokens.shape[1] + 1
     last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
@@ -261,6 +265,20 @@ def verify(
     needed = jnp.max(jnp.where(state.running, proposal.length + 1, 1))
     feature_layers = drafter.feature_layers
 
+    def own_tokens(logits, positions, offset):
+        if proposal.q is None:
+            return acceptance.pick(logits, positions, state.sampling)
+        width = positions.shape[1]
+
+        def part(drafted):
+            drafted = jnp.pad(drafted, ((0, 0), (0, total - columns + 1), *[(0, 0)] * (drafted.ndim - 2)))
+            return jax.lax.dynamic_slice_in_dim(drafted, offset, width, axis=1)
+
+        inside = offset + jnp.arange(width) < proposal.length[:, None]
+        return acceptance.pick_or_reject(
+            logits, positions, state.sampling, part(proposal.tokens), part(proposal.q), inside
+        )
+
     def run(width: int, cache, offset):
         tokens = jax.lax.dynamic_slice_in_dim(window, offset, width, axis=1)
         start = state.length - 1 + offset
@@ -268,7 +286,7 @@ def verify(
         hidden, cache, features = target.window(tokens, cache, start, live, feature_layers)
         logits = target.logits_of(hidden)
         positions = start[:, None] + 1 + jnp.arange(width)
-        return acceptance.pick(logits, positions, state.sampling), features, cache
+        return own_tokens(logits, positions, offset), features, cache
 
     picks = jnp.zeros((batch, total), jnp.int32)
     features = jnp.zeros((batch, total, len(feature_layers), target.config.hidden_size), target.dtype)
@@ -301,11 +319,39 @@ def verify(
     return verified, state.replace(target=cache)
 
 
+def _verify_tree(
+    target: Decoder, drafter: Drafter, state: DecodeState, proposal: Draft, plan: Plan
+) -> tuple[Verified, DecodeState]:
+    """One pass over the last committed token and all nodes; the chosen path's keys and values become the text's."""
+    width = plan.widths[-1]
+    start = state.length - 1
+    mask = trees.mask_of(proposal.tree, width)
+    last = jnp.take_along_axis(state.tokens, start[:, None], axis=1)
+    tokens = trees.window_of(last, proposal.tree.tokens, width)
+    live = jnp.max(jnp.where(state.running, start + width, 0))
+    hidden, cache, features = target.window(tokens, state.target, start, live, drafter.feature_layers, mask)
+    # Siblings compete for one position: its noise is theirs together.
+    picks = acceptance.pick(target.logits_of(hidden), start[:, None] + 1 + mask.depth, state.sampling)
+    accepted, slots = trees.longest_path(proposal.tree, mask, tokens, picks)
+    slots = slots[:, : proposal.tokens.shape[1] + 1]
+    verified = Verified(
+        picks=jnp.take_along_axis(picks, slots, axis=1),
+        features=jnp.take_along_axis(features, slots[..., None, None], axis=1),
+        passes=jnp.int32(1),
+        accepted=accepted,
+    )
+    return verified, state.replace(target=target.keep(cache, start, slots, width))
+
+
 def accept(drafter: Drafter, state: DecodeState, proposal: Draft, verified: Verified) -> DecodeState:
     """Commits the agreeing prefix and one token of the target's, cut at EOS and length; logs the round."""
     before = state.committed
     running = state.running
-    accepted = acceptance.agreeing_prefix(proposal.tokens, proposal.length, verified.picks)
+    drafted, accepted = proposal.tokens, verified.accepted
+    if accepted is None:
+        accepted = acceptance.agreeing_prefix(drafted, proposal.length, verified.picks)
+    else:
+        drafted = jnp.where(jnp.arange(drafted.shape[1]) < accepted[:, None], verified.picks[:, :-1], drafted)
     count, at_eos = acceptance.emitted_count(verified.picks, accepted, state.max_length - state.length, state.eos)
     count = jnp.where(running, count, 0)
 
@@ -325,7 +371,7 @@ def accept(drafter: Drafter, state: DecodeState, proposal: Draft, verified: Veri
         return jax.lax.dynamic_update_slice_in_dim(buffer, value[:, None], index, axis=1)
 
     log = log.replace(
-        drafted=row(log.drafted, proposal.tokens),
+        drafted=row(log.drafted, drafted),
         confidence=row(log.confidence, proposal.confidence),
         draft_length=row(log.draft_length, proposal.length),
         accepted=row(log.accepted, accepted),

@@ -33,6 +33,25 @@ class Sampling:
 
 
 @flax.struct.dataclass
+class Tree:
+    """A draft with alternatives: nodes in an order in which parents come first."""
+
+    tokens: Int[Array, "B n"]
+    parent: Int[Array, "B n"]
+    """0: the last committed token; j + 1: node j."""
+    size: Int[Array, " B"]
+    """Nodes; the rest is padding."""
+
+
+@flax.struct.dataclass
+class Alternatives:
+    """The next best tokens of each drafted position, best first."""
+
+    tokens: Int[Array, "B M K"]
+    probability: Float[Array, "B M K"]
+
+
+@flax.struct.dataclass
 class Draft:
     """What a drafter proposes for positions `length .. length + M - 1` of each sequence."""
 
@@ -44,6 +63,14 @@ class Draft:
     """Number of drafted tokens, 0 .. M."""
     passes: Int[Array, " B"]
     """Forward passes of the drafter that this sequence took part in."""
+    q: Float[Array, "B M U"] | None = None
+    """Distribution that each token was drawn from, over the drafter's vocabulary: the draft is then accepted by
+    rejection sampling. None: argmax or given tokens."""
+    alternatives: Alternatives | None = None
+    """What `drafters.tree` makes branches of."""
+    tree: Tree | None = None
+    """Verified instead of `tokens`, which are one of its paths. The log shows `tokens` with the accepted path put over
+    their beginning."""
 
     @classmethod
     def empty(cls, batch: int, width: int) -> Draft:
@@ -67,6 +94,8 @@ class Verified:
     """Residual stream of the requested target layers at the verified positions `length - 1 ...`."""
     passes: Int[Array, ""]
     """Forward passes of the target."""
+    accepted: Int[Array, " B"] | None = None
+    """Of a tree: length of the longest path that the target agrees with, along which `picks` and `features` lie."""
 
 
 @flax.struct.dataclass
@@ -122,6 +151,8 @@ class Committed:
     """Sequences that are not finished; the others' drafts are ignored."""
     eos: Int[Array, " N"]
     """Stop token ids, padded with -1."""
+    sampling: Sampling | None = None
+    """For drafters that sample."""
 
 
 @flax.struct.dataclass
@@ -160,4 +191,5 @@ class DecodeState:
             room=jnp.maximum(self.capacity - self.length - 1, 0),
             running=self.running,
             eos=self.eos,
+            sampling=self.sampling,
         )

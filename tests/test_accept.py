@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from distributions import chi_square, filtered_by_sorting, filtered_probability
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chi2
 
 from failfast_jax import accept
 from failfast_jax.state import Sampling
@@ -61,20 +61,6 @@ def test_forbidden_tokens_have_no_probability():
 # Temperature, top-k, top-p.
 
 
-def filtered_by_sorting(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Which tokens stay: those tied with the k-th best, then those tied with the last of the nucleus."""
-    scaled = logits / np.float32(temperature)
-    if top_k:
-        scaled = np.where(scaled >= np.sort(scaled)[::-1][min(top_k, len(scaled)) - 1], scaled, -np.inf)
-    weights = np.exp(scaled - scaled.max())
-    probability = weights / weights.sum()
-    if top_p < 1:
-        order = np.argsort(-probability, kind="stable")
-        last = order[np.searchsorted(np.cumsum(probability[order].astype(np.float64)), top_p)]
-        scaled = np.where(probability >= probability[last], scaled, -np.inf)
-    return scaled
-
-
 @settings(max_examples=200)
 @given(
     row=st.lists(st.integers(-400, 400).map(lambda n: n / 50), min_size=VOCAB, max_size=VOCAB),
@@ -119,23 +105,11 @@ def picks(logits: np.ndarray, count: int, first_position: int = 0, **options) ->
     return np.asarray(PICK(rows, positions, sampling(**options)))
 
 
-def chi_square(tokens: np.ndarray, probability: np.ndarray) -> float:
-    """p-value of the counts under `probability`; 0 if an impossible token occurs."""
-    counts = np.bincount(tokens.ravel(), minlength=len(probability))
-    possible = probability > 0
-    if counts[~possible].any():
-        return 0.0
-    expected = probability[possible] * tokens.size
-    return float(chi2.sf(((counts[possible] - expected) ** 2 / expected).sum(), possible.sum() - 1))
-
-
 LOGITS = np.asarray([2.0, 1.5, 0.0, 0.3, -1.0, 1.9], np.float32)
 
 
 def exact_distribution(temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    kept = filtered_by_sorting(LOGITS, temperature, top_k, top_p)
-    weights = np.exp(kept - kept.max())
-    return weights / weights.sum()
+    return filtered_probability(LOGITS, temperature, top_k, top_p)
 
 
 @pytest.mark.parametrize("options", [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.7, 3, 1.0), (1.0, 0, 0.7), (2.0, 5, 0.9)])

@@ -44,10 +44,13 @@ def run_json(capsys, *args: str) -> dict:
         ["--drafter", DRAFTER, "--schedule", "aligned"],
         ["--drafter", DRAFTER, "--method", "fast-dllm"],
         ["--drafter", TARGET, "--method", "ar"],
+        ["--drafter", TARGET, "--method", "ar", "--dynamic", "--tau", "0.3", "--max-spec-len", "7"],
+        ["--drafter", DRAFTER, "--reuse", "--max-spec-len", "15"],
+        ["--method", "suffix", "--max-spec-len", "7"],
         ["--method", "lookup"],
         ["--method", "vanilla", "--exact"],
     ],
-    ids=["wide", "aligned", "fast-dllm", "ar", "lookup", "exact"],
+    ids=["wide", "aligned", "fast-dllm", "ar", "dynamic", "reuse", "suffix", "lookup", "exact"],
 )
 def test_methods_agree(args, capsys):
     common = ["--target", TARGET, "--token-ids", PROMPT, "--max-new-tokens", "40"]
@@ -106,6 +109,9 @@ def test_traces(tmp_path, capsys):
 COMMON = ["--target", TARGET, "--method", "lookup", "--token-ids", PROMPT]
 BAD = {
     "tau": ([*COMMON, "--tau", "1.5"], "--tau 1.5: must be in [0, 1]"),
+    "steps": ([*COMMON, "--steps", "2"], "--steps 2: only --method specdiff"),
+    "tree": ([*COMMON, "--tree-budget", "9"], "--tree-budget 9: only --method failfast (schedule wide)"),
+    "rejection": ([*COMMON, "--acceptance", "rejection"], "--acceptance rejection: exact only for drafts sampled"),
     "spec": (
         [*COMMON, "--spec-len", "20", "--max-spec-len", "10"],
         "--max-spec-len 10: must be at least --spec-len 20",
@@ -118,6 +124,8 @@ BAD = {
         [*COMMON, "--drafter", DRAFTER, "--method", "fast-dllm", "--small-block-size", "5"],
         "--small-block-size 5: must divide the block size 32",
     ),
+    "dynamic": ([*COMMON, "--dynamic"], "--dynamic: only --method ar"),
+    "reuse": ([*COMMON, "--reuse"], "--reuse: only --method failfast"),
     "temperature": ([*COMMON, "--temperature", "-1"], "--temperature -1.0"),
     "top-p": ([*COMMON, "--top-p", "0"], "--top-p 0.0: must be in (0, 1]"),
     "new tokens": ([*COMMON, "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),

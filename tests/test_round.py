@@ -14,7 +14,8 @@ import pytest
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import round
-from failfast_jax.drafters import Aligned, Autoregressive, Drafter, Lookup, Wide
+from failfast_jax.drafters import Aligned, Autoregressive, Drafter, Lookup, Reuse, TreeDrafter, Wide
+from failfast_jax.drafters.suffix import Suffix
 from failfast_jax.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING
 
 CAPACITY = 128
@@ -34,8 +35,11 @@ def make_drafter(kind: str) -> Drafter:
     return {
         "vanilla": lambda: Drafter(),
         "lookup": lambda: Lookup(max_spec_len=7),
+        "suffix": lambda: Suffix(tau=np.float32(0.05), corpus=np.zeros(0, np.int32), max_spec_len=7),
         "wide": lambda: Wide(**block),
+        "reuse": lambda: Reuse(model=Wide(**block), max_spec_len=MAX_SPEC_LEN + 1),
         "aligned": lambda: Aligned(**block, threshold=np.float32(0.5), small_block=4),
+        "tree": lambda: TreeDrafter(model=Wide(**block, alternatives=2), budget=15),
         "ar": lambda: Autoregressive(model=models().target, **lengths),
     }[kind]()
 
@@ -157,7 +161,7 @@ def test_rules_differ():
     assert len(lengths) == len(RULES)
 
 
-@pytest.mark.parametrize("kind", ["lookup", "ar", "vanilla"])
+@pytest.mark.parametrize("kind", ["lookup", "suffix", "ar", "vanilla"])
 def test_drafters_that_do_not_expand_take_no_rule(kind):
     drafter = make_drafter(kind)
     plan = round.make_plan(drafter, platform="cpu")
@@ -242,7 +246,7 @@ def large_copies(hlo: str, state) -> list[str]:
     return [line for line in copies if any(shape in line.split(" copy")[0] for shape in shapes)]
 
 
-@pytest.mark.parametrize("kind, batch", [("wide", 2), ("ar", 1), ("lookup", 1)])
+@pytest.mark.parametrize("kind, batch", [("wide", 2), ("tree", 2), ("ar", 1), ("lookup", 1)])
 def test_caches_and_logs_are_never_copied(kind, batch):
     program, state = compiled_loop(kind, batch)
     assert large_copies(program.as_text(), state) == []
@@ -258,7 +262,7 @@ def test_copies_would_be_noticed():
 # Plans.
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "lookup", "wide", "aligned", "ar"])
+@pytest.mark.parametrize("kind", ["vanilla", "lookup", "suffix", "wide", "reuse", "aligned", "ar", "tree"])
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_plans_hold_every_draft(kind, platform, exact):

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from failfast_jax import accept
 from failfast_jax.config import FAST_DLLM_MODEL_TYPE, ModelConfig
 from failfast_jax.loading import bind
 from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.state import Sampling
 
 VOCAB = 40
 
@@ -82,3 +84,31 @@ def random_bound(target: Decoder, *, rows: int = 5, seed: int = 0) -> BoundCondi
     rng = np.random.default_rng(seed)
     values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.3, x.dtype), state)
     return bind(nnx.merge(graph, values), target, np.arange(VOCAB))
+
+
+@jax.jit
+def own_tokens(target: Decoder, text: np.ndarray, sampling: Sampling) -> jax.Array:
+    """What the target picks for the positions 1, 2, ... of a text: vanilla's text, by definition, repeats them."""
+    positions = jnp.broadcast_to(1 + jnp.arange(text.shape[1]), text.shape)
+    return accept.pick(target.forward(text), positions, sampling)
+
+
+def are_own_texts(target: Decoder, results: list, temperature: float = 0.0, seed: int = 0) -> bool:
+    """Whether answers of an engine are what vanilla says, without running it."""
+    rows = len(results)
+    text = np.zeros((rows, 128), np.int32)
+    for row, result in enumerate(results):
+        text[row, : len(result.prompt_ids) + len(result.output_ids)] = result.prompt_ids + result.output_ids
+    sampling = Sampling(
+        temperature=np.full(rows, temperature, np.float32),
+        top_k=np.zeros(rows, np.int32),
+        top_p=np.ones(rows, np.float32),
+        seed=np.full(rows, seed, np.uint32),
+        sequence=np.arange(rows, dtype=np.int32),
+    )
+    own = np.asarray(own_tokens(target, text, sampling))
+    spans = [slice(len(result.prompt_ids) - 1, -1) for result in results]
+    return all(
+        own[row, span][: len(result.output_ids)].tolist() == result.output_ids
+        for row, (span, result) in enumerate(zip(spans, results))
+    )

@@ -120,7 +120,13 @@ def report(device, method: str) -> dict:
         return BoundConditioned(network=network, embed=embed, head=head, draft_ids=ids)
 
     target = model(target_config)
-    options = {"lookup_min": 3} if method == "hybrid" else {"method": method}
+    variants = {
+        "hybrid": {"lookup_min": 3},
+        "reuse": {"reuse": True},
+        "trees": {"tree_budget": 63},
+        "sampled": {"acceptance": "rejection"},
+    }
+    options = variants.get(method, {"method": method})
     config = GenerationConfig(**options)
     drafter = METHODS[config.method].build(
         config, bound() if method == "hybrid" else model(drafter_config), 512, platform

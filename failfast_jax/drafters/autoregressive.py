@@ -7,12 +7,13 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.accept import argmax_and_confidence, forbid
+from failfast_jax.accept import forbid
 from failfast_jax.control import one_of
-from failfast_jax.drafters.base import Drafter
+from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
 from failfast_jax.drafters.diffusion import gather_rows, gather_window
+from failfast_jax.drafters.proposal import Extras, no_extras, propose, put
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.state import Draft
@@ -25,16 +26,42 @@ class AutoregressiveState:
     """Leading positions whose keys and values are final; `length - 1` or `length - 2` at a round's start."""
 
 
+@flax.struct.dataclass
+class _Growth:
+    """Carry of the drafting loop. All sequences draft in step, also those whose draft is complete."""
+
+    text: Int[Array, "B T"]
+    """Committed and drafted tokens."""
+    confidence: Float[Array, "B M"]
+    extras: Extras
+    cache: KVCache
+    steps: Int[Array, ""]
+    """Passes so far, one token each."""
+    drafted: Int[Array, " B"]
+    growing: Bool[Array, " B"]
+
+
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class Autoregressive(Drafter):
-    """Drafts `spec_len` tokens, one pass each (greedy at every temperature)."""
+    """Drafts one token a pass: `spec_len` tokens, or more while it is confident. Greedy at every temperature, unless
+    `sampled`.
+
+    With a `tau` every `spec_len` tokens are a chunk of the paper's Algorithm 1: the draft grows by another chunk
+    while every confidence of the last one is at least `tau` and another one fits `max_spec_len`.
+    """
 
     model: Decoder
     vocab: int = flax.struct.field(pytree_node=False)
     """Ids at or above it are never drafted (the target lacks them)."""
+    tau: Float[Array, ""] | None = None
+    """Confidence below which a draft stops growing; None: all drafts have `spec_len` tokens."""
     spec_len: int = flax.struct.field(pytree_node=False, default=10)
+    max_spec_len: int = flax.struct.field(pytree_node=False, default=20)
+    """Longest draft where `tau` is given."""
     first_width: int = flax.struct.field(pytree_node=False, default=4)
     """Width of a pass over two tokens: the narrowest that the hardware likes."""
+    sampled: bool = flax.struct.field(pytree_node=False, default=False)
+    """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
 
     @property
     def has_model(self) -> bool:
@@ -42,15 +69,16 @@ class Autoregressive(Drafter):
 
     @property
     def max_draft(self) -> int:
-        return self.spec_len
+        return self.draft_lengths[-1]
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        return (self.spec_len,)
+        longest = self.spec_len if self.tau is None else self.max_spec_len
+        return tuple(range(self.spec_len, longest + 1, self.spec_len))
 
     @property
     def window(self) -> int:
-        return self.spec_len + self.first_width
+        return self.max_draft + self.first_width
 
     def init(self, batch, capacity):
         cache = self.model.init_cache(batch, capacity)
@@ -65,7 +93,8 @@ class Autoregressive(Drafter):
         return AutoregressiveState(cache=cache, cached=cached)
 
     def draft(self, state, committed, stop=None, begun=None):
-        self._refuse_expansion(stop, begun)
+        self._refuse_expansion(stop if self.tau is None else None, begun)
+        rule: StopRule = stop or below_threshold
         batch = committed.length.shape[0]
         active = committed.running & (committed.room > 0)
         columns = jnp.arange(committed.tokens.shape[1])
@@ -76,33 +105,61 @@ class Autoregressive(Drafter):
             live = jnp.max(jnp.where(active, cached + width, 0))
             hidden, cache, _ = self.model.window(tokens, cache, cached, live)
             last = gather_rows(hidden, jnp.clip(front - 1 - cached, 0, width - 1)[:, None])
-            token, confidence = argmax_and_confidence(forbid(self.model.logits_of(last), None, self.vocab))
-            return jnp.where(columns == front[:, None], token, text), confidence[:, 0], cache
+            logits = forbid(self.model.logits_of(last), None, self.vocab)
+            token, confidence, extras = propose(logits, front[:, None], committed.sampling, sampled=self.sampled)
+            return jnp.where(columns == front[:, None], token, text), confidence[:, 0], extras, cache
 
-        def body(index, carry):
-            text, cache, confidences = carry
-            front = committed.length + index
-            text, confidence, cache = step(1, text, cache, front, front - 1)
-            return text, cache, confidences.at[:, index].set(confidence)
+        def grown(growth: _Growth, text, confidence, extras, cache) -> _Growth:
+            """The draft with one token more, which may have completed a chunk."""
+            steps = growth.steps + 1
+            confidences = growth.confidence.at[:, growth.steps].set(confidence)
+            drafted = jnp.where(growth.growing, steps, growth.drafted)
+            stopped = (drafted + self.spec_len > self.max_draft) | (drafted >= committed.room)
+            if self.tau is not None:
+                chunk = jax.lax.dynamic_slice_in_dim(confidences, steps - self.spec_len, self.spec_len, axis=1)
+                stopped |= rule(Chunk(confidence=chunk, drafted=drafted, tau=self.tau))
+            stopped &= steps % self.spec_len == 0
+            growing = growth.growing & ~stopped
+            return _Growth(
+                text=text,
+                confidence=confidences,
+                extras=put(growth.extras, jnp.full((batch, 1), growth.steps), extras),
+                cache=cache,
+                steps=steps,
+                drafted=drafted,
+                growing=growing,
+            )
+
+        def body(growth: _Growth) -> _Growth:
+            front = committed.length + growth.steps
+            return grown(growth, *step(1, growth.text, growth.cache, front, front - 1))
 
         def first(width):
             return lambda carry: step(width, committed.tokens, carry[-1], committed.length, state.cached)
 
         # After a fully accepted draft two tokens are new to the drafter, else one.
         two = jnp.any(active & (committed.length - state.cached > 1))
-        start = (committed.tokens, jnp.zeros((batch,)), state.cache)
-        text, confidence, cache = one_of(two, [first(1), first(self.first_width)], start)
-        confidences = jnp.zeros((batch, self.spec_len)).at[:, 0].set(confidence)
-        steps = jnp.where(jnp.any(active), self.spec_len, 0)
-        text, cache, confidences = jax.lax.fori_loop(1, steps, body, (text, cache, confidences))
-        length = jnp.where(active, jnp.minimum(self.spec_len, committed.room), 0)
-        draft = Draft(
-            tokens=gather_window(text, committed.length, self.spec_len),
-            confidence=confidences,
-            length=length,
-            passes=jnp.where(active, self.spec_len, 0),
+        vocab = self.model.config.vocab_size
+        start = (committed.tokens, jnp.zeros((batch,)), no_extras(batch, 1, vocab, sampled=self.sampled), state.cache)
+        new = one_of(two, [first(1), first(self.first_width)], start)
+        nothing = _Growth(
+            text=committed.tokens,
+            confidence=jnp.zeros((batch, self.max_draft)),
+            extras=no_extras(batch, self.max_draft, vocab, sampled=self.sampled),
+            cache=state.cache,
+            steps=jnp.int32(0),
+            drafted=jnp.zeros((batch,), jnp.int32),
+            growing=active,
         )
-        return draft, AutoregressiveState(cache=cache, cached=committed.length + self.spec_len - 1)
+        end = jax.lax.while_loop(lambda growth: jnp.any(growth.growing), body, grown(nothing, *new))
+        draft = Draft(
+            tokens=gather_window(end.text, committed.length, self.max_draft),
+            confidence=end.confidence,
+            length=jnp.where(active, jnp.minimum(end.drafted, committed.room), 0),
+            passes=end.drafted,
+            **end.extras,
+        )
+        return draft, AutoregressiveState(cache=end.cache, cached=committed.length + end.drafted - 1)
 
     def commit(self, state, before, after, features):
         del before, features

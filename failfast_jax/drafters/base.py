@@ -73,6 +73,11 @@ class Drafter:
         """Target layers whose residual stream `prefill` and `commit` receive."""
         return ()
 
+    def with_corpus(self, tokens: Int[Array, " C"]) -> Drafter:
+        """The drafter, knowing earlier texts (-1 behind each), if it has a use for them."""
+        del tokens
+        return self
+
     def init(self, batch: int, capacity: int) -> Any:
         """Drafter state for `batch` empty sequences; `capacity` positions include `window`."""
         del batch, capacity

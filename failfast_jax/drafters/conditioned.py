@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.accept import argmax_and_confidence
 from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
+from failfast_jax.drafters.proposal import Extras, no_extras, propose, put, refuse_begun
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.state import Draft
@@ -40,6 +40,7 @@ class _Expansion:
     cache: KVCache
     growing: Array
     passes: Int[Array, " B"]
+    extras: Extras
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -51,6 +52,10 @@ class ConditionedDrafter(Drafter):
     tau: Float[Array, ""]
     spec_len: int = flax.struct.field(pytree_node=False, default=7)
     max_spec_len: int = flax.struct.field(pytree_node=False, default=7)
+    sampled: bool = flax.struct.field(pytree_node=False, default=False)
+    """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
+    alternatives: int = flax.struct.field(pytree_node=False, default=0)
+    """Tokens behind the best one to name at each position: for trees."""
 
     @property
     def max_draft(self) -> int:
@@ -105,6 +110,9 @@ class ConditionedDrafter(Drafter):
         everyone = jnp.arange(batch)[:, None]
         chunk = jnp.arange(self.spec_len)
         width = self.window
+        vocab = model.embed.shape[0]
+        extra = {"sampled": self.sampled, "alternatives": self.alternatives}
+        refuse_begun(begun, **extra)
 
         def body(carry: _Expansion) -> _Expansion:
             known = jnp.arange(width) <= carry.drafted[:, None]
@@ -115,8 +123,15 @@ class ConditionedDrafter(Drafter):
             at = jnp.clip(carry.drafted[:, None] + chunk, 0, width - 1)
             hidden = jnp.take_along_axis(hidden, at[..., None], axis=1)
             logits = jnp.einsum("bre,de->brd", hidden, model.head, preferred_element_type=jnp.float32)
-            best, confidence = argmax_and_confidence(logits)
-            tokens = model.draft_ids[best]
+            positions = committed.length[:, None] + carry.drafted[:, None] + chunk
+            own_ids = self.sampled or self.alternatives
+            if own_ids:
+                # What leaves this drafter beside tokens speaks of the target's ids.
+                wide = jnp.full((*logits.shape[:2], vocab), -jnp.inf)
+                logits = wide.at[..., model.draft_ids].set(logits)
+            tokens, confidence, extras = propose(logits, positions, committed.sampling, **extra)
+            if not own_ids:
+                tokens = model.draft_ids[tokens]
             drafted = jnp.where(
                 carry.growing, jnp.minimum(carry.drafted + self.spec_len, self.max_draft), carry.drafted
             )
@@ -131,6 +146,7 @@ class ConditionedDrafter(Drafter):
                 cache=cache,
                 growing=carry.growing & ~stopped & (drafted < jnp.minimum(self.max_draft, committed.room)),
                 passes=carry.passes + carry.growing,
+                extras=put(carry.extras, slots, extras),
             )
 
         begun = begun or Draft.empty(batch, 0)
@@ -145,6 +161,7 @@ class ConditionedDrafter(Drafter):
             cache=state.cache,
             growing=committed.running & (begun.length < jnp.minimum(self.max_draft, committed.room)),
             passes=jnp.zeros((batch,), jnp.int32),
+            extras=no_extras(batch, self.max_draft, vocab, **extra),
         )
         end = jax.lax.while_loop(lambda carry: jnp.any(carry.growing), body, first)
         draft = Draft(
@@ -152,5 +169,6 @@ class ConditionedDrafter(Drafter):
             confidence=end.confidence,
             length=jnp.where(committed.running, jnp.minimum(end.drafted, committed.room), 0),
             passes=end.passes,
+            **end.extras,
         )
         return draft, state.replace(cache=end.cache)

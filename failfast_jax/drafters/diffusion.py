@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.accept import argmax_and_confidence, forbid
 from failfast_jax.control import one_of
 from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
+from failfast_jax.drafters.proposal import Extras, no_extras, propose, put, refuse_begun
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.state import Committed, Draft
@@ -112,6 +113,7 @@ class _Expansion:
     """`state.cached` counts blocks that are whole with drafted tokens, too."""
     growing: Bool[Array, " B"]
     passes: Int[Array, " B"]
+    extras: Extras
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -122,6 +124,11 @@ class Wide(BlockDrafter):
     `max_spec_len`. A pass covers everything that is not cached yet, up to the end of the block with the
     chunk's last position, so blocks that became final are stored by passes that happen anyway.
     """
+
+    sampled: bool = flax.struct.field(pytree_node=False, default=False)
+    """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
+    alternatives: int = flax.struct.field(pytree_node=False, default=0)
+    """Tokens behind the best one to name at each position: for trees."""
 
     @property
     def max_draft(self) -> int:
@@ -140,8 +147,11 @@ class Wide(BlockDrafter):
     def draft(self, state, committed, stop=None, begun=None):
         rule: StopRule = stop or below_threshold
         batch = committed.length.shape[0]
+        extra = {"sampled": self.sampled, "alternatives": self.alternatives}
+        refuse_begun(begun, **extra)
         begun = begun or Draft.empty(batch, 0)
         chunk = jnp.arange(self.spec_len)
+        vocab = self.model.config.vocab_size
         widths = tuple(range(self.block, self.window + 1, self.block))
 
         def body(carry: _Expansion) -> _Expansion:
@@ -150,7 +160,8 @@ class Wide(BlockDrafter):
                 live = jnp.max(jnp.where(carry.growing, carry.state.cached + width, 0))
                 hidden, cache, _ = self.model.window(tokens, cache, carry.state.cached, live)
                 rows = jnp.clip((front - 1 - carry.state.cached)[:, None] + chunk, 0, width - 1)
-                return *self.propose(gather_rows(hidden, rows)), cache
+                logits = forbid(self.model.logits_of(gather_rows(hidden, rows)), self.mask_token, self.vocab)
+                return *propose(logits, front[:, None] + chunk, committed.sampling, **extra), cache
 
             front = committed.length + carry.drafted
             end = (front + self.spec_len + self.block - 1) // self.block * self.block
@@ -160,7 +171,8 @@ class Wide(BlockDrafter):
             rung = jnp.max(jnp.where(carry.growing, jnp.minimum(need, self.window), self.block)) // self.block - 1
             branches = [lambda c, w=width: chunk_pass(w, c[-1]) for width in widths]
             nothing = jnp.zeros((batch, self.spec_len), jnp.int32), jnp.zeros((batch, self.spec_len))
-            tokens, confidence, cache = one_of(rung, branches, (*nothing, carry.state.cache))
+            nothing = *nothing, no_extras(batch, self.spec_len, vocab, **extra)
+            tokens, confidence, extras, cache = one_of(rung, branches, (*nothing, carry.state.cache))
 
             extend = carry.growing & ~behind
             text = jnp.where(
@@ -186,6 +198,7 @@ class Wide(BlockDrafter):
                 state=BlockState(cache=cache, cached=cached),
                 growing=carry.growing & (behind | ~stopped),
                 passes=carry.passes + carry.growing,
+                extras=put(carry.extras, slots, extras),
             )
 
         given = begun.tokens.shape[1]
@@ -199,6 +212,7 @@ class Wide(BlockDrafter):
             state=state,
             growing=committed.running & (begun.length < committed.room),
             passes=jnp.zeros((batch,), jnp.int32),
+            extras=no_extras(batch, self.max_draft, vocab, **extra),
         )
         start = start.replace(growing=start.growing & (start.drafted + self.spec_len <= self.max_draft))
         end = jax.lax.while_loop(lambda carry: jnp.any(carry.growing), body, start)
@@ -207,6 +221,7 @@ class Wide(BlockDrafter):
             confidence=end.confidence,
             length=jnp.minimum(end.drafted, committed.room),
             passes=end.passes,
+            **end.extras,
         )
         return draft, end.state
 

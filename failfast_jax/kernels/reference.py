@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 HIDDEN = -1e30
 """Score of a hidden key: finite, so that a tile without a visible one gives exact zeros and no NaN."""
@@ -39,6 +41,48 @@ def window_attention(
       block_size: mask rule, see `visible_until`.
       tile: positions a step; divides S.
     """
+    last = jnp.maximum(visible_until(start[:, None] + jnp.arange(q.shape[1]), block_size), until[:, None])
+    last = jnp.tile(last, (1, q.shape[2] // k_cache.shape[1]))[:, None, :, None]
+    return _tiled_attention(q, k_cache, v_cache, live, tile, lambda slots: slots <= last)
+
+
+def tree_attention(
+    q: Float[Array, "B W N H"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    start: Int[Array, " B"],
+    visible: Bool[Array, "B W W"],
+    live: Int[Array, ""],
+    *,
+    tile: int,
+) -> Float[Array, "B W N H"]:
+    """Like `window_attention`, for a window that holds a tree of tokens.
+
+    Args:
+      start: cache slot of each window's first query; the others follow. Every query sees all slots in front.
+      visible: which of the window's slots each query sees.
+    """
+    batch, width = q.shape[:2]
+    group = q.shape[2] // k_cache.shape[1]
+
+    def seen(slots):
+        inside = slots - start[:, None]
+        columns = jnp.broadcast_to(jnp.clip(inside, 0, width - 1)[:, None], (batch, width, slots.shape[0]))
+        mask = jnp.take_along_axis(visible, columns, axis=2) & (inside < width)[:, None]
+        return jnp.tile(mask | (inside < 0)[:, None], (1, group, 1))[:, None]
+
+    return _tiled_attention(q, k_cache, v_cache, live, tile, seen)
+
+
+def _tiled_attention(
+    q: Float[Array, "B W N H"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    live: Int[Array, ""],
+    tile: int,
+    seen: Callable[[Int[Array, " T"]], Bool[Array, "B 1 R T"]],
+) -> Float[Array, "B W N H"]:
+    """The sum over tiles. `seen(slots)` says which slots each query sees, R = query heads a KV head x W."""
     batch, width, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads
@@ -46,8 +90,6 @@ def window_attention(
     rows = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     rows = rows.reshape(batch, kv_heads, group * width, head_dim) * (head_dim**-0.5)
     rows = rows.astype(k_cache.dtype)
-    last = jnp.maximum(visible_until(start[:, None] + jnp.arange(width), block_size), until[:, None])
-    last = jnp.tile(last, (1, group))[:, None, :, None]
 
     def body(index, carry):
         highest, total, acc = carry
@@ -55,7 +97,7 @@ def window_attention(
         k = jax.lax.dynamic_slice_in_dim(k_cache, at, tile, axis=2)
         v = jax.lax.dynamic_slice_in_dim(v_cache, at, tile, axis=2)
         scores = jnp.einsum("bkrh,bkth->bkrt", rows, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(at + jnp.arange(tile) <= last, scores, HIDDEN)
+        scores = jnp.where(seen(at + jnp.arange(tile)), scores, HIDDEN)
         new_highest = jnp.maximum(highest, scores.max(-1))
         weights = jnp.exp(scores - new_highest[..., None])
         decay = jnp.exp(highest - new_highest)

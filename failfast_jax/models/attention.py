@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.kernels import reference
 from failfast_jax.models.cache import TILE, write_window
@@ -176,6 +177,28 @@ def cached_attention(
             q, k_cache, v_cache, start, until, live, block_size=block_size, implementation=implementation
         )
     return reference.window_attention(q, k_cache, v_cache, start, until, live, block_size=block_size, tile=TILE)
+
+
+@flax.struct.dataclass
+class TreeMask:
+    """A window whose tokens are a tree: the position of a token is not its slot in the cache."""
+
+    depth: Int[Array, "B W"]
+    """Position of each token behind the window's first."""
+    visible: Bool[Array, "B W W"]
+    """Which of the window's tokens each one sees: its ancestors and itself."""
+
+
+def tree_attention(
+    q: Float[Array, "B W N H"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    start: Int[Array, " B"],
+    visible: Bool[Array, "B W W"],
+    live: Int[Array, ""],
+) -> Float[Array, "B W N H"]:
+    """Causal attention of a tree over the cache in front of it and its own branches; plain jnp on every platform."""
+    return reference.tree_attention(q, k_cache, v_cache, start, visible, live, tile=TILE)
 
 
 def write_windows(

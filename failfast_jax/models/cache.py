@@ -50,7 +50,25 @@ def write_window(
     One `dynamic_update_slice` a row: a batched scatter would be expanded into a loop on CPU and
     serialised on TPU. The caller keeps `start + W` within the capacity (XLA would move the window).
     """
-    window = window.transpose(0, 2, 1, 3).astype(cache.dtype)
+    return _overwrite(cache, window.transpose(0, 2, 1, 3).astype(cache.dtype), start)
+
+
+def move_slots(
+    cache: Float[Array, "B K S H"], start: Int[Array, " B"], slots: Int[Array, "B M"], width: int
+) -> Float[Array, "B K S H"]:
+    """Copies the slots `start[b] + slots[b]` of each row to `start[b], start[b]+1, ...`.
+
+    All of them lie within `width` slots from `start` on.
+    """
+
+    def window(row, at):
+        return jax.lax.dynamic_slice_in_dim(row, at, width, axis=1)
+
+    kept = jnp.take_along_axis(jax.vmap(window)(cache, start), slots[:, None, :, None], axis=2)
+    return _overwrite(cache, kept, start)
+
+
+def _overwrite(cache: Array, window: Float[Array, "B K W H"], start: Int[Array, " B"]) -> Array:
     for row in range(cache.shape[0]):
         cache = jax.lax.dynamic_update_slice(cache, window[row : row + 1], (row, 0, start[row], 0))
     return cache

@@ -19,8 +19,17 @@ from jaxtyping import Array, Float, Int
 
 from failfast_jax.config import ModelConfig, RopeConfig
 from failfast_jax.kernels.reference import dense_attention
-from failfast_jax.models.attention import ONE_DEVICE, Execution, apply_rope, attend, total
-from failfast_jax.models.cache import KVCache, round_up
+from failfast_jax.models.attention import (
+    ONE_DEVICE,
+    Execution,
+    TreeMask,
+    apply_rope,
+    attend,
+    total,
+    tree_attention,
+    write_windows,
+)
+from failfast_jax.models.cache import KVCache, move_slots, round_up
 from failfast_jax.sharding import constrain, parameter_specs
 
 
@@ -138,20 +147,29 @@ class Layer(nnx.Module):
 
 
 @functools.partial(jax.jit, static_argnums=(8, 9))
-def _layer_window(layer: Layer, x, k_cache, v_cache, cos, sin, start, live, block_size, execution: Execution):
-    """One layer of `Decoder.window`. The inner jit is traced once for all layers, not once for each."""
+def _layer_window(layer: Layer, x, k_cache, v_cache, cos, sin, start, live, block_size, execution: Execution, *tree):
+    """One layer of `Decoder.window`. The inner jit is traced once for all layers, not once for each.
+
+    `tree` holds the tree's mask, if there is one.
+    """
     kernel = execution.resolved(k_cache.dtype, layer.attention.config.head_dim)
 
-    def run(layer: Layer, x, k_cache, v_cache, cos, sin, start, live):
-        qkv = layer.attention.heads(layer.input_norm(x))
-        heads, k_cache, v_cache = attend(qkv, cos, sin, k_cache, v_cache, start, live, block_size, kernel=kernel)
+    def run(layer: Layer, x, k_cache, v_cache, cos, sin, start, live, *tree):
+        normed = layer.input_norm(x)
+        if tree:
+            q, k, v = layer.attention.project(normed, cos, sin)
+            k_cache, v_cache = write_windows(k_cache, v_cache, k, v, start, kernel=kernel)
+            heads = tree_attention(q, k_cache, v_cache, start, *tree, live)
+        else:
+            qkv = layer.attention.heads(normed)
+            heads, k_cache, v_cache = attend(qkv, cos, sin, k_cache, v_cache, start, live, block_size, kernel=kernel)
         x = x + layer.attention.output(heads, execution.heads)
         return x + layer.mlp(layer.post_norm(x), execution.mlp), k_cache, v_cache
 
     rows, cache = P(execution.batch), P(execution.batch, execution.heads)
-    specs = (parameter_specs(layer, execution), rows, cache, cache, rows, rows, rows, P())
+    specs = (parameter_specs(layer, execution), rows, cache, cache, rows, rows, rows, P(), *[rows] * len(tree))
     run = execution.per_device(run, specs, (rows, cache, cache))
-    return run(layer, x, k_cache, v_cache, cos, sin, start, live)
+    return run(layer, x, k_cache, v_cache, cos, sin, start, live, *tree)
 
 
 class Decoder(nnx.Module):
@@ -215,6 +233,7 @@ class Decoder(nnx.Module):
         start: Int[Array, " B"],
         live: Int[Array, ""],
         feature_layers: tuple[int, ...] = (),
+        tree: TreeMask | None = None,
     ) -> tuple[Float[Array, "B W E"], KVCache, Float[Array, "B W F E"]]:
         """Runs positions `start .. start+W-1` of each sequence over its cached prefix.
 
@@ -226,18 +245,20 @@ class Decoder(nnx.Module):
           live: number of leading cache positions to read, at least `max(start) + W` over the rows
             whose result matters.
           feature_layers: return the residual stream after these layers (0-based).
+          tree: the window holds a tree of tokens instead of a text (causal models only); see `keep`.
 
         Returns:
           Hidden states after the final norm (see `logits_of`), the cache, and the features.
         """
         config = self.config
-        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        positions = start[:, None] + (jnp.arange(tokens.shape[1]) if tree is None else tree.depth)
+        rules = (config.block_size, self.execution, *(() if tree is None else (tree.visible,)))
         cos, sin = self._rotary(positions)
         x = self.embedded(tokens)
         keys, values, features = list(cache.k), list(cache.v), {}
         for index, layer in enumerate(self.layers):
             x, keys[index], values[index] = _layer_window(
-                layer, x, keys[index], values[index], cos, sin, start, live, config.block_size, self.execution
+                layer, x, keys[index], values[index], cos, sin, start, live, *rules
             )
             if index in feature_layers:
                 features[index] = x
@@ -247,6 +268,19 @@ class Decoder(nnx.Module):
             else jnp.zeros((*tokens.shape, 0, config.hidden_size), x.dtype)
         )
         return self.norm(x), KVCache(k=tuple(keys), v=tuple(values)), stacked
+
+    def keep(self, cache: KVCache, start: Int[Array, " B"], slots: Int[Array, "B M"], width: int) -> KVCache:
+        """After a `window` of `width` tokens that were a tree: moves one path's keys and values into a row.
+
+        Args:
+          start: the window's.
+          slots: slots within the window of the path's tokens, in order; anything behind its end.
+        """
+        rows, place = P(self.execution.batch), P(self.execution.batch, self.execution.heads)
+        move = self.execution.per_device(
+            lambda cache, start, slots: move_slots(cache, start, slots, width), (place, rows, rows), place
+        )
+        return jax.tree.map(lambda layer: move(layer, start, slots), cache)
 
     def logits_of(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R V"]:
         """Float32 logits of hidden states that `window` returned."""

@@ -12,12 +12,14 @@ import pytest
 from flax import nnx
 from tiny_models import random_model, tiny_config
 
-from failfast_jax import FailFast
+from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.checkpoints import CheckpointError
 from failfast_jax.checkpoints import drafter as folders
 from failfast_jax.config import ConfigError, OptionError
 from failfast_jax.loading import bind, load_drafter
 from failfast_jax.models.conditioned import Conditioned, ConditionedConfig
+from failfast_jax.round import greedy_sampling
+from failfast_jax.state import Committed
 from failfast_jax.train.conditioned import ConditionedObjective, Settings, target_features
 
 ROWS = 5
@@ -100,6 +102,37 @@ def test_the_engine_drafts_what_the_network_says_and_changes_no_token(target, ba
             np.testing.assert_allclose(round.confidence, confidence, rtol=1e-3)
             assert round.passes == 1
             ids += round.emitted
+
+
+@jax.jit
+def first_drafts(drafters, committed):
+    return [drafter.draft(drafter.init(1, 128), committed)[0] for drafter in drafters]
+
+
+def test_distributions_and_alternatives_speak_of_the_targets_ids(target):
+    engine = FailFast(target, bind(network(target), target, DRAFT_IDS), compile_cache="off")
+    options = ({}, {"acceptance": "rejection"}, {"tree_budget": 9})
+    drafters = [engine.build_drafter(GenerationConfig(tau=1.0, spec_len=3, **option)) for option in options]
+    drafters[2] = drafters[2].model
+    committed = Committed(
+        tokens=np.asarray([prompt(9) + [0] * 119], np.int32),
+        length=np.asarray([9], np.int32),
+        prompt_length=np.asarray([9], np.int32),
+        room=np.asarray([50], np.int32),
+        running=np.asarray([True]),
+        eos=np.full(8, -1, np.int32),
+        sampling=greedy_sampling(1).replace(temperature=np.asarray([1.0], np.float32)),
+    )
+    plain, sampled, branching = jax.device_get(first_drafts(drafters, committed))
+    q = sampled.q[0, :3]
+    assert q.shape == (3, 40) and q[:, 1::2].max() == 0
+    np.testing.assert_allclose(q.sum(-1), 1, rtol=1e-5)
+    assert q.argmax(-1).tolist() == plain.tokens[0, :3].tolist() == branching.tokens[0, :3].tolist()
+    np.testing.assert_allclose(sampled.confidence, plain.confidence, rtol=1e-5)
+    order = np.argsort(-q, axis=-1, kind="stable")[:, 1:4]
+    assert branching.alternatives.tokens[0, :3].tolist() == order.tolist()
+    expected = np.take_along_axis(q, order, 1)
+    np.testing.assert_allclose(branching.alternatives.probability[0, :3], expected, rtol=1e-4)
 
 
 def test_confident_drafts_grow(target):

@@ -38,12 +38,21 @@ def drafter(kind: str) -> Drafter:
         "fast-dllm": lambda: Aligned(
             **block_options(8, 6, 6, 0.0), threshold=np.float32(0.9), small_block=4, expand=False
         ),
-        "ar": lambda: Autoregressive(model=random_model(tiny_config(num_layers=1), seed=3), vocab=VOCAB, spec_len=5),
+        "ar": lambda: Autoregressive(model=autoregressive(), vocab=VOCAB, spec_len=5),
+        "ar, dynamic": lambda: Autoregressive(
+            model=autoregressive(), vocab=VOCAB, spec_len=2, max_spec_len=9, tau=np.float32(0.25)
+        ),
     }[kind]()
+
+
+@functools.cache
+def autoregressive():
+    return random_model(tiny_config(num_layers=1), seed=3)
 
 
 WIDE = ("wide", "wide, chunks longer than blocks")
 DIFFUSION = (*WIDE, "aligned", "fast-dllm")
+AUTOREGRESSIVE = ("ar", "ar, dynamic")
 
 draft_of = jax.jit(lambda drafter, state, committed: drafter.draft(state, committed))
 commit = jax.jit(lambda drafter, *args: drafter.commit(*args, jnp.zeros((BATCH, 1, 0, 16))))
@@ -99,13 +108,27 @@ def wide_by_hand(drafter: Wide, text: list[int], room: int) -> tuple[list[int], 
             return drafted[:room], confidences[:room]
 
 
+def autoregressive_by_hand(drafter: Autoregressive, text: list[int], room: int) -> tuple[list[int], list[float]]:
+    """Token by token, by full recomputation; every chunk of `spec_len` may be the last."""
+    drafted, confidences = [], []
+    while True:
+        logits = np.asarray(drafter.model.logits([[*text, *drafted]])[0, -1])
+        drafted.append(int(logits.argmax()))
+        confidences.append(1 / np.exp(logits - logits.max()).sum())
+        if len(drafted) % drafter.spec_len:
+            continue
+        low = drafter.tau is not None and min(confidences[-drafter.spec_len :]) < drafter.tau
+        if low or len(drafted) + drafter.spec_len > drafter.max_draft or len(drafted) >= room:
+            return drafted[:room], confidences[:room]
+
+
 texts = st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=70)
 turns = st.lists(
     st.tuples(st.floats(0, 1), st.integers(0, VOCAB - 2)) | st.just((1.0, 5)), min_size=BATCH, max_size=BATCH
 )
 
 
-@pytest.mark.parametrize("kind", [*DIFFUSION, "ar"])
+@pytest.mark.parametrize("kind", [*DIFFUSION, *AUTOREGRESSIVE])
 @settings(max_examples=6)
 @given(prompts=st.lists(texts, min_size=BATCH, max_size=BATCH), rounds=st.lists(turns, min_size=1, max_size=6))
 def test_drafts_do_not_depend_on_the_cache(kind, prompts, rounds):
@@ -121,16 +144,17 @@ def test_drafts_do_not_depend_on_the_cache(kind, prompts, rounds):
         assert_same_draft(draft, fresh)
         for row, (share, token) in enumerate(turn):
             length = int(draft.length[row])
-            if kind in WIDE:
-                by_hand = wide_by_hand(method, sequence[row], int(before.room[row]))
+            if kind in (*WIDE, *AUTOREGRESSIVE):
+                reference = wide_by_hand if kind in WIDE else autoregressive_by_hand
+                by_hand = reference(method, sequence[row], int(before.room[row]))
                 assert draft.tokens[row, :length].tolist() == by_hand[0]
                 np.testing.assert_allclose(draft.confidence[row, :length], by_hand[1], atol=2e-4)
-                drafted_rounds += math.ceil(length / method.spec_len)
+                drafted_rounds += math.ceil(length / method.spec_len) * (1 if kind in WIDE else method.spec_len)
                 passes += int(draft.passes[row])
             kept = draft.tokens[row, : math.floor(share * length)].tolist() if length else []
             sequence[row] = [*sequence[row], *kept, token][: CAPACITY - 1]
         state = commit(method, state, before, committed(sequence, lengths))
-    assert passes == drafted_rounds  # one pass a chunk, blocks stored on the way
+    assert passes == drafted_rounds  # one pass a chunk, blocks stored on the way; or one a token
 
 
 @pytest.mark.parametrize("kind", DIFFUSION)
@@ -152,7 +176,7 @@ def test_a_drafter_that_missed_rounds_catches_up(kind, prompts, known):
     assert_same_draft(again, expected)
 
 
-@pytest.mark.parametrize("kind", [*DIFFUSION, "ar"])
+@pytest.mark.parametrize("kind", [*DIFFUSION, *AUTOREGRESSIVE])
 def test_a_draft_never_exceeds_what_it_announces(kind):
     method = drafter(kind)
     rng = np.random.default_rng(0)

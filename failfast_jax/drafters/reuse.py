@@ -1,0 +1,126 @@
+"""Draft reuse (paper, Appendix E): where a draft ends like the rejected part of the last one, it goes on like that.
+
+A rejection often corrects one token of a long draft, and what was drafted behind it stays useful. Of the rejected
+tokens `xefghij` the draft `abcdefg` takes over `hij`, at no pass of a model.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from failfast_jax.drafters.base import Drafter
+from failfast_jax.state import Draft
+
+SHORTEST_MATCH, LONGEST_MATCH = 2, 32
+"""Tokens with which a draft and the rejected ones must agree, and beyond which agreements are told apart no more."""
+
+
+@flax.struct.dataclass
+class ReuseState:
+    """State of the drafter."""
+
+    model: Any
+    """The wrapped drafter's own."""
+    last: Draft
+    """The last round's draft."""
+    rejected: Int[Array, " B"]
+    """Where in it the rejected tokens begin; they reach to its end."""
+
+
+def longest_agreement(
+    draft: Draft, last: Draft, rejected: Int[Array, " B"]
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Longest run of the rejected tokens of `last` that ends `draft`, with a token behind it; the first one on ties.
+
+    Returns:
+      Its length (0: none), and the index in `last` just behind it.
+    """
+    back = jnp.arange(1, LONGEST_MATCH + 1)
+    ends = jnp.arange(last.tokens.shape[1])
+    inside = ends[:, None] - back
+    theirs = last.tokens[:, jnp.maximum(inside, 0)]
+    newest = draft.length[:, None] - back
+    mine = jnp.take_along_axis(draft.tokens, jnp.clip(newest, 0, draft.tokens.shape[1] - 1), axis=1)
+    agrees = (theirs == mine[:, None]) & (inside >= rejected[:, None, None]) & (newest >= 0)[:, None]
+    agreement = jnp.sum(jnp.cumprod(agrees, axis=2), axis=2)
+    agreement = jnp.where(ends < last.length[:, None], agreement, 0)
+    return agreement.max(1), jnp.argmax(agreement, axis=1)
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class Reuse(Drafter):
+    """The drafts of `model`, lengthened to at most `max_spec_len` by what was rejected in the round before.
+
+    Reused tokens keep the confidence that they were drafted with. A round in which `model` drafts nothing stays a
+    plain step of the target.
+    """
+
+    model: Drafter
+    max_spec_len: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def max_draft(self) -> int:
+        return max(self.max_spec_len, self.model.max_draft)
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        own = self.model.draft_lengths
+        return tuple(sorted({*own, *range(min(filter(None, own)) + 1, self.max_draft + 1)}))
+
+    @property
+    def window(self) -> int:
+        return self.model.window
+
+    @property
+    def chunk_multiple(self) -> int:
+        return self.model.chunk_multiple
+
+    @property
+    def has_model(self) -> bool:
+        return self.model.has_model
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.model.feature_layers
+
+    def init(self, batch, capacity):
+        return ReuseState(
+            model=self.model.init(batch, capacity),
+            last=Draft.empty(batch, self.max_draft),
+            rejected=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def prefill(self, state, committed, start, width, features):
+        return state.replace(model=self.model.prefill(state.model, committed, start, width, features))
+
+    def draft(self, state, committed, stop=None, begun=None):
+        draft, model_state = self.model.draft(state.model, committed, stop, begun)
+        agreement, behind = longest_agreement(draft, state.last, state.rejected)
+        found = (agreement >= SHORTEST_MATCH) & (draft.length > 0)
+        length = jnp.minimum(draft.length + state.last.length - behind, jnp.minimum(self.max_draft, committed.room))
+        columns = jnp.arange(self.max_draft)
+        source = jnp.clip(behind[:, None] + columns - draft.length[:, None], 0, self.max_draft - 1)
+        own = columns < draft.length[:, None]
+
+        def joined(mine: Float[Array, "B M"] | Int[Array, "B M"], theirs: Array) -> Array:
+            mine = jnp.pad(mine, ((0, 0), (0, self.max_draft - mine.shape[1])))
+            return jnp.where(own, mine, jnp.take_along_axis(theirs, source, axis=1))
+
+        draft = draft.replace(
+            tokens=joined(draft.tokens, state.last.tokens),
+            confidence=joined(draft.confidence, state.last.confidence),
+            length=jnp.where(found, length, draft.length),
+        )
+        return draft, state.replace(model=model_state, last=draft)
+
+    def commit(self, state, before, after, features):
+        accepted = jnp.maximum(after.length - before.length - 1, 0)
+        return state.replace(
+            model=self.model.commit(state.model, before, after, features),
+            rejected=jnp.minimum(accepted, state.last.length),
+        )

@@ -1,0 +1,205 @@
+"""SuffixDecoding (arXiv:2411.04975): what followed the last tokens at all earlier places, by majority. No model.
+
+The suffix trees of the paper become one compare with the whole text per new token: a place's match grows by one
+where the token before it is the new one, and ends elsewhere. That has static shapes, and a tree's counts are the votes
+of the matching places.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from failfast_jax.config import GenerationConfig, OptionError
+from failfast_jax.drafters.base import Drafter
+from failfast_jax.drafters.lookup import LONGEST_MATCH
+from failfast_jax.state import Draft
+
+SEPARATOR = -1
+"""Stands between the texts of a corpus and in its unused part; no token equals it."""
+MOST_PLACES = 64
+"""Of more places with the longest match, the latest that many vote."""
+
+
+class Corpus:
+    """Earlier texts for `Suffix` to draft from, in a buffer of fixed size: the oldest tokens make room for new ones.
+
+    Args:
+      capacity: tokens that it holds, and one more for each text.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if not isinstance(capacity, (int, np.integer)) or not 1 <= capacity < 2**24:
+            raise ValueError(f"a corpus needs a capacity of 1 to {2**24 - 1} tokens, got {capacity!r}")
+        self.tokens = np.full(capacity, SEPARATOR, np.int32)
+        """The texts, the latest one last, each followed by `SEPARATOR`."""
+
+    def add(self, ids: Iterable[int]) -> None:
+        """Appends a text.
+
+        Raises:
+          ValueError: something in it is not a token id.
+        """
+        ids = np.asarray(list(ids))
+        if ids.ndim != 1 or (ids.size and (not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0)):
+            raise ValueError(f"a text is a list of token ids, got {ids.tolist()!r:.80}")
+        text = np.append(ids, SEPARATOR).astype(np.int32)
+        self.tokens = np.concatenate([self.tokens, text])[-len(self.tokens) :]
+
+    def clear(self) -> None:
+        """Forgets all texts."""
+        self.tokens = np.full_like(self.tokens, SEPARATOR)
+
+
+@flax.struct.dataclass
+class SuffixState:
+    """State of the drafter. The text that it searches is the corpus, a separator, and the sequence itself."""
+
+    matched: Int[Array, "B S"]
+    """How many tokens before each place of the text equal the last of the `seen` ones, at most `LONGEST_MATCH`."""
+    seen: Int[Array, " B"]
+    """Committed tokens that `matched` accounts for."""
+
+
+@flax.struct.dataclass
+class _Vote:
+    """Carry of the drafting loop."""
+
+    index: Int[Array, ""]
+    """Tokens voted on."""
+    tokens: Int[Array, "B M"]
+    confidence: Float[Array, "B M"]
+    chance: Float[Array, " B"]
+    """Product of the draft's confidences: that its last token is accepted."""
+    agrees: Bool[Array, "B P"]
+    """Places that went on like the draft so far."""
+    length: Int[Array, " B"]
+    growing: Bool[Array, " B"]
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class Suffix(Drafter):
+    """Drafts, token by token, what most places with the longest match went on with; on ties what the latest one did.
+
+    A token's confidence is its share of the votes times m / (m + 1) for a match of m tokens. The draft ends where
+    the product of its confidences, the gain to expect of one more token, falls below `tau`. A round without a match of
+    at least `min_match` tokens is a plain step of the target.
+    """
+
+    tau: Float[Array, ""]
+    corpus: Int[Array, " C"]
+    """Earlier texts with `SEPARATOR` between them; may be empty."""
+    min_match: int = flax.struct.field(pytree_node=False, default=2)
+    max_spec_len: int = flax.struct.field(pytree_node=False, default=63)
+
+    @property
+    def max_draft(self) -> int:
+        return self.max_spec_len
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        return tuple(range(self.max_spec_len + 1))
+
+    def with_corpus(self, tokens):
+        return self.replace(corpus=tokens)
+
+    def init(self, batch, capacity):
+        return SuffixState(
+            matched=jnp.zeros((batch, self.corpus.shape[0] + 1 + capacity), jnp.int32),
+            seen=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def draft(self, state, committed, stop=None, begun=None):
+        self._refuse_expansion(stop, begun)
+        batch = committed.length.shape[0]
+        earlier = jnp.append(self.corpus, SEPARATOR)
+        text = jnp.concatenate([jnp.broadcast_to(earlier, (batch, earlier.size)), committed.tokens], axis=1)
+        end = earlier.size + committed.length
+        state = self._observe(state, text, end, committed.length)
+
+        places = jnp.arange(text.shape[1])
+        matched = jnp.where(places < end[:, None], state.matched, 0)
+        longest = matched.max(1)
+        # As floats, which are exact here: on CPU top_k sorts the whole text otherwise.
+        rank = jnp.where(matched == longest[:, None], places, -1).astype(jnp.float32)
+        latest, _ = jax.lax.top_k(rank, min(MOST_PLACES, text.shape[1]))
+        latest = latest.astype(jnp.int32)
+
+        def body(vote: _Vote) -> _Vote:
+            at = latest + vote.index
+            # A continuation that reaches the end of the text goes on with the draft.
+            drafted = jnp.clip(at - end[:, None], 0, self.max_draft - 1)
+            following = jnp.where(
+                at < end[:, None],
+                jnp.take_along_axis(text, jnp.clip(at, 0, text.shape[1] - 1), axis=1),
+                jnp.take_along_axis(vote.tokens, drafted, axis=1),
+            )
+            ballots = vote.agrees & (following != SEPARATOR)
+            votes = jnp.sum(ballots[:, None] & (following[:, :, None] == following[:, None]), axis=2) * ballots
+            winner = jnp.argmax(votes, axis=1)[:, None]  # the latest place comes first
+            token = jnp.take_along_axis(following, winner, axis=1)
+            share = votes.max(1) / jnp.maximum(vote.agrees.sum(1), 1)
+            confidence = share * longest / (longest + 1.0)
+            chance = vote.chance * confidence
+            growing = vote.growing & (chance >= self.tau) & (chance > 0)
+            index = vote.index + 1
+            return _Vote(
+                index=index,
+                tokens=vote.tokens.at[:, vote.index].set(token[:, 0]),
+                confidence=vote.confidence.at[:, vote.index].set(confidence),
+                chance=chance,
+                agrees=ballots & (following == token),
+                length=jnp.where(growing, index, vote.length),
+                growing=growing & (index < jnp.minimum(self.max_draft, committed.room)),
+            )
+
+        zeros = jnp.zeros((batch,), jnp.int32)
+        start = _Vote(
+            index=jnp.int32(0),
+            tokens=jnp.zeros((batch, self.max_draft), jnp.int32),
+            confidence=jnp.zeros((batch, self.max_draft)),
+            chance=jnp.ones((batch,)),
+            agrees=latest >= 0,
+            length=zeros,
+            growing=committed.running & (committed.room > 0) & (longest >= self.min_match),
+        )
+        vote = jax.lax.while_loop(lambda vote: jnp.any(vote.growing), body, start)
+        draft = Draft(tokens=vote.tokens, confidence=vote.confidence, length=vote.length, passes=zeros)
+        return draft, state
+
+    def _observe(self, state: SuffixState, text: Array, end: Int[Array, " B"], length: Int[Array, " B"]) -> SuffixState:
+        """Takes in what was committed since the last round, or the last `LONGEST_MATCH` tokens, where that is less."""
+        fresh = length - state.seen > LONGEST_MATCH
+        seen = jnp.where(fresh, length - LONGEST_MATCH, state.seen)
+        matched = jnp.where(fresh[:, None], 0, state.matched)
+        new = length - seen
+        before = jnp.pad(text, ((0, 0), (1, 0)), constant_values=SEPARATOR)[:, :-1]
+
+        def body(index, matched):
+            token = jnp.take_along_axis(text, jnp.minimum(end - new + index, end - 1)[:, None], axis=1)
+            shorter = jnp.pad(matched, ((0, 0), (1, 0)))[:, :-1]
+            longer = jnp.where(before == token, jnp.minimum(shorter + 1, LONGEST_MATCH), 0)
+            return jnp.where((index < new)[:, None], longer, matched)
+
+        matched = jax.lax.fori_loop(0, jnp.max(new), body, matched)
+        return SuffixState(matched=matched, seen=length)
+
+
+def build(config: GenerationConfig, model: None, vocab: int, platform: str) -> Suffix:
+    """The drafter that a request asks for."""
+    del model, vocab
+    if config.lookup_min == 0:
+        raise OptionError("--lookup-min 0: --method suffix drafts from matches of at least one token")
+    # On CPU each row of a verify counts, elsewhere memory bounds it.
+    return Suffix(
+        tau=np.float32(0.05 if config.tau is None else config.tau),
+        corpus=np.zeros(0, np.int32),
+        min_match=config.lookup_min or 2,
+        max_spec_len=config.max_spec_len or (15 if platform == "cpu" else 63),
+    )

@@ -1,0 +1,184 @@
+"""Draft reuse: what is taken over from a rejected draft, by hand and behind real drafters."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import Array, Int
+from test_conditioned import DRAFT_IDS, ROWS, network
+from test_lookup import committed
+from tiny_models import diffusion_config, random_model, tiny_config
+
+from failfast_jax import FailFast, GenerationConfig
+from failfast_jax.config import OptionError
+from failfast_jax.drafters import Drafter, Reuse, Wide
+from failfast_jax.drafters.reuse import LONGEST_MATCH, SHORTEST_MATCH
+from failfast_jax.loading import bind
+from failfast_jax.state import Draft
+
+WIDTH, LONGEST = 10, 14
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class Given(Drafter):
+    """Drafts what it was given."""
+
+    tokens: Int[Array, "B M"]
+    length: Int[Array, " B"]
+
+    @property
+    def max_draft(self) -> int:
+        return WIDTH
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        return 0, 4, 8
+
+    def draft(self, state, committed, stop=None, begun=None):
+        confidence = self.tokens / 100.0
+        return Draft(tokens=self.tokens, confidence=confidence, length=self.length, passes=self.length), state
+
+
+@jax.jit
+def play(drafter, state, before, after):
+    draft, state = drafter.draft(state, before)
+    return draft, drafter.commit(state, before, after, jnp.zeros((2, LONGEST + 1, 0, 1)))
+
+
+def rounds(drafts: list[tuple[list[int], list[int]]], accepted: list[tuple[int, int]], room: int = 40):
+    """Drafts of two sequences after rounds in which so many tokens of each were accepted."""
+    lengths = np.asarray([3, 5], np.int32)
+    state, results = None, []
+    for pair, kept in zip(drafts, accepted):
+        tokens = np.zeros((2, WIDTH), np.int32)
+        for row, draft in enumerate(pair):
+            tokens[row, : len(draft)] = draft
+        inner = Given(tokens=tokens, length=np.asarray([len(draft) for draft in pair], np.int32))
+        drafter = Reuse(model=inner, max_spec_len=LONGEST)
+        state = drafter.init(2, 64) if state is None else state
+        before = committed([[1], [1]], room=room).replace(length=lengths)
+        lengths = lengths + np.asarray(kept, np.int32) + 1
+        draft, state = play(drafter, state, before, before.replace(length=lengths))
+        assert draft.tokens.shape == (2, LONGEST)
+        np.testing.assert_array_equal(draft.passes, inner.length)
+        for row in range(2):
+            size = int(draft.length[row])
+            np.testing.assert_allclose(draft.confidence[row, :size], draft.tokens[row, :size] / 100.0, rtol=1e-6)
+        results.append([draft.tokens[row, : draft.length[row]].tolist() for row in range(2)])
+    return results
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) - 96 for letter in text]
+
+
+def words(drafts) -> list[list[str]]:
+    return [["".join(chr(token + 96) for token in draft) for draft in pair] for pair in drafts]
+
+
+@pytest.mark.parametrize(
+    "last, accepted, draft, expected",
+    [
+        ("xefghij", 0, "abcdefg", "abcdefghij"),  # the paper's example
+        ("qqqxefghij", 3, "abcdefg", "abcdefghij"),
+        ("xefghij", 0, "abcdexg", "abcdexg"),
+        ("xefghij", 0, "abcg", "abcg"),  # one token is no match
+        ("efghij", 1, "abcefg", "abcefghij"),  # only what was rejected counts: `fg`
+        ("fghij", 1, "abcfg", "abcfg"),
+        ("xefghij", 7, "abcdefg", "abcdefg"),  # nothing was rejected
+        ("xefg", 0, "abcdefg", "abcdefg"),  # nothing stands behind it
+        ("abcabd", 0, "xxab", "xxabcabd"),  # the first place, on ties
+        ("abcabd", 0, "xcab", "xcabd"),  # the longest match
+        ("xefghij", 0, "", ""),
+        ("xefghijklm", 0, "aaaaaaaefg", "aaaaaaaefghijk"),  # at most fourteen
+    ],
+)
+def test_what_a_draft_takes_over(last, accepted, draft, expected):
+    played = rounds([(ids(last), ids("zzzz")), (ids(draft), ids("zz"))], [(accepted, 4), (0, 0)])
+    assert words(played)[1] == [expected, "zz"]
+
+
+def test_reused_tokens_are_reused_again():
+    played = rounds([(ids("xabcdefgh"), []), (ids("kab"), []), (ids("lcd"), [])], [(0, 0), (1, 0), (0, 0)])
+    assert words(played) == [["xabcdefgh", ""], ["kabcdefgh", ""], ["lcdefgh", ""]]
+
+
+@pytest.mark.parametrize("room, expected", [(8, "abcdefgh"), (7, "abcdefg")])
+def test_drafts_fit_the_room(room, expected):
+    played = rounds([(ids("xefghij"), []), (ids("abcdefg"), [])], [(0, 0), (0, 0)], room=room)
+    assert words(played)[1] == [expected, ""]
+
+
+def taken_over(last: list[int], accepted: int, draft: list[int]) -> list[int]:
+    rejected = last[accepted:]
+    best, tail = SHORTEST_MATCH - 1, []
+    for end in range(1, len(rejected)):
+        match = 0
+        while match < min(end, len(draft), LONGEST_MATCH) and rejected[end - 1 - match] == draft[-1 - match]:
+            match += 1
+        if match > best:
+            best, tail = match, rejected[end:]
+    return (draft + tail)[:LONGEST]
+
+
+drafts = st.lists(st.integers(0, 1), max_size=WIDTH)
+
+
+@settings(max_examples=100)
+@given(
+    data=st.data(),
+    rows=st.lists(st.tuples(drafts, drafts, drafts), min_size=2, max_size=2),
+)
+def test_any_drafts_equal_plain_search(data, rows):
+    kept, expected = [], []
+    for draft, *others in rows:
+        whole, mine = draft, []
+        expected.append([draft])
+        for other in others:
+            mine.append(data.draw(st.integers(0, len(whole))))
+            whole = taken_over(whole, mine[-1], other)
+            expected[-1].append(whole)
+        kept.append([*mine, 0])
+    played = rounds(list(zip(*rows)), list(zip(*kept)))
+    assert [list(pair) for pair in zip(*expected)] == played
+
+
+# Behind real drafters.
+
+
+@functools.cache
+def target():
+    return random_model(tiny_config(num_layers=3))
+
+
+@functools.cache
+def engine(kind: str) -> FailFast:
+    if kind == "conditioned":
+        return FailFast(target(), bind(network(target()), target(), DRAFT_IDS))
+    return FailFast(target(), random_model(diffusion_config(), seed=2))
+
+
+def test_options():
+    def build(kind: str = "standalone", **options):
+        return engine(kind).build_drafter(GenerationConfig(reuse=True, **options))
+
+    drafter = build(spec_len=4, max_spec_len=10)
+    assert drafter.max_draft == 10 and drafter.draft_lengths == tuple(range(4, 11))
+    assert isinstance(drafter.model, Wide) and drafter.model.max_draft == 8
+    mixed = build("conditioned", spec_len=3, lookup_min=2)
+    assert mixed.max_draft == mixed.model.max_draft > ROWS and mixed.draft_lengths[0] == 0
+    for kind, options, message in (
+        ("standalone", {"method": "lookup"}, "--reuse: only --method failfast"),
+        ("standalone", {"schedule": "aligned"}, "--reuse: only --method failfast"),
+        ("standalone", {"spec_len": 9, "max_spec_len": 9}, "--reuse: drafts of --spec-len 9 leave no room"),
+        ("conditioned", {}, f"--reuse: drafts of --spec-len {ROWS} leave no room"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            engine(kind).generate([[1]], reuse=True, **options)

@@ -1,0 +1,292 @@
+"""Both acceptance rules against exact enumeration, and rules that are wrong on purpose."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from distributions import chi_square, filtered_probability
+from tiny_models import are_own_texts, diffusion_config, random_model, tiny_config
+
+from failfast_jax import FailFast, accept, round
+from failfast_jax.config import OptionError
+from failfast_jax.drafters import Autoregressive, Wide
+from failfast_jax.engine import Result
+from failfast_jax.state import Sampling
+
+SAMPLES = 200_000
+VOCAB, DRAFT, TOKENS = 5, 2, 3
+"""Two tokens are drafted a round; the first three that are emitted are looked at."""
+SETTINGS = (0.8, 4, 0.93)
+"""Temperature, top-k, top-p: both models lose tokens to the filters, and not the same ones."""
+
+rng = np.random.default_rng(0)
+# A target that looks at the last token; of the drafters, the one-pass one sees the last committed token alone.
+TARGET = rng.normal(size=(VOCAB, VOCAB)).astype(np.float32) * 1.3
+ONE_PASS = rng.normal(size=(DRAFT, VOCAB, VOCAB)).astype(np.float32)
+LEFT_TO_RIGHT = rng.normal(size=(VOCAB, VOCAB)).astype(np.float32)
+
+
+def one_pass_logits(last):
+    return jnp.moveaxis(jnp.asarray(ONE_PASS)[:, last], 0, 1)
+
+
+def one_pass_drafts(last, positions, sampling):
+    return accept.sample_draft(one_pass_logits(last), positions, sampling)
+
+
+def left_to_right_drafts(last, positions, sampling):
+    tokens, qs = [last], []
+    for index in range(DRAFT):
+        logits = jnp.asarray(LEFT_TO_RIGHT)[tokens[-1]][:, None]
+        token, q = accept.sample_draft(logits, positions[:, index, None], sampling)
+        tokens.append(token[:, 0])
+        qs.append(q[:, 0])
+    return jnp.stack(tokens[1:], 1), jnp.stack(qs, 1)
+
+
+def argmax_drafts(last, positions, sampling):
+    """For the rule that compares with the target's own picks; there is no `q`."""
+    return jnp.argmax(one_pass_logits(last), -1), jnp.zeros((*positions.shape, VOCAB))
+
+
+def drafts_with_unfiltered_q(last, positions, sampling):
+    """Wrong: the tokens come from the filtered distribution, `q` is the unfiltered one."""
+    unfiltered = jax.nn.softmax(one_pass_logits(last) / SETTINGS[0], -1)
+    return one_pass_drafts(last, positions, sampling)[0], unfiltered
+
+
+def drafts_in_confidence_order(last, positions, sampling):
+    """Wrong: of two samples the more confident one stays, and the other is drawn again with that one in view."""
+    first, q = one_pass_drafts(last, positions, sampling)
+    probability = jnp.take_along_axis(q, first[..., None], -1)[..., 0]
+    kept = jnp.argmax(probability, 1)[:, None]
+    other = 1 - kept
+    seen = jnp.take_along_axis(first, kept, 1)
+    logits = jnp.asarray(LEFT_TO_RIGHT)[seen] + jnp.asarray(ONE_PASS)[other, last[:, None]]
+    again, new_q = accept.sample_draft(logits, jnp.take_along_axis(positions, other, 1) + 50, sampling)
+    refilled = jnp.arange(DRAFT) == other
+    return jnp.where(refilled, again, first), jnp.where(refilled[..., None], new_q, q)
+
+
+def drafts_with_the_noise_of_resampling(last, positions, sampling):
+    """Wrong: one stream of randomness for drafting and for what replaces a rejected token."""
+    filtered = accept.filtered_for(one_pass_logits(last), sampling)
+    noise = accept.gumbel_noise(sampling, positions, VOCAB, accept.RESAMPLING)
+    return accept.argmax(filtered + noise), jax.nn.softmax(filtered, -1)
+
+
+RIGHT = (argmax_drafts, one_pass_drafts, left_to_right_drafts)
+WRONG = (drafts_with_unfiltered_q, drafts_in_confidence_order, drafts_with_the_noise_of_resampling)
+PART = 20_000
+
+
+@jax.jit
+def part_of_texts(which, first):
+    """The first tokens of `PART` sequences, each decoded in rounds with randomness of its own."""
+    temperature, top_k, top_p = SETTINGS
+    sampling = Sampling(
+        temperature=jnp.full(PART, temperature),
+        top_k=jnp.full(PART, top_k),
+        top_p=jnp.full(PART, top_p),
+        seed=jnp.full(PART, 7, jnp.uint32),
+        sequence=first + jnp.arange(PART),
+    )
+    text = jnp.zeros((PART, 1 + TOKENS + DRAFT), jnp.int32)
+    drafted = jnp.broadcast_to(jnp.arange(DRAFT + 1) < DRAFT, (PART, DRAFT + 1))
+
+    def body(_, carry):
+        text, length = carry
+        last = jnp.take_along_axis(text, length[:, None] - 1, 1)[:, 0]
+        positions = length[:, None] + jnp.arange(DRAFT + 1)
+        branches = [functools.partial(make, last, positions[:, :DRAFT], sampling) for make in RIGHT + WRONG]
+        draft, q = jax.lax.switch(which, branches)
+        logits = jnp.asarray(TARGET)[jnp.concatenate([last[:, None], draft], 1)]
+        draft_and_bonus, q = jnp.pad(draft, ((0, 0), (0, 1))), jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
+        picks = jax.lax.cond(
+            which == RIGHT.index(argmax_drafts),
+            lambda: accept.pick(logits, positions, sampling),
+            lambda: accept.pick_or_reject(logits, positions, sampling, draft_and_bonus, q, drafted),
+        )
+        accepted = accept.agreeing_prefix(draft, jnp.full_like(length, DRAFT), picks)
+        columns = jnp.where(jnp.arange(DRAFT + 1) <= accepted[:, None], positions, text.shape[1])
+        text = text.at[jnp.arange(PART)[:, None], columns].set(picks, mode="drop")
+        return text, jnp.minimum(length + accepted + 1, 1 + TOKENS)
+
+    text, _ = jax.lax.fori_loop(0, TOKENS, body, (text, jnp.ones(PART, jnp.int32)))
+    return text[:, 1 : 1 + TOKENS]
+
+
+def texts(drafts, samples: int) -> np.ndarray:
+    which = (RIGHT + WRONG).index(drafts)
+    return np.concatenate([part_of_texts(which, first) for first in range(0, samples, PART)])
+
+
+def target_distribution() -> np.ndarray:
+    """Probability of each text of three tokens, enumerated."""
+    step = np.stack([filtered_probability(row, *SETTINGS) for row in TARGET])
+    return np.asarray(
+        [step[0, a] * step[a, b] * step[b, c] for a, b, c in itertools.product(range(VOCAB), repeat=TOKENS)]
+    )
+
+
+def p_value(sampled: np.ndarray, vocab: int = VOCAB, probability: np.ndarray | None = None, least: float = 0) -> float:
+    cells = sampled @ vocab ** np.arange(TOKENS)[::-1]
+    return chi_square(cells, target_distribution() if probability is None else probability, least)
+
+
+@pytest.mark.parametrize("drafts", RIGHT)
+def test_both_rules_give_the_targets_distribution(drafts):
+    assert p_value(texts(drafts, SAMPLES)) > 1e-3
+
+
+@pytest.mark.parametrize("drafts", WRONG)
+def test_wrong_rules_are_noticed(drafts):
+    assert p_value(texts(drafts, PART)) < 1e-3
+
+
+@jax.jit
+def simple_cases():
+    """Tokens of one drafter beside what the rule makes of them, under `q` of several widths and with q = p."""
+    sampling = round.greedy_sampling(1).replace(temperature=jnp.ones(1))
+    count = 1000
+    positions, drafted = jnp.arange(count)[None], jnp.ones((1, count), bool)
+    logits = jnp.broadcast_to(jnp.asarray(TARGET[0]), (1, count, VOCAB))
+    draft, q = accept.sample_draft(logits.at[..., 3:].set(-jnp.inf), positions, sampling)
+    picks = [
+        accept.pick_or_reject(logits, positions, sampling, draft, resized, drafted)
+        for resized in (q[..., :3], q, jnp.pad(q, ((0, 0), (0, 0), (0, 4))))
+    ]
+    same, p = accept.sample_draft(logits, positions, sampling)
+    return draft, picks, same, accept.pick_or_reject(logits, positions, sampling, same, p, drafted)
+
+
+def test_vocabularies_may_differ():
+    """Ids that only one of the models has are never drafted: they change nothing."""
+    draft, (narrow, exact, wide), _, _ = simple_cases()
+    assert narrow.tolist() == exact.tolist() == wide.tolist()
+    assert 0.2 < (narrow == draft).mean() < 0.95
+    assert set(np.unique(draft)) == {0, 1, 2} and set(np.unique(narrow)) == set(range(VOCAB))
+
+
+def test_equal_distributions_accept_everything():
+    _, _, draft, picks = simple_cases()
+    assert (picks == draft).all() and set(np.unique(draft)) == set(range(VOCAB))
+
+
+# With models.
+
+SMALL = 6
+"""Tokens of the target; the drafter has a mask beside them."""
+
+
+@functools.cache
+def small_target():
+    return random_model(tiny_config(vocab_size=SMALL, num_layers=1), seed=1, gain=2.0)
+
+
+def sampling_drafter(kind: str):
+    if kind == "ar":
+        model = random_model(tiny_config(vocab_size=SMALL, num_layers=1), seed=5)
+        return Autoregressive(model=model, vocab=SMALL, spec_len=2, sampled=True)
+    config = diffusion_config(block_size=4, vocab_size=SMALL + 1, mask_token_id=SMALL)
+    model = random_model(config, seed=2, gain=2.0)
+    return Wide(model=model, vocab=SMALL, tau=np.float32(0.55), spec_len=1, max_spec_len=2, sampled=True)
+
+
+@pytest.mark.parametrize("kind", ["wide", "ar"])
+def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
+    """From prompt to text: chunks, expansion, caches, bonus tokens."""
+    target, drafter = small_target(), sampling_drafter(kind)
+    samples, prompt = 5_000, jnp.asarray([[3, 1, 4]])
+    temperature, top_k, top_p = 0.9, 5, 0.95
+    plan = round.Plan((4,), (32,), (32,))
+
+    def answer(sequence):
+        state = round.init_state(
+            target,
+            drafter,
+            tokens=prompt,
+            prompt_length=jnp.asarray([3]),
+            max_new_tokens=jnp.asarray([TOKENS]),
+            eos=jnp.asarray(round.pad_eos(())),
+            sampling=Sampling(
+                temperature=jnp.asarray([temperature]),
+                top_k=jnp.asarray([top_k]),
+                top_p=jnp.asarray([top_p]),
+                seed=jnp.asarray([4], jnp.uint32),
+                sequence=sequence[None],
+            ),
+            capacity=8,
+            plan=plan,
+        )
+        state = round.prefill(target, drafter, state, prompt_tokens=3, plan=plan)
+        state = round.generate(target, drafter, state, plan=plan)
+        return state.tokens[0, 3 : 3 + TOKENS], state.log.accepted[0], state.log.draft_length[0]
+
+    run = jax.jit(lambda: jax.lax.map(answer, jnp.arange(samples), batch_size=500))
+    sampled, accepted, lengths = map(np.asarray, run())
+    first = list(itertools.product(range(SMALL), repeat=TOKENS - 1))
+    contexts = np.asarray([[3, 1, 4, *tokens] for tokens in first], np.int32)
+    logits = np.asarray(target.logits(contexts))
+    step = functools.lru_cache(lambda row, at: filtered_probability(logits[row, at], temperature, top_k, top_p))
+    probability = np.concatenate([step(0, 2)[a] * step(row, 3)[b] * step(row, 4) for row, (a, b) in enumerate(first)])
+    assert p_value(sampled, SMALL, probability, least=5) > 1e-3
+    # What that rests on: drafts of both lengths, accepted and not.
+    seen = {(int(a), int(d)) for a, d in zip(accepted.ravel(), lengths.ravel()) if d}
+    assert seen == {(0, 2), (1, 2), (2, 2)} | ({(0, 1), (1, 1)} if kind == "wide" else set())
+    uniform = np.full(SMALL**TOKENS, SMALL ** -float(TOKENS))
+    assert p_value(sampled, SMALL, uniform, least=5) < 1e-3
+
+
+PROMPTS = [[3, 1, 4, 1, 5], [2]]
+
+
+@functools.cache
+def engine() -> FailFast:
+    target = random_model(tiny_config(num_layers=1), seed=1, gain=2.0)
+    return FailFast(target, random_model(diffusion_config(), seed=2, gain=2.0))
+
+
+def answers(method: str, **options) -> list[Result]:
+    return engine().generate(PROMPTS, method=method, max_new_tokens=40, ignore_eos=True, **options)
+
+
+def ids(results: list[Result]) -> list[list[int]]:
+    return [result.output_ids for result in results]
+
+
+def test_the_rule_at_temperature_0_and_above():
+    options = {"acceptance": "rejection", "spec_len": 3}
+    assert are_own_texts(engine().target, answers("specdiff", **options))
+    one, same, other = (answers("specdiff", temperature=1.0, seed=seed, **options) for seed in (1, 1, 2))
+    assert ids(one) == ids(same) and all(a != b for a, b in zip(ids(one), ids(other)))
+    for result in one:
+        assert [token for entry in result.rounds for token in entry.emitted] == result.output_ids
+        assert any(entry.accepted for entry in result.rounds)
+        for entry in result.rounds:
+            kept = min(entry.accepted, len(entry.emitted))
+            assert entry.drafted[:kept] == entry.emitted[:kept]
+
+
+REFUSED = {
+    "vanilla": {"method": "vanilla"},
+    "lookup": {"method": "lookup"},
+    "fast-dllm": {"method": "fast-dllm", "small_block_size": 4},
+    "aligned": {"method": "failfast", "schedule": "aligned", "small_block_size": 4},
+    "hybrid": {"method": "failfast", "lookup_min": 2},
+    "reuse": {"method": "failfast", "reuse": True},
+    "several steps": {"method": "specdiff", "steps": 2},
+    "exact": {"method": "failfast", "exact": True, "temperature": 0.5},
+    "dllm": {"method": "dllm"},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_exact_is_refused(case):
+    with pytest.raises(OptionError, match="--acceptance rejection: "):
+        engine().generate(PROMPTS, acceptance="rejection", **REFUSED[case])

@@ -106,9 +106,19 @@ def save_drafter(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
     save_file(tensors, folder / WEIGHTS)
+    _write_config(folder, {FORMAT_KEY: FORMAT, **config})
+
+
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     part = folder / "config.json.part"
-    part.write_text(json.dumps({FORMAT_KEY: FORMAT, **config}, indent=1) + "\n", encoding="utf-8")
+    part.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     os.replace(part, folder / "config.json")
+
+
+def write_decoding(folder: Path, platform: str, options: Mapping[str, Any]) -> None:
+    """Makes `options` the folder's decoding defaults on a platform, in place of those it had there."""
+    config = read_json(folder / "config.json")
+    _write_config(folder, {**config, "decoding": {**(config.get("decoding") or {}), platform: dict(options)}})
 
 
 def read_drafter(path: str | os.PathLike) -> DrafterFolder:

@@ -29,6 +29,10 @@ class TrainError(ValueError):
     """A run that cannot start or go on; the message names the setting or the file."""
 
 
+class OutOfTime(Exception):
+    """The time that a piece of work was given is over; everything up to here is saved."""
+
+
 class Objective(Protocol):
     """What is trained: a pytree of float32 arrays, a loss, and how it becomes a drafter."""
 
@@ -210,7 +214,7 @@ def train(
     evaluate: Callable[[Any], dict[str, float]] | None = None,
     save_every: int = 100,
     eval_every: int = 0,
-    minutes: float | None = None,
+    deadline: float | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """Trains until the last step, continuing from the newest checkpoint in `folder`.
 
@@ -220,7 +224,7 @@ def train(
     Args:
       dataset: `dataset[step]` is a batch of `optimization.batch * optimization.accumulate` documents.
       evaluate: `(averaged parameters) -> figures`, logged and shown; called every `eval_every` steps.
-      minutes: stop (with a checkpoint) once this much time has passed.
+      deadline: stop (with a checkpoint) behind this `time.monotonic()`, after a step at least.
 
     Returns:
       The state, and whether all steps are done.
@@ -234,7 +238,6 @@ def train(
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
-    started = time.monotonic()
     state = jax.device_put(initial_state(objective, optimization), everywhere)
     if len(devices) > 1:
         objective.constants = jax.device_put(objective.constants, everywhere)
@@ -260,7 +263,7 @@ def train(
             done = index + 1
             rows += objective.tokens(batch)
             operations += objective.flops(batch)
-            out_of_time = minutes is not None and time.monotonic() - started > 60 * minutes
+            out_of_time = deadline is not None and time.monotonic() > deadline
             last = done == optimization.steps or out_of_time
             save = done % save_every == 0 or last
             if done % 10 == 0 or save:

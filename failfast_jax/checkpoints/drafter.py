@@ -85,7 +85,7 @@ def save_drafter(
     Raises:
       ValueError: an unknown storage.
     """
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     if storage not in STORAGES:
         raise ValueError(f"storage {storage!r}: must be one of {', '.join(STORAGES)}")
@@ -105,7 +105,7 @@ def save_drafter(
         tensors[DRAFT_IDS] = np.asarray(draft_ids, np.int32)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
-    save_file(tensors, folder / WEIGHTS)
+    (folder / WEIGHTS).write_bytes(save(tensors))  # `save_file` makes a file that others may not read
     _write_config(folder, {FORMAT_KEY: FORMAT, **config})
 
 

@@ -224,6 +224,10 @@ def run(args: argparse.Namespace) -> int:
     choice = {"drafter": str(chosen.folder), "decoding": options, "machine": host, "settings": settings, "table": table}
     (args.out / CHOICE_FILE).write_text(json.dumps(choice, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({"drafter": str(chosen.folder), "decoding": options, "speedup": round(best["speedup"], 3)}))
+    alone = next(row["speedup"] for row in table if row["candidate"] == LOOKUP)
+    for name, speedup in (("plain decoding", 1.0), (f"--method {LOOKUP}", alone)):
+        if best["speedup"] < speedup:
+            print(f"choose: {name} was faster: {speedup:.2f} against {best['speedup']:.2f}", file=sys.stderr)
     if args.write:
         write_decoding(chosen.folder, jax.default_backend(), options)
     return 0

@@ -12,6 +12,7 @@ from tiny_models import random_model, tiny_config
 
 from failfast_jax import FailFast
 from failfast_jax.loading import load_drafter
+from failfast_jax.models.transformer import rotary
 from failfast_jax.train import conditioned, data, loop, standalone
 from failfast_jax.train.block_diffusion import Corruption
 from failfast_jax.train.block_diffusion import Settings as BlockSettings
@@ -193,9 +194,10 @@ def test_the_loss_equals_a_plain_reference(documents, target):
                 features = batch["features"][b, :, mine].swapaxes(0, 1)
                 rows = np.arange(config.rows) < prefix
                 x = model.inputs(target.embed[...][tokens][None], rows[None], features[None, anchor - 1])
+                own_rotary, context_rotary = (rotary(config.base, p[None]) for p in (at, np.arange(anchor)))
                 for index, layer in enumerate(model.layers):
-                    q, k, v = layer.attention.project(layer.input_norm(x), *model.rotary(at[None]))
-                    before = model.context(index, features[None, :anchor], *model.rotary(np.arange(anchor)[None]))
+                    q, k, v = layer.attention.project(layer.input_norm(x), *own_rotary)
+                    before = model.context(index, features[None, :anchor], *context_rotary)
                     k, v = (jnp.concatenate([c, own], 1) for c, own in zip(before, (k, v)))
                     k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
                     scores = jnp.einsum("bqnh,bknh->bnqk", q, k) * q.shape[-1] ** -0.5

@@ -79,7 +79,8 @@ def load_documents(
             tokens.append(document)
             prompts.append(len(prompt))
     if not tokens:
-        raise DataError(f"{', '.join(map(str, paths))}: no usable documents")
+        where = ", ".join(map(str, paths))
+        raise DataError(f"{where}: no usable documents: none has {shortest} tokens, two of them an answer's")
     return Documents(tokens, np.asarray(prompts, np.int32))
 
 

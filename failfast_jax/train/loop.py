@@ -175,7 +175,10 @@ def check_folder(folder: Path, settings: dict[str, Any]) -> None:
     file = folder / SETTINGS_FILE
     settings = json.loads(json.dumps(settings))
     if not file.exists():
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and not folder.is_dir():
+            raise TrainError(f"--out {folder}: not a folder")
+        # A killed start may have left a part of its settings.
+        if folder.exists() and any(path != file.with_suffix(".part") for path in folder.iterdir()):
             raise TrainError(f"--out {folder}: not empty, and not the folder of a training run (no {SETTINGS_FILE})")
         folder.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part")
@@ -186,7 +189,8 @@ def check_folder(folder: Path, settings: dict[str, Any]) -> None:
         before = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise TrainError(f"{file}: not valid JSON ({error})") from None
-    for key in sorted({*before, *settings}):
+    # Another target changes other settings, too: it is what to say first.
+    for key in sorted({*before, *settings}, key=lambda key: (not key.startswith("target"), key)):
         if before.get(key) != settings.get(key):
             raise TrainError(
                 f"--out {folder}: a run with {key}={before.get(key)!r} began there, now it is {settings.get(key)!r}; "

@@ -474,11 +474,11 @@ def run(args: argparse.Namespace) -> int:
             path = shard_path(args.out, number)
             if path.exists():
                 seen.update(read_prompts(path))
-            elif tokens and deadline is not None and time.monotonic() > deadline:
+                continue
+            write_shard(path, writer.shard(number, seen, progress), engine.target.config.vocab_size)
+            if deadline is not None and time.monotonic() > deadline and number < missing[-1]:
                 print("selfgen: stopped by --minutes; the same command goes on", file=sys.stderr)
                 return UNFINISHED
-            else:
-                write_shard(path, writer.shard(number, seen, progress), engine.target.config.vocab_size)
     skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(writer.skipped.items())) or "none"
     print(
         f"selfgen: {len(missing) * recipe.shard_size} documents, {tokens} tokens, {speed()} | skipped: {skipped} | "

@@ -73,6 +73,13 @@ def test_documents_are_read_as_they_were_written(tmp_path):
     np.testing.assert_array_equal(documents.tokens[0], first[:20])
 
 
+def test_documents_are_read_as_they_were_saved(documents, tmp_path):
+    data.save_documents(tmp_path / "saved.npz", documents)
+    again = load(tmp_path / "saved.npz")
+    assert again.digest() == documents.digest()
+    assert again.take([1, 0]).digest() != again.take([0, 1]).digest()
+
+
 def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
     for name, seed in (("b.npz", 1), ("a.npz", 0)):
         write_data(tmp_path / name, documents=2, seed=seed)
@@ -263,9 +270,19 @@ def test_features_are_cached_once_and_for_the_right_documents(documents, target,
     for row, length in enumerate(batch["length"]):
         np.testing.assert_allclose(got[row, :length], want[row, :length], rtol=2**-7, atol=1e-3)
         assert not got[row, length:].any()
+    # More layers than a run reads, computed in two pieces.
+    late = {"also": (1,), "deadline": 0.0}
+    with pytest.raises(loop.OutOfTime):
+        conditioned.FeatureCache(tmp_path / "wide", documents, target, layers, **late)
+    conditioned.FeatureCache(tmp_path / "wide", documents, target, layers, **late)
     monkeypatch.setattr(conditioned, "_target_features", None)  # nothing is computed again
-    again = conditioned.FeatureCache(tmp_path / "cache", documents, target, layers)
-    np.testing.assert_array_equal(again.values, cache.values)
+    for folder in ("cache", "wide"):
+        again = conditioned.FeatureCache(tmp_path / folder, documents, target, layers)
+        np.testing.assert_array_equal(again.batch(batch), cache.batch(batch))
+    only = conditioned.FeatureCache(tmp_path / "wide", documents, target, (2,))
+    np.testing.assert_array_equal(only.batch(batch), cache.batch(batch)[:, :, 1:])
+    with pytest.raises(data.DataError, match=r"holds features of layers \[0, 2\], not of \[1\]"):
+        conditioned.FeatureCache(tmp_path / "cache", documents, target, (0, 1, 2))
     with pytest.raises(data.DataError, match="features of other documents"):
         conditioned.FeatureCache(tmp_path / "cache", documents.take(range(5)), target, layers)
 
@@ -341,6 +358,15 @@ def test_a_folder_belongs_to_one_setting(tmp_path):
     loop.check_folder(tmp_path / "run", {"seed": 1, "rows": 7})
     with pytest.raises(loop.TrainError, match="a run with rows=7 began there, now it is 8"):
         loop.check_folder(tmp_path / "run", {"seed": 1, "rows": 8})
+    with pytest.raises(loop.TrainError, match="a run with target='a' began there, now it is 'b'"):
+        loop.check_folder(tmp_path / "targets", {"target": "a", "draft_vocab": 7})
+        loop.check_folder(tmp_path / "targets", {"target": "b", "draft_vocab": 8})
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "train.part").write_text("{")  # killed at its very start
+    loop.check_folder(tmp_path / "cut", {"seed": 1})
+    (tmp_path / "file").touch()
+    with pytest.raises(loop.TrainError, match="file: not a folder"):
+        loop.check_folder(tmp_path / "file", {})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
     with pytest.raises(loop.TrainError, match="not empty"):

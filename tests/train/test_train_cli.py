@@ -62,7 +62,7 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     config = json.loads((out / "drafter" / "config.json").read_text())
     assert config["family"] == family[1] and config["training"]["steps_done"] == 4
     assert config["training"]["held_out_figures"]["accepted_per_round"] == report["accepted_per_round"]
-    engine = FailFast(TARGET, out / "drafter", compile_cache="off")
+    engine = FailFast(TARGET, out / "drafter")
     options = {"max_new_tokens": 8, "ignore_eos": True}
     drafted = engine.generate([[5, 6, 7]], spec_len=3, max_spec_len=3, **options)[0]
     assert drafted.output_ids == engine.generate([[5, 6, 7]], method="vanilla", **options)[0].output_ids

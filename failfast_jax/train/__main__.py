@@ -193,12 +193,13 @@ def _run(args: argparse.Namespace, optimization: Optimization) -> int:
     documents = data.load_documents(
         args.data, vocab_size=config.vocab_size, shortest=shortest, longest=args.seq_len, skip_short=args.skip_short
     )
+    digest = documents.digest()
     documents = documents.take(np.random.default_rng(args.seed).permutation(len(documents)))
     train, held_out = data.split(documents, args.held_out)
     settings = {k: v for k, v in vars(args).items() if k not in RUN_ONLY}
     settings |= {"feature_cache": args.feature_cache is not None, "compute_dtype": _dtype(args)}
     settings |= {"target": str(args.target or DEFAULT_TARGET[1].partition(".")[0]), "target_key": target_key(config)}
-    settings |= {"documents": len(documents), "documents_digest": documents.digest()}
+    settings |= {"documents": len(documents), "documents_digest": digest}
     loop.check_folder(args.out, settings)
     drafter = args.out / "drafter"
     if (report := _finished(drafter, optimization.steps, args.storage)) is not None:

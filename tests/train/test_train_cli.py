@@ -53,6 +53,8 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     whole = arguments(data, out, *family, "--steps", "4", "--save-every", "2", "--storage", "float32")
     if family[1] == "conditioned":
         whole += ["--feature-cache", str(tmp_path / "features")]
+        assert main([*whole, "--minutes", "0.0001"]) == 3  # ended among the features
+        assert not capsys.readouterr().out
     assert main([*whole, "--minutes", "0.0001"]) == 3
     first = json.loads(capsys.readouterr().out)
     assert first["steps"] == 1

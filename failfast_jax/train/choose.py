@@ -61,7 +61,7 @@ def candidates(engines: dict[Path, FailFast], grid: dict[str, Sequence[Any]]) ->
     """All drafters times all values, without those that differ in nothing.
 
     Raises:
-      ValueError: a combination that a drafter cannot serve, or none that can be served.
+      ValueError: a combination that a drafter cannot serve.
     """
     found: dict[Candidate, None] = {}
     for folder, engine in engines.items():

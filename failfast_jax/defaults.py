@@ -9,8 +9,8 @@ from typing import Any
 
 from failfast_jax.config import OptionError
 from failfast_jax.drafters import METHODS
-from failfast_jax.engine import FailFast, as_untrained_drafter, load_with_tokenizer
-from failfast_jax.loading import default_target_path
+from failfast_jax.engine import FailFast, load_with_tokenizer
+from failfast_jax.loading import as_untrained_drafter, default_target_path
 
 ASSETS = Path(__file__).parent / "assets"
 

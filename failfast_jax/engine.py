@@ -126,31 +126,6 @@ def with_block_size(model: Decoder, block_size: int) -> Decoder:
     return clone
 
 
-@jax.jit
-def _with_mask_row(embed: jax.Array) -> jax.Array:
-    mean = jnp.mean(embed.astype(jnp.float32), axis=0, keepdims=True)
-    return jnp.concatenate([embed, mean.astype(embed.dtype)])
-
-
-def as_untrained_drafter(target: Decoder, block_size: int = 32) -> Decoder:
-    """An autoregressive model run block-causally, the mean embedding as its mask token: not trained to draft.
-
-    Shares all weights with `target` except the embedding, which gains one row.
-    """
-    clone = copy.copy(target)
-    clone.embed = type(target.embed)(_with_mask_row(target.embed[...]))
-    if target.head is not None:
-        clone.head = copy.copy(target.head)
-        clone.head.weight = type(target.head.weight)(_with_mask_row(target.head.weight[...]))
-    clone.config = dataclasses.replace(
-        target.config,
-        block_size=block_size,
-        mask_token_id=target.config.vocab_size,
-        vocab_size=target.config.vocab_size + 1,
-    )
-    return clone
-
-
 def _bucket(value: int) -> int:
     """The smallest power of two that holds `value`."""
     return max(SMALLEST_CAPACITY, 1 << (value - 1).bit_length())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import importlib.util
@@ -18,7 +19,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from failfast_jax.checkpoints import CheckpointError, drafter, mapping, native, safetensors
-from failfast_jax.config import ModelConfig, eos_ids, read_json, resolve_mask_token
+from failfast_jax.config import ConfigError, ModelConfig, eos_ids, read_json, resolve_mask_token
 from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
 from failfast_jax.models.transformer import Decoder
 
@@ -90,6 +91,7 @@ def bind(network: Conditioned, target: Decoder, draft_ids: np.ndarray) -> BoundC
     return BoundConditioned(network=network, embed=target.embed[...], head=_rows(weight, ids), draft_ids=ids)
 
 
+_mean = jax.jit(lambda embed: jax.numpy.mean(embed.astype("float32"), axis=0))
 _rows = jax.jit(lambda weight, ids: weight[ids])
 _with_row = jax.jit(lambda weight, row: jax.numpy.concatenate([weight, row[None].astype(weight.dtype)]))
 
@@ -117,6 +119,23 @@ def standalone_config(target: ModelConfig, layers: int, block: int) -> ModelConf
     return dataclasses.replace(
         target, num_layers=layers, block_size=block, mask_token_id=target.vocab_size, vocab_size=target.vocab_size + 1
     )
+
+
+def mean_embedding(target: Decoder) -> jax.Array:
+    """The least surprising input that stands for no token: what an untrained mask looks like."""
+    return _mean(target.embed[...])
+
+
+def as_untrained_drafter(target: Decoder, block_size: int = 32) -> Decoder:
+    """An autoregressive model run block-causally, the mean embedding as its mask token: not trained to draft.
+
+    Shares all weights with `target` except the embedding and the head, which gain one row.
+    """
+    clone = copy.copy(target)
+    clone.config = standalone_config(target.config, target.config.num_layers, block_size)
+    if target.head is not None:
+        clone.head = copy.copy(target.head)
+    return with_borrowed(clone, target, mean_embedding(target))
 
 
 def borrows_tokens(drafter: ModelConfig, target: ModelConfig) -> bool:

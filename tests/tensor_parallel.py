@@ -50,14 +50,13 @@ def main() -> None:
     engines = {"1": FailFast(target, drafter)}
     for tensor, data in ((2, 1), (4, 1), (8, 1), (4, 2)):
         engines[f"{tensor}x{data}"] = FailFast(target, drafter, tensor_parallel=tensor, data_parallel=data)
+    # Each answer compiles its programs for 8 devices that share this machine's cores: no more of them than it takes.
     for batch in (1, 4):
         expected = answers(engines["1"], "vanilla", batch)
-        report |= {
-            f"{name}, {method}, batch {batch}": answers(engine, method, batch) == expected
-            for name, engine in engines.items()
-            for method in OPTIONS
-            if name != "4x2" or (batch == 4 and method == "failfast")
-        }
+        for name, engine in engines.items():
+            methods = tuple(OPTIONS) if (name, batch) == ("4x1", 1) else ("failfast",)
+            if batch == 4 or name != "4x2":
+                report |= {f"{name}, {m}, batch {batch}": answers(engine, m, batch) == expected for m in methods}
     report["collectives of a pass of two layers"] = collectives(engines["4x1"])
 
     # From files, each device its part.

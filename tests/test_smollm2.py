@@ -17,9 +17,9 @@ from failfast_jax.bench import lossless
 from failfast_jax.checkpoints import CheckpointError
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter, load_pair
-from failfast_jax.engine import as_untrained_drafter, load_with_tokenizer
+from failfast_jax.engine import load_with_tokenizer
 from failfast_jax.generate import main
-from failfast_jax.loading import default_target_path
+from failfast_jax.loading import as_untrained_drafter, default_target_path
 
 try:
     GGUF = default_target_path()

@@ -33,8 +33,8 @@ from failfast_jax import round
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair
 from failfast_jax.drafters import Drafter
-from failfast_jax.engine import FailFast, as_untrained_drafter
-from failfast_jax.loading import default_target_path
+from failfast_jax.engine import FailFast
+from failfast_jax.loading import as_untrained_drafter, default_target_path
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.state import Draft
 

@@ -354,7 +354,7 @@ class Bench:
         widths = [key[1] for key in self.timed if key[0] == "pass"]
         record = {
             "target": name,
-            "kernel": self.models["model"].execution.resolved(),
+            "kernel": self.models["model"].execution.resolved(self.models["model"].dtype, target.head_dim),
             "bandwidth_bytes_per_s": speed,
             "weight_bytes": {"target": weight_bytes(target, itemsize), "drafter": weight_bytes(drafter, itemsize)},
             "cache_bytes_per_position": {

@@ -85,7 +85,7 @@ def save_drafter(
     Raises:
       ValueError: an unknown storage.
     """
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     if storage not in STORAGES:
         raise ValueError(f"storage {storage!r}: must be one of {', '.join(STORAGES)}")
@@ -105,10 +105,20 @@ def save_drafter(
         tensors[DRAFT_IDS] = np.asarray(draft_ids, np.int32)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
-    save_file(tensors, folder / WEIGHTS)
+    (folder / WEIGHTS).write_bytes(save(tensors))  # `save_file` makes a file that others may not read
+    _write_config(folder, {FORMAT_KEY: FORMAT, **config})
+
+
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     part = folder / "config.json.part"
-    part.write_text(json.dumps({FORMAT_KEY: FORMAT, **config}, indent=1) + "\n", encoding="utf-8")
+    part.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     os.replace(part, folder / "config.json")
+
+
+def write_decoding(folder: Path, platform: str, options: Mapping[str, Any]) -> None:
+    """Makes `options` the folder's decoding defaults on a platform, in place of those it had there."""
+    config = read_json(folder / "config.json")
+    _write_config(folder, {**config, "decoding": {**(config.get("decoding") or {}), platform: dict(options)}})
 
 
 def read_drafter(path: str | os.PathLike) -> DrafterFolder:

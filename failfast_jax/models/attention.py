@@ -45,9 +45,9 @@ class Execution:
         if self.kernel is not None and self.kernel not in KERNELS:
             raise ValueError(f"attention kernel {self.kernel!r}: must be one of {', '.join(KERNELS)}")
 
-    def resolved(self) -> str:
-        """The kernel to use."""
-        return self.kernel or kernel_of(jax.devices()[0])
+    def resolved(self, dtype: jnp.dtype, head_dim: int) -> str:
+        """The kernel to use for a model."""
+        return self.kernel or kernel_of(jax.devices()[0], dtype, head_dim)
 
     def per_device(self, function: Callable, specs: Any, out_specs: Any) -> Callable:
         """`function` over each device's part of its arguments; as it is where there is no mesh."""
@@ -61,12 +61,20 @@ def total(x: Float[Array, "*R E"], axis: str | None) -> Float[Array, "*R E"]:
     return x if axis is None else jax.lax.psum(x, axis)
 
 
-def kernel_of(device: jax.Device) -> str:
-    """The kernel that a device runs unless told otherwise."""
-    if device.platform == "gpu":
-        major = int(str(getattr(device, "compute_capability", "0")).partition(".")[0])
-        return "gpu" if major == 9 else "cudnn" if major >= 8 else "xla"
-    return "tpu" if device.platform == "tpu" else "reference"
+def kernel_of(device: jax.Device, dtype: jnp.dtype, head_dim: int) -> str:
+    """The kernel that a device runs unless told otherwise.
+
+    TPU: ours for heads of 64, 128 or 256. GPU, in bfloat16 or float16: ours on Hopper for heads of 64 or 128, else
+    cuDNN from Ampere on. XLA's for everything else on a GPU.
+    """
+    if device.platform == "tpu":
+        return "tpu" if head_dim in (64, 128, 256) else "reference"
+    if device.platform != "gpu":
+        return "reference"
+    major = int(str(getattr(device, "compute_capability", "0")).partition(".")[0])
+    if major < 8 or jnp.dtype(dtype).itemsize != 2:
+        return "xla"
+    return "gpu" if major == 9 and head_dim in (64, 128) else "cudnn"
 
 
 def refusal(kernel: str, device: jax.Device) -> str | None:
@@ -74,7 +82,7 @@ def refusal(kernel: str, device: jax.Device) -> str | None:
     wanted = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu"}.get(kernel, device.platform)
     if device.platform != wanted:
         return f"this machine has no {wanted.upper()} (its JAX runs on {device.platform})"
-    if kernel == "gpu" and kernel_of(device) != "gpu":
+    if kernel == "gpu" and kernel_of(device, jnp.bfloat16, 128) != "gpu":
         return f"it is for Hopper GPUs, not for this {device.device_kind}: cudnn or xla"
     return None
 

@@ -23,7 +23,7 @@ from failfast_jax.config import ConfigError, ModelConfig
 from failfast_jax.kernels.reference import HIDDEN
 from failfast_jax.models.attention import ONE_DEVICE, apply_rope, attend, write_windows
 from failfast_jax.models.cache import KVCache
-from failfast_jax.models.transformer import Layer, Linear, RMSNorm, rope_frequencies
+from failfast_jax.models.transformer import Layer, Linear, RMSNorm, rotary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +104,6 @@ class Conditioned(nnx.Module):
     def init_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache.zeros(self.config.base, batch, capacity, self.dtype)
 
-    def rotary(self, positions: Int[Array, "*S"]) -> tuple[Array, Array]:
-        """Cosines and sines `[*S, 1, head_dim / 2]` (the axis of heads is left open)."""
-        rope = self.config.base.rope
-        angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(rope, self.config.base.head_dim)
-        return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
-
     def _feature(self, features: Float[Array, "*S F E"], layer: int) -> Float[Array, "*S E"]:
         return features[..., self.config.feature_layers.index(layer), :].astype(self.dtype)
 
@@ -166,9 +160,9 @@ class Conditioned(nnx.Module):
         return run(self, embedded, known, features, cache, start, live)
 
     def _block(self, embedded, known, features, cache, start, live):
-        kernel = self.execution.resolved()
+        kernel = self.execution.resolved(self.dtype, self.config.base.head_dim)
         positions = start[:, None] + jnp.arange(embedded.shape[1])
-        cos, sin = jax.lax.optimization_barrier(self.rotary(positions))
+        cos, sin = rotary(self.config.base, positions)
         x = self.inputs(embedded, known, features)
         # Every row sees the whole block, but not the padding behind it.
         until = start + self.config.rows - 1
@@ -187,8 +181,8 @@ class Conditioned(nnx.Module):
         return self.execution.per_device(Conditioned._store, P(), P())(self, features, cache, start)
 
     def _store(self, features, cache, start):
-        kernel = self.execution.resolved()
-        cos, sin = jax.lax.optimization_barrier(self.rotary(start[:, None] + jnp.arange(features.shape[1])))
+        kernel = self.execution.resolved(self.dtype, self.config.base.head_dim)
+        cos, sin = rotary(self.config.base, start[:, None] + jnp.arange(features.shape[1]))
         keys, values = list(cache.k), list(cache.v)
         for index in range(len(self.layers)):
             k, v = self.context(index, features, cos, sin)
@@ -211,9 +205,9 @@ class Conditioned(nnx.Module):
         base = self.config.base
         group = base.num_heads // base.num_kv_heads
         everywhere = jnp.arange(features.shape[1])
-        context_rotary = self.rotary(everywhere[None])
+        context_rotary = rotary(base, everywhere[None])
         positions = (anchors[..., None] + jnp.arange(rows)).reshape(batch, count * rows)
-        cos, sin = self.rotary(positions)
+        cos, sin = rotary(base, positions)
         before = jnp.take_along_axis(features, anchors[..., None, None] - 1, axis=1)
         x = self.inputs(embedded, known, before).reshape(batch, count * rows, -1)
         visible = (everywhere < anchors[..., None])[:, None, None, :, None, :]  # [B, 1, 1, A, 1, T]

@@ -62,6 +62,14 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return inverse.astype(np.float32)
 
 
+def rotary(config: ModelConfig, positions: Int[Array, "*S"]) -> tuple[Array, Array]:
+    """Cosines and sines `[*S, 1, head_dim / 2]` for `apply_rope` (the axis of heads is left open)."""
+    angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(config.rope, config.head_dim)
+    tables = jnp.cos(angles) * config.rope.attention_factor, jnp.sin(angles) * config.rope.attention_factor
+    # Without the barrier XLA fuses the trigonometry into every layer, once per head.
+    return jax.lax.optimization_barrier(tables)
+
+
 class Linear(nnx.Module):
     """`x @ weight.T + bias`. `weight` is `[..., in]`; leading axes are one flattened output axis."""
 
@@ -152,7 +160,7 @@ def _layer_window(layer: Layer, x, k_cache, v_cache, cos, sin, start, live, bloc
 
     `tree` holds the tree's mask, if there is one.
     """
-    kernel = execution.resolved()
+    kernel = execution.resolved(k_cache.dtype, layer.attention.config.head_dim)
 
     def run(layer: Layer, x, k_cache, v_cache, cos, sin, start, live, *tree):
         normed = layer.input_norm(x)
@@ -219,13 +227,6 @@ class Decoder(nnx.Module):
         rows = P(self.execution.batch)
         return self.execution.per_device(look_up, (P(axis), rows), rows)(self.embed[...], tokens)
 
-    def _rotary(self, positions: Int[Array, "B W"]) -> tuple[Array, Array]:
-        rope = self.config.rope
-        angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(rope, self.config.head_dim)
-        tables = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
-        # Without the barrier XLA fuses the trigonometry into every layer, once per head.
-        return jax.lax.optimization_barrier(tables)
-
     def window(
         self,
         tokens: Int[Array, "B W"],
@@ -253,7 +254,7 @@ class Decoder(nnx.Module):
         config = self.config
         positions = start[:, None] + (jnp.arange(tokens.shape[1]) if tree is None else tree.depth)
         rules = (config.block_size, self.execution, *(() if tree is None else (tree.visible,)))
-        cos, sin = self._rotary(positions)
+        cos, sin = rotary(config, positions)
         x = self.embedded(tokens)
         keys, values, features = list(cache.k), list(cache.v), {}
         for index, layer in enumerate(self.layers):
@@ -298,7 +299,7 @@ class Decoder(nnx.Module):
         Positions from `length` on are padding, which no other position sees.
         """
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-        cos, sin = self._rotary(positions)
+        cos, sin = rotary(self.config, positions)
         x = self.embed[...][ids]
         for layer in self.layers:
             q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)

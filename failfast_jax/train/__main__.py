@@ -12,13 +12,16 @@ import dataclasses
 import json
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from failfast_jax.train import UNFINISHED
+
 try:
-    from failfast_jax.train.loop import Optimization, TrainError
+    from failfast_jax.train.loop import Optimization, OutOfTime, TrainError
 except ModuleNotFoundError as error:
     sys.exit(f'error: training needs {error.name}: pip install "failfast-jax[train]", or -e ".[train]" in a checkout')
 
@@ -58,6 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
     conditioned.add_argument("--prefix-fraction", type=float, default=0.25, help="blocks that begin with known tokens")
     conditioned.add_argument("--no-fit", action="store_true", help="random input projections, not a ridge regression")
     conditioned.add_argument("--feature-cache", type=Path, help="folder: compute the target's features once")
+    conditioned.add_argument(
+        "--cache-layers", metavar="i,j", help="target layers to store for other runs, too, beside what this one reads"
+    )
     standalone = parser.add_argument_group("standalone drafters")
     standalone.add_argument("--block-size", type=int, default=32)
     standalone.add_argument("--corruption", choices=("random", "draft", "mixed"), default="mixed")
@@ -73,12 +79,18 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--eval-every", type=int, default=0, help="steps between measurements; 0: only at the end")
     run.add_argument("--eval-prompts", type=int, default=16, help="held-out documents to measure on")
     run.add_argument("--eval-tokens", type=int, default=64)
-    run.add_argument("--minutes", type=float, help="stop with a checkpoint after this time")
+    run.add_argument("--eval-spec-len", metavar="N", type=int, help="tokens a draft there; default: --rows, or 10")
+    run.add_argument("--minutes", type=float, help="stop with a checkpoint after this time (exit status 3)")
     run.add_argument("--storage", choices=("bfloat16", "int8", "float32"), default="bfloat16")
     return parser
 
 
-RUN_ONLY = ("out", "minutes", "save_every", "eval_every", "eval_prompts", "eval_tokens", "storage")
+HELD_OUT = "held_out.npz"
+"""In the run's folder: documents never trained on, for measurements of what was made."""
+RUN_ONLY = (
+    *("out", "minutes", "save_every", "eval_every", "eval_prompts", "eval_tokens", "eval_spec_len", "storage"),
+    *("data", "cache_layers"),  # the documents themselves are compared, not where they lie
+)
 """Options that do not change what is learned."""
 
 
@@ -117,11 +129,16 @@ def _check(args: argparse.Namespace) -> Optimization:
         "eval_every": args.eval_every >= 0,
         "eval_prompts": 1 <= args.eval_prompts <= args.held_out,
         "eval_tokens": args.eval_tokens >= 1,
+        "eval_spec_len": args.eval_spec_len is None or args.eval_spec_len >= 1,
         "minutes": args.minutes is None or args.minutes > 0,
     }
     for name, fine in rules.items():
         if not fine:
             raise TrainError(f"--{name.replace('_', '-')} {getattr(args, name)}: out of range")
+    if args.cache_layers and not args.feature_cache:
+        raise TrainError(f"--cache-layers {args.cache_layers}: needs --feature-cache, where they are stored")
+    if args.family == "conditioned" and (args.eval_spec_len or 0) > args.rows:
+        raise TrainError(f"--eval-spec-len {args.eval_spec_len}: a pass drafts at most --rows {args.rows} tokens")
     if args.family == "standalone" and args.seq_len % args.block_size:
         raise TrainError(f"--seq-len {args.seq_len}: must be a multiple of --block-size {args.block_size}")
     return optimization
@@ -136,14 +153,19 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OutOfTime:
+        print("stopped by --minutes; the same command goes on", file=sys.stderr)
+        return UNFINISHED
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
 
 
 def _run(args: argparse.Namespace, optimization: Optimization) -> int:
+    deadline = time.monotonic() + 60 * args.minutes if args.minutes else None
+    from failfast_jax.checkpoints.drafter import target_key
     from failfast_jax.compilation import enable_compile_cache
-    from failfast_jax.loading import default_target_path, load_model, open_source
+    from failfast_jax.loading import DEFAULT_TARGET, default_target_path, load_model, open_source
     from failfast_jax.train import data, evaluate, loop
 
     source = args.target or default_target_path()
@@ -166,27 +188,42 @@ def _run(args: argparse.Namespace, optimization: Optimization) -> int:
         )
     spread = tuple(dict.fromkeys((round(last * FIRST_SHARE), round(last * SECOND_SHARE), last)))
     fused = _layers(args.fused, "--fused", last + 1, spread)
+    cached = _layers(args.cache_layers, "--cache-layers", last + 1, ())
     shortest = args.block_size if args.family == "standalone" else args.rows + 2
     documents = data.load_documents(
         args.data, vocab_size=config.vocab_size, shortest=shortest, longest=args.seq_len, skip_short=args.skip_short
     )
+    digest = documents.digest()
     documents = documents.take(np.random.default_rng(args.seed).permutation(len(documents)))
     train, held_out = data.split(documents, args.held_out)
     settings = {k: v for k, v in vars(args).items() if k not in RUN_ONLY}
     settings |= {"feature_cache": args.feature_cache is not None, "compute_dtype": _dtype(args)}
-    settings |= {"target": str(source), "data": [str(path) for path in args.data], "documents": len(documents)}
+    settings |= {"target": str(args.target or DEFAULT_TARGET[1].partition(".")[0]), "target_key": target_key(config)}
+    settings |= {"documents": len(documents), "documents_digest": digest}
     loop.check_folder(args.out, settings)
+    drafter = args.out / "drafter"
+    if (report := _finished(drafter, optimization.steps, args.storage)) is not None:
+        print(json.dumps(report))
+        return 0
+    data.save_documents(args.out / HELD_OUT, held_out)
     enable_compile_cache(None)
     # From here on nothing is cheap: all that can be refused has been.
     target = load_model(source)
     if args.family == "conditioned":
-        objective = _conditioned(args, target, train, own, fused)
+        objective = _conditioned(args, target, train, own, fused, cached, deadline)
     else:
         objective = _standalone(args, target, own)
     dataset = data.batches(
         train, length=args.seq_len, batch=optimization.batch * optimization.accumulate, seed=optimization.seed
     )
-    measure = evaluate.Evaluation(target, objective, held_out, prompts=args.eval_prompts, tokens=args.eval_tokens)
+    measure = evaluate.Evaluation(
+        target,
+        objective,
+        held_out,
+        prompts=args.eval_prompts,
+        tokens=args.eval_tokens,
+        spec_len=args.eval_spec_len,
+    )
     state, done = loop.train(
         objective,
         dataset,
@@ -195,18 +232,34 @@ def _run(args: argparse.Namespace, optimization: Optimization) -> int:
         evaluate=measure,
         save_every=args.save_every,
         eval_every=args.eval_every,
-        minutes=args.minutes,
+        deadline=deadline,
     )
-    figures = measure.last
-    training = {**settings, "target": str(args.target or "SmolLM2-135M-Instruct"), "steps_done": int(state["step"])}
-    training["data"] = [Path(path).name for path in args.data]
-    objective.save(
-        state["ema"], args.out / "drafter", storage=args.storage, training={**training, "held_out_figures": figures}
-    )
-    print(json.dumps({"drafter": str(args.out / "drafter"), "steps": int(state["step"]), **figures}))
+    # A run whose last step was done before measures nothing more.
+    figures = measure.last or measure(state["ema"])
+    training = {**settings, "data": [path.name for path in args.data], "storage": args.storage}
+    training |= {"steps_done": int(state["step"]), "held_out_figures": figures}
+    objective.save(state["ema"], drafter, storage=args.storage, training=training)
+    print(json.dumps(_report(drafter, training)))
     if not done:
-        print("stopped by --minutes; the same command goes on", file=sys.stderr)
-    return 0 if done else 3
+        raise OutOfTime
+    return 0
+
+
+def _report(drafter: Path, training: dict[str, Any]) -> dict[str, Any]:
+    return {"drafter": str(drafter), "steps": training["steps_done"], **training["held_out_figures"]}
+
+
+def _finished(drafter: Path, steps: int, storage: str) -> dict[str, Any] | None:
+    """The report of a run whose drafter is written; None if there is still something to do."""
+    from failfast_jax.checkpoints.drafter import is_drafter_folder
+    from failfast_jax.config import read_json
+
+    if not is_drafter_folder(drafter):
+        return None
+    training = read_json(drafter / "config.json").get("training") or {}
+    if (training.get("steps_done"), training.get("storage")) != (steps, storage):
+        return None
+    return _report(drafter, training)
 
 
 def _dtype(args: argparse.Namespace) -> Any:
@@ -215,7 +268,7 @@ def _dtype(args: argparse.Namespace) -> Any:
     return args.compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
-def _conditioned(args, target, train, layers, fused):
+def _conditioned(args, target, train, layers, fused, cached, deadline):
     from failfast_jax.models.conditioned import ConditionedConfig
     from failfast_jax.train import conditioned, data, loop
 
@@ -223,7 +276,11 @@ def _conditioned(args, target, train, layers, fused):
     config = ConditionedConfig(base, tuple(i - 1 for i in layers), fused, args.rows, args.draft_vocab)
     draft_ids = data.frequent_tokens(train, target.config.vocab_size, args.draft_vocab, target.config.eos_token_ids)
     captured = conditioned.captured_layers(config, target.config.num_layers)
-    cache = conditioned.FeatureCache(args.feature_cache, train, target, captured) if args.feature_cache else None
+    cache = None
+    if args.feature_cache:
+        cache = conditioned.FeatureCache(
+            args.feature_cache, train, target, captured, also=cached, deadline=deadline, flag="--feature-cache"
+        )
     model = conditioned.initial(target, config, layers, args.seed)
     settings = conditioned.Settings(
         anchors=args.anchors,

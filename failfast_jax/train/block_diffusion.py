@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.accept import argmax, forbid
-from failfast_jax.models.transformer import Decoder, Layer
-
-_HIDDEN = -1e30  # finite, so that a row without a visible key gives no NaN
+from failfast_jax.kernels.reference import HIDDEN
+from failfast_jax.models.transformer import Decoder, Layer, rotary
 
 KINDS = ("random", "draft", "mixed")
 
@@ -171,11 +170,11 @@ def pair_attention(
     position = jnp.arange(width)
     live = jnp.ones((batch, width), bool) if length is None else position < length[:, None]
     own = jnp.einsum("bkcngqh,bkcnth->bkcngqt", q, k_own, preferred_element_type=jnp.float32)
-    own = jnp.where(live.reshape(batch, 1, 1, -1, 1, 1, block), own, _HIDDEN)
+    own = jnp.where(live.reshape(batch, 1, 1, -1, 1, 1, block), own, HIDDEN)
     cross = jnp.einsum("bkcngqh,bkth->bkcngqt", q, k_clean, preferred_element_type=jnp.float32)
     earlier = position // block < jnp.arange(width // block)[:, None]
     seen = earlier & live[:, None]  # [B, n, L]: the same for all rows of a block
-    cross = jnp.where(seen[:, None, None, :, None, None], cross, _HIDDEN)
+    cross = jnp.where(seen[:, None, None, :, None, None], cross, HIDDEN)
 
     # One softmax over both parts, without joining them in memory.
     highest = jax.lax.stop_gradient(jnp.maximum(own.max(-1), cross.max(-1)))[..., None]
@@ -228,7 +227,7 @@ def forward_pair(
     step = functools.partial(_pair_layer, block=block)
     if remat:
         step = jax.checkpoint(step)
-    cos, sin = model._rotary(jnp.arange(clean.shape[1])[None])
+    cos, sin = rotary(model.config, jnp.arange(clean.shape[1])[None])
     # A text's copies lie side by side: sharded over texts, a copy and the clean keys it reads are on one device.
     copies = jnp.concatenate([noised.reshape(-1, *clean.shape), clean[None]]).swapaxes(0, 1)
     x = model.embed[...][copies]

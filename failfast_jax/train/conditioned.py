@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from failfast_jax.loading import bind
 from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.data import DataError, Documents
+from failfast_jax.train.loop import OutOfTime
 
 FEATURE_BATCH = 8
 
@@ -251,33 +253,46 @@ class FeatureCache:
 
     Args:
       folder: holds `features.bin` and `features.json`, which says what they belong to and how far they are.
+      layers: target layers whose features `batch` gives; a folder that holds more of them serves, too.
+      also: layers to store beside them where the folder is new.
+      deadline: `time.monotonic()` behind which computing stops; it goes on there the next time.
+      flag: how errors name the folder.
 
     Raises:
-      DataError: the folder belongs to other documents or another target.
+      DataError: the folder belongs to other documents, layers or another target.
+      OutOfTime: at the deadline.
     """
 
-    def __init__(self, folder: Path, documents: Documents, target: Decoder, layers: tuple[int, ...]):
+    def __init__(
+        self,
+        folder: Path,
+        documents: Documents,
+        target: Decoder,
+        layers: tuple[int, ...],
+        *,
+        also: tuple[int, ...] = (),
+        deadline: float | None = None,
+        flag: str = "feature cache",
+    ):
         size = target.config.hidden_size
         lengths = [len(row) for row in documents.tokens]
         self.starts = np.concatenate([[0], np.cumsum(lengths)])
         weights = hashlib.sha256(np.asarray(target.norm.weight[...], np.float32).tobytes()).hexdigest()[:16]
-        digest = hashlib.sha256(np.concatenate(documents.tokens).tobytes() + self.starts.tobytes()).hexdigest()[:16]
-        key = {
-            "documents": digest,
-            "layers": list(layers),
-            "weights": weights,
-            "target": folders.target_key(target.config),
-        }
+        key = {"documents": documents.digest(), "weights": weights, "target": folders.target_key(target.config)}
         file, index = folder / "features.bin", folder / "features.json"
-        shape = (int(self.starts[-1]), len(layers), size)
-        done = 0
+        stored_layers, done = tuple(sorted({*layers, *also})), 0
         if index.exists():
             stored = read_json(index)
-            done = stored.pop("done", 0)
+            done, stored_layers = stored.pop("done", 0), tuple(stored.pop("layers", ()))
             if stored != key:
-                raise DataError(f"{folder}: holds features of other documents, layers or another target; name another")
+                what = "another target" if stored.get("documents") == key["documents"] else "other documents"
+                raise DataError(f"{flag} {folder}: holds features of {what}; name another folder")
+            if missing := sorted({*layers} - {*stored_layers}):
+                raise DataError(f"{flag} {folder}: holds features of layers {list(stored_layers)}, not of {missing}")
         else:
             folder.mkdir(parents=True, exist_ok=True)
+        self.columns = [stored_layers.index(layer) for layer in layers]
+        shape = (int(self.starts[-1]), len(stored_layers), size)
         self.values = np.memmap(file, jnp.bfloat16, "r+" if file.exists() else "w+", shape=shape)
         # By length, so that little is padding.
         order = np.argsort(lengths, kind="stable")
@@ -288,21 +303,24 @@ class FeatureCache:
             tokens = np.zeros((FEATURE_BATCH, width), np.int32)
             for row, i in enumerate(group):
                 tokens[row, : lengths[i]] = documents.tokens[i]
-            computed = np.asarray(_target_features(target, tokens, layers).astype(jnp.bfloat16))
+            computed = np.asarray(_target_features(target, tokens, stored_layers).astype(jnp.bfloat16))
             for row, i in enumerate(group):
                 self.values[self.starts[i] : self.starts[i + 1]] = computed[row, : lengths[i]]
-            if number % 16 == 15 or number + 1 == len(groups):
+            late = deadline is not None and time.monotonic() > deadline
+            if number % 16 == 15 or number + 1 == len(groups) or late:
                 self.values.flush()
                 part = index.with_suffix(".part")
-                part.write_text(json.dumps({**key, "done": number + 1}), encoding="utf-8")
+                part.write_text(json.dumps({**key, "layers": stored_layers, "done": number + 1}), encoding="utf-8")
                 os.replace(part, index)
+            if late and number + 1 < len(groups):
+                raise OutOfTime
 
     def batch(self, batch: dict[str, np.ndarray]) -> np.ndarray:
         """`[B, T, C, E]` of a batch's documents, zeros behind their ends."""
-        out = np.zeros((*batch["tokens"].shape, *self.values.shape[1:]), jnp.bfloat16)
+        out = np.zeros((*batch["tokens"].shape, len(self.columns), self.values.shape[-1]), jnp.bfloat16)
         for row, document in enumerate(batch["document"]):
             part = self.values[self.starts[document] : self.starts[document + 1]]
-            out[row, : len(part)] = part
+            out[row, : len(part)] = part[:, self.columns]
         return out
 
 

@@ -7,6 +7,8 @@ A file holds `prompt` and `answer` (ids of all documents, concatenated) and `pro
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +38,12 @@ class Documents:
 
     def take(self, indices: Sequence[int]) -> Documents:
         return Documents([self.tokens[i] for i in indices], self.prompt_length[list(indices)])
+
+    def digest(self) -> str:
+        """Tells these documents, in this order, from others."""
+        lengths = np.asarray([len(row) for row in self.tokens], np.int64)
+        parts = (np.concatenate(self.tokens).astype(np.int32), lengths, self.prompt_length.astype(np.int64))
+        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:16]
 
     def answer_tokens(self) -> np.ndarray:
         """Ids of all answers, concatenated."""
@@ -71,7 +79,8 @@ def load_documents(
             tokens.append(document)
             prompts.append(len(prompt))
     if not tokens:
-        raise DataError(f"{', '.join(map(str, paths))}: no usable documents")
+        where = ", ".join(map(str, paths))
+        raise DataError(f"{where}: no usable documents: none has {shortest} tokens, two of them an answer's")
     return Documents(tokens, np.asarray(prompts, np.int32))
 
 
@@ -126,6 +135,20 @@ def _read(file: Path, vocab_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
     if len(parts["prompt"]) != len(parts["answer"]):
         raise DataError(f"{file}: {len(parts['prompt'])} prompts, but {len(parts['answer'])} answers")
     return list(zip(parts["prompt"], parts["answer"]))
+
+
+def save_documents(path: Path, documents: Documents) -> None:
+    """Writes documents in the format that `load_documents` reads; the file is whole or not there."""
+    parts = {
+        "prompt": [row[:length] for row, length in zip(documents.tokens, documents.prompt_length)],
+        "answer": [row[length:] for row, length in zip(documents.tokens, documents.prompt_length)],
+    }
+    arrays = {kind: np.concatenate(rows).astype(np.uint32) for kind, rows in parts.items()}
+    arrays |= {f"{kind}_len": np.asarray([len(row) for row in rows], np.int32) for kind, rows in parts.items()}
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        np.savez(file, **arrays)
+    os.replace(part, path)
 
 
 def split(documents: Documents, held_out: int) -> tuple[Documents, Documents]:

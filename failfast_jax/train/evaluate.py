@@ -19,13 +19,25 @@ class Evaluation:
       objective: makes a drafter of parameters (`drafter`).
       prompts: held-out documents whose prompts are answered, in one batch.
       tokens: new tokens of each answer.
+      spec_len: tokens of each draft; None: the drafter's own default.
 
     Attributes:
       last: the last result.
     """
 
-    def __init__(self, target: Decoder, objective: Any, held_out: Documents, *, prompts: int, tokens: int):
-        self.objective, self.tokens = objective, tokens
+    def __init__(
+        self,
+        target: Decoder,
+        objective: Any,
+        held_out: Documents,
+        *,
+        prompts: int,
+        tokens: int,
+        spec_len: int | None = None,
+    ):
+        self.objective = objective
+        # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
+        self.options = {"method": "failfast", "tau": 1.0, "max_new_tokens": tokens, "spec_len": spec_len}
         self.engine = FailFast(target, objective.drafter(objective.trainable))
         pairs = list(zip(held_out.tokens, held_out.prompt_length))[:prompts]
         self.prompts = [row[:length].tolist() for row, length in pairs]
@@ -35,8 +47,7 @@ class Evaluation:
         """`accepted_per_round`, `rounds`, and how often the first drafted token was accepted."""
         # The engine runs on one device, training on all.
         self.engine.drafter = jax.device_put(self.objective.drafter(trainable), jax.local_devices()[0])
-        # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
-        results = self.engine.generate(self.prompts, method="failfast", tau=1.0, max_new_tokens=self.tokens)
+        results = self.engine.generate(self.prompts, **self.options)
         rounds = [round for result in results for round in result.rounds]
         self.last = {
             "accepted_per_round": float(np.mean([round.accepted for round in rounds])),

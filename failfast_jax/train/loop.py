@@ -29,6 +29,10 @@ class TrainError(ValueError):
     """A run that cannot start or go on; the message names the setting or the file."""
 
 
+class OutOfTime(Exception):
+    """The time that a piece of work was given is over; everything up to here is saved."""
+
+
 class Objective(Protocol):
     """What is trained: a pytree of float32 arrays, a loss, and how it becomes a drafter."""
 
@@ -171,7 +175,10 @@ def check_folder(folder: Path, settings: dict[str, Any]) -> None:
     file = folder / SETTINGS_FILE
     settings = json.loads(json.dumps(settings))
     if not file.exists():
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and not folder.is_dir():
+            raise TrainError(f"--out {folder}: not a folder")
+        # A killed start may have left a part of its settings.
+        if folder.exists() and any(path != file.with_suffix(".part") for path in folder.iterdir()):
             raise TrainError(f"--out {folder}: not empty, and not the folder of a training run (no {SETTINGS_FILE})")
         folder.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part")
@@ -182,7 +189,8 @@ def check_folder(folder: Path, settings: dict[str, Any]) -> None:
         before = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise TrainError(f"{file}: not valid JSON ({error})") from None
-    for key in sorted({*before, *settings}):
+    # Another target changes other settings, too: it is what to say first.
+    for key in sorted({*before, *settings}, key=lambda key: (not key.startswith("target"), key)):
         if before.get(key) != settings.get(key):
             raise TrainError(
                 f"--out {folder}: a run with {key}={before.get(key)!r} began there, now it is {settings.get(key)!r}; "
@@ -210,7 +218,7 @@ def train(
     evaluate: Callable[[Any], dict[str, float]] | None = None,
     save_every: int = 100,
     eval_every: int = 0,
-    minutes: float | None = None,
+    deadline: float | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """Trains until the last step, continuing from the newest checkpoint in `folder`.
 
@@ -220,7 +228,7 @@ def train(
     Args:
       dataset: `dataset[step]` is a batch of `optimization.batch * optimization.accumulate` documents.
       evaluate: `(averaged parameters) -> figures`, logged and shown; called every `eval_every` steps.
-      minutes: stop (with a checkpoint) once this much time has passed.
+      deadline: stop (with a checkpoint) behind this `time.monotonic()`, after a step at least.
 
     Returns:
       The state, and whether all steps are done.
@@ -234,7 +242,6 @@ def train(
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
-    started = time.monotonic()
     state = jax.device_put(initial_state(objective, optimization), everywhere)
     if len(devices) > 1:
         objective.constants = jax.device_put(objective.constants, everywhere)
@@ -260,7 +267,7 @@ def train(
             done = index + 1
             rows += objective.tokens(batch)
             operations += objective.flops(batch)
-            out_of_time = minutes is not None and time.monotonic() - started > 60 * minutes
+            out_of_time = deadline is not None and time.monotonic() > deadline
             last = done == optimization.steps or out_of_time
             save = done % save_every == 0 or last
             if done % 10 == 0 or save:

@@ -39,6 +39,7 @@ from failfast_jax.config import GenerationConfig, OptionError
 from failfast_jax.defaults import load_pair
 from failfast_jax.engine import FailFast
 from failfast_jax.loading import as_dtype, default_target_path
+from failfast_jax.train import UNFINISHED
 
 SETTINGS_FILE = "selfgen.json"
 METHODS = ("vanilla", "lookup")
@@ -419,6 +420,8 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     if args.method not in METHODS:
         raise OptionError(f"--method {args.method}: must be one of {', '.join(METHODS)}")
     GenerationConfig(temperature=args.temperature, top_p=args.top_p, seed=args.seed).validate()
+    if args.minutes is not None and not args.minutes > 0:
+        raise OptionError(f"--minutes {args.minutes}: must be positive")
     if args.out.exists() and not args.out.is_dir():
         raise OptionError(f"--out {args.out}: not a folder")
     openings = OPENINGS if args.openings is None else read_openings(args.openings)
@@ -428,6 +431,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
 
 def run(args: argparse.Namespace) -> int:
     recipe = _recipe(args)
+    deadline = time.monotonic() + 60 * args.minutes if args.minutes else None
     settings = {
         "target": args.target or default_target_path().name,
         "dtype": as_dtype(args.dtype).name,
@@ -470,8 +474,11 @@ def run(args: argparse.Namespace) -> int:
             path = shard_path(args.out, number)
             if path.exists():
                 seen.update(read_prompts(path))
-            else:
-                write_shard(path, writer.shard(number, seen, progress), engine.target.config.vocab_size)
+                continue
+            write_shard(path, writer.shard(number, seen, progress), engine.target.config.vocab_size)
+            if deadline is not None and time.monotonic() > deadline and number < missing[-1]:
+                print("selfgen: stopped by --minutes; the same command goes on", file=sys.stderr)
+                return UNFINISHED
     skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(writer.skipped.items())) or "none"
     print(
         f"selfgen: {len(missing) * recipe.shard_size} documents, {tokens} tokens, {speed()} | skipped: {skipped} | "
@@ -503,6 +510,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shard-size", metavar="n", type=int, default=64, help="documents; best several batches")
     parser.add_argument("--method", default="vanilla", help=f"one of {', '.join(METHODS)}: how the target decodes")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument("--minutes", type=float, help="stop after the shard that ends behind this time (exit status 3)")
     return parser
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from failfast_jax.checkpoints import drafter as folders
-from failfast_jax.loading import standalone_config, with_borrowed
+from failfast_jax.loading import mean_embedding, standalone_config, with_borrowed
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train import block_diffusion
 
@@ -52,8 +52,7 @@ class StandaloneObjective:
             else:
                 continue
             own[".".join(map(str, path))] = jnp.array(value[...], jnp.float32)
-        # The mean embedding is the least surprising input that stands for no token.
-        own["mask"] = jnp.mean(target.embed[...].astype(jnp.float32), axis=0)
+        own["mask"] = mean_embedding(target)
         self.trainable = own
         self.constants = {"target": target}
 

@@ -31,6 +31,12 @@ def target():
     return random_model(tiny_config(num_layers=3))
 
 
+@pytest.fixture(scope="module")
+def engine(target):
+    """One for all tests, so that a program is compiled once."""
+    return FailFast(target, bind(network(target), target, DRAFT_IDS))
+
+
 def network(target, layers: int = 2, seed: int = 1) -> Conditioned:
     base = dataclasses.replace(target.config, num_layers=layers)
     config = ConditionedConfig(base, tuple(range(3 - layers, 3)), (0, 2), ROWS, len(DRAFT_IDS))
@@ -86,9 +92,7 @@ def reference_draft(target, bound, ids: list[int], length: int) -> tuple[list[in
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_engine_drafts_what_the_network_says_and_changes_no_token(target, batch):
-    bound = bind(network(target), target, DRAFT_IDS)
-    engine = FailFast(target, bound, compile_cache="off")
+def test_the_engine_drafts_what_the_network_says_and_changes_no_token(engine, batch):
     prompts = [prompt(9 + 5 * row, seed=row) for row in range(batch)]
     options = {"max_new_tokens": 24, "ignore_eos": True}
     vanilla = engine.generate(prompts, method="vanilla", **options)
@@ -97,7 +101,7 @@ def test_the_engine_drafts_what_the_network_says_and_changes_no_token(target, ba
         assert result.output_ids == plain.output_ids
         ids = list(result.prompt_ids)
         for round in result.rounds:
-            tokens, confidence = reference_draft(target, bound, ids, 3)
+            tokens, confidence = reference_draft(engine.target, engine.drafter, ids, 3)
             assert round.drafted == tokens
             np.testing.assert_allclose(round.confidence, confidence, rtol=1e-3)
             assert round.passes == 1
@@ -110,7 +114,7 @@ def first_drafts(drafters, committed):
 
 
 def test_distributions_and_alternatives_speak_of_the_targets_ids(target):
-    engine = FailFast(target, bind(network(target), target, DRAFT_IDS), compile_cache="off")
+    engine = FailFast(target, bind(network(target), target, DRAFT_IDS))
     options = ({}, {"acceptance": "rejection"}, {"tree_budget": 9})
     drafters = [engine.build_drafter(GenerationConfig(tau=1.0, spec_len=3, **option)) for option in options]
     drafters[2] = drafters[2].model
@@ -135,16 +139,14 @@ def test_distributions_and_alternatives_speak_of_the_targets_ids(target):
     np.testing.assert_allclose(branching.alternatives.probability[0, :3], expected, rtol=1e-4)
 
 
-def test_confident_drafts_grow(target):
-    engine = FailFast(target, bind(network(target), target, DRAFT_IDS), compile_cache="off")
+def test_confident_drafts_grow(engine):
     result = engine.generate([prompt(9)], tau=0.0, spec_len=2, max_new_tokens=20, ignore_eos=True)[0]
     assert {len(round.drafted) for round in result.rounds[:-1]} == {ROWS}
     assert {round.passes for round in result.rounds} == {3}  # 2 + 2 + 1 tokens
 
 
-def test_one_token_prompt(target):
-    engine = FailFast(target, bind(network(target), target, DRAFT_IDS), compile_cache="off")
-    options = {"max_new_tokens": 12, "ignore_eos": True}
+def test_one_token_prompt(engine):
+    options = {"max_new_tokens": 12, "ignore_eos": True, "spec_len": 3, "max_spec_len": 3}
     plain, drafted = (engine.generate([[5]], method=m, **options)[0] for m in ("vanilla", "failfast"))
     assert plain.output_ids == drafted.output_ids
 
@@ -189,7 +191,7 @@ def test_damaged_folders_are_named(target, tmp_path):
         load_drafter(folder, target)
     (folder / "config.json").write_text(json.dumps({**config, "decoding": {"cpu": {"spec_length": 3}}}))
     with pytest.raises(ConfigError, match="decoding option 'spec_length'"):
-        FailFast(target, folder, compile_cache="off")
+        FailFast(target, folder)
     (folder / "config.json").write_text(json.dumps(config))
     weights = (folder / folders.WEIGHTS).read_bytes()
     (folder / folders.WEIGHTS).write_bytes(weights[:-50])
@@ -197,8 +199,7 @@ def test_damaged_folders_are_named(target, tmp_path):
         load_drafter(folder, target)
 
 
-def test_options_that_do_not_fit_are_refused(target):
-    engine = FailFast(target, bind(network(target), target, DRAFT_IDS), compile_cache="off")
+def test_options_that_do_not_fit_are_refused(engine):
     for options, message in (
         ({"spec_len": ROWS + 1}, "--spec-len 6: this drafter was trained for drafts of up to 5"),
         ({"schedule": "aligned"}, "--schedule aligned: needs a standalone"),
@@ -215,7 +216,7 @@ def test_a_folder_brings_its_decoding_defaults(target, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config["decoding"] = {"any": {"spec_len": 2, "tau": 1.0}, "cpu": {"spec_len": 4}}
     (folder / "config.json").write_text(json.dumps(config))
-    engine = FailFast(target, folder, compile_cache="off")
+    engine = FailFast(target, folder)
     rounds = engine.generate([prompt(9)], max_new_tokens=8, ignore_eos=True)[0].rounds
     assert len(rounds[0].drafted) == 4
     rounds = engine.generate([prompt(9)], max_new_tokens=8, ignore_eos=True, spec_len=3)[0].rounds

@@ -15,6 +15,7 @@ from tiny_models import VOCAB, random_model, tiny_config
 from failfast_jax import round
 from failfast_jax.drafters import Drafter, Lookup
 from failfast_jax.kernels.reference import dense_attention
+from failfast_jax.models.transformer import rotary
 
 LAYERS = (1, 0)
 CAPACITY = 160
@@ -54,7 +55,7 @@ class Recorder(Lookup):
 def streams(target, ids: np.ndarray) -> np.ndarray:
     """The residual stream after the requested layers `[L, F, E]`, without a cache."""
     ids = jnp.asarray(ids)[None]
-    cos, sin = target._rotary(jnp.arange(ids.shape[1])[None])
+    cos, sin = rotary(target.config, jnp.arange(ids.shape[1])[None])
     x, after = target.embed[...][ids], []
     for layer in target.layers:
         q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)

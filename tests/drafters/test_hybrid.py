@@ -38,12 +38,12 @@ def target():
 
 @pytest.fixture(scope="module")
 def conditioned(target):
-    return FailFast(target, bind(network(target), target, DRAFT_IDS), compile_cache="off")
+    return FailFast(target, bind(network(target), target, DRAFT_IDS))
 
 
 @pytest.fixture(scope="module")
 def standalone(target):
-    return FailFast(target, random_model(diffusion_config(), seed=2), compile_cache="off")
+    return FailFast(target, random_model(diffusion_config(), seed=2))
 
 
 def repetitive(length: int, seed: int = 0) -> list[int]:

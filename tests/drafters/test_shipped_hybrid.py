@@ -13,7 +13,7 @@ from failfast_jax.loading import bind
 @pytest.mark.parametrize("options", [{"max_spec_len": 4}, {"exact": True}], ids=lambda o: next(iter(o)))
 def test_lookups_and_the_drafter_take_turns(options):
     target = random_model(tiny_config(num_layers=3))
-    engine = FailFast(target, bind(network(target), target, DRAFT_IDS), compile_cache="off")
+    engine = FailFast(target, bind(network(target), target, DRAFT_IDS))
     prompts = [[9, 8, 3, 4, 10, 11, 12, 13, 14, 15, 3, 4], [2, 7, 5]]
     common = {"max_new_tokens": 32, "ignore_eos": True, "exact": options.get("exact", False)}
     plain = engine.generate(prompts, method="vanilla", **common)

@@ -152,18 +152,22 @@ def test_the_dense_gpu_route_is_the_same_attention():
 
 
 @pytest.mark.parametrize(
-    "platform, capability, kernel",
+    "platform, capability, dtype, head_dim, kernel",
     [
-        ("cpu", None, "reference"),
-        ("tpu", None, "tpu"),
-        ("gpu", "9.0", "gpu"),
-        ("gpu", "8.6", "cudnn"),
-        ("gpu", "10.0", "cudnn"),
-        ("gpu", "7.0", "xla"),
+        ("cpu", None, "bfloat16", 128, "reference"),
+        ("tpu", None, "bfloat16", 128, "tpu"),
+        ("tpu", None, "bfloat16", 80, "reference"),
+        ("gpu", "9.0", "bfloat16", 128, "gpu"),
+        ("gpu", "9.0", "bfloat16", 80, "cudnn"),
+        ("gpu", "9.0", "float32", 128, "xla"),
+        ("gpu", "8.6", "float16", 64, "cudnn"),
+        ("gpu", "10.0", "bfloat16", 128, "cudnn"),
+        ("gpu", "7.0", "bfloat16", 128, "xla"),
     ],
 )
-def test_the_platform_chooses_the_kernel(platform, capability, kernel):
-    assert kernel_of(SimpleNamespace(platform=platform, compute_capability=capability)) == kernel
+def test_the_platform_chooses_the_kernel(platform, capability, dtype, head_dim, kernel):
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    assert kernel_of(device, jnp.dtype(dtype), head_dim) == kernel
 
 
 def test_a_kernel_wants_its_device():

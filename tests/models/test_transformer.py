@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax.kernels.reference import dense_attention
+from failfast_jax.models.transformer import rotary
 
 BLOCK = 8
 LENGTH = 48
@@ -76,7 +77,7 @@ def test_rejection_is_moving_the_length_back(kind, seed, kept):
 def streams_by_hand(decoder, ids) -> list[np.ndarray]:
     """The residual stream after each layer, without a cache."""
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    cos, sin = decoder._rotary(positions)
+    cos, sin = rotary(decoder.config, positions)
     x, streams = decoder.embed[...][ids], []
     for layer in decoder.layers:
         q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)

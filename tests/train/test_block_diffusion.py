@@ -12,7 +12,7 @@ import pytest
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax.drafters import Wide
-from failfast_jax.models.transformer import Decoder
+from failfast_jax.models.transformer import Decoder, rotary
 from failfast_jax.state import Committed
 from failfast_jax.train.block_diffusion import Corruption, Settings, corrupt, forward_pair, loss
 
@@ -71,7 +71,7 @@ def dense_pair(model: Decoder, noised, clean, live) -> tuple[jax.Array, jax.Arra
     config = model.config
     clean = jnp.tile(clean, (copies // clean.shape[0], 1))
     mask = np.stack([visible(length, config.block_size, int(n)) for n in np.tile(live, copies // len(live))])
-    cos, sin = model._rotary(jnp.tile(jnp.arange(length), 2)[None])
+    cos, sin = rotary(config, jnp.tile(jnp.arange(length), 2)[None])
     x = model.embed[...][jnp.concatenate([noised, clean], axis=1)]
     for layer in model.layers:
         q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)

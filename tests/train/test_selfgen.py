@@ -133,6 +133,13 @@ def test_a_run_continues_with_the_same_data(make, tmp_path):
     assert not equal(selfgen.shard_path(other, 0), arrays(first))
 
 
+def test_a_run_in_pieces(make, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(selfgen.Writer, "shard", lambda *_: [([3, 4], [5, 1])])
+    piece = [tmp_path / "data", "--documents", "11", "--minutes", "1e-9"]
+    assert [make(*piece) for _ in range(4)] == [3, 3, 0, 0]  # three shards of five; at last nothing is left
+    assert "stopped by --minutes" in capsys.readouterr().err
+
+
 def test_both_steps_use_the_method(engine, monkeypatch):
     configs = []
     real = engine.generate
@@ -273,6 +280,7 @@ BAD = {
     "seed": (["--seed", "-1"], "--seed -1: must be in [0, 2**32)"),
     "method": (["--method", "ar"], "--method ar: must be one of vanilla, lookup"),
     "openings": (["--openings", "no/such.txt"], "--openings no/such.txt: No such file"),
+    "minutes": (["--minutes", "0"], "--minutes 0.0: must be positive"),
     "no openings": (["--openings", "/dev/null"], "--openings /dev/null: the file is empty"),
 }
 

@@ -12,6 +12,7 @@ from tiny_models import random_model, tiny_config
 
 from failfast_jax import FailFast
 from failfast_jax.loading import load_drafter
+from failfast_jax.models.transformer import rotary
 from failfast_jax.train import conditioned, data, loop, standalone
 from failfast_jax.train.block_diffusion import Corruption
 from failfast_jax.train.block_diffusion import Settings as BlockSettings
@@ -70,6 +71,13 @@ def test_documents_are_read_as_they_were_written(tmp_path):
     np.testing.assert_array_equal(documents.prompt_length, stored["prompt_len"])
     first = np.concatenate([stored["prompt"][: stored["prompt_len"][0]], stored["answer"][: stored["answer_len"][0]]])
     np.testing.assert_array_equal(documents.tokens[0], first[:20])
+
+
+def test_documents_are_read_as_they_were_saved(documents, tmp_path):
+    data.save_documents(tmp_path / "saved.npz", documents)
+    again = load(tmp_path / "saved.npz")
+    assert again.digest() == documents.digest()
+    assert again.take([1, 0]).digest() != again.take([0, 1]).digest()
 
 
 def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
@@ -193,9 +201,10 @@ def test_the_loss_equals_a_plain_reference(documents, target):
                 features = batch["features"][b, :, mine].swapaxes(0, 1)
                 rows = np.arange(config.rows) < prefix
                 x = model.inputs(target.embed[...][tokens][None], rows[None], features[None, anchor - 1])
+                own_rotary, context_rotary = (rotary(config.base, p[None]) for p in (at, np.arange(anchor)))
                 for index, layer in enumerate(model.layers):
-                    q, k, v = layer.attention.project(layer.input_norm(x), *model.rotary(at[None]))
-                    before = model.context(index, features[None, :anchor], *model.rotary(np.arange(anchor)[None]))
+                    q, k, v = layer.attention.project(layer.input_norm(x), *own_rotary)
+                    before = model.context(index, features[None, :anchor], *context_rotary)
                     k, v = (jnp.concatenate([c, own], 1) for c, own in zip(before, (k, v)))
                     k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
                     scores = jnp.einsum("bqnh,bknh->bnqk", q, k) * q.shape[-1] ** -0.5
@@ -261,9 +270,19 @@ def test_features_are_cached_once_and_for_the_right_documents(documents, target,
     for row, length in enumerate(batch["length"]):
         np.testing.assert_allclose(got[row, :length], want[row, :length], rtol=2**-7, atol=1e-3)
         assert not got[row, length:].any()
+    # More layers than a run reads, computed in two pieces.
+    late = {"also": (1,), "deadline": 0.0}
+    with pytest.raises(loop.OutOfTime):
+        conditioned.FeatureCache(tmp_path / "wide", documents, target, layers, **late)
+    conditioned.FeatureCache(tmp_path / "wide", documents, target, layers, **late)
     monkeypatch.setattr(conditioned, "_target_features", None)  # nothing is computed again
-    again = conditioned.FeatureCache(tmp_path / "cache", documents, target, layers)
-    np.testing.assert_array_equal(again.values, cache.values)
+    for folder in ("cache", "wide"):
+        again = conditioned.FeatureCache(tmp_path / folder, documents, target, layers)
+        np.testing.assert_array_equal(again.batch(batch), cache.batch(batch))
+    only = conditioned.FeatureCache(tmp_path / "wide", documents, target, (2,))
+    np.testing.assert_array_equal(only.batch(batch), cache.batch(batch)[:, :, 1:])
+    with pytest.raises(data.DataError, match=r"holds features of layers \[0, 2\], not of \[1\]"):
+        conditioned.FeatureCache(tmp_path / "cache", documents, target, (0, 1, 2))
     with pytest.raises(data.DataError, match="features of other documents"):
         conditioned.FeatureCache(tmp_path / "cache", documents.take(range(5)), target, layers)
 
@@ -274,7 +293,7 @@ def test_features_are_cached_once_and_for_the_right_documents(documents, target,
 @pytest.mark.parametrize("family", ["conditioned", "standalone"])
 def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, family):
     objective = make_objective(family, target, documents)
-    optimization = loop.Optimization(steps=30, batch=2, accumulate=2, learning_rate=1e-3, warmup=5)
+    optimization = loop.Optimization(steps=14, batch=2, accumulate=2, learning_rate=1e-3, warmup=3)
     dataset = data.batches(documents, length=LENGTH, batch=4, seed=0)
 
     class Killed(Exception):
@@ -291,15 +310,15 @@ def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, fa
 
     def run(folder, batches):
         folder.mkdir(exist_ok=True)
-        state, done = loop.train(objective, batches, optimization, folder, save_every=7)
+        state, done = loop.train(objective, batches, optimization, folder, save_every=4)
         assert done
         return state, [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
     whole, log = run(tmp_path / "whole", dataset)
     with pytest.raises(Killed):
-        run(tmp_path / "killed", UntilStep(17))
+        run(tmp_path / "killed", UntilStep(10))
     with (tmp_path / "killed" / "log.jsonl").open("a") as file:
-        file.write('{"step": 19, "los')  # cut off while it was written
+        file.write('{"step": 9, "los')  # cut off while it was written
     continued, log_continued = run(tmp_path / "killed", dataset)
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(continued)):
         np.testing.assert_array_equal(a, b)
@@ -339,6 +358,15 @@ def test_a_folder_belongs_to_one_setting(tmp_path):
     loop.check_folder(tmp_path / "run", {"seed": 1, "rows": 7})
     with pytest.raises(loop.TrainError, match="a run with rows=7 began there, now it is 8"):
         loop.check_folder(tmp_path / "run", {"seed": 1, "rows": 8})
+    with pytest.raises(loop.TrainError, match="a run with target='a' began there, now it is 'b'"):
+        loop.check_folder(tmp_path / "targets", {"target": "a", "draft_vocab": 7})
+        loop.check_folder(tmp_path / "targets", {"target": "b", "draft_vocab": 8})
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "train.part").write_text("{")  # killed at its very start
+    loop.check_folder(tmp_path / "cut", {"seed": 1})
+    (tmp_path / "file").touch()
+    with pytest.raises(loop.TrainError, match="file: not a folder"):
+        loop.check_folder(tmp_path / "file", {})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
     with pytest.raises(loop.TrainError, match="not empty"):
@@ -357,7 +385,7 @@ def test_learning_rates(schedule):
 def test_training_makes_a_drafter_that_loads_and_drafts(documents, target, tmp_path, family):
     """Overfits a few documents: the drafter then predicts some of the target's own answers."""
     objective = make_objective(family, target, documents)
-    engine = FailFast(target, compile_cache="off")
+    engine = FailFast(target)
     prompts = [row[:n].tolist() for row, n in zip(documents.tokens, documents.prompt_length)]
     answers = engine.generate(prompts, method="vanilla", max_new_tokens=16, ignore_eos=True)
     own = data.Documents([np.asarray(a.prompt_ids + a.output_ids, np.int32) for a in answers], documents.prompt_length)
@@ -371,7 +399,7 @@ def test_training_makes_a_drafter_that_loads_and_drafts(documents, target, tmp_p
     assert measure.last["accepted_per_round"] > before["accepted_per_round"] + 0.3
     objective.save(state["ema"], tmp_path / "drafter", storage="float32")
     loaded = load_drafter(tmp_path / "drafter", target)
-    drafted = FailFast(target, loaded, compile_cache="off").generate(
+    drafted = FailFast(target, loaded).generate(
         prompts, tau=1.0, spec_len=4, max_spec_len=4, max_new_tokens=16, ignore_eos=True
     )
     assert [r.output_ids for r in drafted] == [a.output_ids for a in answers]

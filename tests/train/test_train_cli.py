@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
 
-from failfast_jax import FailFast, load_model
+from failfast_jax import FailFast, load_model, loading
+from failfast_jax.checkpoints.drafter import decoding_defaults, write_decoding
 from failfast_jax.train.__main__ import main
+from failfast_jax.train.data import load_documents
 
 TARGET = str(GOLDEN / "llama_tied")
 
@@ -46,11 +48,13 @@ def arguments(data, out, *more: str) -> list[str]:
     ],
     ids=lambda flags: flags[1],
 )
-def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys):
+def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, monkeypatch):
     out = tmp_path / "run"
     whole = arguments(data, out, *family, "--steps", "4", "--save-every", "2", "--storage", "float32")
     if family[1] == "conditioned":
         whole += ["--feature-cache", str(tmp_path / "features")]
+        assert main([*whole, "--minutes", "0.0001"]) == 3  # ended among the features
+        assert not capsys.readouterr().out
     assert main([*whole, "--minutes", "0.0001"]) == 3
     first = json.loads(capsys.readouterr().out)
     assert first["steps"] == 1
@@ -60,11 +64,19 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys):
     config = json.loads((out / "drafter" / "config.json").read_text())
     assert config["family"] == family[1] and config["training"]["steps_done"] == 4
     assert config["training"]["held_out_figures"]["accepted_per_round"] == report["accepted_per_round"]
-    engine = FailFast(TARGET, out / "drafter", compile_cache="off")
+    engine = FailFast(TARGET, out / "drafter")
     options = {"max_new_tokens": 8, "ignore_eos": True}
     drafted = engine.generate([[5, 6, 7]], spec_len=3, max_spec_len=3, **options)[0]
     assert drafted.output_ids == engine.generate([[5, 6, 7]], method="vanilla", **options)[0].output_ids
     assert drafted.stats.drafted > 0
+    # A finished run is told from its folder; decoding defaults that were written meanwhile stay.
+    write_decoding(out / "drafter", "cpu", {"spec_len": 2})
+    monkeypatch.setattr(loading, "load_model", None)
+    assert main(whole) == 0
+    assert json.loads(capsys.readouterr().out) == report
+    assert decoding_defaults(out / "drafter", "cpu") == {"spec_len": 2}
+    held_out = load_documents([out / "held_out.npz"], vocab_size=150, shortest=1, longest=64)
+    assert len(held_out) == 4
     # Another setting in the same folder is another run.
     assert main([*whole, "--seed", "1"]) == 2
     assert "a run with seed=0 began there, now it is 1" in capsys.readouterr().err
@@ -82,6 +94,8 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys):
         (["--held-out", "16"], "--held-out 16: there are only 16 documents"),
         (["--family", "standalone", "--block-size", "7"], "--seq-len 64: must be a multiple of --block-size 7"),
         (["--eval-prompts", "9"], "--eval-prompts 9: out of range"),
+        (["--eval-spec-len", "8"], "--eval-spec-len 8: a pass drafts at most --rows 7 tokens"),
+        (["--cache-layers", "0"], "--cache-layers 0: needs --feature-cache"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_written(data, tmp_path, flags, message, capsys):

@@ -69,9 +69,12 @@ def test_the_report_on_every_generation(topology, device, tmp_path):
     assert f"qwen2.5-7b {topology} tp4" in table
     (report,) = json.loads((tmp_path / "report.json").read_text())
     assert report["device"] == device
+    assert 0 < report["hbm_gb"] < report["hbm_capacity_gb"]
+    if "unreadable" in report:  # compiled, but with instructions that this JAX cannot read back
+        assert device == "TPU7x", report["unreadable"]
+        return
     assert report["executables"] == 1 and report["host_transfers"] == [] and report["cache_copies"] == []
     assert report["collectives_in_the_loop"]["all-gather"] == 0
-    assert report["hbm_gb"] < report["hbm_capacity_gb"]
     if costs:
         return
     for name, found in report["passes"].items():

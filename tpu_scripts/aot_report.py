@@ -4,7 +4,8 @@
 
 For each case the round loop (draft, expand, verify, accept, commit, and the loop over rounds) is compiled from
 abstract shapes, without weights in memory, and so are single passes: a verify of 8 and of 72 rows, and a window of the
-drafter. No TPU is needed, and nothing is run: times are estimates, made as `failfast_jax.bench.tpu_cost` says.
+drafter. No TPU is needed, and nothing is run: times are estimates, made as `failfast_jax.bench.tpu_cost` says. A `?`
+stands where this JAX cannot read the compiled program back.
 """
 
 from __future__ import annotations
@@ -229,6 +230,14 @@ class Compiler:
         return 2 * config.num_layers * heads * CONTEXT * config.head_dim * 2
 
 
+def text_of(compiled: Any) -> tuple[str | None, str]:
+    """The compiled program, and why it cannot be read: this JAX does not know every instruction of the newest chips."""
+    try:
+        return compiled.as_text(), ""
+    except jax.errors.JaxRuntimeError as error:
+        return None, str(error).strip().splitlines()[0]
+
+
 def report(
     case: Case, layers: int | None = None, costs: bool = True, replicate_drafter: bool = False
 ) -> dict[str, Any]:
@@ -237,7 +246,8 @@ def report(
     start = time.perf_counter()
     loop, state = compiler.whole_answer()
     seconds = time.perf_counter() - start
-    hlo, memory = loop.as_text(), loop.memory_analysis()
+    hlo, unreadable = text_of(loop)
+    memory = loop.memory_analysis()
     used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     used += memory.generated_code_size_in_bytes - memory.alias_size_in_bytes
     shapes = {
@@ -252,15 +262,20 @@ def report(
         "compile_s": seconds,
         "hbm_gb": used / 1e9,
         "hbm_capacity_gb": compiler.chip.hbm_gb,
-        "executables": hlo.count("\nENTRY "),
-        "host_transfers": tpu_cost.host_transfers(hlo),
-        "cache_copies": [line for shape in shapes for line in tpu_cost.copies_of(hlo, shape)],
-        "collectives_in_the_loop": tpu_cost.collectives(hlo),
         "drafter": {
             axis: getattr(compiler.drafter.execution, axis) is not None or case.tp == 1
             for axis in ("heads", "mlp", "vocab")
         },
     }
+    if hlo is None:
+        result["unreadable"] = unreadable
+    else:
+        result |= {
+            "executables": hlo.count("\nENTRY "),
+            "host_transfers": tpu_cost.host_transfers(hlo),
+            "cache_copies": [line for shape in shapes for line in tpu_cost.copies_of(hlo, shape)],
+            "collectives_in_the_loop": tpu_cost.collectives(hlo),
+        }
     if not costs:
         return result
     passes = {f"verify({width})": compiler.cost(compiler.target, width, width) for width in WIDTHS}
@@ -312,10 +327,10 @@ def row(found: dict[str, Any]) -> str:
         case.batch,
         f"{found['compile_s']:.0f}",
         f"{found['hbm_gb']:.1f} of {found['hbm_capacity_gb']:.0f}",
-        found["executables"],
-        len(found["host_transfers"]),
-        len(found["cache_copies"]),
+        *(("?", "?", "?") if "unreadable" in found else ()),
     ]
+    if "unreadable" not in found:
+        cells += [found["executables"], len(found["host_transfers"]), len(found["cache_copies"])]
     if "passes" in found:
         narrow, wide, drafter = (found["passes"][name] for name in ("verify(8)", "verify(72)", "drafter"))
         cells += [

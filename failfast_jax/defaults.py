@@ -34,11 +34,15 @@ def load_pair(
     compile_cache: str | os.PathLike | None = None,
     tensor_parallel: int = 1,
     attention: str | None = None,
+    share: FailFast | None = None,
 ) -> FailFast:
     """An engine for `method`, with the embedded models where none are named; loads no drafter it will not use.
 
     The embedded drafter reads the target's features. `fast-dllm`, the schedule `aligned` and `specdiff` with `steps`
     denoise a block on its own: with them the embedded target itself drafts, run block-causally and not trained to.
+
+    Args:
+      share: an engine whose target, with its tokenizer, is used instead of reading `target` once more.
 
     Raises:
       ValueError: a model is missing, unreadable or does not fit; the message names it.
@@ -51,19 +55,29 @@ def load_pair(
         "attention": attention,
     }
     kind = METHODS[method].model if method in METHODS else None
+
+    def build(*drafter: Any) -> FailFast:
+        if share is None:
+            return FailFast(target or default_target_path(), *drafter, **options)
+        engine = FailFast(share.target, *drafter, tokenizer=share.tokenizer, **options)
+        engine.target_name = share.target_name
+        return engine
+
     if kind is None:
-        return FailFast(target or default_target_path(), **options)
+        return build()
     if target is not None or drafter is not None:
         if drafter is None:
             raise OptionError(f"--method {method}: needs --drafter, a model of kind {kind!r} for {target}")
-        return FailFast(target or default_target_path(), drafter, **options)
+        return build(drafter)
     if kind != "diffusion":
         raise OptionError(f"--method {method}: needs --drafter, a model of kind {kind!r}")
-    path = default_target_path()
     shipped = embedded_drafter()
     one_pass = (method == "failfast" and schedule == "wide") or (method == "specdiff" and steps in (None, 1))
     if shipped is not None and one_pass:
-        return FailFast(path, shipped, **options)
-    model, tokenizer = load_with_tokenizer(path, dtype)
+        return build(shipped)
+    if share is not None:
+        model, tokenizer = share.target, share.tokenizer
+    else:
+        model, tokenizer = load_with_tokenizer(default_target_path(), dtype)
     logger.warning("drafting with SmolLM2 itself, run block-causally: it is not trained to draft")
     return FailFast(model, as_untrained_drafter(model), tokenizer=tokenizer, drafter_tokenizer=tokenizer, **options)

@@ -9,62 +9,21 @@ first difference counts as a near-tie if their gap is below `--near-tie`, as a f
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
+import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from tqdm import tqdm
-
-from failfast_jax.bench.prompts import humaneval_prompts
+from failfast_jax.bench.compare import DIFFERENT, EQUAL, NEAR_TIE, compare, first_difference, logit_gap
+from failfast_jax.bench.datasets import Dataset, load_dataset
+from failfast_jax.bench.engines import Engines
+from failfast_jax.bench.harness import Comparison
+from failfast_jax.bench.journal import Journal
+from failfast_jax.bench.report import totals
+from failfast_jax.bench.settings import BASELINE, Setting
 from failfast_jax.config import GenerationConfig
-from failfast_jax.defaults import load_pair
 from failfast_jax.drafters import METHODS
-from failfast_jax.engine import FailFast
 
-EQUAL, NEAR_TIE, DIFFERENT = "equal", "near-tie", "different"
-
-
-def first_difference(a: list[int], b: list[int]) -> int | None:
-    """Index of the first differing token; None if the lists are equal."""
-    for index, (x, y) in enumerate(zip(a, b)):
-        if x != y:
-            return index
-    return None if len(a) == len(b) else min(len(a), len(b))
-
-
-def logit_gap(engine: FailFast, ids: list[int]) -> float:
-    """Difference of the target's two best logits for the token after `ids`."""
-    logits = np.asarray(engine.target.logits([ids])[0, -1])
-    second, best = np.partition(logits, -2)[-2:]
-    return float(best - second)
-
-
-def compare(engine: FailFast, prompt: list[int], vanilla: list[int], other: list[int]) -> tuple[str, int | None, float]:
-    """Verdict, index of the first difference, and the logit gap there (0 where there is none)."""
-    index = first_difference(vanilla, other)
-    if index is None:
-        return EQUAL, None, 0.0
-    return DIFFERENT, index, logit_gap(engine, prompt + vanilla[:index])
-
-
-def _read_done(path: Path | None, settings: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Records of an earlier, unfinished run with the same settings."""
-    if path is None or not path.exists():
-        return {}
-    done = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            print(f"{path}: line {number} is cut off; its prompt is run again", file=sys.stderr)
-            continue
-        if record["settings"] != settings:
-            raise ValueError(f"{path}: line {number} was made with other settings; name another --out")
-        done[record["method"], record["prompt"]] = record
-    return done
+__all__ = ["DIFFERENT", "EQUAL", "NEAR_TIE", "compare", "first_difference", "logit_gap", "main"]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,75 +31,27 @@ def run(args: argparse.Namespace) -> int:
     for method in methods:
         if method not in METHODS:
             raise ValueError(f"--methods {method}: must be among {', '.join(METHODS)}")
-    prompts = humaneval_prompts(args.limit)
-    settings = {
-        "target": args.target,
-        "drafter": args.drafter,
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.temperature,
-        "seed": args.seed,
-        "exact": args.exact,
-        "dtype": args.dtype,
-        "prompts": hashlib.sha256("".join(prompts).encode()).hexdigest()[:16],
-    }
-    done = _read_done(args.out, settings)
-    engines: dict[str, FailFast] = {}
-    for method in ("vanilla", *methods):
-        # Methods without a model share vanilla's engine.
-        kind = method if METHODS[method].model else "vanilla"
-        if kind not in engines:
-            engines[kind] = load_pair(args.target, args.drafter, method=kind, dtype=args.dtype)
-        engines[method] = engines[kind]
-    base = GenerationConfig(
+    dataset: Dataset = load_dataset("humaneval", limit=args.limit)
+    common = GenerationConfig(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, exact=args.exact
     )
-    out = args.out.open("a", encoding="utf-8") if args.out else None
-    if done and out and not args.out.read_text(encoding="utf-8").endswith("\n"):
-        out.write("\n")  # behind a line that was cut off
-    work = [(method, index) for index in range(len(prompts)) for method in ("vanilla", *methods)]
-    for method, index in tqdm(work, desc="lossless", unit="answer", file=sys.stderr):
-        if (method, index) in done:
-            continue
-        engine = engines[method]
-        result = engine.generate([prompts[index]], base, method=method)[0]
-        record = {
-            "settings": settings,
-            "method": method,
-            "prompt": index,
-            "output_ids": result.output_ids,
-            "rounds": result.stats.rounds,
-            "accepted": result.stats.accepted,
-            "drafted": result.stats.drafted,
-            "drafter_passes": result.stats.drafter_passes,
-            "decode_s": result.stats.decode_s,
-        }
-        if method != "vanilla":
-            verdict, at, gap = compare(
-                engine, result.prompt_ids, done["vanilla", index]["output_ids"], result.output_ids
-            )
-            if verdict == DIFFERENT and not args.exact and gap < args.near_tie:
-                verdict = NEAR_TIE
-            record |= {"verdict": verdict, "first_difference": at, "logit_gap": gap}
-            if verdict != EQUAL:
-                tqdm.write(f"{method}, prompt {index}: {verdict} at token {at}, logit gap {gap:.2e}", file=sys.stderr)
-        done[method, index] = record
-        if out:
-            out.write(json.dumps(record) + "\n")
-            out.flush()
-    failures = 0
+    common.validate()
+    engines = Engines(args.target, args.drafter, args.drafter, args.dtype)
+    options = {k: v for k, v in dataclasses.asdict(common).items() if k != "method"}
+    journal = Journal(args.out, {**engines.identity(), "options": options})
+    settings = [Setting(method, method) for method in dict.fromkeys(methods) if method != BASELINE]
+    comparison = Comparison(engines, [dataset], settings, common, journal, near_tie=args.near_tie)
+    comparison.run("lossless")
+    table = totals(comparison.records(), [s.label for s in settings])
     print(f"| method | prompts | equal | near-ties (gap < {args.near_tie:g}) | different | accepted/round | tokens/s |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for method in ("vanilla", *methods):
-        rows = [done[method, index] for index in range(len(prompts))]
-        count = {v: sum(r.get("verdict", EQUAL) == v for r in rows) for v in (EQUAL, NEAR_TIE, DIFFERENT)}
-        failures += count[DIFFERENT]
-        per_round = sum(r["accepted"] for r in rows) / max(sum(r["rounds"] for r in rows), 1)
-        speed = sum(len(r["output_ids"]) for r in rows) / sum(r["decode_s"] for r in rows)
+    for method, row in table.items():
+        count = row["verdicts"]
         print(
-            f"| {method} | {len(rows)} | {count[EQUAL]} | {count[NEAR_TIE]} | {count[DIFFERENT]} "
-            f"| {per_round:.2f} | {speed:.1f} |"
+            f"| {method} | {row['answers']} | {count[EQUAL]} | {count[NEAR_TIE]} | {count[DIFFERENT]} "
+            f"| {row['accepted_per_round'] or 0:.2f} | {row['tokens_per_s']:.1f} |"
         )
-    return 1 if failures else 0
+    return 1 if any(row["verdicts"][DIFFERENT] for row in table.values()) else 0
 
 
 def main(argv: list[str] | None = None) -> int:

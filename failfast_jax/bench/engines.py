@@ -1,0 +1,114 @@
+"""The engines of a benchmark: one target, and for each setting the drafter that it needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from failfast_jax.bench.settings import BASELINE, Setting
+from failfast_jax.config import GenerationConfig
+from failfast_jax.defaults import embedded_drafter, load_pair
+from failfast_jax.drafters import METHODS
+from failfast_jax.engine import FailFast
+
+
+def model_stamp(source: str | os.PathLike | None) -> dict[str, Any]:
+    """A model's name and, for files on this machine, what tells it from a newer one under the same name."""
+    stamp: dict[str, Any] = {"name": None if source is None else str(source), "files": None}
+    path = Path(source) if source is not None else None
+    if path is not None and path.exists():
+        files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
+        states = [(os.path.relpath(f, path), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+        stamp["files"] = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:16]
+    return stamp
+
+
+class Engines:
+    """Engines that share one target and one set of compiled programs, built when a setting first needs them.
+
+    Args:
+      drafter: of block-diffusion methods; None, with no target named: that of the default pair.
+      ar_drafter: of autoregressive methods.
+    """
+
+    def __init__(
+        self,
+        target: str | os.PathLike | None = None,
+        drafter: str | os.PathLike | None = None,
+        ar_drafter: str | os.PathLike | None = None,
+        dtype: str | None = None,
+    ):
+        self.sources = {"target": target, "drafter": drafter, "ar_drafter": ar_drafter}
+        self.dtype = dtype
+        self.base = load_pair(target, method=BASELINE, dtype=dtype)
+        self._built: dict[Any, FailFast] = {None: self.base}
+
+    def identity(self) -> dict[str, Any]:
+        """What records must agree on: models, files and type of the weights."""
+        stamps = {name: model_stamp(source) for name, source in self.sources.items() if source is not None}
+        if not stamps.keys() & {"target", "drafter"}:
+            stamps["drafter"] = model_stamp(embedded_drafter())
+        return {**stamps, "dtype": self.dtype}
+
+    def missing(self, setting: Setting) -> str | None:
+        """Which drafter a setting would need and nobody named; None: nothing is missing."""
+        kind = METHODS[setting.method].model
+        if kind is None or self._source(kind) is not None:
+            return None
+        if kind == "autoregressive":
+            return "needs --ar-drafter, an autoregressive model with the target's tokens"
+        if self.sources["target"] is not None:
+            return f"needs --drafter, a model of kind {kind!r}"
+        return None
+
+    def _source(self, kind: str) -> str | os.PathLike | None:
+        if kind == "any":
+            return self.sources["drafter"] or self.sources["ar_drafter"]
+        return self.sources["ar_drafter" if kind == "autoregressive" else "drafter"]
+
+    def get(self, setting: Setting, config: GenerationConfig) -> FailFast:
+        """The engine that answers a setting's requests.
+
+        Raises:
+          ValueError: its drafter is missing, unreadable or does not fit.
+        """
+        kind = METHODS[setting.method].model
+        source = self._source(kind) if kind else None
+        # The default pair chooses a drafter by method and schedule; a drafter that was named serves all of its kind.
+        key = None if kind is None else source if source is not None else (setting.method, config.schedule)
+        if key not in self._built:
+            missing = self.missing(setting)
+            if missing is not None:
+                raise ValueError(f"{setting.label}: {missing}")
+            engine = load_pair(
+                self.sources["target"],
+                source,
+                method=setting.method,
+                schedule=config.schedule,
+                dtype=self.dtype,
+                share=self.base,
+            )
+            # One store for all: each program holds memory maps, and their number is limited per process.
+            engine._programs = self.base._programs
+            self._built[key] = engine
+        return self._built[key]
+
+    def prepare(self, setting: Setting, config: GenerationConfig) -> None:
+        """Builds a setting's engine and drafter, so that what does not fit is said before any work.
+
+        Raises:
+          ValueError: the message names the setting.
+        """
+        try:
+            self.get(setting, config).build_drafter(config)
+        except ValueError as error:
+            text = str(error)
+            raise ValueError(text if text.startswith(f"{setting.label}: ") else f"{setting.label}: {text}") from None
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens of prompt and answer together, for every engine built so far."""
+        return min(engine.max_seq_len for engine in self._built.values())

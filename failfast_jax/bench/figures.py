@@ -1,0 +1,421 @@
+"""`python -m failfast_jax.bench.figures DIR`: the figures of a benchmark, made again from its records.
+
+Reads `records.jsonl` of `python -m failfast_jax.bench --out DIR` (and `summary.json`, for its rows' names), and writes
+each figure as PNG and SVG. A figure that the records cannot fill is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from failfast_jax.bench import report
+from failfast_jax.bench.journal import ANSWER, PARTS, Record, read_lines
+from failfast_jax.bench.modelled import alpha_of, authors_latency, expected_speedup, paper
+from failfast_jax.bench.settings import BASELINE
+
+SENSITIVE = {"tau": "confidence threshold tau", "spec_len": "chunk length N", "max_spec_len": "longest draft"}
+GREY, BLUE = "#d5dbe3", "#1f5fa8"
+
+
+class NoData(Exception):
+    """The records lack what a figure shows; the message says what."""
+
+
+def figure_class(flag: str = "--out") -> Any:
+    """Matplotlib's `Figure`, which without pyplot draws with Agg and needs no display.
+
+    Raises:
+      ValueError: matplotlib is not installed; the message names the extra.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        advice = "leave --out away" if flag == "--out" else f"{flag.replace('--', '--no-')}"
+        raise ValueError(
+            f'{flag}: the plot needs matplotlib ({error}): pip install -e ".[plot]", or {advice}'
+        ) from None
+    return Figure
+
+
+def colours(labels: Sequence[str]) -> dict[str, Any]:
+    from matplotlib import colormaps
+
+    palette = colormaps["tab20" if len(labels) > 10 else "tab10"].colors
+    return {label: palette[index % len(palette)] for index, label in enumerate(labels)}
+
+
+class Records:
+    """A benchmark's answers, by dataset and setting.
+
+    Attributes:
+      names: per dataset, labels with a row of their own (no points of sweeps but the best) and the row's name.
+    """
+
+    def __init__(self, folder: Path):
+        path = folder / "records.jsonl"
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file")
+        lines, _ = read_lines(path)
+        self.answers = [line for line in lines if line["kind"] == ANSWER]
+        if not self.answers:
+            raise ValueError(f"{path}: holds no answers")
+        self.parts = {(line["dataset"], line["setting"]): line for line in lines if line["kind"] == PARTS}
+        summary = folder / "summary.json"
+        rows = json.loads(summary.read_text(encoding="utf-8"))["datasets"] if summary.is_file() else {}
+        if rows:
+            self.answers = [r for r in self.answers if r["setting"] in rows.get(r["dataset"], {}).get("settings", {})]
+        self.datasets = list(dict.fromkeys(r["dataset"] for r in self.answers))
+        self.tables, self.names = {}, {}
+        for dataset in self.datasets:
+            labels = list(dict.fromkeys(r["setting"] for r in self.of(dataset)))
+            whole = [r for r in self.of(dataset) if self._has_baseline(r)]
+            self.tables[dataset] = report.totals(whole, labels)
+            names = rows[dataset]["rows"] if dataset in rows else {label: label for label in labels}
+            self.names[dataset] = {label: name for label, name in names.items() if label != BASELINE}
+
+    def _has_baseline(self, record: Record) -> bool:
+        """A killed run's last turn may lack `vanilla`'s answer."""
+        place = ("dataset", "question", "repeat", "block")
+        if not hasattr(self, "_plain"):
+            self._plain = {tuple(r[k] for k in place) for r in self.answers if r["setting"] == BASELINE}
+        return tuple(record[k] for k in place) in self._plain
+
+    def of(self, dataset: str, label: str | None = None) -> list[Record]:
+        return [r for r in self.answers if r["dataset"] == dataset and (label is None or r["setting"] == label)]
+
+    def labels(self) -> dict[str, str]:
+        """Every label with a row in any dataset."""
+        return {label: name for names in self.names.values() for label, name in names.items()}
+
+
+def panels(count: int, width: float = 5.5, height: float = 4.0) -> tuple[Any, list[Any]]:
+    """A figure of `count` panels side by side."""
+    figure = figure_class("--figures")(figsize=(width * count, height), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+
+
+# -- the figures ---------------------------------------------------------------------------------------------
+
+
+def speedup_bars(records: Records) -> Any:
+    """Decode time of vanilla over that of each setting; whiskers: quartiles over questions."""
+    labels = records.labels()
+    figure, (axis,) = panels(1, max(6.0, 1.0 + 0.45 * len(labels) * len(records.datasets)))
+    colour, width = colours(list(labels)), 0.8 / max(len(labels), 1)
+    for index, (label, name) in enumerate(labels.items()):
+        for at, dataset in enumerate(records.datasets):
+            row = records.tables[dataset].get(label)
+            if label not in records.names[dataset] or row is None or row["speedup"] is None:
+                continue
+            place, spread = at + (index - (len(labels) - 1) / 2) * width, row["prompt_speedup"]
+            axis.bar(place, row["speedup"], width * 0.92, color=colour[label])
+            axis.plot([place, place], [spread["low"], spread["high"]], color="#333333", linewidth=1)
+            axis.text(place, max(row["speedup"], spread["high"]), f"{row['speedup']:.2f}", ha="center", va="bottom")
+        axis.bar([0], [0], color=colour[label], label=name)
+    axis.axhline(1.0, color="#999999", linestyle="--", linewidth=1)
+    axis.set_xticks(range(len(records.datasets)), records.datasets)
+    axis.set(ylabel="speedup over vanilla decoding", title="Measured speedup (whiskers: quartiles of questions)")
+    axis.legend(fontsize="small", ncols=2)
+    axis.margins(y=0.12)
+    return figure
+
+
+def length_cdf(records: Records) -> Any:
+    """Share of rounds with at most so many tokens: accepted (solid) and speculated (dashed)."""
+    figure, axes = panels(len(records.datasets))
+    colour, found = colours(list(records.labels())), False
+    for axis, dataset in zip(axes, records.datasets):
+        for label, name in records.names[dataset].items():
+            entries = [e for r in records.of(dataset, label) for e in r["detail"]]
+            if not any(e["drafted"] for e in entries):
+                continue
+            found = True
+            for key, style in (("accepted", "-"), ("drafted", "--")):
+                values = np.sort([report.accepted_of(e) if key == "accepted" else e["drafted"] for e in entries])
+                share = np.arange(1, len(values) + 1) / len(values)
+                axis.step(
+                    np.concatenate([[0], values]),
+                    np.concatenate([[0], share]),
+                    style,
+                    where="post",
+                    color=colour[label],
+                    label=name if key == "accepted" else None,
+                )
+        axis.set(title=dataset, xlabel="tokens a round (solid: accepted, dashed: speculated)", ylabel="share of rounds")
+        axis.set_ylim(0, 1.02)
+        axis.legend(fontsize="small", loc="lower right")
+    if not found:
+        raise NoData("no setting drafted anything")
+    return figure
+
+
+def latency(records: Records) -> Any:
+    """Milliseconds per token by part of the round."""
+    figure, axes = panels(len(records.datasets), max(5.5, 0.9 * (1 + len(records.labels()))))
+    found = False
+    for axis, dataset in zip(axes, records.datasets):
+        names = {BASELINE: BASELINE, **records.names[dataset]}
+        bars, labels = [], []
+        for label, name in names.items():
+            rows, costs = records.of(dataset, label), records.parts.get((dataset, label))
+            split = report.latency_split(rows, costs)
+            if split is not None:
+                per_token = 1e3 * sum(r["decode_s"] for r in rows) / sum(r["tokens"] for r in rows)
+                bars.append([split[part] * per_token for part in ("verify", "draft", "other")])
+                labels.append(name)
+        if not bars:
+            continue
+        found = True
+        heights, base = np.asarray(bars).T, np.zeros(len(bars))
+        for part, height, colour in zip(("verify", "draft", "other"), heights, (BLUE, "#e08b3c", GREY)):
+            axis.bar(range(len(bars)), height, bottom=np.where(height >= 0, base, 0), color=colour, label=part)
+            base += np.maximum(height, 0)
+        axis.set_xticks(range(len(bars)), labels, rotation=30, ha="right")
+        axis.set(title=dataset, ylabel="ms a token")
+        axis.legend(fontsize="small")
+    if not found:
+        raise NoData("the parts of a round were not timed (--no-parts)")
+    return figure
+
+
+def acceptance_against_compute(records: Records) -> Any:
+    """Acceptance rate over drafter passes a round, every setting a point: what more compute for drafts brings."""
+    methods = sorted({r["method"] for r in records.answers if r["method"] != BASELINE})
+    figure, axes = panels(len(records.datasets))
+    colour, found = colours(methods), False
+    for axis, dataset in zip(axes, records.datasets):
+        points = defaultdict(list)
+        for label, row in records.tables[dataset].items():
+            if row["passes"] and row["acceptance_rate"] is not None:
+                points[records.of(dataset, label)[0]["method"]].append(
+                    (row["passes_per_round"], row["acceptance_rate"], label)
+                )
+        for method, line in points.items():
+            found = True
+            x, y, _ = zip(*sorted(line))
+            axis.plot(x, y, "o-", color=colour[method], label=method)
+        axis.set(title=dataset, xlabel="drafter passes a round", ylabel="acceptance rate")
+        axis.set_xlim(left=0)
+        axis.set_ylim(0, 1)
+        axis.legend(fontsize="small")
+    if not found:
+        raise NoData("no setting drafted with a model")
+    return figure
+
+
+def calibration(found: Mapping[str, dict[str, Any]]) -> Any:
+    """Confidence against acceptance, two panels a setting, from `report.calibration`."""
+    figure = figure_class()(figsize=(11, 4 * len(found)), layout="constrained")
+    axes = figure.subplots(len(found), 2, squeeze=False)
+    for (left, right), (name, bins) in zip(axes, found.items()):
+        counts = left.twinx()
+        left.set_zorder(counts.get_zorder() + 1)  # the line in front of the bars
+        left.patch.set_visible(False)
+        middles = [(b["low"] + b["high"]) / 2 for b in bins["rounds"]]
+        counts.bar(middles, [b["count"] for b in bins["rounds"]], width=0.9 / report.BINS, color=GREY)
+        counts.set_ylabel("rounds (bars)")
+        counts.yaxis.get_major_locator().set_params(integer=True)
+        full = [b for b in bins["rounds"] if b["count"]]
+        left.plot([b["confidence"] for b in full], [b["accepted"] for b in full], "o-", color=BLUE)
+        left.set(title=f"{name}: accepted length", ylabel="mean accepted length (line)")
+        left.set_ylim(bottom=0)
+        left.set_xlabel("confidence of the first drafted token")
+
+        full = [b for b in bins["tokens"] if b["count"]]
+        right.plot([0, 1], [0, 1], "--", color="#999999", label="calibrated")
+        right.plot([b["confidence"] for b in full], [b["accepted"] for b in full], "o-", color=BLUE, label=name)
+        right.set(title=f"{name}: reliability, calibration error {report.shown(bins['ece'], 3)}", ylim=(-0.02, 1.02))
+        right.set(xlabel="confidence of a drafted token", ylabel="share accepted")
+        right.legend(loc="upper left")
+        for axis in (left, right):
+            axis.set_xlim(-0.02, 1.02)
+    return figure
+
+
+def calibration_of_all(records: Records) -> Any:
+    """`calibration` of every setting with a row, all datasets together."""
+    found = {name: report.calibration(records.answers, label) for label, name in records.labels().items()}
+    found = {name: bins for name, bins in found.items() if bins["ece"] is not None}
+    if not found:
+        raise NoData("no setting drafted anything")
+    return calibration(found)
+
+
+def easy_tokens(record: Record) -> list[bool]:
+    """For each token of an answer: was it an accepted draft token, or the bonus behind a draft accepted whole?"""
+    tokens: list[bool] = []
+    for entry in record["detail"]:
+        accepted = report.accepted_of(entry)
+        tokens += [True] * accepted
+        # The target's own token: easy where all of a draft was right.
+        tokens += [0 < entry["drafted"] <= entry["accepted"]] * (entry["emitted"] - accepted)
+    return tokens
+
+
+def easy_share(records: Sequence[Record], cutoffs: Sequence[int]) -> list[float]:
+    """Share of tokens in runs of more than so many easy tokens, per cutoff (Fig. 5 of the paper)."""
+    runs, total = [], 0
+    for record in records:
+        tokens = easy_tokens(record)
+        total += len(tokens)
+        length = 0
+        for easy in [*tokens, False]:
+            if easy:
+                length += 1
+            elif length:
+                runs.append(length)
+                length = 0
+    return [sum(run for run in runs if run > cutoff) / max(total, 1) for cutoff in cutoffs]
+
+
+def easy_regions(records: Records) -> Any:
+    """Share of tokens that lie in runs of consecutive easy tokens longer than x."""
+    figure, axes = panels(len(records.datasets))
+    colour, found = colours(list(records.labels())), False
+    for axis, dataset in zip(axes, records.datasets):
+        cutoffs = range(101)
+        for label, name in records.names[dataset].items():
+            rows = records.of(dataset, label)
+            if any(e["drafted"] for r in rows for e in r["detail"]):
+                found = True
+                axis.plot(cutoffs, easy_share(rows, cutoffs), color=colour[label], label=name)
+        axis.set(title=dataset, xlabel="length of an easy region (tokens)", ylabel="share of tokens in longer ones")
+        axis.set_ylim(0, 1)
+        axis.legend(fontsize="small")
+    if not found:
+        raise NoData("no setting drafted anything")
+    return figure
+
+
+def sensitivity(records: Records, key: str) -> Any:
+    """Speedup and acceptance over one swept option."""
+    lines: dict[tuple, list[tuple[float, float, float | None]]] = defaultdict(list)
+    for dataset in records.datasets:
+        for label, row in records.tables[dataset].items():
+            rows = records.of(dataset, label)
+            options = rows[0]["options"] if rows else {}
+            if options.get(key) is None or row["speedup"] is None:
+                continue
+            rest = ",".join(f"{k}={v}" for k, v in options.items() if k != key)
+            name = f"{rows[0]['method']}{':' + rest if rest else ''}, {dataset}"
+            lines[name].append((options[key], row["speedup"], row["acceptance_rate"]))
+    lines = {name: sorted(points) for name, points in lines.items() if len(points) > 1}
+    if not lines:
+        raise NoData(f"no sweep over {key} (--sweep method:{key}=v1|v2|...)")
+    figure, (left, right) = panels(2)
+    for (name, points), colour in zip(lines.items(), colours(list(lines)).values()):
+        x, speedup, rate = zip(*points)
+        left.plot(x, speedup, "o-", color=colour, label=name)
+        right.plot(x, [np.nan if r is None else r for r in rate], "o-", color=colour, label=name)
+    left.set(xlabel=SENSITIVE[key], ylabel="speedup over vanilla decoding")
+    right.set(xlabel=SENSITIVE[key], ylabel="acceptance rate", ylim=(0, 1))
+    left.legend(fontsize="small")
+    return figure
+
+
+def theory_curves(lengths: Sequence[int]) -> dict[str, list[float]]:
+    """Leviathan et al., Theorem 3.8, for the paper's two drafters (Qwen2.5-32B, MATH).
+
+    The autoregressive one takes a pass a token, the block-diffusion one a pass for each eight and one more, for its
+    cache. Each has the acceptance rate of Appendix B, freed of the length at which it was measured.
+    """
+    name = "Qwen2.5-32B-Instruct"
+    cost = authors_latency(name)
+    step = cost.draft_pass / cost.target_step
+    found = {}
+    for label, method, passes in (
+        ("autoregressive drafter", "ar", lambda n: n),
+        ("block-diffusion drafter, one pass", "failfast", lambda n: -(-n // 8) + 1),
+    ):
+        row = paper()[name][method]["MATH"]
+        alpha = alpha_of(row["acceptance_rate"], row["mean_speculated"])
+        found[label] = [expected_speedup(alpha, n, step * passes(n)) for n in lengths]
+    return found
+
+
+def theory(records: Records) -> Any:
+    """Expected speedup over the draft length, and where the measured settings lie."""
+    figure, (axis,) = panels(1, 7)
+    lengths = range(2, 61)
+    for (name, values), colour in zip(theory_curves(lengths).items(), ("#74a5d8", BLUE)):
+        best = int(np.argmax(values))
+        axis.plot(lengths, values, color=colour, label=f"{name}: {values[best]:.1f} x at {lengths[best]}")
+    colour = colours(list(records.labels()))
+    for dataset, marker in zip(records.datasets, "osD^vP*X" * len(records.datasets)):
+        for label, name in records.names[dataset].items():
+            row = records.tables[dataset][label]
+            if row["drafted_per_round"] and row["speedup"] is not None:
+                axis.plot(
+                    row["drafted_per_round"],
+                    row["speedup"],
+                    marker,
+                    color=colour[label],
+                    label=f"measured: {name}, {dataset}",
+                )
+    axis.set(
+        xlabel="speculated tokens a round",
+        ylabel="speedup over vanilla decoding",
+        title="Theorem 3.8 with the paper's acceptance and latencies (32B, MATH); points: this run",
+    )
+    axis.legend(fontsize="small")
+    return figure
+
+
+FIGURES: dict[str, Callable[[Records], Any]] = {
+    "speedup": speedup_bars,
+    "length_cdf": length_cdf,
+    "latency": latency,
+    "acceptance_compute": acceptance_against_compute,
+    "calibration": calibration_of_all,
+    "easy_regions": easy_regions,
+    **{f"sensitivity_{key}": lambda records, key=key: sensitivity(records, key) for key in SENSITIVE},
+    "theory": theory,
+}
+
+
+def save(figure: Any, folder: Path, name: str) -> list[Path]:
+    """Writes a figure as PNG and SVG."""
+    files = [folder / f"{name}.png", folder / f"{name}.svg"]
+    figure.savefig(files[0], dpi=120)
+    figure.savefig(files[1])
+    return files
+
+
+def draw_all(source: Path, folder: Path) -> list[Path]:
+    """Draws what the records of `source` can fill into `folder`; says on stderr what they cannot."""
+    records = Records(source)
+    figure_class("--figures")
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, draw in FIGURES.items():
+        try:
+            written += save(draw(records), folder, name)
+        except NoData as reason:
+            print(f"figure {name}: left out: {reason}", file=sys.stderr)
+    return written
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m failfast_jax.bench.figures", description=__doc__)
+    parser.add_argument("source", metavar="DIR", type=Path, help="--out of python -m failfast_jax.bench")
+    parser.add_argument("--to", metavar="FOLDER", type=Path, help="default: DIR/figures")
+    args = parser.parse_args(argv)
+    try:
+        for file in draw_all(args.source, args.to or args.source / "figures"):
+            print(file)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""The loop of every comparison: each question answered with `vanilla` and with each setting, back to back.
+
+The order is reversed from question to question, so that a drift of the machine evens out. An answer that had to
+compile or read a program is a warm-up: it is thrown away and given again. Whatever was recorded is not done again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from failfast_jax.bench.compare import DIFFERENT, EQUAL, NEAR_TIE, first_difference, logit_gap
+from failfast_jax.bench.datasets import Dataset, Question
+from failfast_jax.bench.engines import Engines
+from failfast_jax.bench.journal import ANSWER, DIFFERENCE, Journal, Record, key_of
+from failfast_jax.bench.settings import BASELINE, BASELINE_SETTING, Setting
+from failfast_jax.config import GenerationConfig
+from failfast_jax.engine import FailFast, Prompt, PromptError, Result
+
+WARM_UPS = 3
+"""Most answers of one question and setting that are thrown away because they compiled something."""
+BLOCK = 6
+"""Settings that are compared with one answer of `vanilla`: their programs, and its own, are kept at once."""
+
+
+class Stopwatch:
+    """Seconds spent outside the engine: what the harness itself costs."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self._outside = 0.0
+
+    @contextmanager
+    def engine(self) -> Iterator[None]:
+        self._outside += time.perf_counter() - self._since
+        try:
+            yield
+        finally:
+            self._since = time.perf_counter()
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        now = time.perf_counter()
+        outside, self._outside, self._since = self._outside + now - self._since, 0.0, now
+        return outside
+
+
+def to_record(result: Result) -> Record:
+    """What is kept of an answer. Rounds of `vanilla` are one token each and are left out."""
+    stats = result.stats
+    detail = [
+        {
+            "drafted": len(entry.drafted),
+            "accepted": entry.accepted,
+            "emitted": len(entry.emitted),
+            "passes": entry.passes,
+            # Rounded: float32 has no tenths, and 0.7 belongs to the bin that starts there.
+            "confidence": [round(value, 6) for value in entry.confidence],
+        }
+        for entry in result.rounds
+    ]
+    return {
+        "method": result.method,
+        "decode_s": stats.decode_s,
+        "prefill_s": stats.prefill_s,
+        "prompt_tokens": len(result.prompt_ids),
+        "tokens": len(result.output_ids),
+        "rounds": stats.rounds,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "drafter_passes": stats.drafter_passes,
+        "target_passes": stats.target_passes,
+        "finish_reason": result.finish_reason,
+        "output_ids": result.output_ids,
+        "detail": [] if result.method == BASELINE else detail,
+    }
+
+
+def prompt_stamp(ids: Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:16]
+
+
+def blocks(settings: Sequence[Setting]) -> list[tuple[str, list[Setting]]]:
+    """Settings that run together, with a name that changes with their members."""
+    parts = [list(settings[at : at + BLOCK]) for at in range(0, len(settings), BLOCK)]
+    return [
+        (hashlib.sha256(json.dumps([s.label for s in part]).encode()).hexdigest()[:8], part) for part in parts or [[]]
+    ]
+
+
+class Comparison:
+    """Settings over datasets, with one journal.
+
+    Args:
+      common: options of every setting that does not say otherwise.
+
+    Raises:
+      ValueError: a setting whose options or drafter do not fit, or a prompt that cannot be served. Nothing has
+        been answered then.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        datasets: Sequence[Dataset],
+        settings: Sequence[Setting],
+        common: GenerationConfig,
+        journal: Journal,
+        *,
+        repeats: int = 1,
+        near_tie: float = 1e-3,
+    ):
+        self.engines, self.datasets, self.settings, self.common = engines, datasets, settings, common
+        self.journal, self.repeats, self.near_tie = journal, repeats, near_tie
+        self.configs = {s.label: s.config(common) for s in (BASELINE_SETTING, *settings)}
+        for setting in settings:
+            engines.prepare(setting, self.configs[setting.label])
+        self._questions = {(d.name, q.id): q for d in datasets for q in d.questions}
+        self._ids: dict[tuple[str, str], list[int]] = {}
+        self._warm: set[tuple] = set()
+        self.watch = Stopwatch()
+        self._check_prompts()
+
+    def engine(self, setting: Setting) -> FailFast:
+        return self.engines.get(setting, self.configs[setting.label])
+
+    # -- prompts -----------------------------------------------------------------------------------------
+
+    def _check_prompts(self) -> None:
+        stamps = {(a["dataset"], a["question"]): a["prompt_stamp"] for a in self.journal.answers.values()}
+        for dataset in self.datasets:
+            for index, question in enumerate(dataset.questions):
+                if question.follows is not None:
+                    continue
+                ids = self.encode(dataset, question)
+                if len(ids) >= self.engines.max_seq_len:
+                    raise PromptError(
+                        f"{dataset.name}: prompt {index} has {len(ids)} tokens, the models have room for "
+                        f"{self.engines.max_seq_len}"
+                    )
+                if stamps.get((dataset.name, question.id), prompt_stamp(ids)) != prompt_stamp(ids):
+                    raise ValueError(
+                        f"{self.journal.path}: made with other settings (prompt {question.id} of {dataset.name}); "
+                        "name another --out"
+                    )
+
+    def messages(self, dataset: Dataset, question: Question) -> Prompt:
+        """The prompt, behind the turns that it follows and `vanilla`'s answers to them."""
+        if question.follows is None:
+            return question.prompt
+        before = self._questions[dataset.name, question.follows]
+        said = next(
+            record
+            for record in self.journal.answers.values()
+            if (record["dataset"], record["question"], record["setting"]) == (dataset.name, before.id, BASELINE)
+        )
+        earlier = self.messages(dataset, before)
+        turns = [{"role": "user", "content": earlier}] if isinstance(earlier, str) else list(earlier)
+        answer = self.engines.base.tokenizer.decode(said["output_ids"], skip_special_tokens=True)
+        return [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": question.prompt}]
+
+    def encode(self, dataset: Dataset, question: Question) -> list[int]:
+        key = dataset.name, question.id
+        if key not in self._ids:
+            try:
+                self._ids[key] = self.engines.base.encode(self.messages(dataset, question))
+            except PromptError as error:
+                raise PromptError(f"{dataset.name}, question {question.id}: {error}") from None
+        return self._ids[key]
+
+    def _in_order(self, dataset: Dataset) -> list[Question]:
+        """By prompt length: programs depend on it, and few stay in memory. Later turns after those they follow."""
+
+        def place(question: Question) -> tuple[int, int]:
+            depth, first = 0, question
+            while first.follows is not None:
+                depth, first = depth + 1, self._questions[dataset.name, first.follows]
+            return depth, len(self.encode(dataset, first))
+
+        return sorted(dataset.questions, key=place)
+
+    # -- answers -----------------------------------------------------------------------------------------
+
+    def answer(self, setting: Setting, prompt: list[int]) -> Result:
+        """A warm answer: one that neither compiled a program nor read one from the cache."""
+        engine, config = self.engine(setting), self.configs[setting.label]
+        bucket = (setting.label, (len(prompt) + config.max_new_tokens).bit_length())
+        with self.watch.engine():
+            if bucket not in self._warm:
+                next(engine.stream([prompt], config))  # compiles everything, and stops after one round
+                self._warm.add(bucket)
+            for _ in range(WARM_UPS):
+                result = engine.generate([prompt], config)[0]
+                if not result.stats.compiles + result.stats.cache_hits:
+                    return result
+            return engine.generate([prompt], config)[0]
+
+    def _pending(self, dataset: Dataset, question: Question, repeat: int, block: str, part: list[Setting]) -> list:
+        """Settings of a turn that have no record. `vanilla` is one of them if others need it."""
+        place = (dataset.name, question.id, repeat)
+        done = {s.label: self.journal.answers.get((*place, s.label)) for s in part}
+        pending = [s for s in part if done[s.label] is None]
+        here = not part or pending or any(record["block"] == block for record in done.values())
+        if here and (*place, BASELINE, block) not in self.journal.answers:
+            pending.insert(0, BASELINE_SETTING)
+        return pending
+
+    def run(self, name: str = "bench") -> None:
+        """Answers what has no record yet."""
+        turns = [
+            (dataset, block, part, repeat, index, question)
+            for dataset in self.datasets
+            for block, part in blocks(self.settings)
+            for repeat in range(self.repeats)
+            for index, question in enumerate(self._in_order(dataset))
+        ]
+        missing = sum(len(self._pending(d, q, repeat, block, part)) for d, block, part, repeat, _, q in turns)
+        total = sum(1 + len(part) for _, _, part, *_ in turns)
+        self.watch.take()
+        with tqdm(total=total, initial=total - missing, desc=name, unit="answer", file=sys.stderr) as bar:
+            for dataset, block, part, repeat, index, question in turns:
+                pending = self._pending(dataset, question, repeat, block, part)
+                ids = self.encode(dataset, question) if pending else []
+                if len(ids) >= self.engines.max_seq_len:
+                    raise PromptError(
+                        f"{dataset.name}, question {question.id}: with the answers before it the prompt has {len(ids)} "
+                        f"tokens, the models have room for {self.engines.max_seq_len}; lower --max-new-tokens"
+                    )
+                order = [BASELINE_SETTING, *part][:: -1 if (repeat + index) % 2 else 1]
+                for position, setting in enumerate(order):
+                    if setting not in pending:
+                        continue
+                    bar.set_postfix_str(f"{dataset.name}, {setting.label}", refresh=False)
+                    result = self.answer(setting, ids)
+                    record = {
+                        "kind": ANSWER,
+                        "dataset": dataset.name,
+                        "question": question.id,
+                        "repeat": repeat,
+                        "setting": setting.label,
+                        "options": dict(setting.options),
+                        "block": block,
+                        "position": position,
+                        "session": self.journal.session,
+                        "prompt_stamp": prompt_stamp(ids),
+                        **to_record(result),
+                    }
+                    record["harness_s"] = self.watch.take()
+                    self.journal.append(record)
+                    bar.update()
+                self._compare(dataset, question, repeat, part, bar)
+
+    def _compare(self, dataset: Dataset, question: Question, repeat: int, part: list[Setting], bar: tqdm) -> None:
+        """Notes where answers of a turn leave `vanilla`'s, and how close the target's two best logits are there."""
+        for setting in part:
+            record = self.journal.answers[dataset.name, question.id, repeat, setting.label]
+            baseline = self.journal.baseline_of(record)
+            if key_of(DIFFERENCE, record) in self.journal.lines[DIFFERENCE] or baseline is None:
+                continue
+            at = first_difference(baseline["output_ids"], record["output_ids"])
+            if at is None:
+                continue
+            engine, ids = self.engine(setting), self.encode(dataset, question)
+            with self.watch.engine():
+                gap = logit_gap(engine, ids + baseline["output_ids"][:at])
+            place = {name: record[name] for name in ("dataset", "question", "repeat", "setting")}
+            self.journal.append({"kind": DIFFERENCE, **place, "first_difference": at, "logit_gap": gap})
+            verdict = NEAR_TIE if gap < self.near_tie and not self.common.exact else DIFFERENT
+            bar.write(
+                f"{setting.label}, {dataset.name} question {question.id}: {verdict} at token {at}, logit gap {gap:.2e}",
+                file=sys.stderr,
+            )
+
+    def records(self) -> list[Record]:
+        """The answers that this comparison asked for, with verdicts; records of other runs in the journal left out."""
+        labels = {BASELINE, *(s.label for s in self.settings)}
+        wanted = {(d.name, q.id) for d in self.datasets for q in d.questions}
+        return [
+            record
+            for record in self.journal.judged(self.near_tie, self.common.exact)
+            if record["setting"] in labels
+            and (record["dataset"], record["question"]) in wanted
+            and record["repeat"] < self.repeats
+        ]
+
+
+__all__ = ["DIFFERENT", "EQUAL", "NEAR_TIE", "Comparison", "Stopwatch", "blocks", "to_record"]

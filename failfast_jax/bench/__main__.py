@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -298,8 +299,13 @@ def write_parquet(records: list[Record], path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
+    # Columns from all records, not from the first one alone; options have other fields in each setting.
+    names = dict.fromkeys(name for record in records for name in record)
+    rows = [
+        {name: record.get(name) for name in names} | {"options": json.dumps(record["options"])} for record in records
+    ]
     temporary = path.with_suffix(".tmp")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), temporary)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
     temporary.replace(path)
 
 

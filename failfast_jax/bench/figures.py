@@ -358,12 +358,12 @@ def theory(records: Records) -> Any:
                     row["speedup"],
                     marker,
                     color=colour[label],
-                    label=f"measured: {name}, {dataset}",
+                    label=f"measured here: {name}, {dataset}",
                 )
     axis.set(
         xlabel="speculated tokens a round",
         ylabel="speedup over vanilla decoding",
-        title="Theorem 3.8 with the paper's acceptance and latencies (32B, MATH); points: this run",
+        title="Theorem 3.8 at the paper's acceptance and latencies (32B, MATH)",
     )
     axis.legend(fontsize="small")
     return figure

@@ -9,6 +9,8 @@ from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast
 from failfast_jax.bench import drafter as bench
+from failfast_jax.bench import engines, harness, report
+from failfast_jax.bench.settings import parse_option
 from failfast_jax.config import GenerationConfig
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 3]]
@@ -20,9 +22,10 @@ def made_up(method, prompt, seconds, tokens, rounds=(), **changes):
     """A record; `rounds`: `(confidences, accepted)` of each."""
     detail = [{"drafted": len(c), "accepted": a, "emitted": a + 1, "passes": 2, "confidence": c} for c, a in rounds]
     return {
-        "method": method,
-        "prompt": prompt,
+        "setting": method,
+        "question": str(prompt),
         "repeat": 0,
+        "block": "b",
         "decode_s": seconds,
         "tokens": tokens,
         "rounds": len(detail) or tokens,
@@ -48,7 +51,8 @@ def test_totals():
     assert table["vanilla"]["tokens_per_s"] == 2.0 and table["vanilla"]["speedup"] == 1.0
     row = table["failfast"]
     assert row["tokens_per_s"] == 5.0 and row["speedup"] == 2.5
-    assert row["prompt_speedup"] == {"median": 3.0, "min": 2.0, "max": 4.0}
+    assert row["prompt_speedup"] == {"median": 3.0, "low": 2.5, "high": 3.5, "min": 2.0, "max": 4.0}
+    assert (row["max_accepted"], row["max_drafted"]) == (2, 3) and row["acceptance_rate"] == 6 / 14
     assert (row["rounds"], row["drafting_rounds"], row["drafting_share"]) == (8, 6, 0.75)
     assert row["accepted_per_round"] == 6 / 8 and row["accepted_per_drafting_round"] == 1.0
     assert row["draft_length"] == 14 / 6 and row["passes_per_round"] == 2.0 and row["tokens_per_round"] == 2.5
@@ -72,7 +76,8 @@ def test_repeats_of_a_prompt_are_added():
     again = [record | {"repeat": 1, "decode_s": 2.0} for record in RECORDS]
     row = bench.totals(RECORDS + again, ["failfast"])["failfast"]
     assert row["speedup"] == 14 / 8
-    assert row["prompt_speedup"] == {"median": (6 / 3 + 8 / 5) / 2, "min": 8 / 5, "max": 6 / 3}
+    spread = row["prompt_speedup"]
+    assert (spread["median"], spread["min"], spread["max"]) == ((6 / 3 + 8 / 5) / 2, 8 / 5, 6 / 3)
 
 
 def test_calibration():
@@ -114,7 +119,7 @@ def answers(engine, monkeypatch):
         given.append((config.method, prompts[0], bool(results[0].stats.compiles + results[0].stats.cache_hits)))
         return results
 
-    monkeypatch.setattr(bench, "load_pair", lambda *_, **__: engine)
+    monkeypatch.setattr(engines, "load_pair", lambda *_, **__: engine)
     monkeypatch.setattr(engine, "generate", counted)
     return given
 
@@ -144,52 +149,56 @@ def test_run_and_resume(answers, prompts, tmp_path, capsys, monkeypatch):
     warm = [(method, prompt) for method, prompt, compiled in answers if not compiled]
     there, back = ["vanilla", "failfast", "lookup"], ["lookup", "failfast", "vanilla"]
     assert [method for method, _ in warm] == [*there, *back, *back, *there]
-    assert [prompt for _, prompt in warm[::3]] == PROMPTS * 2
-    assert any(compiled for *_, compiled in answers)
+    assert [prompt for _, prompt in warm[::3]] == PROMPTS[::-1] * 2  # short prompts first
 
     lines = (out / "records.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    head, *records = [json.loads(line) for line in lines]
+    assert head["kind"] == "run" and head["identity"]["options"]["tau"] == 0.2
     assert len(records) == 12
     for record in records:
         assert record["tokens"] == len(record["output_ids"]) and record["decode_s"] > 0
-        assert record["settings"]["options"]["tau"] == 0.2
         if record["method"] != "vanilla":
-            assert record["verdict"] == "equal" and len(record["detail"]) == record["rounds"]
+            assert len(record["detail"]) == record["rounds"]
             assert sum(entry["accepted"] for entry in record["detail"]) == record["accepted"]
             assert all(len(entry["confidence"]) == entry["drafted"] for entry in record["detail"])
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["methods"] == bench.totals(records, ["failfast", "lookup"])
+    assert summary["methods"] == report.totals(records, ["failfast", "lookup"])
+    assert all(row["verdicts"]["equal"] == 4 for row in summary["methods"].values())
     assert summary["machine"]["cores"] and summary["calibration"]["failfast"]["rounds"]
 
-    # A killed run: the last turn lacks an answer and the one before that is cut off.
-    (out / "records.jsonl").write_text("\n".join(lines[:8]) + "\n" + lines[8][:100])
-    monkeypatch.setattr(bench, "draw", lambda *_: None)
+    # A killed run: the last turn is missing, and of the one before that an answer, which is cut off.
+    (out / "records.jsonl").write_text("\n".join(lines[:9]) + "\n" + lines[9][:100])
     answers.clear()
     assert bench.main(args) == 0
-    assert "line 9 is cut off" in capsys.readouterr().err
-    assert [(m, p) for m, p, _ in answers] == [(m, PROMPTS[0]) for m in back] + [(m, PROMPTS[1]) for m in there]
+    assert "line 10 is cut off" in capsys.readouterr().err
+    assert [(m, p) for m, p, _ in answers] == [("vanilla", PROMPTS[1])] + [(m, PROMPTS[0]) for m in there]
     again = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
-    assert again[:6] == records[:6]
-    assert [r["output_ids"] for r in again] == [r["output_ids"] for r in records]
+    assert again[:9] == [head, *records[:8]] and again[9]["kind"] == "run"
+    assert [r["output_ids"] for r in again[10:]] == [r["output_ids"] for r in records[8:]]
 
     answers.clear()
     assert bench.main(args) == 0 and not answers
-    assert bench.main([*args, "--limit", "1"]) == 2
-    assert "other settings (prompts)" in capsys.readouterr().err
+    assert bench.main([*args, "--tau", "0.3"]) == 2
+    assert "tau was given before" in capsys.readouterr().err
+    assert bench.main([*args[:-4], "--set", "tau=0.3", *args[-2:]]) == 2
+    assert "other settings (options)" in capsys.readouterr().err
+    prompts.write_text(json.dumps([4, 4]))
+    assert bench.main(args) == 2
+    assert "other settings (prompt 0 of prompts)" in capsys.readouterr().err
 
 
 def test_a_difference_fails(answers, engine, prompts, monkeypatch, capsys):
-    def spoilt(engine, prompt, config):
-        result = engine.generate([prompt], config)[0]
-        if config.method == "lookup":
+    def spoilt(self, setting, prompt):
+        result = engine.generate([prompt], self.configs[setting.label])[0]
+        if setting.method == "lookup":
             result.output_ids[4] = (result.output_ids[4] + 1) % VOCAB
         return result
 
-    monkeypatch.setattr(bench, "answer", spoilt)
+    monkeypatch.setattr(harness.Comparison, "answer", spoilt)
     args = ["--methods", "lookup", "--prompts", str(prompts), "--limit", "1", *SMALL]
     assert bench.main(args) == 1
     captured = capsys.readouterr()
-    assert "| 0 / 0 / 1 |" in captured.out and "lookup, prompt 0: different at token 4" in captured.err
+    assert "| 0 / 0 / 1 |" in captured.out and "lookup, prompts question 0: different at token 4" in captured.err
     assert bench.main([*args, "--near-tie", "1e9"]) == 0
     assert "| 0 / 1 / 0 |" in capsys.readouterr().out
 
@@ -265,7 +274,7 @@ def test_bad_prompts(line, message, answers, tmp_path, capsys):
 
 def test_options_of_every_type():
     texts = {"spec_len": "4", "threshold": "0.5", "block_size": "none", "exact": "true", "schedule": "aligned"}
-    options = {name: bench.parse_option("--set", name, text) for name, text in texts.items()}
+    options = {name: parse_option("--set", name, text) for name, text in texts.items()}
     assert options == {"spec_len": 4, "threshold": 0.5, "block_size": None, "exact": True, "schedule": "aligned"}
     GenerationConfig(**options).validate()
 

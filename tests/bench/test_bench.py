@@ -1,0 +1,371 @@
+"""The harness: order, resuming, sweeps, summary, figures; with a stub engine, and once with real ones."""
+
+import json
+import sys
+
+import pytest
+from stub_engine import StubEngine, StubEngines
+from tiny_models import diffusion_config, random_model, tiny_config
+
+from failfast_jax import FailFast
+from failfast_jax.bench import __main__ as bench
+from failfast_jax.bench import engines as bench_engines
+from failfast_jax.bench import figures, harness, parts, report
+from failfast_jax.bench.compare import DIFFERENT, EQUAL, NEAR_TIE
+from failfast_jax.bench.datasets import Dataset, Question
+from failfast_jax.bench.harness import Comparison
+from failfast_jax.bench.journal import Journal
+from failfast_jax.bench.modelled import parse_latency
+from failfast_jax.bench.prompts import humaneval_problems
+from failfast_jax.bench.settings import BASELINE, Setting
+from failfast_jax.config import GenerationConfig
+
+PROMPTS = ["first prompt", "second", "third prompt, the longest"]
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    engine = StubEngine()
+    monkeypatch.setattr(bench, "Engines", lambda *sources: StubEngines(engine, **dict(zip(NAMES, sources))))
+    return engine
+
+
+NAMES = ("target", "drafter", "ar_drafter")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    return path
+
+
+def lines_of(out):
+    return [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+
+
+def answers_of(out):
+    return [line for line in lines_of(out) if line["kind"] == "answer"]
+
+
+PLAIN = ["--no-parts", "--no-figures"]
+
+
+def test_a_killed_run_goes_on(stub, prompts, tmp_path, capsys):
+    """Killed after every possible number of answers: each is given once, and the summary is the same."""
+    args = ["--dataset", str(prompts), "--methods", "failfast,lookup", "--repeats", "2", *PLAIN, "--out"]
+    assert bench.main([*args, str(tmp_path / "whole")]) == 0
+    whole, given = (tmp_path / "whole" / "summary.json").read_text(), list(stub.given)
+    assert len(given) == 18 and "goes on" not in capsys.readouterr().err
+    # Shortest prompt first, and every other turn the other way round.
+    assert [prompt for *_, prompt in given[:9]] == [p for p in sorted(PROMPTS, key=len) for _ in range(3)]
+    assert [method for method, *_ in given[:6]] == [BASELINE, "failfast", "lookup", "lookup", "failfast", BASELINE]
+    out = tmp_path / "killed"
+    stub.given.clear()
+    for count in range(1, 18):
+        stub.fail_after = count
+        assert bench.main([*args, str(out)]) == 130
+        assert len(answers_of(out)) == count
+        if count % 3 == 1:  # and in the middle of a write
+            with (out / "records.jsonl").open("a") as file:
+                file.write('{"kind": "answer", "dataset"')
+    stub.fail_after = None
+    assert bench.main([*args, str(out)]) == 0
+    assert stub.given == given
+
+    def settled(text):
+        summary = json.loads(text)
+        for name in ("harness_s", "harness_share"):
+            summary.pop(name)
+        for row in summary["datasets"]["prompts.jsonl"]["settings"].values():
+            row.pop("harness_s")
+        return summary
+
+    assert settled((out / "summary.json").read_text()) == settled(whole)
+    assert "line" in capsys.readouterr().err
+    # Once more: nothing to do. With more methods: only they, and the vanilla answers beside them.
+    stub.given.clear()
+    assert bench.main([*args, str(out)]) == 0 and not stub.given
+    more = [a if a != "failfast,lookup" else "failfast,lookup,fast-dllm" for a in args]
+    assert bench.main([*more, str(out)]) == 0
+    assert sorted(method for method, *_ in stub.given) == ["fast-dllm"] * 6 + [BASELINE] * 6
+
+
+def test_many_settings_have_vanilla_beside_them(stub, prompts, tmp_path):
+    settings = "lookup," + ",".join(f"failfast:tau={i / 10}" for i in range(harness.BLOCK))
+    args = ["--dataset", str(prompts), "--methods", settings, *PLAIN, "--out", str(tmp_path / "out")]
+    assert bench.main(args) == 0
+    records = answers_of(tmp_path / "out")
+    blocks = {record["block"] for record in records}
+    assert len(blocks) == 2 and len(records) == 3 * (harness.BLOCK + 1 + 2)
+    assert sum(record["setting"] == BASELINE for record in records) == 6
+
+
+def test_cold_answers_are_thrown_away(stub, prompts, tmp_path):
+    stub.cold = {("lookup", None), (BASELINE, None)}
+    args = ["--dataset", str(prompts), "--limit", "1", "--methods", "lookup", *PLAIN, "--out", str(tmp_path / "out")]
+    assert bench.main(args) == 0
+    assert [method for method, *_ in stub.given] == [BASELINE, BASELINE, "lookup", "lookup"]
+    assert len(answers_of(tmp_path / "out")) == 2 and stub.streamed == 2
+
+
+def test_sweeps_report_the_best(stub, prompts, tmp_path, capsys):
+    args = ["--dataset", str(prompts), "--methods", "ar,fast-dllm+", "--ar-drafter", "small", "--sweep", "3:8"]
+    args += ["--sweep", "failfast:tau=0.3|0.5", "--no-parts", "--out", str(tmp_path / "out")]
+    assert bench.main(args) == 0
+    text = capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "summary.json").read_text())["datasets"]["prompts.jsonl"]
+    table = found["settings"]
+    for name, method in (("ar", "ar"), ("fast-dllm+", "fast-dllm")):
+        points = found["sweeps"][name]["points"]
+        best = found["sweeps"][name]["best"]
+        assert points == [f"{method}:spec_len={n}" for n in range(3, 9)]
+        assert table[best]["speedup"] == max(table[p]["speedup"] for p in points) > table[points[0]]["speedup"]
+        assert found["rows"][best] == f"{name} (best: {best.rpartition(':')[2]})" and f"**{best}**" in text
+        assert sum(label in found["rows"] for label in points) == 1
+    assert {file.name for file in (tmp_path / "out" / "figures").iterdir()} >= {
+        *("sensitivity_spec_len.png", "sensitivity_tau.svg", "acceptance_compute.png")
+    }
+
+
+def test_all_leaves_out_what_cannot_run(stub, prompts, tmp_path, capsys):
+    args = ["--dataset", str(prompts), *PLAIN, "--out", str(tmp_path / "out")]
+    assert bench.main(args) == 0
+    captured = capsys.readouterr()
+    assert "left out: ar: needs --ar-drafter" in captured.err and "Left out: `ar`" in captured.out
+    methods = {method for method, *_ in stub.given}
+    assert methods == {m for m in bench.METHODS if bench.METHODS[m].model != "autoregressive"}
+    # Asked for by name, it is an error.
+    assert bench.main([*args, "--methods", "ar,lookup"]) == 2
+    assert "error: ar: needs --ar-drafter" in capsys.readouterr().err
+    assert bench.main([*args, "--target", "t", "--methods", "failfast"]) == 2
+    assert "failfast: needs --drafter, a model of kind 'diffusion'" in capsys.readouterr().err
+
+
+def test_differences(stub, prompts, tmp_path, capsys):
+    stub.wrong = {"lookup"}
+    args = ["--dataset", str(prompts), "--methods", "failfast,lookup", *PLAIN, "--out", str(tmp_path / "out")]
+    assert bench.main(args) == 1
+    captured = capsys.readouterr()
+    assert "lookup, prompts.jsonl question 1: different at token 2, logit gap 2.00e+00" in captured.err
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())["datasets"]["prompts.jsonl"]["settings"]
+    assert rows["lookup"]["verdicts"] == {EQUAL: 0, NEAR_TIE: 0, DIFFERENT: 3}
+    assert rows["failfast"]["verdicts"] == {EQUAL: 3, NEAR_TIE: 0, DIFFERENT: 0}
+    # The gap is kept, so that another tolerance needs no other answers.
+    assert bench.main([*args, "--near-tie", "2.5"]) == 0
+    assert len(answers_of(tmp_path / "out")) == 9
+    exact = [*args, "--near-tie", "2.5", "--set", "exact=true"]
+    assert bench.main(exact) == 2 and "other settings (options)" in capsys.readouterr().err
+    assert bench.main([*exact[:-4], *exact[-4:-2], "--set", "exact=true", "--out", str(tmp_path / "exact")]) == 1
+
+
+def test_later_turns_follow_vanilla(tmp_path):
+    stub = StubEngine(text=lambda prompt: f"[{len(prompt)}]")
+    dataset = Dataset(
+        "talk", (Question("a/1", "Hello, you"), Question("a/2", "More", follows="a/1"), Question("b", "x"))
+    )
+    comparison = Comparison(
+        StubEngines(stub), [dataset], [Setting("lookup", "lookup")], GenerationConfig(), Journal(None, {})
+    )
+    comparison.run()
+    later = "<user>Hello, you<assistant>[10]<user>More"
+    assert [prompt for *_, prompt in stub.given] == ["x"] * 2 + ["Hello, you"] * 2 + [later] * 2
+
+
+def test_scores(stub, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"question": f"{n} and {n}?", "answer": f"#### {2 * n}"} for n in (1, 2, 3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stub.text = lambda prompt: "It is \\boxed{4}."
+    args = ["--dataset", "gsm8k", "--data", str(file), "--methods", "lookup", *PLAIN, "--out", str(tmp_path / "out")]
+    assert bench.main(args) == 0
+    assert capsys.readouterr().out.count("| 33 % |") == 2
+    assert [line["right"] for line in lines_of(tmp_path / "out") if line["kind"] == "score"].count(True) == 1
+    monkeypatch.setattr(bench.scoring, "is_right", None)  # all are scored already
+    assert bench.main(args) == 0
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    assert bench.main(args) == 2 and "--no-scores" in capsys.readouterr().err
+    assert bench.main([*args, "--no-scores"]) == 0
+
+
+CONFIG = """
+dataset: {prompts}
+methods:
+  - lookup
+  - method: failfast
+    label: slow
+    options: {{tau: 0.9, schedule: aligned}}
+  - method: fast-dllm
+    sweep: {{spec_len: "4:6"}}
+options: {{temperature: 0.5, seed: 7}}
+repeats: 2
+max-new-tokens: 32
+parts: false
+figures: false
+out: {out}
+"""
+
+
+def test_a_config_file(stub, prompts, tmp_path, capsys):
+    file, out = tmp_path / "run.yaml", tmp_path / "out"
+    file.write_text(CONFIG.format(prompts=prompts, out=out))
+    assert bench.main(["--config", str(file), "--limit", "2", "--repeats", "1", "--records", "parquet"]) == 0
+    records = answers_of(out)
+    labels = [BASELINE, "lookup", "slow", *(f"fast-dllm:spec_len={n}" for n in (4, 5, 6))]
+    assert [r["setting"] for r in records[:6]] == labels and len(records) == 12
+    head = lines_of(out)[0]["identity"]["options"]
+    assert (head["temperature"], head["seed"], head["max_new_tokens"]) == (0.5, 7, 32)
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(out / "records.parquet").to_pylist()
+    assert [row["output_ids"] for row in table] == [r["output_ids"] for r in records]
+    assert {row["verdict"] for row in table} == {None, EQUAL}
+    rows = (out / "summary.csv").read_text().splitlines()
+    assert rows[0].startswith("dataset,setting,row,answers,tokens,") and len(rows) == 1 + len(labels)
+    for text, message in (
+        ("methods: [lookup]\nspeed: 9", "unknown key 'speed'"),
+        ("- lookup", "must be a mapping"),
+        ("a: [", "not YAML"),
+        ("repeats: many", "repeats 'many': must be of type int"),
+        ("options: fast", "options: must be a mapping"),
+        ("methods: [{method: ar, sweep: {spec_len: 3:20}}]", 'a range in quotes like "3:20"'),
+        ("methods: [{name: ar}]", "must be text, or have the keys method, label, options, sweep"),
+        ("dataset: [{data: x}]", "must be a name, or have the keys name, data, limit, template"),
+        ("options: {tau: high}", "--set tau=high: must be a number"),
+    ):
+        file.write_text(text)
+        assert bench.main(["--config", str(file), *([] if "dataset" in text else ["--dataset", str(prompts)])]) == 2
+        assert message in capsys.readouterr().err
+    assert bench.main(["--config", str(tmp_path / "no.yaml")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "--dataset: name one of math500"),
+        (["--dataset", "humaneval,humaneval"], "--dataset humaneval: named twice"),
+        (["--dataset", "aime,gsm8k", "--data", "x"], "Write --data D=x"),
+        (["--dataset", "humaneval", "--data", "aime=x"], "--data aime=x: --dataset does not name it"),
+        (["--dataset", "humaneval", "--methods", "quick"], "--methods quick: must be among"),
+        (["--dataset", "humaneval", "--methods", "vanilla"], "none of them can run here"),
+        (["--dataset", "humaneval", "--repeats", "0"], "--repeats 0"),
+        (["--dataset", "humaneval", "--set", "tau=2"], "--tau 2.0: must be in [0, 1]"),
+        (["--dataset", "humaneval", "--modelled", "1B"], "--modelled 1B: must be DRAFT:TARGET"),
+    ],
+)
+def test_bad_flags(args, message, stub, tmp_path, capsys):
+    assert bench.main([*args, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not stub.given and not (tmp_path / "out").exists()
+
+
+def test_prompts_that_do_not_fit(stub, prompts, tmp_path, capsys):
+    stub.max_seq_len = 20
+    assert bench.main(["--dataset", str(prompts), "--methods", "lookup", "--out", str(tmp_path / "out")]) == 2
+    assert "prompts.jsonl: prompt 2 has 25 tokens, the models have room for 20" in capsys.readouterr().err
+    assert not stub.given
+
+
+def test_other_files_are_not_taken_for_records(stub, prompts, tmp_path, capsys):
+    (tmp_path / "records.jsonl").write_text('{"prompt": 1}\n{"prompt": 2}\n')
+    assert bench.main(["--dataset", str(prompts), "--methods", "lookup", *PLAIN, "--out", str(tmp_path)]) == 2
+    assert "line 1 is no record" in capsys.readouterr().err
+
+
+# -- latency by parts ----------------------------------------------------------------------------------------
+
+
+def entry(drafted, passes, draft_s, verify_s):
+    return {"drafted": drafted, "passes": passes, "width": drafted + 1, "draft_s": draft_s, "verify_s": verify_s}
+
+
+def test_costs_and_split():
+    timed = [entry(3, 1, 0.3, 1.0), entry(7, 3, 0.7, 2.0), entry(3, 1, 0.3, 1.2), entry(7, 3, 0.7, 2.2)]
+    found = parts.costs([e | {"commit_s": 0.1} for e in timed])
+    assert found["call_s"] == pytest.approx(0.1) and found["pass_s"] == pytest.approx(0.2)
+    assert found["verify_s"] == {"4": 1.1, "8": 2.1}
+    record = {
+        "setting": "failfast",
+        "question": "0",
+        "decode_s": 20.0,
+        "rounds": 2,
+        "detail": [{"drafted": 3, "passes": 1}, {"drafted": 0, "passes": 0}, {"drafted": 7, "passes": 2}],
+    }
+    found |= {"widths": [1, 4, 8], "loop_s": 10.0, "question": "0"}
+    # Twice as slow then as when the parts were timed; no draft of one row was timed: the next width stands in.
+    split = report.latency_split([record], found)
+    assert split["draft"] == pytest.approx(2 * (3 * 0.1 + 3 * 0.2) / 20)
+    assert split["verify"] == pytest.approx(2 * (1.1 + 1.1 + 2.1) / 20)
+    assert sum(split.values()) == pytest.approx(1)
+    plain = parts.costs([entry(0, 0, 0.01, 1.0) | {"commit_s": 0.1}] * 3)
+    assert plain["call_s"] == 0.01 and plain["pass_s"] == 0.0
+    assert report.latency_split([record], None) is None
+
+
+def test_modelled_columns():
+    rows = [
+        {"setting": BASELINE, "question": "0", "repeat": 0, "block": "b", "decode_s": 20.0, "tokens": 20}
+        | {"rounds": 20, "drafted": 0, "drafter_passes": 0, "detail": []},
+        {"setting": "ar", "question": "0", "repeat": 0, "block": "b", "decode_s": 10.0, "tokens": 20}
+        | {"rounds": 5, "drafted": 20, "drafter_passes": 20, "detail": []},
+    ]
+    table = report.totals(rows, ["ar"])
+    costs = {
+        "ar": {"question": "9", "call_s": 0.1, "pass_s": 0.2, "verify_s": {"8": 1.0}, "widths": [8], "loop_s": 1.0}
+    }
+    report.add_models(table, rows, costs, parse_latency("1:10"))
+    assert table["ar"]["modelled"] == 20 * 10 / (20 * 1 + 5 * 10)
+    assert table["ar"]["modelled_here"] == 20 * 1.0 / (5 * 0.1 + 20 * 0.2 + 5 * 1.0)
+    assert table["ar"]["latency"]["verify"] == pytest.approx(0.5)
+
+
+def test_easy_regions():
+    def made(*rounds):
+        return {"detail": [{"drafted": d, "accepted": a, "emitted": e} for d, a, e in rounds]}
+
+    answer = made((3, 3, 4), (3, 1, 2), (0, 0, 1), (2, 2, 3), (4, 4, 2))
+    easy = figures.easy_tokens(answer)
+    assert easy == [True] * 4 + [True, False] + [False] + [True] * 3 + [True] * 2
+    assert figures.easy_share([answer], [0, 4, 5, 9]) == [10 / 12, 10 / 12, 0.0, 0.0]
+
+
+# -- real models ---------------------------------------------------------------------------------------------
+
+
+def test_tables_and_figures_of_real_answers(monkeypatch, tmp_path, capsys):
+    engine = FailFast(random_model(tiny_config(num_layers=1), 1), random_model(diffusion_config(), 2))
+    monkeypatch.setattr(bench_engines, "load_pair", lambda *_, **__: engine)
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    prompts.write_text("[5, 6, 7, 5, 6, 7, 5, 6]\n[9, 8, 3]\n")
+    settings = "failfast:spec_len=3,max_spec_len=3,lookup"
+    args = ["--dataset", str(prompts), "--methods", settings, "--max-new-tokens", "24", "--out", str(out)]
+    assert bench.main([*args, "--set", "ignore_eos=true"]) == 0
+    printed = capsys.readouterr().out
+    assert "| failfast:spec_len=3,max_spec_len=3 |" in printed and printed.strip() in (out / "summary.md").read_text()
+    summary = json.loads((out / "summary.json").read_text())
+    assert 0 < summary["harness_share"] < 10 and summary["machine"]["cores"]
+    table = summary["datasets"]["prompts.jsonl"]["settings"]
+    for label, row in table.items():
+        assert row["tokens"] == 48 and row["verdicts"][EQUAL] == 2 and row["decode_s"] > 0
+        assert set(row["latency"]) == {"draft", "verify", "other"} and row["latency"]["verify"] > 0
+        assert sum(row["latency"].values()) == pytest.approx(1)
+        if label != BASELINE:
+            assert row["modelled"] > 0 and row["modelled_here"] > 0
+    assert table["failfast:spec_len=3,max_spec_len=3"]["max_drafted"] == 3
+    written = {file.name for file in (out / "figures").iterdir()}
+    names = ("speedup", "length_cdf", "latency", "acceptance_compute", "calibration", "easy_regions", "theory")
+    assert written == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+    assert (out / "figures" / "latency.png").read_bytes().startswith(b"\x89PNG")
+    # Made again from the records alone.
+    (out / "summary.json").unlink()
+    assert figures.main([str(out), "--to", str(tmp_path / "again")]) == 0
+    assert {file.name for file in (tmp_path / "again").iterdir()} == written
+    assert figures.main([str(tmp_path / "nowhere")]) == 2
+
+
+def test_humaneval_is_scored_by_running_it(stub, tmp_path, capsys):
+    rests = {row["prompt"]: row["canonical_solution"] for row in humaneval_problems()[:1]}
+    stub.text = lambda prompt: rests.get(prompt, "    pass\n")
+    args = ["--dataset", "humaneval", "--limit", "2", "--methods", "lookup", *PLAIN, "--out", str(tmp_path / "out")]
+    assert bench.main(args) == 0
+    assert capsys.readouterr().out.count("| 50 % |") == 2

@@ -1,0 +1,149 @@
+"""Questions from files, from the Hub's cache and from a package."""
+
+import gzip
+import json
+import sys
+import types
+
+import pytest
+
+from failfast_jax.bench import datasets
+from failfast_jax.bench.datasets import load_dataset
+
+ROWS = {
+    "math500": {"problem": "What is 1/2 + 1/2?", "answer": "1", "unique_id": "test/algebra/1.json"},
+    "aime": {"id": 60, "problem": "Find m + n.", "answer": "204"},
+    "gsm8k": {"question": "Two and two thousand?", "answer": "2+2000=<<2+2000=2002>>2002\n#### 2,002"},
+    "gpqa": {
+        "Record ID": "rec1",
+        "Question": "Which?",
+        "Correct Answer": "this",
+        **{f"Incorrect Answer {i}": f"that {i}" for i in (1, 2, 3)},
+    },
+    "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "def check(f): f()", "entry_point": "f"},
+    "mtbench": {"question_id": 81, "turns": ["Write a {poem}.", "Make it shorter."]},
+}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_dataset_from_a_file(name, tmp_path):
+    file = write(tmp_path / "rows.jsonl", [ROWS[name]])
+    found = load_dataset(name, data=file)
+    first = found.questions[0]
+    assert found.name == name and found.scoring == datasets.SOURCES[name].scoring
+    if name in ("math500", "aime", "gsm8k"):
+        assert first.prompt.endswith("put your final answer within \\boxed{}.")
+        assert first.reference["answer"] == {"math500": "1", "aime": "204", "gsm8k": "2002"}[name]
+    if name == "gpqa":
+        letter = first.reference["answer"]
+        assert f"({letter}) this" in first.prompt and first.prompt.count("that") == 3
+        assert load_dataset(name, data=file).stamp == found.stamp
+    if name == "humaneval":
+        assert first.prompt == "def f():\n" and first.reference["entry_point"] == "f"
+    if name == "mtbench":
+        assert [(q.id, q.prompt, q.follows) for q in found.questions] == [
+            ("81/1", "Write a {poem}.", None),
+            ("81/2", "Make it shorter.", "81/1"),
+        ]
+    template = load_dataset(name, data=file, template="Q: {problem}").questions[0].prompt
+    assert template.startswith("Q: ") and "step by step" not in template
+
+
+def test_correct_choices_are_spread():
+    rows = [{**ROWS["gpqa"], "Question": f"Which {i}?"} for i in range(60)]
+    letters = [datasets._gpqa(row, i, "{problem}").reference["answer"] for i, row in enumerate(rows)]
+    assert min(letters.count(letter) for letter in "ABCD") >= 5
+
+
+def test_files_of_every_kind(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"problem": f"{i}?", "answer": str(i)} for i in range(3)]
+    write(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    stamps = {
+        load_dataset("math", data=tmp_path / f"a.{kind}").stamp for kind in ("jsonl", "json", "jsonl.gz", "parquet")
+    }
+    assert len(stamps) == 1
+    assert [q.id for q in load_dataset("math-500", data=tmp_path / "a.json", limit=2).questions] == ["0", "1"]
+    prompts = write(
+        tmp_path / "mine.jsonl", [{"prompt": "x"}, [1, 2], {"messages": [{"role": "user", "content": "y"}]}]
+    )
+    mine = load_dataset(str(prompts))
+    assert mine.name == "mine.jsonl" and mine.scoring is None and mine.questions[1].prompt == [1, 2]
+
+
+def test_from_the_hub(monkeypatch):
+    asked = []
+    fake = types.ModuleType("datasets")
+    fake.load_dataset = lambda *args, **options: asked.append((args, options)) or [ROWS["gsm8k"]]
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    assert load_dataset("gsm8k").questions[0].reference == {"answer": "2002"}
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
+
+    def offline(*_, **__):
+        raise ConnectionError("no route")
+
+    fake.load_dataset = offline
+    with pytest.raises(ValueError, match=r"HuggingFaceH4/MATH-500 is neither in the Hub's cache.*--data FILE"):
+        load_dataset("math500")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"needs the package datasets.*\.\[bench\]"):
+        load_dataset("aime")
+
+
+def test_humaneval_works_offline():
+    found = load_dataset("humaneval", limit=2)
+    assert [q.id for q in found.questions] == ["HumanEval/0", "HumanEval/1"]
+    assert "METADATA" in found.questions[0].reference["test"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "message"),
+    [
+        ("gsm8k", [{"question": "?"}], "row 0 of gsm8k: needs a field 'answer', has 'question'"),
+        ("math500", ["text"], "row 0 of math500: is no object"),
+        ("mtbench", [{"turns": "one"}], "row 0 of mtbench: needs a list of turns"),
+        ("aime", [ROWS["aime"], ROWS["aime"]], "two rows of aime have the id '60'"),
+        ("aime", [], "holds no rows"),
+    ],
+)
+def test_bad_rows(name, rows, message, tmp_path):
+    file = write(tmp_path / "bad.jsonl", rows)
+    with pytest.raises(ValueError) as error:
+        load_dataset(name, data=file)
+    assert message in str(error.value) and str(file) in str(error.value)
+
+
+def test_bad_sources(tmp_path):
+    file = write(tmp_path / "x.jsonl", [ROWS["aime"]])
+    cases = [
+        ({"name": "mbpp"}, "--dataset mbpp: must be one of math500"),
+        ({"name": "aime", "data": tmp_path / "no.jsonl"}, "no.jsonl: no such file"),
+        ({"name": "aime", "data": tmp_path}, "no such file"),
+        ({"name": "aime", "data": file, "limit": 0}, "--limit 0: must be at least 1"),
+        ({"name": "aime", "data": file, "template": "{question}"}, "unknown field 'question'"),
+        ({"name": str(file), "data": file}, "names a file already"),
+        ({"name": str(file), "template": "{problem}"}, "takes no template"),
+    ]
+    for name, content in (("a.txt", "x"), ("a.json", "{}"), ("b.json", "{"), ("a.parquet", "x"), ("a.jsonl", "{")):
+        (tmp_path / name).write_text(content)
+    cases += [
+        ({"name": "aime", "data": tmp_path / "a.txt"}, "must be a .jsonl"),
+        ({"name": "aime", "data": tmp_path / "a.json"}, "must hold a list"),
+        ({"name": "aime", "data": tmp_path / "b.json"}, "not JSON"),
+        ({"name": "aime", "data": tmp_path / "a.parquet"}, "not a Parquet file"),
+        ({"name": "aime", "data": tmp_path / "a.jsonl"}, "line 1 is not JSON"),
+    ]
+    for options, message in cases:
+        with pytest.raises(ValueError) as error:
+            load_dataset(**options)
+        assert message in str(error.value)

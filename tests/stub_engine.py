@@ -1,0 +1,102 @@
+"""An engine without models: answers in no time, and counts them."""
+
+from __future__ import annotations
+
+import types
+
+from failfast_jax.bench.engines import Engines
+from failfast_jax.engine import Result, Round, Stats
+
+
+class StubTokenizer:
+    """A character an id."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, ids, skip_special_tokens=True) -> str:
+        return "".join(map(chr, ids))
+
+
+class StubEngine:
+    """Writes `text(prompt)` with every method; drafts of `spec_len` (4 by default) tokens, of which half are accepted.
+
+    Attributes:
+      given: `(method, spec_len, prompt)` of its answers, in order.
+      fail_after: raises KeyboardInterrupt instead of this answer and all later ones.
+      wrong: methods that spoil their third token.
+      cold: `(method, spec_len)` whose next answer compiles.
+    """
+
+    def __init__(self, text=lambda prompt: "an answer of sixteen tokens"[:16], max_seq_len: int = 4096):
+        self.text, self.max_seq_len = text, max_seq_len
+        self.tokenizer, self.target_name = StubTokenizer(), "stub"
+        self.target = types.SimpleNamespace(logits=lambda ids: __import__("numpy").asarray([[[0.0, 3.0, 1.0]]]))
+        self.given: list[tuple] = []
+        self.streamed = 0
+        self.fail_after: int | None = None
+        self.wrong: set[str] = set()
+        self.cold: set[tuple] = set()
+
+    def encode(self, prompt) -> list[int]:
+        if isinstance(prompt, list) and isinstance(prompt[0], dict):
+            prompt = "".join(f"<{m['role']}>{m['content']}" for m in prompt)
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def build_drafter(self, config):
+        return None
+
+    def stream(self, prompts, config):
+        self.streamed += 1
+        yield None
+
+    def generate(self, prompts, config) -> list[Result]:
+        if self.fail_after is not None and len(self.given) >= self.fail_after:
+            raise KeyboardInterrupt
+        (prompt,) = prompts
+        place = config.method, config.spec_len
+        compiled = place in self.cold
+        self.cold.discard(place)
+        self.given.append((*place, self.tokenizer.decode(prompt)))
+        ids = self.tokenizer.encode(self.text(self.tokenizer.decode(prompt)))
+        if config.method in self.wrong:
+            ids[2] = 0
+        length = 0 if config.method == "vanilla" else config.spec_len or 4
+        rounds, done = [], 0
+        while done < len(ids):
+            accepted = length // 2 if len(rounds) % 2 else length
+            emitted = ids[done : done + accepted + 1]
+            rounds.append(Round(ids[:length], [0.5] * length, accepted, emitted, length // 2))
+            done += len(emitted)
+        stats = Stats(
+            rounds=len(rounds),
+            drafted=length * len(rounds),
+            accepted=sum(r.accepted for r in rounds),
+            drafter_passes=sum(r.passes for r in rounds),
+            target_passes=len(rounds),
+            load_s=0.0,
+            compile_s=0.0,
+            prefill_s=0.5,
+            # Drafts cost a tenth of a step a token: six or seven tokens a round are best here.
+            decode_s=len(rounds) * (1.0 + 0.1 * length),
+            tokens_per_s=1.0,
+            compiles=int(compiled),
+            cache_hits=0,
+            host_syncs=3,
+        )
+        return [Result(list(prompt), ids, self.tokenizer.decode(ids), "eos", config.method, stats, rounds)]
+
+
+class StubEngines(Engines):
+    """`Engines` around one stub, with the drafters that were named taken as given."""
+
+    def __init__(self, engine: StubEngine, **sources):
+        self.sources = {"target": None, "drafter": None, "ar_drafter": None, **sources}
+        self.dtype, self.base = None, engine
+        self._built = {None: engine}
+
+    def get(self, setting, config):
+        missing = self.missing(setting)
+        if missing is not None:
+            raise ValueError(f"{setting.label}: {missing}")
+        return self.base

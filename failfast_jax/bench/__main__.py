@@ -442,6 +442,9 @@ def run(args: argparse.Namespace) -> int:
     for setting in settings:
         setting.config(common)
     latency = latency_for(args.target) if args.modelled is None else parse_latency(str(args.modelled))
+    out = Path(args.out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out}: is a file; name a folder")
     datasets = read_datasets(args)
     if args.figures:
         from failfast_jax.bench import figures
@@ -458,7 +461,6 @@ def run(args: argparse.Namespace) -> int:
         if args.scores:
             scoring.needs(dataset.scoring)
 
-    out = Path(args.out)
     engines = Engines(args.target, args.drafter, args.ar_drafter, args.dtype)
     left_out = usable(engines, settings, common, optional)
     for name, why in left_out.items():

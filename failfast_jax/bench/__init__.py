@@ -1,1 +1,1 @@
-"""Benchmarks: decode speed against other runtimes."""
+"""Benchmarks: methods against each other and against plain decoding, drafters, and the engine itself."""

@@ -225,7 +225,7 @@ def read_settings(args: argparse.Namespace) -> tuple[list[Setting], list[Sweep],
             if not isinstance(values, (str, list)):
                 raise ValueError(f'{shown}: values of a sweep must be a list, or a range in quotes like "3:20"')
             values = parse_values(shown, key, values) if isinstance(values, str) else tuple(values)
-            swept.append(Sweep(entry.get("label") or f"{method}:{key}", method, key, values, setting.options))
+            swept.append(Sweep(f"{entry.get('label') or method}:{key}", method, key, values, setting.options))
     named = [text for text in texts if text != ALL]
     if everything:
         bare = any("=" not in text for text in args.sweep)

@@ -123,7 +123,7 @@ def speedup_bars(records: Records) -> Any:
     axis.axhline(1.0, color="#999999", linestyle="--", linewidth=1)
     axis.set_xticks(range(len(records.datasets)), records.datasets)
     axis.set(ylabel="speedup over vanilla decoding", title="Measured speedup (whiskers: quartiles of questions)")
-    axis.legend(fontsize="small", ncols=2)
+    figure.legend(fontsize="small", ncols=3, loc="outside lower center")
     axis.margins(y=0.12)
     return figure
 
@@ -151,7 +151,8 @@ def length_cdf(records: Records) -> Any:
                 )
         axis.set(title=dataset, xlabel="tokens a round (solid: accepted, dashed: speculated)", ylabel="share of rounds")
         axis.set_ylim(0, 1.02)
-        axis.legend(fontsize="small", loc="lower right")
+        if axis.lines:
+            axis.legend(fontsize="small", loc="lower right")
     if not found:
         raise NoData("no setting drafted anything")
     return figure
@@ -187,25 +188,32 @@ def latency(records: Records) -> Any:
 
 
 def acceptance_against_compute(records: Records) -> Any:
-    """Acceptance rate over drafter passes a round, every setting a point: what more compute for drafts brings."""
+    """Acceptance rate over drafter passes a round, every setting a point: what more compute for drafts brings.
+
+    Lines join points of one method and one draft length, which alone can be compared: a longer draft takes more
+    passes and has a lower rate.
+    """
     methods = sorted({r["method"] for r in records.answers if r["method"] != BASELINE})
     figure, axes = panels(len(records.datasets))
     colour, found = colours(methods), False
     for axis, dataset in zip(axes, records.datasets):
-        points = defaultdict(list)
+        lines = defaultdict(list)
         for label, row in records.tables[dataset].items():
             if row["passes"] and row["acceptance_rate"] is not None:
-                points[records.of(dataset, label)[0]["method"]].append(
-                    (row["passes_per_round"], row["acceptance_rate"], label)
-                )
-        for method, line in points.items():
+                first = records.of(dataset, label)[0]
+                length = tuple(first["options"].get(key) for key in ("spec_len", "max_spec_len"))
+                lines[first["method"], length].append((row["passes_per_round"], row["acceptance_rate"]))
+        named = set()
+        for (method, _), points in lines.items():
             found = True
-            x, y, _ = zip(*sorted(line))
-            axis.plot(x, y, "o-", color=colour[method], label=method)
+            x, y = zip(*sorted(points))
+            axis.plot(x, y, "o-", color=colour[method], label=None if method in named else method)
+            named.add(method)
         axis.set(title=dataset, xlabel="drafter passes a round", ylabel="acceptance rate")
         axis.set_xlim(left=0)
         axis.set_ylim(0, 1)
-        axis.legend(fontsize="small")
+        if named:
+            axis.legend(fontsize="small")
     if not found:
         raise NoData("no setting drafted with a model")
     return figure
@@ -289,7 +297,8 @@ def easy_regions(records: Records) -> Any:
                 axis.plot(cutoffs, easy_share(rows, cutoffs), color=colour[label], label=name)
         axis.set(title=dataset, xlabel="length of an easy region (tokens)", ylabel="share of tokens in longer ones")
         axis.set_ylim(0, 1)
-        axis.legend(fontsize="small")
+        if axis.lines:
+            axis.legend(fontsize="small")
     if not found:
         raise NoData("no setting drafted anything")
     return figure

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import types
 
+import numpy as np
+
 from failfast_jax.bench.engines import Engines
 from failfast_jax.engine import Result, Round, Stats
 
@@ -31,7 +33,7 @@ class StubEngine:
     def __init__(self, text=lambda prompt: "an answer of sixteen tokens"[:16], max_seq_len: int = 4096):
         self.text, self.max_seq_len = text, max_seq_len
         self.tokenizer, self.target_name = StubTokenizer(), "stub"
-        self.target = types.SimpleNamespace(logits=lambda ids: __import__("numpy").asarray([[[0.0, 3.0, 1.0]]]))
+        self.target = types.SimpleNamespace(logits=lambda ids: np.asarray([[[0.0, 3.0, 1.0]]]))
         self.given: list[tuple] = []
         self.streamed = 0
         self.fail_after: int | None = None
@@ -42,6 +44,9 @@ class StubEngine:
         if isinstance(prompt, list) and isinstance(prompt[0], dict):
             prompt = "".join(f"<{m['role']}>{m['content']}" for m in prompt)
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _config(self, config, options):
+        return config
 
     def build_drafter(self, config):
         return None
@@ -92,7 +97,7 @@ class StubEngines(Engines):
 
     def __init__(self, engine: StubEngine, **sources):
         self.sources = {"target": None, "drafter": None, "ar_drafter": None, **sources}
-        self.dtype, self.base = None, engine
+        self.dtype, self.ar_flag, self.base = None, "--ar-drafter", engine
         self._built = {None: engine}
 
     def get(self, setting, config):

@@ -58,7 +58,8 @@ class Statistics:
 
 
 @functools.cache
-def _table() -> dict[str, Any]:
+def published() -> dict[str, Any]:
+    """Appendix B, and the authors' latency constants."""
     path = Path(__file__).parent / "data" / "failfast_appendix_b.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -72,7 +73,7 @@ def published_for(target: str, dataset: str) -> Statistics:
     names = {name.lower(): name for name in DATASETS}
     if dataset.lower() not in names:
         raise ValueError(f"--dataset {dataset}: must be among {', '.join(names)}")
-    dataset, table = names[dataset.lower()], _table()
+    dataset, table = names[dataset.lower()], published()
     source = _PUBLISHED.get(target, _STAND_IN)
     row = table[source]["failfast"][dataset]
     latency = table["authors_latency_ms"]

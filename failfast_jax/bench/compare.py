@@ -7,6 +7,8 @@ import numpy as np
 from failfast_jax.engine import FailFast
 
 EQUAL, NEAR_TIE, DIFFERENT = "equal", "near-tie", "different"
+OTHER_SAMPLE = "other sample"
+"""Of settings that promise `vanilla`'s distribution, not its tokens."""
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:

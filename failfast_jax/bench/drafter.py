@@ -19,7 +19,7 @@ from failfast_jax.bench.compare import DIFFERENT
 from failfast_jax.bench.datasets import Dataset, Question, read_prompts
 from failfast_jax.bench.engine import machine
 from failfast_jax.bench.engines import Engines
-from failfast_jax.bench.harness import Comparison
+from failfast_jax.bench.harness import Comparison, answer
 from failfast_jax.bench.journal import Journal, Record
 from failfast_jax.bench.report import (
     calibration,
@@ -34,6 +34,8 @@ from failfast_jax.bench.report import (
 from failfast_jax.bench.settings import BASELINE, Setting, option_fields, parse_options
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
+
+__all__ = ["answer", "calibration", "main", "read_prompts", "totals"]
 
 PLOT = "accepted_over_confidence"
 
@@ -115,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     common.validate()
     prompts = read_prompts(args.prompts, args.limit)
     dataset = Dataset("prompts", tuple(Question(str(index), prompt) for index, prompt in enumerate(prompts)))
-    engines = Engines(args.target, args.drafter, args.drafter, args.dtype)
+    engines = Engines(args.target, args.drafter, args.drafter, args.dtype, ar_flag="--drafter")
     host = machine()
     identity = {
         **engines.identity(),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import inspect
 import json
 import os
 from pathlib import Path
@@ -26,12 +28,19 @@ def model_stamp(source: str | os.PathLike | None) -> dict[str, Any]:
     return stamp
 
 
+def choosing_options(config: GenerationConfig) -> dict[str, Any]:
+    """The options of a request by which `load_pair` chooses a drafter of the default pair."""
+    wanted = inspect.signature(load_pair).parameters
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name in wanted}
+
+
 class Engines:
     """Engines that share one target and one set of compiled programs, built when a setting first needs them.
 
     Args:
       drafter: of block-diffusion methods; None, with no target named: that of the default pair.
       ar_drafter: of autoregressive methods.
+      ar_flag: how the user names it.
     """
 
     def __init__(
@@ -40,9 +49,11 @@ class Engines:
         drafter: str | os.PathLike | None = None,
         ar_drafter: str | os.PathLike | None = None,
         dtype: str | None = None,
+        *,
+        ar_flag: str = "--ar-drafter",
     ):
         self.sources = {"target": target, "drafter": drafter, "ar_drafter": ar_drafter}
-        self.dtype = dtype
+        self.dtype, self.ar_flag = dtype, ar_flag
         self.base = load_pair(target, method=BASELINE, dtype=dtype)
         self._built: dict[Any, FailFast] = {None: self.base}
 
@@ -59,7 +70,7 @@ class Engines:
         if kind is None or self._source(kind) is not None:
             return None
         if kind == "autoregressive":
-            return "needs --ar-drafter, an autoregressive model with the target's tokens"
+            return f"needs {self.ar_flag}, an autoregressive model with the target's tokens"
         if self.sources["target"] is not None:
             return f"needs --drafter, a model of kind {kind!r}"
         return None
@@ -77,20 +88,14 @@ class Engines:
         """
         kind = METHODS[setting.method].model
         source = self._source(kind) if kind else None
-        # The default pair chooses a drafter by method and schedule; a drafter that was named serves all of its kind.
-        key = None if kind is None else source if source is not None else (setting.method, config.schedule)
+        # A drafter that was named serves all methods of its kind.
+        chosen = choosing_options(config)
+        key = None if kind is None else source if source is not None else tuple(chosen.items())
         if key not in self._built:
             missing = self.missing(setting)
             if missing is not None:
                 raise ValueError(f"{setting.label}: {missing}")
-            engine = load_pair(
-                self.sources["target"],
-                source,
-                method=setting.method,
-                schedule=config.schedule,
-                dtype=self.dtype,
-                share=self.base,
-            )
+            engine = load_pair(self.sources["target"], source, dtype=self.dtype, share=self.base, **chosen)
             # One store for all: each program holds memory maps, and their number is limited per process.
             engine._programs = self.base._programs
             self._built[key] = engine
@@ -103,7 +108,8 @@ class Engines:
           ValueError: the message names the setting.
         """
         try:
-            self.get(setting, config).build_drafter(config)
+            engine = self.get(setting, config)
+            engine.build_drafter(engine._config(config, {}))  # as a request would
         except ValueError as error:
             text = str(error)
             raise ValueError(text if text.startswith(f"{setting.label}: ") else f"{setting.label}: {text}") from None

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.bench import report
+from failfast_jax.bench.acceptance import published
 from failfast_jax.bench.journal import ANSWER, PARTS, Record, read_lines
-from failfast_jax.bench.modelled import alpha_of, authors_latency, expected_speedup, paper
+from failfast_jax.bench.modelled import alpha_of, authors_latency, expected_speedup
 from failfast_jax.bench.settings import BASELINE
 
 SENSITIVE = {"tau": "confidence threshold tau", "spec_len": "chunk length N", "max_spec_len": "longest draft"}
@@ -344,7 +345,7 @@ def theory_curves(lengths: Sequence[int]) -> dict[str, list[float]]:
         ("autoregressive drafter", "ar", lambda n: n),
         ("block-diffusion drafter, one pass", "failfast", lambda n: -(-n // 8) + 1),
     ):
-        row = paper()[name][method]["MATH"]
+        row = published()[name][method]["MATH"]
         alpha = alpha_of(row["acceptance_rate"], row["mean_speculated"])
         found[label] = [expected_speedup(alpha, n, step * passes(n)) for n in lengths]
     return found

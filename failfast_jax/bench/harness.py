@@ -94,6 +94,20 @@ def blocks(settings: Sequence[Setting]) -> list[tuple[str, list[Setting]]]:
     ]
 
 
+def answer(engine: FailFast, prompt: list[int], config: GenerationConfig) -> Result:
+    """A warm answer: one that neither compiled a program nor read one from the cache."""
+    for _ in range(WARM_UPS):
+        result = engine.generate([prompt], config)[0]
+        if not result.stats.compiles + result.stats.cache_hits:
+            return result
+    return engine.generate([prompt], config)[0]
+
+
+def promises_equality(config: GenerationConfig) -> bool:
+    """Whether a request's output is `vanilla`'s: rejection sampling has its distribution, but draws other samples."""
+    return config.temperature == 0 or getattr(config, "acceptance", None) != "rejection"
+
+
 class Comparison:
     """Settings over datasets, with one journal.
 
@@ -188,18 +202,14 @@ class Comparison:
     # -- answers -----------------------------------------------------------------------------------------
 
     def answer(self, setting: Setting, prompt: list[int]) -> Result:
-        """A warm answer: one that neither compiled a program nor read one from the cache."""
+        """A warm answer; see `answer`."""
         engine, config = self.engine(setting), self.configs[setting.label]
         bucket = (setting.label, (len(prompt) + config.max_new_tokens).bit_length())
         with self.watch.engine():
             if bucket not in self._warm:
                 next(engine.stream([prompt], config))  # compiles everything, and stops after one round
                 self._warm.add(bucket)
-            for _ in range(WARM_UPS):
-                result = engine.generate([prompt], config)[0]
-                if not result.stats.compiles + result.stats.cache_hits:
-                    return result
-            return engine.generate([prompt], config)[0]
+            return answer(engine, prompt, config)
 
     def _pending(self, dataset: Dataset, question: Question, repeat: int, block: str, part: list[Setting]) -> list:
         """Settings of a turn that have no record. `vanilla` is one of them if others need it."""
@@ -249,6 +259,7 @@ class Comparison:
                         "position": position,
                         "session": self.journal.session,
                         "prompt_stamp": prompt_stamp(ids),
+                        "compared": promises_equality(self.configs[setting.label]),
                         **to_record(result),
                     }
                     record["harness_s"] = self.watch.take()
@@ -262,6 +273,8 @@ class Comparison:
             record = self.journal.answers[dataset.name, question.id, repeat, setting.label]
             baseline = self.journal.baseline_of(record)
             if key_of(DIFFERENCE, record) in self.journal.lines[DIFFERENCE] or baseline is None:
+                continue
+            if not record["compared"]:
                 continue
             at = first_difference(baseline["output_ids"], record["output_ids"])
             if at is None:

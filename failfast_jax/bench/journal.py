@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from failfast_jax.bench.compare import DIFFERENT, EQUAL, NEAR_TIE
+from failfast_jax.bench.compare import DIFFERENT, EQUAL, NEAR_TIE, OTHER_SAMPLE
 from failfast_jax.bench.settings import BASELINE
 
 Record = dict[str, Any]
@@ -144,7 +144,7 @@ class Journal:
             verdict = EQUAL
             if baseline["output_ids"] != record["output_ids"]:
                 excused = where is not None and not exact and where["logit_gap"] < near_tie
-                verdict = NEAR_TIE if excused else DIFFERENT
+                verdict = NEAR_TIE if excused else DIFFERENT if record["compared"] else OTHER_SAMPLE
             found = where or {"first_difference": None, "logit_gap": 0.0}
             out.append(
                 {

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, exact=args.exact
     )
     common.validate()
-    engines = Engines(args.target, args.drafter, args.drafter, args.dtype)
+    engines = Engines(args.target, args.drafter, args.drafter, args.dtype, ar_flag="--drafter")
     options = {k: v for k, v in dataclasses.asdict(common).items() if k != "method"}
     journal = Journal(args.out, {**engines.identity(), "options": options})
     settings = [Setting(method, method) for method in dict.fromkeys(methods) if method != BASELINE]

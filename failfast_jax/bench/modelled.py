@@ -9,20 +9,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import json
 import sys
-from pathlib import Path
-from typing import Any
 
-STATISTICS = Path(__file__).parent / "data" / "failfast_appendix_b.json"
+from failfast_jax.bench.acceptance import published
+from failfast_jax.bench.limits import speedup_limit
+
 METHOD_NAMES = {"ar": "AR drafter", "fast_dllm": "Fast-dLLM", "failfast": "FailFast"}
-
-
-@functools.cache
-def paper() -> dict[str, Any]:
-    """Appendix B and the authors' latency constants."""
-    return json.loads(STATISTICS.read_text(encoding="utf-8"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +33,12 @@ class Latency:
 
     def speedup(self, *, tokens: float, rounds: float, passes: float) -> float:
         """Speedup over vanilla decoding of `tokens` in `rounds` with `passes` of the drafter in all."""
-        return tokens * self.target_step / (passes * self.draft_pass + rounds * self.target_step)
+        return speedup_limit(tokens / rounds - 1, passes / rounds, self.target_step, self.draft_pass)
 
 
 def authors_latency(target: str) -> Latency:
     """The authors' constants for a target, by its name without the organisation."""
-    constants = paper()["authors_latency_ms"]
+    constants = published()["authors_latency_ms"]
     return Latency(constants["drafter_pass"], constants["target_step"][target], f"A6000, {target}")
 
 
@@ -56,7 +48,7 @@ def parse_latency(text: str) -> Latency:
     Raises:
       ValueError: neither.
     """
-    names = paper()["authors_latency_ms"]["target_step"]
+    names = published()["authors_latency_ms"]["target_step"]
     found = [name for name in names if text in (name, name.split("-")[1])]
     if found:
         return authors_latency(found[0])
@@ -73,13 +65,13 @@ def parse_latency(text: str) -> Latency:
 
 def latency_for(target: str | None) -> Latency:
     """The constants of the paper's target that a model's name contains; else of Qwen2.5-32B-Instruct."""
-    names = list(paper()["authors_latency_ms"]["target_step"])
+    names = list(published()["authors_latency_ms"]["target_step"])
     return authors_latency(next((n for n in names if n.lower() in str(target).lower()), "Qwen2.5-32B-Instruct"))
 
 
 def paper_speedup(target: str, method: str, dataset: str) -> float:
     """The paper's speedup, from its statistics: every round emits its accepted tokens and one of the target's."""
-    row = paper()[target][method][dataset]
+    row = published()[target][method][dataset]
     return authors_latency(target).speedup(
         tokens=row["rounds"] * (row["mean_accepted"] + 1),
         rounds=row["rounds"],
@@ -89,8 +81,8 @@ def paper_speedup(target: str, method: str, dataset: str) -> float:
 
 def table() -> str:
     """All of them as Markdown. Appendix B has the 32B and the 14B target."""
-    targets = [key for key in paper() if key.startswith("Qwen")]
-    columns = list(paper()[targets[0]]["failfast"])
+    targets = [key for key in published() if key.startswith("Qwen")]
+    columns = list(published()[targets[0]]["failfast"])
     lines = [["target", "method", *columns], ["---"] * (len(columns) + 2)]
     for target in targets:
         for method, name in METHOD_NAMES.items():

@@ -42,8 +42,8 @@ from failfast_jax.bench.device import (
     nbytes,
     random_arrays,
 )
-from failfast_jax.bench.drafter import figure_class
 from failfast_jax.bench.engine import machine
+from failfast_jax.bench.figures import figure_class
 from failfast_jax.bench.limits import PASSES, cache_bytes, memory_limit, papers_speedup, pass_bytes, weight_bytes
 from failfast_jax.bench.replay_round import (
     Caches,

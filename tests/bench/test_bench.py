@@ -11,7 +11,7 @@ from failfast_jax import FailFast
 from failfast_jax.bench import __main__ as bench
 from failfast_jax.bench import engines as bench_engines
 from failfast_jax.bench import figures, harness, parts, report
-from failfast_jax.bench.compare import DIFFERENT, EQUAL, NEAR_TIE
+from failfast_jax.bench.compare import DIFFERENT, EQUAL, NEAR_TIE, OTHER_SAMPLE
 from failfast_jax.bench.datasets import Dataset, Question
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import Journal
@@ -369,3 +369,16 @@ def test_humaneval_is_scored_by_running_it(stub, tmp_path, capsys):
     args = ["--dataset", "humaneval", "--limit", "2", "--methods", "lookup", *PLAIN, "--out", str(tmp_path / "out")]
     assert bench.main(args) == 0
     assert capsys.readouterr().out.count("| 50 % |") == 2
+
+
+def test_other_samples_are_no_differences():
+    """Rejection sampling promises `vanilla`'s distribution, not its tokens."""
+    journal = Journal(None, {})
+    place = {"kind": "answer", "dataset": "d", "question": "0", "repeat": 0, "block": "b"}
+    journal.append({**place, "setting": BASELINE, "output_ids": [1, 2], "compared": True})
+    for label, ids, compared in (("same", [1, 2], False), ("sampled", [3], False), ("wrong", [3], True)):
+        journal.append({**place, "setting": label, "output_ids": ids, "compared": compared})
+    verdicts = {record["setting"]: record.get("verdict") for record in journal.judged(1e-3, False)}
+    assert verdicts == {BASELINE: None, "same": EQUAL, "sampled": OTHER_SAMPLE, "wrong": DIFFERENT}
+    config = GenerationConfig(temperature=0.7)
+    assert harness.promises_equality(config)

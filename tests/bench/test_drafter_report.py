@@ -230,7 +230,7 @@ FIELDS = ", ".join(bench.option_fields())
         (["--methods", "quick"], "--methods quick: must be among failfast"),
         (["--methods", "vanilla"], "--methods vanilla: must be among failfast"),
         (["--methods", ""], "must be among failfast"),
-        (["--methods", "ar"], "method ar needs an autoregressive drafter"),
+        (["--methods", "ar"], "ar: needs --drafter, an autoregressive model"),
         (["--repeats", "0"], "--repeats 0: must be at least 1"),
         (["--limit", "0"], "--limit 0: must be at least 1"),
         (["--max-new-tokens", "0"], "--max-new-tokens 0"),

@@ -1,9 +1,10 @@
 """What draft, verify and commit cost: one answer decoded by the same functions, compiled and timed one by one.
 
 Inside the compiled loop there is nothing to hold a clock to. So an answer is decoded once more with the parts of the
-round as programs of their own; a verify's cost is kept by width, a draft's as a cost per call and one per pass. What
-the compiled loop spent on a whole answer is then attributed: its rounds' drafts and verifies at these costs, and
-the rest to `other`.
+round as programs of their own, less what calling a program costs from here; a verify's cost is kept by width, a draft's
+as a cost per call and one per pass. What the compiled loop spent on a whole answer is then attributed: its rounds'
+drafts and verifies at these costs, and the rest to `other`. Models whose passes take less than about a millisecond
+cannot be told apart like that.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from failfast_jax.state import RUNNING
 
 ROUNDS = 48
 """Most rounds that are timed."""
+EMPTY_CALLS = 16
+"""Calls of a program that does nothing, whose time is taken off every part's."""
 
 
 def width_of(drafted: int, widths: Iterable[int]) -> int:
@@ -69,6 +72,20 @@ def timed_rounds(engine: FailFast, config: GenerationConfig, prompt: list[int]) 
     verified, state = verify(target, drafter, state, proposal)
     commit = jax.jit(commit, donate_argnums=1).lower(drafter, state, proposal, verified).compile()
     state = jax.block_until_ready(commit(drafter, state, proposal, verified))
+
+    def nothing(models, state):
+        return state.replace(finish=state.finish * 1)
+
+    empty = {}
+    for name, models in (("verify_s", (target, drafter)), ("draft_s", (drafter,))):
+        program = jax.jit(nothing, donate_argnums=1).lower(models, state).compile()
+        seconds = []
+        for _ in range(EMPTY_CALLS):
+            begin = time.perf_counter()
+            state = jax.block_until_ready(program(models, state))
+            seconds.append(time.perf_counter() - begin)
+        empty[name] = float(np.median(seconds))
+    empty["commit_s"] = empty["draft_s"]
     timed: list[Record] = []
     while int(state.finish[0]) == RUNNING and len(timed) < ROUNDS:
         clock = [time.perf_counter()]
@@ -80,7 +97,7 @@ def timed_rounds(engine: FailFast, config: GenerationConfig, prompt: list[int]) 
         clock.append(time.perf_counter())
         drafted, passes = int(proposal.length[0]), int(proposal.passes[0])
         names = ("draft_s", "verify_s", "commit_s")
-        seconds = {name: end - begin for name, begin, end in zip(names, clock, clock[1:])}
+        seconds = {name: max(end - begin - empty[name], 0.0) for name, begin, end in zip(names, clock, clock[1:])}
         timed.append({"drafted": drafted, "passes": passes, "width": width_of(drafted, plan.widths), **seconds})
     return timed, list(plan.widths)
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from stub_engine import StubEngine, StubEngines
@@ -327,6 +328,50 @@ def test_easy_regions():
     easy = figures.easy_tokens(answer)
     assert easy == [True] * 4 + [True, False] + [False] + [True] * 3 + [True] * 2
     assert figures.easy_share([answer], [0, 4, 5, 9]) == [10 / 12, 10 / 12, 0.0, 0.0]
+
+
+# -- engines -------------------------------------------------------------------------------------------------
+
+
+def test_engines_share_target_and_programs(monkeypatch, tmp_path):
+    loaded = []
+
+    def load_pair(target=None, drafter=None, *, method, schedule="wide", dtype=None, share=None):
+        loaded.append((drafter, method, schedule))
+        assert (share is None) == (len(loaded) == 1)
+        return SimpleNamespace(_programs=object(), max_seq_len=100 * len(loaded))
+
+    monkeypatch.setattr(bench_engines, "load_pair", load_pair)
+    common = GenerationConfig()
+    settings = [Setting(m, m) for m in ("lookup", "failfast", "fast-dllm", "ar")]
+    settings.insert(2, Setting("aligned", "failfast", {"schedule": "aligned"}))
+    settings.insert(2, Setting("slow", "failfast", {"tau": 0.9}))
+
+    # The default pair: a drafter for each method and schedule.
+    default = bench_engines.Engines(ar_drafter="small")
+    found = [default.get(s, s.config(common)) for s in settings]
+    assert loaded[1:] == [(None, "failfast", "wide"), (None, "failfast", "aligned"), (None, "fast-dllm", "wide")] + [
+        ("small", "ar", "wide")
+    ]
+    assert found[0] is default.base and found[1] is found[2]
+    assert {id(engine._programs) for engine in found} == {id(default.base._programs)}
+    assert default.max_seq_len == 100 and set(default.identity()) == {"ar_drafter", "dtype", "drafter"}
+
+    # Named drafters: one for all methods of its kind.
+    loaded.clear()
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    (folder / "weights").write_text("x")
+    named = bench_engines.Engines("big", folder)
+    for setting in settings[:-1]:
+        named.get(setting, setting.config(common))
+    assert loaded[1:] == [(folder, "failfast", "wide")]
+    with pytest.raises(ValueError, match="ar: needs --ar-drafter"):
+        named.get(settings[-1], settings[-1].config(common))
+    before = named.identity()
+    assert before["target"] == {"name": "big", "files": None}
+    (folder / "weights").write_text("xy")
+    assert named.identity()["drafter"]["files"] != before["drafter"]["files"]
 
 
 # -- real models ---------------------------------------------------------------------------------------------

@@ -350,9 +350,8 @@ def test_engines_share_target_and_programs(monkeypatch, tmp_path):
     # The default pair: a drafter for each method and schedule.
     default = bench_engines.Engines(ar_drafter="small")
     found = [default.get(s, s.config(common)) for s in settings]
-    assert loaded[1:] == [(None, "failfast", "wide"), (None, "failfast", "aligned"), (None, "fast-dllm", "wide")] + [
-        ("small", "ar", "wide")
-    ]
+    wide, aligned, dllm = ((None, "failfast", "wide"), (None, "failfast", "aligned"), (None, "fast-dllm", "wide"))
+    assert loaded[1:] == [wide, aligned, dllm, ("small", "ar", "wide")]
     assert found[0] is default.base and found[1] is found[2]
     assert {id(engine._programs) for engine in found} == {id(default.base._programs)}
     assert default.max_seq_len == 100 and set(default.identity()) == {"ar_drafter", "dtype", "drafter"}

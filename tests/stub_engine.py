@@ -97,7 +97,7 @@ class StubEngines(Engines):
 
     def __init__(self, engine: StubEngine, **sources):
         self.sources = {"target": None, "drafter": None, "ar_drafter": None, **sources}
-        self.dtype, self.ar_flag, self.base = None, "--ar-drafter", engine
+        self.options, self.ar_flag, self.base = {"dtype": None}, "--ar-drafter", engine
         self._built = {None: engine}
 
     def get(self, setting, config):

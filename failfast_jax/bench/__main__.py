@@ -41,6 +41,7 @@ from failfast_jax.bench.settings import (
 )
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
+from failfast_jax.generate import ATTENTION_KERNELS
 
 ALL = "all"
 RECORDS = "records.jsonl"
@@ -49,6 +50,8 @@ DEFAULTS: dict[str, Any] = {
     "drafter": None,
     "ar_drafter": None,
     "dtype": None,
+    "tensor_parallel": 1,
+    "attention": None,
     "methods": [ALL],
     "sweep": [],
     "dataset": None,
@@ -104,6 +107,8 @@ def build_parser() -> argparse.ArgumentParser:
     models.add_argument("--drafter", metavar="P", help="for the methods that draft by diffusion")
     models.add_argument("--ar-drafter", metavar="P", help="for the methods that draft token by token")
     models.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    models.add_argument("--tensor-parallel", metavar="n", type=int, help="devices that share each layer")
+    models.add_argument("--attention", choices=ATTENTION_KERNELS, help="kernel of cached attention")
     result = parser.add_argument_group("result")
     result.add_argument("--out", metavar="DIR", help=f"an interrupted run continues there ({DEFAULTS['out']})")
     result.add_argument("--records", choices=("jsonl", "parquet"), help="parquet: also write records.parquet")
@@ -386,7 +391,10 @@ def write_summary(
     text = "\n\n".join(lines) + "\n"
     found = {
         "machine": host,
-        "models": {name: getattr(args, name) for name in ("target", "drafter", "ar_drafter", "dtype")},
+        "models": {
+            name: getattr(args, name)
+            for name in ("target", "drafter", "ar_drafter", "dtype", "tensor_parallel", "attention")
+        },
         "options": {"max_new_tokens": common.max_new_tokens, **changed},
         "repeats": args.repeats,
         "modelled_with": dataclasses.asdict(latency),
@@ -461,7 +469,14 @@ def run(args: argparse.Namespace) -> int:
         if args.scores:
             scoring.needs(dataset.scoring)
 
-    engines = Engines(args.target, args.drafter, args.ar_drafter, args.dtype)
+    engines = Engines(
+        args.target,
+        args.drafter,
+        args.ar_drafter,
+        args.dtype,
+        tensor_parallel=args.tensor_parallel,
+        attention=args.attention,
+    )
     left_out = usable(engines, settings, common, optional)
     for name, why in left_out.items():
         print(f"left out: {name}: {why}", file=sys.stderr)

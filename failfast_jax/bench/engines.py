@@ -41,6 +41,7 @@ class Engines:
       drafter: of block-diffusion methods; None, with no target named: that of the default pair.
       ar_drafter: of autoregressive methods.
       ar_flag: how the user names it.
+      options: of every engine, as `load_pair` takes them (`tensor_parallel`, `attention`).
     """
 
     def __init__(
@@ -51,18 +52,19 @@ class Engines:
         dtype: str | None = None,
         *,
         ar_flag: str = "--ar-drafter",
+        **options: Any,
     ):
         self.sources = {"target": target, "drafter": drafter, "ar_drafter": ar_drafter}
-        self.dtype, self.ar_flag = dtype, ar_flag
-        self.base = load_pair(target, method=BASELINE, dtype=dtype)
+        self.options, self.ar_flag = {"dtype": dtype, **options}, ar_flag
+        self.base = load_pair(target, method=BASELINE, **self.options)
         self._built: dict[Any, FailFast] = {None: self.base}
 
     def identity(self) -> dict[str, Any]:
-        """What records must agree on: models, files and type of the weights."""
+        """What records must agree on: models, files, and how the engines run them."""
         stamps = {name: model_stamp(source) for name, source in self.sources.items() if source is not None}
         if not stamps.keys() & {"target", "drafter"}:
             stamps["drafter"] = model_stamp(embedded_drafter())
-        return {**stamps, "dtype": self.dtype}
+        return {**stamps, **self.options}
 
     def missing(self, setting: Setting) -> str | None:
         """Which drafter a setting would need and nobody named; None: nothing is missing."""
@@ -95,7 +97,7 @@ class Engines:
             missing = self.missing(setting)
             if missing is not None:
                 raise ValueError(f"{setting.label}: {missing}")
-            engine = load_pair(self.sources["target"], source, dtype=self.dtype, share=self.base, **chosen)
+            engine = load_pair(self.sources["target"], source, share=self.base, **self.options, **chosen)
             # One store for all: each program holds memory maps, and their number is limited per process.
             engine._programs = self.base._programs
             self._built[key] = engine

@@ -40,7 +40,7 @@ def timed_rounds(engine: FailFast, config: GenerationConfig, prompt: list[int]) 
     plan = engine._plan(drafter, config.exact, 1)
     capacity = engine._capacity([prompt], config.max_new_tokens, drafter.max_draft)
     tokens, lengths = engine._prompt_arrays([prompt], capacity)
-    target = engine.target
+    target, keep = engine.target, engine._keeper(engine.target, engine.drafter, 1)
 
     def start(target, drafter):
         state = round.init_state(
@@ -54,16 +54,18 @@ def timed_rounds(engine: FailFast, config: GenerationConfig, prompt: list[int]) 
             capacity=capacity,
             plan=plan,
         )
-        return round.prefill(target, drafter, state, prompt_tokens=len(prompt), plan=plan)
+        return keep(round.prefill(target, drafter, state, prompt_tokens=len(prompt), plan=plan))
 
     def draft(drafter, state):
-        return round.draft(drafter, state)
+        proposal, state = round.draft(drafter, state)
+        return proposal, keep(state)
 
     def verify(target, drafter, state, proposal):
-        return round.verify(target, drafter, state, proposal, plan=plan)
+        verified, state = round.verify(target, drafter, state, proposal, plan=plan)
+        return verified, keep(state)
 
     def commit(drafter, state, proposal, verified):
-        return round.accept(drafter, state, proposal, verified)
+        return keep(round.accept(drafter, state, proposal, verified))
 
     state = jax.jit(start)(target, drafter)
     draft = jax.jit(draft, donate_argnums=1).lower(drafter, state).compile()
@@ -74,7 +76,7 @@ def timed_rounds(engine: FailFast, config: GenerationConfig, prompt: list[int]) 
     state = jax.block_until_ready(commit(drafter, state, proposal, verified))
 
     def nothing(models, state):
-        return state.replace(finish=state.finish * 1)
+        return keep(state.replace(finish=state.finish * 1))
 
     empty = {}
     for name, models in (("verify_s", (target, drafter)), ("draft_s", (drafter,))):

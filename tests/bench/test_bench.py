@@ -27,7 +27,7 @@ PROMPTS = ["first prompt", "second", "third prompt, the longest"]
 @pytest.fixture
 def stub(monkeypatch):
     engine = StubEngine()
-    monkeypatch.setattr(bench, "Engines", lambda *sources: StubEngines(engine, **dict(zip(NAMES, sources))))
+    monkeypatch.setattr(bench, "Engines", lambda *sources, **_: StubEngines(engine, **dict(zip(NAMES, sources))))
     return engine
 
 

@@ -375,8 +375,8 @@ def write_summary(
         f"options for all: {said or 'none'}.",
         "Speedup: decode time of `vanilla` over decode time, each question's answers timed back to back, warm-ups "
         "thrown away, prefill left out. Accepted and speculated tokens are per round. The split of the compiled "
-        "loop's time is attributed: draft and verify are timed apart on one prompt, per pass and per width, the rest "
-        "is `other`. "
+        "loop's time is attributed: on one prompt draft and verify are timed apart, per pass and per width; what the "
+        "loop takes beside them is `other`. "
         f"Modelled: the paper's model with these statistics at {latency.draft_pass:g} ms a drafter pass and "
         f"{latency.target_step:g} ms a target step ({latency.name}), and with this machine's own costs.",
         f"The harness cost {harness:.2f} s beside {decode:.1f} s of decoding ({100 * harness / decode:.2f} %).",

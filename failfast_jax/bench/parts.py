@@ -2,9 +2,9 @@
 
 Inside the compiled loop there is nothing to hold a clock to. So an answer is decoded once more with the parts of the
 round as programs of their own, less what calling a program costs from here; a verify's cost is kept by width, a draft's
-as a cost per call and one per pass. What the compiled loop spent on a whole answer is then attributed: its rounds'
-drafts and verifies at these costs, and the rest to `other`. Models whose passes take less than about a millisecond
-cannot be told apart like that.
+as a cost per call and one per pass. What the compiled loop takes for the same answer beside its rounds' drafts and
+verifies is `other`, per round. The rounds of all answers at these costs give the shares of the three. Models whose
+passes take less than about a millisecond cannot be told apart like that.
 """
 
 from __future__ import annotations
@@ -132,28 +132,40 @@ def costs(timed: list[Record]) -> dict[str, Any]:
 
 
 def measure(engine: FailFast, config: GenerationConfig, prompt: list[int]) -> dict[str, Any] | None:
-    """Costs of a setting's parts on one prompt, and how long the compiled loop takes for it now, before and after.
+    """Costs of a setting's parts on one prompt, and `other_s`: what the compiled loop takes beside them, a round.
+
+    The loop is timed right before and after its parts, so that all costs are of the same minute.
 
     None: the answer ends within its first round, so that there is nothing to time.
     """
     engine.generate([prompt], config)
-    before = engine.generate([prompt], config)[0].stats
+    before = engine.generate([prompt], config)[0]
     timed, widths = timed_rounds(engine, config, prompt)
-    after = engine.generate([prompt], config)[0].stats
+    after = engine.generate([prompt], config)[0]
     if not timed:
         return None
-    return {**costs(timed), "widths": widths, "rounds": len(timed), "loop_s": (before.decode_s + after.decode_s) / 2}
+    found = {**costs(timed), "widths": widths, "other_s": 0.0}
+    loop_s = (before.stats.decode_s + after.stats.decode_s) / 2
+    rounds = [{"drafted": len(entry.drafted), "passes": entry.passes} for entry in before.rounds]
+    found["other_s"] = (loop_s - sum(attributed(rounds, found).values())) / len(rounds)
+    return {**found, "timed_rounds": len(timed), "loop_s": loop_s}
 
 
-def split(record: Record, found: dict[str, Any], scale: float) -> dict[str, float]:
-    """Seconds of an answer by part. `scale`: how much slower the machine was when it was given."""
-    rounds = record["detail"] or [{"drafted": 0, "passes": 0}] * record["rounds"]
+def attributed(rounds: list[Record], found: dict[str, Any]) -> dict[str, float]:
+    """Seconds of rounds by part, at measured costs."""
     verify = {int(width): seconds for width, seconds in found["verify_s"].items()}
     # A width that did not occur while timing costs what its nearest wider (else widest) neighbour does.
     by_width = {
         width: verify.get(width, verify[min((w for w in verify if w > width), default=max(verify))])
         for width in found["widths"]
     }
-    draft_s = scale * sum(found["call_s"] + found["pass_s"] * entry["passes"] for entry in rounds)
-    verify_s = scale * sum(by_width[width_of(entry["drafted"], found["widths"])] for entry in rounds)
-    return {"draft": draft_s, "verify": verify_s, "other": record["decode_s"] - draft_s - verify_s}
+    return {
+        "draft": sum(found["call_s"] + found["pass_s"] * entry["passes"] for entry in rounds),
+        "verify": sum(by_width[width_of(entry["drafted"], found["widths"])] for entry in rounds),
+        "other": found["other_s"] * len(rounds),
+    }
+
+
+def rounds_of(record: Record) -> list[Record]:
+    """The rounds of a recorded answer; those of `vanilla` are not kept, as they are all alike."""
+    return record["detail"] or [{"drafted": 0, "passes": 0}] * record["rounds"]

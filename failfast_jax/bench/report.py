@@ -133,17 +133,12 @@ def calibration(records: Iterable[Record], label: str) -> dict[str, Any]:
 
 
 def latency_split(rows: list[Record], costs: Record | None) -> dict[str, float] | None:
-    """Share of decode time by part (see `failfast_jax.bench.parts`); None: not measured.
-
-    The machine may have been slower or faster when its parts were timed: the same prompt's loop tells by how much.
-    """
+    """Share of decode time by part (see `failfast_jax.bench.parts`); None: not measured."""
     if costs is None or not rows:
         return None
-    then = [r["decode_s"] for r in rows if r["question"] == costs["question"]]
-    scale = float(np.median(then)) / costs["loop_s"] if then else 1.0
     seconds = {"draft": 0.0, "verify": 0.0, "other": 0.0}
     for row in rows:
-        for name, value in parts.split(row, costs, scale).items():
+        for name, value in parts.attributed(parts.rounds_of(row), costs).items():
             seconds[name] += value
     whole = sum(seconds.values())
     return {name: value / whole for name, value in seconds.items()}
@@ -158,13 +153,17 @@ def add_models(
     """Adds the latency split and two modelled speedups to each setting of `totals`.
 
     `modelled` is the paper's model with given latencies; `modelled_here` the same model with this machine's: a
-    one-row step as in `vanilla`'s answers, and the drafter's pass as timed by parts.
+    one-row step of `vanilla`, and the drafter's pass as timed by parts.
     """
     by_label = defaultdict(list)
     for record in records:
         by_label[record["setting"]].append(record)
     plain = table[BASELINE]
+    # Timed like the drafter's passes, if it was; what answers took may be of a slower or faster hour.
+    one_row = [{"drafted": 0, "passes": 0}]
     step = ratio(plain["decode_s"], plain["rounds"])
+    if BASELINE in costs:
+        step = sum(parts.attributed(one_row, costs[BASELINE]).values())
     for label, row in table.items():
         used = {"tokens": row["tokens"], "rounds": row["rounds"], "passes": row["passes"]}
         found = costs.get(label)

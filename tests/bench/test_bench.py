@@ -288,16 +288,16 @@ def test_costs_and_split():
     record = {
         "setting": "failfast",
         "question": "0",
-        "decode_s": 20.0,
-        "rounds": 2,
+        "rounds": 3,
         "detail": [{"drafted": 3, "passes": 1}, {"drafted": 0, "passes": 0}, {"drafted": 7, "passes": 2}],
     }
-    found |= {"widths": [1, 4, 8], "loop_s": 10.0, "question": "0"}
-    # Twice as slow then as when the parts were timed; no draft of one row was timed: the next width stands in.
+    found |= {"widths": [1, 4, 8], "other_s": 0.5}
+    # No draft of one row was timed: the next width stands in.
     split = report.latency_split([record], found)
-    assert split["draft"] == pytest.approx(2 * (3 * 0.1 + 3 * 0.2) / 20)
-    assert split["verify"] == pytest.approx(2 * (1.1 + 1.1 + 2.1) / 20)
-    assert sum(split.values()) == pytest.approx(1)
+    whole = (0.3 + 0.6) + (1.1 + 1.1 + 2.1) + 3 * 0.5
+    assert split == pytest.approx({"draft": 0.9 / whole, "verify": 4.3 / whole, "other": 1.5 / whole})
+    record |= {"detail": [], "rounds": 2}
+    assert report.latency_split([record], found)["verify"] == pytest.approx(2.2 / (0.2 + 2.2 + 1.0))
     plain = parts.costs([entry(0, 0, 0.01, 1.0) | {"commit_s": 0.1}] * 3)
     assert plain["call_s"] == 0.01 and plain["pass_s"] == 0.0
     assert report.latency_split([record], None) is None
@@ -312,12 +312,12 @@ def test_modelled_columns():
     ]
     table = report.totals(rows, ["ar"])
     costs = {
-        "ar": {"question": "9", "call_s": 0.1, "pass_s": 0.2, "verify_s": {"8": 1.0}, "widths": [8], "loop_s": 1.0}
+        "ar": {"question": "9", "call_s": 0.1, "pass_s": 0.2, "verify_s": {"8": 1.0}, "widths": [8], "other_s": 0.1}
     }
     report.add_models(table, rows, costs, parse_latency("1:10"))
     assert table["ar"]["modelled"] == 20 * 10 / (20 * 1 + 5 * 10)
     assert table["ar"]["modelled_here"] == 20 * 1.0 / (5 * 0.1 + 20 * 0.2 + 5 * 1.0)
-    assert table["ar"]["latency"]["verify"] == pytest.approx(0.5)
+    assert table["ar"]["latency"]["verify"] == pytest.approx(5 / 6)
 
 
 def test_easy_regions():

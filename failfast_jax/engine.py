@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from failfast_jax import dllm, round, sharding
+from failfast_jax import dllm, quantization, round, sharding
 from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder
 from failfast_jax.compilation import CompileCounts, Executables, Program, compile_counts, enable_compile_cache
 from failfast_jax.config import ConfigError, GenerationConfig, OptionError
@@ -109,14 +109,19 @@ class StreamEvent:
 
 
 def load_with_tokenizer(
-    source: str | os.PathLike, dtype: Any = None, mesh: Mesh | None = None, *, drafter: bool = False
+    source: str | os.PathLike,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    *,
+    drafter: bool = False,
+    quantize: str | None = None,
 ) -> tuple[Decoder, Any]:
     """A model and its tokenizer (None if it has none), read side by side; on a mesh, each device its part."""
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(load_tokenizer, source)
         opened = open_source(source)
         place = None if mesh is None else sharding.placement(opened.config, mesh, drafter=drafter)
-        return opened.load(as_dtype(dtype), place=place), tokenizer.result()
+        return opened.load(as_dtype(dtype), place=place, quantize=quantize), tokenizer.result()
 
 
 def with_block_size(model: Decoder, block_size: int) -> Decoder:
@@ -161,6 +166,9 @@ class FailFast:
       tensor_parallel: devices that share each layer.
       data_parallel: groups of such devices that share the batch, which must be a multiple of it.
       attention: kernel of cached attention, see `models.attention.KERNELS`; None chooses by platform.
+      quantize: None, or `int8`: the target's matrices in 8 bits, see `quantization`. Output is then that of the
+        quantised target, with every method.
+      quantize_drafter: likewise the drafter's.
 
     Attributes:
       eos_token_ids: stop tokens; the target's own unless replaced.
@@ -185,7 +193,13 @@ class FailFast:
         tensor_parallel: int = 1,
         data_parallel: int = 1,
         attention: str | None = None,
+        quantize: str | None = None,
+        quantize_drafter: str | None = None,
     ):
+        quantization.check(quantize)
+        quantization.check(quantize_drafter, "--quantize-drafter")
+        if quantize_drafter is not None and drafter is None:
+            raise OptionError(f"--quantize-drafter {quantize_drafter}: there is no drafter")
         enable_compile_cache(compile_cache)
         start = time.perf_counter()
         if attention is not None and (reason := refusal(attention, jax.devices()[0])):
@@ -194,7 +208,7 @@ class FailFast:
         self.mesh = None if one_device else sharding.make_mesh(tensor_parallel, data_parallel)
         self.target_name, self.drafter_name = _name(target, "target"), _name(drafter, "drafter")
         if not isinstance(target, Decoder):
-            target, loaded = load_with_tokenizer(target, dtype, self.mesh)
+            target, loaded = load_with_tokenizer(target, dtype, self.mesh, quantize=quantize)
             tokenizer = tokenizer or loaded
         self.decoding: dict[str, Any] = {}
         if drafter is not None and not isinstance(drafter, (Decoder, BoundConditioned)) and is_drafter_folder(drafter):
@@ -202,11 +216,15 @@ class FailFast:
             drafter = load_drafter(drafter, target, self.target_name)
             drafter_tokenizer = tokenizer  # it drafts in its target's tokens
         if drafter is not None and not isinstance(drafter, (Decoder, BoundConditioned)):
-            drafter, loaded = load_with_tokenizer(drafter, dtype, self.mesh, drafter=True)
+            drafter, loaded = load_with_tokenizer(drafter, dtype, self.mesh, drafter=True, quantize=quantize_drafter)
             drafter_tokenizer = drafter_tokenizer or loaded
         self.tokenizer = tokenizer
         self.target = sharding.spread(target, self.mesh, kernel=attention)
         self.drafter = None if drafter is None else sharding.spread(drafter, self.mesh, kernel=attention, drafter=True)
+        if quantize is not None:
+            self.target = quantization.quantized(self.target, quantize)
+        if quantize_drafter is not None:
+            self.drafter = quantization.quantized(self.drafter, quantize_drafter)
         self.vocab = target.config.vocab_size
         self.eos_token_ids = target.config.eos_token_ids
         if isinstance(drafter, Decoder) and not borrows_tokens(drafter.config, target.config):

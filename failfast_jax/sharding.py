@@ -31,13 +31,14 @@ DATA, TENSOR = "data", "tensor"
 
 LOGICAL_AXES = (
     (r"embed$", ("vocab", None)),
-    (r"head\.weight$", ("vocab", None)),
-    (r"attention\.qkv\.weight$", ("heads", None, None)),
+    (r"head\.(weight|scale)$", ("vocab", None)),
+    (r"attention\.qkv\.(weight|scale)$", ("heads", None, None)),
     (r"attention\.qkv\.bias$", ("heads", None)),
     (r"attention\.o\.weight$", (None, "heads")),
-    (r"mlp\.gate_up\.weight$", (None, "mlp", None)),
+    (r"mlp\.gate_up\.(weight|scale)$", (None, "mlp", None)),
     (r"mlp\.gate_up\.bias$", (None, "mlp")),
     (r"mlp\.down\.weight$", (None, "mlp")),
+    (r"(attention\.o|mlp\.down)\.scale$", ()),
     (r".*(norm|bias).*", ()),
 )
 """Names of parameters, and the logical axis of each of their dimensions: fields of `Execution`."""
@@ -166,7 +167,7 @@ def with_execution(model: Decoder, execution: Execution) -> Decoder:
     layers = []
     for layer in model.layers:
         layer, attention, qkv = copy.copy(layer), copy.copy(layer.attention), copy.copy(layer.attention.qkv)
-        qkv.weight, qkv.bias = expanded(qkv.weight), expanded(qkv.bias)
+        qkv.weight, qkv.scale, qkv.bias = expanded(qkv.weight), expanded(qkv.scale), expanded(qkv.bias)
         attention.qkv, attention.config = qkv, model.config
         layer.attention = attention
         layers.append(layer)

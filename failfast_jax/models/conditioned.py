@@ -116,7 +116,12 @@ class Conditioned(nnx.Module):
         x = module.input_norm(self._feature(features, self.config.context_layers[layer]))
         projection, head = module.attention.qkv, base.head_dim
         queries = base.num_heads // base.num_kv_heads * head
-        kv = jnp.einsum("bwe,khe->bwkh", x, projection.weight[...][:, queries:])
+        weight = projection.weight[...][:, queries:]
+        if projection.scale is None:
+            kv = jnp.einsum("bwe,khe->bwkh", x, weight)
+        else:
+            kv = jnp.einsum("bwe,khe->bwkh", x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+            kv = (kv * projection.scale[...][:, queries:, 0]).astype(x.dtype)
         if projection.bias is not None:
             kv = kv + projection.bias[...][:, queries:]
         return apply_rope(kv[..., :head], cos, sin), kv[..., head:]

@@ -71,11 +71,15 @@ def rotary(config: ModelConfig, positions: Int[Array, "*S"]) -> tuple[Array, Arr
 
 
 class Linear(nnx.Module):
-    """`x @ weight.T + bias`. `weight` is `[..., in]`; leading axes are one flattened output axis."""
+    """`x @ weight.T + bias`. `weight` is `[..., in]`; leading axes are one flattened output axis.
+
+    `scale` is None, or `[..., 1]` in float32: each output's factor, of a quantised weight (`quantization`).
+    """
 
     def __init__(self, out_shape: tuple[int, ...], in_size: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
         scale = in_size**-0.5
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (*out_shape, in_size), dtype) * scale)
+        self.scale = nnx.data(None)
         self.bias = nnx.Param(jnp.zeros(out_shape, dtype)) if bias else None
 
     def __call__(
@@ -84,9 +88,16 @@ class Linear(nnx.Module):
         """`over`: mesh axis over which the inputs are spread, inside a `shard_map`."""
         weight = self.weight[...]
         weight = weight.reshape(-1, weight.shape[-1])
-        y = jax.lax.dot_general(
-            x.reshape(-1, x.shape[-1]), weight, (((1,), (1,)), ((), ())), preferred_element_type=preferred
-        )
+        rows = x.reshape(-1, x.shape[-1])
+        if self.scale is None:
+            y = jax.lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=preferred)
+        else:
+            # Every int8 is exact in the narrowest dtype, so only sums and scales are rounded. The conversion fuses into
+            # the product: what is read from memory is int8.
+            y = jax.lax.dot_general(
+                rows, weight.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            )
+            y = (y * self.scale[...].reshape(-1)).astype(preferred or x.dtype)
         y = total(y.reshape(*x.shape[:-1], -1), over)
         return y if self.bias is None else y + self.bias[...].reshape(-1)
 
@@ -187,7 +198,7 @@ class Decoder(nnx.Module):
       config: what it was built from.
       execution: attention kernel and devices; replace it before anything is compiled.
       embed: `[V, E]`; also the head's weight when `config.tie_embeddings`.
-      layers, norm, head: the rest; `head` is None when tied.
+      layers, norm, head: the rest; `head` is None when tied, or quantised.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
@@ -207,6 +218,14 @@ class Decoder(nnx.Module):
     @property
     def dtype(self) -> jnp.dtype:
         return self.embed[...].dtype
+
+    @property
+    def head_weight(self) -> Float[Array, "V E"]:
+        """The rows that score the vocabulary, in the model's dtype: of a quantised head, what its integers stand for."""
+        if self.config.tie_embeddings:
+            return self.embed[...]
+        weight, scale = self.head.weight[...], self.head.scale
+        return weight if scale is None else (weight * scale[...]).astype(self.dtype)
 
     def init_cache(self, batch: int, capacity: int) -> KVCache:
         """Empty cache for `batch` sequences of at most `capacity` positions, in the model's dtype."""

@@ -1,0 +1,137 @@
+"""Weight-only quantisation: the matrices of a model in fewer bits, one scale for each output; qwix rounds them.
+
+Activations, embeddings and norms stay in the model's dtype. A decode pass takes as long as its weights take to come
+from memory, so half the bytes are nearly half the time; no arithmetic is done in integers.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int8
+
+from failfast_jax.config import ModelConfig, OptionError
+from failfast_jax.models.conditioned import BoundConditioned
+from failfast_jax.models.transformer import Decoder, Linear
+
+SCHEMES = ("int8",)
+"""`int8`: symmetric, rounded to the nearest of 255 levels, a float32 scale for each output."""
+
+
+def check(scheme: str | None, flag: str = "--quantize") -> None:
+    """Raises OptionError: an unknown scheme, or one whose library is not installed."""
+    if scheme is None:
+        return
+    if scheme not in SCHEMES:
+        raise OptionError(f"{flag} {scheme}: must be one of {', '.join(SCHEMES)}")
+    if importlib.util.find_spec("qwix") is None:
+        raise OptionError(f'{flag} {scheme}: needs qwix, which is not installed: pip install -e ".[quant]"')
+
+
+def quantized(model: Any, scheme: str = "int8", *, flag: str = "--quantize") -> Any:
+    """The model with the weight of every `Linear` quantised; one that is already so stays as it is.
+
+    A model on a mesh is rounded where it lies: the devices only exchange the largest value of each output whose
+    inputs are spread. Where embedding and head are one matrix, the head becomes an int8 copy of it: a pass reads all
+    of the head but a few rows of the embedding, which need not lose bits to save time.
+
+    Args:
+      model: a `Decoder` or a target-conditioned drafter; arrays, or abstract ones.
+
+    Raises:
+      OptionError: see `check`.
+    """
+    check(scheme, flag)
+    if isinstance(model, BoundConditioned):
+        return model.replace(network=_quantized(model.network))
+    clone = _quantized(model)
+    if model.config.tie_embeddings and model.head is None:
+        clone.head = nnx.data(_quantized(_tied_head(model)))
+    return clone
+
+
+def rounded(weight: Float[Array, "*O I"]) -> tuple[Int8[Array, "*O I"], Float[Array, "*O 1"]]:
+    """A weight in int8 and its scales, each device its part; abstract if the weight is."""
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        places = _places(weight.sharding, weight.ndim)
+        shapes = jax.eval_shape(_round, weight)
+        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x, place in zip(shapes, places))
+    return _rounder(weight.sharding, weight.ndim)(weight)
+
+
+def converter(config: ModelConfig) -> Callable[[str, jax.Array], dict[str, jax.Array]]:
+    """For `loading`: what is kept, by name, of a decoder's parameter that has just been read."""
+
+    def convert(name: str, value: jax.Array) -> dict[str, jax.Array]:
+        if name == "embed" and config.tie_embeddings:
+            weight, scale = rounded(value)
+            return {"embed": value, "head.weight": weight, "head.scale": scale}
+        # Norms are the only other weights, and vectors.
+        if not name.endswith(".weight") or value.ndim == 1:
+            return {name: value}
+        weight, scale = jax.block_until_ready(rounded(value))
+        return {name: weight, name.removesuffix("weight") + "scale": scale}
+
+    return convert
+
+
+def parameter_bytes(model: Any) -> int:
+    """Bytes of all parameters, however many devices hold them."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
+
+
+def _round(weight):
+    import qwix
+
+    # From bfloat16 the quotients themselves would be rounded: to halves above 64.
+    found = qwix.quantize(weight.astype(jnp.float32), jnp.int8, channelwise_axes=range(weight.ndim - 1))
+    return found.qvalue, found.scale
+
+
+@functools.cache
+def _rounder(place: jax.sharding.Sharding, ndim: int) -> Callable:
+    return jax.jit(_round, out_shardings=_places(place, ndim))
+
+
+def _places(place: jax.sharding.Sharding | None, ndim: int) -> tuple[Any, Any]:
+    """Where integers and scales lie: as their weight, but for its inputs."""
+    if not isinstance(place, NamedSharding):
+        return place, place
+    spec = (*place.spec, *[None] * (ndim - len(place.spec)))
+    return place, NamedSharding(place.mesh, P(*spec[:-1], None))
+
+
+def _quantized(node: Any) -> Any:
+    if isinstance(node, Linear):
+        if node.scale is not None:
+            return node
+        node = copy.copy(node)
+        weight, scale = rounded(node.weight.get_value())
+        node.weight, node.scale = node.weight.replace(weight), nnx.Param(scale)
+        return node
+    if isinstance(node, nnx.List):
+        return type(node)([_quantized(child) for child in node])
+    node = copy.copy(node)
+    for name, child in list(vars(node).items()):
+        if isinstance(child, nnx.Module):
+            setattr(node, name, _quantized(child))
+    return node
+
+
+def _tied_head(model: Decoder) -> Linear:
+    head = nnx.eval_shape(
+        lambda: Linear(
+            (model.config.vocab_size,), model.config.hidden_size, bias=False, dtype=jnp.float32, rngs=nnx.Rngs(0)
+        )
+    )
+    head.weight = head.weight.replace(model.embed.get_value())
+    return head

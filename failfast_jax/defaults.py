@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from failfast_jax import quantization
 from failfast_jax.config import OptionError
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast, load_with_tokenizer
@@ -34,6 +35,8 @@ def load_pair(
     compile_cache: str | os.PathLike | None = None,
     tensor_parallel: int = 1,
     attention: str | None = None,
+    quantize: str | None = None,
+    quantize_drafter: str | None = None,
     share: FailFast | None = None,
 ) -> FailFast:
     """An engine for `method`, with the embedded models where none are named; loads no drafter it will not use.
@@ -53,7 +56,11 @@ def load_pair(
         "compile_cache": compile_cache,
         "tensor_parallel": tensor_parallel,
         "attention": attention,
+        "quantize": quantize,
+        "quantize_drafter": quantize_drafter,
     }
+    quantization.check(quantize)
+    quantization.check(quantize_drafter, "--quantize-drafter")
     kind = METHODS[method].model if method in METHODS else None
 
     def build(*drafter: Any) -> FailFast:
@@ -64,6 +71,8 @@ def load_pair(
         return engine
 
     if kind is None:
+        if quantize_drafter is not None:
+            raise OptionError(f"--quantize-drafter {quantize_drafter}: --method {method} drafts without a model")
         return build()
     if target is not None or drafter is not None:
         if drafter is None:

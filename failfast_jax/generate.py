@@ -85,6 +85,8 @@ def build_parser() -> argparse.ArgumentParser:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--exact", action="store_true", help="bit-identical output whatever the method")
     engine.add_argument("--max-seq-len", metavar="n", type=int, help="most tokens of prompt and output together")
+    engine.add_argument("--quantize", metavar="int8", help="the target's matrices in 8 bits; needs the extra `quant`")
+    engine.add_argument("--quantize-drafter", metavar="int8", help="likewise the drafter's")
     engine.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer")
     engine.add_argument(
         "--attention", choices=ATTENTION_KERNELS, help="kernel of cached attention (default: by platform)"
@@ -159,6 +161,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.method == "dllm" and args.drafter is not None:
         raise ValueError("--drafter: --method dllm uses no drafter; name the block-diffusion model with --target")
 
+    from failfast_jax import quantization
     from failfast_jax.defaults import load_pair
 
     start = time.perf_counter()
@@ -173,8 +176,16 @@ def _run(args: argparse.Namespace) -> None:
         compile_cache=args.compile_cache,
         tensor_parallel=args.tensor_parallel,
         attention=args.attention,
+        quantize=args.quantize,
+        quantize_drafter=args.quantize_drafter,
     )
     engine.load_s = time.perf_counter() - start
+    for name, flag, model in (
+        ("target", args.quantize, engine.target),
+        ("drafter", args.quantize_drafter, engine.drafter),
+    ):
+        if flag:
+            print(f"{name}: {flag}, {quantization.parameter_bytes(model) / 1e6:.0f} MB of parameters", file=sys.stderr)
     if args.json or not sys.stdout.isatty():
         result = engine.generate([prompt], config)[0]
         if args.json:

@@ -50,6 +50,13 @@ def test_a_whole_answer_is_one_program_on_the_chip(topology, device, method):
     assert report["aliased_bytes"] >= report["state_bytes"]
 
 
+def test_quantised_weights_are_read_as_integers():
+    report = compiled("v5e:1x1", "failfast+int8")
+    assert report["quantised"] == 2 * (2 * 4 + 1)
+    assert report["widened"] == []
+    assert report["host_transfers"] == [] and report["cache_copies"] == []
+
+
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
 def test_mosaic_compiles_the_kernels(topology):
     report = compiled(topology, "kernels")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -73,7 +74,28 @@ def kernels(topology_name: str) -> None:
     print(json.dumps({"kernels": verdicts}))
 
 
-def report(device, method: str) -> dict:
+def widened(hlo: str, shapes: set[tuple[int, ...]]) -> list[str]:
+    """Instructions that write a floating-point array of the shape of a quantised weight, flattened or transposed, too.
+
+    What a fusion computes inside itself is not written; what only passes an array on writes nothing.
+    """
+    flat = {(math.prod(shape[:-1]), shape[-1]) for shape in shapes}
+    shapes = shapes | flat | {shape[::-1] for shape in flat}
+    passed_on = "parameter|get-tuple-element|tuple|bitcast|while|conditional|call|copy|copy-start|copy-done|custom-call"
+    found, fused = [], False
+    for line in hlo.splitlines():
+        if head := re.match(r"(?:ENTRY )?%([\w.\-]+) \(", line):
+            fused = bool(re.search(rf"calls=%{re.escape(head.group(1))}\b", hlo))
+        made = re.match(r"\s+(?:ROOT )?%[\w.\-]+ = (.+?) ([\w\-]+)\(", line)
+        if fused or not made or re.fullmatch(passed_on, made.group(2)):
+            continue
+        arrays = re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", made.group(1))
+        if any(tuple(size for size in map(int, dims.split(",")) if size > 1) in shapes for dims in arrays):
+            found.append(line.strip()[:160])
+    return found
+
+
+def report(device, method: str, quantize: bool = False) -> dict:
     """What the compiled loop of `method` contains, with the kernels of the device's platform."""
     import jax
     import jax.numpy as jnp
@@ -81,7 +103,7 @@ def report(device, method: str) -> dict:
     from flax import nnx
     from jax.sharding import SingleDeviceSharding
 
-    from failfast_jax import round
+    from failfast_jax import quantization, round
     from failfast_jax.config import FAST_DLLM_MODEL_TYPE, GenerationConfig, ModelConfig
     from failfast_jax.drafters import METHODS
     from failfast_jax.models.attention import Execution
@@ -131,6 +153,8 @@ def report(device, method: str) -> dict:
     drafter = METHODS[config.method].build(
         config, bound() if method == "hybrid" else model(drafter_config), 512, platform
     )
+    if quantize:
+        target, drafter = quantization.quantized(target), drafter.replace(model=quantization.quantized(drafter.model))
     plan = round.make_plan(drafter, platform=platform)
     batch = 2
 
@@ -165,6 +189,9 @@ def report(device, method: str) -> dict:
         "state_bytes": int(sum(np.prod(leaf.shape) * leaf.dtype.itemsize for leaf in state)),
         "aliased_bytes": int(memory.alias_size_in_bytes),
         "host_bytes": int(memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes),
+        "temporary_bytes": int(memory.temp_size_in_bytes),
+        "widened": widened(hlo, {leaf.shape for leaf in jax.tree.leaves(shapes[:2]) if leaf.dtype == jnp.int8}),
+        "quantised": sum(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(shapes[:2])),
     }
 
 
@@ -174,7 +201,8 @@ def main(topology_name: str, method: str) -> None:
     if method == "kernels":
         return kernels(topology_name)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
-    print(json.dumps(report(topology.devices[0], method)))
+    method, _, scheme = method.partition("+")
+    print(json.dumps(report(topology.devices[0], method, quantize=scheme == "int8")))
 
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ class Decoder(nnx.Module):
 
     @property
     def head_weight(self) -> Float[Array, "V E"]:
-        """The rows that score the vocabulary, in the model's dtype: of a quantised head, what its integers stand for."""
+        """The rows that score the vocabulary, in the model's dtype: what the integers of a quantised head mean."""
         if self.config.tie_embeddings:
             return self.embed[...]
         weight, scale = self.head.weight[...], self.head.scale

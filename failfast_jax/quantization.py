@@ -24,7 +24,7 @@ from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.transformer import Decoder, Linear
 
 SCHEMES = ("int8",)
-"""`int8`: symmetric, rounded to the nearest of 255 levels, a float32 scale for each output."""
+"""`int8`: symmetric, rounded to the nearest of 256 levels, a float32 scale for each output."""
 
 
 def check(scheme: str | None, flag: str = "--quantize") -> None:

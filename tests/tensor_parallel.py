@@ -13,13 +13,16 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import numpy as np
 from checkpoint_files import GOLDEN
+from flax import nnx
 from tiny_models import diffusion_config, random_bound, random_model, tiny_config
 
-from failfast_jax import FailFast
+from failfast_jax import FailFast, quantization
 from failfast_jax.config import OptionError
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [5] * 20]
+KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 OPTIONS = {"failfast": {"spec_len": 4, "max_spec_len": 8, "tau": 0.2}, "vanilla": {}, "lookup": {}}
 
 
@@ -39,8 +42,7 @@ def collectives(engine: FailFast) -> dict[str, int]:
 
     tokens, start = jax.numpy.zeros((1, 8), int), jax.numpy.zeros((1,), int)
     hlo = jax.jit(run, donate_argnums=1).lower(target, cache, tokens, start).compile().as_text()
-    kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-    return {kind: len(re.findall(rf" {kind}(?:-start)?\(", hlo)) for kind in kinds}
+    return {kind: len(re.findall(rf" {kind}(?:-start)?\(", hlo)) for kind in KINDS}
 
 
 def main() -> None:
@@ -65,6 +67,22 @@ def main() -> None:
     report["from files"] = answers(spread, "failfast", 1) == answers(whole, "vanilla", 1)
     weight = spread.target.layers[0].attention.qkv.weight[...]
     report["a device's part of the heads"] = weight.addressable_shards[0].data.shape[0] / weight.shape[0]
+
+    # Rounded where they lie.
+    small = {n: FailFast(target, drafter, tensor_parallel=n, quantize="int8", quantize_drafter="int8") for n in (1, 8)}
+    report["int8"] = answers(small[8], "failfast", 1) == answers(small[1], "vanilla", 1)
+    same = jax.tree.map(np.array_equal, small[8].drafter.head, small[1].drafter.head)
+    report["int8, the same integers"] = all(jax.tree.leaves(same))
+    mlp = small[8].target.layers[0].mlp
+    report["a device's part of int8"] = [
+        leaf.addressable_shards[0].data.size / leaf.size
+        for leaf in map(
+            nnx.Variable.get_value, (mlp.gate_up.weight, mlp.gate_up.scale, mlp.down.weight, mlp.down.scale)
+        )
+    ]
+    float_weight = engines["8x1"].target.layers[0].mlp.down.weight[...]
+    rounding = quantization._rounder(float_weight.sharding, 2).lower(float_weight).compile().as_text()
+    report["rounding gathers"] = [kind for kind in KINDS if re.search(rf" {kind}(?:-start)?\(", rounding)]
 
     bound = random_bound(target)
     conditioned = FailFast(target, bound, tensor_parallel=4)

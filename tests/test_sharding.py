@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny_models import random_model, tiny_config
 
-from failfast_jax import sharding
+from failfast_jax import quantization, sharding
 from failfast_jax.config import OptionError
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +54,12 @@ def test_weights_load_into_their_shards(report):
     assert report["a device's part of the heads"] == 0.5
 
 
+def test_int8_is_rounded_in_place_and_spread_like_its_floats(report):
+    """The scales of outputs that each device has whole are on every device."""
+    assert report["a device's part of int8"] == [1 / 8, 1 / 8, 1 / 8, 1]
+    assert report["rounding gathers"] == ["all-reduce"]
+
+
 def test_what_cannot_be_spread_is_refused(report):
     devices, heads, batch = report["errors"]
     assert devices == "--tensor-parallel 16 (x 1 data-parallel): there are 8 cpu devices"
@@ -70,6 +76,7 @@ def test_kv_heads_are_copied_where_there_are_fewer_than_devices(kv_heads, heads,
 
 def test_every_parameter_has_a_place():
     model = random_model(tiny_config(tie_embeddings=False, o_bias=True, mlp_bias=True))
+    model = quantization.quantized(model)
     mesh = sharding.mesh_of(jax.devices()[:1])
     execution = sharding.execution_of(model.config, mesh)
     assert all(isinstance(s, P) for s in jax.tree.leaves(sharding.parameter_specs(model, execution)))

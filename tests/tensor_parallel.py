@@ -15,7 +15,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 from checkpoint_files import GOLDEN
-from flax import nnx
 from tiny_models import diffusion_config, random_bound, random_model, tiny_config
 
 from failfast_jax import FailFast, quantization
@@ -74,12 +73,8 @@ def main() -> None:
     same = jax.tree.map(np.array_equal, small[8].drafter.head, small[1].drafter.head)
     report["int8, the same integers"] = all(jax.tree.leaves(same))
     mlp = small[8].target.layers[0].mlp
-    report["a device's part of int8"] = [
-        leaf.addressable_shards[0].data.size / leaf.size
-        for leaf in map(
-            nnx.Variable.get_value, (mlp.gate_up.weight, mlp.gate_up.scale, mlp.down.weight, mlp.down.scale)
-        )
-    ]
+    leaves = [leaf[...] for layer in (mlp.gate_up, mlp.down) for leaf in (layer.weight, layer.scale)]
+    report["a device's part of int8"] = [leaf.addressable_shards[0].data.size / leaf.size for leaf in leaves]
     float_weight = engines["8x1"].target.layers[0].mlp.down.weight[...]
     rounding = quantization._rounder(float_weight.sharding, 2).lower(float_weight).compile().as_text()
     report["rounding gathers"] = [kind for kind in KINDS if re.search(rf" {kind}(?:-start)?\(", rounding)]

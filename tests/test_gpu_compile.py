@@ -57,6 +57,12 @@ def test_attention_becomes_machine_code_for_hopper():
     assert "serialized" not in output  # what ptxas says of wgmma that it could not leave asynchronous
 
 
+def test_quantised_weights_are_read_as_integers():
+    (report,), _ = compiled("loop", "failfast+int8")
+    assert report["quantised"] == 2 * (2 * 4 + 1)
+    assert report["widened"] == []
+
+
 @pytest.mark.parametrize("method", ["failfast", "lookup"])
 def test_a_whole_answer_is_one_program(method):
     (report,), _ = compiled("loop", method)

@@ -95,8 +95,12 @@ def widened(hlo: str, shapes: set[tuple[int, ...]]) -> list[str]:
     return found
 
 
-def report(device, method: str, quantize: bool = False) -> dict:
-    """What the compiled loop of `method` contains, with the kernels of the device's platform."""
+def report(device, method: str) -> dict:
+    """What the compiled loop of `method` contains, with the kernels of the device's platform.
+
+    `method` may end in `+int8`: target and drafter are quantised.
+    """
+    method, _, scheme = method.partition("+")
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -153,8 +157,9 @@ def report(device, method: str, quantize: bool = False) -> dict:
     drafter = METHODS[config.method].build(
         config, bound() if method == "hybrid" else model(drafter_config), 512, platform
     )
-    if quantize:
-        target, drafter = quantization.quantized(target), drafter.replace(model=quantization.quantized(drafter.model))
+    if scheme:
+        target = quantization.quantized(target, scheme)
+        drafter = drafter.replace(model=quantization.quantized(drafter.model, scheme))
     plan = round.make_plan(drafter, platform=platform)
     batch = 2
 
@@ -201,8 +206,7 @@ def main(topology_name: str, method: str) -> None:
     if method == "kernels":
         return kernels(topology_name)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
-    method, _, scheme = method.partition("+")
-    print(json.dumps(report(topology.devices[0], method, quantize=scheme == "int8")))
+    print(json.dumps(report(topology.devices[0], method)))
 
 
 if __name__ == "__main__":

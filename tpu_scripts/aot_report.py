@@ -39,11 +39,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from failfast_jax import accept, round, sharding
+from failfast_jax import accept, quantization, round, sharding
 from failfast_jax.bench import limits, tpu_cost
 from failfast_jax.bench.acceptance import published_for
 from failfast_jax.bench.shapes import DRAFTERS, SHAPES, TARGETS
-from failfast_jax.config import GenerationConfig
+from failfast_jax.config import GenerationConfig, OptionError
 from failfast_jax.drafters import METHODS
 from failfast_jax.kernels import tpu
 from failfast_jax.models.cache import KVCache, round_up
@@ -93,7 +93,13 @@ CASES = (
 class Compiler:
     """Compiles programs of one case."""
 
-    def __init__(self, case: Case, layers: int | None = None, replicate_drafter: bool = False):
+    def __init__(
+        self,
+        case: Case,
+        layers: int | None = None,
+        replicate_drafter: bool = False,
+        quantize: str | None = None,
+    ):
         topology = topologies.get_topology_desc(platform="tpu", topology_name=case.topology)
         if len(topology.devices) < case.tp * case.dp:
             raise ValueError(
@@ -104,6 +110,9 @@ class Compiler:
         self.chip = tpu_cost.CHIPS[topology.devices[0].device_kind]
         self.target = self.model(case.target)
         self.drafter = self.model(case.drafter, drafter=True)
+        if quantize is not None:
+            self.target = quantization.quantized(self.target, quantize)
+            self.drafter = quantization.quantized(self.drafter, quantize)
 
     def model(self, name: str, *, drafter: bool = False) -> Decoder:
         """A decoder of abstract bfloat16 arrays, each spread over the mesh."""
@@ -239,10 +248,14 @@ def text_of(compiled: Any) -> tuple[str | None, str]:
 
 
 def report(
-    case: Case, layers: int | None = None, costs: bool = True, replicate_drafter: bool = False
+    case: Case,
+    layers: int | None = None,
+    costs: bool = True,
+    replicate_drafter: bool = False,
+    quantize: str | None = None,
 ) -> dict[str, Any]:
     """Compiles one case; everything that is printed of it."""
-    compiler = Compiler(case, layers, replicate_drafter)
+    compiler = Compiler(case, layers, replicate_drafter, quantize)
     start = time.perf_counter()
     loop, state = compiler.whole_answer()
     seconds = time.perf_counter() - start
@@ -259,6 +272,7 @@ def report(
     result: dict[str, Any] = {
         "case": dataclasses.asdict(case) | ({"layers": layers} if layers else {}),
         "device": compiler.chip.kind,
+        "quantize": quantize,
         "compile_s": seconds,
         "hbm_gb": used / 1e9,
         "hbm_capacity_gb": compiler.chip.hbm_gb,
@@ -359,8 +373,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="cut both models to so many layers: a quick look")
     parser.add_argument("--no-costs", action="store_true", help="compile the loop only")
     parser.add_argument("--replicate-drafter", action="store_true", help="the whole drafter on every chip, to compare")
+    parser.add_argument("--quantize", choices=quantization.SCHEMES, help="the matrices of both models in 8 bits")
     parser.add_argument("--out", type=Path, help="write everything as JSON")
     args = parser.parse_args(argv)
+    try:
+        quantization.check(args.quantize)
+    except OptionError as error:
+        parser.error(str(error))
     chosen = [
         case
         for case in CASES
@@ -377,7 +396,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"| {' | '.join(HEAD)} |", f"|{' --- |' * len(HEAD)}", sep="\n", flush=True)
     for case in tqdm(chosen, desc="compiling", unit="case", file=sys.stderr):
         try:
-            found.append(report(case, args.layers, not args.no_costs, args.replicate_drafter))
+            found.append(report(case, args.layers, not args.no_costs, args.replicate_drafter, args.quantize))
             print(row(found[-1]), flush=True)
             failed |= found[-1]["hbm_gb"] > found[-1]["hbm_capacity_gb"]
         except Exception as error:  # whatever a compiler may say: the other cases go on

@@ -225,7 +225,7 @@ class Decoder(nnx.Module):
         if self.config.tie_embeddings:
             return self.embed[...]
         weight, scale = self.head.weight[...], self.head.scale
-        return weight if scale is None else (weight * scale[...]).astype(self.dtype)
+        return weight if scale is None else _floats(weight, scale[...], self.dtype)
 
     def init_cache(self, batch: int, capacity: int) -> KVCache:
         """Empty cache for `batch` sequences of at most `capacity` positions, in the model's dtype."""
@@ -346,6 +346,11 @@ class Decoder(nnx.Module):
         padded = np.zeros((ids.shape[0], bucket), np.int32)
         padded[:, :length] = ids
         return _forward(self, padded, np.int32(length))[:, :length]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _floats(weight: Array, scale: Array, dtype: jnp.dtype) -> Array:
+    return (weight * scale).astype(dtype)
 
 
 @jax.jit

@@ -301,7 +301,8 @@ class GenerationConfig:
     """`ar`: drafts grow by chunks of `spec_len` tokens (then 1 by default) while all confidences are at least `tau`."""
     reuse: bool = False
     """`failfast`, schedule `wide`: a draft that ends like the rejected part of the last one goes on like it."""
-    schedule: str = "wide"
+    schedule: str | None = None
+    """`failfast`: `wide` or `aligned`; None is `wide`, unless the engine's settings say otherwise."""
     acceptance: str = "match"
     """`match`: keep drafted tokens that equal the target's own picks. `rejection`: sample drafts, keep x with
     probability min(1, p(x) / q(x))."""
@@ -371,9 +372,9 @@ class GenerationConfig:
         )
         if self.dynamic and self.method != "ar":
             raise OptionError(f"--dynamic: only --method ar has this variant, not --method {self.method}")
-        if self.reuse and (self.method, self.schedule) != ("failfast", "wide"):
+        if self.reuse and (self.method != "failfast" or self.schedule == "aligned"):
             raise OptionError("--reuse: only --method failfast (schedule wide) reuses drafts")
-        check(self.schedule in ("wide", "aligned"), "schedule", self.schedule, "must be 'wide' or 'aligned'")
+        check(self.schedule in (None, "wide", "aligned"), "schedule", self.schedule, "must be 'wide' or 'aligned'")
         check(self.steps is None or self.steps >= 1, "steps", self.steps, "must be at least 1")
         check(
             self.tree_budget is None or 1 <= self.tree_budget <= LONGEST_DRAFT,

@@ -12,6 +12,7 @@ from failfast_jax.config import OptionError
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast, load_with_tokenizer
 from failfast_jax.loading import as_untrained_drafter, default_target_path
+from failfast_jax.settings import read_settings
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -28,7 +29,7 @@ def load_pair(
     drafter: str | os.PathLike | None = None,
     *,
     method: str,
-    schedule: str = "wide",
+    schedule: str | None = None,
     steps: int | None = None,
     dtype: Any = None,
     max_seq_len: int | None = None,
@@ -38,6 +39,7 @@ def load_pair(
     quantize: str | None = None,
     quantize_drafter: str | None = None,
     share: FailFast | None = None,
+    settings: str | os.PathLike | None = None,
 ) -> FailFast:
     """An engine for `method`, with the embedded models where none are named; loads no drafter it will not use.
 
@@ -46,10 +48,15 @@ def load_pair(
 
     Args:
       share: an engine whose target, with its tokenizer, is used instead of reading `target` once more.
+      settings: a settings file; where `schedule` is None, its schedule counts.
 
     Raises:
       ValueError: a model is missing, unreadable or does not fit; the message names it.
     """
+    if settings is not None:
+        if method != "failfast":
+            raise OptionError(f"--settings {settings}: only --method failfast takes tuned settings, not {method}")
+        schedule = schedule or read_settings(settings).decoding.get("schedule")
     options = {
         "dtype": dtype,
         "max_seq_len": max_seq_len,
@@ -58,6 +65,7 @@ def load_pair(
         "attention": attention,
         "quantize": quantize,
         "quantize_drafter": quantize_drafter,
+        "settings": settings,
     }
     quantization.check(quantize)
     quantization.check(quantize_drafter, "--quantize-drafter")
@@ -81,7 +89,7 @@ def load_pair(
     if kind != "diffusion":
         raise OptionError(f"--method {method}: needs --drafter, a model of kind {kind!r}")
     shipped = embedded_drafter()
-    one_pass = (method == "failfast" and schedule == "wide") or (method == "specdiff" and steps in (None, 1))
+    one_pass = (method == "failfast" and schedule != "aligned") or (method == "specdiff" and steps in (None, 1))
     if shipped is not None and one_pass:
         return build(shipped)
     if share is not None:

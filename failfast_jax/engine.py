@@ -27,6 +27,7 @@ from failfast_jax.models.attention import refusal
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.self_check import interchangeable_widths
+from failfast_jax.settings import check_models, other_machine, read_settings
 from failfast_jax.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
 from failfast_jax.tokenizer import check_same_tokens, load_tokenizer
 
@@ -169,12 +170,14 @@ class FailFast:
       quantize: None, or `int8`: the target's matrices in 8 bits, see `quantization`. Output is then that of the
         quantised target, with every method.
       quantize_drafter: likewise the drafter's.
+      settings: a file of `python -m failfast_jax.bench.tune`, made for this pair.
 
     Attributes:
       eos_token_ids: stop tokens; the target's own unless replaced.
       corpus: earlier texts that `suffix` drafts from, too; None, or a `drafters.suffix.Corpus` to be filled between
         requests.
-      decoding: options that take these values where a request leaves them at None; from the drafter's folder.
+      decoding: options that take these values where a request leaves them at None; from `settings`, else from the
+        drafter's folder.
 
     Raises:
       ValueError: a model that cannot be read, or two that do not share their tokens; the message names them.
@@ -195,6 +198,7 @@ class FailFast:
         attention: str | None = None,
         quantize: str | None = None,
         quantize_drafter: str | None = None,
+        settings: str | os.PathLike | None = None,
     ):
         quantization.check(quantize)
         quantization.check(quantize_drafter, "--quantize-drafter")
@@ -204,6 +208,7 @@ class FailFast:
         start = time.perf_counter()
         if attention is not None and (reason := refusal(attention, jax.devices()[0])):
             raise OptionError(f"--attention {attention}: {reason}")
+        tuned = None if settings is None else read_settings(settings)
         one_device = tensor_parallel == data_parallel == 1
         self.mesh = None if one_device else sharding.make_mesh(tensor_parallel, data_parallel)
         self.target_name, self.drafter_name = _name(target, "target"), _name(drafter, "drafter")
@@ -243,6 +248,12 @@ class FailFast:
             raise OptionError(f"--max-seq-len {max_seq_len}: must be between 2 and the context of {context}")
         self.max_seq_len = max_seq_len or context
         self.platform = jax.default_backend()
+        if tuned is not None:
+            check_models(tuned, self.target, self.drafter, (self.target_name, self.drafter_name))
+            here = {"platform": self.platform, "device": str(jax.devices()[0].device_kind), "cores": os.cpu_count()}
+            if others := other_machine(tuned, here):
+                logger.warning("%s: tuned on another machine, %s: tune again here", tuned.path, ", ".join(others))
+            self.decoding = tuned.decoding
         self.load_s = time.perf_counter() - start
         self.corpus: Corpus | None = None
         self._programs = Executables()
@@ -340,7 +351,7 @@ class FailFast:
                 sent[index] = len(ids)
 
     def _config(self, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
-        config = dataclasses.replace(config or GenerationConfig(), **options)
+        config = self._scheduled(dataclasses.replace(config or GenerationConfig(), **options))
         config.validate()
         if config.method not in METHODS and config.method != DIFFUSION_METHOD:
             raise OptionError(f"--method {config.method}: must be one of {', '.join([*METHODS, DIFFUSION_METHOD])}")
@@ -352,6 +363,12 @@ class FailFast:
                 f"--tree-budget {config.tree_budget}: only --method failfast (schedule wide) drafts trees"
             )
         return config
+
+    def _scheduled(self, config: GenerationConfig) -> GenerationConfig:
+        """The request with its schedule decided."""
+        if config.schedule is not None:
+            return config
+        return dataclasses.replace(config, schedule=self.decoding.get("schedule") or "wide")
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -395,13 +412,15 @@ class FailFast:
         Raises:
           ConfigError, OptionError: the method needs another kind of model than `drafter`.
         """
+        config = self._scheduled(config)
         method = METHODS[config.method]
         model = self.drafter if method.model else None
         if config.lookup_min and config.method not in ("failfast", "lookup", "suffix"):
             raise OptionError(f"--lookup-min {config.lookup_min}: --method {config.method} looks nothing up")
         if config.min_gain and (config.method != "failfast" or config.schedule != "wide"):
             raise OptionError(f"--min-gain {config.min_gain}: only --method failfast (schedule wide) weighs its drafts")
-        if config.method == "failfast" and config.schedule == "wide":
+        # Options that were tuned for one schedule mean nothing to the other.
+        if config.method == "failfast" and config.schedule == (self.decoding.get("schedule") or "wide"):
             unset = {name: value for name, value in self.decoding.items() if getattr(config, name) is None}
             if (config.acceptance == "rejection" or config.tree_budget) and config.lookup_min is None:
                 unset["lookup_min"] = 0  # neither samples nor alternatives come with given tokens

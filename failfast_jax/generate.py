@@ -65,7 +65,10 @@ def build_parser() -> argparse.ArgumentParser:
     drafting.add_argument(
         "--reuse", action="store_true", help="failfast: go on like the rejected part of the last draft where it fits"
     )
-    drafting.add_argument("--schedule", choices=("wide", "aligned"), default="wide")
+    drafting.add_argument("--schedule", choices=("wide", "aligned"), help="of failfast (default wide)")
+    drafting.add_argument(
+        "--settings", metavar="FILE", type=Path, help="failfast: what failfast_jax.bench.tune found for this pair"
+    )
     drafting.add_argument(
         "--tree-budget", metavar="n", type=int, help="failfast: verify a tree of n tokens, the draft and its branches"
     )
@@ -156,6 +159,8 @@ def _run(args: argparse.Namespace) -> None:
         raise ValueError(f"--trace {args.trace}: no such folder")
     if args.method == "ar" and args.drafter is None:
         raise ValueError("--method ar: needs --drafter, an autoregressive model with the target's tokens")
+    if args.settings is not None and args.method != "failfast":
+        raise ValueError(f"--settings {args.settings}: only --method failfast takes tuned settings, not {args.method}")
     if args.method == "dllm" and args.target is None:
         raise ValueError("--method dllm: needs --target, a block-diffusion model")
     if args.method == "dllm" and args.drafter is not None:
@@ -170,6 +175,7 @@ def _run(args: argparse.Namespace) -> None:
         args.drafter,
         method=args.method,
         schedule=args.schedule,
+        settings=args.settings,
         steps=args.steps,
         dtype=args.dtype,
         max_seq_len=args.max_seq_len,

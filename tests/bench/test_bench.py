@@ -336,7 +336,7 @@ def test_easy_regions():
 def test_engines_share_target_and_programs(monkeypatch, tmp_path):
     loaded = []
 
-    def load_pair(target=None, drafter=None, *, method, schedule="wide", dtype=None, share=None):
+    def load_pair(target=None, drafter=None, *, method, schedule=None, dtype=None, share=None):
         loaded.append((drafter, method, schedule))
         assert (share is None) == (len(loaded) == 1)
         return SimpleNamespace(_programs=object(), max_seq_len=100 * len(loaded))
@@ -350,8 +350,8 @@ def test_engines_share_target_and_programs(monkeypatch, tmp_path):
     # The default pair: a drafter for each method and schedule.
     default = bench_engines.Engines(ar_drafter="small")
     found = [default.get(s, s.config(common)) for s in settings]
-    wide, aligned, dllm = ((None, "failfast", "wide"), (None, "failfast", "aligned"), (None, "fast-dllm", "wide"))
-    assert loaded[1:] == [wide, aligned, dllm, ("small", "ar", "wide")]
+    wide, aligned, dllm = ((None, "failfast", None), (None, "failfast", "aligned"), (None, "fast-dllm", None))
+    assert loaded[1:] == [wide, aligned, dllm, ("small", "ar", None)]
     assert found[0] is default.base and found[1] is found[2]
     assert {id(engine._programs) for engine in found} == {id(default.base._programs)}
     assert default.max_seq_len == 100 and set(default.identity()) == {"ar_drafter", "dtype", "drafter"}
@@ -364,7 +364,7 @@ def test_engines_share_target_and_programs(monkeypatch, tmp_path):
     named = bench_engines.Engines("big", folder)
     for setting in settings[:-1]:
         named.get(setting, setting.config(common))
-    assert loaded[1:] == [(folder, "failfast", "wide")]
+    assert loaded[1:] == [(folder, "failfast", None)]
     with pytest.raises(ValueError, match="ar: needs --ar-drafter"):
         named.get(settings[-1], settings[-1].config(common))
     before = named.identity()

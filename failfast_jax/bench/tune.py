@@ -30,7 +30,7 @@ import numpy as np
 from tqdm import tqdm
 
 from failfast_jax.bench import simulate
-from failfast_jax.bench.drafter import read_prompts
+from failfast_jax.bench.datasets import read_prompts
 from failfast_jax.bench.engine import machine
 from failfast_jax.bench.simulate import Answer, Costs, Lookups, Prediction, Replayed, Setting, chunk_key
 from failfast_jax.bench.walks import NO_LIMIT, Request, Table, Text, Walker, long_enough

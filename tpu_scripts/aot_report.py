@@ -292,9 +292,12 @@ def report(
         }
     if not costs:
         return result
-    passes = {f"verify({width})": compiler.cost(compiler.target, width, width) for width in WIDTHS}
     block = compiler.drafter.config.block_size
-    passes["drafter"] = compiler.cost(compiler.drafter, block, 10)
+    try:
+        passes = {f"verify({width})": compiler.cost(compiler.target, width, width) for width in WIDTHS}
+        passes["drafter"] = compiler.cost(compiler.drafter, block, 10)
+    except jax.errors.JaxRuntimeError as error:
+        return result | {"passes_unreadable": str(error).strip().splitlines()[0]}
     result["passes"] = passes
     result["verify_ratio"] = passes["verify(72)"]["ms"] / passes["verify(8)"]["ms"]
     if case.target != "qwen2.5-1.5b":

@@ -79,7 +79,10 @@ def make_mesh(tensor: int = 1, data: int = 1) -> Mesh:
       OptionError: there are fewer.
     """
     count = len(jax.devices())
-    if min(tensor, data) < 1 or tensor * data > count:
+    for flag, value in (("tensor", tensor), ("data", data)):
+        if value < 1:
+            raise OptionError(f"--{flag}-parallel {value}: must be at least 1")
+    if tensor * data > count:
         raise OptionError(
             f"--tensor-parallel {tensor} (x {data} data-parallel): there are {count} {jax.default_backend()} devices"
         )

@@ -45,6 +45,7 @@ def kernels(topology_name: str) -> None:
     from jax.sharding import SingleDeviceSharding
 
     from failfast_jax.kernels import tpu
+    from failfast_jax.models.attention import attend
 
     chip = SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices[0])
 
@@ -59,6 +60,8 @@ def kernels(topology_name: str) -> None:
         (1, 72, 7, 4, 128, 4096, "float32"),
         (2, 8, 3, 3, 64, 8192, "float32"),
         (1, 8, 1, 8, 64, 384, "bfloat16"),
+        (1, 128, 3, 3, 64, 512, "bfloat16"),
+        (1, 128, 7, 2, 64, 512, "bfloat16"),
     ):
         cache = array(batch, kv_heads, capacity, head_dim, dtype=dtype)
         qkv = array(batch, width, kv_heads, group + 2, head_dim, dtype=dtype)
@@ -71,6 +74,12 @@ def kernels(topology_name: str) -> None:
         ):
             hlo = jax.jit(function).lower(*args).compile().as_text()
             verdicts[f"{name}: {shown}"] = "tpu_custom_call" in hlo
+    for width in (128, 512, 2048):  # a prefill chunk between the two projections, at SmolLM2's heads
+        qkv, cache = array(1, width, 3, 5, 64, dtype="bfloat16"), array(1, 3, 4096, 64, dtype="bfloat16")
+        angles = (array(1, width, 1, 32, dtype="float32"),) * 2
+        step = jax.jit(lambda *a: attend(*a, 1, kernel="tpu"), donate_argnums=(3, 4))
+        hlo = step.lower(qkv, *angles, cache, cache, array(1), array()).compile().as_text()
+        verdicts[f"prefill: {width} rows"] = "tpu_custom_call" in hlo
     print(json.dumps({"kernels": verdicts}))
 
 

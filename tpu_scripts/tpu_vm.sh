@@ -6,7 +6,7 @@
 #   tpu_scripts/tpu_vm.sh setup                  # copies this checkout, installs it, answers one prompt
 #   tpu_scripts/tpu_vm.sh run python -m failfast_jax.generate --target Qwen/Qwen2.5-32B-Instruct \
 #       --drafter Efficient-Large-Model/Fast_dLLM_v2_1.5B --tensor-parallel 8 --prompt '"Why is the sky blue?"'
-#   tpu_scripts/tpu_vm.sh benchmark report       # replay at real sizes; the results come back as ./report
+#   tpu_scripts/tpu_vm.sh benchmark report       # replay on one chip, of the sizes that fit it; results come back as ./report
 #   tpu_scripts/tpu_vm.sh delete
 #
 # One host: up to 8 chips (v5e-8, v6e-8) or 4 (v5p-8, tpu7x-8). Not tested on Cloud TPU yet.

@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     if device.platform != "gpu":
         print(
             f"bench.attention: no GPU here (JAX runs on {device.platform}): nothing was measured. "
-            "The kernel is simulated and compiled without one by `python -m pytest tests/kernels/test_gpu.py`.",
+            "Without one, tests/kernels/test_gpu.py simulates the kernel and tests/test_gpu_compile.py compiles it.",
             file=sys.stderr,
         )
         return 2

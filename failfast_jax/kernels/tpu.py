@@ -42,14 +42,27 @@ def supports(*, width: int, heads: int, kv_heads: int, capacity: int, head_dim: 
     return None
 
 
-def tiles_of(*, capacity: int, kv_heads: int, rows: int) -> tuple[int, int]:
-    """KV heads and cache positions a grid step, for so many query rows a KV head.
+SCORES = 256 * 1024
+"""Scores of one KV head that are held in fast memory at a time."""
 
-    The positions are a power of two from 128 to 1024 that divides the capacity.
+
+def tiles_of(*, capacity: int, kv_heads: int, group: int, width: int, head_dim: int) -> tuple[int, int]:
+    """KV heads and cache positions a grid step.
+
+    The heads' columns of a projection are whole lanes, or all of them. The positions are a power of two from 128 to
+    1024 that divides the capacity.
     """
-    heads = next(h for h in range(kv_heads, 0, -1) if kv_heads % h == 0 and (h == 1 or h * rows <= QUERY_ROWS))
+    rows = group * width
+
+    def fits(heads: int) -> bool:
+        if kv_heads % heads:
+            return False
+        return heads == kv_heads or not (heads * group * head_dim % LANES or heads * (group + 2) * head_dim % LANES)
+
+    possible = [heads for heads in range(1, kv_heads + 1) if fits(heads)]
+    heads = max((h for h in possible if h * rows <= QUERY_ROWS), default=possible[0])
     tile = 1024
-    while tile > LANES and (capacity % tile or tile * heads > CACHE_ROWS or tile * rows > 512 * QUERY_ROWS // 2):
+    while tile > LANES and (capacity % tile or tile * heads > CACHE_ROWS or tile * rows > SCORES):
         tile //= 2
     return heads, tile
 
@@ -197,7 +210,7 @@ def window_attention(
     if reason:
         raise ValueError(f"the TPU attention kernel does not support {reason}")
     rows = group * width
-    together, tile = tiles_of(capacity=capacity, kv_heads=kv_heads, rows=rows)
+    together, tile = tiles_of(capacity=capacity, kv_heads=kv_heads, group=group, width=width, head_dim=head_dim)
     last = jnp.maximum(visible_until(start[:, None] + jnp.arange(width), block_size), until[:, None])
     # A sequence that has ended may stand beyond what is live: it reads what the others read.
     last_tile = jnp.clip(last.max(1), 0, jnp.maximum(live - 1, 0)) // tile

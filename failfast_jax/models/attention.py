@@ -214,8 +214,9 @@ def write_windows(
 
     The caller keeps `start + W` within the capacity.
     """
-    if kernel == "tpu":
-        from failfast_jax.kernels import tpu
+    from failfast_jax.kernels import tpu
 
+    # Long windows are prefill: rare, and more than the kernel's fast memory holds.
+    if kernel == "tpu" and k.shape[1] <= tpu.MAX_WIDTH:
         return tpu.write_window(k_cache, v_cache, jnp.stack([k, v], axis=3), start)
     return write_window(k_cache, k, start), write_window(v_cache, v, start)

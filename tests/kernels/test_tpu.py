@@ -1,4 +1,4 @@
-"""The TPU kernels, interpreted: against plain jnp, and bit for bit against themselves."""
+"""The TPU kernels, interpreted where there is no TPU: against plain jnp, and bit for bit against themselves."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from failfast_jax.kernels import reference, tpu
 from failfast_jax.models.attention import apply_rope, attend, write_windows
 from failfast_jax.models.cache import TILE, write_window
+
+INTERPRET = jax.default_backend() != "tpu"
+"""Where there is a TPU the same tests run on it."""
 
 # Batch, window, query heads, KV heads, head dimension, capacity, dtype. Few, so that few programs are compiled.
 SHAPES = [
@@ -49,8 +52,8 @@ def angles(start, width: int, head_dim: int):
 def attended(qkv, k, v, start, until, live, block_size):
     """The window's own keys and values written, and the heads' outputs."""
     tables = tpu.rotary_tables(*angles(start, qkv.shape[1], qkv.shape[4]))
-    k, v = tpu.write_window(k, v, qkv, start, tables, interpret=True)
-    out = tpu.window_attention(qkv, *tables, k, v, start, until, live, block_size=block_size, interpret=True)
+    k, v = tpu.write_window(k, v, qkv, start, tables, interpret=INTERPRET)
+    out = tpu.window_attention(qkv, *tables, k, v, start, until, live, block_size=block_size, interpret=INTERPRET)
     return out, k, v
 
 
@@ -104,13 +107,13 @@ def test_a_row_depends_neither_on_its_window_nor_on_dead_cache():
     results = []
     zero = np.zeros(1, np.int32)
     # All windows of one text: their keys and values are in the cache.
-    k, v = tpu.write_window(k, v, jnp.asarray(rows[:, 1016:1040]), zero + 1016, None, interpret=True)
+    k, v = tpu.write_window(k, v, jnp.asarray(rows[:, 1016:1040]), zero + 1016, None, interpret=INTERPRET)
     k = jnp.asarray(k)
 
     @jax.jit
     def run(qkv, k, v, start, live):
         tables = tpu.rotary_tables(*angles(start, 8, 64))
-        return tpu.window_attention(qkv, *tables, k, v, start, zero, live, block_size=1, interpret=True)
+        return tpu.window_attention(qkv, *tables, k, v, start, zero, live, block_size=1, interpret=INTERPRET)
 
     for start in (1020, 1023, 1027):
         live = np.int32(start + 8)
@@ -126,7 +129,7 @@ def test_a_row_depends_neither_on_its_window_nor_on_dead_cache():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_writes_each_window_at_its_place(dtype):
     new, k, v = arrays((3, 7, 2, 2, 64, 256, dtype), 0)
-    write = jax.jit(functools.partial(tpu.write_window, interpret=True))
+    write = jax.jit(functools.partial(tpu.write_window, interpret=INTERPRET))
     for start in ([0, 9, 249], [16, 100, 241], [15, 240, 3]):
         start = np.asarray(start, np.int32)
         got_k, got_v = write(k, v, new, start)
@@ -140,7 +143,7 @@ def test_prefill_equals_the_reference(block_size):
     _, k, v = arrays((batch, width, 4, kv_heads, head_dim, capacity, "float32"), 3)
     q = jnp.asarray(np.random.default_rng(4).standard_normal((batch, width, 4, head_dim), np.float32))
     start, until, live = np.asarray([130], np.int32), np.zeros(1, np.int32), np.int32(130 + 128 + 32)
-    got = tpu.prefill_attention(q, k, v, start, until, live, block_size=block_size, interpret=True)
+    got = tpu.prefill_attention(q, k, v, start, until, live, block_size=block_size, interpret=INTERPRET)
     wanted = reference.window_attention(q, k, v, start, until, live, block_size=block_size, tile=TILE)
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 

@@ -223,7 +223,8 @@ def spread(model: Any, mesh: Mesh | None, *, kernel: str | None = None, drafter:
 
 
 class Keeper:
-    """Where the leaves of a decoding state live: caches like their model's heads, the rest on every device.
+    """Where the leaves of a decoding state live: caches like their model's heads, what else a sequence has like the
+    batch.
 
     Called with a state inside a jit, it tells XLA so.
     """
@@ -234,9 +235,10 @@ class Keeper:
 
     def shardings(self, state: Any) -> Any:
         """A `NamedSharding` for each leaf."""
-        found = _state_shardings(state, self._target)
+        batch = state.prompt_length.shape[0]
+        found = _state_shardings(state, self._target, batch)
         if self._drafter is not None:
-            found = found.replace(drafter=_state_shardings(state.drafter, self._drafter))
+            found = found.replace(drafter=_state_shardings(state.drafter, self._drafter, batch))
         return found
 
     def __call__(self, state: Any) -> Any:
@@ -256,11 +258,14 @@ class Keeper:
         )
 
 
-def _state_shardings(tree: Any, execution: Execution) -> Any:
+def _state_shardings(tree: Any, execution: Execution, batch: int) -> Any:
     cache = NamedSharding(execution.mesh, P(execution.batch, execution.heads))
-    everywhere = NamedSharding(execution.mesh, P())
+    rows, everywhere = NamedSharding(execution.mesh, P(execution.batch)), NamedSharding(execution.mesh, P())
 
     def of(node):
-        return jax.tree.map(lambda _: cache if isinstance(node, KVCache) else everywhere, node)
+        if isinstance(node, KVCache):
+            return jax.tree.map(lambda _: cache, node)
+        # XLA leaves empty arrays whole.
+        return rows if node.ndim and node.shape[0] == batch and node.size else everywhere
 
     return jax.tree.map(of, tree, is_leaf=lambda node: isinstance(node, KVCache))

@@ -127,3 +127,25 @@ class Drafter:
         """
         del before, after, features
         return state
+
+
+class Wrapper(Drafter):
+    """A drafter that changes the drafts of another one, its field `model`, and asks for what that one asks for."""
+
+    model: Drafter
+
+    @property
+    def window(self) -> int:
+        return self.model.window
+
+    @property
+    def chunk_multiple(self) -> int:
+        return self.model.chunk_multiple
+
+    @property
+    def has_model(self) -> bool:
+        return self.model.has_model
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.model.feature_layers

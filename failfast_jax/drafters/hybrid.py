@@ -13,7 +13,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.drafters.base import Drafter
+from failfast_jax.drafters.base import Drafter, Wrapper
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup
 from failfast_jax.state import Draft
 
@@ -46,7 +46,7 @@ def expected_accepted(draft: Draft) -> Float[Array, " B"]:
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class Hybrid(Drafter):
+class Hybrid(Wrapper):
     """A lookup whose drafts a diffusion drafter extends, or takes over where there is no match.
 
     With `min_gain` above 0 verifying is taken to cost as much as that many accepted tokens, and both sources are
@@ -66,22 +66,6 @@ class Hybrid(Drafter):
     @property
     def draft_lengths(self) -> tuple[int, ...]:
         return tuple(sorted({0, *self.lookup.draft_lengths, *self.model.draft_lengths}))
-
-    @property
-    def window(self) -> int:
-        return self.model.window
-
-    @property
-    def chunk_multiple(self) -> int:
-        return self.model.chunk_multiple
-
-    @property
-    def has_model(self) -> bool:
-        return self.model.has_model
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self.model.feature_layers
 
     def init(self, batch, capacity):
         def filled(value, dtype=jnp.int32):

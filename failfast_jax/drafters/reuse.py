@@ -13,7 +13,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.drafters.base import Drafter
+from failfast_jax.drafters.base import Drafter, Wrapper
 from failfast_jax.state import Draft
 
 SHORTEST_MATCH, LONGEST_MATCH = 2, 32
@@ -53,7 +53,7 @@ def longest_agreement(
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class Reuse(Drafter):
+class Reuse(Wrapper):
     """The drafts of `model`, lengthened to at most `max_spec_len` by what was rejected in the round before.
 
     Reused tokens keep the confidence that they were drafted with. A round in which `model` drafts nothing stays a
@@ -71,22 +71,6 @@ class Reuse(Drafter):
     def draft_lengths(self) -> tuple[int, ...]:
         own = self.model.draft_lengths
         return tuple(sorted({*own, *range(min(filter(None, own)) + 1, self.max_draft + 1)}))
-
-    @property
-    def window(self) -> int:
-        return self.model.window
-
-    @property
-    def chunk_multiple(self) -> int:
-        return self.model.chunk_multiple
-
-    @property
-    def has_model(self) -> bool:
-        return self.model.has_model
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self.model.feature_layers
 
     def init(self, batch, capacity):
         return ReuseState(

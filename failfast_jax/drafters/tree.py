@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from failfast_jax.drafters.base import Drafter
+from failfast_jax.drafters.base import Drafter, Wrapper
 from failfast_jax.state import Draft, Tree
 
 ALTERNATIVES = 3
@@ -65,7 +65,7 @@ def grow(draft: Draft, budget: int) -> Tree:
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class TreeDrafter(Drafter):
+class TreeDrafter(Wrapper):
     """Branches on the drafts of a one-pass drafter that names `alternatives`: `budget` nodes in every round."""
 
     model: Drafter
@@ -79,22 +79,6 @@ class TreeDrafter(Drafter):
     @property
     def draft_lengths(self) -> tuple[int, ...]:
         return (self.budget,)
-
-    @property
-    def window(self) -> int:
-        return self.model.window
-
-    @property
-    def chunk_multiple(self) -> int:
-        return self.model.chunk_multiple
-
-    @property
-    def has_model(self) -> bool:
-        return self.model.has_model
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self.model.feature_layers
 
     def init(self, batch, capacity):
         return self.model.init(batch, capacity)

@@ -214,9 +214,10 @@ def write_windows(
 
     The caller keeps `start + W` within the capacity.
     """
-    from failfast_jax.kernels import tpu
+    if kernel == "tpu":
+        from failfast_jax.kernels import tpu  # slow to import: only where it runs
 
-    # Long windows are prefill: rare, and more than the kernel's fast memory holds.
-    if kernel == "tpu" and k.shape[1] <= tpu.MAX_WIDTH:
-        return tpu.write_window(k_cache, v_cache, jnp.stack([k, v], axis=3), start)
+        # Long windows are prefill: rare, and more than the kernel's fast memory holds.
+        if k.shape[1] <= tpu.MAX_WIDTH:
+            return tpu.write_window(k_cache, v_cache, jnp.stack([k, v], axis=3), start)
     return write_window(k_cache, k, start), write_window(v_cache, v, start)

@@ -30,7 +30,6 @@ def load_pair(
     *,
     method: str,
     schedule: str | None = None,
-    steps: int | None = None,
     dtype: Any = None,
     max_seq_len: int | None = None,
     compile_cache: str | os.PathLike | None = None,
@@ -43,8 +42,8 @@ def load_pair(
 ) -> FailFast:
     """An engine for `method`, with the embedded models where none are named; loads no drafter it will not use.
 
-    The embedded drafter reads the target's features. `fast-dllm`, the schedule `aligned` and `specdiff` with `steps`
-    denoise a block on its own: with them the embedded target itself drafts, run block-causally and not trained to.
+    The embedded drafter drafts up to 7 tokens. The schedule `aligned` needs whole blocks and a cache of its own: with
+    it the embedded target itself drafts, run block-causally and not trained to.
 
     Args:
       share: an engine whose target, with its tokenizer, is used instead of reading `target` once more.
@@ -89,8 +88,7 @@ def load_pair(
     if kind != "diffusion":
         raise OptionError(f"--method {method}: needs --drafter, a model of kind {kind!r}")
     shipped = embedded_drafter()
-    one_pass = (method == "failfast" and schedule != "aligned") or (method == "specdiff" and steps in (None, 1))
-    if shipped is not None and one_pass:
+    if shipped is not None and not (method == "failfast" and schedule == "aligned"):
         return build(shipped)
     if share is not None:
         model, tokenizer = share.target, share.tokenizer

@@ -176,7 +176,6 @@ def _run(args: argparse.Namespace) -> None:
         method=args.method,
         schedule=args.schedule,
         settings=args.settings,
-        steps=args.steps,
         dtype=args.dtype,
         max_seq_len=args.max_seq_len,
         compile_cache=args.compile_cache,

@@ -102,9 +102,9 @@ def test_the_default_drafter_ships(caplog):
     )
 
 
-def test_methods_that_need_a_standalone_drafter_say_what_they_use(caplog):
+def test_the_schedule_that_needs_a_standalone_drafter_says_what_it_uses(caplog):
     with caplog.at_level(logging.WARNING, logger="failfast_jax"):
-        pair = load_pair(method="fast-dllm")
+        pair = load_pair(method="failfast", schedule="aligned")
     assert "not trained to draft" in caplog.text
     assert pair.drafter.config.mask_token_id == pair.target.config.vocab_size == pair.vocab
 

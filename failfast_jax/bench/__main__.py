@@ -229,7 +229,7 @@ def read_settings(args: argparse.Namespace) -> tuple[list[Setting], list[Sweep],
         for key, values in dict(entry["sweep"]).items():
             if not isinstance(values, (str, list)):
                 raise ValueError(f'{shown}: values of a sweep must be a list, or a range in quotes like "3:20"')
-            values = parse_values(shown, key, values) if isinstance(values, str) else tuple(values)
+            values = parse_values(shown, key, values, method) if isinstance(values, str) else tuple(values)
             swept.append(Sweep(f"{entry.get('label') or method}:{key}", method, key, values, setting.options))
     named = [text for text in texts if text != ALL]
     if everything:
@@ -293,8 +293,8 @@ def time_parts(comparison: Comparison, wanted: list[tuple[Dataset, Setting]]) ->
     for dataset, setting in tqdm(left, desc="parts of a round", unit="setting", file=sys.stderr):
         first = [q for q in dataset.questions if q.follows is None]
         question = sorted(first, key=lambda q: len(comparison.encode(dataset, q)))[len(first) // 2]
-        prompt = comparison.encode(dataset, question)
-        found = parts.measure(comparison.engine(setting), comparison.configs[setting.label], prompt)
+        engine = comparison.engine_for(setting, dataset, question)
+        found = parts.measure(engine, comparison.configs[setting.label], comparison.encode(dataset, question))
         if found is not None:
             place = {"dataset": dataset.name, "setting": setting.label, "question": question.id}
             journal.append({"kind": PARTS, **place, **found})

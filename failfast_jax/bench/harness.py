@@ -19,8 +19,9 @@ from failfast_jax.bench.compare import DIFFERENT, EQUAL, NEAR_TIE, first_differe
 from failfast_jax.bench.datasets import Dataset, Question
 from failfast_jax.bench.engines import Engines
 from failfast_jax.bench.journal import ANSWER, DIFFERENCE, Journal, Record, key_of
-from failfast_jax.bench.settings import BASELINE, BASELINE_SETTING, Setting
+from failfast_jax.bench.settings import BASELINE, BASELINE_SETTING, CORPUS, Setting
 from failfast_jax.config import GenerationConfig
+from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.engine import FailFast, Prompt, PromptError, Result
 
 WARM_UPS = 3
@@ -201,9 +202,27 @@ class Comparison:
 
     # -- answers -----------------------------------------------------------------------------------------
 
-    def answer(self, setting: Setting, prompt: list[int]) -> Result:
+    def engine_for(self, setting: Setting, dataset: Dataset, question: Question) -> FailFast:
+        """The setting's engine. If the setting has a corpus, it holds the questions before and `vanilla`'s answers."""
+        engine = self.engine(setting)
+        engine.corpus = None
+        if CORPUS in setting.options:
+            engine.corpus = Corpus(setting.options[CORPUS])
+            said = {
+                record["question"]: record["output_ids"]
+                for record in self.journal.answers.values()
+                if record["setting"] == BASELINE and record["dataset"] == dataset.name
+            }
+            for other in self._in_order(dataset):
+                if other == question:
+                    break
+                engine.corpus.add(self.encode(dataset, other) + said[other.id])
+        return engine
+
+    def answer(self, setting: Setting, dataset: Dataset, question: Question) -> Result:
         """A warm answer; see `answer`."""
-        engine, config = self.engine(setting), self.configs[setting.label]
+        engine, config = self.engine_for(setting, dataset, question), self.configs[setting.label]
+        prompt = self.encode(dataset, question)
         bucket = (setting.label, (len(prompt) + config.max_new_tokens).bit_length())
         with self.watch.engine():
             if bucket not in self._warm:
@@ -247,7 +266,7 @@ class Comparison:
                     if setting not in pending:
                         continue
                     bar.set_postfix_str(f"{dataset.name}, {setting.label}", refresh=False)
-                    result = self.answer(setting, ids)
+                    result = self.answer(setting, dataset, question)
                     record = {
                         "kind": ANSWER,
                         "dataset": dataset.name,

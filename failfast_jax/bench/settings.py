@@ -18,20 +18,36 @@ SWEPT = {"ar": "ar", "fast-dllm+": "fast-dllm"}
 """Names in `--methods` whose draft length a bare `--sweep a:b` chooses, and their methods."""
 
 
+CORPUS = "corpus"
+"""Option of `suffix` here: tokens of a corpus of earlier questions and answers, which the run fills as it goes."""
+
+
 def option_fields() -> list[str]:
     """Fields of `GenerationConfig` that an option may name: all but those with a flag of their own."""
     return [f.name for f in dataclasses.fields(GenerationConfig) if f.name not in ("method", "max_new_tokens")]
 
 
-def parse_option(shown: str, name: str, text: str) -> Any:
-    """The value of a `GenerationConfig` field; `shown` is how it stands on the command line.
+def check_option(shown: str, name: str, method: str | None = None) -> None:
+    """Refuses what is no option, of this method if one is given.
 
     Raises:
-      ValueError: no such field, or text that its type cannot hold.
+      ValueError: as said.
     """
-    if name not in option_fields():
+    if name == CORPUS and method is not None:
+        if method != "suffix":
+            raise ValueError(f"{shown}: only suffix drafts from a corpus, not {method}")
+    elif name not in option_fields():
         raise ValueError(f"{shown}: GenerationConfig has no option {name!r} (options: {', '.join(option_fields())})")
-    hint = typing.get_type_hints(GenerationConfig)[name]
+
+
+def parse_option(shown: str, name: str, text: str, method: str | None = None) -> Any:
+    """The value of an option; `shown` is how it stands on the command line.
+
+    Raises:
+      ValueError: no such option, or text that its type cannot hold.
+    """
+    check_option(shown, name, method)
+    hint = int if name == CORPUS else typing.get_type_hints(GenerationConfig)[name]
     kinds = typing.get_args(hint) or (hint,)
     if types.NoneType in kinds and text.lower() == "none":
         return None
@@ -48,20 +64,20 @@ def parse_option(shown: str, name: str, text: str) -> Any:
     return text
 
 
-def parse_pair(shown: str, text: str) -> tuple[str, Any]:
-    """`key=value` as a field of `GenerationConfig` and its value; dashes in the key read as underscores."""
+def parse_pair(shown: str, text: str, method: str | None = None) -> tuple[str, Any]:
+    """`key=value` as an option and its value; dashes in the key read as underscores."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"{shown}: must be key=value, with a key among {', '.join(option_fields())}")
     name = name.strip().replace("-", "_")
-    return name, parse_option(shown, name, value.strip())
+    return name, parse_option(shown, name, value.strip(), method)
 
 
-def parse_options(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+def parse_options(pairs: Iterable[tuple[str, str]], method: str | None = None) -> dict[str, Any]:
     """Options from `(how it is shown, key=value)`; none may be given twice."""
     options: dict[str, Any] = {}
     for shown, text in pairs:
-        name, value = parse_pair(shown, text)
+        name, value = parse_pair(shown, text, method)
         if name in options:
             raise ValueError(f"{shown}: {name} was given before")
         options[name] = value
@@ -75,7 +91,7 @@ class Setting:
     Attributes:
       label: names it in records, tables and figures; unique in a run.
       method: of `METHODS`.
-      options: fields of `GenerationConfig` that differ from the run's common ones.
+      options: fields of `GenerationConfig` that differ from the run's common ones, and `corpus`.
       sweep: the sweep that it is a point of; empty for none.
     """
 
@@ -90,7 +106,8 @@ class Setting:
         Raises:
           ValueError: a value out of its range; the message names the setting.
         """
-        config = dataclasses.replace(common, method=self.method, **self.options)
+        options = {name: value for name, value in self.options.items() if name != CORPUS}
+        config = dataclasses.replace(common, method=self.method, **options)
         try:
             config.validate()
         except ValueError as error:
@@ -112,11 +129,10 @@ def make_setting(
     if method not in METHODS:
         raise ValueError(f"{shown}: must be among {', '.join(m for m in METHODS if m != BASELINE)}")
     options = dict(options or {})
-    for name in options:
-        if name not in option_fields():
-            raise ValueError(
-                f"{shown}: GenerationConfig has no option {name!r} (options: {', '.join(option_fields())})"
-            )
+    for name, value in options.items():
+        check_option(shown, name, method)
+        if name == CORPUS and (not isinstance(value, int) or not 1 <= value < 2**24):
+            raise ValueError(f"{shown}: {CORPUS} must be a number of tokens from 1 to {2**24 - 1}")
     spelled = ",".join(f"{name}={value}" for name, value in options.items())
     return Setting(label or (f"{method}:{spelled}" if spelled else method), method, options, sweep)
 
@@ -144,16 +160,15 @@ class Sweep:
         ]
 
 
-def parse_values(shown: str, key: str, text: str) -> tuple[Any, ...]:
+def parse_values(shown: str, key: str, text: str, method: str | None = None) -> tuple[Any, ...]:
     """`a:b[:step]` (both ends included) or `v1|v2|...` as values of the option `key`.
 
     Raises:
       ValueError: neither, or a value that the option cannot hold.
     """
-    if key not in option_fields():
-        raise ValueError(f"{shown}: GenerationConfig has no option {key!r} (options: {', '.join(option_fields())})")
+    check_option(shown, key, method)
     if ":" not in text:
-        return tuple(dict.fromkeys(parse_option(shown, key, part.strip()) for part in text.split("|")))
+        return tuple(dict.fromkeys(parse_option(shown, key, part.strip(), method) for part in text.split("|")))
     try:
         first, last, *step = (int(part) for part in text.split(":"))
         values = tuple(range(first, last + 1, *step))
@@ -161,7 +176,7 @@ def parse_values(shown: str, key: str, text: str) -> tuple[Any, ...]:
         raise ValueError(f"{shown}: a range must be FIRST:LAST or FIRST:LAST:STEP, of integers") from None
     if not values:
         raise ValueError(f"{shown}: the range holds no value")
-    return tuple(parse_option(shown, key, str(value)) for value in values)
+    return tuple(parse_option(shown, key, str(value), method) for value in values)
 
 
 def split_methods(text: str) -> list[str]:
@@ -191,10 +206,11 @@ def parse_methods(texts: Sequence[str], sweeps: Sequence[str] = ()) -> tuple[lis
     for text in texts:
         shown = f"--methods {text}"
         name, colon, rest = text.partition(":")
-        options = parse_options((shown, pair) for pair in rest.split(",")) if colon else {}
+        pairs = [(shown, pair) for pair in rest.split(",")] if colon else []
+        options = parse_options(pairs, SWEPT.get(name, name))
         if name in SWEPT and "spec_len" not in options and (bare or name != SWEPT[name]):
             lengths = bare[0] if bare else PAPER_SWEEP
-            values = parse_values(f"--sweep {lengths}", "spec_len", lengths)
+            values = parse_values(f"--sweep {lengths}", "spec_len", lengths, SWEPT[name])
             swept.append(Sweep(text, SWEPT[name], "spec_len", values, options))
         else:
             settings.append(make_setting(name, options, shown=shown))
@@ -211,7 +227,7 @@ def parse_methods(texts: Sequence[str], sweeps: Sequence[str] = ()) -> tuple[lis
         key = key.strip().replace("-", "_")
         if not colon or method not in METHODS or method == BASELINE:
             raise ValueError(f"{shown}: must be FIRST:LAST or method:key=values, with a method of {', '.join(METHODS)}")
-        swept.append(Sweep(f"{method}:{key}", method, key, parse_values(shown, key, values)))
+        swept.append(Sweep(f"{method}:{key}", method, key, parse_values(shown, key, values, method)))
     return settings, swept
 
 

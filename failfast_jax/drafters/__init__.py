@@ -11,7 +11,7 @@ import numpy as np
 from failfast_jax.config import GenerationConfig, OptionError
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
-from failfast_jax.drafters.conditioned import ConditionedDrafter
+from failfast_jax.drafters.conditioned import ConditionedDenoiser, ConditionedDrafter
 from failfast_jax.drafters.diffusion import Aligned, Wide
 from failfast_jax.drafters.hybrid import Hybrid
 from failfast_jax.drafters.lookup import Lookup
@@ -26,6 +26,7 @@ __all__ = [
     "Aligned",
     "Autoregressive",
     "Chunk",
+    "ConditionedDenoiser",
     "ConditionedDrafter",
     "Drafter",
     "Hybrid",
@@ -38,6 +39,9 @@ __all__ = [
     "Wide",
     "below_threshold",
 ]
+
+
+FAST_DLLM_THRESHOLD = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,16 +124,17 @@ def _one_pass(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
     if isinstance(model, BoundConditioned):
         rows = model.config.rows
         spec_len, longest = _lengths(config, min(rows, config.max_spec_len or rows), rows)
-        if longest > model.config.rows:
-            raise OptionError(
-                f"--{'max-spec-len' if config.max_spec_len else 'spec-len'} {longest}: this drafter was trained for "
-                f"drafts of up to {model.config.rows} tokens"
-            )
+        _check_rows(model, longest, "max-spec-len" if config.max_spec_len else "spec-len")
         options = {"tau": _tau(config), "spec_len": spec_len, "max_spec_len": longest}
         return ConditionedDrafter(model=model, **options, **extra)
     spec_len, longest = _lengths(config, 10, min(60, config.tree_budget or 60))
     options = {"tau": _tau(config), "spec_len": spec_len, "max_spec_len": longest}
     return Wide(model=model, vocab=vocab, **options, **extra)
+
+
+def _check_rows(model: BoundConditioned, length: int, flag: str) -> None:
+    if length > model.config.rows:
+        raise OptionError(f"--{flag} {length}: this drafter was trained for drafts of up to {model.config.rows} tokens")
 
 
 def _failfast(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int, platform: str) -> Drafter:
@@ -186,8 +191,17 @@ def _decoder(model: Decoder | BoundConditioned, wanted_by: str) -> Decoder:
     return model
 
 
-def _fast_dllm(config: GenerationConfig, model: Decoder, vocab: int, platform: str) -> Drafter:
-    return _aligned(config, _decoder(model, "--method fast-dllm"), vocab, expand=False, threshold=0.9)
+def _fast_dllm(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int, platform: str) -> Drafter:
+    if isinstance(model, BoundConditioned):
+        return _denoiser(config, model, FAST_DLLM_THRESHOLD)
+    return _aligned(config, model, vocab, expand=False, threshold=FAST_DLLM_THRESHOLD)
+
+
+def _denoiser(config: GenerationConfig, model: BoundConditioned, threshold: float = 1.0) -> ConditionedDenoiser:
+    length = config.spec_len or model.config.rows
+    _check_rows(model, length, "spec-len")
+    threshold = threshold if config.threshold is None else config.threshold
+    return ConditionedDenoiser(model=model, spec_len=length, threshold=np.float32(threshold), steps=config.steps)
 
 
 def _specdiff(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int, platform: str) -> Drafter:
@@ -200,7 +214,8 @@ def _specdiff(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
         raise OptionError(f"--steps {steps}: must be at most --spec-len {length}, a step fills a position or more")
     if config.acceptance == "rejection":
         _refuse_rejection(f"--steps {steps} fills positions in the order of their confidence")
-    model = _decoder(model, f"--steps {steps}")
+    if isinstance(model, BoundConditioned):
+        return _denoiser(config, model)
     return SpecDiff(model=model, vocab=vocab, tau=_tau(config), spec_len=length, max_spec_len=length, steps=steps)
 
 

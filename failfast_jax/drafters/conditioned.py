@@ -7,10 +7,19 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from failfast_jax.accept import argmax_and_confidence
 from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
-from failfast_jax.drafters.proposal import Extras, no_extras, propose, put, refuse_begun
+from failfast_jax.drafters.proposal import (
+    Extras,
+    above_threshold,
+    most_confident,
+    no_extras,
+    propose,
+    put,
+    refuse_begun,
+)
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.state import Draft
@@ -44,26 +53,19 @@ class _Expansion:
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class ConditionedDrafter(Drafter):
-    """Like `Wide`: each pass fills the next `spec_len` positions, and the draft grows while all of their
-    confidences are at least `tau`. A pass covers the whole block from the last committed token on, as in training."""
+class FeatureDrafter(Drafter):
+    """What the two drafters here share: the model, the features it reads, and a pass over its block."""
 
     model: BoundConditioned
-    tau: Float[Array, ""]
     spec_len: int = flax.struct.field(pytree_node=False, default=7)
-    max_spec_len: int = flax.struct.field(pytree_node=False, default=7)
-    sampled: bool = flax.struct.field(pytree_node=False, default=False)
-    """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
-    alternatives: int = flax.struct.field(pytree_node=False, default=0)
-    """Tokens behind the best one to name at each position: for trees."""
 
     @property
     def max_draft(self) -> int:
-        return min(self.max_spec_len, self.model.config.rows)
+        return self.spec_len
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        return (*range(self.spec_len, self.max_draft, self.spec_len), self.max_draft)
+        return (self.max_draft,)
 
     @property
     def window(self) -> int:
@@ -102,6 +104,44 @@ class ConditionedDrafter(Drafter):
             features=jnp.where((count > 0)[:, None, None], last, state.features),
         )
 
+    def _denoise(
+        self,
+        state: ConditionedState,
+        cache: KVCache,
+        tokens: Int[Array, "B R"],
+        known: Bool[Array, "B W"],
+        start: Int[Array, " B"],
+        live: Int[Array, ""],
+    ) -> tuple[Float[Array, "B W E"], KVCache]:
+        """One pass over the block from the last committed token on, padded to `window` rows."""
+        tokens = jnp.pad(tokens, ((0, 0), (0, max(self.window - tokens.shape[1], 0))))[:, : self.window]
+        return self.model.network.block(self.model.embed[tokens], known, state.features, cache, start, live)
+
+    def _score(self, hidden: Float[Array, "B N E"]) -> Float[Array, "B N D"]:
+        """Logits over the draft vocabulary."""
+        return jnp.einsum("bre,de->brd", hidden, self.model.head, preferred_element_type=jnp.float32)
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class ConditionedDrafter(FeatureDrafter):
+    """Like `Wide`: each pass fills the next `spec_len` positions, and the draft grows while all of their
+    confidences are at least `tau`. A pass covers the whole block from the last committed token on, as in training."""
+
+    tau: Float[Array, ""]
+    max_spec_len: int = flax.struct.field(pytree_node=False, default=7)
+    sampled: bool = flax.struct.field(pytree_node=False, default=False)
+    """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
+    alternatives: int = flax.struct.field(pytree_node=False, default=0)
+    """Tokens behind the best one to name at each position: for trees."""
+
+    @property
+    def max_draft(self) -> int:
+        return min(self.max_spec_len, self.model.config.rows)
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        return (*range(self.spec_len, self.max_draft, self.spec_len), self.max_draft)
+
     def draft(self, state, committed, stop=None, begun=None):
         rule: StopRule = stop or below_threshold
         model = self.model
@@ -116,13 +156,11 @@ class ConditionedDrafter(Drafter):
 
         def body(carry: _Expansion) -> _Expansion:
             known = jnp.arange(width) <= carry.drafted[:, None]
-            tokens = jnp.pad(carry.tokens, ((0, 0), (0, max(width - carry.tokens.shape[1], 0))))[:, :width]
             live = jnp.max(jnp.where(carry.growing, start + width, 0))
-            embedded = model.embed[tokens]
-            hidden, cache = model.network.block(embedded, known, state.features, carry.cache, start, live)
+            hidden, cache = self._denoise(state, carry.cache, carry.tokens, known, start, live)
             at = jnp.clip(carry.drafted[:, None] + chunk, 0, width - 1)
             hidden = jnp.take_along_axis(hidden, at[..., None], axis=1)
-            logits = jnp.einsum("bre,de->brd", hidden, model.head, preferred_element_type=jnp.float32)
+            logits = self._score(hidden)
             positions = committed.length[:, None] + carry.drafted[:, None] + chunk
             own_ids = self.sampled or self.alternatives
             if own_ids:
@@ -171,4 +209,69 @@ class ConditionedDrafter(Drafter):
             passes=end.passes,
             **end.extras,
         )
+        return draft, state.replace(cache=end.cache)
+
+
+@flax.struct.dataclass
+class _Denoising:
+    """Carry of the passes over one draft."""
+
+    tokens: Int[Array, "B R"]
+    """The last committed token, then filled positions; anything where `masked`."""
+    confidence: Float[Array, "B N"]
+    """Confidence with which each position was filled."""
+    masked: Bool[Array, "B N"]
+    cache: KVCache
+    passes: Int[Array, " B"]
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class ConditionedDenoiser(FeatureDrafter):
+    """Drafts of fixed length in several passes over one block: the baselines `fast-dllm` and `specdiff` with steps.
+
+    A pass fills the masked positions that `threshold` chooses, or with `steps` the most confident ones, in even
+    parts. Training showed the model only blocks whose known tokens come first; these are not always such.
+    """
+
+    threshold: Float[Array, ""]
+    steps: int | None = flax.struct.field(pytree_node=False, default=None)
+
+    def draft(self, state, committed, stop=None, begun=None):
+        self._refuse_expansion(stop, begun)
+        length = jnp.where(committed.running, jnp.minimum(self.spec_len, committed.room), 0)
+        start = committed.length - 1
+        batch = start.shape[0]
+
+        def body(carry: _Denoising) -> _Denoising:
+            busy = carry.masked.any(1)
+            known = jnp.pad(~carry.masked, ((0, 0), (1, 0)), constant_values=True)
+            known = jnp.pad(known, ((0, 0), (0, max(self.window - known.shape[1], 0))))[:, : self.window]
+            live = jnp.max(jnp.where(busy, start + self.window, 0))
+            hidden, cache = self._denoise(state, carry.cache, carry.tokens, known, start, live)
+            ids, confidence = argmax_and_confidence(self._score(hidden[:, : self.spec_len]))
+            if self.steps is None:
+                chosen = above_threshold(confidence, carry.masked, self.threshold)
+            else:
+                filled = length - carry.masked.sum(1)
+                goal = -(-(carry.passes + 1) * length // self.steps)
+                chosen = most_confident(confidence, carry.masked, goal - filled)
+            tokens = jnp.where(chosen, self.model.draft_ids[ids], carry.tokens[:, 1:])
+            return _Denoising(
+                tokens=jnp.concatenate([carry.tokens[:, :1], tokens], axis=1),
+                confidence=jnp.where(chosen, confidence, carry.confidence),
+                masked=carry.masked & ~chosen,
+                cache=cache,
+                passes=carry.passes + busy,
+            )
+
+        last = jnp.take_along_axis(committed.tokens, start[:, None], axis=1)
+        first = _Denoising(
+            tokens=jnp.pad(last, ((0, 0), (0, self.spec_len))),
+            confidence=jnp.zeros((batch, self.spec_len)),
+            masked=jnp.arange(self.spec_len) < length[:, None],
+            cache=state.cache,
+            passes=jnp.zeros((batch,), jnp.int32),
+        )
+        end = jax.lax.while_loop(lambda carry: jnp.any(carry.masked), body, first)
+        draft = Draft(tokens=end.tokens[:, 1:], confidence=end.confidence, length=length, passes=end.passes)
         return draft, state.replace(cache=end.cache)

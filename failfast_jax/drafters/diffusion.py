@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.accept import argmax_and_confidence, forbid
 from failfast_jax.control import one_of
 from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
-from failfast_jax.drafters.proposal import Extras, no_extras, propose, put, refuse_begun
+from failfast_jax.drafters.proposal import Extras, above_threshold, no_extras, propose, put, refuse_begun
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.state import Committed, Draft
@@ -237,10 +237,8 @@ class SmallBlock:
     confidence: Float[Array, "B S"]
 
     def chosen(self, threshold: Float[Array, ""]) -> Bool[Array, "B S"]:
-        """Masked positions to fill: those above `threshold`, and always the best one."""
-        confidence = jnp.where(self.masked, self.confidence, -1.0)
-        best = jnp.arange(confidence.shape[1]) == jnp.argmax(confidence, 1)[:, None]
-        return self.masked & (best | (confidence > threshold))
+        """Masked positions to fill."""
+        return above_threshold(self.confidence, self.masked, threshold)
 
 
 def holes(text: Int[Array, "B W"], first: Int[Array, " B"], start: Int[Array, " B"], mask_token: int):

@@ -16,18 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.control import one_of
 from failfast_jax.drafters.diffusion import BlockDrafter, BlockState, gather_rows, gather_window, place
+from failfast_jax.drafters.proposal import most_confident
 from failfast_jax.models.cache import round_up
 from failfast_jax.state import Draft
-
-
-def most_confident(
-    confidence: Float[Array, "B M"], masked: Bool[Array, "B M"], count: Int[Array, ""]
-) -> Bool[Array, "B M"]:
-    """The `count` masked positions of the highest confidence, the earlier ones on ties."""
-    value = jnp.where(masked, confidence, -1.0)
-    at = jnp.arange(value.shape[1])
-    ahead = (value[:, None] > value[..., None]) | ((value[:, None] == value[..., None]) & (at < at[:, None]))
-    return masked & (ahead.sum(-1) < count)
 
 
 @flax.struct.dataclass

@@ -273,6 +273,31 @@ def test_other_files_are_not_taken_for_records(stub, prompts, tmp_path, capsys):
     assert "line 1 is no record" in capsys.readouterr().err
 
 
+def test_a_corpus_holds_the_questions_before(stub, prompts, tmp_path, monkeypatch):
+    """Whatever was killed and begun again: it is filled from the records."""
+    seen, generate = [], stub.generate
+
+    def watched(given, config):
+        seen.append((config.method, given[0], stub.corpus and stub.corpus.tokens[stub.corpus.tokens >= 0].tolist()))
+        return generate(given, config)
+
+    monkeypatch.setattr(stub, "generate", watched)
+    args = ["--dataset", str(prompts), "--methods", "suffix,suffix:corpus=512", *PLAIN, "--out", str(tmp_path)]
+    stub.fail_after = 5
+    assert bench.main(args) == 130
+    seen.pop()
+    stub.fail_after = None
+    assert bench.main(args) == 0
+    assert [method for method, *_ in seen].count(BASELINE) == len(PROMPTS) and len(seen) == 3 * len(PROMPTS)
+    ordered = [stub.encode(prompt) for prompt in sorted(PROMPTS, key=len)]
+    answer = stub.encode(stub.text(""))
+    for index, prompt in enumerate(ordered):
+        earlier = [token for other in ordered[:index] for token in other + answer]
+        found = [corpus for method, given, corpus in seen if given == prompt and method == "suffix"]
+        assert sorted(found, key=lambda corpus: corpus is not None) == [None, earlier]
+        assert (BASELINE, prompt, None) in seen
+
+
 # -- latency by parts ----------------------------------------------------------------------------------------
 
 
@@ -298,6 +323,13 @@ def test_costs_and_split():
     assert split == pytest.approx({"draft": 0.9 / whole, "verify": 4.3 / whole, "other": 1.5 / whole})
     record |= {"detail": [], "rounds": 2}
     assert report.latency_split([record], found)["verify"] == pytest.approx(2.2 / (0.2 + 2.2 + 1.0))
+    # The parts together never take longer than the loop that they are parts of.
+    rounds = record["detail"] or [{"drafted": 3, "passes": 1}, {"drafted": 7, "passes": 3}]
+    alone = (0.3 + 0.7) + (1.1 + 2.1)
+    slow, fast = (parts.fitted(found, rounds, loop_s) for loop_s in (alone + 1.0, alone / 2))
+    assert slow["other_s"] == pytest.approx(0.5) and slow["verify_s"] == found["verify_s"]
+    assert fast["other_s"] == pytest.approx(0) and fast["pass_s"] == pytest.approx(0.1)
+    assert fast["verify_s"] == pytest.approx({"4": 0.55, "8": 1.05})
     plain = parts.costs([entry(0, 0, 0.01, 1.0) | {"commit_s": 0.1}] * 3)
     assert plain["call_s"] == 0.01 and plain["pass_s"] == 0.0
     assert report.latency_split([record], None) is None

@@ -7,6 +7,7 @@ from failfast_jax.bench.settings import (
     check_labels,
     make_setting,
     parse_methods,
+    parse_options,
     parse_values,
     split_methods,
 )
@@ -24,6 +25,15 @@ def test_options_follow_their_method():
     assert second.label == "lookup" and not sweeps
     config = first.config(GenerationConfig(temperature=0.7, tau=0.9))
     assert (config.method, config.tau, config.spec_len, config.temperature) == ("failfast", 0.3, 8, 0.7)
+
+
+def test_a_corpus_is_no_option_of_the_request():
+    (setting,), (sweep,) = parse_methods(["suffix:corpus=64,tau=0.2"], ["suffix:corpus=8|16"])
+    assert setting.label == "suffix:corpus=64,tau=0.2" and setting.options == {"corpus": 64, "tau": 0.2}
+    assert setting.config(GenerationConfig()) == GenerationConfig(method="suffix", tau=0.2)
+    assert [s.options for s in sweep.settings()] == [{"corpus": 8}, {"corpus": 16}]
+    with pytest.raises(ValueError, match="--set corpus=9: GenerationConfig has no option 'corpus'"):
+        parse_options([("--set corpus=9", "corpus=9")])
 
 
 def test_sweeps():
@@ -56,6 +66,8 @@ def test_sweeps():
         (["ar"], ["5:3"], "--sweep 5:3: the range holds no value"),
         (["ar"], ["3:4", "5:6"], "--sweep 5:6: a range of draft lengths was given before (3:4)"),
         (["ar"], ["slow:tau=1|2"], "--sweep slow:tau=1|2: must be FIRST:LAST or method:key=values"),
+        (["lookup:corpus=9"], [], "--methods lookup:corpus=9: only suffix drafts from a corpus, not lookup"),
+        (["suffix:corpus=0"], [], "--methods suffix:corpus=0: corpus must be a number of tokens from 1 to 16777215"),
         (["ar"], ["failfast:speed=1|2"], "--sweep failfast:speed=1|2: GenerationConfig has no option 'speed'"),
     ],
 )

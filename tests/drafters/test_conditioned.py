@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -79,16 +80,24 @@ def _block(bound, target, tokens, rows, known, anchor):
     return jax.nn.softmax(hidden @ bound.head.T, -1)
 
 
-def reference_draft(target, bound, ids: list[int], length: int) -> tuple[list[int], list[float]]:
-    """One-pass draft by `blocks` over the features of a full forward pass."""
+def reference_draft(target, bound, ids: list[int], length: int, choose=None) -> tuple[list[int], list[float], int]:
+    """A draft by `blocks` over the features of a full forward pass, with its confidences and its number of passes.
+
+    `choose(masked, confidence, passes)` names the slots that a pass fills; None: the first pass fills all.
+    """
     tokens = np.zeros((1, 64), np.int32)
     tokens[0, : len(ids)] = ids
-    rows = np.zeros((1, 1, ROWS), np.int32)
-    rows[0, 0, 0] = ids[-1]
-    known = np.arange(ROWS)[None, None] < 1
-    probabilities = np.asarray(_block(bound, target, tokens, rows, known, np.asarray([[len(ids) - 1]])))
-    best = probabilities.argmax(-1)
-    return DRAFT_IDS[best][:length].tolist(), probabilities.max(-1)[:length].tolist()
+    rows, known = np.zeros(ROWS + 1, np.int32), np.arange(ROWS + 1) < 1
+    rows[0] = ids[-1]
+    masked, confidence, passes = list(range(length)), np.zeros(length), 0
+    while masked:
+        block = rows[None, None, :ROWS], known[None, None, :ROWS]
+        found = np.asarray(_block(bound, target, tokens, *block, np.asarray([[len(ids) - 1]])))
+        best, passes = found.max(-1), passes + 1
+        for slot in choose(masked, best, passes) if choose else list(masked):
+            rows[slot + 1], known[slot + 1], confidence[slot] = DRAFT_IDS[found[slot].argmax()], True, best[slot]
+            masked.remove(slot)
+    return rows[1 : length + 1].tolist(), confidence.tolist(), passes
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -101,11 +110,54 @@ def test_the_engine_drafts_what_the_network_says_and_changes_no_token(engine, ba
         assert result.output_ids == plain.output_ids
         ids = list(result.prompt_ids)
         for round in result.rounds:
-            tokens, confidence = reference_draft(engine.target, engine.drafter, ids, 3)
+            tokens, confidence, passes = reference_draft(engine.target, engine.drafter, ids, 3)
             assert round.drafted == tokens
             np.testing.assert_allclose(round.confidence, confidence, rtol=1e-3)
-            assert round.passes == 1
+            assert round.passes == passes == 1
             ids += round.emitted
+
+
+def above(threshold: float):
+    """Fast-dLLM's rule."""
+    return lambda masked, confidence, passes: [
+        slot for slot in masked if confidence[slot] > threshold or slot == max(masked, key=confidence.__getitem__)
+    ]
+
+
+def in_steps(steps: int, length: int):
+    """SpecDiff's rule."""
+
+    def choose(masked, confidence, passes):
+        count = math.ceil(passes * length / steps) - (length - len(masked))
+        return sorted(masked, key=lambda slot: -confidence[slot])[:count]
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "choose"),
+    [
+        ({"method": "fast-dllm", "threshold": 0.3}, ROWS, above(0.3)),
+        ({"method": "fast-dllm", "spec_len": 3}, 3, above(0.9)),
+        ({"method": "specdiff", "steps": 2}, ROWS, in_steps(2, ROWS)),
+        ({"method": "specdiff", "steps": 3, "spec_len": 4}, 4, in_steps(3, 4)),
+    ],
+)
+def test_several_passes_over_one_block(engine, options, length, choose):
+    """The baselines `fast-dllm` and `specdiff` with a drafter that reads features, by full recomputation."""
+    prompts, shared = [prompt(9), prompt(14, seed=1)], {"max_new_tokens": 16, "ignore_eos": True}
+    plain = engine.generate(prompts, method="vanilla", **shared)
+    counts = set()
+    for index, result in enumerate(engine.generate(prompts, **options, **shared)):
+        assert result.output_ids == plain[index].output_ids
+        ids = list(result.prompt_ids)
+        for round in result.rounds:
+            tokens, confidence, passes = reference_draft(engine.target, engine.drafter, ids, length, choose)
+            assert (round.drafted, round.passes) == (tokens, passes)
+            np.testing.assert_allclose(round.confidence, confidence, rtol=1e-3)
+            counts.add(passes)
+            ids += round.emitted
+    assert counts == {options["steps"]} if "steps" in options else max(counts) > 1
 
 
 @jax.jit
@@ -203,7 +255,8 @@ def test_options_that_do_not_fit_are_refused(engine):
     for options, message in (
         ({"spec_len": ROWS + 1}, "--spec-len 6: this drafter was trained for drafts of up to 5"),
         ({"schedule": "aligned"}, "--schedule aligned: needs a standalone"),
-        ({"method": "fast-dllm"}, "--method fast-dllm: needs a standalone"),
+        ({"method": "fast-dllm", "spec_len": ROWS + 1}, "--spec-len 6: this drafter was trained for drafts of up to 5"),
+        ({"method": "specdiff", "steps": 4, "spec_len": 3}, "--steps 4: must be at most --spec-len 3"),
         ({"block_size": 8}, "--block-size 8"),
         ({"min_gain": 1.0}, "--min-gain 1.0: needs --lookup-min"),
     ):

@@ -14,7 +14,7 @@ from tiny_models import VOCAB, are_own_texts, diffusion_config, random_model, ti
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.config import OptionError
 from failfast_jax.drafters import SpecDiff, Wide
-from failfast_jax.drafters.specdiff import most_confident
+from failfast_jax.drafters.proposal import most_confident
 from failfast_jax.state import Committed
 
 BATCH, WIDTH, CAPACITY = 2, 128, 90

@@ -17,7 +17,7 @@ import numpy as np
 
 from failfast_jax.bench.walks import Table, Text
 from failfast_jax.drafters import ConditionedDrafter, Drafter, Hybrid, Lookup, Wide
-from failfast_jax.drafters.hybrid import LONGEST_WAIT
+from failfast_jax.drafters.hybrid import FIRST_WAIT, LONGEST_WAIT
 from failfast_jax.drafters.lookup import LONGEST_MATCH
 
 
@@ -203,7 +203,7 @@ def _simulate_hybrid(answer: Answer, setting: Setting, drafter: Hybrid) -> list[
     min_gain, reach = float(np.float32(setting.min_gain)), model.max_draft
     prompt, total = len(answer.text.prompt), len(answer.text.answer)
     blocks = _StoredBlocks(model, prompt) if isinstance(model, Wide) else None
-    wait = patience = at = 0
+    wait, patience, at = 0, FIRST_WAIT, 0
     need = lookup.min_match
     rounds = []
     while at < total:

@@ -17,8 +17,8 @@ from failfast_jax.drafters.base import Drafter, Wrapper
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup
 from failfast_jax.state import Draft
 
-LONGEST_WAIT = 15
-"""Most rounds that a drafter without success sits out before it is asked again."""
+FIRST_WAIT, LONGEST_WAIT = 7, 63
+"""Rounds that a drafter without any success sits out before it is asked again: at first, and at most."""
 
 
 @flax.struct.dataclass
@@ -50,8 +50,8 @@ class Hybrid(Wrapper):
     """A lookup whose drafts a diffusion drafter extends, or takes over where there is no match.
 
     With `min_gain` above 0 verifying is taken to cost as much as that many accepted tokens, and both sources are
-    held to it. A draft of the drafter's alone that expects fewer is dropped, and a drafter whose drafts brought fewer
-    sits out 1, 3, 7, ... rounds. A lookup that brought fewer raises the match that the next one needs by
+    held to it. A draft of the drafter's alone that expects fewer is dropped, and a drafter whose draft brought fewer
+    sits out 7, 15, 31, 63 rounds, after a success 0, 1, 3, ... of them. A lookup that brought fewer raises the match that the next one needs by
     a token, until one succeeds. That bounds what drafts can cost on text that cannot be predicted.
     """
 
@@ -74,7 +74,7 @@ class Hybrid(Wrapper):
         return HybridState(
             model=self.model.init(batch, capacity),
             wait=filled(0),
-            patience=filled(0),
+            patience=filled(FIRST_WAIT),
             alone=filled(False, bool),
             need=filled(self.lookup.min_match),
             looked=filled(False, bool),

@@ -11,7 +11,7 @@ from tiny_models import diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, drafters
 from failfast_jax.config import OptionError
-from failfast_jax.drafters.hybrid import LONGEST_WAIT, expected_accepted
+from failfast_jax.drafters.hybrid import FIRST_WAIT, LONGEST_WAIT, expected_accepted
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.loading import bind
 from failfast_jax.state import Draft
@@ -99,7 +99,7 @@ def test_a_draft_is_the_lookups_and_then_the_networks(conditioned, min_gain):
     options = OPTIONS | {"tau": 1.0, "lookup_min": 2, "min_gain": min_gain}
     result = conditioned.generate([prompt], **options)[0]
     assert result.output_ids == conditioned.generate([prompt], method="vanilla", **OPTIONS)[0].output_ids
-    ids, wait, patience, need, kinds = list(prompt), 0, 0, 2, set()
+    ids, wait, patience, need, kinds = list(prompt), 0, FIRST_WAIT, 2, set()
     for round in result.rounds:
         begun, match = found(ids, 2)
         if match < need:
@@ -156,10 +156,10 @@ def test_the_standalone_drafter_goes_on_behind_the_lookup(standalone):
 
 
 def test_a_drafter_without_success_is_hardly_asked(conditioned):
-    """No draft can promise 20 tokens: rounds 0, 1, 3, 7, 15, 31, 47 ask, and all are one-row steps."""
+    """No draft can promise 20 tokens: rounds 0, 8, 24, 56 ask, and all are one-row steps."""
     options = {"max_new_tokens": 60, "ignore_eos": True, "lookup_min": 32, "min_gain": 20.0}
     rounds = conditioned.generate([[5, 9, 3]], temperature=1.0, **options)[0].rounds
-    assert [index for index, round in enumerate(rounds) if round.passes] == [0, 1, 3, 7, 15, 31, 47]
+    assert [index for index, round in enumerate(rounds) if round.passes] == [0, 8, 24, 56]
     assert len(rounds) == 60 and not any(round.drafted for round in rounds)
 
 

@@ -51,8 +51,9 @@ class Hybrid(Wrapper):
 
     With `min_gain` above 0 verifying is taken to cost as much as that many accepted tokens, and both sources are
     held to it. A draft of the drafter's alone that expects fewer is dropped, and a drafter whose draft brought fewer
-    sits out 7, 15, 31, 63 rounds, after a success 0, 1, 3, ... of them. A lookup that brought fewer raises the match that the next one needs by
-    a token, until one succeeds. That bounds what drafts can cost on text that cannot be predicted.
+    sits out 7, 15, 31, 63 rounds (0, 1, 3, ... after a success). A lookup that brought fewer raises the match that
+    the next one needs by a token, until one succeeds. That bounds what drafts can cost on text that cannot be
+    predicted.
     """
 
     lookup: Lookup

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -405,11 +406,19 @@ class Tuner:
                     drafter = requests[chunk, 0].drafter
                 # The longest drafts, so that passes after the first are timed, too.
                 drafter = drafter.replace(tau=np.float32(0))
-                action = walker.draft_action(drafter, every=not aligned, own_rule=aligned)
-                for limit in (0, NO_LIMIT) if aligned else (0, 1, NO_LIMIT):
-                    act = action(limit)
-                    counts[chunk, int(limit)] = act()
-                    actions[chunk, int(limit)] = act
+                limits = (0, int(NO_LIMIT)) if aligned else (0, 1, int(NO_LIMIT))
+                if aligned:
+                    action = walker.draft_action(drafter)
+                    for limit in limits:
+                        act = action(limit)
+                        counts[chunk, limit] = act()
+                        actions[chunk, limit] = act
+                else:
+                    act = walker.drafted_rounds(drafter)
+                    rounds = long_enough(functools.partial(act, 0))
+                    for limit in limits:
+                        counts[chunk, limit] = rounds, act(limit, rounds)
+                        actions[chunk, limit] = functools.partial(act, limit, rounds)
                 bar.update()
             keys = list(actions)
             runs: dict[Any, list[float]] = {key: [] for key in keys}
@@ -425,7 +434,7 @@ class Tuner:
             base, (most, passes) = seconds[chunk, 0], counts[chunk, int(NO_LIMIT)]
             spent = seconds[chunk, int(NO_LIMIT)] - base
             first, fewest = seconds.get((chunk, 1), base) - base, counts.get((chunk, 1), (0, 0))[1]
-            each = max((spent - first) / (passes - fewest), 0.0) if passes > fewest else spent / passes
+            each = max((spent - first) / (passes - fewest), 0.0) if passes > fewest else max(spent / passes, 0.0)
             # What a draft costs beside its passes.
             call = max(spent - each * passes, 0.0) / most if fewest and passes > fewest else 0.0
             drafts[chunk] = (call, each)

@@ -22,12 +22,13 @@ from jaxtyping import Array, Float, Int
 
 from failfast_jax import round
 from failfast_jax.accept import agreeing_prefix
+from failfast_jax.control import when
 from failfast_jax.drafters import Chunk, Drafter, Lookup, below_threshold
 from failfast_jax.drafters.lookup import longest_match
 from failfast_jax.engine import FailFast
 from failfast_jax.models.cache import TILE, round_up
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.state import RUNNING, Committed, Draft
+from failfast_jax.state import RUNNING, Committed, DecodeState, Draft
 
 NO_LIMIT = np.int32(2**30)
 SHORTEST_RUN_S = 0.2
@@ -320,31 +321,75 @@ class Walker:
         """Number of the text of median length."""
         return int(np.argsort([len(text) for text in self.texts])[len(self.texts) // 2])
 
-    def draft_action(
-        self, drafter: Drafter, *, every: bool, own_rule: bool = False
-    ) -> Callable[[int], Callable[[], tuple[int, int]]]:
-        """`action(limit)` walks once over a few positions of one text; it returns drafts and drafter passes."""
+    def draft_action(self, drafter: Drafter) -> Callable[[int], Callable[[], tuple[int, int]]]:
+        """`action(limit)` walks once over a few rounds of one text; it returns drafts and drafter passes."""
         prepared = self.prepare(drafter, [self.typical()], 1)
         until = np.int32(min(32, self.steps))
 
         def action(limit: int) -> Callable[[], tuple[int, int]]:
             def act() -> tuple[int, int]:
                 limits = until, np.int32(limit)
-                seen = walk(drafter, prepared, self.eos, *limits, steps=self.steps, every=every, own_rule=own_rule)
+                seen = walk(drafter, prepared, self.eos, *limits, steps=self.steps, every=False, own_rule=True)
                 return int(seen.step), int(seen.passes.sum())
 
             return act
 
         return action
 
-    def round_actions(self, drafter: Drafter, widths: Sequence[int]) -> dict[int, Callable[[int], None]]:
+    def round_actions(self, drafter: Drafter, widths: Sequence[int]) -> dict[int, Callable[[int], int]]:
         """`act(n)` by width: n rounds whose draft comes for nothing and is verified at that many rows."""
+        text = self.texts[self.typical()]
+        # In the middle of the answer: the average context.
+        length = len(text.prompt) + max(len(text.answer) // 2, 1)
+
+        def given(drafter: Drafter, state: DecodeState, width: int, limit: Array) -> tuple[Draft, DecodeState]:
+            del limit
+            proposal = Draft.empty(1, drafter.max_draft).replace(
+                tokens=_window(state.tokens, state.length, drafter.max_draft),
+                length=jnp.asarray([min(width - 1, drafter.max_draft)]),
+            )
+            return proposal, state
+
+        act = self._rounds(drafter, length, max(widths), given)
+        return {width: functools.partial(act, width, 0) for width in widths}
+
+    def drafted_rounds(self, drafter: Drafter) -> Callable[[int, int], int]:
+        """`act(limit, n)`: n one-row rounds, in each of which a draft grows to `limit` tokens (0: there is none).
+
+        A pass of the drafter follows one of the target, as in an answer: alone, it would find its weights in caches.
+        """
+        prepared = self.prepare(drafter, [self.typical()], 1)
+
+        def drafting(drafter: Drafter, state: DecodeState, width: int, limit: Array) -> tuple[Draft, DecodeState]:
+            del width
+
+            def grown(chunk: Chunk) -> Array:
+                return chunk.drafted >= limit
+
+            def drafted(carry: tuple[Draft, DecodeState]) -> tuple[Draft, DecodeState]:
+                return round.draft(drafter, carry[1], grown)
+
+            proposal, state = when(limit > 0, drafted, (Draft.empty(1, drafter.max_draft), state))
+            return proposal.replace(length=jnp.zeros_like(proposal.length)), state
+
+        # Right behind the prompt, which is as far as the drafter's own cache goes.
+        length = len(self.texts[self.typical()].prompt)
+        return functools.partial(self._rounds(drafter, length, 1, drafting, prepared.drafter), 1)
+
+    def _rounds(
+        self,
+        drafter: Drafter,
+        length: int,
+        widest: int,
+        propose: Callable[[Drafter, DecodeState, int, Array], tuple[Draft, DecodeState]],
+        drafter_state: Any = None,
+    ) -> Callable[[int, int, int], int]:
+        """`act(width, limit, n)`: n rounds at one place of the typical text; it returns their drafter passes."""
         target = self.engine.target
         text = self.texts[self.typical()]
         tokens = np.asarray([[*text.prompt, *text.answer]], np.int32)
-        # In the middle of the answer: the average context.
-        length = np.asarray([len(text.prompt) + max(len(text.answer) // 2, 1)], np.int32)
         capacity = self.engine._capacity([list(text.prompt)], self.steps, drafter.max_draft)
+        start = np.asarray([length], np.int32)
 
         def plan(width: int) -> round.Plan:
             return round.Plan((width,), (width,), (width,))
@@ -355,36 +400,39 @@ class Walker:
                 target,
                 drafter,
                 tokens=tokens,
-                prompt_length=length,
+                prompt_length=start,
                 max_new_tokens=np.asarray([capacity], np.int32),
                 eos=np.asarray(round.pad_eos(()), np.int32),
                 sampling=round.greedy_sampling(1),
                 capacity=capacity,
-                plan=plan(max(widths)),
+                plan=plan(widest),
             )
 
-        def rounds(target, drafter, state, steps, width):
+        def rounds(target, drafter, state, limit, steps, width):
             def body(_, state):
-                proposal = Draft.empty(1, drafter.max_draft).replace(
-                    tokens=_window(state.tokens, state.length, drafter.max_draft),
-                    length=jnp.asarray([min(width - 1, drafter.max_draft)]),
-                )
+                proposal, state = propose(drafter, state, width, limit)
                 verified, state = round.verify(target, drafter, state, proposal, plan=plan(width))
                 state = round.accept(drafter, state, proposal, verified)
                 # Again from the same place: what was emitted stays behind it as the next draft.
                 log = state.log.replace(round=jnp.int32(0), rounds=jnp.zeros_like(state.log.rounds))
-                return state.replace(length=jnp.asarray(length), finish=jnp.full_like(state.finish, RUNNING), log=log)
+                return state.replace(length=jnp.asarray(start), finish=jnp.full_like(state.finish, RUNNING), log=log)
 
             return jax.lax.fori_loop(0, steps, body, state)
 
         program = jax.jit(rounds, donate_argnames="state", static_argnames="width")
-        holder = [init(target, drafter)]
+        state = init(target, drafter)
+        if drafter_state is not None:
+            state = state.replace(drafter=jax.tree.map(jnp.copy, drafter_state))  # it is donated
+        holder = [state]
 
-        def act(width: int, steps: int) -> None:
-            state = program(target, drafter, holder[0], np.int32(steps), width=width)
+        def act(width: int, limit: int, steps: int) -> int:
+            state = holder[0]
+            before = int(state.log.drafter_passes)
+            state = program(target, drafter, state, np.int32(limit), np.int32(steps), width=width)
             holder[0] = jax.block_until_ready(state)
+            return int(state.log.drafter_passes) - before
 
-        return {width: functools.partial(act, width) for width in widths}
+        return act
 
     def lookup_action(self, lookup: Lookup) -> Callable[[int], None]:
         """`act(n)`: n lookups."""

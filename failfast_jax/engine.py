@@ -552,7 +552,7 @@ class FailFast:
             top_k=0,
             seed=0,
             tau=0.0,
-            min_gain=0.0,
+            min_gain=float(bool(config.min_gain)),  # with one, features wait to be stored
             threshold=None,
             ignore_eos=False,
         )

@@ -154,6 +154,8 @@ def _failfast(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
     spec_len, longest = drafter.spec_len, drafter.max_spec_len
     if config.lookup_min:
         lookup = _lookup_for(platform, config.max_spec_len, min_match=config.lookup_min)
+        if config.min_gain and isinstance(drafter, ConditionedDrafter):
+            drafter = drafter.replace(deferred=True)
         drafter = Hybrid(lookup=lookup, model=drafter, min_gain=np.float32(config.min_gain or 0.0))
     elif config.min_gain:
         raise OptionError(f"--min-gain {config.min_gain}: needs --lookup-min")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.accept import argmax_and_confidence
+from failfast_jax.control import when
 from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
 from failfast_jax.drafters.proposal import (
     Extras,
@@ -22,10 +23,12 @@ from failfast_jax.drafters.proposal import (
 )
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.conditioned import BoundConditioned
-from failfast_jax.state import Draft
+from failfast_jax.state import Committed, Draft
 
 ROWS = 8
 """Blocks are padded to multiples of this: the narrowest pass worth having on CPU and TPU alike."""
+PENDING = 64
+"""Positions whose features can wait to be stored; a power of two."""
 
 
 @flax.struct.dataclass
@@ -36,6 +39,9 @@ class ConditionedState:
     """Keys and values projected from the features of all committed positions but the last."""
     features: Float[Array, "B F E"]
     """Those of position length - 2; zeros while there is none."""
+    pending: Float[Array, "B P F E"]
+    """Features of positions `stored ... length - 2`, which the cache lacks so far; P is 0 where none wait."""
+    stored: Int[Array, " B"]
 
 
 @flax.struct.dataclass
@@ -58,6 +64,8 @@ class FeatureDrafter(Drafter):
 
     model: BoundConditioned
     spec_len: int = flax.struct.field(pytree_node=False, default=7)
+    deferred: bool = flax.struct.field(pytree_node=False, default=False)
+    """Store the features of many rounds at once, when a draft needs them: worth it where many rounds draft nothing."""
 
     @property
     def max_draft(self) -> int:
@@ -68,8 +76,13 @@ class FeatureDrafter(Drafter):
         return (self.max_draft,)
 
     @property
-    def window(self) -> int:
+    def block_rows(self) -> int:
+        """Rows of a pass."""
         return round_up(self.model.config.rows, ROWS)
+
+    @property
+    def window(self) -> int:
+        return max(self.block_rows, PENDING if self.deferred else 0)
 
     @property
     def has_model(self) -> bool:
@@ -80,29 +93,57 @@ class FeatureDrafter(Drafter):
         return self.model.config.feature_layers
 
     def init(self, batch, capacity):
-        network = self.model.network
-        size = (batch, len(self.feature_layers), network.config.base.hidden_size)
+        network, dtype = self.model.network, self.model.embed.dtype
+        size = (len(self.feature_layers), network.config.base.hidden_size)
         return ConditionedState(
             cache=network.init_cache(batch, capacity),
-            features=jnp.zeros(size, self.model.embed.dtype),
+            features=jnp.zeros((batch, *size), dtype),
+            pending=jnp.zeros((batch, PENDING if self.deferred else 0, *size), dtype),
+            stored=jnp.zeros((batch,), jnp.int32),
         )
 
     def prefill(self, state, committed, start, width, features):
         at = committed.length - 2 - start
         inside = (at >= 0) & (at < width)
         last = jnp.take_along_axis(features, jnp.clip(at, 0, width - 1)[:, None, None, None], axis=1)[:, 0]
-        return ConditionedState(
+        return state.replace(
             cache=self.model.network.store(features, state.cache, jnp.full_like(committed.length, start)),
             features=jnp.where(inside[:, None, None], last, state.features),
+            stored=committed.length - 1,
         )
 
     def commit(self, state, before, after, features):
         count = after.length - before.length
         last = jnp.take_along_axis(features, jnp.maximum(count - 1, 0)[:, None, None, None], axis=1)[:, 0]
-        return ConditionedState(
-            cache=self.model.network.store(features, state.cache, before.length - 1),
-            features=jnp.where((count > 0)[:, None, None], last, state.features),
-        )
+        state = state.replace(features=jnp.where((count > 0)[:, None, None], last, state.features))
+        rows = features.shape[1]
+        if not self.deferred or 2 * rows > PENDING:
+            cache = self.model.network.store(features, state.cache, before.length - 1)
+            return state.replace(cache=cache, stored=after.length - 1)
+
+        def put(buffer, new, at):
+            return jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), at, 0)
+
+        pending = jax.vmap(put)(state.pending, features, before.length - 1 - state.stored)
+        no_room = jnp.any(after.length - 1 - state.stored + rows > PENDING)
+        return self._store_pending(state.replace(pending=pending), after, no_room)
+
+    def _store_pending(
+        self, state: ConditionedState, committed: Committed, condition: Bool[Array, ""]
+    ) -> ConditionedState:
+        """With nothing pending, if `condition`."""
+
+        def store(carry: tuple[KVCache, Array]) -> tuple[KVCache, Array]:
+            return self.model.network.store(state.pending, *carry), committed.length - 1
+
+        cache, stored = when(condition, store, (state.cache, state.stored))
+        return state.replace(cache=cache, stored=stored)
+
+    def _ready(self, state: ConditionedState, committed: Committed) -> ConditionedState:
+        """With the context that a draft sees, if any sequence is to draft."""
+        if not self.deferred:
+            return state
+        return self._store_pending(state, committed, jnp.any(committed.running & (state.stored < committed.length - 1)))
 
     def _denoise(
         self,
@@ -113,8 +154,8 @@ class FeatureDrafter(Drafter):
         start: Int[Array, " B"],
         live: Int[Array, ""],
     ) -> tuple[Float[Array, "B W E"], KVCache]:
-        """One pass over the block from the last committed token on, padded to `window` rows."""
-        tokens = jnp.pad(tokens, ((0, 0), (0, max(self.window - tokens.shape[1], 0))))[:, : self.window]
+        """One pass over the block from the last committed token on, padded to `block_rows`."""
+        tokens = jnp.pad(tokens, ((0, 0), (0, max(self.block_rows - tokens.shape[1], 0))))[:, : self.block_rows]
         return self.model.network.block(self.model.embed[tokens], known, state.features, cache, start, live)
 
     def _score(self, hidden: Float[Array, "B N E"]) -> Float[Array, "B N D"]:
@@ -149,10 +190,11 @@ class ConditionedDrafter(FeatureDrafter):
         start = committed.length - 1
         everyone = jnp.arange(batch)[:, None]
         chunk = jnp.arange(self.spec_len)
-        width = self.window
+        width = self.block_rows
         vocab = model.embed.shape[0]
         extra = {"sampled": self.sampled, "alternatives": self.alternatives}
         refuse_begun(begun, **extra)
+        state = self._ready(state, committed)
 
         def body(carry: _Expansion) -> _Expansion:
             known = jnp.arange(width) <= carry.drafted[:, None]
@@ -238,6 +280,7 @@ class ConditionedDenoiser(FeatureDrafter):
 
     def draft(self, state, committed, stop=None, begun=None):
         self._refuse_expansion(stop, begun)
+        state = self._ready(state, committed)
         length = jnp.where(committed.running, jnp.minimum(self.spec_len, committed.room), 0)
         start = committed.length - 1
         batch = start.shape[0]
@@ -245,8 +288,8 @@ class ConditionedDenoiser(FeatureDrafter):
         def body(carry: _Denoising) -> _Denoising:
             busy = carry.masked.any(1)
             known = jnp.pad(~carry.masked, ((0, 0), (1, 0)), constant_values=True)
-            known = jnp.pad(known, ((0, 0), (0, max(self.window - known.shape[1], 0))))[:, : self.window]
-            live = jnp.max(jnp.where(busy, start + self.window, 0))
+            known = jnp.pad(known, ((0, 0), (0, max(self.block_rows - known.shape[1], 0))))[:, : self.block_rows]
+            live = jnp.max(jnp.where(busy, start + self.block_rows, 0))
             hidden, cache = self._denoise(state, carry.cache, carry.tokens, known, start, live)
             ids, confidence = argmax_and_confidence(self._score(hidden[:, : self.spec_len]))
             if self.steps is None:

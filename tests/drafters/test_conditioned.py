@@ -197,6 +197,44 @@ def test_confident_drafts_grow(engine):
     assert {round.passes for round in result.rounds} == {3}  # 2 + 2 + 1 tokens
 
 
+def test_features_that_wait_are_stored_before_a_draft_needs_them(engine):
+    """A hundred commits of 0 to 5 tokens, two sequences, drafts now and then: the same drafts as without waiting."""
+    rng, rows = np.random.default_rng(0), 6
+    at_once = engine.build_drafter(GenerationConfig(tau=1.0, spec_len=3, max_spec_len=3))
+    waiting = at_once.replace(deferred=True)
+    tokens = rng.integers(2, 40, (2, 640)).astype(np.int32)
+    features = jnp.asarray(rng.standard_normal((2, 640, 3, engine.target.config.hidden_size)), jnp.float32)
+
+    def committed(length):
+        return Committed(
+            tokens=tokens,
+            length=length,
+            prompt_length=np.asarray([1, 1], np.int32),
+            room=np.full(2, 50, np.int32),
+            running=np.ones(2, bool),
+            eos=np.full(8, -1, np.int32),
+        )
+
+    @jax.jit
+    def commit(drafter, state, before, after):
+        window = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, rows))(features, before - 1)
+        return drafter.commit(state, committed(before), committed(after), window)
+
+    draft = jax.jit(lambda drafter, state, length: drafter.draft(state, committed(length)))
+    states, length = [d.init(2, 768) for d in (at_once, waiting)], np.asarray([1, 1], np.int32)
+    most = 0
+    for step in range(100):
+        after = length + rng.integers(0, rows, 2).astype(np.int32)
+        states = [commit(d, s, length, after) for d, s in zip((at_once, waiting), states)]
+        length = after
+        most = max(most, int((length - 1 - states[1].stored).max()))
+        if step % 40 == 39:
+            (one, _), (other, states[1]) = (draft(d, s, length) for d, s in zip((at_once, waiting), states))
+            assert (states[1].stored == length - 1).all() and one.tokens.tolist() == other.tokens.tolist()
+            np.testing.assert_allclose(one.confidence, other.confidence, rtol=1e-4)
+    assert 40 < most <= 64
+
+
 def test_one_token_prompt(engine):
     options = {"max_new_tokens": 12, "ignore_eos": True, "spec_len": 3, "max_spec_len": 3}
     plain, drafted = (engine.generate([[5]], method=m, **options)[0] for m in ("vanilla", "failfast"))

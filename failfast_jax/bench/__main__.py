@@ -138,7 +138,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not YAML ({error})") from None
+        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: must be a mapping")
     renamed = {"datasets": "dataset", "options": "set"}
@@ -355,6 +355,7 @@ def write_summary(
     host: Record,
     latency: Latency,
     left_out: Mapping[str, str],
+    models: Mapping[str, str | None],
 ) -> str:
     """Writes summary.md, summary.json and summary.csv; returns the Markdown."""
     rows = [row for s in summaries for row in s.table.values()]
@@ -369,8 +370,11 @@ def write_summary(
         "# Benchmark",
         f"{host['device']}, {host['processor']}, {host['cores']} cores, JAX {host['jax']}, Python {host['python']}, "
         f"{host['date']}.",
-        f"Target `{args.target or 'default'}`, drafter `{args.drafter or 'default'}`"
-        + (f", autoregressive drafter `{args.ar_drafter}`" if args.ar_drafter else "")
+        ", ".join(
+            f"{said} `{models[name]}`"
+            for name, said in (("target", "Target"), ("drafter", "drafter"), ("ar_drafter", "autoregressive drafter"))
+            if models[name]
+        )
         + f"; at most {common.max_new_tokens} new tokens, batch 1, repeats: {args.repeats}, "
         f"options for all: {said or 'none'}.",
         "Speedup: decode time of `vanilla` over decode time, each question's answers timed back to back, warm-ups "
@@ -391,10 +395,7 @@ def write_summary(
     text = "\n\n".join(lines) + "\n"
     found = {
         "machine": host,
-        "models": {
-            name: getattr(args, name)
-            for name in ("target", "drafter", "ar_drafter", "dtype", "tensor_parallel", "attention")
-        },
+        "models": {**models, **{name: getattr(args, name) for name in ("dtype", "tensor_parallel", "attention")}},
         "options": {"max_new_tokens": common.max_new_tokens, **changed},
         "repeats": args.repeats,
         "modelled_with": dataclasses.asdict(latency),
@@ -513,7 +514,7 @@ def run(args: argparse.Namespace) -> int:
         report.add_models(summary.table, rows, costs, latency)
         if args.scores and summary.dataset.scoring:
             add_scores(summary.table, comparison, rows)
-    print(write_summary(out, summaries, args, common, host, latency, left_out))
+    print(write_summary(out, summaries, args, common, host, latency, left_out, engines.names()))
     if args.records == "parquet":
         write_parquet(records, out / "records.parquet")
     if args.figures:

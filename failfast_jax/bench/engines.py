@@ -15,6 +15,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
+from failfast_jax.loading import default_target_path
 
 
 def model_stamp(source: str | os.PathLike | None) -> dict[str, Any]:
@@ -62,8 +63,9 @@ class Engines:
     def identity(self) -> dict[str, Any]:
         """What records must agree on: models, files, and how the engines run them."""
         stamps = {name: model_stamp(source) for name, source in self.sources.items() if source is not None}
-        if not stamps.keys() & {"target", "drafter"}:
-            stamps["drafter"] = model_stamp(embedded_drafter())
+        if "target" not in stamps:
+            stamps["target"] = {"name": default_target_path().name, "files": None}
+            stamps.setdefault("drafter", model_stamp(embedded_drafter()))
         return {**stamps, **self.options}
 
     def missing(self, setting: Setting) -> str | None:
@@ -115,6 +117,15 @@ class Engines:
         except ValueError as error:
             text = str(error)
             raise ValueError(text if text.startswith(f"{setting.label}: ") else f"{setting.label}: {text}") from None
+
+    def names(self) -> dict[str, str | None]:
+        """The models' names, for reports."""
+        found = {name: None if source is None else str(source) for name, source in self.sources.items()}
+        if found["target"] is None:
+            found["target"] = default_target_path().name
+            shipped = embedded_drafter()
+            found["drafter"] = found["drafter"] or (shipped and f"the embedded {shipped.name}")
+        return found
 
     @property
     def max_seq_len(self) -> int:

@@ -326,6 +326,7 @@ def sensitivity(records: Records, key: str) -> Any:
         left.plot(x, speedup, "o-", color=colour, label=name)
         right.plot(x, [np.nan if r is None else r for r in rate], "o-", color=colour, label=name)
     left.set(xlabel=SENSITIVE[key], ylabel="speedup over vanilla decoding")
+    left.set_ylim(bottom=0)  # noise should not look like a slope
     right.set(xlabel=SENSITIVE[key], ylabel="acceptance rate", ylim=(0, 1))
     left.legend(fontsize="small")
     return figure

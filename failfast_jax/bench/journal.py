@@ -51,6 +51,18 @@ def read_lines(path: Path) -> tuple[list[Record], int]:
     return records, 0
 
 
+def differences(there: Record, here: Record, prefix: str = "") -> list[str]:
+    """What two identities disagree on, with both values; a key that one side lacks is no disagreement."""
+    found = []
+    for key in sorted(there.keys() & here.keys()):
+        one, other = there[key], here[key]
+        if isinstance(one, dict) and isinstance(other, dict):
+            found += differences(one, other, f"{prefix}{key} ")
+        elif one != other:
+            found.append(f"{prefix}{key}: {one!r} there, {other!r} here")
+    return found
+
+
 class Journal:
     """Records in order, on disk (or only in memory, with no path).
 
@@ -83,11 +95,9 @@ class Journal:
         for record in records:
             if record["kind"] == RUN:
                 self.session = record["session"] + 1
-                other = [k for k in identity.keys() & record["identity"].keys() if record["identity"][k] != identity[k]]
+                other = differences(record["identity"], identity)
                 if other:
-                    raise ValueError(
-                        f"{path}: made with other settings ({', '.join(sorted(other))}); name another --out"
-                    )
+                    raise ValueError(f"{path}: made with other settings ({'; '.join(other)}); name another --out")
             elif record["kind"] in self.lines:
                 self.lines[record["kind"]][key_of(record["kind"], record)] = record
         if cut_off:

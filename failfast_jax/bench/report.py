@@ -251,7 +251,7 @@ def summary_table(table: Mapping[str, Mapping[str, Any]], names: Mapping[str, st
         ]
         if label == BASELINE:
             line[2:7] = ["1.00", *["-"] * 4]
-            line[8] = line[10] = line[11] = line[12] = "-"
+            line[8] = line[9] = line[10] = line[11] = line[12] = "-"
         rows.append(line)
     return markdown(head, rows)
 
@@ -273,7 +273,14 @@ def sweep_table(table: Mapping[str, Mapping[str, Any]], labels: Sequence[str], b
                 shown(row["passes_per_round"]),
             ]
         )
-    return markdown(head, rows)
+    alike: dict[tuple, list[str]] = {}
+    for label in labels:
+        row = table[label]
+        counts = tuple(row[name] for name in ("rounds_per_answer", "accepted_per_round", "drafted_per_round"))
+        alike.setdefault((*counts, row["passes_per_round"]), []).append(f"`{label}`")
+    same = [", ".join(group) for group in alike.values() if len(group) > 1]
+    note = f"\n\nThe same rounds, so that only noise tells them apart: {'; '.join(same)}." if same else ""
+    return markdown(head, rows) + note
 
 
 def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

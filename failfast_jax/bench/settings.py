@@ -127,7 +127,7 @@ def make_setting(
       ValueError: an unknown method or option; the message begins with `shown`.
     """
     if method not in METHODS:
-        raise ValueError(f"{shown}: must be among {', '.join(m for m in METHODS if m != BASELINE)}")
+        raise ValueError(f"{shown}: must be among {', '.join(dict.fromkeys((*METHODS, *SWEPT)))}, or all")
     options = dict(options or {})
     for name, value in options.items():
         check_option(shown, name, method)

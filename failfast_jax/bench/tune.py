@@ -642,6 +642,8 @@ def run(args: argparse.Namespace) -> int:
     plain = summary["vanilla"]
     print(f"vanilla: predicted {plain['predicted_s']:.2f} s, measured {plain['measured_s']:.2f} s")
     print(f"{tuned.path}: {measured[chosen]['measured_speedup']:.3f} x vanilla")
+    if measured[chosen]["measured_speedup"] < 1:
+        print("tune: plain decoding was faster: on texts like these, use --method vanilla", file=sys.stderr)
     if args.full_sweep:
         settings = coarse(found)
         if args.full_sweep == "all":

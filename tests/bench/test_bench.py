@@ -139,6 +139,10 @@ def test_all_leaves_out_what_cannot_run(stub, prompts, tmp_path, capsys):
     # Asked for by name, it is an error.
     assert bench.main([*args, "--methods", "ar,lookup"]) == 2
     assert "error: ar: needs --ar-drafter" in capsys.readouterr().err
+    # Answers of the default pair are not taken for another model's.
+    assert bench.main([*args, "--target", "t", "--methods", "lookup"]) == 2
+    assert "other settings (target name: 'SmolLM2-135M-Instruct.Q4_1.gguf' there, 't' here)" in capsys.readouterr().err
+    args[-1] = str(tmp_path / "other")
     assert bench.main([*args, "--target", "t", "--methods", "failfast"]) == 2
     assert "failfast: needs --drafter, a model of kind 'diffusion'" in capsys.readouterr().err
 
@@ -156,7 +160,8 @@ def test_differences(stub, prompts, tmp_path, capsys):
     assert bench.main([*args, "--near-tie", "2.5"]) == 0
     assert len(answers_of(tmp_path / "out")) == 9
     exact = [*args, "--near-tie", "2.5", "--set", "exact=true"]
-    assert bench.main(exact) == 2 and "other settings (options)" in capsys.readouterr().err
+    assert bench.main(exact) == 2
+    assert "other settings (options exact: False there, True here)" in capsys.readouterr().err
     assert bench.main([*exact[:-4], *exact[-4:-2], "--set", "exact=true", "--out", str(tmp_path / "exact")]) == 1
 
 
@@ -205,6 +210,14 @@ parts: false
 figures: false
 out: {out}
 """
+
+
+def test_points_of_a_sweep_that_decide_the_same_rounds(stub, prompts, tmp_path, capsys):
+    args = ["--dataset", str(prompts), "--methods", "lookup", *PLAIN, "--out", str(tmp_path)]
+    sweeps = ["--sweep", "failfast:tau=0.1|0.2", "--sweep", "fast-dllm:spec_len=4|6"]
+    assert bench.main([*args, *sweeps]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The same rounds")]
+    assert notes == ["The same rounds, so that only noise tells them apart: `failfast:tau=0.1`, `failfast:tau=0.2`."]
 
 
 def test_a_config_file(stub, prompts, tmp_path, capsys):
@@ -386,7 +399,7 @@ def test_engines_share_target_and_programs(monkeypatch, tmp_path):
     assert loaded[1:] == [wide, aligned, dllm, ("small", "ar", None)]
     assert found[0] is default.base and found[1] is found[2]
     assert {id(engine._programs) for engine in found} == {id(default.base._programs)}
-    assert default.max_seq_len == 100 and set(default.identity()) == {"ar_drafter", "dtype", "drafter"}
+    assert default.max_seq_len == 100 and set(default.identity()) == {"target", "ar_drafter", "dtype", "drafter"}
 
     # Named drafters: one for all methods of its kind.
     loaded.clear()

@@ -181,15 +181,15 @@ def test_run_and_resume(answers, prompts, tmp_path, capsys, monkeypatch):
     assert bench.main([*args, "--tau", "0.3"]) == 2
     assert "tau was given before" in capsys.readouterr().err
     assert bench.main([*args[:-4], "--set", "tau=0.3", *args[-2:]]) == 2
-    assert "other settings (options)" in capsys.readouterr().err
+    assert "other settings (options tau: 0.2 there, 0.3 here)" in capsys.readouterr().err
     prompts.write_text(json.dumps([4, 4]))
     assert bench.main(args) == 2
     assert "other settings (prompt 0 of prompts)" in capsys.readouterr().err
 
 
 def test_a_difference_fails(answers, engine, prompts, monkeypatch, capsys):
-    def spoilt(self, setting, prompt):
-        result = engine.generate([prompt], self.configs[setting.label])[0]
+    def spoilt(self, setting, dataset, question):
+        result = engine.generate([self.encode(dataset, question)], self.configs[setting.label])[0]
         if setting.method == "lookup":
             result.output_ids[4] = (result.output_ids[4] + 1) % VOCAB
         return result

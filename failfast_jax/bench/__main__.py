@@ -388,6 +388,7 @@ def write_summary(
     for summary in summaries:
         lines += [f"## {summary.dataset.name}: {len(summary.dataset.questions)} questions"]
         lines += [report.summary_table(summary.table, summary.names, latency)]
+        lines += [line for line in [report.verdict_on_speed(summary.table, summary.names)] if line]
         for name, (points, best) in summary.sweeps.items():
             lines += [f"Sweep `{name}`:", report.sweep_table(summary.table, points, best)]
     if left_out:

@@ -181,6 +181,32 @@ def best_of(table: Mapping[str, Mapping[str, Any]], labels: Iterable[str]) -> st
     return max(timed, key=lambda label: table[label]["speedup"], default=None)
 
 
+def verdict_on_speed(table: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]) -> str | None:
+    """Which row is fastest and, where that is not `failfast`, what `failfast` spends more on. None: nothing to compare.
+
+    Time an answer is rounds times seconds a round: the two say where it goes.
+    """
+    best = best_of(table, [label for label in names if label != BASELINE])
+    if best is None:
+        return None
+
+    def said(label: str) -> str:
+        row = table[label]
+        each = 1e3 * row["decode_s"] / row["rounds"]
+        passes = f"{shown(row['passes_per_round'])} drafter passes"
+        return (
+            f"`{names[label]}` {shown(row['speedup'])} x: {shown(row['rounds_per_answer'], 1)} rounds an answer, "
+            f"{shown(each, 1)} ms and {passes} a round"
+        )
+
+    if table[best]["speedup"] < 1:
+        return f"None is faster than plain decoding. The fastest is {said(best)}."
+    own = best_of(table, [label for label in names if label.partition(":")[0] == "failfast"])
+    if own is None or own == best:
+        return f"Fastest: {said(best)}."
+    return f"Fastest: {said(best)}; against that {said(own)}."
+
+
 # -- text ----------------------------------------------------------------------------------------------------
 
 

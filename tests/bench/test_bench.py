@@ -348,6 +348,26 @@ def test_costs_and_split():
     assert report.latency_split([record], None) is None
 
 
+def test_the_fastest_is_named():
+    def row(speedup, decode_s, rounds, passes):
+        figures = {"speedup": speedup, "decode_s": decode_s, "rounds": rounds}
+        return {**figures, "rounds_per_answer": rounds / 2, "passes_per_round": passes}
+
+    table = {BASELINE: row(None, 8.0, 80, None), "lookup": row(2.0, 4.0, 40, 0.0), "failfast": row(1.6, 5.0, 25, 2.0)}
+    names = {label: label for label in table}
+    assert report.verdict_on_speed(table, names) == (
+        "Fastest: `lookup` 2.00 x: 20.0 rounds an answer, 100.0 ms and 0.00 drafter passes a round; against that "
+        "`failfast` 1.60 x: 12.5 rounds an answer, 200.0 ms and 2.00 drafter passes a round."
+    )
+    table["failfast"]["speedup"] = 2.5
+    assert report.verdict_on_speed(table, names).startswith("Fastest: `failfast` 2.50 x")
+    table["failfast"]["speedup"], table["lookup"]["speedup"] = 0.5, 0.9
+    assert report.verdict_on_speed(table, names).startswith(
+        "None is faster than plain decoding. The fastest is `lookup`"
+    )
+    assert report.verdict_on_speed({BASELINE: table[BASELINE]}, {BASELINE: BASELINE}) is None
+
+
 def test_modelled_columns():
     rows = [
         {"setting": BASELINE, "question": "0", "repeat": 0, "block": "b", "decode_s": 20.0, "tokens": 20}

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from failfast_jax import loading
-from failfast_jax.checkpoints import CheckpointError, native
-from failfast_jax.tokenizer import load_tokenizer
+from failfast_jax.checkpoints import loading, native
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.errors import CheckpointError
 
 # Copied as they are, where the source has them.
 SIDE_FILES = (

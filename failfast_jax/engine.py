@@ -16,20 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from failfast_jax import dllm, quantization, round, sharding
 from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder
+from failfast_jax.checkpoints.loading import as_dtype, borrows_tokens, load_drafter, open_source
+from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
+from failfast_jax.checkpoints.tuned import check_models, other_machine, read_settings
 from failfast_jax.compilation import CompileCounts, Executables, Program, compile_counts, enable_compile_cache
-from failfast_jax.config import ConfigError, GenerationConfig, OptionError
+from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding import dllm, round
+from failfast_jax.decoding.exact import interchangeable_widths
+from failfast_jax.decoding.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
 from failfast_jax.drafters import METHODS, Drafter, check_acceptance
 from failfast_jax.drafters.suffix import Corpus
-from failfast_jax.loading import as_dtype, borrows_tokens, load_drafter, open_source
+from failfast_jax.errors import ConfigError, OptionError, PromptError
+from failfast_jax.models import quantization, sharding
 from failfast_jax.models.attention import refusal
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.self_check import interchangeable_widths
-from failfast_jax.settings import check_models, other_machine, read_settings
-from failfast_jax.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
-from failfast_jax.tokenizer import check_same_tokens, load_tokenizer
 
 logger = logging.getLogger("failfast_jax")
 
@@ -43,10 +45,6 @@ _FINISH_REASONS = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length"}
 
 Message = dict[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
-
-
-class PromptError(ValueError):
-    """A prompt that cannot be served; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)

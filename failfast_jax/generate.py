@@ -166,8 +166,8 @@ def _run(args: argparse.Namespace) -> None:
     if args.method == "dllm" and args.drafter is not None:
         raise ValueError("--drafter: --method dllm uses no drafter; name the block-diffusion model with --target")
 
-    from failfast_jax import quantization
     from failfast_jax.defaults import load_pair
+    from failfast_jax.models import quantization
 
     start = time.perf_counter()
     engine = load_pair(

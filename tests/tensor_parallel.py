@@ -17,8 +17,9 @@ import numpy as np
 from checkpoint_files import GOLDEN
 from tiny_models import diffusion_config, random_bound, random_model, tiny_config
 
-from failfast_jax import FailFast, quantization
-from failfast_jax.config import OptionError
+from failfast_jax import FailFast
+from failfast_jax.errors import OptionError
+from failfast_jax.models import quantization
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [5] * 20]
 KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")

@@ -10,8 +10,8 @@ from distributions import chi_square, filtered_by_sorting, filtered_probability
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from failfast_jax import accept
-from failfast_jax.state import Sampling
+from failfast_jax.decoding import accept
+from failfast_jax.decoding.state import Sampling
 
 VOCAB = 12
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from checkpoint_files import GOLDEN, GOLDEN_NAMES
 
-from failfast_jax import FailFast, round
+from failfast_jax import FailFast
+from failfast_jax.decoding import round
 from failfast_jax.drafters import Aligned, Wide
 
 DIFFUSION = [name for name in GOLDEN_NAMES if name.startswith("fast_dllm")]

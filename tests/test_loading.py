@@ -29,11 +29,11 @@ from checkpoint_files import (
 from gguf import GGMLQuantizationType as Quant
 from safetensors.numpy import save_file
 
-from failfast_jax import loading
-from failfast_jax.checkpoints import mapping
+from failfast_jax.checkpoints import loading, mapping
 from failfast_jax.checkpoints.gguf import GGUFFile
-from failfast_jax.config import ConfigError, ModelConfig, RopeConfig
-from failfast_jax.loading import CheckpointError, default_target_path, load_model
+from failfast_jax.checkpoints.loading import CheckpointError, default_target_path, load_model
+from failfast_jax.errors import ConfigError
+from failfast_jax.models.config import ModelConfig, RopeConfig
 from failfast_jax.models.transformer import rope_frequencies
 
 IDS = (np.arange(40)[None] * 7) % 140
@@ -501,7 +501,7 @@ def test_smollm2():
 
 _MEASURE = """
 import resource, sys
-from failfast_jax.loading import load_model
+from failfast_jax.checkpoints.loading import load_model
 load_model(sys.argv[1])
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

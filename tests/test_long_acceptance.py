@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
-from failfast_jax import FailFast, drafters, round
+from failfast_jax import FailFast, drafters
+from failfast_jax.decoding import round
 from failfast_jax.engine import Result
 
 FAVOURITE = 7

@@ -12,10 +12,11 @@ from checkpoint_files import GOLDEN
 from flax import nnx
 from tiny_models import random_bound, random_model, tiny_config
 
-from failfast_jax import FailFast, load_model, quantization
-from failfast_jax.config import OptionError
+from failfast_jax import FailFast, load_model
 from failfast_jax.defaults import load_pair
+from failfast_jax.errors import OptionError
 from failfast_jax.generate import main
+from failfast_jax.models import quantization
 from failfast_jax.models.transformer import Linear
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 3, 4, 5]

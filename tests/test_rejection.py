@@ -12,10 +12,11 @@ import pytest
 from distributions import chi_square, filtered_probability
 from tiny_models import diffusion_config, random_model, tiny_config
 
-from failfast_jax import FailFast, accept, round
-from failfast_jax.config import OptionError
+from failfast_jax import FailFast
+from failfast_jax.decoding import accept, round
+from failfast_jax.decoding.state import Sampling
 from failfast_jax.drafters import Autoregressive, Wide
-from failfast_jax.state import Sampling
+from failfast_jax.errors import OptionError
 
 SAMPLES = 200_000
 VOCAB, DRAFT, TOKENS = 5, 2, 3

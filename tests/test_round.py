@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
-from failfast_jax import round
+from failfast_jax.decoding import round
+from failfast_jax.decoding.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING
 from failfast_jax.drafters import Aligned, Autoregressive, Drafter, Lookup, Reuse, TreeDrafter, Wide
 from failfast_jax.drafters.suffix import Suffix
-from failfast_jax.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING
 
 CAPACITY = 128
 SPEC_LEN, MAX_SPEC_LEN = 3, 9

@@ -6,8 +6,8 @@ import jax
 import pytest
 from tiny_models import random_model, tiny_config
 
+from failfast_jax.decoding.exact import REFERENCE_WIDTH, first_layer_of, interchangeable_widths
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.self_check import REFERENCE_WIDTH, first_layer_of, interchangeable_widths
 
 WIDTHS = (8, 16, 32, 64)
 

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny_models import random_model, tiny_config
 
-from failfast_jax import quantization, sharding
-from failfast_jax.config import OptionError
+from failfast_jax.errors import OptionError
+from failfast_jax.models import quantization, sharding
 
 ROOT = Path(__file__).parent.parent
 

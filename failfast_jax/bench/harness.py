@@ -22,7 +22,8 @@ from failfast_jax.bench.journal import ANSWER, DIFFERENCE, Journal, Record, key_
 from failfast_jax.bench.settings import BASELINE, BASELINE_SETTING, CORPUS, Setting
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters.suffix import Corpus
-from failfast_jax.engine import FailFast, Prompt, PromptError, Result
+from failfast_jax.engine import FailFast, Prompt, Result
+from failfast_jax.errors import PromptError
 
 WARM_UPS = 3
 """Most answers of one question and setting that are thrown away because they compiled something."""

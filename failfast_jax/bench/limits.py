@@ -12,7 +12,7 @@ import sys
 
 from failfast_jax.bench.acceptance import DATASETS, Statistics, published_for
 from failfast_jax.bench.shapes import SHAPES, parameters
-from failfast_jax.config import ModelConfig
+from failfast_jax.models.config import ModelConfig
 
 PASSES = 1.7
 """Drafter passes a round for which the project's limits are stated; the paper's own code spends 3.1 to 3.6."""

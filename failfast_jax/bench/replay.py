@@ -30,7 +30,6 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from failfast_jax import round
 from failfast_jax.bench import acceptance
 from failfast_jax.bench.acceptance import CHUNK, DATASETS, Law, Statistics, draw, extra_passes, fit, published_for
 from failfast_jax.bench.device import (
@@ -42,7 +41,6 @@ from failfast_jax.bench.device import (
     nbytes,
     random_arrays,
 )
-from failfast_jax.bench.engine import machine
 from failfast_jax.bench.figures import figure_class
 from failfast_jax.bench.limits import PASSES, cache_bytes, memory_limit, papers_speedup, pass_bytes, weight_bytes
 from failfast_jax.bench.replay_round import (
@@ -58,11 +56,13 @@ from failfast_jax.bench.replay_round import (
 )
 from failfast_jax.bench.shapes import DRAFTERS, SHAPES, TARGETS
 from failfast_jax.compilation import enable_compile_cache
-from failfast_jax.config import ModelConfig
+from failfast_jax.decoding import round
+from failfast_jax.decoding.state import RoundLog
 from failfast_jax.drafters import Drafter, Wide
 from failfast_jax.models.attention import KERNELS, Execution
 from failfast_jax.models.cache import round_up
-from failfast_jax.state import RoundLog
+from failfast_jax.models.config import ModelConfig
+from failfast_jax.platforms import machine
 
 NOTICE = (
     "Replay: random weights, acceptance injected from the paper's statistics, every model pass executed. "

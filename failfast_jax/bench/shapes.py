@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from failfast_jax.config import FAST_DLLM_MASK_TOKEN, FAST_DLLM_MODEL_TYPE, ModelConfig, RopeConfig
+from failfast_jax.models.config import FAST_DLLM_MASK_TOKEN, FAST_DLLM_MODEL_TYPE, ModelConfig, RopeConfig
 
 
 def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **changes) -> ModelConfig:

@@ -32,15 +32,16 @@ from tqdm import tqdm
 
 from failfast_jax.bench import simulate
 from failfast_jax.bench.datasets import read_prompts
-from failfast_jax.bench.engine import machine
 from failfast_jax.bench.simulate import Answer, Costs, Lookups, Prediction, Replayed, Setting, chunk_key
 from failfast_jax.bench.walks import NO_LIMIT, Request, Table, Text, Walker, long_enough
-from failfast_jax.config import GenerationConfig, OptionError
+from failfast_jax.checkpoints.tuned import Settings, model_key, read_settings, write_settings
+from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair
 from failfast_jax.drafters import Drafter, Hybrid, Lookup
 from failfast_jax.engine import FailFast, Result
+from failfast_jax.errors import OptionError
 from failfast_jax.models.conditioned import BoundConditioned
-from failfast_jax.settings import Settings, model_key, read_settings, write_settings
+from failfast_jax.platforms import machine
 
 TUNED, SUMMARY, RECORDS = "tuned.json", "summary.json", "records.jsonl"
 BLOCK = 4

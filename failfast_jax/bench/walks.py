@@ -20,15 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from failfast_jax import round
-from failfast_jax.accept import agreeing_prefix
-from failfast_jax.control import when
+from failfast_jax.decoding import round
+from failfast_jax.decoding.accept import agreeing_prefix
+from failfast_jax.decoding.branches import when
+from failfast_jax.decoding.state import RUNNING, Committed, DecodeState, Draft
 from failfast_jax.drafters import Chunk, Drafter, Lookup, below_threshold
 from failfast_jax.drafters.lookup import longest_match
 from failfast_jax.engine import FailFast
 from failfast_jax.models.cache import TILE, round_up
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.state import RUNNING, Committed, DecodeState, Draft
 
 NO_LIMIT = np.int32(2**30)
 SHORTEST_RUN_S = 0.2

@@ -3,9 +3,3 @@
 Every format ends as named `StoredTensor`s or as parameters under the decoder's own paths; `mapping`
 holds the tables that connect the two.
 """
-
-from __future__ import annotations
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; the message names the file and the tensor or key at fault."""

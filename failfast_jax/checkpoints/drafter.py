@@ -18,8 +18,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from failfast_jax.checkpoints import CheckpointError
-from failfast_jax.config import ConfigError, GenerationConfig, ModelConfig, read_json
+from failfast_jax.config import GenerationConfig
+from failfast_jax.errors import CheckpointError, ConfigError
+from failfast_jax.files import read_json
+from failfast_jax.models.config import ModelConfig
 
 FORMAT_KEY = "failfast_drafter"
 FORMAT = 1

@@ -19,9 +19,9 @@ import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType as Quant
 
-from failfast_jax.checkpoints import CheckpointError
 from failfast_jax.checkpoints.mapping import StoredTensor
 from failfast_jax.checkpoints.safetensors import read_array
+from failfast_jax.errors import CheckpointError
 
 ARCHITECTURES = ("llama", "qwen2")
 

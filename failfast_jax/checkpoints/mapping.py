@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from failfast_jax.checkpoints import CheckpointError
-from failfast_jax.config import ModelConfig
+from failfast_jax.errors import CheckpointError
+from failfast_jax.models.config import ModelConfig
 
 # Elements per copied piece. Temporaries then stay in a core's cache and in memory that malloc keeps;
 # dequantising a whole tensor at once takes ten times as long, mostly in page faults.

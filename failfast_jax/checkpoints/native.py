@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from failfast_jax.checkpoints import CheckpointError
+from failfast_jax.errors import CheckpointError
 
 FORMAT_KEY = "failfast_format"
 FORMAT = 1

@@ -14,9 +14,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from failfast_jax.checkpoints import CheckpointError
 from failfast_jax.checkpoints.mapping import StoredTensor
-from failfast_jax.config import read_json
+from failfast_jax.errors import CheckpointError
+from failfast_jax.files import read_json
 
 DTYPES = {
     "F64": np.dtype(np.float64),

@@ -8,16 +8,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from failfast_jax.config import GenerationConfig, OptionError
+from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding.drafter import Chunk, Drafter, StopRule, below_threshold
 from failfast_jax.drafters.autoregressive import Autoregressive
-from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
-from failfast_jax.drafters.conditioned import ConditionedDenoiser, ConditionedDrafter
 from failfast_jax.drafters.diffusion import Aligned, Wide
+from failfast_jax.drafters.feature_block import ConditionedDenoiser, ConditionedDrafter
 from failfast_jax.drafters.hybrid import Hybrid
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.drafters.specdiff import SpecDiff
 from failfast_jax.drafters.tree import ALTERNATIVES, TreeDrafter
+from failfast_jax.errors import OptionError
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.transformer import Decoder
 

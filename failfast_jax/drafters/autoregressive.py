@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.accept import forbid
-from failfast_jax.control import one_of
-from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
+from failfast_jax.decoding.accept import forbid
+from failfast_jax.decoding.branches import one_of
+from failfast_jax.decoding.drafter import Chunk, Drafter, StopRule, below_threshold
+from failfast_jax.decoding.proposal import Extras, no_extras, propose, put
+from failfast_jax.decoding.state import Draft
 from failfast_jax.drafters.diffusion import gather_rows, gather_window
-from failfast_jax.drafters.proposal import Extras, no_extras, propose, put
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.state import Draft
 
 
 @flax.struct.dataclass

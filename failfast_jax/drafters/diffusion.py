@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.accept import argmax_and_confidence, forbid
-from failfast_jax.control import one_of
-from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
-from failfast_jax.drafters.proposal import Extras, above_threshold, no_extras, propose, put, refuse_begun
+from failfast_jax.decoding.accept import argmax_and_confidence, forbid
+from failfast_jax.decoding.branches import one_of
+from failfast_jax.decoding.drafter import Chunk, Drafter, StopRule, below_threshold
+from failfast_jax.decoding.proposal import Extras, above_threshold, no_extras, propose, put, refuse_begun
+from failfast_jax.decoding.state import Committed, Draft
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.state import Committed, Draft
 
 ALIGNED_BLOCKS = 3  # the released code's drafts span at most this many blocks
 

@@ -13,9 +13,9 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.drafters.base import Drafter, Wrapper
+from failfast_jax.decoding.drafter import Drafter, Wrapper
+from failfast_jax.decoding.state import Draft
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup
-from failfast_jax.state import Draft
 
 FIRST_WAIT, LONGEST_WAIT = 7, 63
 """Rounds that a drafter without any success sits out before it is asked again: at first, and at most."""

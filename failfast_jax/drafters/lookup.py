@@ -8,8 +8,8 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from failfast_jax.drafters.base import Drafter
-from failfast_jax.state import Committed, Draft
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.state import Committed, Draft
 
 LONGEST_MATCH = 32
 """Matches beyond this length are told apart no more."""

@@ -13,8 +13,8 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.drafters.base import Drafter, Wrapper
-from failfast_jax.state import Draft
+from failfast_jax.decoding.drafter import Drafter, Wrapper
+from failfast_jax.decoding.state import Draft
 
 SHORTEST_MATCH, LONGEST_MATCH = 2, 32
 """Tokens with which a draft and the rejected ones must agree, and beyond which agreements are told apart no more."""

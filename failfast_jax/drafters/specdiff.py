@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.control import one_of
+from failfast_jax.decoding.branches import one_of
+from failfast_jax.decoding.proposal import most_confident
+from failfast_jax.decoding.state import Draft
 from failfast_jax.drafters.diffusion import BlockDrafter, BlockState, gather_rows, gather_window, place
-from failfast_jax.drafters.proposal import most_confident
 from failfast_jax.models.cache import round_up
-from failfast_jax.state import Draft
 
 
 @flax.struct.dataclass

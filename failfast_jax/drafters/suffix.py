@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.config import GenerationConfig, OptionError
-from failfast_jax.drafters.base import Drafter
+from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.state import Draft
 from failfast_jax.drafters.lookup import LONGEST_MATCH
-from failfast_jax.state import Draft
+from failfast_jax.errors import OptionError
 
 SEPARATOR = -1
 """Stands between the texts of a corpus and in its unused part; no token equals it."""

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from failfast_jax.drafters.base import Drafter, Wrapper
-from failfast_jax.state import Draft, Tree
+from failfast_jax.decoding.drafter import Drafter, Wrapper
+from failfast_jax.decoding.state import Draft, Tree
 
 ALTERNATIVES = 3
 """Tokens beside the best one that may open a branch at a position."""

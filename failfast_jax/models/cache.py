@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.config import ModelConfig
+from failfast_jax.models.config import ModelConfig
 
 TILE = 128
 """Attention reads the cache in tiles of this many positions, at absolute positions; capacities are multiples of it."""

@@ -19,10 +19,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.config import ConfigError, ModelConfig
+from failfast_jax.errors import ConfigError
 from failfast_jax.kernels.reference import HIDDEN
 from failfast_jax.models.attention import ONE_DEVICE, apply_rope, attend, write_windows
 from failfast_jax.models.cache import KVCache
+from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Layer, Linear, RMSNorm, rotary
 
 

@@ -17,7 +17,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.config import ModelConfig, RopeConfig
 from failfast_jax.kernels.reference import dense_attention
 from failfast_jax.models.attention import (
     ONE_DEVICE,
@@ -30,7 +29,8 @@ from failfast_jax.models.attention import (
     write_windows,
 )
 from failfast_jax.models.cache import KVCache, move_slots, round_up
-from failfast_jax.sharding import constrain, parameter_specs
+from failfast_jax.models.config import ModelConfig, RopeConfig
+from failfast_jax.models.sharding import constrain, parameter_specs
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:

@@ -164,8 +164,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace, optimization: Optimization) -> int:
     deadline = time.monotonic() + 60 * args.minutes if args.minutes else None
     from failfast_jax.checkpoints.drafter import target_key
+    from failfast_jax.checkpoints.loading import DEFAULT_TARGET, default_target_path, load_model, open_source
     from failfast_jax.compilation import enable_compile_cache
-    from failfast_jax.loading import DEFAULT_TARGET, default_target_path, load_model, open_source
     from failfast_jax.train import data, evaluate, loop
 
     source = args.target or default_target_path()
@@ -252,7 +252,7 @@ def _report(drafter: Path, training: dict[str, Any]) -> dict[str, Any]:
 def _finished(drafter: Path, steps: int, storage: str) -> dict[str, Any] | None:
     """The report of a run whose drafter is written; None if there is still something to do."""
     from failfast_jax.checkpoints.drafter import is_drafter_folder
-    from failfast_jax.config import read_json
+    from failfast_jax.files import read_json
 
     if not is_drafter_folder(drafter):
         return None

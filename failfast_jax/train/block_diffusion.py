@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.accept import argmax, forbid
+from failfast_jax.decoding.accept import argmax, forbid
 from failfast_jax.kernels.reference import HIDDEN
 from failfast_jax.models.transformer import Decoder, Layer, rotary
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.checkpoints.drafter import DrafterFolder, read_drafter
-from failfast_jax.config import OptionError
+from failfast_jax.errors import OptionError
 from failfast_jax.train import __main__ as train
 
 CONDITIONED = {"family": "conditioned", "layers": "28,29", "fused": "9,19,29", "batch": 4, "anchors": 32}

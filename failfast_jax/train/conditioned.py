@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 from failfast_jax.checkpoints import drafter as folders
-from failfast_jax.config import read_json
-from failfast_jax.loading import bind
+from failfast_jax.checkpoints.loading import bind
+from failfast_jax.files import read_json
 from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.data import DataError, Documents

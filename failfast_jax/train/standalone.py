@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from failfast_jax.checkpoints import drafter as folders
-from failfast_jax.loading import mean_embedding, standalone_config, with_borrowed
+from failfast_jax.checkpoints.loading import mean_embedding, standalone_config, with_borrowed
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train import block_diffusion
 

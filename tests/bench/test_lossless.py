@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from failfast_jax import FailFast
 from failfast_jax.bench.lossless import first_difference, logit_gap
-from failfast_jax.config import ModelConfig
+from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 
 VOCAB = 61

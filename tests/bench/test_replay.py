@@ -12,12 +12,12 @@ import pytest
 from tiny_models import diffusion_config, tiny_config
 from tpu_compile import CALLBACKS, HOST_TRANSFERS
 
-from failfast_jax import round
 from failfast_jax.bench import acceptance, device, limits, replay
 from failfast_jax.bench.acceptance import DATASETS, draw, extra_passes, fit, published_for
 from failfast_jax.bench.replay_round import inject, schedule
 from failfast_jax.bench.shapes import SHAPES, parameters
-from failfast_jax.state import Draft, Verified
+from failfast_jax.decoding import round
+from failfast_jax.decoding.state import Draft, Verified
 
 DOCS = Path(__file__).parents[2] / "docs" / "performance.md"
 PUBLISHED = [(target, dataset) for target in ("qwen2.5-32b", "qwen2.5-14b") for dataset in DATASETS]

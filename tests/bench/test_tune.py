@@ -12,13 +12,14 @@ import pytest
 from checkpoint_files import GOLDEN
 from tiny_models import diffusion_config, random_bound, random_model, tiny_config
 
-from failfast_jax import FailFast, GenerationConfig, drafters, round
+from failfast_jax import FailFast, GenerationConfig, drafters
 from failfast_jax.bench import simulate, tune
 from failfast_jax.bench.simulate import Costs, Setting
-from failfast_jax.config import ConfigError, OptionError
+from failfast_jax.checkpoints.tuned import Settings, model_key, read_settings, write_settings
+from failfast_jax.decoding import round
 from failfast_jax.drafters.lookup import Lookup
+from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.generate import main
-from failfast_jax.settings import Settings, model_key, read_settings, write_settings
 
 TOKENS = 48
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], np.random.default_rng(0).integers(2, 39, 21).tolist(), [9]]

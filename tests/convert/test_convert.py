@@ -29,8 +29,8 @@ from safetensors.numpy import save_file
 
 from convert import conversion, fast_dllm, gguf, qwen2
 from failfast_jax.checkpoints import native
-from failfast_jax.loading import CheckpointError, default_target_path, load_model
-from failfast_jax.tokenizer import load_tokenizer
+from failfast_jax.checkpoints.loading import CheckpointError, default_target_path, load_model
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
 
 IDS = (np.arange(40)[None] * 7) % 140
 ROOT = Path(__file__).parents[2]

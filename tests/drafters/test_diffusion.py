@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
+from failfast_jax.decoding.state import Committed
 from failfast_jax.drafters import Aligned, Autoregressive, Drafter, Wide
-from failfast_jax.state import Committed
 
 BATCH, WIDTH, CAPACITY = 2, 256, 150
 PREFILL = 64

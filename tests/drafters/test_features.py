@@ -12,7 +12,7 @@ import pytest
 from jaxtyping import Array, Float
 from tiny_models import VOCAB, random_model, tiny_config
 
-from failfast_jax import round
+from failfast_jax.decoding import round
 from failfast_jax.drafters import Drafter, Lookup
 from failfast_jax.kernels.reference import dense_attention
 from failfast_jax.models.transformer import rotary

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from failfast_jax.decoding.state import Committed
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup, longest_match
-from failfast_jax.state import Committed
 
 WIDTH = 96
 ROOM = 40

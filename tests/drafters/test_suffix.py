@@ -13,10 +13,9 @@ from test_lookup import committed, match_by_hand
 from tiny_models import VOCAB, random_model, tiny_config
 
 from failfast_jax import FailFast
-from failfast_jax.config import OptionError
 from failfast_jax.drafters.lookup import LONGEST_MATCH
 from failfast_jax.drafters.suffix import MOST_PLACES, SEPARATOR, Corpus, Suffix
-from failfast_jax.engine import PromptError
+from failfast_jax.errors import OptionError, PromptError
 
 WIDTH, CORPUS, LONGEST = 96, 40, 12
 init = jax.jit(lambda drafter: drafter.init(2, WIDTH))

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, diffusion_config, own_tokens, random_model, tiny_config
 
-from failfast_jax import FailFast, GenerationConfig, accept, round, trees
-from failfast_jax.config import OptionError
+from failfast_jax import FailFast, GenerationConfig
+from failfast_jax.decoding import accept, round
+from failfast_jax.decoding import tree as trees
+from failfast_jax.decoding.state import Alternatives, Draft, Sampling, Tree
 from failfast_jax.drafters import TreeDrafter
 from failfast_jax.drafters.tree import grow
+from failfast_jax.errors import OptionError
 from failfast_jax.models.attention import TreeMask
-from failfast_jax.state import Alternatives, Draft, Sampling, Tree
 
 # Growing.
 

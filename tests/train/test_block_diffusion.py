@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
+from failfast_jax.decoding.state import Committed
 from failfast_jax.drafters import Wide
 from failfast_jax.models.transformer import Decoder, rotary
-from failfast_jax.state import Committed
 from failfast_jax.train.block_diffusion import Corruption, Settings, corrupt, forward_pair, loss
 
 MASK = VOCAB - 1

@@ -11,7 +11,7 @@ import pytest
 from tiny_models import random_model, tiny_config
 
 from failfast_jax import FailFast
-from failfast_jax.loading import load_drafter
+from failfast_jax.checkpoints.loading import load_drafter
 from failfast_jax.models.transformer import rotary
 from failfast_jax.train import conditioned, data, loop, standalone
 from failfast_jax.train.block_diffusion import Corruption

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
 
-from failfast_jax import FailFast, load_model, loading
+from failfast_jax import FailFast, load_model
+from failfast_jax.checkpoints import loading
 from failfast_jax.checkpoints.drafter import decoding_defaults, write_decoding
 from failfast_jax.train.__main__ import main
 from failfast_jax.train.data import load_documents

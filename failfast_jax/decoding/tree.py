@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from failfast_jax.decoding.state import Tree
 from failfast_jax.models.attention import TreeMask
-from failfast_jax.state import Tree
 
 
 def window_of(first: Int[Array, "B 1"], nodes: Int[Array, "B n"], width: int) -> Int[Array, "B W"]:

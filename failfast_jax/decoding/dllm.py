@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax import accept as acceptance
-from failfast_jax.control import when
+from failfast_jax.decoding import accept as acceptance
+from failfast_jax.decoding.branches import when
+from failfast_jax.decoding.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
 from failfast_jax.drafters.diffusion import SmallBlock, gather_rows, gather_window, holes, place
 from failfast_jax.models.cache import TILE, KVCache, round_up
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
 
 
 @flax.struct.dataclass

@@ -21,13 +21,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from failfast_jax import accept as acceptance
-from failfast_jax import trees
-from failfast_jax.control import one_of
-from failfast_jax.drafters.base import Drafter, StopRule
-from failfast_jax.models.cache import TILE, round_up
-from failfast_jax.models.transformer import Decoder
-from failfast_jax.state import (
+from failfast_jax.decoding import accept as acceptance
+from failfast_jax.decoding import tree as trees
+from failfast_jax.decoding.branches import one_of
+from failfast_jax.decoding.drafter import Drafter, StopRule
+from failfast_jax.decoding.state import (
     FINISHED_EOS,
     FINISHED_LENGTH,
     MAX_EOS_TOKENS,
@@ -38,6 +36,8 @@ from failfast_jax.state import (
     Sampling,
     Verified,
 )
+from failfast_jax.models.cache import TILE, round_up
+from failfast_jax.models.transformer import Decoder
 
 CPU_LADDER = (1, 4, 8, 16, 32, 64, 96, 128)
 """Widths that XLA's CPU matmul likes: compute bounds a step there, so a verify is as narrow as it can be."""

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.accept import argmax_and_confidence
-from failfast_jax.control import when
-from failfast_jax.drafters.base import Chunk, Drafter, StopRule, below_threshold
-from failfast_jax.drafters.proposal import (
+from failfast_jax.decoding.accept import argmax_and_confidence
+from failfast_jax.decoding.branches import when
+from failfast_jax.decoding.drafter import Chunk, Drafter, StopRule, below_threshold
+from failfast_jax.decoding.proposal import (
     Extras,
     above_threshold,
     most_confident,
@@ -21,9 +21,9 @@ from failfast_jax.drafters.proposal import (
     put,
     refuse_begun,
 )
+from failfast_jax.decoding.state import Committed, Draft
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.conditioned import BoundConditioned
-from failfast_jax.state import Committed, Draft
 
 ROWS = 8
 """Blocks are padded to multiples of this: the narrowest pass worth having on CPU and TPU alike."""

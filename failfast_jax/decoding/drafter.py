@@ -8,7 +8,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.state import Committed, Draft
+from failfast_jax.decoding.state import Committed, Draft
 
 
 @flax.struct.dataclass

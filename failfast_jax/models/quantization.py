@@ -20,8 +20,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int8
 
-from failfast_jax.config import ModelConfig, OptionError
+from failfast_jax.errors import OptionError
 from failfast_jax.models.conditioned import BoundConditioned
+from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Decoder, Linear
 
 SCHEMES = ("int8",)

@@ -19,9 +19,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from failfast_jax.config import ModelConfig, OptionError
+from failfast_jax.errors import OptionError
 from failfast_jax.models.attention import Execution
 from failfast_jax.models.cache import KVCache
+from failfast_jax.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from failfast_jax.models.transformer import Decoder

@@ -10,9 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from failfast_jax.checkpoints import CheckpointError
-from failfast_jax.config import ModelConfig, read_json
-from failfast_jax.loading import resolve_source
+from failfast_jax.checkpoints.loading import resolve_source
+from failfast_jax.errors import CheckpointError
+from failfast_jax.files import read_json
+from failfast_jax.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

@@ -23,7 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from failfast_jax.checkpoints.drafter import DECODING_OPTIONS, target_key
-from failfast_jax.config import ConfigError, GenerationConfig, read_json
+from failfast_jax.config import GenerationConfig
+from failfast_jax.errors import ConfigError
+from failfast_jax.files import read_json
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.transformer import Decoder
 

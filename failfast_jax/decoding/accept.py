@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.state import Sampling
+from failfast_jax.decoding.state import Sampling
 
 DRAFTING, ACCEPTING, RESAMPLING = 1, 2, 3
 """Streams of a position's randomness that the second rule uses; the target's own picks have the key itself."""

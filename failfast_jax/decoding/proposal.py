@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.accept import argmax, argmax_and_confidence, sample_draft
-from failfast_jax.state import Alternatives, Draft, Sampling
+from failfast_jax.decoding.accept import argmax, argmax_and_confidence, sample_draft
+from failfast_jax.decoding.state import Alternatives, Draft, Sampling
 
 Extras = dict[str, Any]
 """Further fields of `Draft`, each `[B, N, ...]`; none for argmax drafts."""

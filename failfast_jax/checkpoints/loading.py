@@ -18,10 +18,12 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from failfast_jax import quantization
-from failfast_jax.checkpoints import CheckpointError, drafter, mapping, native, safetensors
-from failfast_jax.config import ConfigError, ModelConfig, eos_ids, read_json, resolve_mask_token
+from failfast_jax.checkpoints import drafter, mapping, native, safetensors
+from failfast_jax.errors import CheckpointError, ConfigError
+from failfast_jax.files import read_json
+from failfast_jax.models import quantization
 from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
+from failfast_jax.models.config import ModelConfig, eos_ids, resolve_mask_token
 from failfast_jax.models.transformer import Decoder
 
 MASK_TOKEN = "|<MASK>|"

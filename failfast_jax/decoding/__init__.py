@@ -1,0 +1,1 @@
+"""The compiled loop: state, draft, verify, commit. Pure functions over pytrees; nothing here knows about text."""

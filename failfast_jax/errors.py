@@ -1,0 +1,17 @@
+"""Errors that a user can cause. All are ValueErrors; the message names the file, key, flag or value, and what to do."""
+
+
+class ConfigError(ValueError):
+    """A model's configuration that cannot be served."""
+
+
+class OptionError(ValueError):
+    """An option with a value that cannot be served."""
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be served."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read."""

@@ -1,0 +1,243 @@
+"""What one decoder is: its shape and rules, as read from `config.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from failfast_jax.errors import ConfigError
+
+# Fast-dLLM v2 uses the first unused row of Qwen2.5's embedding as its mask token.
+FAST_DLLM_MASK_TOKEN = 151_665
+FAST_DLLM_MODEL_TYPE = "Fast_dLLM_Qwen"
+SUPPORTED_MODEL_TYPES = ("qwen2", "llama", FAST_DLLM_MODEL_TYPE)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base frequency and the long-context scaling of the checkpoint.
+
+    `kind` is one of `default`, `linear`, `llama3`, `yarn`; the other fields carry the parameters of
+    that kind under the names that Hugging Face's `rope_scaling` uses. `divisors` is ours: GGUF files
+    carry Llama 3's scaling as a tensor, one divisor per frequency.
+    """
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    """Multiplies cos and sin; 1 except for `yarn`."""
+    divisors: tuple[float, ...] = ()
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], where: str) -> RopeConfig:
+        """Reads `rope_theta`/`rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
+        scaling = dict(raw.get("rope_scaling") or {})
+        parameters = dict(raw.get("rope_parameters") or {})
+        merged = {**scaling, **parameters}
+        theta = float(merged.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+        if float(merged.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
+            raise ConfigError(f"{where}: partial_rotary_factor other than 1 is not supported")
+        kind = merged.get("rope_type") or merged.get("type") or "default"
+        context = int(raw.get("max_position_embeddings") or 0)
+
+        def need(key: str) -> float:
+            if merged.get(key) is None:
+                raise ConfigError(f"{where}: rope_scaling of type {kind!r} needs the key {key!r}")
+            return float(merged[key])
+
+        if kind == "default":
+            return cls(theta=theta)
+        if kind == "linear":
+            return cls(theta=theta, kind=kind, factor=need("factor"))
+        if kind == "divisors":
+            return cls(theta=theta, kind=kind, divisors=tuple(float(value) for value in merged.get("divisors") or ()))
+        if kind == "llama3":
+            return cls(
+                theta=theta,
+                kind=kind,
+                factor=need("factor"),
+                low_freq_factor=need("low_freq_factor"),
+                high_freq_factor=need("high_freq_factor"),
+                original_max_position_embeddings=int(need("original_max_position_embeddings")),
+            )
+        if kind == "yarn":
+            factor = need("factor")
+            mscale, mscale_all = merged.get("mscale"), merged.get("mscale_all_dim")
+            attention_factor = merged.get("attention_factor")
+            if attention_factor is None:
+
+                def get(scale: float) -> float:
+                    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+                attention_factor = get(mscale) / get(mscale_all) if mscale and mscale_all else get(1.0)
+            return cls(
+                theta=theta,
+                kind=kind,
+                factor=factor,
+                beta_fast=float(merged.get("beta_fast") or 32.0),
+                beta_slow=float(merged.get("beta_slow") or 1.0),
+                truncate=bool(merged.get("truncate", True)),
+                attention_factor=float(attention_factor),
+                original_max_position_embeddings=int(merged.get("original_max_position_embeddings") or context),
+            )
+        raise ConfigError(
+            f"{where}: rope_scaling type {kind!r} is not supported (supported: default, linear, llama3, yarn)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape and rules of one decoder, as read from `config.json`."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    tie_embeddings: bool = False
+    max_position_embeddings: int = 2048
+    block_size: int = 1
+    """Attention rule: position i sees position j iff i // block_size >= j // block_size; 1 is causal."""
+    mask_token_id: int | None = None
+    """The [MASK] token of a block-diffusion model; None for an autoregressive model."""
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def is_diffusion(self) -> bool:
+        return self.block_size > 1
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+        """Parses a Hugging Face `config.json`; see `_parse`.
+
+        Raises:
+          ConfigError: an unknown `model_type`, a missing key or a value that the decoder cannot serve.
+        """
+        numbers = ("num_key_value_heads", "head_dim", "max_position_embeddings", "mask_token_id", "bd_size")
+        for key in numbers:
+            if raw.get(key) is not None and (not isinstance(raw[key], int) or isinstance(raw[key], bool)):
+                raise ConfigError(f"{where}: key {key!r} must be an integer, got {raw[key]!r}")
+        for key in ("rms_norm_eps", "rope_theta"):
+            if key in raw and not isinstance(raw[key], (int, float)) and not (key == "rope_theta" and raw[key] is None):
+                raise ConfigError(f"{where}: key {key!r} must be a number, got {raw[key]!r}")
+        for key in ("rope_scaling", "rope_parameters"):
+            if raw.get(key) is not None and not isinstance(raw[key], Mapping):
+                raise ConfigError(f"{where}: key {key!r} must be an object, got {raw[key]!r}")
+        try:
+            return cls._parse(raw, where)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{where}: a value has the wrong type ({error})") from error
+
+    @classmethod
+    def _parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
+        """Parses a Hugging Face `config.json`.
+
+        The mask token is only read from the key `mask_token_id` here; `resolve_mask_token` adds what
+        a tokenizer says.
+
+        Raises:
+          ConfigError: an unknown `model_type`, a missing key or a value that the decoder cannot serve.
+        """
+        model_type = raw.get("model_type")
+        if model_type not in SUPPORTED_MODEL_TYPES:
+            raise ConfigError(
+                f"{where}: model_type {model_type!r} is not supported (supported: {', '.join(SUPPORTED_MODEL_TYPES)})"
+            )
+
+        def need(key: str) -> int:
+            value = raw.get(key)
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                raise ConfigError(f"{where}: key {key!r} must be a positive integer, got {value!r}")
+            return value
+
+        heads = need("num_attention_heads")
+        hidden = need("hidden_size")
+        kv_heads = raw.get("num_key_value_heads") or heads
+        head_dim = raw.get("head_dim") or hidden // heads
+        if heads % kv_heads:
+            raise ConfigError(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        if head_dim % 2:
+            raise ConfigError(f"{where}: head_dim {head_dim} is odd; rotary embeddings need an even one")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ConfigError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported (supported: silu)")
+        if raw.get("use_sliding_window"):
+            raise ConfigError(f"{where}: use_sliding_window=true is not supported; attention here is full")
+        diffusion = model_type == FAST_DLLM_MODEL_TYPE
+        block_size = raw.get("bd_size", 32) if diffusion else 1
+        if not isinstance(block_size, int) or block_size < 1 or (diffusion and block_size < 2):
+            raise ConfigError(f"{where}: bd_size must be an integer of at least 2, got {block_size!r}")
+        rope = RopeConfig.from_dict(raw, where)
+        if rope.kind == "divisors" and len(rope.divisors) != head_dim // 2:
+            raise ConfigError(f"{where}: {len(rope.divisors)} rope divisors for {head_dim // 2} frequencies")
+        attention_bias = bool(raw.get("attention_bias", False))
+        is_llama = model_type == "llama"
+        return cls(
+            model_type=model_type,
+            vocab_size=need("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=need("intermediate_size"),
+            num_layers=need("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope=rope,
+            qkv_bias=attention_bias if is_llama else True,
+            o_bias=attention_bias if is_llama else False,
+            mlp_bias=bool(raw.get("mlp_bias", False)) if is_llama else False,
+            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            max_position_embeddings=int(raw.get("max_position_embeddings") or 2048),
+            block_size=block_size,
+            mask_token_id=raw.get("mask_token_id") if diffusion else None,
+            eos_token_ids=eos_ids(raw.get("eos_token_id"), where),
+        )
+
+
+def eos_ids(value: Any, where: str) -> tuple[int, ...]:
+    """`eos_token_id` of a config: absent, one id or a list of ids.
+
+    Raises:
+      ConfigError: anything else.
+    """
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
+        raise ConfigError(f"{where}: key 'eos_token_id' must be a token id or a list of them, got {value!r}")
+    return ids
+
+
+def resolve_mask_token(config: ModelConfig, tokenizer_mask: int | None, where: str) -> ModelConfig:
+    """Fills `mask_token_id` of a block-diffusion model: its config, its tokenizer's `|<MASK>|`, else 151665.
+
+    Raises:
+      ConfigError: none of the three gives an id below `vocab_size`.
+    """
+    if not config.is_diffusion:
+        return config
+    for candidate in (config.mask_token_id, tokenizer_mask, FAST_DLLM_MASK_TOKEN):
+        if candidate is not None:
+            if 0 <= candidate < config.vocab_size:
+                return dataclasses.replace(config, mask_token_id=candidate)
+            raise ConfigError(
+                f"{where}: mask token {candidate} is outside the vocabulary of {config.vocab_size}; "
+                "set mask_token_id in config.json"
+            )
+    raise AssertionError("unreachable: the last candidate is never None")

@@ -6,6 +6,8 @@ confidence. Every denoising pass and the storing pass of a full block run the sa
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,18 @@ from failfast_jax.decoding.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, 
 from failfast_jax.drafters.diffusion import SmallBlock, gather_rows, gather_window, holes, place
 from failfast_jax.models.cache import TILE, KVCache, round_up
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.options import MethodOptions, option
+
+
+@dataclasses.dataclass(frozen=True)
+class DllmOptions(MethodOptions):
+    """Options of `dllm`."""
+
+    summary = "block diffusion on its own (--target names the model); not lossless against anything"
+    threshold: float = option(1.0, "a pass fills positions above it, and the best", least=0, most=1)
+    block_size: int | None = option(None, "block of the diffusion model (as in its config)", least=2)
+    small_block_size: int = option(8, "positions unmasked together", least=1)
+    block_cache: bool = option(False, "cache inside the block")
 
 
 @flax.struct.dataclass

@@ -250,3 +250,11 @@ class BoundConditioned:
     @property
     def config(self) -> ConditionedConfig:
         return self.network.config
+
+    @property
+    def kind(self) -> str:
+        return "conditioned"
+
+    @property
+    def rows(self) -> int:
+        return self.config.rows

@@ -7,6 +7,8 @@ every step. Projections that read the same input are one matrix.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import math
 
@@ -218,6 +220,15 @@ class Decoder(nnx.Module):
     @property
     def dtype(self) -> jnp.dtype:
         return self.embed[...].dtype
+
+    @property
+    def kind(self) -> str:
+        return "block-diffusion" if self.config.is_diffusion else "autoregressive"
+
+    def with_block_size(self, block_size: int):
+        clone = copy.copy(self)
+        clone.config = dataclasses.replace(self.config, block_size=block_size)
+        return clone
 
     @property
     def head_weight(self) -> Float[Array, "V E"]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import flax.struct
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.state import Committed, Draft
@@ -19,10 +20,11 @@ class Chunk:
     """Confidence of the tokens that the last pass drafted."""
     drafted: Int[Array, " B"]
     """Draft length, those tokens included."""
-    tau: Float[Array, ""]
+    tau: Float[ArrayLike, ""]
     """The drafter's threshold."""
 
 
+@runtime_checkable
 class StopRule(Protocol):
     """Decides per sequence whether a draft stops growing. Must be traceable."""
 
@@ -73,7 +75,7 @@ class Drafter:
         """Target layers whose residual stream `prefill` and `commit` receive."""
         return ()
 
-    def with_corpus(self, tokens: Int[Array, " C"]) -> Drafter:
+    def with_corpus(self, tokens: Int[ArrayLike, " C"]) -> Drafter:
         """The drafter, knowing earlier texts (-1 behind each), if it has a use for them."""
         del tokens
         return self
@@ -87,7 +89,7 @@ class Drafter:
         self,
         state: Any,
         committed: Committed,
-        start: Int[Array, ""],
+        start: Int[ArrayLike, ""],
         width: int,
         features: Float[Array, "B W F E"],
     ) -> Any:

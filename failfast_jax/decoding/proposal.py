@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.accept import argmax, argmax_and_confidence, sample_draft
@@ -38,7 +39,7 @@ def propose(
 
 
 def above_threshold(
-    confidence: Float[Array, "B M"], masked: Bool[Array, "B M"], threshold: Float[Array, ""]
+    confidence: Float[Array, "B M"], masked: Bool[Array, "B M"], threshold: Float[ArrayLike, ""]
 ) -> Bool[Array, "B M"]:
     """Fast-dLLM's rule for what a pass fills: masked positions above `threshold`, and always the best one."""
     confidence = jnp.where(masked, confidence, -1.0)

@@ -19,6 +19,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from failfast_jax.decoding import accept as acceptance
@@ -116,10 +117,10 @@ def init_state(
     target: Decoder,
     drafter: Drafter,
     *,
-    tokens: Int[Array, "B P"],
-    prompt_length: Int[Array, " B"],
-    max_new_tokens: Int[Array, " B"],
-    eos: Int[Array, " N"],
+    tokens: Int[ArrayLike, "B P"],
+    prompt_length: Int[ArrayLike, " B"],
+    max_new_tokens: Int[ArrayLike, " B"],
+    eos: Int[ArrayLike, " N"],
     sampling: Sampling,
     capacity: int,
     plan: Plan,
@@ -180,7 +181,7 @@ def prefill_chunk(
     target: Decoder,
     drafter: Drafter,
     state: DecodeState,
-    start: Int[Array, ""],
+    start: Int[ArrayLike, ""],
     *,
     width: int,
     parts: tuple[str, ...] = ("target", "drafter"),
@@ -404,7 +405,7 @@ def generate(
     target: Decoder,
     drafter: Drafter,
     state: DecodeState,
-    rounds: Int[Array, ""] | None = None,
+    rounds: Int[ArrayLike, ""] | None = None,
     *,
     plan: Plan,
     stop: StopRule | None = None,

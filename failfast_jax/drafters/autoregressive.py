@@ -7,6 +7,7 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.accept import forbid
@@ -53,7 +54,7 @@ class Autoregressive(Drafter):
     model: Decoder
     vocab: int = flax.struct.field(pytree_node=False)
     """Ids at or above it are never drafted (the target lacks them)."""
-    tau: Float[Array, ""] | None = None
+    tau: Float[ArrayLike, ""] | None = None
     """Confidence below which a draft stops growing; None: all drafts have `spec_len` tokens."""
     spec_len: int = flax.struct.field(pytree_node=False, default=10)
     max_spec_len: int = flax.struct.field(pytree_node=False, default=20)

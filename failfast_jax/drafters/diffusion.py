@@ -12,6 +12,7 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.accept import argmax_and_confidence, forbid
@@ -48,7 +49,7 @@ class BlockDrafter(Drafter):
     """What the schedules share: the model, its cache of whole blocks, and the vocabulary it may draft from."""
 
     model: Decoder
-    tau: Float[Array, ""]
+    tau: Float[ArrayLike, ""]
     """Confidence below which a draft stops growing."""
     vocab: int = flax.struct.field(pytree_node=False)
     """Ids at or above it are never drafted (the target lacks them)."""
@@ -236,7 +237,7 @@ class SmallBlock:
     tokens: Int[Array, "B S"]
     confidence: Float[Array, "B S"]
 
-    def chosen(self, threshold: Float[Array, ""]) -> Bool[Array, "B S"]:
+    def chosen(self, threshold: Float[ArrayLike, ""]) -> Bool[Array, "B S"]:
         """Masked positions to fill."""
         return above_threshold(self.confidence, self.masked, threshold)
 
@@ -282,7 +283,7 @@ class Aligned(BlockDrafter):
     With `expand=False` it stops at the first `spec_len` tokens: the Fast-dLLM baseline.
     """
 
-    threshold: Float[Array, ""]
+    threshold: Float[ArrayLike, ""]
     """A pass fills the positions whose confidence exceeds it, and the best one."""
     small_block: int = flax.struct.field(pytree_node=False, default=8)
     expand: bool = flax.struct.field(pytree_node=False, default=True)

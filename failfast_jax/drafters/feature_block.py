@@ -7,6 +7,7 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.accept import argmax_and_confidence
@@ -168,7 +169,7 @@ class ConditionedDrafter(FeatureDrafter):
     """Like `Wide`: each pass fills the next `spec_len` positions, and the draft grows while all of their
     confidences are at least `tau`. A pass covers the whole block from the last committed token on, as in training."""
 
-    tau: Float[Array, ""]
+    tau: Float[ArrayLike, ""]
     max_spec_len: int = flax.struct.field(pytree_node=False, default=7)
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
     """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
@@ -275,7 +276,7 @@ class ConditionedDenoiser(FeatureDrafter):
     parts. Training showed the model only blocks whose known tokens come first; these are not always such.
     """
 
-    threshold: Float[Array, ""]
+    threshold: Float[ArrayLike, ""]
     steps: int | None = flax.struct.field(pytree_node=False, default=None)
 
     def draft(self, state, committed, stop=None, begun=None):

@@ -159,7 +159,7 @@ def defined(tree: ast.Module) -> set[str]:
 
 def is_own(node: ast.expr) -> bool:
     """`self`, `cls` or `super()`."""
-    return isinstance(node, ast.Name) and node.id in ("self", "cls") or ast.unparse(node) == "super()"
+    return (isinstance(node, ast.Name) and node.id in ("self", "cls")) or ast.unparse(node) == "super()"
 
 
 def private_names(path: Path) -> Iterator[tuple[ast.AST, str]]:

@@ -20,7 +20,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from failfast_jax.decoding import accept as acceptance
 from failfast_jax.decoding import tree as trees

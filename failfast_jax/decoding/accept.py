@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from failfast_jax.decoding.state import Sampling
 
@@ -50,7 +50,7 @@ def forbid(logits: Float[Array, "*R V"], mask_token: int | None, vocab: int) -> 
     return jnp.where(allowed, logits, -jnp.inf)
 
 
-def _largest(value_bits: int, holds, shape) -> Int[Array, "*R"]:
+def _largest(value_bits: int, holds, shape) -> UInt[Array, "*R"]:
     """Largest unsigned integer of `value_bits` bits for which the monotone predicate `holds`, bit by bit."""
 
     def body(index, found):

@@ -11,6 +11,7 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding import accept as acceptance
@@ -69,10 +70,10 @@ class DiffusionState:
 def init_state(
     model: Decoder,
     *,
-    tokens: Int[Array, "B P"],
-    prompt_length: Int[Array, " B"],
+    tokens: Int[ArrayLike, "B P"],
+    prompt_length: Int[ArrayLike, " B"],
     max_blocks: Int[Array, " B"],
-    eos: Int[Array, " N"],
+    eos: Int[ArrayLike, " N"],
     sampling: Sampling,
     capacity: int,
     block_rounds: int,
@@ -101,7 +102,7 @@ def init_state(
     )
 
 
-def prefill_chunk(model: Decoder, state: DiffusionState, start: Int[Array, ""], *, width: int) -> DiffusionState:
+def prefill_chunk(model: Decoder, state: DiffusionState, start: Int[ArrayLike, ""], *, width: int) -> DiffusionState:
     """Caches prompt positions `start .. start + width - 1`, `start` and `width` multiples of the block."""
     tokens = jax.lax.dynamic_slice_in_dim(state.text, start, width, axis=1)
     _, cache, _ = model.window(tokens, state.cache, jnp.full_like(state.at, start), start + width)
@@ -132,7 +133,7 @@ def _propose(model: Decoder, hidden: Float[Array, "B R E"], positions: Int[Array
 
 
 def step(
-    model: Decoder, state: DiffusionState, threshold: Float[Array, ""], *, small_block: int, block_cache: bool
+    model: Decoder, state: DiffusionState, threshold: Float[ArrayLike, ""], *, small_block: int, block_cache: bool
 ) -> DiffusionState:
     """One forward pass for every running sequence: over its block, or over its small block (`block_cache`)."""
     block, mask_token = model.config.block_size, model.config.mask_token_id
@@ -206,8 +207,8 @@ def step(
 def generate(
     model: Decoder,
     state: DiffusionState,
-    threshold: Float[Array, ""],
-    steps: Int[Array, ""],
+    threshold: Float[ArrayLike, ""],
+    steps: Int[ArrayLike, ""],
     *,
     small_block: int,
     block_cache: bool,

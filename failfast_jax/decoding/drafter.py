@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import flax.struct
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.decoding.state import Committed, Draft, Outcome
@@ -54,7 +55,7 @@ class Drafter:
         """Target layers whose residual stream `prefill` and `commit` receive."""
         return ()
 
-    def with_corpus(self, tokens: Int[Array, " C"]) -> Drafter:
+    def with_corpus(self, tokens: Int[ArrayLike, " C"]) -> Drafter:
         """The drafter, knowing earlier texts (-1 behind each), if it has a use for them."""
         del tokens
         return self
@@ -68,7 +69,7 @@ class Drafter:
         self,
         state: Any,
         committed: Committed,
-        start: Int[Array, ""],
+        start: Int[ArrayLike, ""],
         width: int,
         features: Float[Array, "B W F E"],
     ) -> Any:

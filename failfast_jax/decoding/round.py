@@ -18,6 +18,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from failfast_jax.decoding.accept import agreeing_prefix, emitted_count
@@ -45,10 +46,10 @@ def init_state(
     target: Decoder,
     drafter: Drafter,
     *,
-    tokens: Int[Array, "B P"],
-    prompt_length: Int[Array, " B"],
-    max_new_tokens: Int[Array, " B"],
-    eos: Int[Array, "B N"],
+    tokens: Int[ArrayLike, "B P"],
+    prompt_length: Int[ArrayLike, " B"],
+    max_new_tokens: Int[ArrayLike, " B"],
+    eos: Int[ArrayLike, "B N"],
     sampling: Sampling,
     capacity: int,
     plan: Plan,
@@ -109,7 +110,7 @@ def prefill_chunk(
     target: Decoder,
     drafter: Drafter,
     state: DecodeState,
-    start: Int[Array, ""],
+    start: Int[ArrayLike, ""],
     *,
     width: int,
     parts: tuple[str, ...] = ("target", "drafter"),
@@ -215,7 +216,7 @@ def step(target: Decoder, drafter: Drafter, state: DecodeState, *, plan: Plan) -
 
 
 def generate(
-    target: Decoder, drafter: Drafter, state: DecodeState, rounds: Int[Array, ""] | None = None, *, plan: Plan
+    target: Decoder, drafter: Drafter, state: DecodeState, rounds: Int[ArrayLike, ""] | None = None, *, plan: Plan
 ) -> DecodeState:
     """Rounds until every sequence is finished, or at most `rounds` more (a traced number; None: no limit)."""
     last = state.log.round + rounds if rounds is not None else jnp.iinfo(jnp.int32).max

@@ -6,6 +6,7 @@ from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from failfast_jax.models.cache import KVCache
@@ -20,15 +21,15 @@ MAX_EOS_TOKENS = 8
 class Sampling:
     """How the target picks its own token; per sequence, so that a batch may mix settings."""
 
-    temperature: Float[Array, " B"]
+    temperature: Float[ArrayLike, " B"]
     """0 is greedy."""
-    top_k: Int[Array, " B"]
+    top_k: Int[ArrayLike, " B"]
     """Keep the k best logits; 0 keeps all."""
-    top_p: Float[Array, " B"]
+    top_p: Float[ArrayLike, " B"]
     """Keep the smallest set of best tokens with at least this probability, after top-k; 1 keeps all."""
-    seed: UInt[Array, " B"]
+    seed: UInt[ArrayLike, " B"]
     """Randomness is a function of (seed, sequence, position) only."""
-    sequence: Int[Array, " B"]
+    sequence: Int[ArrayLike, " B"]
     """Index of the sequence in its request."""
 
 

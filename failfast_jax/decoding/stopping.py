@@ -10,6 +10,7 @@ from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.state import Outcome
@@ -57,7 +58,7 @@ class StopRule:
 class BelowThreshold(StopRule):
     """The paper's rule (Algorithm 1): stop once any confidence of the newest chunk is below tau."""
 
-    tau: Float[Array, ""]
+    tau: Float[ArrayLike, ""]
 
     def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
         return jnp.any((draft.confidence < self.tau) & draft.in_newest, axis=1)
@@ -75,7 +76,7 @@ class Never(StopRule):
 class AtLength(StopRule):
     """Stop at a length, whatever the confidences."""
 
-    length: Int[Array, ""]
+    length: Int[ArrayLike, ""]
 
     def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
         return draft.drafted >= self.length
@@ -89,9 +90,9 @@ class CongestionWindow(StopRule):
     it. The memory is the window of each sequence.
     """
 
-    least: Int[Array, ""]
-    increase: Int[Array, ""]
-    most: Int[Array, ""]
+    least: Int[ArrayLike, ""]
+    increase: Int[ArrayLike, ""]
+    most: Int[ArrayLike, ""]
 
     def init(self, batch: int) -> Int[Array, " B"]:
         return jnp.full((batch,), self.least, jnp.int32)

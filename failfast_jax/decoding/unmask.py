@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import flax.struct
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.windows import gather_window, place
 
 
 def above_threshold(
-    confidence: Float[Array, "B M"], masked: Bool[Array, "B M"], threshold: Float[Array, ""]
+    confidence: Float[Array, "B M"], masked: Bool[Array, "B M"], threshold: Float[ArrayLike, ""]
 ) -> Bool[Array, "B M"]:
     """Fast-dLLM's rule for what a pass fills: masked positions above `threshold`, and always the best one."""
     confidence = jnp.where(masked, confidence, -1.0)
@@ -84,7 +85,7 @@ class BlockPass:
         confidence: Float[Array, "B S"],
         *,
         active: Bool[Array, " B"],
-        threshold: Float[Array, ""],
+        threshold: Float[ArrayLike, ""],
         opens_next: Bool[Array, " B"],
     ) -> tuple[Int[Array, "B T"], Bool[Array, "B S"], Bool[Array, "B S"]]:
         """Writes what a pass proposes.

@@ -11,6 +11,7 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.accept import argmax_and_confidence
@@ -50,7 +51,7 @@ class Aligned(BlockDrafter):
 
     rule: StopRule
     """Sees the confidences of one pass at a time; once it says stop, the draft ends where it next could."""
-    threshold: Float[Array, ""]
+    threshold: Float[ArrayLike, ""]
     """A pass fills the positions whose confidence exceeds it, and the best one."""
     max_spec_len: int = flax.struct.field(pytree_node=False, default=60)
     small_block: int = flax.struct.field(pytree_node=False, default=8)

@@ -8,6 +8,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.accept import argmax_and_confidence
@@ -237,7 +238,7 @@ class ConditionedDenoiser(FeatureDrafter):
     parts. Training showed the model only blocks whose known tokens come first; these are not always such.
     """
 
-    threshold: Float[Array, ""]
+    threshold: Float[ArrayLike, ""]
     steps: int | None = flax.struct.field(pytree_node=False, default=None)
 
     def draft(self, state, committed, begun=None):

@@ -11,6 +11,7 @@ from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.drafter import Drafter, Wrapper
@@ -58,7 +59,7 @@ class Hybrid(Wrapper):
 
     lookup: Lookup
     model: Drafter
-    min_gain: Float[Array, ""]
+    min_gain: Float[ArrayLike, ""]
 
     @property
     def max_draft(self) -> int:

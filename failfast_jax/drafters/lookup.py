@@ -70,7 +70,7 @@ class Lookup(Drafter):
         steps = [2**power - 1 for power in range(2, 16) if self.shortest < 2**power - 1 < self.max_spec_len]
         return (0, min(self.shortest, self.max_spec_len), *steps, self.max_spec_len)
 
-    def draft_length(self, match: Int[Array, " B"]) -> Int[Array, " B"]:
+    def draft_length(self, match: Int[Array, "*B"]) -> Int[Array, "*B"]:
         """3 for the shortest match, doubling with each further token, within `shortest` and `max_spec_len`."""
         doubled = jnp.left_shift(4, jnp.clip(match - self.min_match, 0, 14)) - 1
         length = jnp.clip(doubled, min(self.shortest, self.max_spec_len), self.max_spec_len)

@@ -15,6 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.drafter import Drafter
@@ -93,8 +94,8 @@ class Suffix(Drafter):
     at least `min_match` tokens is a plain step of the target.
     """
 
-    tau: Float[Array, ""]
-    corpus: Int[Array, " C"]
+    tau: Float[ArrayLike, ""]
+    corpus: Int[ArrayLike, " C"]
     """Earlier texts with `SEPARATOR` between them; may be empty."""
     min_match: int = flax.struct.field(pytree_node=False, default=2)
     max_spec_len: int = flax.struct.field(pytree_node=False, default=63)

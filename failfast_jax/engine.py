@@ -25,7 +25,9 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding import dllm, round
 from failfast_jax.decoding.exact import interchangeable_widths
 from failfast_jax.decoding.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
-from failfast_jax.drafters import METHODS, Drafter, check_acceptance
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax import drafters, decoding
+from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.errors import ConfigError, OptionError, PromptError
 from failfast_jax.models import quantization, sharding
@@ -35,8 +37,6 @@ from failfast_jax.models.transformer import Decoder
 
 logger = logging.getLogger("failfast_jax")
 
-DIFFUSION_METHOD = "dllm"
-"""The block-diffusion model writing on its own; every other method is a drafter in front of a target."""
 
 SMALLEST_CAPACITY = 256
 STREAM_ROUNDS = 4

@@ -97,7 +97,7 @@ def committed(
         prompt_length=jnp.asarray(length if prompts is None else prompts, jnp.int32),
         room=jnp.broadcast_to(jnp.asarray(room, jnp.int32), length.shape),
         running=jnp.ones(len(texts), bool),
-        eos=jnp.full(8, -1, jnp.int32),
+        eos=jnp.full((len(texts), 8), -1, jnp.int32),
     )
     return view.replace(**changes)
 

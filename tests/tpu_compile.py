@@ -116,8 +116,8 @@ def report(device, method: str) -> dict:
     from flax import nnx
     from jax.sharding import SingleDeviceSharding
 
+    from failfast_jax import decoding
     from failfast_jax.config import GenerationConfig
-    from failfast_jax.decoding import round
     from failfast_jax.drafters import METHODS
     from failfast_jax.models import quantization
     from failfast_jax.models.attention import Execution
@@ -171,24 +171,24 @@ def report(device, method: str) -> dict:
     if scheme:
         target = quantization.quantized(target, scheme)
         drafter = drafter.replace(model=quantization.quantized(drafter.model, scheme))
-    plan = round.make_plan(drafter, platform=platform)
+    plan = decoding.make_plan(drafter, platform=platform)
     batch = 2
 
     def init(target, drafter):
-        return round.init_state(
+        return decoding.init_state(
             target,
             drafter,
             tokens=jnp.zeros((batch, 512), jnp.int32),
             prompt_length=jnp.ones(batch, jnp.int32),
             max_new_tokens=jnp.ones(batch, jnp.int32),
-            eos=jnp.asarray(round.pad_eos((5,))),
-            sampling=round.greedy_sampling(batch),
+            eos=decoding.stop_tokens((5,), batch),
+            sampling=decoding.greedy_sampling(batch),
             capacity=512,
             plan=plan,
         )
 
     def generate(target, drafter, state, rounds):
-        return round.generate(target, drafter, state, rounds, plan=plan)
+        return decoding.generate(target, drafter, state, rounds, plan=plan)
 
     shapes = (target, drafter, jax.eval_shape(init, target, drafter), np.int32(0))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip), shapes)

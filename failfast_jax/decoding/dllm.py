@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.decoding import accept as acceptance
 from failfast_jax.decoding.branches import when
 from failfast_jax.decoding.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
-from failfast_jax.drafters.diffusion import SmallBlock, gather_rows, gather_window, holes, place
+from failfast_jax.decoding.unmask import BlockPass
+from failfast_jax.decoding.windows import gather_rows, gather_window
 from failfast_jax.models.cache import TILE, KVCache, round_up
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.options import MethodOptions, option
@@ -49,7 +50,7 @@ class DiffusionState:
     fresh: Bool[Array, " B"]
     """Block cache: the block has not been run as a whole yet."""
     finish: Int[Array, " B"]
-    eos: Int[Array, " N"]
+    eos: Int[Array, "B N"]
     sampling: Sampling
     cache: KVCache
     passes: Int[Array, " B"]
@@ -73,7 +74,7 @@ def init_state(
     tokens: Int[ArrayLike, "B P"],
     prompt_length: Int[ArrayLike, " B"],
     max_blocks: Int[Array, " B"],
-    eos: Int[ArrayLike, " N"],
+    eos: Int[ArrayLike, "B N"],
     sampling: Sampling,
     capacity: int,
     block_rounds: int,
@@ -138,11 +139,10 @@ def step(
     """One forward pass for every running sequence: over its block, or over its small block (`block_cache`)."""
     block, mask_token = model.config.block_size, model.config.mask_token_id
     at, running = state.at, state.running
-    tokens = gather_window(state.text, at, block)
-    masked = holes(tokens, state.prompt_length, at, mask_token)
-    full = ~masked.any(1)
-    small = jnp.argmax(masked, 1) // small_block * small_block
-    inside = small[:, None] + jnp.arange(small_block)
+    work = BlockPass.over(
+        state.text, at, state.prompt_length, block=block, small_block=small_block, mask_token=mask_token
+    )
+    full, small, inside, masked = work.full, work.small, work.inside, work.masked
     scratch = state.text.shape[1] - block
     partial = running & ~full & ~state.fresh & ~jnp.take_along_axis(masked, small[:, None], 1)[:, 0]
     partial &= block_cache
@@ -172,14 +172,9 @@ def step(
 
     storing = running & full
     whole_prompt = at + block <= state.prompt_length  # the prefill's last block: counted by `init_state`
-    unit = SmallBlock(
-        start=at + small,
-        masked=jnp.take_along_axis(masked, inside, 1) & (running & ~full)[:, None],
-        tokens=proposed,
-        confidence=confidence,
+    text, _, _ = work.unmasked(
+        state.text, proposed, confidence, active=running, threshold=threshold, opens_next=jnp.ones_like(running)
     )
-    text = place(state.text, at + block, proposed[:, :1], storing[:, None])
-    text = place(text, unit.start, proposed, unit.chosen(threshold))
     counted = running & ~whole_prompt
     column = jnp.arange(state.block_passes.shape[1]) == state.blocks[:, None]
     blocks = state.blocks + (storing & ~whole_prompt)
@@ -187,7 +182,7 @@ def step(
     columns = jnp.arange(text.shape[1])
     written = columns >= state.prompt_length[:, None]
     first_hole = jnp.argmax(written & (text == mask_token), 1)
-    is_stop = written & (text[..., None] == state.eos).any(-1) & (columns < first_hole[:, None])
+    is_stop = written & (text[..., None] == state.eos[:, None]).any(-1) & (columns < first_hole[:, None])
     finish = jnp.where(blocks >= state.max_blocks, FINISHED_LENGTH, RUNNING)
     finish = jnp.where(is_stop.any(1), FINISHED_EOS, finish)
     return state.replace(

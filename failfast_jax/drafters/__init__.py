@@ -19,7 +19,7 @@ from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.drafters.specdiff import SpecDiff
 from failfast_jax.drafters.tree import ALTERNATIVES, TreeDrafter
 from failfast_jax.errors import OptionError
-from failfast_jax.models.conditioned import BoundConditioned
+from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
 
 __all__ = [
@@ -116,14 +116,14 @@ def _tau(config: GenerationConfig) -> np.float32:
     return np.float32(0.45 if config.tau is None else config.tau)
 
 
-def _one_pass(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int) -> ConditionedDrafter | Wide:
+def _one_pass(config: GenerationConfig, model: DrafterModel, vocab: int) -> ConditionedDrafter | Wide:
     """The drafter of the schedule `wide`, for either kind of model."""
     extra = {
         "sampled": config.acceptance == "rejection",
         "alternatives": ALTERNATIVES if config.tree_budget else 0,
     }
-    if isinstance(model, BoundConditioned):
-        rows = model.config.rows
+    if model.kind == "conditioned":
+        rows = model.rows
         spec_len, longest = _lengths(config, min(rows, config.max_spec_len or rows), rows)
         _check_rows(model, longest, "max-spec-len" if config.max_spec_len else "spec-len")
         options = {"tau": _tau(config), "spec_len": spec_len, "max_spec_len": longest}
@@ -133,12 +133,12 @@ def _one_pass(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
     return Wide(model=model, vocab=vocab, **options, **extra)
 
 
-def _check_rows(model: BoundConditioned, length: int, flag: str) -> None:
-    if length > model.config.rows:
-        raise OptionError(f"--{flag} {length}: this drafter was trained for drafts of up to {model.config.rows} tokens")
+def _check_rows(model: DrafterModel, length: int, flag: str) -> None:
+    if length > model.rows:
+        raise OptionError(f"--{flag} {length}: this drafter was trained for drafts of up to {model.rows} tokens")
 
 
-def _failfast(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int, platform: str) -> Drafter:
+def _failfast(config: GenerationConfig, model: DrafterModel, vocab: int, platform: str) -> Drafter:
     if config.schedule == "aligned":
         if config.acceptance == "rejection":
             _refuse_rejection("--schedule aligned fills positions in the order of their confidence")
@@ -167,7 +167,7 @@ def _failfast(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
     return Reuse(model=drafter, max_spec_len=longest)
 
 
-def _tree(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int) -> TreeDrafter:
+def _tree(config: GenerationConfig, model: DrafterModel, vocab: int) -> TreeDrafter:
     budget = config.tree_budget
     if config.acceptance == "rejection":
         _refuse_rejection(f"--tree-budget {budget} puts alternatives beside a draft")
@@ -186,30 +186,30 @@ def _tree(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: in
     return TreeDrafter(model=drafter, budget=budget)
 
 
-def _decoder(model: Decoder | BoundConditioned, wanted_by: str) -> Decoder:
-    if isinstance(model, BoundConditioned):
+def _decoder(model: DrafterModel, wanted_by: str) -> Decoder:
+    if model.kind == "conditioned":
         raise OptionError(
             f"{wanted_by}: needs a standalone block-diffusion drafter, this one reads the target's features"
         )
     return model
 
 
-def _fast_dllm(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int, platform: str) -> Drafter:
-    if isinstance(model, BoundConditioned):
+def _fast_dllm(config: GenerationConfig, model: DrafterModel, vocab: int, platform: str) -> Drafter:
+    if model.kind == "conditioned":
         return _denoiser(config, model, FAST_DLLM_THRESHOLD)
     return _aligned(config, model, vocab, expand=False, threshold=FAST_DLLM_THRESHOLD)
 
 
-def _denoiser(config: GenerationConfig, model: BoundConditioned, threshold: float = 1.0) -> ConditionedDenoiser:
-    length = config.spec_len or model.config.rows
+def _denoiser(config: GenerationConfig, model: DrafterModel, threshold: float = 1.0) -> ConditionedDenoiser:
+    length = config.spec_len or model.rows
     _check_rows(model, length, "spec-len")
     threshold = threshold if config.threshold is None else config.threshold
     return ConditionedDenoiser(model=model, spec_len=length, threshold=np.float32(threshold), steps=config.steps)
 
 
-def _specdiff(config: GenerationConfig, model: Decoder | BoundConditioned, vocab: int, platform: str) -> Drafter:
+def _specdiff(config: GenerationConfig, model: DrafterModel, vocab: int, platform: str) -> Drafter:
     steps = config.steps or 1
-    rows = model.config.rows if isinstance(model, BoundConditioned) else 10
+    rows = model.rows if model.kind == "conditioned" else 10
     length = config.spec_len or rows
     if steps == 1:
         return _one_pass(dataclasses.replace(config, spec_len=length, max_spec_len=length), model, vocab)
@@ -217,7 +217,7 @@ def _specdiff(config: GenerationConfig, model: Decoder | BoundConditioned, vocab
         raise OptionError(f"--steps {steps}: must be at most --spec-len {length}, a step fills a position or more")
     if config.acceptance == "rejection":
         _refuse_rejection(f"--steps {steps} fills positions in the order of their confidence")
-    if isinstance(model, BoundConditioned):
+    if model.kind == "conditioned":
         return _denoiser(config, model)
     return SpecDiff(model=model, vocab=vocab, tau=_tau(config), spec_len=length, max_spec_len=length, steps=steps)
 

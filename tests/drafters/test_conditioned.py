@@ -15,11 +15,11 @@ from tiny_models import random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.checkpoints import drafter as folders
-from failfast_jax.checkpoints.loading import bind, load_drafter
+from failfast_jax.checkpoints.loading import load_drafter
 from failfast_jax.decoding.round import greedy_sampling
 from failfast_jax.decoding.state import Committed
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
-from failfast_jax.models.conditioned import Conditioned, ConditionedConfig
+from failfast_jax.models.conditioned import Conditioned, ConditionedConfig, bind
 from failfast_jax.train.conditioned import ConditionedObjective, Settings, target_features
 
 ROWS = 5

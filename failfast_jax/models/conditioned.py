@@ -203,13 +203,13 @@ class Conditioned(nnx.Module):
         self,
         embedded: Float[Array, "B A R E"],
         known: Bool[Array, "B A R"],
-        features: Float[Array, "B T F E"],
+        features: Float[Array, "B L F E"],
         anchors: Int[Array, "B A"],
     ) -> Float[Array, "B A R E"]:
         """Final hidden states of many blocks of whole sequences, without a cache (differentiable).
 
         Args:
-          features: of positions 0 .. T-1; a block sees those before its anchor, which is at least 1.
+          features: of positions 0 .. L-1; a block sees those before its anchor, which is at least 1.
         """
         batch, count, rows, _ = embedded.shape
         base = self.config.base
@@ -234,14 +234,14 @@ def block_attention(
     q: Float[Array, "B A R Q H"],
     k: Float[Array, "B A R K H"],
     v: Float[Array, "B A R K H"],
-    context_k: Float[Array, "B T K H"],
-    context_v: Float[Array, "B T K H"],
+    context_k: Float[Array, "B L K H"],
+    context_v: Float[Array, "B L K H"],
     anchors: Int[Array, "B A"],
 ) -> Float[Array, "B A R Q H"]:
     """Attention of many blocks of one text: each sees itself in both directions, and the context before its anchor."""
     group = q.shape[3] // k.shape[3]
     rows = q.reshape(*q.shape[:3], -1, group, q.shape[4]) * q.shape[4] ** -0.5
-    visible = (jnp.arange(context_k.shape[1]) < anchors[..., None])[:, None, None, :, None, :]  # [B, 1, 1, A, 1, T]
+    visible = (jnp.arange(context_k.shape[1]) < anchors[..., None])[:, None, None, :, None, :]  # [B, 1, 1, A, 1, L]
     outside = jnp.einsum("barkgh,btkh->bkgart", rows, context_k, preferred_element_type=jnp.float32)
     inside = jnp.einsum("barkgh,baskh->bkgars", rows, k, preferred_element_type=jnp.float32)
     scores = jnp.concatenate([jnp.where(visible, outside, HIDDEN), inside], -1)
@@ -258,9 +258,9 @@ class BoundConditioned:
     network: Conditioned
     embed: Float[Array, "V E"] | None
     """The target's embedding."""
-    head: Float[Array, "U E"]
+    head: Float[Array, "v E"]
     """Rows of the target's head that score the draft vocabulary."""
-    draft_ids: Int[Array, " U"]
+    draft_ids: Int[Array, " v"]
     """Token id of each row of `head`."""
 
     @property

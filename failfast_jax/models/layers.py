@@ -134,7 +134,7 @@ def kv_heads_copied(weight: Array, config: ModelConfig, copies: int) -> Array:
 
 
 class MLP(nnx.Module):
-    """SwiGLU; `gate_up` is `[2, I, E]` for I inner features."""
+    """SwiGLU; `gate_up` is `[2, intermediate_size, E]`."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         make = functools.partial(Linear, bias=config.mlp_bias, dtype=dtype, rngs=rngs)

@@ -156,7 +156,7 @@ class Decoder(nnx.Module):
         )
         return self.norm(x), KVCache(k=tuple(keys), v=tuple(values)), stacked
 
-    def keep(self, cache: KVCache, start: Int[Array, " B"], slots: Int[Array, "B D"], width: int) -> KVCache:
+    def keep(self, cache: KVCache, start: Int[Array, " B"], slots: Int[Array, "B M"], width: int) -> KVCache:
         """After a `window` of `width` tokens that were a tree: moves one path's keys and values into a row.
 
         Args:

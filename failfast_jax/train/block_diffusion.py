@@ -145,13 +145,13 @@ def corrupt(
 
 
 def pair_attention(
-    q: Float[Array, "B C L N H"],
+    q: Float[Array, "B C L Q H"],
     k: Float[Array, "B C L K H"],
     v: Float[Array, "B C L K H"],
     length: Int[Array, " B"] | None,
     *,
     block: int,
-) -> Float[Array, "B C L N H"]:
+) -> Float[Array, "B C L Q H"]:
     """Attention of C copies of each text, the last of which is the clean one.
 
     One rule serves all copies: a row sees its own copy's block in both directions, and the clean copy's

@@ -92,13 +92,13 @@ def test_equals_the_reference(shape, seed, places, block_size, bidirectional):
 
 
 def test_a_broken_mask_is_noticed(monkeypatch):
-    right = tpu.visible_until
+    right = tpu.last_visible
     shape = SHAPES[1]
     start, until, live = np.asarray([40, 77, 0], np.int32), np.zeros(3, np.int32), np.int32(120)
     arguments = (*arrays(shape, 0), start, until, live, 8)
     wanted = expected(*arguments)[0]
     for off, passes in ((0, True), (-1, False), (1, False)):
-        monkeypatch.setattr(tpu, "visible_until", lambda p, d, off=off: right(p, d) + off)
+        monkeypatch.setattr(tpu, "last_visible", lambda *a, off=off: right(*a) + off)
         assert close(shape, attended.__wrapped__(*arguments)[0], wanted) is passes
 
 

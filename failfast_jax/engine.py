@@ -16,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder
-from failfast_jax.checkpoints.loading import as_dtype, borrows_tokens, load_drafter, open_source
+from failfast_jax.checkpoints.drafter import decoding_defaults
+from failfast_jax.checkpoints.loading import as_dtype, is_drafter_folder, load_drafter
+from failfast_jax.checkpoints.sources import open_source
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.checkpoints.tuned import check_models, other_machine, read_settings
 from failfast_jax.compilation import CompileCounts, Executables, Program, compile_counts, enable_compile_cache
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding import dllm, round
 from failfast_jax.decoding.exact import interchangeable_widths
+from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.decoding.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax import drafters, decoding
@@ -32,7 +34,7 @@ from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.errors import ConfigError, OptionError, PromptError
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.attention import refusal
-from failfast_jax.models.conditioned import BoundConditioned
+from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
 
 logger = logging.getLogger("failfast_jax")
@@ -214,23 +216,23 @@ class FailFast:
             target, loaded = load_with_tokenizer(target, dtype, self.mesh, quantize=quantize)
             tokenizer = tokenizer or loaded
         self.decoding: dict[str, Any] = {}
-        if drafter is not None and not isinstance(drafter, (Decoder, BoundConditioned)) and is_drafter_folder(drafter):
+        if drafter is not None and not isinstance(drafter, DrafterModel) and is_drafter_folder(drafter):
             self.decoding = decoding_defaults(drafter, jax.default_backend())
             drafter = load_drafter(drafter, target, self.target_name)
             drafter_tokenizer = tokenizer  # it drafts in its target's tokens
-        if drafter is not None and not isinstance(drafter, (Decoder, BoundConditioned)):
+        if drafter is not None and not isinstance(drafter, DrafterModel):
             drafter, loaded = load_with_tokenizer(drafter, dtype, self.mesh, drafter=True, quantize=quantize_drafter)
             drafter_tokenizer = drafter_tokenizer or loaded
         self.tokenizer = tokenizer
-        self.target = sharding.spread(target, self.mesh, kernel=attention)
-        self.drafter = None if drafter is None else sharding.spread(drafter, self.mesh, kernel=attention, drafter=True)
+        self.target = target.spread(self.mesh, kernel=attention)
+        self.drafter = None if drafter is None else drafter.spread(self.mesh, kernel=attention, drafter=True)
         if quantize is not None:
-            self.target = quantization.quantized(self.target, quantize)
+            self.target = self.target.quantized(quantize)
         if quantize_drafter is not None:
-            self.drafter = quantization.quantized(self.drafter, quantize_drafter)
+            self.drafter = self.drafter.quantized(quantize_drafter)
         self.vocab = target.config.vocab_size
         self.eos_token_ids = target.config.eos_token_ids
-        if isinstance(drafter, Decoder) and not borrows_tokens(drafter.config, target.config):
+        if drafter is not None and not drafter.shares_tokens(target.config):
             self.vocab = check_same_tokens(
                 tokenizer,
                 drafter_tokenizer,
@@ -240,8 +242,8 @@ class FailFast:
                 drafter_name=self.drafter_name,
             )
         context = target.config.max_position_embeddings
-        if isinstance(drafter, Decoder):
-            context = min(context, drafter.config.max_position_embeddings)
+        if drafter is not None and drafter.context is not None:
+            context = min(context, drafter.context)
         if max_seq_len is not None and not 2 <= max_seq_len <= context:
             raise OptionError(f"--max-seq-len {max_seq_len}: must be between 2 and the context of {context}")
         self.max_seq_len = max_seq_len or context
@@ -432,18 +434,18 @@ class FailFast:
             config = dataclasses.replace(config, **unset)
         if method.model and model is None:
             raise OptionError(f"--method {config.method}: needs --drafter, a model of kind {method.model!r}")
-        if method.model == "diffusion" and isinstance(model, Decoder) and not model.config.is_diffusion:
+        if method.model == "diffusion" and model.kind == "autoregressive":
             raise ConfigError(
                 f"{self.drafter_name}: method {config.method} needs a block-diffusion drafter, "
                 f"this is an autoregressive {model.config.model_type} (use --method ar)"
             )
-        if method.model == "autoregressive" and (isinstance(model, BoundConditioned) or model.config.is_diffusion):
+        if method.model == "autoregressive" and model.kind != "autoregressive":
             raise ConfigError(
                 f"{self.drafter_name}: method {config.method} needs an autoregressive drafter, "
                 "this is a block-diffusion model (use --method failfast)"
             )
         if config.block_size and method.model == "diffusion":
-            if isinstance(model, BoundConditioned):
+            if model.kind == "conditioned":
                 raise OptionError(f"--block-size {config.block_size}: {self.drafter_name} has no blocks of its own")
             model = with_block_size(model, config.block_size)
         drafter = method.build(config, model, self.vocab, self.platform)
@@ -509,7 +511,7 @@ class FailFast:
     def _eos(self, config: GenerationConfig) -> np.ndarray:
         return np.asarray(round.pad_eos(() if config.ignore_eos else self.eos_token_ids), np.int32)
 
-    def _keeper(self, target: Decoder, drafter: Any, batch: int) -> sharding.Keeper:
+    def _keeper(self, target: Decoder, drafter: Any, batch: int) -> StatePlacement:
         """Keeps a state where it is while programs hand it on.
 
         Raises:
@@ -517,7 +519,7 @@ class FailFast:
         """
         if self.mesh is not None:
             sharding.check_batch(batch, self.mesh)
-        return sharding.Keeper(target, drafter)
+        return StatePlacement(target, drafter)
 
     def _job(self, prompts: list[list[int]], config: GenerationConfig) -> _Job:
         if self.target.config.is_diffusion:
@@ -748,4 +750,4 @@ def _rounds(log: round.RoundLog, row: int, output: list[int]) -> list[Round]:
 
 
 def _name(model: Any, role: str) -> str:
-    return f"the {role} model" if model is None or isinstance(model, (Decoder, BoundConditioned)) else str(model)
+    return f"the {role} model" if model is None or isinstance(model, DrafterModel) else str(model)

@@ -14,9 +14,9 @@ from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax import engine as engine_module
-from failfast_jax.checkpoints.loading import as_untrained_drafter
 from failfast_jax.engine import with_block_size
 from failfast_jax.errors import ConfigError, OptionError, PromptError
+from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.transformer import Decoder
 
 DRAFTS = {"spec_len": 3, "max_spec_len": 6, "tau": 0.3}

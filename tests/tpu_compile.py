@@ -45,7 +45,7 @@ def kernels(topology_name: str) -> None:
     from jax.sharding import SingleDeviceSharding
 
     from failfast_jax.kernels import tpu
-    from failfast_jax.models.attention import attend
+    from failfast_jax.models.attention import Window, attend
 
     chip = SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices[0])
 
@@ -77,8 +77,8 @@ def kernels(topology_name: str) -> None:
     for width in (128, 512, 2048):  # a prefill chunk between the two projections, at SmolLM2's heads
         qkv, cache = array(1, width, 3, 5, 64, dtype="bfloat16"), array(1, 3, 4096, 64, dtype="bfloat16")
         angles = (array(1, width, 1, 32, dtype="float32"),) * 2
-        step = jax.jit(lambda *a: attend(*a, 1, kernel="tpu"), donate_argnums=(3, 4))
-        hlo = step.lower(qkv, *angles, cache, cache, array(1), array()).compile().as_text()
+        step = jax.jit(lambda *a: attend(*a, kernel="tpu"), donate_argnums=1)
+        hlo = step.lower(qkv, (cache, cache), Window(*angles, array(1), array())).compile().as_text()
         verdicts[f"prefill: {width} rows"] = "tpu_custom_call" in hlo
     print(json.dumps({"kernels": verdicts}))
 
@@ -119,10 +119,9 @@ def report(device, method: str) -> dict:
     from failfast_jax import decoding
     from failfast_jax.config import GenerationConfig
     from failfast_jax.drafters import METHODS
-    from failfast_jax.models import quantization
-    from failfast_jax.models.attention import Execution
     from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
     from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
+    from failfast_jax.models.sharding import Execution
     from failfast_jax.models.transformer import Decoder
 
     platform = "tpu" if device.platform == "tpu" else "gpu"
@@ -169,8 +168,8 @@ def report(device, method: str) -> dict:
         config, bound() if method == "hybrid" else model(drafter_config), 512, platform
     )
     if scheme:
-        target = quantization.quantized(target, scheme)
-        drafter = drafter.replace(model=quantization.quantized(drafter.model, scheme))
+        target = target.quantized(scheme)
+        drafter = drafter.replace(model=drafter.model.quantized(scheme))
     plan = decoding.make_plan(drafter, platform=platform)
     batch = 2
 

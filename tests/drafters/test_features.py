@@ -15,7 +15,7 @@ from tiny_models import VOCAB, random_model, tiny_config
 from failfast_jax import decoding
 from failfast_jax.drafters import Drafter, Lookup
 from failfast_jax.kernels.reference import dense_attention
-from failfast_jax.models.transformer import rotary
+from failfast_jax.models.rope import rotary, rotated_heads
 
 LAYERS = (1, 0)
 CAPACITY = 160
@@ -58,7 +58,7 @@ def streams(target, ids: np.ndarray) -> np.ndarray:
     cos, sin = rotary(target.config, jnp.arange(ids.shape[1])[None])
     x, after = target.embed[...][ids], []
     for layer in target.layers:
-        q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
+        q, k, v = rotated_heads(layer.attention.heads(layer.input_norm(x)), cos, sin)
         x = x + layer.attention.output(dense_attention(q, k, v, block_size=1))
         x = x + layer.mlp(layer.post_norm(x))
         after.append(x[0])

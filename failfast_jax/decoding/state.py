@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from failfast_jax.models.cache import KVCache
 
-RUNNING, FINISHED_EOS, FINISHED_LENGTH = 0, 1, 2
-"""Values of `DecodeState.finish`."""
+RUNNING, FINISHED_EOS, FINISHED_LENGTH, FAILED = 0, 1, 2, 3
+"""Values of `DecodeState.finish`. FAILED: the target's logits of a token that was to be emitted are not finite."""
 
 MAX_EOS_TOKENS = 8
 

@@ -15,18 +15,19 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from failfast_jax import drafters
 from failfast_jax.checkpoints.pair import read_pair
 from failfast_jax.checkpoints.tuned import check_models, other_machine, read_settings
 from failfast_jax.compilation import Executables, compile_counts, enable_compile_cache
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.dllm import blocks_that_fit
+from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING
-from failfast_jax.drafters import METHODS, Drafter, check_acceptance
+from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.encoding import Message, Prompt, encode, separate
 from failfast_jax.errors import ConfigError, NonFiniteError, OptionError, PromptError
 from failfast_jax.models import sharding
-from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.results import Result, Round, Stats, StreamEvent
 from failfast_jax.runtime import Progress, Request, RowLog, Runtime, Session
@@ -34,9 +35,6 @@ from failfast_jax.runtime import Progress, Request, RowLog, Runtime, Session
 __all__ = ["FailFast", "Message", "Prompt", "Result", "Round", "Stats", "StreamEvent"]
 
 logger = logging.getLogger("failfast_jax")
-
-DIFFUSION_METHOD = "dllm"
-"""The block-diffusion model writing on its own; every other method is a drafter in front of a target."""
 
 _FINISH_REASONS = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length"}
 
@@ -210,22 +208,13 @@ class FailFast:
                 sent[index] = len(ids)
 
     def resolve(self, config: GenerationConfig | None = None, **options: Any) -> GenerationConfig:
-        """The request as it will be served, its method and schedule decided; `options` replace single fields.
+        """The request with its method decided, checked; `options` replace single fields.
 
         Raises:
-          OptionError: an option out of its range, or one that the method does not have.
+          OptionError: an option out of its range, or one that the method ignores.
         """
-        config = self._scheduled(self._with_method(dataclasses.replace(config or GenerationConfig(), **options)))
-        config.validate()
-        if config.method not in METHODS and config.method != DIFFUSION_METHOD:
-            raise OptionError(f"--method {config.method}: must be one of {', '.join([*METHODS, DIFFUSION_METHOD])}")
-        check_acceptance(config)
-        if config.steps is not None and config.method != "specdiff":
-            raise OptionError(f"--steps {config.steps}: only --method specdiff has a number of denoising steps")
-        if config.tree_budget and (config.method != "failfast" or config.schedule != "wide"):
-            raise OptionError(
-                f"--tree-budget {config.tree_budget}: only --method failfast (schedule wide) drafts trees"
-            )
+        config = self._with_method(dataclasses.replace(config or GenerationConfig(), **options))
+        drafters.options_of(config, self.platform, self.decoding)
         return config
 
     def _with_method(self, config: GenerationConfig) -> GenerationConfig:
@@ -237,12 +226,6 @@ class FailFast:
             logger.warning("no drafter and no method were named: --method lookup")
             self._said_default = True
         return dataclasses.replace(config, method="lookup")
-
-    def _scheduled(self, config: GenerationConfig) -> GenerationConfig:
-        """The request with its schedule decided."""
-        if config.schedule is not None:
-            return config
-        return dataclasses.replace(config, schedule=self.decoding.get("schedule") or "wide")
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -283,15 +266,16 @@ class FailFast:
     def _diffusion_session(self, longest: int, config: GenerationConfig, batch: int) -> Session:
         if not self.target.config.is_diffusion:
             raise ConfigError(f"{self.target_name}: method {DIFFUSION_METHOD} needs a block-diffusion model")
-        model = with_block_size(self.target, config.block_size) if config.block_size else self.target
-        block = model.config.block_size
+        options = drafters.options_of(config, self.platform)
+        model = with_block_size(self.target, options.block_size) if options.block_size else self.target
+        block, small = model.config.block_size, options.small_block_size
         if config.max_new_tokens < block:
             raise OptionError(
                 f"--max-new-tokens {config.max_new_tokens}: must be at least the block size {block} for "
                 f"--method {DIFFUSION_METHOD}"
             )
-        if block % config.small_block_size:
-            raise OptionError(f"--small-block-size {config.small_block_size}: must divide the block size {block}")
+        if block % small:
+            raise OptionError(f"--small-block-size {small}: must divide the block size {block}")
         capacity = self.runtime.capacity(longest, config.max_new_tokens // block * block + 1, block)
         if not blocks_that_fit(capacity, longest, block):
             raise PromptError(f"no whole block of {block} fits behind the prompt within {capacity} tokens")
@@ -299,9 +283,9 @@ class FailFast:
             model,
             batch=batch,
             capacity=capacity,
-            threshold=1.0 if config.threshold is None else config.threshold,
-            small_block=config.small_block_size,
-            block_cache=config.block_cache,
+            threshold=options.threshold,
+            small_block=small,
+            block_cache=options.block_cache,
         )
 
     @contextlib.contextmanager
@@ -394,43 +378,14 @@ class FailFast:
         Raises:
           ConfigError, OptionError: the method needs another kind of model than `drafter`.
         """
-        config = self._scheduled(config)
-        method = METHODS[config.method]
-        model = self.drafter if method.model else None
-        if config.lookup_min and config.method not in ("failfast", "lookup", "suffix"):
-            raise OptionError(f"--lookup-min {config.lookup_min}: --method {config.method} looks nothing up")
-        if config.min_gain and (config.method != "failfast" or config.schedule != "wide"):
-            raise OptionError(f"--min-gain {config.min_gain}: only --method failfast (schedule wide) weighs its drafts")
-        # Options that were tuned for one schedule mean nothing to the other.
-        if config.method == "failfast" and config.schedule == (self.decoding.get("schedule") or "wide"):
-            unset = {name: value for name, value in self.decoding.items() if getattr(config, name) is None}
-            if (config.acceptance == "rejection" or config.tree_budget) and config.lookup_min is None:
-                unset["lookup_min"] = 0  # neither samples nor alternatives come with given tokens
-            if config.lookup_min == 0 or unset.get("lookup_min") == 0:
-                unset.pop("min_gain", None)
-            # A default gives way to the length that was asked for.
-            if config.spec_len and unset.get("max_spec_len", config.spec_len) < config.spec_len:
-                unset["max_spec_len"] = config.spec_len
-            if config.max_spec_len and unset.get("spec_len", 0) > config.max_spec_len:
-                unset["spec_len"] = config.max_spec_len
-            config = dataclasses.replace(config, **unset)
-        if method.model and model is None:
-            raise OptionError(f"--method {config.method}: needs --drafter, a model of kind {method.model!r}")
-        if method.model == "diffusion" and isinstance(model, Decoder) and not model.config.is_diffusion:
-            raise ConfigError(
-                f"{self.drafter_name}: method {config.method} needs a block-diffusion drafter, "
-                f"this is an autoregressive {model.config.model_type} (use --method ar)"
-            )
-        if method.model == "autoregressive" and (isinstance(model, BoundConditioned) or model.config.is_diffusion):
-            raise ConfigError(
-                f"{self.drafter_name}: method {config.method} needs an autoregressive drafter, "
-                "this is a block-diffusion model (use --method failfast)"
-            )
-        if config.block_size and method.model == "diffusion":
-            if isinstance(model, BoundConditioned):
-                raise OptionError(f"--block-size {config.block_size}: {self.drafter_name} has no blocks of its own")
-            model = with_block_size(model, config.block_size)
-        drafter = method.build(config, model, self.vocab, self.platform)
+        drafter = drafters.build_drafter(
+            self._with_method(config),
+            model=self.drafter,
+            model_name=self.drafter_name,
+            vocab=self.vocab,
+            platform=self.platform,
+            defaults=self.decoding,
+        )
         if self.corpus is None:
             return drafter
         if self.corpus.tokens.max() >= self.target.config.vocab_size:

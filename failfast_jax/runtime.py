@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from failfast_jax.compilation import Executables
-from failfast_jax.decoding import round as rounds
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.exact import WidthCheck
+from failfast_jax.decoding.plan import Plan, make_plan
 from failfast_jax.errors import OptionError, PromptError
 from failfast_jax.models import sharding
 from failfast_jax.models.sharding import Keeper
@@ -99,13 +99,13 @@ class Runtime:
             sharding.check_batch(batch, self.mesh)
         return Keeper(self.target, self.drafter_model)
 
-    def plan(self, drafter: Drafter, exact: bool = False, batch: int = 1) -> rounds.Plan:
+    def plan(self, drafter: Drafter, exact: bool = False, batch: int = 1) -> Plan:
         """Static widths of every pass for a drafter; with `exact`, widths whose rows are bit-identical (which may
         take a self-check of some seconds, the first time)."""
         if not exact or self.platform != "cpu" or self.target.dtype != jnp.float32:
-            return rounds.make_plan(drafter, platform=self.platform, exact=exact)
+            return make_plan(drafter, platform=self.platform, exact=exact)
         widths = self._width_check.widths(drafter, batch)
-        return rounds.make_plan(drafter, platform=self.platform, exact=True, interchangeable=widths)
+        return make_plan(drafter, platform=self.platform, exact=True, interchangeable=widths)
 
     def capacity(self, prompt_tokens: int, max_new_tokens: int, longest_draft: int = 0) -> int:
         """Tokens to make room for: a bucket that holds prompt, output and a draft, at most `max_seq_len`.
@@ -145,9 +145,7 @@ class Runtime:
         """
         return self.programs.compile(function, *args, donate=donate)
 
-    def session(
-        self, drafter: Drafter, *, batch: int = 1, capacity: int, plan: rounds.Plan | None = None
-    ) -> DraftSession:
+    def session(self, drafter: Drafter, *, batch: int = 1, capacity: int, plan: Plan | None = None) -> DraftSession:
         """The programs that decode `batch` requests of up to `capacity` tokens, prompt included, with a drafter.
 
         They compile side by side in other threads; the first call of each waits for it.

@@ -12,8 +12,9 @@ import numpy as np
 
 from failfast_jax.compilation import Compilation, Executables, Program
 from failfast_jax.decoding import dllm
-from failfast_jax.decoding import round as rounds
+from failfast_jax.decoding import round as decoding
 from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.plan import Plan, prefill_schedule
 from failfast_jax.decoding.state import DecodeState, Draft, RoundLog, Sampling, Verified
 from failfast_jax.errors import PromptError
 from failfast_jax.models.sharding import DATA, Keeper
@@ -244,7 +245,7 @@ class Session:
         return {
             "tokens": tokens,
             "prompt_length": np.asarray([len(request.prompt) for request in requests], np.int32),
-            "eos": np.asarray([rounds.pad_eos(tuple(request.eos)) for request in requests], np.int32),
+            "eos": np.asarray([decoding.stop_tokens(tuple(request.eos))[0] for request in requests], np.int32),
             "sampling": Sampling(
                 temperature=column("temperature", np.float32),
                 top_k=column("top_k", np.int32),
@@ -270,7 +271,7 @@ class DraftSession(Session):
         drafter: Drafter,
         batch: int,
         capacity: int,
-        plan: rounds.Plan,
+        plan: Plan,
     ):
         self.drafter, self.plan = drafter, plan
         start, advance = (functools.partial(function, plan=plan) for function in (_start, _advance))
@@ -278,11 +279,10 @@ class DraftSession(Session):
 
     def _inputs(self, requests):
         limits = np.asarray([request.max_new_tokens for request in requests], np.int32)
-        inputs = self._prompts(requests)
-        return inputs | {"max_new_tokens": limits, "eos": inputs["eos"][0]}
+        return self._prompts(requests) | {"max_new_tokens": limits}
 
     def _chunks(self, prompt_tokens):
-        calls = rounds.prefill_schedule(prompt_tokens, self.drafter, self.plan, self._empty.tokens.shape[1])
+        calls = prefill_schedule(prompt_tokens, self.drafter, self.plan, self._empty.tokens.shape[1])
         options = {"keeper": self.keeper}
         return [
             (functools.partial(_prefill, width=call.width, parts=call.parts, **options), call.start) for call in calls
@@ -297,8 +297,7 @@ class DraftSession(Session):
         out = []
         for row in range(self.batch):
             found = _rounds_of(log, row, tokens[row, begin[row] : end[row]].tolist())
-            target_passes = int(log.target_passes) if self.batch == 1 else len(found)
-            out.append(RowLog(found, sum(entry.passes for entry in found), target_passes))
+            out.append(RowLog(found, sum(entry.passes for entry in found), int(log.target_passes[row])))
         return out
 
     # A round in its three parts, for timing and for experiments. Each donates the state.
@@ -378,30 +377,30 @@ class DiffusionSession(Session):
 
 
 def _start(target, drafter, inputs, *, plan, capacity, keeper):
-    return keeper(rounds.init_state(target, drafter, capacity=capacity, plan=plan, **inputs))
+    return keeper(decoding.init_state(target, drafter, capacity=capacity, plan=plan, **inputs))
 
 
 def _prefill(target, drafter, state, at, *, width, parts, keeper):
     with jax.named_scope("prefill"):
-        return keeper(rounds.prefill_chunk(target, drafter, state, at, width=width, parts=parts))
+        return keeper(decoding.prefill_chunk(target, drafter, state, at, width=width, parts=parts))
 
 
 def _advance(target, drafter, state, most, *, plan, keeper):
-    return keeper(rounds.generate(target, drafter, state, most, plan=plan))
+    return keeper(decoding.generate(target, drafter, state, most, plan=plan))
 
 
 def _draft(drafter, state, *, keeper):
-    proposal, state = rounds.draft(drafter, state)
+    proposal, state = decoding.draft(drafter, state)
     return proposal, keeper(state)
 
 
 def _verify(target, drafter, state, proposal, *, plan, keeper):
-    verified, state = rounds.verify(target, drafter, state, proposal, plan=plan)
+    verified, state = decoding.verify(target, drafter, state, proposal, plan=plan)
     return verified, keeper(state)
 
 
 def _commit(drafter, state, proposal, verified, *, keeper):
-    return keeper(rounds.accept(drafter, state, proposal, verified))
+    return keeper(decoding.commit(drafter, state, proposal, verified))
 
 
 def _start_diffusion(model, inputs, *, capacity, keeper):

@@ -6,20 +6,36 @@ confidence. Every denoising pass and the storing pass of a full block run the sa
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding import accept as acceptance
 from failfast_jax.decoding.branches import when
 from failfast_jax.decoding.state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
-from failfast_jax.drafters.diffusion import SmallBlock, gather_rows, gather_window, holes, place
+from failfast_jax.decoding.unmask import BlockPass
+from failfast_jax.decoding.windows import gather_rows, gather_window
 from failfast_jax.models.cache import TILE, KVCache, round_up
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.options import MethodOptions, option
 
 PREFILL_WIDTH = 128
 """Least positions of a prefill chunk."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DllmOptions(MethodOptions):
+    """Options of `dllm`."""
+
+    summary = "block diffusion on its own (--target names the model); not lossless against anything"
+    threshold: float = option(1.0, "a pass fills positions above it, and the best", least=0, most=1)
+    block_size: int | None = option(None, "block of the diffusion model (as in its config)", least=2)
+    small_block_size: int = option(8, "positions unmasked together", least=1)
+    block_cache: bool = option(False, "cache inside the block")
 
 
 @flax.struct.dataclass
@@ -37,7 +53,7 @@ class DiffusionState:
     fresh: Bool[Array, " B"]
     """Block cache: the block has not been run as a whole yet."""
     finish: Int[Array, " B"]
-    """A value of `decoding.state`; FAILED if the model's logits at a position to be filled are not finite."""
+    """A value of `decoding.state`; FAILED: the model's logits at a position to be filled are not finite."""
     eos: Int[Array, "B N"]
     """Stop token ids, padded with -1."""
     sampling: Sampling
@@ -60,10 +76,10 @@ class DiffusionState:
 def init_state(
     model: Decoder,
     *,
-    tokens: Int[Array, "B P"],
-    prompt_length: Int[Array, " B"],
-    max_blocks: Int[Array, " B"],
-    eos: Int[Array, "B N"],
+    tokens: Int[ArrayLike, "B P"],
+    prompt_length: Int[ArrayLike, " B"],
+    max_blocks: Int[ArrayLike, " B"],
+    eos: Int[ArrayLike, "B N"],
     sampling: Sampling,
     capacity: int,
 ) -> DiffusionState:
@@ -97,26 +113,27 @@ def blocks_that_fit(capacity: int, prompt_tokens: int, block: int) -> int:
 
 
 def prefill_starts(prompt_tokens: int, block: int, buffer: int) -> tuple[int, list[int]]:
-    """Width and starts of the prefill chunks for prompts of up to `prompt_tokens`; both are multiples of the block.
+    """Width and starts of the prefill chunks for prompts of up to `prompt_tokens` tokens, multiples of the block.
 
     The last chunk begins earlier where it would reach beyond the buffer: what it covers twice, it computes twice.
     """
     width = round_up(PREFILL_WIDTH, block)
-    cached = (prompt_tokens - 1) // block * block
     last = (buffer - width) // block * block
-    return width, [min(start, last) for start in range(0, cached, width)]
+    return width, [min(start, last) for start in range(0, (prompt_tokens - 1) // block * block, width)]
 
 
-def prefill_chunk(model: Decoder, state: DiffusionState, start: Int[Array, ""], *, width: int) -> DiffusionState:
+def prefill_chunk(model: Decoder, state: DiffusionState, start: Int[ArrayLike, ""], *, width: int) -> DiffusionState:
     """Caches prompt positions `start .. start + width - 1`, `start` and `width` multiples of the block."""
     tokens = jax.lax.dynamic_slice_in_dim(state.text, start, width, axis=1)
     _, cache, _ = model.window(tokens, state.cache, jnp.full_like(state.at, start), start + width)
     return state.replace(cache=cache)
 
 
-def _propose(model: Decoder, hidden: Float[Array, "B R E"], positions: Int[Array, "B R"], sampling: Sampling):
-    """Token and confidence for each position: argmax, or a sample and its filtered probability; whether the logits
-    are finite."""
+def _propose(
+    model: Decoder, hidden: Float[Array, "B R E"], positions: Int[Array, "B R"], sampling: Sampling
+) -> tuple[Int[Array, "B R"], Float[Array, "B R"], Bool[Array, "B R"]]:
+    """Token and confidence for each position, argmax or a sample and its filtered probability; and whether the
+    logits are finite."""
     config = model.config
     logits = acceptance.forbid(model.logits_of(hidden), config.mask_token_id, config.vocab_size)
 
@@ -140,36 +157,11 @@ def _propose(model: Decoder, hidden: Float[Array, "B R E"], positions: Int[Array
     return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, greedy)
 
 
-@flax.struct.dataclass
-class _Work:
-    """What each sequence works on: its block, and the first small block of it with a mask left."""
-
-    tokens: Int[Array, "B D"]
-    full: Bool[Array, " B"]
-    """No mask is left: the pass stores the block, and its last row proposes the next block's first token."""
-    small: Int[Array, " B"]
-    """Start of the small block, counted from the block's."""
-    inside: Int[Array, "B S"]
-    """The small block's positions, counted likewise."""
-    masked: Bool[Array, "B S"]
-    """Which of them hold a mask; none in a full block."""
-
-    @classmethod
-    def of(cls, state: DiffusionState, block: int, small_block: int, mask_token: int) -> _Work:
-        tokens = gather_window(state.text, state.at, block)
-        masked = holes(tokens, state.prompt_length, state.at, mask_token)
-        small = jnp.argmax(masked, 1) // small_block * small_block
-        inside = small[:, None] + jnp.arange(small_block)
-        masked_inside = jnp.take_along_axis(masked, inside, 1)
-        return cls(tokens=tokens, full=~masked.any(1), small=small, inside=inside, masked=masked_inside)
-
-
 def _denoise(
-    model: Decoder, state: DiffusionState, work: _Work, block_cache: bool
+    model: Decoder, state: DiffusionState, work: BlockPass, block_cache: bool
 ) -> tuple[Float[Array, "B S E"], KVCache]:
-    """Hidden states that predict the small block's tokens (of a full block: the next one's first, in every row)."""
-    at, running, block = state.at, state.running, work.tokens.shape[1]
-    small_block = work.inside.shape[1]
+    """Hidden states that score the small block (of a full block: the next one's first token), and the cache."""
+    at, running, block = state.at, state.running, work.masked.shape[1]
     scratch = state.text.shape[1] - block
 
     def run(cache, active, start, width, rows):
@@ -179,47 +171,45 @@ def _denoise(
         hidden, cache, _ = model.window(gather_window(state.text, start, width), cache, start, live)
         return gather_rows(hidden, rows), cache
 
-    rows = jnp.where(work.full[:, None], block - 1, jnp.maximum(work.inside - 1, 0))
     if not block_cache:
-        return run(state.cache, running, at, block, rows)
-    partial = running & ~work.full & ~state.fresh & ~work.masked[:, 0]
+        return run(state.cache, running, at, block, work.rows)
+    first_is_masked = jnp.take_along_axis(work.masked, work.small[:, None], 1)[:, 0]
+    partial = running & ~work.full & ~state.fresh & ~first_is_masked
     whole = running & ~partial
-    nothing = jnp.zeros((*rows.shape, model.config.hidden_size), model.dtype)
-    hidden, cache = when(whole.any(), lambda c: run(c[1], whole, at, block, rows), (nothing, state.cache))
+    nothing = jnp.zeros((*work.rows.shape, model.config.hidden_size), model.dtype)
+    hidden, cache = when(whole.any(), lambda c: run(c[1], whole, at, block, work.rows), (nothing, state.cache))
     # The first position of a small block has no row before it here: it reuses its own, and is not masked.
-    own = jnp.broadcast_to(jnp.maximum(jnp.arange(small_block) - 1, 0), rows.shape)
+    own = jnp.broadcast_to(jnp.maximum(jnp.arange(work.small_block) - 1, 0), work.rows.shape)
     narrow, cache = when(
-        partial.any(), lambda c: run(c[1], partial, at + work.small, small_block, own), (nothing, cache)
+        partial.any(), lambda c: run(c[1], partial, at + work.small, work.small_block, own), (nothing, cache)
     )
     return jnp.where(partial[:, None, None], narrow, hidden), cache
 
 
 def step(
-    model: Decoder, state: DiffusionState, threshold: Float[Array, ""], *, small_block: int, block_cache: bool
+    model: Decoder, state: DiffusionState, threshold: Float[ArrayLike, ""], *, small_block: int, block_cache: bool
 ) -> DiffusionState:
     """One forward pass for every running sequence: over its block, or over its small block (`block_cache`)."""
     block, mask_token = model.config.block_size, model.config.mask_token_id
     at, running = state.at, state.running
-    work = _Work.of(state, block, small_block, mask_token)
+    work = BlockPass.over(
+        state.text, at, state.prompt_length, block=block, small_block=small_block, mask_token=mask_token
+    )
     with jax.named_scope("draft"):
         hidden, cache = _denoise(model, state, work, block_cache)
         following = at[:, None] + jnp.where(work.full[:, None], block, work.inside)
         proposed, confidence, finite = _propose(model, hidden, following, state.sampling)
     with jax.named_scope("commit"):
-        failed = running & jnp.any((work.masked | work.full[:, None]) & ~finite, axis=1)
-        storing = running & work.full & ~failed
-        unit = SmallBlock(
-            start=at + work.small,
-            masked=work.masked & (running & ~failed)[:, None],
-            tokens=proposed,
-            confidence=confidence,
+        wanted = jnp.take_along_axis(work.masked, work.inside, 1) | work.full[:, None]
+        failed = running & jnp.any(wanted & ~finite, axis=1)
+        sound = running & ~failed
+        text, _, _ = work.unmasked(
+            state.text, proposed, confidence, active=sound, threshold=threshold, opens_next=jnp.ones_like(running)
         )
-        text = place(state.text, at + block, proposed[:, :1], storing[:, None])
-        text = place(text, unit.start, proposed, unit.chosen(threshold))
-        whole_prompt = at + block <= state.prompt_length  # the prefill's last block: counted by `init_state`
-        counted = running & ~whole_prompt
+        storing = sound & work.full
+        counted = running & (at + block > state.prompt_length)  # else the prefill's last block: see `init_state`
         column = jnp.arange(state.block_passes.shape[1]) == state.blocks[:, None]
-        blocks = state.blocks + (storing & ~whole_prompt)
+        blocks = state.blocks + (storing & counted)
         end, stopped = _output_end(text, state, mask_token)
         finish = jnp.where(blocks >= state.max_blocks, FINISHED_LENGTH, RUNNING)
         finish = jnp.where(stopped, FINISHED_EOS, finish)
@@ -253,8 +243,8 @@ def _output_end(
 def generate(
     model: Decoder,
     state: DiffusionState,
-    threshold: Float[Array, ""],
-    steps: Int[Array, ""],
+    threshold: Float[ArrayLike, ""],
+    steps: Int[ArrayLike, ""],
     *,
     small_block: int,
     block_cache: bool,

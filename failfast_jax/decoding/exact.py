@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from failfast_jax.decoding import round as rounds
+from failfast_jax.decoding import plan as plans
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.models.cache import round_up
 from failfast_jax.models.transformer import Decoder
@@ -83,8 +83,8 @@ class WidthCheck:
         In float32 on CPU most widths above 1 give bit-identical rows. Those that do not are left out.
         """
         # The constant width is one of them: another method may have to fall back to it.
-        ladder = rounds.cpu_ladder(drafter.max_draft + 1)
-        candidates = {*ladder, *rounds.CPU_PREFILL_WIDTHS, rounds.EXACT_WIDTH} - {1}
+        ladder = plans.cpu_ladder(drafter.max_draft + 1)
+        candidates = {*ladder, *plans.CPU_PREFILL_WIDTHS, plans.EXACT_WIDTH} - {1}
         checked = self._checked.setdefault(batch, {})
         unchecked = tuple(sorted(candidates - checked.keys()))
         if unchecked:
@@ -92,10 +92,10 @@ class WidthCheck:
             checked |= {width: width in fine for width in unchecked}
         widths = tuple(sorted(width for width in candidates if checked[width]))
         if (
-            checked[rounds.EXACT_WIDTH]
+            checked[plans.EXACT_WIDTH]
             and max(widths) > drafter.max_draft
-            and set(widths) & set(rounds.CPU_PREFILL_WIDTHS)
+            and set(widths) & set(plans.CPU_PREFILL_WIDTHS)
         ):
             return widths
-        logger.warning("exact: rows differ between widths here; every step runs at %d rows", rounds.EXACT_WIDTH)
+        logger.warning("exact: rows differ between widths here; every step runs at %d rows", plans.EXACT_WIDTH)
         return ()

@@ -25,6 +25,12 @@ class StatePlacement:
         self._target = target.execution
         self._drafter = drafter.execution if drafter is not None else None
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StatePlacement) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.items()))
+
     def shardings(self, state: Any) -> Any:
         """A `NamedSharding` for each leaf."""
         batch = state.prompt_length.shape[0]

@@ -56,10 +56,10 @@ class DiffusionState:
 def init_state(
     model: Decoder,
     *,
-    tokens: Int[ArrayLike, "B P"],
-    prompt_length: Int[ArrayLike, " B"],
+    tokens: Int[Array, "B P"],
+    prompt_length: Int[Array, " B"],
     max_blocks: Int[Array, " B"],
-    eos: Int[ArrayLike, " N"],
+    eos: Int[Array, " N"],
     sampling: Sampling,
     capacity: int,
     block_rounds: int,

@@ -20,7 +20,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from failfast_jax.decoding import accept as acceptance
 from failfast_jax.decoding import tree as trees
@@ -117,10 +117,10 @@ def init_state(
     target: Decoder,
     drafter: Drafter,
     *,
-    tokens: Int[ArrayLike, "B P"],
-    prompt_length: Int[ArrayLike, " B"],
-    max_new_tokens: Int[ArrayLike, " B"],
-    eos: Int[ArrayLike, " N"],
+    tokens: Int[Array, "B P"],
+    prompt_length: Int[Array, " B"],
+    max_new_tokens: Int[Array, " B"],
+    eos: Int[Array, " N"],
     sampling: Sampling,
     capacity: int,
     plan: Plan,

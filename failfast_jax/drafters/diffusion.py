@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from failfast_jax.decoding.accept import argmax_and_confidence, forbid
 from failfast_jax.decoding.branches import one_of
@@ -35,7 +35,7 @@ class BlockState:
     """Leading positions whose keys and values are final: whole blocks, each computed with all its tokens final."""
 
 
-def gather_window(text: Int[Array, "B T"], start: Int[Array, " B"], width: int) -> Int[Array, "B W"]:
+def gather_window(text: Num[Array, "B T"], start: Int[Array, " B"], width: int) -> Num[Array, "B W"]:
     """`text[b, start[b] : start[b] + width]`."""
     return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, width))(text, start)
 

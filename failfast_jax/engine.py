@@ -76,7 +76,7 @@ class FailFast:
     def __init__(
         self,
         target: Decoder | str | os.PathLike,
-        drafter: Decoder | str | os.PathLike | None = None,
+        drafter: Decoder | BoundConditioned | str | os.PathLike | None = None,
         *,
         tokenizer: Any = None,
         drafter_tokenizer: Any = None,

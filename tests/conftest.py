@@ -12,12 +12,12 @@ os.environ.setdefault(
     str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "failfast_jax_tests"),
 )
 
-from jaxtyping import install_import_hook
+import jax
+import type_checks
 
 # Annotations are checked in every test: this comes before the first import of the package.
-install_import_hook("failfast_jax", "type_checks.check")
+type_checks.install("failfast_jax")
 
-import jax
 from checkpoint_files import GOLDEN
 from hypothesis import settings
 

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import math
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -222,7 +222,7 @@ class Decoder(nnx.Module):
 
     # -- devices and types -------------------------------------------------------------------------------
 
-    def with_execution(self, execution: Execution) -> Self:
+    def with_execution(self, execution: Execution) -> Decoder:
         """The model as it is computed on a mesh, abstract or not: KV heads copied until every device has one.
 
         Parameters stay where they are; see `spread`.
@@ -239,7 +239,7 @@ class Decoder(nnx.Module):
         model.layers = type(self.layers)(layers)
         return model
 
-    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = False) -> Self:
+    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = False) -> Decoder:
         """The model as an engine runs it: its execution set, its parameters spread over the mesh (if any).
 
         Args:
@@ -259,7 +259,7 @@ class Decoder(nnx.Module):
         specs = parameter_specs(model, execution)
         return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), model, specs)
 
-    def quantized(self, scheme: str = "int8") -> Self:
+    def quantized(self, scheme: str = "int8") -> Decoder:
         """The model with the weight of every `Linear` quantised; one that is already so stays as it is.
 
         A model on a mesh is rounded where it lies: the devices only exchange the largest value of each output whose

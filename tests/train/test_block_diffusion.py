@@ -12,7 +12,7 @@ import pytest
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax.decoding.state import Committed
-from failfast_jax.drafters import Wide
+from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.rope import rotary, rotated_heads
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.block_diffusion import Corruption, Settings, corrupt, forward_pair, loss

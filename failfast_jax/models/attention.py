@@ -5,6 +5,7 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.kernels import reference
@@ -17,7 +18,7 @@ Pallas kernel for Hopper, and cuDNN for prefill. `cudnn`, `xla`: `jax.nn.dot_pro
 for other GPUs."""
 
 
-def kernel_of(device: jax.Device, dtype: jnp.dtype, head_dim: int) -> str:
+def kernel_of(device: jax.Device, dtype: DTypeLike, head_dim: int) -> str:
     """The kernel that a device runs unless told otherwise.
 
     TPU: ours for heads of 64, 128 or 256. GPU, in bfloat16 or float16: ours on Hopper for heads of 64 or 128, else

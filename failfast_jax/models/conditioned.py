@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.errors import ConfigError
@@ -94,7 +95,7 @@ class ConditionedConfig:
 class Conditioned(nnx.Module):
     """The drafter's own parameters; see the module's docstring."""
 
-    def __init__(self, config: ConditionedConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: ConditionedConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         base = config.base
         size = base.hidden_size
         self.config = config

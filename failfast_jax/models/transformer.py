@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.kernels.reference import dense_attention
@@ -65,7 +66,7 @@ class Decoder(nnx.Module):
       layers, norm, head: the rest; `head` is None when tied, unless it is quantised.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.execution = ONE_DEVICE
         self.embed = nnx.Param(
@@ -316,7 +317,7 @@ class Decoder(nnx.Module):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _floats(weight: Array, scale: Array, dtype: jnp.dtype) -> Array:
+def _floats(weight: Array, scale: Array, dtype: DTypeLike) -> Array:
     return (weight * scale).astype(dtype)
 
 

@@ -21,6 +21,8 @@ from failfast_jax.engine import load_with_tokenizer
 from failfast_jax.errors import CheckpointError
 from failfast_jax.generate import main
 
+pytestmark = [pytest.mark.long, pytest.mark.optimized]
+
 try:
     GGUF = default_target_path()
 except CheckpointError as error:

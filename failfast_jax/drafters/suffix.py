@@ -42,7 +42,7 @@ class Corpus:
         self.tokens = np.full(capacity, SEPARATOR, np.int32)
         """The texts, the latest one last, each followed by `SEPARATOR`."""
 
-    def add(self, ids: Iterable[int] | Int[np.ndarray, " n"]) -> None:
+    def add(self, ids: Iterable[Any]) -> None:
         """Appends a text.
 
         Raises:

@@ -18,6 +18,8 @@ from failfast_jax.decoding.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING
 from failfast_jax.drafters import Aligned, Autoregressive, Drafter, Lookup, Reuse, TreeDrafter, Wide
 from failfast_jax.drafters.suffix import Suffix
 
+pytestmark = pytest.mark.optimized
+
 CAPACITY = 128
 SPEC_LEN, MAX_SPEC_LEN = 3, 9
 

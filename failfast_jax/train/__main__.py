@@ -163,8 +163,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, optimization: Optimization) -> int:
     deadline = time.monotonic() + 60 * args.minutes if args.minutes else None
-    from failfast_jax.checkpoints.drafter import target_key
-    from failfast_jax.checkpoints.loading import DEFAULT_TARGET, default_target_path, load_model, open_source
+    from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path
+    from failfast_jax.checkpoints.loading import load_model, open_source
     from failfast_jax.compilation import enable_compile_cache
     from failfast_jax.train import data, evaluate, loop
 
@@ -198,7 +198,7 @@ def _run(args: argparse.Namespace, optimization: Optimization) -> int:
     train, held_out = data.split(documents, args.held_out)
     settings = {k: v for k, v in vars(args).items() if k not in RUN_ONLY}
     settings |= {"feature_cache": args.feature_cache is not None, "compute_dtype": _dtype(args)}
-    settings |= {"target": str(args.target or DEFAULT_TARGET[1].partition(".")[0]), "target_key": target_key(config)}
+    settings |= {"target": str(args.target or DEFAULT_TARGET[1].partition(".")[0]), "target_key": config.shape_key()}
     settings |= {"documents": len(documents), "documents_digest": digest}
     loop.check_folder(args.out, settings)
     drafter = args.out / "drafter"

@@ -24,12 +24,12 @@ from tqdm import tqdm
 
 from failfast_jax.bench.drafter import answer, read_prompts
 from failfast_jax.checkpoints.drafter import WEIGHTS, is_drafter_folder, write_decoding
-from failfast_jax.checkpoints.loading import default_target_path
+from failfast_jax.checkpoints.hub import default_target_path
+from failfast_jax.checkpoints.pair import load_with_tokenizer
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter
-from failfast_jax.engine import FailFast, load_with_tokenizer
+from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError, PromptError
-from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.platforms import machine
 from failfast_jax.train import UNFINISHED
 
@@ -67,7 +67,7 @@ def candidates(engines: dict[Path, FailFast], grid: dict[str, Sequence[Any]]) ->
     found: dict[Candidate, None] = {}
     for folder, engine in engines.items():
         model = engine.drafter
-        rows = model.config.rows if isinstance(model, BoundConditioned) else None
+        rows = model.rows
         lengths = grid.get("spec_len") or (sorted({(rows + 1) // 2, rows}) if rows else STANDALONE_SPEC_LENS)
         for spec_len, longest, tau, lookup_min, min_gain in itertools.product(
             lengths, grid.get("max_spec_len") or (None,), grid["tau"], grid["lookup_min"], grid["min_gain"]

@@ -19,9 +19,8 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 from failfast_jax.checkpoints import drafter as folders
-from failfast_jax.checkpoints.loading import bind
 from failfast_jax.files import read_json
-from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
+from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig, bind
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.data import DataError, Documents
 from failfast_jax.train.loop import OutOfTime
@@ -278,7 +277,7 @@ class FeatureCache:
         lengths = [len(row) for row in documents.tokens]
         self.starts = np.concatenate([[0], np.cumsum(lengths)])
         weights = hashlib.sha256(np.asarray(target.norm.weight[...], np.float32).tobytes()).hexdigest()[:16]
-        key = {"documents": documents.digest(), "weights": weights, "target": folders.target_key(target.config)}
+        key = {"documents": documents.digest(), "weights": weights, "target": target.config.shape_key()}
         file, index = folder / "features.bin", folder / "features.json"
         stored_layers, done = tuple(sorted({*layers, *also})), 0
         if index.exists():
@@ -402,7 +401,7 @@ class ConditionedObjective:
         network = {"num_layers": self.config.base.num_layers, **self.config.to_dict()}
         config = {
             "family": folders.CONDITIONED,
-            "target": folders.target_key(self.constants["target"].config),
+            "target": self.constants["target"].config.shape_key(),
             "network": network,
             **extra,
         }

@@ -34,7 +34,8 @@ import numpy as np
 from tqdm import tqdm
 
 from failfast_jax.bench import prompts as bench_prompts
-from failfast_jax.checkpoints.loading import as_dtype, default_target_path
+from failfast_jax.checkpoints.hub import default_target_path
+from failfast_jax.checkpoints.loading import as_dtype
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair
 from failfast_jax.engine import FailFast

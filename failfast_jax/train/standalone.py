@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from failfast_jax.checkpoints import drafter as folders
-from failfast_jax.checkpoints.loading import mean_embedding, standalone_config, with_borrowed
+from failfast_jax.models.borrowed import mean_embedding, with_borrowed
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train import block_diffusion
 
@@ -38,7 +38,7 @@ class StandaloneObjective:
         compute_dtype: Any = jnp.float32,
     ):
         self.settings, self.compute_dtype = settings, jnp.dtype(compute_dtype)
-        self.config = standalone_config(target.config, len(layers), block_size)
+        self.config = target.config.with_mask_row(len(layers), block_size)
         skeleton = nnx.eval_shape(lambda: Decoder(self.config, rngs=nnx.Rngs(0)))
         self.graph, state = nnx.split(skeleton)
         self._leaves = nnx.to_flat_state(state)
@@ -96,7 +96,7 @@ class StandaloneObjective:
         """Writes the drafter's folder; `extra` joins its `config.json` (`decoding`, `training`)."""
         config = {
             "family": folders.STANDALONE,
-            "target": folders.target_key(self.constants["target"].config),
+            "target": self.constants["target"].config.shape_key(),
             "network": {"num_layers": self.config.num_layers, "block_size": self.config.block_size},
             **extra,
         }

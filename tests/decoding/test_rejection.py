@@ -12,10 +12,11 @@ import pytest
 from distributions import chi_square, filtered_probability
 from tiny_models import diffusion_config, random_model, tiny_config
 
-from failfast_jax import FailFast
-from failfast_jax.decoding import accept, round
+from failfast_jax import FailFast, decoding
+from failfast_jax.decoding import accept
 from failfast_jax.decoding.state import Sampling
-from failfast_jax.drafters import Autoregressive, Wide
+from failfast_jax.drafters.autoregressive import Autoregressive
+from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
 
 pytestmark = pytest.mark.optimized
@@ -154,7 +155,7 @@ def test_wrong_rules_are_noticed(drafts):
 @jax.jit
 def simple_cases():
     """Tokens of one drafter beside what the rule makes of them, under `q` of several widths and with q = p."""
-    sampling = round.greedy_sampling(1).replace(temperature=jnp.ones(1))
+    sampling = decoding.greedy_sampling(1).replace(temperature=jnp.ones(1))
     count = 1000
     positions, drafted = jnp.arange(count)[None], jnp.ones((1, count), bool)
     logits = jnp.broadcast_to(jnp.asarray(TARGET[0]), (1, count, VOCAB))
@@ -207,24 +208,24 @@ def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
     samples, greedy = 4_900, 100
     rows = samples + greedy
     temperature, top_k, top_p = 0.9, 5, 0.95
-    plan = round.Plan((4,), (32,), (32,))
+    plan = decoding.Plan((4,), (32,), (32,))
 
     @jax.jit
     def answer(target, drafter, tokens, sampling):
         every = jnp.ones(rows, jnp.int32)
-        state = round.init_state(
+        state = decoding.init_state(
             target,
             drafter,
             tokens=tokens,
             prompt_length=3 * every,
             max_new_tokens=TOKENS * every,
-            eos=jnp.asarray(round.pad_eos(())),
+            eos=decoding.stop_tokens(()),
             sampling=sampling,
             capacity=8,
             plan=plan,
         )
-        state = round.prefill(target, drafter, state, prompt_tokens=3, plan=plan)
-        state = round.generate(target, drafter, state, plan=plan)
+        state = decoding.prefill(target, drafter, state, prompt_tokens=3, plan=plan)
+        state = decoding.generate(target, drafter, state, plan=plan)
         return state.tokens[:, 3 : 3 + TOKENS], state.log.accepted, state.log.draft_length
 
     sampling = Sampling(

@@ -15,10 +15,10 @@ from tiny_models import committed, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.checkpoints import drafter as folders
-from failfast_jax.checkpoints.loading import bind, load_drafter
+from failfast_jax.checkpoints.loading import load_drafter
 from failfast_jax.decoding.round import greedy_sampling
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
-from failfast_jax.models.conditioned import Conditioned, ConditionedConfig
+from failfast_jax.models.conditioned import Conditioned, ConditionedConfig, bind
 from failfast_jax.train.conditioned import ConditionedObjective, Settings, target_features
 
 ROWS = 5

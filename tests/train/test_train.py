@@ -12,7 +12,7 @@ from tiny_models import random_model, tiny_config
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.loading import load_drafter
-from failfast_jax.models.transformer import rotary
+from failfast_jax.models.rope import rotary, rotated_heads
 from failfast_jax.train import conditioned, data, loop, standalone
 from failfast_jax.train.block_diffusion import Corruption
 from failfast_jax.train.block_diffusion import Settings as BlockSettings
@@ -203,7 +203,7 @@ def test_the_loss_equals_a_plain_reference(documents, target):
                 x = model.inputs(target.embed[...][tokens][None], rows[None], features[None, anchor - 1])
                 own_rotary, context_rotary = (rotary(config.base, p[None]) for p in (at, np.arange(anchor)))
                 for index, layer in enumerate(model.layers):
-                    q, k, v = layer.attention.project(layer.input_norm(x), *own_rotary)
+                    q, k, v = rotated_heads(layer.attention.heads(layer.input_norm(x)), *own_rotary)
                     before = model.context(index, features[None, :anchor], *context_rotary)
                     k, v = (jnp.concatenate([c, own], 1) for c, own in zip(before, (k, v)))
                     k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))

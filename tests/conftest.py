@@ -12,6 +12,12 @@ os.environ.setdefault(
     str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "failfast_jax_tests"),
 )
 
+# Programs compile in a quarter of the time with XLA's older code generator and without LLVM's optimisations; commands
+# that tests start inherit it. With FAILFAST_TEST_OPTIMIZED=1 they are those that users run.
+if not os.environ.get("FAILFAST_TEST_OPTIMIZED"):
+    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
+
 import jax
 import type_checks
 

@@ -13,6 +13,8 @@ from failfast_jax import FailFast, decoding
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.wide import Wide
 
+pytestmark = pytest.mark.optimized
+
 DIFFUSION = [name for name in GOLDEN_NAMES if name.startswith("fast_dllm")]
 TARGETS = [name for name in GOLDEN_NAMES if name not in DIFFUSION]
 CAPACITY = 256

@@ -22,6 +22,8 @@ from failfast_jax.errors import CheckpointError
 from failfast_jax.generate import main
 from failfast_jax.models.borrowed import as_untrained_drafter
 
+pytestmark = [pytest.mark.long, pytest.mark.optimized]
+
 try:
     GGUF = default_target_path()
 except CheckpointError as error:

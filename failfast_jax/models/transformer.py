@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.kernels.reference import dense_attention
@@ -181,7 +181,7 @@ class Decoder(nnx.Module):
             )
         return constrain(logits, self.execution, P(*[P.UNCONSTRAINED] * (logits.ndim - 1), self.execution.vocab))
 
-    def forward(self, ids: Int[Array, "B L"], length: Int[Array, ""] | None = None) -> Float[Array, "B L V"]:
+    def forward(self, ids: Int[Array, "B L"], length: Int[ArrayLike, ""] | None = None) -> Float[Array, "B L V"]:
         """Float32 logits of whole sequences, without a cache; pure, traceable and differentiable.
 
         Positions from `length` on are padding, which no other position sees.

@@ -19,6 +19,8 @@ from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
 
+pytestmark = pytest.mark.optimized
+
 SAMPLES = 200_000
 VOCAB, DRAFT, TOKENS = 5, 2, 3
 """Two tokens are drafted a round; the first three that are emitted are looked at."""
@@ -203,36 +205,38 @@ def sampling_drafter(kind: str):
 def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
     """From prompt to text: chunks, expansion, caches, bonus tokens; and at temperature 0 the greedy text."""
     target, drafter = small_target(), sampling_drafter(kind)
-    samples, greedy, prompt = 4_900, 100, jnp.asarray([[3, 1, 4]])
+    samples, greedy = 4_900, 100
+    rows = samples + greedy
     temperature, top_k, top_p = 0.9, 5, 0.95
     plan = decoding.Plan((4,), (32,), (32,))
 
-    def answer(case):
-        sequence, temperature = case
+    @jax.jit
+    def answer(target, drafter, tokens, sampling):
+        every = jnp.ones(rows, jnp.int32)
         state = decoding.init_state(
             target,
             drafter,
-            tokens=prompt,
-            prompt_length=jnp.asarray([3]),
-            max_new_tokens=jnp.asarray([TOKENS]),
+            tokens=tokens,
+            prompt_length=3 * every,
+            max_new_tokens=TOKENS * every,
             eos=decoding.stop_tokens(()),
-            sampling=Sampling(
-                temperature=temperature[None],
-                top_k=jnp.asarray([top_k]),
-                top_p=jnp.asarray([top_p]),
-                seed=jnp.asarray([4], jnp.uint32),
-                sequence=sequence[None],
-            ),
+            sampling=sampling,
             capacity=8,
             plan=plan,
         )
         state = decoding.prefill(target, drafter, state, prompt_tokens=3, plan=plan)
         state = decoding.generate(target, drafter, state, plan=plan)
-        return state.tokens[0, 3 : 3 + TOKENS], state.log.accepted[0], state.log.draft_length[0]
+        return state.tokens[:, 3 : 3 + TOKENS], state.log.accepted, state.log.draft_length
 
-    temperatures = np.repeat(np.asarray([temperature, 0], np.float32), [samples, greedy])
-    cases = np.arange(samples + greedy), temperatures
-    texts, accepted, lengths = jax.device_get(jax.jit(lambda: jax.lax.map(answer, cases, batch_size=500))())
+    sampling = Sampling(
+        temperature=np.repeat(np.asarray([temperature, 0], np.float32), [samples, greedy]),
+        top_k=np.full(rows, top_k, np.int32),
+        top_p=np.full(rows, top_p, np.float32),
+        seed=np.full(rows, 4, np.uint32),
+        sequence=np.arange(rows, dtype=np.int32),
+    )
+    prompts = np.tile(np.asarray([3, 1, 4], np.int32), (rows, 1))
+    texts, accepted, lengths = jax.device_get(answer(target, drafter, prompts, sampling))
     sampled, accepted, lengths = texts[:samples], accepted[:samples], lengths[:samples]
     first = list(itertools.product(range(SMALL), repeat=TOKENS - 1))
     contexts = np.asarray([[3, 1, 4, *tokens] for tokens in first], np.int32)

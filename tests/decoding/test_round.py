@@ -27,6 +27,8 @@ from failfast_jax.drafters.suffix import Suffix
 from failfast_jax.drafters.tree import TreeDrafter
 from failfast_jax.drafters.wide import Wide
 
+pytestmark = pytest.mark.optimized
+
 CAPACITY = 128
 SPEC_LEN, MAX_SPEC_LEN = 3, 9
 

@@ -59,9 +59,10 @@ from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.decoding import round
 from failfast_jax.decoding.state import RoundLog
 from failfast_jax.drafters import Drafter, Wide
-from failfast_jax.models.attention import KERNELS, Execution
+from failfast_jax.models.attention import KERNELS
 from failfast_jax.models.cache import round_up
 from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.sharding import Execution
 from failfast_jax.platforms import machine
 
 NOTICE = (

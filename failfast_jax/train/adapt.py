@@ -14,8 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.checkpoints import drafter as folders
-from failfast_jax.checkpoints.loading import mean_embedding, standalone_config, with_borrowed
 from failfast_jax.decoding.accept import argmax, forbid
+from failfast_jax.models.borrowed import mean_embedding, with_borrowed
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.corruption import Corruption, corrupt, in_blocks
 from failfast_jax.train.loop import layer_weights
@@ -206,7 +206,7 @@ class Adaptation:
         compute_dtype: Any = jnp.float32,
     ):
         self.options, self.compute_dtype = options, jnp.dtype(compute_dtype)
-        self.config = standalone_config(target.config, len(layers), block_size)
+        self.config = target.config.with_mask_row(len(layers), block_size)
         skeleton = nnx.eval_shape(lambda: Decoder(self.config, rngs=nnx.Rngs(0)))
         self.graph, state = nnx.split(skeleton)
         self._leaves = nnx.to_flat_state(state)
@@ -258,7 +258,7 @@ class Adaptation:
         """Writes the drafter's folder; `extra` joins its `config.json` (`decoding`, `training`)."""
         config = {
             "family": folders.STANDALONE,
-            "target": folders.target_key(self.constants["target"].config),
+            "target": self.constants["target"].config.shape_key(),
             "network": {"num_layers": self.config.num_layers, "block_size": self.config.block_size},
             **extra,
         }

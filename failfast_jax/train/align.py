@@ -13,8 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.checkpoints import drafter as folders
-from failfast_jax.checkpoints.loading import bind
-from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
+from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig, bind
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.features import FeatureCache, target_features
 from failfast_jax.train.loop import layer_weights
@@ -222,7 +221,7 @@ class Alignment:
         """Writes the drafter's folder; `extra` joins its `config.json` (`decoding`, `training`)."""
         config = {
             "family": folders.CONDITIONED,
-            "target": folders.target_key(self.constants["target"].config),
+            "target": self.constants["target"].config.shape_key(),
             "network": {"num_layers": self.config.base.num_layers, **self.config.to_dict()},
             **extra,
         }

@@ -19,7 +19,8 @@ from failfast_jax.files import write_atomically
 ARRAYS = ("prompt", "prompt_len", "answer", "answer_len")
 LARGEST_UINT16_VOCABULARY = 65_536
 
-Document = tuple[Sequence[int], Sequence[int]]
+Ids = Sequence[int] | np.ndarray
+Document = tuple[Ids, Ids]
 """Ids of a prompt and of its answer."""
 
 
@@ -42,7 +43,7 @@ class Documents:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def take(self, indices: Sequence[int]) -> Documents:
+    def take(self, indices: Ids) -> Documents:
         return Documents([self.tokens[i] for i in indices], self.prompt_length[list(indices)])
 
     def pairs(self) -> list[Document]:

@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
-from failfast_jax.checkpoints.drafter import target_key
 from failfast_jax.files import read_json, write_atomically
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.data import DataError, Documents
@@ -70,7 +69,7 @@ class FeatureCache:
         self.lengths = np.asarray([len(row) for row in documents.tokens])
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
         weights = hashlib.sha256(np.asarray(target.norm.weight[...], np.float32).tobytes()).hexdigest()[:16]
-        key = {"documents": documents.digest(), "weights": weights, "target": target_key(target.config)}
+        key = {"documents": documents.digest(), "weights": weights, "target": target.config.shape_key()}
         where = f"{flag} {folder}"
         self._index = folder / "features.json"
         stored, done = tuple(sorted({*layers, *also})), 0

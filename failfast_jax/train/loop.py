@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ LOG_EVERY = 10
 """Steps between two lines of the log."""
 
 
+@runtime_checkable
 class Objective(Protocol):
     """What is trained: a pytree of float32 arrays, a loss, and how it becomes a drafter."""
 

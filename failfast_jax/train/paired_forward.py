@@ -14,18 +14,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.kernels.reference import HIDDEN
-from failfast_jax.models.transformer import Decoder, Layer, rotary
+from failfast_jax.models.layers import Layer
+from failfast_jax.models.rope import rotary, rotated_heads
+from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.corruption import check_blocks, in_blocks
 
 
 def pair_attention(
-    q: Float[Array, "B C L N H"],
+    q: Float[Array, "B C L Q H"],
     k: Float[Array, "B C L K H"],
     v: Float[Array, "B C L K H"],
     length: Int[Array, " B"] | None,
     *,
     block: int,
-) -> Float[Array, "B C L N H"]:
+) -> Float[Array, "B C L Q H"]:
     """Attention of C copies of each text, the last of which is the clean one.
 
     One rule serves all copies: a row sees its own copy's block in both directions, and the clean copy's
@@ -65,11 +67,11 @@ def pair_attention(
 @functools.partial(jax.jit, static_argnames="block")
 def _pair_layer(layer: Layer, x: Float[Array, "B C L E"], cos, sin, length, *, block: int) -> Float[Array, "B C L E"]:
     """One layer over all copies. The inner jit is traced once for all layers, not once for each."""
-    copies, rows = x.shape[:2], x.reshape(-1, *x.shape[2:])
-    q, k, v = (y.reshape(*copies, *y.shape[1:]) for y in layer.attention.project(layer.input_norm(rows), cos, sin))
-    heads = pair_attention(q, k, v, length, block=block)
-    rows = rows + layer.attention.output(heads.reshape(-1, *heads.shape[2:]))
-    return (rows + layer.mlp(layer.post_norm(rows))).reshape(x.shape)
+
+    def attend(heads: Array) -> tuple[Array, None]:
+        return pair_attention(*rotated_heads(heads, cos, sin), length, block=block), None
+
+    return layer(x, attend)[0]
 
 
 def forward_pair(

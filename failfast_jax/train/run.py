@@ -17,8 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from failfast_jax.checkpoints.drafter import STORAGES, is_drafter_folder, target_key
-from failfast_jax.checkpoints.loading import DEFAULT_TARGET, default_target_path, load_model, open_source
+from failfast_jax.checkpoints.drafter import STORAGES, is_drafter_folder
+from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path
+from failfast_jax.checkpoints.loading import load_model
+from failfast_jax.checkpoints.sources import open_source
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.errors import OptionError
 from failfast_jax.files import read_json
@@ -201,7 +203,7 @@ def work(args: argparse.Namespace) -> None:
     settings = {name: value for name, value in vars(args).items() if name not in RUN_ONLY} | {
         "feature_cache": args.feature_cache is not None,
         "target": str(args.target or DEFAULT_TARGET[1].partition(".")[0]),
-        "target_key": target_key(config),
+        "target_key": config.shape_key(),
         "documents": len(documents),
         "documents_digest": documents.digest(),
     }

@@ -26,7 +26,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from failfast_jax.checkpoints.loading import as_dtype, default_target_path
+from failfast_jax.checkpoints.hub import default_target_path
+from failfast_jax.checkpoints.loading import as_dtype
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError

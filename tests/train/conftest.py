@@ -10,10 +10,8 @@ from training_runs import load, write_data
 def hurried_compiler():
     """Programs here run for a moment: compiling them well takes longer than it saves."""
     jax.config.update("jax_disable_most_optimizations", True)
-    jax.clear_caches()
     yield
     jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

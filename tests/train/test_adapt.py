@@ -14,7 +14,8 @@ from tiny_models import VOCAB, random_model, tiny_config
 
 from failfast_jax.decoding.state import Committed
 from failfast_jax.drafters import Wide
-from failfast_jax.models.transformer import Decoder, rotary
+from failfast_jax.models.rope import rotary, rotated_heads
+from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.adapt import AdaptationOptions, loss
 from failfast_jax.train.corruption import Corruption
 
@@ -41,7 +42,7 @@ def dense_pair(model: Decoder, noised, clean, live) -> tuple[jax.Array, jax.Arra
     cos, sin = rotary(config, jnp.tile(jnp.arange(length), 2)[None])
     x = model.embed[...][jnp.concatenate([noised, clean], axis=1)]
     for layer in model.layers:
-        q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
+        q, k, v = rotated_heads(layer.attention.heads(layer.input_norm(x)), cos, sin)
         k, v = (jnp.repeat(y, config.num_heads // config.num_kv_heads, axis=2) for y in (k, v))
         scores = jnp.einsum("bqnh,btnh->bnqt", q, k) * config.head_dim**-0.5
         weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e30), axis=-1)

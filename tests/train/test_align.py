@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from training_runs import LENGTH, make_objective
 
-from failfast_jax.models.transformer import rotary
+from failfast_jax.models.rope import rotary, rotated_heads
 from failfast_jax.train import align, data, features
 from failfast_jax.train.fit import fit_inputs
 from failfast_jax.train.resume import OutOfTime
@@ -50,7 +50,7 @@ def test_the_loss_equals_a_plain_reference(documents, target):
                 x = model.inputs(target.embed[...][tokens][None], rows[None], features[None, anchor - 1])
                 own_rotary, context_rotary = (rotary(config.base, p[None]) for p in (at, np.arange(anchor)))
                 for index, layer in enumerate(model.layers):
-                    q, k, v = layer.attention.project(layer.input_norm(x), *own_rotary)
+                    q, k, v = rotated_heads(layer.attention.heads(layer.input_norm(x)), *own_rotary)
                     before = model.context(index, features[None, :anchor], *context_rotary)
                     k, v = (jnp.concatenate([c, own], 1) for c, own in zip(before, (k, v)))
                     k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))

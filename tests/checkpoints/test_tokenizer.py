@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from checkpoint_files import GOLDEN, byte_level_alphabet, config_of, tensors_of, write_gguf
 
-from failfast_jax.checkpoints.loading import CheckpointError, default_target_path
+from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
+from failfast_jax.errors import CheckpointError
 from failfast_jax.models.config import ModelConfig
 
 TEXTS = [
@@ -93,7 +94,7 @@ def test_imports_neither_pytorch_nor_llama_cpp_and_prints_nothing(smollm2_path):
         text=True,
         check=False,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 

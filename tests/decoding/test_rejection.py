@@ -12,8 +12,8 @@ import pytest
 from distributions import chi_square, filtered_probability
 from tiny_models import diffusion_config, random_model, tiny_config
 
-from failfast_jax import FailFast
-from failfast_jax.decoding import accept, round
+from failfast_jax import FailFast, decoding
+from failfast_jax.decoding import accept
 from failfast_jax.decoding.state import Sampling
 from failfast_jax.drafters import Autoregressive, Wide
 from failfast_jax.errors import OptionError
@@ -152,7 +152,7 @@ def test_wrong_rules_are_noticed(drafts):
 @jax.jit
 def simple_cases():
     """Tokens of one drafter beside what the rule makes of them, under `q` of several widths and with q = p."""
-    sampling = round.greedy_sampling(1).replace(temperature=jnp.ones(1))
+    sampling = decoding.greedy_sampling(1).replace(temperature=jnp.ones(1))
     count = 1000
     positions, drafted = jnp.arange(count)[None], jnp.ones((1, count), bool)
     logits = jnp.broadcast_to(jnp.asarray(TARGET[0]), (1, count, VOCAB))
@@ -204,17 +204,17 @@ def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
     target, drafter = small_target(), sampling_drafter(kind)
     samples, greedy, prompt = 4_900, 100, jnp.asarray([[3, 1, 4]])
     temperature, top_k, top_p = 0.9, 5, 0.95
-    plan = round.Plan((4,), (32,), (32,))
+    plan = decoding.Plan((4,), (32,), (32,))
 
     def answer(case):
         sequence, temperature = case
-        state = round.init_state(
+        state = decoding.init_state(
             target,
             drafter,
             tokens=prompt,
             prompt_length=jnp.asarray([3]),
             max_new_tokens=jnp.asarray([TOKENS]),
-            eos=jnp.asarray(round.pad_eos(())),
+            eos=decoding.stop_tokens(()),
             sampling=Sampling(
                 temperature=temperature[None],
                 top_k=jnp.asarray([top_k]),
@@ -225,8 +225,8 @@ def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
             capacity=8,
             plan=plan,
         )
-        state = round.prefill(target, drafter, state, prompt_tokens=3, plan=plan)
-        state = round.generate(target, drafter, state, plan=plan)
+        state = decoding.prefill(target, drafter, state, prompt_tokens=3, plan=plan)
+        state = decoding.generate(target, drafter, state, plan=plan)
         return state.tokens[0, 3 : 3 + TOKENS], state.log.accepted[0], state.log.draft_length[0]
 
     temperatures = np.repeat(np.asarray([temperature, 0], np.float32), [samples, greedy])

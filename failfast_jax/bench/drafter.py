@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench import figures
-from failfast_jax.bench.compare import DIFFERENT
 from failfast_jax.bench.datasets import Dataset, Question, read_prompts
-from failfast_jax.bench.engines import Engines
+from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.harness import Comparison, answer
 from failfast_jax.bench.journal import Journal, Record
 from failfast_jax.bench.report import (
@@ -30,7 +29,8 @@ from failfast_jax.bench.report import (
     totals,
     verdicts_of,
 )
-from failfast_jax.bench.settings import BASELINE, Setting, option_fields, parse_options
+from failfast_jax.bench.variants import BASELINE, Variant, option_fields, parse_options
+from failfast_jax.bench.verdicts import DIFFERENT
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
 from failfast_jax.platforms import machine
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     common.validate()
     prompts = read_prompts(args.prompts, args.limit)
     dataset = Dataset("prompts", tuple(Question(str(index), prompt) for index, prompt in enumerate(prompts)))
-    engines = Engines(args.target, args.drafter, args.drafter, args.dtype, ar_flag="--drafter")
+    engines = EnginePool(args.target, args.drafter, args.drafter, args.dtype, ar_flag="--drafter")
     host = machine()
     identity = {
         **engines.identity(),
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
     journal = Journal(None if args.out is None else args.out / "records.jsonl", identity, host)
-    settings = [Setting(method, method) for method in methods]
+    settings = [Variant(method, method) for method in methods]
     comparison = Comparison(engines, [dataset], settings, common, journal, repeats=args.repeats, near_tie=args.near_tie)
     comparison.run("drafter")
     records = comparison.records()

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.bench import report
-from failfast_jax.bench.acceptance import published
 from failfast_jax.bench.journal import ANSWER, PARTS, Record, read_lines
 from failfast_jax.bench.modelled import alpha_of, authors_latency, expected_speedup
-from failfast_jax.bench.settings import BASELINE
+from failfast_jax.bench.published import appendix_b
+from failfast_jax.bench.variants import BASELINE
 
 SENSITIVE = {"tau": "confidence threshold tau", "spec_len": "chunk length N", "max_spec_len": "longest draft"}
 GREY, BLUE = "#d5dbe3", "#1f5fa8"
@@ -346,7 +346,7 @@ def theory_curves(lengths: Sequence[int]) -> dict[str, list[float]]:
         ("autoregressive drafter", "ar", lambda n: n),
         ("block-diffusion drafter, one pass", "failfast", lambda n: -(-n // 8) + 1),
     ):
-        row = published()[name][method]["MATH"]
+        row = appendix_b()[name][method]["MATH"]
         alpha = alpha_of(row["acceptance_rate"], row["mean_speculated"])
         found[label] = [expected_speedup(alpha, n, step * passes(n)) for n in lengths]
     return found

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from failfast_jax.bench.compare import DIFFERENT, EQUAL, NEAR_TIE, first_difference, logit_gap
 from failfast_jax.bench.datasets import Dataset, Question
-from failfast_jax.bench.engines import Engines
+from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.journal import ANSWER, DIFFERENCE, Journal, Record, key_of
-from failfast_jax.bench.settings import BASELINE, BASELINE_SETTING, CORPUS, Setting
+from failfast_jax.bench.variants import BASELINE, CORPUS, VANILLA, Variant
+from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, first_difference, logit_gap
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.engine import FailFast, Prompt, Result
@@ -88,7 +88,7 @@ def prompt_stamp(ids: Sequence[int]) -> str:
     return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:16]
 
 
-def blocks(settings: Sequence[Setting]) -> list[tuple[str, list[Setting]]]:
+def blocks(settings: Sequence[Variant]) -> list[tuple[str, list[Variant]]]:
     """Settings that run together, with a name that changes with their members."""
     parts = [list(settings[at : at + BLOCK]) for at in range(0, len(settings), BLOCK)]
     return [
@@ -123,9 +123,9 @@ class Comparison:
 
     def __init__(
         self,
-        engines: Engines,
+        engines: EnginePool,
         datasets: Sequence[Dataset],
-        settings: Sequence[Setting],
+        settings: Sequence[Variant],
         common: GenerationConfig,
         journal: Journal,
         *,
@@ -134,7 +134,7 @@ class Comparison:
     ):
         self.engines, self.datasets, self.settings, self.common = engines, datasets, settings, common
         self.journal, self.repeats, self.near_tie = journal, repeats, near_tie
-        self.configs = {s.label: s.config(common) for s in (BASELINE_SETTING, *settings)}
+        self.configs = {s.label: s.config(common) for s in (VANILLA, *settings)}
         for setting in settings:
             engines.prepare(setting, self.configs[setting.label])
         self._questions = {(d.name, q.id): q for d in datasets for q in d.questions}
@@ -143,7 +143,7 @@ class Comparison:
         self.watch = Stopwatch()
         self._check_prompts()
 
-    def engine(self, setting: Setting) -> FailFast:
+    def engine(self, setting: Variant) -> FailFast:
         return self.engines.get(setting, self.configs[setting.label])
 
     # -- prompts -----------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class Comparison:
 
     # -- answers -----------------------------------------------------------------------------------------
 
-    def engine_for(self, setting: Setting, dataset: Dataset, question: Question) -> FailFast:
+    def engine_for(self, setting: Variant, dataset: Dataset, question: Question) -> FailFast:
         """The setting's engine. If the setting has a corpus, it holds the questions before and `vanilla`'s answers."""
         engine = self.engine(setting)
         engine.corpus = None
@@ -220,7 +220,7 @@ class Comparison:
                 engine.corpus.add(self.encode(dataset, other) + said[other.id])
         return engine
 
-    def answer(self, setting: Setting, dataset: Dataset, question: Question) -> Result:
+    def answer(self, setting: Variant, dataset: Dataset, question: Question) -> Result:
         """A warm answer; see `answer`."""
         engine, config = self.engine_for(setting, dataset, question), self.configs[setting.label]
         prompt = self.encode(dataset, question)
@@ -231,14 +231,14 @@ class Comparison:
                 self._warm.add(bucket)
             return answer(engine, prompt, config)
 
-    def _pending(self, dataset: Dataset, question: Question, repeat: int, block: str, part: list[Setting]) -> list:
+    def _pending(self, dataset: Dataset, question: Question, repeat: int, block: str, part: list[Variant]) -> list:
         """Settings of a turn that have no record. `vanilla` is one of them if others need it."""
         place = (dataset.name, question.id, repeat)
         done = {s.label: self.journal.answers.get((*place, s.label)) for s in part}
         pending = [s for s in part if done[s.label] is None]
         here = not part or pending or any(record["block"] == block for record in done.values())
         if here and (*place, BASELINE, block) not in self.journal.answers:
-            pending.insert(0, BASELINE_SETTING)
+            pending.insert(0, VANILLA)
         return pending
 
     def run(self, name: str = "bench") -> None:
@@ -262,7 +262,7 @@ class Comparison:
                         f"{dataset.name}, question {question.id}: with the answers before it the prompt has {len(ids)} "
                         f"tokens, the models have room for {self.engines.max_seq_len}; lower --max-new-tokens"
                     )
-                order = [BASELINE_SETTING, *part][:: -1 if (repeat + index) % 2 else 1]
+                order = [VANILLA, *part][:: -1 if (repeat + index) % 2 else 1]
                 for position, setting in enumerate(order):
                     if setting not in pending:
                         continue
@@ -287,7 +287,7 @@ class Comparison:
                     bar.update()
                 self._compare(dataset, question, repeat, part, bar)
 
-    def _compare(self, dataset: Dataset, question: Question, repeat: int, part: list[Setting], bar: tqdm) -> None:
+    def _compare(self, dataset: Dataset, question: Question, repeat: int, part: list[Variant], bar: tqdm) -> None:
         """Notes where answers of a turn leave `vanilla`'s, and how close the target's two best logits are there."""
         for setting in part:
             record = self.journal.answers[dataset.name, question.id, repeat, setting.label]

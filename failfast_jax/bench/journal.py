@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from failfast_jax.bench.compare import DIFFERENT, EQUAL, NEAR_TIE, OTHER_SAMPLE
-from failfast_jax.bench.settings import BASELINE
+from failfast_jax.bench.variants import BASELINE
+from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, OTHER_SAMPLE
 
 Record = dict[str, Any]
 RUN, ANSWER, DIFFERENCE, PARTS, SCORE = "run", "answer", "difference", "parts", "score"

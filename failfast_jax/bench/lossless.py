@@ -13,13 +13,13 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from failfast_jax.bench.compare import DIFFERENT, EQUAL, NEAR_TIE, compare, first_difference, logit_gap
 from failfast_jax.bench.datasets import Dataset, load_dataset
-from failfast_jax.bench.engines import Engines
+from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import Journal
 from failfast_jax.bench.report import totals
-from failfast_jax.bench.settings import BASELINE, Setting
+from failfast_jax.bench.variants import BASELINE, Variant
+from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, compare, first_difference, logit_gap
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
 
@@ -36,10 +36,10 @@ def run(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, exact=args.exact
     )
     common.validate()
-    engines = Engines(args.target, args.drafter, args.drafter, args.dtype, ar_flag="--drafter")
+    engines = EnginePool(args.target, args.drafter, args.drafter, args.dtype, ar_flag="--drafter")
     options = {k: v for k, v in dataclasses.asdict(common).items() if k != "method"}
     journal = Journal(args.out, {**engines.identity(), "options": options})
-    settings = [Setting(method, method) for method in dict.fromkeys(methods) if method != BASELINE]
+    settings = [Variant(method, method) for method in dict.fromkeys(methods) if method != BASELINE]
     comparison = Comparison(engines, [dataset], settings, common, journal, near_tie=args.near_tie)
     comparison.run("lossless")
     table = totals(comparison.records(), [s.label for s in settings])

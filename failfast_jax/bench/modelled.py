@@ -11,8 +11,8 @@ import argparse
 import dataclasses
 import sys
 
-from failfast_jax.bench.acceptance import published
 from failfast_jax.bench.limits import speedup_limit
+from failfast_jax.bench.published import appendix_b
 
 METHOD_NAMES = {"ar": "AR drafter", "fast_dllm": "Fast-dLLM", "failfast": "FailFast"}
 
@@ -38,7 +38,7 @@ class Latency:
 
 def authors_latency(target: str) -> Latency:
     """The authors' constants for a target, by its name without the organisation."""
-    constants = published()["authors_latency_ms"]
+    constants = appendix_b()["authors_latency_ms"]
     return Latency(constants["drafter_pass"], constants["target_step"][target], f"A6000, {target}")
 
 
@@ -48,7 +48,7 @@ def parse_latency(text: str) -> Latency:
     Raises:
       ValueError: neither.
     """
-    names = published()["authors_latency_ms"]["target_step"]
+    names = appendix_b()["authors_latency_ms"]["target_step"]
     found = [name for name in names if text in (name, name.split("-")[1])]
     if found:
         return authors_latency(found[0])
@@ -65,13 +65,13 @@ def parse_latency(text: str) -> Latency:
 
 def latency_for(target: str | None) -> Latency:
     """The constants of the paper's target that a model's name contains; else of Qwen2.5-32B-Instruct."""
-    names = list(published()["authors_latency_ms"]["target_step"])
+    names = list(appendix_b()["authors_latency_ms"]["target_step"])
     return authors_latency(next((n for n in names if n.lower() in str(target).lower()), "Qwen2.5-32B-Instruct"))
 
 
 def paper_speedup(target: str, method: str, dataset: str) -> float:
     """The paper's speedup, from its statistics: every round emits its accepted tokens and one of the target's."""
-    row = published()[target][method][dataset]
+    row = appendix_b()[target][method][dataset]
     return authors_latency(target).speedup(
         tokens=row["rounds"] * (row["mean_accepted"] + 1),
         rounds=row["rounds"],
@@ -81,8 +81,8 @@ def paper_speedup(target: str, method: str, dataset: str) -> float:
 
 def table() -> str:
     """All of them as Markdown. Appendix B has the 32B and the 14B target."""
-    targets = [key for key in published() if key.startswith("Qwen")]
-    columns = list(published()[targets[0]]["failfast"])
+    targets = [key for key in appendix_b() if key.startswith("Qwen")]
+    columns = list(appendix_b()[targets[0]]["failfast"])
     lines = [["target", "method", *columns], ["---"] * (len(columns) + 2)]
     for target in targets:
         for method, name in METHOD_NAMES.items():

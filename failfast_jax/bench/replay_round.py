@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from failfast_jax.bench.acceptance import CHUNK
 from failfast_jax.bench.limits import pass_bytes
+from failfast_jax.bench.published import CHUNK
 from failfast_jax.decoding import round
 from failfast_jax.decoding.state import DecodeState, Draft, RoundLog, Sampling, Verified
 from failfast_jax.drafters import Chunk, Drafter, Wide

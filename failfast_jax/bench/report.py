@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.bench import parts
-from failfast_jax.bench.compare import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.bench.journal import Record
 from failfast_jax.bench.modelled import Latency
-from failfast_jax.bench.settings import BASELINE
+from failfast_jax.bench.variants import BASELINE
+from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
 
 BINS = 10
 

@@ -5,20 +5,19 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from stub_engine import StubEngine, StubEngines
+from stub_engine import StubEngine, StubEnginePool
 from tiny_models import diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast
 from failfast_jax.bench import __main__ as bench
-from failfast_jax.bench import engines as bench_engines
-from failfast_jax.bench import figures, harness, parts, report
-from failfast_jax.bench.compare import DIFFERENT, EQUAL, NEAR_TIE, OTHER_SAMPLE
+from failfast_jax.bench import engine_pool, figures, harness, parts, report
 from failfast_jax.bench.datasets import Dataset, Question
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import Journal
 from failfast_jax.bench.modelled import parse_latency
 from failfast_jax.bench.prompts import humaneval_problems
-from failfast_jax.bench.settings import BASELINE, Setting
+from failfast_jax.bench.variants import BASELINE, Variant
+from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, OTHER_SAMPLE
 from failfast_jax.config import GenerationConfig
 
 PROMPTS = ["first prompt", "second", "third prompt, the longest"]
@@ -27,7 +26,7 @@ PROMPTS = ["first prompt", "second", "third prompt, the longest"]
 @pytest.fixture
 def stub(monkeypatch):
     engine = StubEngine()
-    monkeypatch.setattr(bench, "Engines", lambda *sources, **_: StubEngines(engine, **dict(zip(NAMES, sources))))
+    monkeypatch.setattr(bench, "EnginePool", lambda *sources, **_: StubEnginePool(engine, **dict(zip(NAMES, sources))))
     return engine
 
 
@@ -171,7 +170,7 @@ def test_later_turns_follow_vanilla(tmp_path):
         "talk", (Question("a/1", "Hello, you"), Question("a/2", "More", follows="a/1"), Question("b", "x"))
     )
     comparison = Comparison(
-        StubEngines(stub), [dataset], [Setting("lookup", "lookup")], GenerationConfig(), Journal(None, {})
+        StubEnginePool(stub), [dataset], [Variant("lookup", "lookup")], GenerationConfig(), Journal(None, {})
     )
     comparison.run()
     later = "<user>Hello, you<assistant>[10]<user>More"
@@ -406,14 +405,14 @@ def test_engines_share_target_and_programs(monkeypatch, tmp_path):
         assert (share is None) == (len(loaded) == 1)
         return SimpleNamespace(_programs=object(), max_seq_len=100 * len(loaded))
 
-    monkeypatch.setattr(bench_engines, "load_pair", load_pair)
+    monkeypatch.setattr(engine_pool, "load_pair", load_pair)
     common = GenerationConfig()
-    settings = [Setting(m, m) for m in ("lookup", "failfast", "fast-dllm", "ar")]
-    settings.insert(2, Setting("aligned", "failfast", {"schedule": "aligned"}))
-    settings.insert(2, Setting("slow", "failfast", {"tau": 0.9}))
+    settings = [Variant(m, m) for m in ("lookup", "failfast", "fast-dllm", "ar")]
+    settings.insert(2, Variant("aligned", "failfast", {"schedule": "aligned"}))
+    settings.insert(2, Variant("slow", "failfast", {"tau": 0.9}))
 
     # The default pair: a drafter for each method and schedule.
-    default = bench_engines.Engines(ar_drafter="small")
+    default = engine_pool.EnginePool(ar_drafter="small")
     found = [default.get(s, s.config(common)) for s in settings]
     wide, aligned, dllm = ((None, "failfast", None), (None, "failfast", "aligned"), (None, "fast-dllm", None))
     assert loaded[1:] == [wide, aligned, dllm, ("small", "ar", None)]
@@ -426,7 +425,7 @@ def test_engines_share_target_and_programs(monkeypatch, tmp_path):
     folder = tmp_path / "drafter"
     folder.mkdir()
     (folder / "weights").write_text("x")
-    named = bench_engines.Engines("big", folder)
+    named = engine_pool.EnginePool("big", folder)
     for setting in settings[:-1]:
         named.get(setting, setting.config(common))
     assert loaded[1:] == [(folder, "failfast", None)]
@@ -443,7 +442,7 @@ def test_engines_share_target_and_programs(monkeypatch, tmp_path):
 
 def test_tables_and_figures_of_real_answers(monkeypatch, tmp_path, capsys):
     engine = FailFast(random_model(tiny_config(num_layers=1), 1), random_model(diffusion_config(), 2))
-    monkeypatch.setattr(bench_engines, "load_pair", lambda *_, **__: engine)
+    monkeypatch.setattr(engine_pool, "load_pair", lambda *_, **__: engine)
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     prompts.write_text("[5, 6, 7, 5, 6, 7, 5, 6]\n[9, 8, 3]\n")
     settings = "failfast:spec_len=3,max_spec_len=3,lookup"

@@ -9,8 +9,8 @@ from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast
 from failfast_jax.bench import drafter as bench
-from failfast_jax.bench import engines, harness, report
-from failfast_jax.bench.settings import parse_option
+from failfast_jax.bench import engine_pool, harness, report
+from failfast_jax.bench.variants import parse_option
 from failfast_jax.config import GenerationConfig
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 3]]
@@ -119,7 +119,7 @@ def answers(engine, monkeypatch):
         given.append((config.method, prompts[0], bool(results[0].stats.compiles + results[0].stats.cache_hits)))
         return results
 
-    monkeypatch.setattr(engines, "load_pair", lambda *_, **__: engine)
+    monkeypatch.setattr(engine_pool, "load_pair", lambda *_, **__: engine)
     monkeypatch.setattr(engine, "generate", counted)
     return given
 

@@ -85,7 +85,7 @@ def parse_options(pairs: Iterable[tuple[str, str]], method: str | None = None) -
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class Variant:
     """One column of the comparison.
 
     Attributes:
@@ -115,12 +115,12 @@ class Setting:
         return config
 
 
-BASELINE_SETTING = Setting(BASELINE, BASELINE)
+VANILLA = Variant(BASELINE, BASELINE)
 
 
-def make_setting(
+def make_variant(
     method: str, options: Mapping[str, Any] | None = None, label: str | None = None, sweep: str = "", *, shown: str
-) -> Setting:
+) -> Variant:
     """A setting whose label, unless given, spells its options.
 
     Raises:
@@ -134,7 +134,7 @@ def make_setting(
         if name == CORPUS and (not isinstance(value, int) or not 1 <= value < 2**24):
             raise ValueError(f"{shown}: {CORPUS} must be a number of tokens from 1 to {2**24 - 1}")
     spelled = ",".join(f"{name}={value}" for name, value in options.items())
-    return Setting(label or (f"{method}:{spelled}" if spelled else method), method, options, sweep)
+    return Variant(label or (f"{method}:{spelled}" if spelled else method), method, options, sweep)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,9 +153,9 @@ class Sweep:
     values: tuple[Any, ...]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[Variant]:
         return [
-            make_setting(self.method, {**self.options, self.key: v}, sweep=self.name, shown=f"sweep {self.name}")
+            make_variant(self.method, {**self.options, self.key: v}, sweep=self.name, shown=f"sweep {self.name}")
             for v in self.values
         ]
 
@@ -190,7 +190,7 @@ def split_methods(text: str) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def parse_methods(texts: Sequence[str], sweeps: Sequence[str] = ()) -> tuple[list[Setting], list[Sweep]]:
+def parse_methods(texts: Sequence[str], sweeps: Sequence[str] = ()) -> tuple[list[Variant], list[Sweep]]:
     """Settings and sweeps from `--methods` (split) and `--sweep`.
 
     A bare range in `sweeps` sweeps the draft length of `ar` and of `fast-dllm+`; `method:key=values` sweeps any
@@ -213,7 +213,7 @@ def parse_methods(texts: Sequence[str], sweeps: Sequence[str] = ()) -> tuple[lis
             values = parse_values(f"--sweep {lengths}", "spec_len", lengths, SWEPT[name])
             swept.append(Sweep(text, SWEPT[name], "spec_len", values, options))
         else:
-            settings.append(make_setting(name, options, shown=shown))
+            settings.append(make_variant(name, options, shown=shown))
     if bare and not swept:
         raise ValueError(
             f"--sweep {bare[0]}: sweeps the draft length of {' and '.join(SWEPT)}; --methods names neither"
@@ -231,15 +231,15 @@ def parse_methods(texts: Sequence[str], sweeps: Sequence[str] = ()) -> tuple[lis
     return settings, swept
 
 
-def check_labels(settings: Sequence[Setting]) -> list[Setting]:
+def check_labels(settings: Sequence[Variant]) -> list[Variant]:
     """The settings, `vanilla` left out (it always runs) and equal ones merged.
 
     Raises:
       ValueError: two different settings of one label.
     """
-    kept: dict[str, Setting] = {}
+    kept: dict[str, Variant] = {}
     for setting in settings:
-        if setting == BASELINE_SETTING:
+        if setting == VANILLA:
             continue
         other = kept.setdefault(setting.label, setting)
         if (other.method, other.options) != (setting.method, setting.options) or setting.label == BASELINE:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from failfast_jax.bench.settings import BASELINE, Setting
+from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.checkpoints.loading import default_target_path
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter, load_pair
@@ -35,8 +35,8 @@ def choosing_options(config: GenerationConfig) -> dict[str, Any]:
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name in wanted}
 
 
-class Engines:
-    """Engines that share one target and one set of compiled programs, built when a setting first needs them.
+class EnginePool:
+    """EnginePool that share one target and one set of compiled programs, built when a setting first needs them.
 
     Args:
       drafter: of block-diffusion methods; None, with no target named: that of the default pair.
@@ -68,7 +68,7 @@ class Engines:
             stamps.setdefault("drafter", model_stamp(embedded_drafter()))
         return {**stamps, **self.options}
 
-    def missing(self, setting: Setting) -> str | None:
+    def missing(self, setting: Variant) -> str | None:
         """Which drafter a setting would need and nobody named; None: nothing is missing."""
         kind = METHODS[setting.method].model
         if kind is None or self._source(kind) is not None:
@@ -84,7 +84,7 @@ class Engines:
             return self.sources["drafter"] or self.sources["ar_drafter"]
         return self.sources["ar_drafter" if kind == "autoregressive" else "drafter"]
 
-    def get(self, setting: Setting, config: GenerationConfig) -> FailFast:
+    def get(self, setting: Variant, config: GenerationConfig) -> FailFast:
         """The engine that answers a setting's requests.
 
         Raises:
@@ -105,7 +105,7 @@ class Engines:
             self._built[key] = engine
         return self._built[key]
 
-    def prepare(self, setting: Setting, config: GenerationConfig) -> None:
+    def prepare(self, setting: Variant, config: GenerationConfig) -> None:
         """Builds a setting's engine and drafter, so that what does not fit is said before any work.
 
         Raises:

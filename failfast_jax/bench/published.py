@@ -58,7 +58,7 @@ class Statistics:
 
 
 @functools.cache
-def published() -> dict[str, Any]:
+def appendix_b() -> dict[str, Any]:
     """Appendix B, and the authors' latency constants."""
     path = Path(__file__).parent / "data" / "failfast_appendix_b.json"
     return json.loads(path.read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ def published_for(target: str, dataset: str) -> Statistics:
     names = {name.lower(): name for name in DATASETS}
     if dataset.lower() not in names:
         raise ValueError(f"--dataset {dataset}: must be among {', '.join(names)}")
-    dataset, table = names[dataset.lower()], published()
+    dataset, table = names[dataset.lower()], appendix_b()
     source = _PUBLISHED.get(target, _STAND_IN)
     row = table[source]["failfast"][dataset]
     latency = table["authors_latency_ms"]

@@ -22,7 +22,8 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from failfast_jax.bench.drafter import answer, read_prompts
+from failfast_jax.bench.datasets import read_prompts
+from failfast_jax.bench.harness import answer
 from failfast_jax.checkpoints.drafter import WEIGHTS, is_drafter_folder, write_decoding
 from failfast_jax.checkpoints.loading import default_target_path
 from failfast_jax.config import GenerationConfig
@@ -240,9 +241,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--drafter", type=Path, nargs="+", help="folders of drafters; default: the embedded one")
     parser.add_argument("--target", help="model to draft for; default: SmolLM2-135M-Instruct")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
-    parser.add_argument(
-        "--prompts", nargs="+", default=["humaneval"], help="humaneval, FILE.jsonl or FILE.npz; see bench.drafter"
-    )
+    parser.add_argument("--prompts", nargs="+", default=["humaneval"], help="humaneval, FILE.jsonl or FILE.npz")
     parser.add_argument("--limit", type=int, default=24, help="first n prompts")
     parser.add_argument("--stage", type=int, default=4, help="prompts after which the slower half drops out")
     parser.add_argument("--max-new-tokens", type=int, default=128)

@@ -703,7 +703,7 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         default=["humaneval"],
         metavar="humaneval|FILE.jsonl|selfgen FILE.npz",
-        help="calibration set, as of failfast_jax.bench.drafter",
+        help="calibration set, humaneval, FILE.jsonl or FILE.npz",
     )
     parser.add_argument("--limit", metavar="n", type=int, default=16, help="first n prompts (default 16)")
     parser.add_argument("--max-new-tokens", metavar="n", type=int, default=128)

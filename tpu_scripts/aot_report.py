@@ -40,7 +40,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 from failfast_jax.bench import limits, tpu_cost
-from failfast_jax.bench.acceptance import published_for
+from failfast_jax.bench.published import published_for
 from failfast_jax.bench.shapes import DRAFTERS, SHAPES, TARGETS
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding import accept, round

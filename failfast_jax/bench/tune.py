@@ -36,8 +36,10 @@ from failfast_jax.bench.simulate import Answer, Costs, Lookups, Prediction, Repl
 from failfast_jax.bench.walks import NO_LIMIT, Request, Table, Text, Walker, long_enough
 from failfast_jax.checkpoints.tuned import TunedOptions, model_key, read_settings, write_settings
 from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding import Drafter
 from failfast_jax.defaults import load_pair
-from failfast_jax.drafters import Drafter, Hybrid, Lookup
+from failfast_jax.drafters.hybrid import Hybrid
+from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.engine import FailFast, Result
 from failfast_jax.errors import OptionError
 from failfast_jax.platforms import machine
@@ -702,7 +704,7 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         default=["humaneval"],
         metavar="humaneval|FILE.jsonl|selfgen FILE.npz",
-        help="calibration set, as of failfast_jax.bench.drafter",
+        help="calibration set, humaneval, FILE.jsonl or FILE.npz",
     )
     parser.add_argument("--limit", metavar="n", type=int, default=16, help="first n prompts (default 16)")
     parser.add_argument("--max-new-tokens", metavar="n", type=int, default=128)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import jax
 from flax import nnx
@@ -24,14 +24,14 @@ class Skeleton:
     _paths: dict[str, tuple[Any, ...]]
 
     @classmethod
-    def of(cls, module: nnx.Module) -> Self:
+    def of(cls, module: nnx.Module) -> Skeleton:
         """Of an abstract module."""
         graph, state = nnx.split(module)
         paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
         return cls(graph, {name: leaf for name, (_, leaf) in zip(paths, nnx.to_flat_state(state))}, paths)
 
     @classmethod
-    def made_by(cls, make: Callable[[], nnx.Module]) -> Self:
+    def made_by(cls, make: Callable[[], nnx.Module]) -> Skeleton:
         """Of the module that a function makes; nothing is computed."""
         return cls.of(nnx.eval_shape(make))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 HIDDEN = -1e30
@@ -120,7 +121,7 @@ def dense_attention(
     v: Float[Array, "B L K H"],
     *,
     block_size: int,
-    length: Int[Array, ""] | None = None,
+    length: Int[ArrayLike, ""] | None = None,
 ) -> Float[Array, "B L Q H"]:
     """Attention of whole sequences from position 0, without a cache (differentiable).
 

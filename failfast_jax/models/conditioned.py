@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import flax.struct
 import jax
@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.errors import ConfigError
@@ -94,7 +95,7 @@ class ConditionedConfig:
 class Conditioned(nnx.Module):
     """The drafter's own parameters; see the module's docstring."""
 
-    def __init__(self, config: ConditionedConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: ConditionedConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         base = config.base
         size = base.hidden_size
         self.config = config
@@ -297,7 +298,7 @@ class BoundConditioned:
     def shares_tokens(self, target: ModelConfig) -> bool:
         return True
 
-    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = True) -> Self:
+    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = True) -> BoundConditioned:
         """With its execution set, whole on every device of a mesh; the embedding stays its target's, spread like it."""
         network = copy.copy(self.network)
         network.execution = Execution(kernel=kernel, mesh=mesh)
@@ -307,7 +308,7 @@ class BoundConditioned:
         whole = jax.device_put(model.replace(embed=None), NamedSharding(mesh, P()))
         return whole.replace(embed=self.embed)
 
-    def quantized(self, scheme: str = "int8") -> Self:
+    def quantized(self, scheme: str = "int8") -> BoundConditioned:
         """With the matrices of its network quantised, not those of its target.
 
         Raises:

@@ -8,7 +8,7 @@ What a pass of a model takes and gives differs too much to be shared: a drafter 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -56,14 +56,14 @@ class DrafterModel(Protocol):
     def shares_tokens(self, target: ModelConfig) -> bool:
         """Whether its tokens are its target's by construction, so that no tokenizers need be compared."""
 
-    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = True) -> Self:
+    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = True) -> DrafterModel:
         """The model as an engine runs it: its execution set, its parameters spread over the mesh (if any).
 
         Raises:
           OptionError: it cannot be spread so; what does not divide evenly is left whole if it is a drafter.
         """
 
-    def quantized(self, scheme: str) -> Self:
+    def quantized(self, scheme: str) -> DrafterModel:
         """The model with the weight of every `Linear` of its own quantised; see `quantization`."""
 
     def shape_key(self) -> Mapping[str, Any]:

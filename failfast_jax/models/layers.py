@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from failfast_jax.models.config import ModelConfig
@@ -29,14 +30,14 @@ class Linear(nnx.Module):
     `scale` is None, or `[..., 1]` in float32: each output's factor, of a quantised weight (`quantization`).
     """
 
-    def __init__(self, out_shape: tuple[int, ...], in_size: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, out_shape: tuple[int, ...], in_size: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
         scale = in_size**-0.5
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (*out_shape, in_size), dtype) * scale)
         self.scale = nnx.data(None)
         self.bias = nnx.Param(jnp.zeros(out_shape, dtype)) if bias else None
 
     def __call__(
-        self, x: Float[Array, "*R I"], preferred: jnp.dtype | None = None, over: str | None = None
+        self, x: Float[Array, "*R I"], preferred: DTypeLike | None = None, over: str | None = None
     ) -> Float[Array, "*R O"]:
         """`over`: mesh axis over which the inputs are spread, inside a `shard_map`."""
         weight = self.weight[...]
@@ -56,7 +57,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype):
+    def __init__(self, size: int, eps: float, dtype: DTypeLike):
         self.weight = nnx.Param(jnp.ones((size,), dtype))
         self.eps = eps
 
@@ -75,7 +76,7 @@ class Attention(nnx.Module):
     """Grouped-query attention. `qkv` is `[K, (G + 2) * H, E]`: per KV head its G query heads, its key and its value,
     so that a mesh axis can shard the leading axis."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
         group = config.num_heads // config.num_kv_heads
         make = functools.partial(Linear, dtype=dtype, rngs=rngs)
@@ -136,7 +137,7 @@ def kv_heads_copied(weight: Array, config: ModelConfig, copies: int) -> Array:
 class MLP(nnx.Module):
     """SwiGLU; `gate_up` is `[2, intermediate_size, E]`."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         make = functools.partial(Linear, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.gate_up = make((2, config.intermediate_size), config.hidden_size)
         self.down = make((config.hidden_size,), config.intermediate_size)
@@ -150,7 +151,7 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
     """A pre-norm decoder layer; how its rows attend is the caller's."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.attention = Attention(config, dtype, rngs)
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)

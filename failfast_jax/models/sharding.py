@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from failfast_jax.errors import OptionError
@@ -48,7 +48,7 @@ class Execution:
         if self.kernel is not None and self.kernel not in KERNELS:
             raise ValueError(f"attention kernel {self.kernel!r}: must be one of {', '.join(KERNELS)}")
 
-    def resolved(self, dtype: jnp.dtype, head_dim: int) -> str:
+    def resolved(self, dtype: DTypeLike, head_dim: int) -> str:
         """The kernel to use for a model."""
         return self.kernel or kernel_of(jax.devices()[0], dtype, head_dim)
 

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import math
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.kernels.reference import dense_attention
@@ -49,10 +50,12 @@ def _layer_window(
     def run(layer, x, cache, window):
         return layer(x, functools.partial(attend, cache=cache, window=window, kernel=kernel), execution)
 
+    if execution.mesh is None:
+        return run(layer, x, cache, window)
     rows, heads = P(execution.batch), P(execution.batch, execution.heads)
-    spread = jax.tree.map(lambda leaf: rows if leaf.ndim else P(), window)
-    run = execution.per_device(run, (parameter_specs(layer, execution), rows, heads, spread), (rows, heads))
-    return run(layer, x, cache, window)
+    places = jax.tree.map(lambda leaf: rows if leaf.ndim else P(), window)
+    specs = (parameter_specs(layer, execution), rows, heads, places)
+    return execution.per_device(run, specs, (rows, heads))(layer, x, cache, window)
 
 
 class Decoder(nnx.Module):
@@ -65,7 +68,7 @@ class Decoder(nnx.Module):
       layers, norm, head: the rest; `head` is None when tied, unless it is quantised.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.execution = ONE_DEVICE
         self.embed = nnx.Param(
@@ -180,7 +183,7 @@ class Decoder(nnx.Module):
             )
         return constrain(logits, self.execution, P(*[P.UNCONSTRAINED] * (logits.ndim - 1), self.execution.vocab))
 
-    def forward(self, ids: Int[Array, "B L"], length: Int[Array, ""] | None = None) -> Float[Array, "B L V"]:
+    def forward(self, ids: Int[Array, "B L"], length: Int[ArrayLike, ""] | None = None) -> Float[Array, "B L V"]:
         """Float32 logits of whole sequences, without a cache; pure, traceable and differentiable.
 
         Positions from `length` on are padding, which no other position sees.
@@ -222,7 +225,7 @@ class Decoder(nnx.Module):
 
     # -- devices and types -------------------------------------------------------------------------------
 
-    def with_execution(self, execution: Execution) -> Self:
+    def with_execution(self, execution: Execution) -> Decoder:
         """The model as it is computed on a mesh, abstract or not: KV heads copied until every device has one.
 
         Parameters stay where they are; see `spread`.
@@ -239,7 +242,7 @@ class Decoder(nnx.Module):
         model.layers = type(self.layers)(layers)
         return model
 
-    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = False) -> Self:
+    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = False) -> Decoder:
         """The model as an engine runs it: its execution set, its parameters spread over the mesh (if any).
 
         Args:
@@ -259,7 +262,7 @@ class Decoder(nnx.Module):
         specs = parameter_specs(model, execution)
         return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), model, specs)
 
-    def quantized(self, scheme: str = "int8") -> Self:
+    def quantized(self, scheme: str = "int8") -> Decoder:
         """The model with the weight of every `Linear` quantised; one that is already so stays as it is.
 
         A model on a mesh is rounded where it lies: the devices only exchange the largest value of each output whose
@@ -310,7 +313,7 @@ class Decoder(nnx.Module):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _floats(weight: Array, scale: Array, dtype: jnp.dtype) -> Array:
+def _floats(weight: Array, scale: Array, dtype: DTypeLike) -> Array:
     return (weight * scale).astype(dtype)
 
 

@@ -449,9 +449,11 @@ def test_prompts_may_be_text_or_ids():
 
 def test_models_of_the_wrong_kind():
     target, diffusion = random_model(tiny_config()), random_model(diffusion_config())
-    with pytest.raises(ConfigError, match="needs a block-diffusion drafter, this is an autoregressive qwen2"):
+    with pytest.raises(
+        ConfigError, match="needs a drafter of kind block-diffusion or conditioned, this one is autoregressive"
+    ):
         FailFast(target, target).generate([[3]], method="failfast")
-    with pytest.raises(ConfigError, match="needs an autoregressive drafter, this is a block-diffusion model"):
+    with pytest.raises(ConfigError, match="needs a drafter of kind autoregressive, this one is block-diffusion"):
         FailFast(target, diffusion).generate([[3]], method="ar")
     with pytest.raises(ConfigError, match="a block-diffusion model cannot verify drafts"):
         FailFast(diffusion).generate([[3]], method="vanilla")

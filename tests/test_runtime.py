@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -185,7 +186,7 @@ def test_any_draft_can_be_verified_at_any_width():
     """What a timing of a verify of 8 rows needs."""
     work = runtime().session(Drafter(), capacity=CAPACITY, plan=Plan((8,), (8,), (8,)))
     state = work.start([Request(prompt=(2,) * 30, max_new_tokens=8)])
-    proposal = Draft.empty(1, 7).replace(length=np.asarray([7], np.int32))
+    proposal = Draft.empty(1, 7).replace(length=jnp.asarray([7], jnp.int32))
     verified, state = work.verify(state, proposal)
     assert verified.picks.shape == (1, 8)
     before = compile_counts()

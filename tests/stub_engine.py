@@ -6,7 +6,7 @@ import types
 
 import numpy as np
 
-from failfast_jax.bench.engines import Engines
+from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.engine import Result, Round, Stats
 
 
@@ -92,12 +92,12 @@ class StubEngine:
         return [Result(list(prompt), ids, self.tokenizer.decode(ids), "eos", config.method, stats, rounds)]
 
 
-class StubEngines(Engines):
-    """`Engines` around one stub, with the drafters that were named taken as given."""
+class StubEnginePool(EnginePool):
+    """An `EnginePool` around one stub, with the drafters that were named taken as given."""
 
     def __init__(self, engine: StubEngine, **sources):
         self.sources = {"target": None, "drafter": None, "ar_drafter": None, **sources}
-        self.options, self.ar_flag, self.base = {"dtype": None}, "--ar-drafter", engine
+        self.options, self.base = {"dtype": None}, engine
         self._built = {None: engine}
 
     def get(self, setting, config):

@@ -45,7 +45,7 @@ def kernels(topology_name: str) -> None:
     from jax.sharding import SingleDeviceSharding
 
     from failfast_jax.kernels import tpu
-    from failfast_jax.models.attention import attend
+    from failfast_jax.models.attention import Window, attend
 
     chip = SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices[0])
 
@@ -77,8 +77,8 @@ def kernels(topology_name: str) -> None:
     for width in (128, 512, 2048):  # a prefill chunk between the two projections, at SmolLM2's heads
         qkv, cache = array(1, width, 3, 5, 64, dtype="bfloat16"), array(1, 3, 4096, 64, dtype="bfloat16")
         angles = (array(1, width, 1, 32, dtype="float32"),) * 2
-        step = jax.jit(lambda *a: attend(*a, 1, kernel="tpu"), donate_argnums=(3, 4))
-        hlo = step.lower(qkv, *angles, cache, cache, array(1), array()).compile().as_text()
+        step = jax.jit(lambda *a: attend(*a, kernel="tpu"), donate_argnums=1)
+        hlo = step.lower(qkv, (cache, cache), Window(*angles, array(1), array())).compile().as_text()
         verdicts[f"prefill: {width} rows"] = "tpu_custom_call" in hlo
     print(json.dumps({"kernels": verdicts}))
 
@@ -116,13 +116,12 @@ def report(device, method: str) -> dict:
     from flax import nnx
     from jax.sharding import SingleDeviceSharding
 
+    from failfast_jax import decoding
     from failfast_jax.config import GenerationConfig
-    from failfast_jax.decoding import round
     from failfast_jax.drafters import METHODS
-    from failfast_jax.models import quantization
-    from failfast_jax.models.attention import Execution
     from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
     from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
+    from failfast_jax.models.sharding import Execution
     from failfast_jax.models.transformer import Decoder
 
     platform = "tpu" if device.platform == "tpu" else "gpu"
@@ -169,26 +168,26 @@ def report(device, method: str) -> dict:
         config, bound() if method == "hybrid" else model(drafter_config), 512, platform
     )
     if scheme:
-        target = quantization.quantized(target, scheme)
-        drafter = drafter.replace(model=quantization.quantized(drafter.model, scheme))
-    plan = round.make_plan(drafter, platform=platform)
+        target = target.quantized(scheme)
+        drafter = drafter.replace(model=drafter.model.quantized(scheme))
+    plan = decoding.make_plan(drafter, platform=platform)
     batch = 2
 
     def init(target, drafter):
-        return round.init_state(
+        return decoding.init_state(
             target,
             drafter,
             tokens=jnp.zeros((batch, 512), jnp.int32),
             prompt_length=jnp.ones(batch, jnp.int32),
             max_new_tokens=jnp.ones(batch, jnp.int32),
-            eos=jnp.asarray(round.pad_eos((5,))),
-            sampling=round.greedy_sampling(batch),
+            eos=decoding.stop_tokens((5,), batch),
+            sampling=decoding.greedy_sampling(batch),
             capacity=512,
             plan=plan,
         )
 
     def generate(target, drafter, state, rounds):
-        return round.generate(target, drafter, state, rounds, plan=plan)
+        return decoding.generate(target, drafter, state, rounds, plan=plan)
 
     shapes = (target, drafter, jax.eval_shape(init, target, drafter), np.int32(0))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip), shapes)

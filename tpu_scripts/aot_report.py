@@ -40,10 +40,11 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 from failfast_jax.bench import limits, tpu_cost
-from failfast_jax.bench.acceptance import published_for
+from failfast_jax.bench.published import published_for
 from failfast_jax.bench.shapes import DRAFTERS, SHAPES, TARGETS
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding import accept, round
+from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.drafters import METHODS
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import tpu
@@ -113,8 +114,8 @@ class Compiler:
         self.target = self.model(case.target)
         self.drafter = self.model(case.drafter, drafter=True)
         if quantize is not None:
-            self.target = quantization.quantized(self.target, quantize)
-            self.drafter = quantization.quantized(self.drafter, quantize)
+            self.target = self.target.quantized(quantize)
+            self.drafter = self.drafter.quantized(quantize)
 
     def model(self, name: str, *, drafter: bool = False) -> Decoder:
         """A decoder of abstract bfloat16 arrays, each spread over the mesh."""
@@ -125,7 +126,7 @@ class Compiler:
         if drafter and self.replicate_drafter:
             execution = dataclasses.replace(execution, heads=None, mlp=None, vocab=None)
         model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-        model = sharding.with_execution(model, execution)
+        model = model.with_execution(execution)
         return jax.tree.map(self.array, model, sharding.parameter_specs(model, execution))
 
     def array(self, shape: Any, spec: P) -> jax.ShapeDtypeStruct:
@@ -136,7 +137,7 @@ class Compiler:
         case = self.case
         drafter = METHODS["failfast"].build(GenerationConfig(), self.drafter, self.target.config.vocab_size, "tpu")
         plan = round.make_plan(drafter, platform="tpu")
-        keep = sharding.Keeper(self.target, self.drafter)
+        keep = StatePlacement(self.target, self.drafter)
         sharding.check_batch(case.batch, self.mesh)
 
         def init(target, drafter):

@@ -29,13 +29,13 @@ import numpy as np
 from flax import nnx
 
 from failfast_jax.bench.prompts import PROMPTS
-from failfast_jax.checkpoints.loading import as_untrained_drafter, default_target_path
+from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding import round
+from failfast_jax.decoding import Drafter, round
 from failfast_jax.decoding.state import Draft
 from failfast_jax.defaults import load_pair
-from failfast_jax.drafters import Drafter
 from failfast_jax.engine import FailFast
+from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.platforms import machine
 

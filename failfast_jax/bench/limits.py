@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from failfast_jax.bench.acceptance import DATASETS, Statistics, published_for
+from failfast_jax.bench.published import DATASETS, Statistics, published_for
 from failfast_jax.bench.shapes import SHAPES, parameters
 from failfast_jax.models.config import ModelConfig
 

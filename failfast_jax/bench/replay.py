@@ -2,7 +2,7 @@
 
 The models have the shapes of Qwen2.5 and Fast-dLLM v2 and random weights, so their drafts mean nothing. How long
 each draft grows and how much of it the target accepts is therefore drawn beforehand, from a law fitted to the
-paper's statistics (`bench.acceptance`), and imposed on the real compiled round: the drafter's own expansion with
+paper's statistics (`bench.published`), and imposed on the real compiled round: the drafter's own expansion with
 a stopping rule that ends at the drawn length, the target's own verify, and picks overwritten so that exactly the
 drawn number of tokens agrees. Every pass of every model is executed; nothing leaves the device inside the loop.
 `vanilla` is timed in turn with it, from the same context on.
@@ -30,8 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from failfast_jax.bench import acceptance
-from failfast_jax.bench.acceptance import CHUNK, DATASETS, Law, Statistics, draw, extra_passes, fit, published_for
+from failfast_jax.bench import published
 from failfast_jax.bench.device import (
     MisfitError,
     abstract_caches,
@@ -43,6 +42,7 @@ from failfast_jax.bench.device import (
 )
 from failfast_jax.bench.figures import figure_class
 from failfast_jax.bench.limits import PASSES, cache_bytes, memory_limit, papers_speedup, pass_bytes, weight_bytes
+from failfast_jax.bench.published import CHUNK, DATASETS, Law, Statistics, draw, extra_passes, fit, published_for
 from failfast_jax.bench.replay_round import (
     Caches,
     Draws,
@@ -56,12 +56,13 @@ from failfast_jax.bench.replay_round import (
 )
 from failfast_jax.bench.shapes import DRAFTERS, SHAPES, TARGETS
 from failfast_jax.compilation import enable_compile_cache
-from failfast_jax.decoding import round
+from failfast_jax.decoding import Drafter, round
 from failfast_jax.decoding.state import RoundLog
-from failfast_jax.drafters import Drafter, Wide
-from failfast_jax.models.attention import KERNELS, Execution
+from failfast_jax.drafters.wide import Wide
+from failfast_jax.models.attention import KERNELS
 from failfast_jax.models.cache import round_up
 from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.sharding import Execution
 from failfast_jax.platforms import machine
 
 NOTICE = (
@@ -632,7 +633,7 @@ def run(args: argparse.Namespace) -> int:
         "what": NOTICE,
         "machine": host,
         "settings": dataclasses.asdict(settings),
-        "law": inspect.cleandoc(acceptance.__doc__),
+        "law": inspect.cleandoc(published.__doc__),
         "targets": [records[name] for name in names],
     }
     text = report(summary)

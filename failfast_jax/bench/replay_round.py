@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from failfast_jax.bench.acceptance import CHUNK
 from failfast_jax.bench.limits import pass_bytes
-from failfast_jax.decoding import round
+from failfast_jax.bench.published import CHUNK
+from failfast_jax.decoding import Drafter, round
 from failfast_jax.decoding.state import DecodeState, Draft, RoundLog, Sampling, Verified
-from failfast_jax.drafters import Chunk, Drafter, Wide
-from failfast_jax.drafters.diffusion import BlockState, gather_window
+from failfast_jax.decoding.windows import gather_window
+from failfast_jax.drafters import Chunk
+from failfast_jax.drafters.diffusion import BlockState
+from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Decoder

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from failfast_jax.bench.walks import Table, Text
-from failfast_jax.drafters import ConditionedDrafter, Drafter, Hybrid, Lookup, Wide
-from failfast_jax.drafters.hybrid import FIRST_WAIT, LONGEST_WAIT
-from failfast_jax.drafters.lookup import LONGEST_MATCH
+from failfast_jax.decoding import Drafter
+from failfast_jax.drafters.feature_block import ConditionedDrafter
+from failfast_jax.drafters.hybrid import FIRST_WAIT, LONGEST_WAIT, Hybrid
+from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup
+from failfast_jax.drafters.wide import Wide
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -34,13 +34,14 @@ from failfast_jax.bench import simulate
 from failfast_jax.bench.datasets import read_prompts
 from failfast_jax.bench.simulate import Answer, Costs, Lookups, Prediction, Replayed, Setting, chunk_key
 from failfast_jax.bench.walks import NO_LIMIT, Request, Table, Text, Walker, long_enough
-from failfast_jax.checkpoints.tuned import Settings, model_key, read_settings, write_settings
+from failfast_jax.checkpoints.tuned import TunedOptions, model_key, read_settings, write_settings
 from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding import Drafter
 from failfast_jax.defaults import load_pair
-from failfast_jax.drafters import Drafter, Hybrid, Lookup
+from failfast_jax.drafters.hybrid import Hybrid
+from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.engine import FailFast, Result
 from failfast_jax.errors import OptionError
-from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.platforms import machine
 
 TUNED, SUMMARY, RECORDS = "tuned.json", "summary.json", "records.jsonl"
@@ -87,7 +88,7 @@ def default_grid(engine: FailFast) -> Grid:
     """Values worth trying for a drafter."""
     taus = (0.3, 0.45, 0.6, 0.75, 0.9)
     hybrids = {"lookup_mins": (0, 2, 3, 4), "min_gains": (0.0, 0.5, 1.0, 1.5)}
-    if isinstance(engine.drafter, BoundConditioned):
+    if engine.drafter.kind == "conditioned":
         rows = engine.drafter.config.rows
         chunks = sorted({min(n, rows) for n in (2, 3, 4, 5, 7, 10, 15, rows)})
         caps = (None, *(n for n in (3, 5, 7, 10, 15) if n < rows))
@@ -613,7 +614,7 @@ def run(args: argparse.Namespace) -> int:
         "predicted_speedup": next(p.speedup for p in found if p.setting == chosen),
         **measured[chosen],
     }
-    tuned = Settings(
+    tuned = TunedOptions(
         path=args.out / TUNED,
         target={"name": args.target or "the default target", **model_key(engine.target)},
         drafter={"name": args.drafter or "the default drafter", **model_key(engine.drafter)},
@@ -703,7 +704,7 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         default=["humaneval"],
         metavar="humaneval|FILE.jsonl|selfgen FILE.npz",
-        help="calibration set, as of failfast_jax.bench.drafter",
+        help="calibration set, humaneval, FILE.jsonl or FILE.npz",
     )
     parser.add_argument("--limit", metavar="n", type=int, default=16, help="first n prompts (default 16)")
     parser.add_argument("--max-new-tokens", metavar="n", type=int, default=128)

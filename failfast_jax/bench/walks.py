@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.decoding import round
+from failfast_jax.decoding import Drafter, round
 from failfast_jax.decoding.accept import agreeing_prefix
 from failfast_jax.decoding.branches import when
 from failfast_jax.decoding.state import RUNNING, Committed, DecodeState, Draft
-from failfast_jax.drafters import Chunk, Drafter, Lookup, below_threshold
-from failfast_jax.drafters.lookup import longest_match
+from failfast_jax.drafters import Chunk, below_threshold
+from failfast_jax.drafters.lookup import Lookup, longest_match
 from failfast_jax.engine import FailFast
 from failfast_jax.models.cache import TILE, round_up
 from failfast_jax.models.transformer import Decoder

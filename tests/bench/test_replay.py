@@ -12,8 +12,8 @@ import pytest
 from tiny_models import diffusion_config, tiny_config
 from tpu_compile import CALLBACKS, HOST_TRANSFERS
 
-from failfast_jax.bench import acceptance, device, limits, replay
-from failfast_jax.bench.acceptance import DATASETS, draw, extra_passes, fit, published_for
+from failfast_jax.bench import device, limits, published, replay
+from failfast_jax.bench.published import DATASETS, draw, extra_passes, fit, published_for
 from failfast_jax.bench.replay_round import inject, schedule
 from failfast_jax.bench.shapes import SHAPES, parameters
 from failfast_jax.decoding import round
@@ -117,7 +117,7 @@ def test_the_joint_distribution_is_the_described_one():
 
 def test_no_law():
     with pytest.raises(ValueError, match=r"no law fits the mean = 2.0: it lies in \[0, 1\]"):
-        acceptance.solve(lambda x: x, 2.0, "the mean")
+        published.solve(lambda x: x, 2.0, "the mean")
 
 
 def test_extra_passes():

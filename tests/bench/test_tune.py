@@ -15,7 +15,7 @@ from tiny_models import diffusion_config, random_bound, random_model, tiny_confi
 from failfast_jax import FailFast, GenerationConfig, drafters
 from failfast_jax.bench import simulate, tune
 from failfast_jax.bench.simulate import Costs, Setting
-from failfast_jax.checkpoints.tuned import Settings, model_key, read_settings, write_settings
+from failfast_jax.checkpoints.tuned import TunedOptions, model_key, read_settings, write_settings
 from failfast_jax.decoding import round
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.errors import ConfigError, OptionError
@@ -173,7 +173,7 @@ def test_a_lookup_is_the_engines():
 
 
 def settings_file(engine, path, **decoding):
-    settings = Settings(
+    settings = TunedOptions(
         path=path,
         target={"name": "T", **model_key(engine.target)},
         drafter={"name": "D", **model_key(engine.drafter)},

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq
 
 CHUNK = 10
 """Tokens that an expansion adds (N): the paper's setting."""
@@ -58,7 +59,7 @@ class Statistics:
 
 
 @functools.cache
-def published() -> dict[str, Any]:
+def appendix_b() -> dict[str, Any]:
     """Appendix B, and the authors' latency constants."""
     path = Path(__file__).parent / "data" / "failfast_appendix_b.json"
     return json.loads(path.read_text(encoding="utf-8"))
@@ -73,7 +74,7 @@ def published_for(target: str, dataset: str) -> Statistics:
     names = {name.lower(): name for name in DATASETS}
     if dataset.lower() not in names:
         raise ValueError(f"--dataset {dataset}: must be among {', '.join(names)}")
-    dataset, table = names[dataset.lower()], published()
+    dataset, table = names[dataset.lower()], appendix_b()
     source = _PUBLISHED.get(target, _STAND_IN)
     row = table[source]["failfast"][dataset]
     latency = table["authors_latency_ms"]
@@ -139,13 +140,10 @@ def solve(function: Callable[[float], float], wanted: float, what: str) -> float
     Raises:
       ValueError: there is none.
     """
-    low, high = 0.0, 1.0
-    if not function(low) <= wanted <= function(high):
-        raise ValueError(f"no law fits {what} = {wanted}: it lies in [{function(low):.3g}, {function(high):.3g}]")
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if function(middle) < wanted else (low, middle)
-    return (low + high) / 2
+    low, high = function(0.0), function(1.0)
+    if not low <= wanted <= high:
+        raise ValueError(f"no law fits {what} = {wanted}: it lies in [{low:.3g}, {high:.3g}]")
+    return brentq(lambda x: function(x) - wanted, 0.0, 1.0)
 
 
 @functools.cache

@@ -10,7 +10,8 @@ import pytest
 from checkpoint_files import GOLDEN, GOLDEN_NAMES
 
 from failfast_jax import FailFast, decoding
-from failfast_jax.drafters import Aligned, Wide
+from failfast_jax.drafters.aligned import Aligned
+from failfast_jax.drafters.wide import Wide
 
 DIFFUSION = [name for name in GOLDEN_NAMES if name.startswith("fast_dllm")]
 TARGETS = [name for name in GOLDEN_NAMES if name not in DIFFUSION]

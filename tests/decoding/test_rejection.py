@@ -15,7 +15,8 @@ from tiny_models import diffusion_config, random_model, tiny_config
 from failfast_jax import FailFast, decoding
 from failfast_jax.decoding import accept
 from failfast_jax.decoding.state import Sampling
-from failfast_jax.drafters import Autoregressive, Wide
+from failfast_jax.drafters.autoregressive import Autoregressive
+from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
 
 SAMPLES = 200_000

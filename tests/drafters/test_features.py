@@ -13,7 +13,8 @@ from jaxtyping import Array, Float
 from tiny_models import VOCAB, random_model, tiny_config
 
 from failfast_jax import decoding
-from failfast_jax.drafters import Drafter, Lookup
+from failfast_jax.decoding import Drafter
+from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.kernels.reference import dense_attention
 from failfast_jax.models.rope import rotary, rotated_heads
 

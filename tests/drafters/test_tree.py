@@ -14,8 +14,7 @@ from failfast_jax import FailFast, GenerationConfig, decoding
 from failfast_jax.decoding import accept
 from failfast_jax.decoding import tree as trees
 from failfast_jax.decoding.state import Alternatives, Draft, Sampling, Tree
-from failfast_jax.drafters import TreeDrafter
-from failfast_jax.drafters.tree import grow
+from failfast_jax.drafters.tree import TreeDrafter, grow
 from failfast_jax.errors import OptionError
 from failfast_jax.models.attention import TreeMask
 

@@ -125,8 +125,9 @@ def function_key(function: Callable) -> Hashable:
         bound = [*enumerate(function.args), *sorted(function.keywords.items())]
         return function_key(function.func), tuple((name, _static_key(function, name, value)) for name, value in bound)
     if inspect.isfunction(function):
-        if function.__closure__:
-            names = ", ".join(function.__code__.co_freevars)
+        own = inspect.unwrap(function)  # what a decorator closes over, such as a type checker's, says nothing
+        if own.__closure__:
+            names = ", ".join(own.__code__.co_freevars)
             raise TypeError(f"{function.__qualname__} closes over {names}: bind them with functools.partial")
         return function
     if dataclasses.is_dataclass(function) and type(function).__dataclass_params__.frozen:

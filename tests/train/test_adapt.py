@@ -13,7 +13,7 @@ from block_texts import BLOCK, MASK, WIDTH, draw, model, quick_jit, random_token
 from tiny_models import VOCAB, random_model, tiny_config
 
 from failfast_jax.decoding.state import Committed
-from failfast_jax.drafters.diffusion import Wide
+from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.rope import rotary, rotated_heads
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.adapt import AdaptationOptions, loss

@@ -27,6 +27,7 @@ from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.encoding import Message, Prompt, encode, separate
 from failfast_jax.errors import ConfigError, NonFiniteError, OptionError, PromptError
 from failfast_jax.models import sharding
+from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.results import Result, Round, Stats, StreamEvent
 from failfast_jax.runtime import Progress, Request, RowLog, Runtime, Session
@@ -76,7 +77,7 @@ class FailFast:
     def __init__(
         self,
         target: Decoder | str | os.PathLike,
-        drafter: Decoder | BoundConditioned | str | os.PathLike | None = None,
+        drafter: DrafterModel | str | os.PathLike | None = None,
         *,
         tokenizer: Any = None,
         drafter_tokenizer: Any = None,

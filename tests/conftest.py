@@ -1,5 +1,6 @@
 """Shared by all tests. Its presence puts this folder on the import path, for helpers such as `checkpoint_files`."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -11,6 +12,12 @@ os.environ.setdefault(
     str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "failfast_jax_tests"),
 )
 
+from jaxtyping import install_import_hook
+
+# Annotations are checked in every test: this comes before the first import of the package.
+install_import_hook("failfast_jax", "type_checks.check")
+
+import jax
 from checkpoint_files import GOLDEN
 from hypothesis import settings
 
@@ -33,3 +40,14 @@ def golden_model():
         return models[name]
 
     return get
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs(request):
+    """Lets go of a file's compiled programs behind its last test: they are what makes a worker grow."""
+    yield
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+    jax.clear_caches()
+    gc.collect()

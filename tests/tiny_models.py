@@ -12,7 +12,7 @@ from flax import nnx
 
 from failfast_jax.checkpoints.loading import bind
 from failfast_jax.decoding import accept
-from failfast_jax.decoding.state import Sampling
+from failfast_jax.decoding.state import Committed, Sampling
 from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
 from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
 from failfast_jax.models.transformer import Decoder
@@ -84,6 +84,22 @@ def random_bound(target: Decoder, *, rows: int = 5, seed: int = 0) -> BoundCondi
     rng = np.random.default_rng(seed)
     values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.3, x.dtype), state)
     return bind(nnx.merge(graph, values), target, np.arange(VOCAB))
+
+
+def committed(
+    texts: list[list[int]], width: int, room: int | np.ndarray, *, prompts: list[int] | None = None, **changes: Any
+) -> Committed:
+    """What a drafter sees of texts, in a buffer of `width` tokens; behind a text its own tokens come again."""
+    length = np.asarray([len(text) for text in texts], np.int32)
+    view = Committed(
+        tokens=jnp.asarray(np.stack([np.resize(text, width) for text in texts]), jnp.int32),
+        length=jnp.asarray(length),
+        prompt_length=jnp.asarray(length if prompts is None else prompts, jnp.int32),
+        room=jnp.broadcast_to(jnp.asarray(room, jnp.int32), length.shape),
+        running=jnp.ones(len(texts), bool),
+        eos=jnp.full(8, -1, jnp.int32),
+    )
+    return view.replace(**changes)
 
 
 @jax.jit

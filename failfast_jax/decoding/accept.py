@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from failfast_jax.decoding.state import Sampling
 
@@ -20,14 +20,19 @@ DRAFTING, ACCEPTING, RESAMPLING = 1, 2, 3
 """Streams of a position's randomness that the second rule uses; the target's own picks have the key itself."""
 
 
-def argmax(logits: Float[Array, "*R V"]) -> Int[Array, "*R"]:
-    """Index of the largest logit, the lowest one on ties.
+def argmax(logits: Float[Array, "*R V"], *, of_nan: int = -1) -> Int[Array, "*R"]:
+    """Index of the largest logit, the lowest one on ties; `V + of_nan` where a logit is NaN.
 
     Two plain reductions instead of XLA's (value, index) one, which does not vectorise on CPU.
     """
     best = logits.max(-1, keepdims=True)
     vocab = logits.shape[-1]
-    return jnp.min(jnp.where(logits == best, jnp.arange(vocab, dtype=jnp.int32), vocab - 1), axis=-1)
+    return jnp.min(jnp.where(logits == best, jnp.arange(vocab, dtype=jnp.int32), vocab + of_nan), axis=-1)
+
+
+def target_argmax(logits: Float[Array, "*R V"]) -> Int[Array, "*R"]:
+    """As `argmax`; V, which is no token, where a logit is NaN: the round ends the sequence there."""
+    return argmax(logits, of_nan=0)
 
 
 def argmax_and_confidence(logits: Float[Array, "*R V"]) -> tuple[Int[Array, "*R"], Float[Array, "*R"]]:
@@ -45,7 +50,7 @@ def forbid(logits: Float[Array, "*R V"], mask_token: int | None, vocab: int) -> 
     return jnp.where(allowed, logits, -jnp.inf)
 
 
-def _largest(value_bits: int, holds, shape) -> Int[Array, "*R"]:
+def _largest(value_bits: int, holds, shape) -> UInt[Array, "*R"]:
     """Largest unsigned integer of `value_bits` bits for which the monotone predicate `holds`, bit by bit."""
 
     def body(index, found):
@@ -66,7 +71,9 @@ def filtered_logits(
     Thresholds are found by bisection over the floats' bit patterns instead of a sort of the
     vocabulary: exact, except that all tokens tied with the last kept one are kept.
     """
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[..., None]
+    # Differences from the best logit, so that no temperature makes it overflow; one of 1e-30 is argmax up to ties.
+    scaled = logits - jnp.max(logits, -1, keepdims=True)
+    scaled = scaled / jnp.where(temperature > 0, jnp.maximum(temperature, 1e-30), 1.0)[..., None]
     shape = scaled.shape[:-1]
     bits = jax.lax.bitcast_convert_type(scaled, jnp.uint32)
     ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
@@ -115,7 +122,7 @@ def gumbel_noise(
 
 
 def pick(logits: Float[Array, "B W V"], positions: Int[Array, "B W"], sampling: Sampling) -> Int[Array, "B W"]:
-    """The target's own token for each position (Gumbel-max; argmax at temperature 0).
+    """The target's own token for each position (Gumbel-max; argmax at temperature 0), or V where logits are NaN.
 
     Args:
       logits: float32 logits that score `positions`.
@@ -123,11 +130,11 @@ def pick(logits: Float[Array, "B W V"], positions: Int[Array, "B W"], sampling: 
     """
 
     def sampled():
-        noisy = argmax(filtered_for(logits, sampling) + gumbel_noise(sampling, positions, logits.shape[-1]))
-        return jnp.where(sampling.temperature[:, None] > 0, noisy, argmax(logits))
+        noisy = target_argmax(filtered_for(logits, sampling) + gumbel_noise(sampling, positions, logits.shape[-1]))
+        return jnp.where(sampling.temperature[:, None] > 0, noisy, target_argmax(logits))
 
     # Noise for the whole vocabulary is dear on CPU: only when some sequence samples.
-    return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, lambda: argmax(logits))
+    return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, lambda: target_argmax(logits))
 
 
 def sample_draft(
@@ -184,10 +191,10 @@ def pick_or_reject(
         rest = jnp.maximum(p - q, 0.0)
         # Where p and q are equal up to rounding nothing may be left to sample from.
         rest = jnp.where(drafted[..., None] & (rest > 0).any(-1, keepdims=True), rest, p)
-        own = argmax(jnp.log(rest) + gumbel_noise(sampling, positions, vocab, RESAMPLING))
-        return jnp.where(sampling.temperature[:, None] > 0, jnp.where(keep, draft, own), argmax(logits))
+        own = target_argmax(jnp.log(rest) + gumbel_noise(sampling, positions, vocab, RESAMPLING))
+        return jnp.where(sampling.temperature[:, None] > 0, jnp.where(keep, draft, own), target_argmax(logits))
 
-    return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, lambda: argmax(logits))
+    return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, lambda: target_argmax(logits))
 
 
 def agreeing_prefix(
@@ -200,16 +207,16 @@ def agreeing_prefix(
 
 
 def emitted_count(
-    picks: Int[Array, "B M1"], accepted: Int[Array, " B"], left: Int[Array, " B"], eos: Int[Array, " N"]
-) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    picks: Int[Array, "B M1"], accepted: Int[Array, " B"], left: Int[Array, " B"], eos: Int[Array, "B N"]
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Tokens of `picks` that are emitted: `accepted + 1`, cut after the first EOS and at `left`.
 
     Returns:
-      The count, and whether (1 or 0) the last emitted token is an EOS.
+      The count, and whether the last emitted token is an EOS.
     """
-    is_eos = (picks[..., None] == eos).any(-1)
+    is_eos = (picks[..., None] == eos[:, None]).any(-1)
     count = jnp.minimum(accepted + 1, left)
     inside = is_eos & (jnp.arange(picks.shape[1]) < count[:, None])
     first = jnp.argmax(inside, axis=1)
     stopped = inside.any(1)
-    return jnp.where(stopped, first + 1, count), stopped.astype(jnp.int32)
+    return jnp.where(stopped, first + 1, count), stopped

@@ -11,18 +11,21 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Int
 
 Carry = TypeVar("Carry")
 
 
-def when(condition: Bool[Array, ""], branch: Callable[[Carry], Carry], carry: Carry) -> Carry:
+def when(condition: Bool[ArrayLike, ""], branch: Callable[[Carry], Carry], carry: Carry) -> Carry:
     """`branch(carry)` if `condition`, else `carry`: a `lax.cond` without copies."""
     once = (jnp.asarray(condition), carry)
     return jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), branch(c[1])), once)[1]
 
 
-def one_of(index: Int[Array, ""], branches: Sequence[Callable[[Carry], Carry]], carry: Carry) -> Carry:
+def one_of(
+    index: Int[ArrayLike, ""] | Bool[ArrayLike, ""], branches: Sequence[Callable[[Carry], Carry]], carry: Carry
+) -> Carry:
     """`branches[index](carry)`: a `lax.switch` without copies. A single branch is taken whatever the index."""
     if len(branches) == 1:
         return branches[0](carry)

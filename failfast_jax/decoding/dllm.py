@@ -6,9 +6,12 @@ confidence. Every denoising pass and the storing pass of a full block run the sa
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding import accept as acceptance
@@ -17,6 +20,18 @@ from failfast_jax.decoding.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, 
 from failfast_jax.drafters.diffusion import SmallBlock, gather_rows, gather_window, holes, place
 from failfast_jax.models.cache import TILE, KVCache, round_up
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.options import MethodOptions, option
+
+
+@dataclasses.dataclass(frozen=True)
+class DllmOptions(MethodOptions):
+    """Options of `dllm`."""
+
+    summary = "block diffusion on its own (--target names the model); not lossless against anything"
+    threshold: float = option(1.0, "a pass fills positions above it, and the best", least=0, most=1)
+    block_size: int | None = option(None, "block of the diffusion model (as in its config)", least=2)
+    small_block_size: int = option(8, "positions unmasked together", least=1)
+    block_cache: bool = option(False, "cache inside the block")
 
 
 @flax.struct.dataclass
@@ -55,10 +70,10 @@ class DiffusionState:
 def init_state(
     model: Decoder,
     *,
-    tokens: Int[Array, "B P"],
-    prompt_length: Int[Array, " B"],
+    tokens: Int[ArrayLike, "B P"],
+    prompt_length: Int[ArrayLike, " B"],
     max_blocks: Int[Array, " B"],
-    eos: Int[Array, " N"],
+    eos: Int[ArrayLike, " N"],
     sampling: Sampling,
     capacity: int,
     block_rounds: int,
@@ -87,7 +102,7 @@ def init_state(
     )
 
 
-def prefill_chunk(model: Decoder, state: DiffusionState, start: Int[Array, ""], *, width: int) -> DiffusionState:
+def prefill_chunk(model: Decoder, state: DiffusionState, start: Int[ArrayLike, ""], *, width: int) -> DiffusionState:
     """Caches prompt positions `start .. start + width - 1`, `start` and `width` multiples of the block."""
     tokens = jax.lax.dynamic_slice_in_dim(state.text, start, width, axis=1)
     _, cache, _ = model.window(tokens, state.cache, jnp.full_like(state.at, start), start + width)
@@ -118,7 +133,7 @@ def _propose(model: Decoder, hidden: Float[Array, "B R E"], positions: Int[Array
 
 
 def step(
-    model: Decoder, state: DiffusionState, threshold: Float[Array, ""], *, small_block: int, block_cache: bool
+    model: Decoder, state: DiffusionState, threshold: Float[ArrayLike, ""], *, small_block: int, block_cache: bool
 ) -> DiffusionState:
     """One forward pass for every running sequence: over its block, or over its small block (`block_cache`)."""
     block, mask_token = model.config.block_size, model.config.mask_token_id
@@ -192,8 +207,8 @@ def step(
 def generate(
     model: Decoder,
     state: DiffusionState,
-    threshold: Float[Array, ""],
-    steps: Int[Array, ""],
+    threshold: Float[ArrayLike, ""],
+    steps: Int[ArrayLike, ""],
     *,
     small_block: int,
     block_cache: bool,

@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import flax.struct
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
 
-from failfast_jax.decoding.state import Committed, Draft
-
-
-@flax.struct.dataclass
-class Chunk:
-    """What a stopping rule sees after each expansion of a draft."""
-
-    confidence: Float[Array, "B N"]
-    """Confidence of the tokens that the last pass drafted."""
-    drafted: Int[Array, " B"]
-    """Draft length, those tokens included."""
-    tau: Float[Array, ""]
-    """The drafter's threshold."""
-
-
-class StopRule(Protocol):
-    """Decides per sequence whether a draft stops growing. Must be traceable."""
-
-    def __call__(self, chunk: Chunk) -> Bool[Array, " B"]: ...
-
-
-def below_threshold(chunk: Chunk) -> Bool[Array, " B"]:
-    """The paper's rule: stop once any confidence of the last chunk is below tau."""
-    return jnp.any(chunk.confidence < chunk.tau, axis=1)
+from failfast_jax.decoding.state import Committed, Draft, Outcome
 
 
 @flax.struct.dataclass
@@ -69,11 +46,16 @@ class Drafter:
         return False
 
     @property
+    def drafts_trees(self) -> bool:
+        """Whether drafts are trees (`Draft.tree`), which another verifier takes."""
+        return False
+
+    @property
     def feature_layers(self) -> tuple[int, ...]:
         """Target layers whose residual stream `prefill` and `commit` receive."""
         return ()
 
-    def with_corpus(self, tokens: Int[Array, " C"]) -> Drafter:
+    def with_corpus(self, tokens: Int[ArrayLike, " C"]) -> Drafter:
         """The drafter, knowing earlier texts (-1 behind each), if it has a use for them."""
         del tokens
         return self
@@ -87,7 +69,7 @@ class Drafter:
         self,
         state: Any,
         committed: Committed,
-        start: Int[Array, ""],
+        start: Int[ArrayLike, ""],
         width: int,
         features: Float[Array, "B W F E"],
     ) -> Any:
@@ -98,34 +80,25 @@ class Drafter:
         del committed, start, width, features
         return state
 
-    def draft(
-        self, state: Any, committed: Committed, stop: StopRule | None = None, begun: Draft | None = None
-    ) -> tuple[Draft, Any]:
+    def draft(self, state: Any, committed: Committed, begun: Draft | None = None) -> tuple[Draft, Any]:
         """Proposes tokens for positions `length ...` of every running sequence.
 
         Args:
-          stop: replaces the expansion's stopping rule; None for the drafter's own.
           begun: first part of the draft, from another source: an expanding drafter goes on behind it.
 
         Raises:
-          ValueError: a stopping rule or a begun draft was given to a drafter that does not expand.
+          ValueError: a begun draft was given to a drafter that does not expand.
         """
-        self._refuse_expansion(stop, begun)
+        self._refuse(begun)
         return Draft.empty(committed.length.shape[0], 0), state
 
-    def _refuse_expansion(self, stop: StopRule | None, begun: Draft | None) -> None:
-        if stop is not None:
-            raise ValueError(f"{type(self).__name__} does not expand its drafts: it takes no stopping rule")
+    def _refuse(self, begun: Draft | None) -> None:
         if begun is not None:
             raise ValueError(f"{type(self).__name__} does not expand its drafts: it cannot go on with another's")
 
-    def commit(self, state: Any, before: Committed, after: Committed, features: Float[Array, "B M1 F E"]) -> Any:
-        """Learns what became of the draft.
-
-        `features` belong to positions `before.length - 1 ...`; final for the first
-        `after.length - before.length` of them.
-        """
-        del before, after, features
+    def commit(self, state: Any, outcome: Outcome) -> Any:
+        """Learns what became of the draft."""
+        del outcome
         return state
 
 

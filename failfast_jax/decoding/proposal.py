@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from failfast_jax.decoding.accept import argmax, argmax_and_confidence, sample_draft
 from failfast_jax.decoding.state import Alternatives, Draft, Sampling
@@ -35,25 +35,6 @@ def propose(
     if alternatives:
         extras["alternatives"] = runners_up(logits, alternatives)
     return tokens, confidence, extras
-
-
-def above_threshold(
-    confidence: Float[Array, "B M"], masked: Bool[Array, "B M"], threshold: Float[Array, ""]
-) -> Bool[Array, "B M"]:
-    """Fast-dLLM's rule for what a pass fills: masked positions above `threshold`, and always the best one."""
-    confidence = jnp.where(masked, confidence, -1.0)
-    best = jnp.arange(confidence.shape[1]) == jnp.argmax(confidence, 1)[:, None]
-    return masked & (best | (confidence > threshold))
-
-
-def most_confident(
-    confidence: Float[Array, "B M"], masked: Bool[Array, "B M"], count: Int[Array, "*#B"]
-) -> Bool[Array, "B M"]:
-    """SpecDiff's: the `count` masked positions of the highest confidence, the earlier ones on ties."""
-    value = jnp.where(masked, confidence, -1.0)
-    at = jnp.arange(value.shape[1])
-    ahead = (value[:, None] > value[..., None]) | ((value[:, None] == value[..., None]) & (at < at[:, None]))
-    return masked & (ahead.sum(-1) < jnp.asarray(count)[..., None])
 
 
 def runners_up(logits: Float[Array, "B N U"], count: int) -> Alternatives:

@@ -6,12 +6,13 @@ from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from failfast_jax.models.cache import KVCache
 
-RUNNING, FINISHED_EOS, FINISHED_LENGTH = 0, 1, 2
-"""Values of `DecodeState.finish`."""
+RUNNING, FINISHED_EOS, FINISHED_LENGTH, FAILED = 0, 1, 2, 3
+"""Values of `DecodeState.finish`. FAILED: the target's logits are not finite, so that there is no next token."""
 
 MAX_EOS_TOKENS = 8
 
@@ -20,15 +21,15 @@ MAX_EOS_TOKENS = 8
 class Sampling:
     """How the target picks its own token; per sequence, so that a batch may mix settings."""
 
-    temperature: Float[Array, " B"]
+    temperature: Float[ArrayLike, " B"]
     """0 is greedy."""
-    top_k: Int[Array, " B"]
+    top_k: Int[ArrayLike, " B"]
     """Keep the k best logits; 0 keeps all."""
-    top_p: Float[Array, " B"]
+    top_p: Float[ArrayLike, " B"]
     """Keep the smallest set of best tokens with at least this probability, after top-k; 1 keeps all."""
-    seed: UInt[Array, " B"]
+    seed: UInt[ArrayLike, " B"]
     """Randomness is a function of (seed, sequence, position) only."""
-    sequence: Int[Array, " B"]
+    sequence: Int[ArrayLike, " B"]
     """Index of the sequence in its request."""
 
 
@@ -92,15 +93,18 @@ class Verified:
     """The target's own token after the last committed one (column 0) and after each drafted one."""
     features: Float[Array, "B M1 F E"]
     """Residual stream of the requested target layers at the verified positions `length - 1 ...`."""
+    finite: Bool[Array, "B M1"]
+    """Whether the logits behind each pick are numbers."""
+    accepted: Int[Array, " B"]
+    """Leading drafted tokens that the target agrees with (of a tree: nodes of the longest such path, along which
+    `picks` and `features` lie)."""
     passes: Int[Array, ""]
     """Forward passes of the target."""
-    accepted: Int[Array, " B"] | None = None
-    """Of a tree: length of the longest path that the target agrees with, along which `picks` and `features` lie."""
 
 
 @flax.struct.dataclass
 class RoundLog:
-    """One row a round; a sequence's rounds are rows 0 .. its own count - 1."""
+    """One row a round; each sequence's rounds are rows 0 .. its own count - 1, whenever it joined the batch."""
 
     drafted: Int[Array, "B R M"]
     confidence: Float[Array, "B R M"]
@@ -113,26 +117,29 @@ class RoundLog:
     """Drafter passes."""
     rounds: Int[Array, " B"]
     """Rounds in which the sequence was still running."""
-    round: Int[Array, ""]
-    """Rounds of the batch so far."""
+    target_passes: Int[Array, " B"]
+    """Forward passes of the target in these rounds, prefill not counted."""
     drafter_passes: Int[Array, ""]
     """Forward passes of the drafter over the batch, prefill not counted."""
-    target_passes: Int[Array, ""]
-    """Forward passes of the target over the batch, prefill not counted."""
+    round: Int[Array, ""]
+    """Rounds of the batch so far."""
 
     @classmethod
     def zeros(cls, batch: int, rounds: int, max_draft: int) -> RoundLog:
+        def counts(*shape: int) -> Int[Array, "..."]:
+            return jnp.zeros(shape, jnp.int32)
+
         return cls(
-            drafted=jnp.zeros((batch, rounds, max_draft), jnp.int32),
+            drafted=counts(batch, rounds, max_draft),
             confidence=jnp.zeros((batch, rounds, max_draft), jnp.float32),
-            draft_length=jnp.zeros((batch, rounds), jnp.int32),
-            accepted=jnp.zeros((batch, rounds), jnp.int32),
-            emitted=jnp.zeros((batch, rounds), jnp.int32),
-            passes=jnp.zeros((batch, rounds), jnp.int32),
-            rounds=jnp.zeros((batch,), jnp.int32),
-            round=jnp.zeros((), jnp.int32),
-            drafter_passes=jnp.zeros((), jnp.int32),
-            target_passes=jnp.zeros((), jnp.int32),
+            draft_length=counts(batch, rounds),
+            accepted=counts(batch, rounds),
+            emitted=counts(batch, rounds),
+            passes=counts(batch, rounds),
+            rounds=counts(batch),
+            target_passes=counts(batch),
+            drafter_passes=counts(),
+            round=counts(),
         )
 
 
@@ -149,10 +156,24 @@ class Committed:
     """Longest draft that still fits: capacity - length - 1, at least 0."""
     running: Bool[Array, " B"]
     """Sequences that are not finished; the others' drafts are ignored."""
-    eos: Int[Array, " N"]
+    eos: Int[Array, "B N"]
     """Stop token ids, padded with -1."""
     sampling: Sampling | None = None
     """For drafters that sample."""
+
+
+@flax.struct.dataclass
+class Outcome:
+    """What became of a draft."""
+
+    before: Committed
+    """What the draft continued."""
+    after: Committed
+    draft: Draft
+    agreed: Int[Array, " B"]
+    """Leading tokens of `draft` that are now part of the text. (Of a tree that took a branch: those before it.)"""
+    features: Float[Array, "B M1 F E"]
+    """The target's, of positions `before.length - 1 ...`; final for the first `after.length - before.length`."""
 
 
 @flax.struct.dataclass
@@ -167,13 +188,13 @@ class DecodeState:
     max_length: Int[Array, " B"]
     """Length at which the sequence stops: prompt + max_new_tokens, at most the capacity."""
     finish: Int[Array, " B"]
-    """RUNNING, FINISHED_EOS or FINISHED_LENGTH."""
-    eos: Int[Array, " N"]
+    """RUNNING, FINISHED_EOS, FINISHED_LENGTH or FAILED."""
+    eos: Int[Array, "B N"]
     """Stop token ids, padded with -1."""
     sampling: Sampling
     target: KVCache
     drafter: Any
-    """The drafter's own state, see `drafters.base`."""
+    """The drafter's own state, see `decoding.drafter`."""
     log: RoundLog
     capacity: int = flax.struct.field(pytree_node=False)
     """Most tokens that a sequence may hold."""

@@ -2,62 +2,57 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import flax.struct
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, Int
 
 from failfast_jax.decoding.accept import forbid
 from failfast_jax.decoding.branches import one_of
-from failfast_jax.decoding.drafter import Chunk, Drafter, StopRule, below_threshold
-from failfast_jax.decoding.proposal import Extras, no_extras, propose, put
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.expand import Chunk, Growth, expand
+from failfast_jax.decoding.proposal import no_extras, propose
 from failfast_jax.decoding.state import Draft
-from failfast_jax.drafters.diffusion import gather_rows, gather_window
+from failfast_jax.decoding.stopping import BelowThreshold, Never, StopRule
+from failfast_jax.decoding.windows import gather_rows, gather_window, place
+from failfast_jax.drafters.failfast import lengths
 from failfast_jax.models.cache import KVCache
+from failfast_jax.models.drafter_model import AUTOREGRESSIVE
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option, require
 
 
 @flax.struct.dataclass
 class AutoregressiveState:
+    """State of the drafter."""
+
     cache: KVCache
     cached: Int[Array, " B"]
     """Leading positions whose keys and values are final; `length - 1` or `length - 2` at a round's start."""
-
-
-@flax.struct.dataclass
-class _Growth:
-    """Carry of the drafting loop. All sequences draft in step, also those whose draft is complete."""
-
-    text: Int[Array, "B T"]
-    """Committed and drafted tokens."""
-    confidence: Float[Array, "B M"]
-    extras: Extras
-    cache: KVCache
-    steps: Int[Array, ""]
-    """Passes so far, one token each."""
-    drafted: Int[Array, " B"]
-    growing: Bool[Array, " B"]
+    memory: Any
+    """The stopping rule's."""
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class Autoregressive(Drafter):
-    """Drafts one token a pass: `spec_len` tokens, or more while it is confident. Greedy at every temperature, unless
+    """Drafts one token a pass: `spec_len` tokens, or more while its rule lets it. Greedy at every temperature, unless
     `sampled`.
 
-    With a `tau` every `spec_len` tokens are a chunk of the paper's Algorithm 1: the draft grows by another chunk
-    while every confidence of the last one is at least `tau` and another one fits `max_spec_len`.
+    Every `spec_len` tokens are a chunk of the paper's Algorithm 1: the draft grows by another chunk while one fits
+    `max_spec_len` and the rule does not stop it.
     """
 
     model: Decoder
     vocab: int = flax.struct.field(pytree_node=False)
     """Ids at or above it are never drafted (the target lacks them)."""
-    tau: Float[Array, ""] | None = None
-    """Confidence below which a draft stops growing; None: all drafts have `spec_len` tokens."""
+    rule: StopRule = Never()
     spec_len: int = flax.struct.field(pytree_node=False, default=10)
-    max_spec_len: int = flax.struct.field(pytree_node=False, default=20)
-    """Longest draft where `tau` is given."""
+    max_spec_len: int | None = flax.struct.field(pytree_node=False, default=None)
+    """Longest draft; None: all have `spec_len` tokens."""
     first_width: int = flax.struct.field(pytree_node=False, default=4)
     """Width of a pass over two tokens: the narrowest that the hardware likes."""
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
@@ -73,94 +68,99 @@ class Autoregressive(Drafter):
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        longest = self.spec_len if self.tau is None else self.max_spec_len
-        return tuple(range(self.spec_len, longest + 1, self.spec_len))
+        return tuple(range(self.spec_len, (self.max_spec_len or self.spec_len) + 1, self.spec_len))
 
     @property
     def window(self) -> int:
         return self.max_draft + self.first_width
 
     def init(self, batch, capacity):
-        cache = self.model.init_cache(batch, capacity)
-        return AutoregressiveState(cache=cache, cached=jnp.zeros((batch,), jnp.int32))
+        return AutoregressiveState(
+            cache=self.model.init_cache(batch, capacity),
+            cached=jnp.zeros((batch,), jnp.int32),
+            memory=self.rule.init(batch),
+        )
 
     def prefill(self, state, committed, start, width, features):
         del features
-        tokens = jax.lax.dynamic_slice_in_dim(committed.tokens, start, width, axis=1)
         starts = jnp.full_like(committed.length, start)
+        tokens = gather_window(committed.tokens, starts, width)
         _, cache, _ = self.model.window(tokens, state.cache, starts, start + width)
         cached = jnp.minimum(committed.length - 1, jnp.maximum(state.cached, start + width))
-        return AutoregressiveState(cache=cache, cached=cached)
+        return state.replace(cache=cache, cached=cached)
 
-    def draft(self, state, committed, stop=None, begun=None):
-        self._refuse_expansion(stop if self.tau is None else None, begun)
-        rule: StopRule = stop or below_threshold
+    def draft(self, state, committed, begun=None):
+        self._refuse(begun)
         batch = committed.length.shape[0]
-        active = committed.running & (committed.room > 0)
-        columns = jnp.arange(committed.tokens.shape[1])
+        offsets = jnp.arange(self.max_draft)
 
-        def step(width, text, cache, front, cached):
-            """One pass over the tokens `cached .. front-1` (at most `width`); drafts position `front`."""
-            tokens = gather_window(text, cached, width)
-            live = jnp.max(jnp.where(active, cached + width, 0))
-            hidden, cache, _ = self.model.window(tokens, cache, cached, live)
-            last = gather_rows(hidden, jnp.clip(front - 1 - cached, 0, width - 1)[:, None])
-            logits = forbid(self.model.logits_of(last), None, self.vocab)
-            token, confidence, extras = propose(logits, front[:, None], committed.sampling, sampled=self.sampled)
-            return jnp.where(columns == front[:, None], token, text), confidence[:, 0], extras, cache
+        def one_pass(growth: Growth) -> tuple[Chunk, AutoregressiveState]:
+            """Over the one or two tokens in front of the next position that are new to the model."""
+            cache, cached = growth.model.cache, growth.model.cached
+            front = committed.length + growth.drafted
+            text = place(committed.tokens, committed.length, growth.tokens, offsets < growth.drafted[:, None])
 
-        def grown(growth: _Growth, text, confidence, extras, cache) -> _Growth:
-            """The draft with one token more, which may have completed a chunk."""
-            steps = growth.steps + 1
-            confidences = growth.confidence.at[:, growth.steps].set(confidence)
-            drafted = jnp.where(growth.growing, steps, growth.drafted)
-            stopped = (drafted + self.spec_len > self.max_draft) | (drafted >= committed.room)
-            if self.tau is not None:
-                chunk = jax.lax.dynamic_slice_in_dim(confidences, steps - self.spec_len, self.spec_len, axis=1)
-                stopped |= rule(Chunk(confidence=chunk, drafted=drafted, tau=self.tau))
-            stopped &= steps % self.spec_len == 0
-            growing = growth.growing & ~stopped
-            return _Growth(
-                text=text,
-                confidence=confidences,
-                extras=put(growth.extras, jnp.full((batch, 1), growth.steps), extras),
-                cache=cache,
-                steps=steps,
-                drafted=drafted,
-                growing=growing,
-            )
+            def over(width: int):
+                def branch(carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
+                    live = jnp.max(jnp.where(growth.growing, cached + width, 0))
+                    hidden, cache, _ = self.model.window(gather_window(text, cached, width), carry[1], cached, live)
+                    return gather_rows(hidden, jnp.clip(front - 1 - cached, 0, width - 1)[:, None]), cache
 
-        def body(growth: _Growth) -> _Growth:
-            front = committed.length + growth.steps
-            return grown(growth, *step(1, growth.text, growth.cache, front, front - 1))
+                return branch
 
-        def first(width):
-            return lambda carry: step(width, committed.tokens, carry[-1], committed.length, state.cached)
+            # After a fully accepted draft two tokens are new, else one.
+            two = jnp.any(growth.growing & (front - cached > 1))
+            nothing = jnp.zeros((batch, 1, self.model.config.hidden_size), self.model.dtype)
+            hidden, cache = one_of(two, [over(1), over(self.first_width)], (nothing, cache))
+            logits = forbid(self.model.logits_of(hidden), None, self.vocab)
+            tokens, confidence, extras = propose(logits, front[:, None], committed.sampling, sampled=self.sampled)
+            model = growth.model.replace(cache=cache, cached=jnp.where(growth.growing, front, cached))
+            return Chunk(tokens, confidence, jnp.ones_like(front), extras), model
 
-        # After a fully accepted draft two tokens are new to the drafter, else one.
-        two = jnp.any(active & (committed.length - state.cached > 1))
-        vocab = self.model.config.vocab_size
-        start = (committed.tokens, jnp.zeros((batch,)), no_extras(batch, 1, vocab, sampled=self.sampled), state.cache)
-        new = one_of(two, [first(1), first(self.first_width)], start)
-        nothing = _Growth(
-            text=committed.tokens,
-            confidence=jnp.zeros((batch, self.max_draft)),
-            extras=no_extras(batch, self.max_draft, vocab, sampled=self.sampled),
-            cache=state.cache,
-            steps=jnp.int32(0),
-            drafted=jnp.zeros((batch,), jnp.int32),
-            growing=active,
+        return expand(
+            one_pass,
+            self.rule,
+            state.memory,
+            state,
+            committed,
+            begun=Draft.empty(batch, 0),
+            chunk=self.spec_len,
+            longest=self.max_draft,
+            extras=no_extras(batch, self.max_draft, self.model.config.vocab_size, sampled=self.sampled),
         )
-        end = jax.lax.while_loop(lambda growth: jnp.any(growth.growing), body, grown(nothing, *new))
-        draft = Draft(
-            tokens=gather_window(end.text, committed.length, self.max_draft),
-            confidence=end.confidence,
-            length=jnp.where(active, jnp.minimum(end.drafted, committed.room), 0),
-            passes=end.drafted,
-            **end.extras,
-        )
-        return draft, AutoregressiveState(cache=end.cache, cached=committed.length + end.drafted - 1)
 
-    def commit(self, state, before, after, features):
-        del before, features
-        return state.replace(cached=jnp.minimum(state.cached, after.length - 1))
+    def commit(self, state, outcome):
+        cached = jnp.minimum(state.cached, outcome.after.length - 1)
+        return state.replace(cached=cached, memory=self.rule.learn(state.memory, outcome))
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoregressiveOptions(MethodOptions):
+    """Options of `ar`."""
+
+    summary = "a small autoregressive model, token by token (classic speculative decoding)"
+    kinds = (AUTOREGRESSIVE,)
+    samples = True
+
+    spec_len: int | None = option(None, "tokens drafted per round (5; --dynamic: 1)", least=1, most=LONGEST_DRAFT)
+    dynamic: bool = option(False, "draft on, --spec-len tokens at a time, while confident")
+    tau: float | None = option(None, "with --dynamic: confidence below which a draft stops (0.45)", least=0, most=1)
+    max_spec_len: int | None = option(None, "with --dynamic: longest draft (20)", least=1, most=LONGEST_DRAFT)
+
+    def check(self) -> None:
+        for flag, value in (("--tau", self.tau), ("--max-spec-len", self.max_spec_len)):
+            require(self.dynamic or value is None, f"{flag} {value}", "--method ar needs --dynamic for it")
+
+    def build(self, site: Site) -> Autoregressive:
+        common = {
+            "model": site.model,
+            "vocab": site.vocab,
+            "first_width": 4 if site.platform == "cpu" else 8,
+            "sampled": site.sampled,
+        }
+        if not self.dynamic:
+            return Autoregressive(spec_len=self.spec_len or 5, **common)
+        # A pass drafts one token here: waiting for a chunk of more to look at it would save nothing.
+        spec_len, longest = lengths(self.spec_len, self.max_spec_len, 1, 20)
+        rule = BelowThreshold(np.float32(0.45 if self.tau is None else self.tau))
+        return Autoregressive(spec_len=spec_len, max_spec_len=longest, rule=rule, **common)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.accept import argmax_and_confidence
 from failfast_jax.decoding.branches import when
-from failfast_jax.decoding.drafter import Chunk, Drafter, StopRule, below_threshold
-from failfast_jax.decoding.proposal import (
-    Extras,
-    above_threshold,
-    most_confident,
-    no_extras,
-    propose,
-    put,
-    refuse_begun,
-)
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.expand import Chunk, Growth, expand
+from failfast_jax.decoding.proposal import no_extras, propose, refuse_begun
 from failfast_jax.decoding.state import Committed, Draft
+from failfast_jax.decoding.stopping import Never, StopRule
+from failfast_jax.decoding.unmask import above_threshold, most_confident
+from failfast_jax.decoding.windows import gather_rows
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.conditioned import BoundConditioned
 
@@ -42,20 +40,8 @@ class ConditionedState:
     pending: Float[Array, "B P F E"]
     """Features of positions `stored ... length - 2`, which the cache lacks so far; P is 0 where none wait."""
     stored: Int[Array, " B"]
-
-
-@flax.struct.dataclass
-class _Expansion:
-    """Carry of the expansion."""
-
-    tokens: Int[Array, "B R"]
-    """The last committed token, then drafted ones."""
-    confidence: Float[Array, "B R"]
-    drafted: Int[Array, " B"]
-    cache: KVCache
-    growing: Array
-    passes: Int[Array, " B"]
-    extras: Extras
+    memory: Any
+    """The stopping rule's."""
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -63,6 +49,7 @@ class FeatureDrafter(Drafter):
     """What the two drafters here share: the model, the features it reads, and a pass over its block."""
 
     model: BoundConditioned
+    rule: StopRule = Never()
     spec_len: int = flax.struct.field(pytree_node=False, default=7)
     deferred: bool = flax.struct.field(pytree_node=False, default=False)
     """Store the features of many rounds at once, when a draft needs them: worth it where many rounds draft nothing."""
@@ -100,6 +87,7 @@ class FeatureDrafter(Drafter):
             features=jnp.zeros((batch, *size), dtype),
             pending=jnp.zeros((batch, PENDING if self.deferred else 0, *size), dtype),
             stored=jnp.zeros((batch,), jnp.int32),
+            memory=self.rule.init(batch),
         )
 
     def prefill(self, state, committed, start, width, features):
@@ -112,7 +100,9 @@ class FeatureDrafter(Drafter):
             stored=committed.length - 1,
         )
 
-    def commit(self, state, before, after, features):
+    def commit(self, state, outcome):
+        before, after, features = outcome.before, outcome.after, outcome.features
+        state = state.replace(memory=self.rule.learn(state.memory, outcome))
         count = after.length - before.length
         last = jnp.take_along_axis(features, jnp.maximum(count - 1, 0)[:, None, None, None], axis=1)[:, 0]
         state = state.replace(features=jnp.where((count > 0)[:, None, None], last, state.features))
@@ -165,10 +155,9 @@ class FeatureDrafter(Drafter):
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class ConditionedDrafter(FeatureDrafter):
-    """Like `Wide`: each pass fills the next `spec_len` positions, and the draft grows while all of their
-    confidences are at least `tau`. A pass covers the whole block from the last committed token on, as in training."""
+    """Like `Wide`: each pass fills the next `spec_len` positions, and the draft grows while its rule lets it. A pass
+    covers the whole block from the last committed token on, as in training."""
 
-    tau: Float[Array, ""]
     max_spec_len: int = flax.struct.field(pytree_node=False, default=7)
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
     """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
@@ -183,75 +172,49 @@ class ConditionedDrafter(FeatureDrafter):
     def draft_lengths(self) -> tuple[int, ...]:
         return (*range(self.spec_len, self.max_draft, self.spec_len), self.max_draft)
 
-    def draft(self, state, committed, stop=None, begun=None):
-        rule: StopRule = stop or below_threshold
-        model = self.model
+    def draft(self, state, committed, begun=None):
         batch = committed.length.shape[0]
-        start = committed.length - 1
-        everyone = jnp.arange(batch)[:, None]
-        chunk = jnp.arange(self.spec_len)
-        width = self.block_rows
-        vocab = model.embed.shape[0]
         extra = {"sampled": self.sampled, "alternatives": self.alternatives}
         refuse_begun(begun, **extra)
         state = self._ready(state, committed)
-
-        def body(carry: _Expansion) -> _Expansion:
-            known = jnp.arange(width) <= carry.drafted[:, None]
-            live = jnp.max(jnp.where(carry.growing, start + width, 0))
-            hidden, cache = self._denoise(state, carry.cache, carry.tokens, known, start, live)
-            at = jnp.clip(carry.drafted[:, None] + chunk, 0, width - 1)
-            hidden = jnp.take_along_axis(hidden, at[..., None], axis=1)
-            logits = self._score(hidden)
-            positions = committed.length[:, None] + carry.drafted[:, None] + chunk
-            own_ids = self.sampled or self.alternatives
-            if own_ids:
-                # What leaves this drafter beside tokens speaks of the target's ids.
-                wide = jnp.full((*logits.shape[:2], vocab), -jnp.inf)
-                logits = wide.at[..., model.draft_ids].set(logits)
-            tokens, confidence, extras = propose(logits, positions, committed.sampling, **extra)
-            if not own_ids:
-                tokens = model.draft_ids[tokens]
-            drafted = jnp.where(
-                carry.growing, jnp.minimum(carry.drafted + self.spec_len, self.max_draft), carry.drafted
-            )
-            slots = carry.drafted[:, None] + chunk
-            new = carry.growing[:, None] & (slots < drafted[:, None])
-            slots = jnp.where(new, slots, self.max_draft + 1)  # out of bounds: dropped
-            stopped = rule(Chunk(confidence=jnp.where(new, confidence, 1.0), drafted=drafted, tau=self.tau))
-            return _Expansion(
-                tokens=carry.tokens.at[everyone, slots + 1].set(tokens, mode="drop"),
-                confidence=carry.confidence.at[everyone, slots].set(confidence, mode="drop"),
-                drafted=drafted,
-                cache=cache,
-                growing=carry.growing & ~stopped & (drafted < jnp.minimum(self.max_draft, committed.room)),
-                passes=carry.passes + carry.growing,
-                extras=put(carry.extras, slots, extras),
-            )
-
-        begun = begun or Draft.empty(batch, 0)
-        spare = self.max_draft - begun.tokens.shape[1]
-        if spare < 0:
-            raise ValueError(f"a begun draft of up to {begun.tokens.shape[1]} tokens exceeds the {self.max_draft} here")
+        start = committed.length - 1
         last = jnp.take_along_axis(committed.tokens, start[:, None], axis=1)
-        first = _Expansion(
-            tokens=jnp.concatenate([last, jnp.pad(begun.tokens, ((0, 0), (0, spare)))], axis=1),
-            confidence=jnp.pad(begun.confidence, ((0, 0), (0, spare))),
-            drafted=begun.length,
-            cache=state.cache,
-            growing=committed.running & (begun.length < jnp.minimum(self.max_draft, committed.room)),
-            passes=jnp.zeros((batch,), jnp.int32),
-            extras=no_extras(batch, self.max_draft, vocab, **extra),
+        offsets, rows = jnp.arange(self.spec_len), jnp.arange(self.block_rows)
+
+        def one_pass(growth: Growth) -> tuple[Chunk, KVCache]:
+            block = jnp.concatenate([last, growth.tokens], axis=1)
+            live = jnp.max(jnp.where(growth.growing, start + self.block_rows, 0))
+            known = rows <= growth.drafted[:, None]
+            hidden, cache = self._denoise(state, growth.model, block, known, start, live)
+            front = growth.drafted[:, None] + offsets
+            logits = self._score(gather_rows(hidden, jnp.minimum(front, self.block_rows - 1)))
+            if extra["sampled"] or extra["alternatives"]:
+                # What leaves this drafter beside tokens speaks of the target's ids.
+                logits = self._spread(logits)
+            tokens, confidence, extras = propose(logits, committed.length[:, None] + front, committed.sampling, **extra)
+            if not (extra["sampled"] or extra["alternatives"]):
+                tokens = self.model.draft_ids[tokens]
+            count = jnp.minimum(self.spec_len, self.max_draft - growth.drafted)
+            return Chunk(tokens, confidence, count, extras), cache
+
+        draft, cache = expand(
+            one_pass,
+            self.rule,
+            state.memory,
+            state.cache,
+            committed,
+            begun=begun or Draft.empty(batch, 0),
+            chunk=self.spec_len,
+            longest=self.max_draft,
+            least=1,
+            extras=no_extras(batch, self.max_draft, self.model.embed.shape[0], **extra),
         )
-        end = jax.lax.while_loop(lambda carry: jnp.any(carry.growing), body, first)
-        draft = Draft(
-            tokens=end.tokens[:, 1:],
-            confidence=end.confidence,
-            length=jnp.where(committed.running, jnp.minimum(end.drafted, committed.room), 0),
-            passes=end.passes,
-            **end.extras,
-        )
-        return draft, state.replace(cache=end.cache)
+        return draft, state.replace(cache=cache)
+
+    def _spread(self, logits: Float[Array, "B N D"]) -> Float[Array, "B N V"]:
+        """Over the target's vocabulary."""
+        wide = jnp.full((*logits.shape[:2], self.model.embed.shape[0]), -jnp.inf)
+        return wide.at[..., self.model.draft_ids].set(logits)
 
 
 @flax.struct.dataclass
@@ -275,11 +238,11 @@ class ConditionedDenoiser(FeatureDrafter):
     parts. Training showed the model only blocks whose known tokens come first; these are not always such.
     """
 
-    threshold: Float[Array, ""]
+    threshold: Float[ArrayLike, ""]
     steps: int | None = flax.struct.field(pytree_node=False, default=None)
 
-    def draft(self, state, committed, stop=None, begun=None):
-        self._refuse_expansion(stop, begun)
+    def draft(self, state, committed, begun=None):
+        self._refuse(begun)
         state = self._ready(state, committed)
         length = jnp.where(committed.running, jnp.minimum(self.spec_len, committed.room), 0)
         start = committed.length - 1

@@ -11,6 +11,7 @@ from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.drafter import Drafter, Wrapper
@@ -58,7 +59,7 @@ class Hybrid(Wrapper):
 
     lookup: Lookup
     model: Drafter
-    min_gain: Float[Array, ""]
+    min_gain: Float[ArrayLike, ""]
 
     @property
     def max_draft(self) -> int:
@@ -84,9 +85,8 @@ class Hybrid(Wrapper):
     def prefill(self, state, committed, start, width, features):
         return state.replace(model=self.model.prefill(state.model, committed, start, width, features))
 
-    def draft(self, state, committed, stop=None, begun=None):
-        if begun is not None:
-            self._refuse_expansion(None, begun)
+    def draft(self, state, committed, begun=None):
+        self._refuse(begun)
         found, match = self.lookup.find(committed)
         found = found.replace(length=jnp.where(match >= state.need, found.length, 0))
         # A draft that leaves the drafter no room is the lookup's alone.
@@ -99,7 +99,7 @@ class Hybrid(Wrapper):
             length=jnp.where(short, found.length, 0),
             passes=found.passes,
         )
-        proposed, model_state = self.model.draft(state.model, committed.replace(running=asked), stop, start)
+        proposed, model_state = self.model.draft(state.model, committed.replace(running=asked), start)
 
         def widened(buffer):
             return jnp.pad(buffer, ((0, 0), (0, self.max_draft - buffer.shape[1])))
@@ -116,13 +116,13 @@ class Hybrid(Wrapper):
         looked = found.length > 0
         return draft, state.replace(model=model_state, alone=asked & ~looked, looked=looked)
 
-    def commit(self, state, before, after, features):
-        failed = after.length - before.length - 1 < self.min_gain
+    def commit(self, state, outcome):
+        failed = outcome.after.length - outcome.before.length - 1 < self.min_gain
         lost = state.alone & failed
         patience = jnp.where(lost, jnp.minimum(2 * state.patience + 1, LONGEST_WAIT), state.patience)
         need = jnp.where(failed, jnp.minimum(state.need + 1, LONGEST_MATCH), self.lookup.min_match)
         return state.replace(
-            model=self.model.commit(state.model, before, after, features),
+            model=self.model.commit(state.model, outcome),
             wait=jnp.where(lost, state.patience, jnp.maximum(state.wait - 1, 0)),
             patience=jnp.where(state.alone & ~failed, 0, patience),
             need=jnp.where(state.looked, need, state.need),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import flax.struct
@@ -10,6 +11,7 @@ from jaxtyping import Array, Int
 
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.state import Committed, Draft
+from failfast_jax.options import LONGEST_DRAFT, ByPlatform, MethodOptions, Site, option
 
 LONGEST_MATCH = 32
 """Matches beyond this length are told apart no more."""
@@ -47,6 +49,17 @@ class Lookup(Drafter):
     """Draft length for the shortest match. More pays where a verify of few rows costs nearly as much as one of many."""
     max_spec_len: int = flax.struct.field(pytree_node=False, default=15)
 
+    @classmethod
+    def on(cls, platform: str, longest: int | None = None, **options: int) -> Lookup:
+        """With the lengths that pay on a platform.
+
+        On CPU a verify of 4 rows costs nearly what one of 16 does, so that short drafts save nothing; elsewhere up to
+        64 rows cost about one.
+        """
+        if platform == "cpu":
+            return cls(max_spec_len=longest or 15, shortest=15, **options)
+        return cls(max_spec_len=longest or 63, **options)
+
     @property
     def max_draft(self) -> int:
         return self.max_spec_len
@@ -57,14 +70,14 @@ class Lookup(Drafter):
         steps = [2**power - 1 for power in range(2, 16) if self.shortest < 2**power - 1 < self.max_spec_len]
         return (0, min(self.shortest, self.max_spec_len), *steps, self.max_spec_len)
 
-    def draft_length(self, match: Int[Array, " B"]) -> Int[Array, " B"]:
+    def draft_length(self, match: Int[Array, "*B"]) -> Int[Array, "*B"]:
         """3 for the shortest match, doubling with each further token, within `shortest` and `max_spec_len`."""
         doubled = jnp.left_shift(4, jnp.clip(match - self.min_match, 0, 14)) - 1
         length = jnp.clip(doubled, min(self.shortest, self.max_spec_len), self.max_spec_len)
         return jnp.where(match >= self.min_match, length, 0)
 
-    def draft(self, state, committed, stop=None, begun=None):
-        self._refuse_expansion(stop, begun)
+    def draft(self, state, committed, begun=None):
+        self._refuse(begun)
         return self.find(committed)[0], state
 
     def find(self, committed: Committed) -> tuple[Draft, Int[Array, " B"]]:
@@ -84,3 +97,15 @@ class Lookup(Drafter):
             passes=jnp.zeros_like(length),
         )
         return draft, match
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupOptions(MethodOptions):
+    """Options of `lookup`."""
+
+    summary = "the text itself: continues the longest earlier match of at least --lookup-min tokens; no model"
+    max_spec_len: int = option(ByPlatform(cpu=15, other=63), "longest draft", least=1, most=LONGEST_DRAFT)
+    lookup_min: int = option(2, "shortest match that it drafts from", least=1, most=LONGEST_MATCH)
+
+    def build(self, site: Site) -> Lookup:
+        return Lookup.on(site.platform, self.max_spec_len, min_match=self.lookup_min)

@@ -82,8 +82,8 @@ class Reuse(Wrapper):
     def prefill(self, state, committed, start, width, features):
         return state.replace(model=self.model.prefill(state.model, committed, start, width, features))
 
-    def draft(self, state, committed, stop=None, begun=None):
-        draft, model_state = self.model.draft(state.model, committed, stop, begun)
+    def draft(self, state, committed, begun=None):
+        draft, model_state = self.model.draft(state.model, committed, begun)
         agreement, behind = longest_agreement(draft, state.last, state.rejected)
         found = (agreement >= SHORTEST_MATCH) & (draft.length > 0)
         length = jnp.minimum(draft.length + state.last.length - behind, jnp.minimum(self.max_draft, committed.room))
@@ -102,9 +102,9 @@ class Reuse(Wrapper):
         )
         return draft, state.replace(model=model_state, last=draft)
 
-    def commit(self, state, before, after, features):
-        accepted = jnp.maximum(after.length - before.length - 1, 0)
+    def commit(self, state, outcome):
+        accepted = jnp.maximum(outcome.after.length - outcome.before.length - 1, 0)
         return state.replace(
-            model=self.model.commit(state.model, before, after, features),
+            model=self.model.commit(state.model, outcome),
             rejected=jnp.minimum(accepted, state.last.length),
         )

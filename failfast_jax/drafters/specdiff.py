@@ -7,18 +7,26 @@ ones put behind it, so that a sampled draft would have no left-to-right distribu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.decoding.branches import one_of
-from failfast_jax.decoding.proposal import most_confident
+from failfast_jax.decoding.accept import argmax_and_confidence
+from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.state import Draft
-from failfast_jax.drafters.diffusion import BlockDrafter, BlockState, gather_rows, gather_window, place
-from failfast_jax.models.cache import round_up
+from failfast_jax.decoding.unmask import most_confident
+from failfast_jax.decoding.windows import gather_window, place
+from failfast_jax.drafters.block_diffusion import BlockDrafter, BlockState
+from failfast_jax.drafters.failfast import SPEC_LEN, check_rows, one_pass_drafter, refuse_rejection
+from failfast_jax.drafters.feature_block import ConditionedDenoiser
+from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, CONDITIONED
+from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option, require
 
 
 @flax.struct.dataclass
@@ -51,43 +59,22 @@ class SpecDiff(BlockDrafter):
     def draft_lengths(self) -> tuple[int, ...]:
         return (self.spec_len,)
 
-    @property
-    def window(self) -> int:
-        # As for `Wide`: a round begins at most a draft and one token behind the block last stored.
-        return round_up(self.block + 2 * self.spec_len, self.block)
-
-    def draft(self, state, committed, stop=None, begun=None):
-        self._refuse_expansion(stop, begun)
+    def draft(self, state, committed, begun=None):
+        self._refuse(begun)
         active = committed.running & (committed.room > 0)
         length = committed.length
-        end = (length + self.spec_len + self.block - 1) // self.block * self.block
-        offsets = jnp.arange(self.spec_len)
-        widths = tuple(range(self.block, self.window + 1, self.block))
         shape = (length.shape[0], self.spec_len)
 
-        def body(step, carry: _Denoising) -> _Denoising:
-            cached = carry.state.cached
-
-            def denoise(width, cache):
-                tokens = gather_window(carry.text, cached, width)
-                live = jnp.max(jnp.where(active, cached + width, 0))
-                hidden, cache, _ = self.model.window(tokens, cache, cached, live)
-                rows = jnp.clip((length - 1 - cached)[:, None] + offsets, 0, width - 1)
-                return *self.propose(gather_rows(hidden, rows)), cache
-
-            rung = jnp.max(jnp.where(active, end - cached, self.block)) // self.block - 1
-            branches = [lambda c, w=width: denoise(w, c[-1]) for width in widths]
-            nothing = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape), carry.state.cache)
-            tokens, confidence, cache = one_of(rung, branches, nothing)
+        def body(step: Int[Array, ""], carry: _Denoising) -> _Denoising:
+            logits, _, model = self.look(carry.state, carry.text, length, active)
+            tokens, confidence = argmax_and_confidence(logits)
             goal = -(-(step + 1) * self.spec_len // self.steps)
             chosen = most_confident(confidence, carry.masked, goal - jnp.sum(~carry.masked[0]))
-            # Blocks of committed tokens alone were stored by the first pass.
-            stored = jnp.where(active, jnp.maximum(cached, length // self.block * self.block), cached)
             return _Denoising(
                 text=place(carry.text, length, tokens, chosen),
                 confidence=jnp.where(chosen, confidence, carry.confidence),
                 masked=carry.masked & ~chosen,
-                state=BlockState(cache=cache, cached=stored),
+                state=model,
             )
 
         begin = _Denoising(
@@ -104,3 +91,38 @@ class SpecDiff(BlockDrafter):
             passes=jnp.where(active, self.steps, 0),
         )
         return draft, done.state
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecDiffOptions(MethodOptions):
+    """Options of `specdiff`."""
+
+    summary = "a block-diffusion model; fixed length, --steps passes, each fills the most confident positions"
+    kinds = (BLOCK_DIFFUSION, CONDITIONED)
+    samples = True
+
+    spec_len: int | None = option(None, "tokens drafted per round (10)", least=1, most=LONGEST_DRAFT)
+    steps: int = option(1, "denoising passes a draft", least=1)
+    block_size: int | None = option(None, "block of the diffusion model (as in its config)", least=2)
+
+    def build(self, site: Site) -> Drafter:
+        conditioned = site.model.kind == CONDITIONED
+        length = self.spec_len or (site.model.rows if conditioned else SPEC_LEN)
+        said = f"must be at most --spec-len {length}, a step fills a position or more"
+        require(self.steps <= length, f"--steps {self.steps}", said)
+        if self.steps == 1:
+            return one_pass_drafter(_OneStep(length, length), site)
+        if site.sampled:
+            refuse_rejection(f"--steps {self.steps} fills positions in the order of their confidence")
+        if conditioned:
+            check_rows(site, length, "--spec-len")
+            return ConditionedDenoiser(model=site.model, spec_len=length, threshold=np.float32(1.0), steps=self.steps)
+        return SpecDiff(model=site.model, vocab=site.vocab, spec_len=length, steps=self.steps)
+
+
+class _OneStep(NamedTuple):
+    """What `one_pass_drafter` reads: drafts of one chunk."""
+
+    spec_len: int
+    max_spec_len: int
+    tau: float = 0.0

@@ -7,6 +7,7 @@ of the matching places.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 
@@ -14,13 +15,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.state import Draft
 from failfast_jax.drafters.lookup import LONGEST_MATCH
-from failfast_jax.errors import OptionError
+from failfast_jax.options import LONGEST_DRAFT, ByPlatform, MethodOptions, Site, option
 
 SEPARATOR = -1
 """Stands between the texts of a corpus and in its unused part; no token equals it."""
@@ -93,8 +94,8 @@ class Suffix(Drafter):
     at least `min_match` tokens is a plain step of the target.
     """
 
-    tau: Float[Array, ""]
-    corpus: Int[Array, " C"]
+    tau: Float[ArrayLike, ""]
+    corpus: Int[ArrayLike, " C"]
     """Earlier texts with `SEPARATOR` between them; may be empty."""
     min_match: int = flax.struct.field(pytree_node=False, default=2)
     max_spec_len: int = flax.struct.field(pytree_node=False, default=63)
@@ -116,50 +117,14 @@ class Suffix(Drafter):
             seen=jnp.zeros((batch,), jnp.int32),
         )
 
-    def draft(self, state, committed, stop=None, begun=None):
-        self._refuse_expansion(stop, begun)
+    def draft(self, state, committed, begun=None):
+        self._refuse(begun)
         batch = committed.length.shape[0]
         earlier = jnp.append(self.corpus, SEPARATOR)
         text = jnp.concatenate([jnp.broadcast_to(earlier, (batch, earlier.size)), committed.tokens], axis=1)
         end = earlier.size + committed.length
         state = self._observe(state, text, end, committed.length)
-
-        places = jnp.arange(text.shape[1])
-        matched = jnp.where(places < end[:, None], state.matched, 0)
-        longest = matched.max(1)
-        # As floats, which are exact here: on CPU top_k sorts the whole text otherwise.
-        rank = jnp.where(matched == longest[:, None], places, -1).astype(jnp.float32)
-        latest, _ = jax.lax.top_k(rank, min(MOST_PLACES, text.shape[1]))
-        latest = latest.astype(jnp.int32)
-
-        def body(vote: _Vote) -> _Vote:
-            at = latest + vote.index
-            # A continuation that reaches the end of the text goes on with the draft.
-            drafted = jnp.clip(at - end[:, None], 0, self.max_draft - 1)
-            following = jnp.where(
-                at < end[:, None],
-                jnp.take_along_axis(text, jnp.clip(at, 0, text.shape[1] - 1), axis=1),
-                jnp.take_along_axis(vote.tokens, drafted, axis=1),
-            )
-            ballots = vote.agrees & (following != SEPARATOR)
-            votes = jnp.sum(ballots[:, None] & (following[:, :, None] == following[:, None]), axis=2) * ballots
-            winner = jnp.argmax(votes, axis=1)[:, None]  # the latest place comes first
-            token = jnp.take_along_axis(following, winner, axis=1)
-            share = votes.max(1) / jnp.maximum(vote.agrees.sum(1), 1)
-            confidence = share * longest / (longest + 1.0)
-            chance = vote.chance * confidence
-            growing = vote.growing & (chance >= self.tau) & (chance > 0)
-            index = vote.index + 1
-            return _Vote(
-                index=index,
-                tokens=vote.tokens.at[:, vote.index].set(token[:, 0]),
-                confidence=vote.confidence.at[:, vote.index].set(confidence),
-                chance=chance,
-                agrees=ballots & (following == token),
-                length=jnp.where(growing, index, vote.length),
-                growing=growing & (index < jnp.minimum(self.max_draft, committed.room)),
-            )
-
+        latest, longest = self._electorate(state, end)
         zeros = jnp.zeros((batch,), jnp.int32)
         start = _Vote(
             index=jnp.int32(0),
@@ -170,9 +135,60 @@ class Suffix(Drafter):
             length=zeros,
             growing=committed.running & (committed.room > 0) & (longest >= self.min_match),
         )
-        vote = jax.lax.while_loop(lambda vote: jnp.any(vote.growing), body, start)
-        draft = Draft(tokens=vote.tokens, confidence=vote.confidence, length=vote.length, passes=zeros)
-        return draft, state
+        vote = jax.lax.while_loop(
+            lambda vote: jnp.any(vote.growing),
+            lambda vote: self._round_of_votes(vote, latest, longest, text, end, committed.room),
+            start,
+        )
+        return Draft(tokens=vote.tokens, confidence=vote.confidence, length=vote.length, passes=zeros), state
+
+    def _electorate(self, state: SuffixState, end: Int[Array, " B"]) -> tuple[Int[Array, "B P"], Int[Array, " B"]]:
+        """The latest places with the longest match (-1: none), and that match's length."""
+        places = jnp.arange(state.matched.shape[1])
+        matched = jnp.where(places < end[:, None], state.matched, 0)
+        longest = matched.max(1)
+        rank = jnp.where(matched == longest[:, None], places, -1)
+        if rank.shape[1] <= 2**24:
+            rank = rank.astype(jnp.float32)  # exact up to there; on CPU top_k of integers sorts the whole text
+        latest, _ = jax.lax.top_k(rank, min(MOST_PLACES, rank.shape[1]))
+        return latest.astype(jnp.int32), longest
+
+    def _round_of_votes(
+        self,
+        vote: _Vote,
+        latest: Int[Array, "B P"],
+        longest: Int[Array, " B"],
+        text: Int[Array, "B S"],
+        end: Int[Array, " B"],
+        room: Int[Array, " B"],
+    ) -> _Vote:
+        """One more drafted token: what most places go on with."""
+        at = latest + vote.index
+        # A continuation that reaches the end of the text goes on with the draft.
+        drafted = jnp.clip(at - end[:, None], 0, self.max_draft - 1)
+        following = jnp.where(
+            at < end[:, None],
+            jnp.take_along_axis(text, jnp.clip(at, 0, text.shape[1] - 1), axis=1),
+            jnp.take_along_axis(vote.tokens, drafted, axis=1),
+        )
+        ballots = vote.agrees & (following != SEPARATOR)
+        votes = jnp.sum(ballots[:, None] & (following[:, :, None] == following[:, None]), axis=2) * ballots
+        winner = jnp.argmax(votes, axis=1)[:, None]  # the latest place comes first
+        token = jnp.take_along_axis(following, winner, axis=1)
+        share = votes.max(1) / jnp.maximum(vote.agrees.sum(1), 1)
+        confidence = share * longest / (longest + 1.0)
+        chance = vote.chance * confidence
+        growing = vote.growing & (chance >= self.tau) & (chance > 0)
+        index = vote.index + 1
+        return _Vote(
+            index=index,
+            tokens=vote.tokens.at[:, vote.index].set(token[:, 0]),
+            confidence=vote.confidence.at[:, vote.index].set(confidence),
+            chance=chance,
+            agrees=ballots & (following == token),
+            length=jnp.where(growing, index, vote.length),
+            growing=growing & (index < jnp.minimum(self.max_draft, room)),
+        )
 
     def _observe(self, state: SuffixState, text: Array, end: Int[Array, " B"], length: Int[Array, " B"]) -> SuffixState:
         """Takes in what was committed since the last round, or the last `LONGEST_MATCH` tokens, where that is less."""
@@ -192,15 +208,19 @@ class Suffix(Drafter):
         return SuffixState(matched=matched, seen=length)
 
 
-def build(config: GenerationConfig, model: None, vocab: int, platform: str) -> Suffix:
-    """The drafter that a request asks for."""
-    del model, vocab
-    if config.lookup_min == 0:
-        raise OptionError("--lookup-min 0: --method suffix drafts from matches of at least one token")
-    # On CPU each row of a verify counts, elsewhere memory bounds it.
-    return Suffix(
-        tau=np.float32(0.05 if config.tau is None else config.tau),
-        corpus=np.zeros(0, np.int32),
-        min_match=config.lookup_min or 2,
-        max_spec_len=config.max_spec_len or (15 if platform == "cpu" else 63),
-    )
+@dataclasses.dataclass(frozen=True)
+class SuffixOptions(MethodOptions):
+    """Options of `suffix`."""
+
+    summary = "the text itself and a corpus (SuffixDecoding): what most places with the longest match go on with"
+    tau: float = option(0.05, "product of the confidences below which a draft ends", least=0, most=1)
+    max_spec_len: int = option(ByPlatform(cpu=15, other=63), "longest draft", least=1, most=LONGEST_DRAFT)
+    lookup_min: int = option(2, "shortest match that it drafts from", least=1, most=LONGEST_MATCH)
+
+    def build(self, site: Site) -> Suffix:
+        return Suffix(
+            tau=np.float32(self.tau),
+            corpus=np.zeros(0, np.int32),
+            min_match=self.lookup_min,
+            max_spec_len=self.max_spec_len,
+        )

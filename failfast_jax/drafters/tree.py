@@ -86,17 +86,20 @@ class TreeDrafter(Wrapper):
     def prefill(self, state, committed, start, width, features):
         return self.model.prefill(state, committed, start, width, features)
 
-    def draft(self, state, committed, stop=None, begun=None):
+    @property
+    def drafts_trees(self) -> bool:
+        return True
+
+    def draft(self, state, committed, begun=None):
         """As the interface says.
 
         Raises:
           ValueError: the drafter's longest draft exceeds the budget.
         """
-        if begun is not None:
-            self._refuse_expansion(None, begun)
+        self._refuse(begun)
         if self.model.max_draft > self.budget:
             raise ValueError(f"a tree of {self.budget} nodes does not hold a draft of {self.model.max_draft} tokens")
-        draft, state = self.model.draft(state, committed, stop)
+        draft, state = self.model.draft(state, committed)
         spare = ((0, 0), (0, self.budget - draft.tokens.shape[1]))
         tree = grow(draft, self.budget)
         draft = draft.replace(
@@ -107,5 +110,5 @@ class TreeDrafter(Wrapper):
         )
         return draft, state
 
-    def commit(self, state, before, after, features):
-        return self.model.commit(state, before, after, features)
+    def commit(self, state, outcome):
+        return self.model.commit(state, outcome)

@@ -10,6 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.kernels import reference
@@ -45,7 +46,7 @@ class Execution:
         if self.kernel is not None and self.kernel not in KERNELS:
             raise ValueError(f"attention kernel {self.kernel!r}: must be one of {', '.join(KERNELS)}")
 
-    def resolved(self, dtype: jnp.dtype, head_dim: int) -> str:
+    def resolved(self, dtype: DTypeLike, head_dim: int) -> str:
         """The kernel to use for a model."""
         return self.kernel or kernel_of(jax.devices()[0], dtype, head_dim)
 
@@ -61,7 +62,7 @@ def total(x: Float[Array, "*R E"], axis: str | None) -> Float[Array, "*R E"]:
     return x if axis is None else jax.lax.psum(x, axis)
 
 
-def kernel_of(device: jax.Device, dtype: jnp.dtype, head_dim: int) -> str:
+def kernel_of(device: jax.Device, dtype: DTypeLike, head_dim: int) -> str:
     """The kernel that a device runs unless told otherwise.
 
     TPU: ours for heads of 64, 128 or 256. GPU, in bfloat16 or float16: ours on Hopper for heads of 64 or 128, else

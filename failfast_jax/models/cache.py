@@ -5,6 +5,7 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.models.config import ModelConfig
@@ -32,7 +33,7 @@ class KVCache:
         return self.k[0].shape[2]
 
     @classmethod
-    def zeros(cls, config: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
+    def zeros(cls, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike) -> KVCache:
         """An empty cache; `capacity` is rounded up to whole tiles."""
         shape = (batch, config.num_kv_heads, round_up(capacity, TILE), config.head_dim)
         layers = range(config.num_layers)

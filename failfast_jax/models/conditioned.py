@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.errors import ConfigError
@@ -85,7 +86,7 @@ class ConditionedConfig:
 class Conditioned(nnx.Module):
     """The drafter's own parameters; see the module's docstring."""
 
-    def __init__(self, config: ConditionedConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: ConditionedConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         base = config.base
         size = base.hidden_size
         self.config = config
@@ -250,3 +251,11 @@ class BoundConditioned:
     @property
     def config(self) -> ConditionedConfig:
         return self.network.config
+
+    @property
+    def kind(self) -> str:
+        return "conditioned"
+
+    @property
+    def rows(self) -> int:
+        return self.config.rows

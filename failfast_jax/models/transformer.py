@@ -7,6 +7,8 @@ every step. Projections that read the same input are one matrix.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import math
 
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.kernels.reference import dense_attention
@@ -76,14 +79,14 @@ class Linear(nnx.Module):
     `scale` is None, or `[..., 1]` in float32: each output's factor, of a quantised weight (`quantization`).
     """
 
-    def __init__(self, out_shape: tuple[int, ...], in_size: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, out_shape: tuple[int, ...], in_size: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
         scale = in_size**-0.5
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (*out_shape, in_size), dtype) * scale)
         self.scale = nnx.data(None)
         self.bias = nnx.Param(jnp.zeros(out_shape, dtype)) if bias else None
 
     def __call__(
-        self, x: Float[Array, "*R I"], preferred: jnp.dtype | None = None, over: str | None = None
+        self, x: Float[Array, "*R I"], preferred: DTypeLike | None = None, over: str | None = None
     ) -> Float[Array, "*R O"]:
         """`over`: mesh axis over which the inputs are spread, inside a `shard_map`."""
         weight = self.weight[...]
@@ -103,7 +106,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype):
+    def __init__(self, size: int, eps: float, dtype: DTypeLike):
         self.weight = nnx.Param(jnp.ones((size,), dtype))
         self.eps = eps
 
@@ -117,7 +120,7 @@ class Attention(nnx.Module):
     """Grouped-query attention. `qkv` is `[K, (G + 2) * H, E]`: per KV head its G query heads, its key
     and its value, so that a mesh axis can shard the leading axis."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
         group = config.num_heads // config.num_kv_heads
         make = functools.partial(Linear, dtype=dtype, rngs=rngs)
@@ -147,7 +150,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU; `gate_up` is `[2, F, E]`."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         make = functools.partial(Linear, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.gate_up = make((2, config.intermediate_size), config.hidden_size)
         self.down = make((config.hidden_size,), config.intermediate_size)
@@ -158,7 +161,7 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.attention = Attention(config, dtype, rngs)
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -201,7 +204,7 @@ class Decoder(nnx.Module):
       layers, norm, head: the rest; `head` is None when tied, or quantised.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.execution = ONE_DEVICE
         self.embed = nnx.Param(
@@ -218,6 +221,15 @@ class Decoder(nnx.Module):
     @property
     def dtype(self) -> jnp.dtype:
         return self.embed[...].dtype
+
+    @property
+    def kind(self) -> str:
+        return "block-diffusion" if self.config.is_diffusion else "autoregressive"
+
+    def with_block_size(self, block_size: int):
+        clone = copy.copy(self)
+        clone.config = dataclasses.replace(self.config, block_size=block_size)
+        return clone
 
     @property
     def head_weight(self) -> Float[Array, "V E"]:
@@ -349,7 +361,7 @@ class Decoder(nnx.Module):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _floats(weight: Array, scale: Array, dtype: jnp.dtype) -> Array:
+def _floats(weight: Array, scale: Array, dtype: DTypeLike) -> Array:
     return (weight * scale).astype(dtype)
 
 

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ class OutOfTime(Exception):
     """The time that a piece of work was given is over; everything up to here is saved."""
 
 
+@runtime_checkable
 class Objective(Protocol):
     """What is trained: a pytree of float32 arrays, a loss, and how it becomes a drafter."""
 

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import random_model, tiny_config
+from tiny_models import committed, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.checkpoints import drafter as folders
 from failfast_jax.checkpoints.loading import bind, load_drafter
 from failfast_jax.decoding.round import greedy_sampling
-from failfast_jax.decoding.state import Committed
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 from failfast_jax.models.conditioned import Conditioned, ConditionedConfig
 from failfast_jax.train.conditioned import ConditionedObjective, Settings, target_features
@@ -160,8 +159,8 @@ def test_several_passes_over_one_block(engine, options, length, choose):
 
 
 @jax.jit
-def first_drafts(drafters, committed):
-    return [drafter.draft(drafter.init(1, 128), committed)[0] for drafter in drafters]
+def first_drafts(drafters, seen):
+    return [drafter.draft(drafter.init(1, 128), seen)[0] for drafter in drafters]
 
 
 def test_distributions_and_alternatives_speak_of_the_targets_ids(target):
@@ -169,16 +168,9 @@ def test_distributions_and_alternatives_speak_of_the_targets_ids(target):
     options = ({}, {"acceptance": "rejection"}, {"tree_budget": 9})
     drafters = [engine.build_drafter(GenerationConfig(tau=1.0, spec_len=3, **option)) for option in options]
     drafters[2] = drafters[2].model
-    committed = Committed(
-        tokens=np.asarray([prompt(9) + [0] * 119], np.int32),
-        length=np.asarray([9], np.int32),
-        prompt_length=np.asarray([9], np.int32),
-        room=np.asarray([50], np.int32),
-        running=np.asarray([True]),
-        eos=np.full(8, -1, np.int32),
-        sampling=greedy_sampling(1).replace(temperature=np.asarray([1.0], np.float32)),
-    )
-    plain, sampled, branching = jax.device_get(first_drafts(drafters, committed))
+    sampling = greedy_sampling(1).replace(temperature=jnp.ones(1))
+    seen = committed([prompt(9)], 128, 50, sampling=sampling)
+    plain, sampled, branching = jax.device_get(first_drafts(drafters, seen))
     q = sampled.q[0, :3]
     assert q.shape == (3, 40) and q[:, 1::2].max() == 0
     np.testing.assert_allclose(q.sum(-1), 1, rtol=1e-5)
@@ -201,25 +193,15 @@ def test_features_that_wait_are_stored_before_a_draft_needs_them(engine):
     rng, rows = np.random.default_rng(0), 6
     at_once = engine.build_drafter(GenerationConfig(tau=1.0, spec_len=3, max_spec_len=3))
     waiting = at_once.replace(deferred=True)
-    tokens = rng.integers(2, 40, (2, 640)).astype(np.int32)
+    texts = committed(rng.integers(2, 40, (2, 640)).tolist(), 640, 50, prompts=[1, 1])
     features = jnp.asarray(rng.standard_normal((2, 640, 3, engine.target.config.hidden_size)), jnp.float32)
-
-    def committed(length):
-        return Committed(
-            tokens=tokens,
-            length=length,
-            prompt_length=np.asarray([1, 1], np.int32),
-            room=np.full(2, 50, np.int32),
-            running=np.ones(2, bool),
-            eos=np.full(8, -1, np.int32),
-        )
 
     @jax.jit
     def commit(drafter, state, before, after):
         window = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, rows))(features, before - 1)
-        return drafter.commit(state, committed(before), committed(after), window)
+        return drafter.commit(state, texts.replace(length=before), texts.replace(length=after), window)
 
-    draft = jax.jit(lambda drafter, state, length: drafter.draft(state, committed(length)))
+    draft = jax.jit(lambda drafter, state, length: drafter.draft(state, texts.replace(length=length)))
     states, length = [d.init(2, 768) for d in (at_once, waiting)], np.asarray([1, 1], np.int32)
     most = 0
     for step in range(100):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
+from tiny_models import VOCAB, committed, diffusion_config, random_model, tiny_config
 
 from failfast_jax.decoding.state import Committed
 from failfast_jax.drafters import Aligned, Autoregressive, Drafter, Wide
@@ -67,19 +67,9 @@ def prefill(drafter, committed):
     return state
 
 
-def committed(texts: list[list[int]], prompts: list[int] | None = None) -> Committed:
-    tokens = np.full((BATCH, WIDTH), 3, np.int32)
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = text
-    length = np.asarray([len(text) for text in texts], np.int32)
-    return Committed(
-        tokens=tokens,
-        length=length,
-        prompt_length=np.asarray(prompts or length, np.int32),
-        room=np.maximum(CAPACITY - length - 1, 0).astype(np.int32),
-        running=np.ones(BATCH, bool),
-        eos=np.full(8, -1, np.int32),
-    )
+def seen(texts: list[list[int]], prompts: list[int] | None = None) -> Committed:
+    room = [max(CAPACITY - len(text) - 1, 0) for text in texts]
+    return committed(texts, WIDTH, np.asarray(room), prompts=prompts)
 
 
 def assert_same_draft(one, other) -> None:
@@ -135,10 +125,10 @@ def test_drafts_do_not_depend_on_the_cache(kind, prompts, rounds):
     """Round by round: the same draft as of a drafter that prefills the whole text anew."""
     method, sequence = drafter(kind), [list(prompt) for prompt in prompts]
     lengths = [len(prompt) for prompt in prompts]
-    state = prefill(method, committed(sequence))
+    state = prefill(method, seen(sequence))
     drafted_rounds, passes = 0, 0
     for turn in rounds:
-        before = committed(sequence, lengths)
+        before = seen(sequence, lengths)
         draft, state = draft_of(method, state, before)
         fresh, _ = draft_of(method, prefill(method, before), before)
         assert_same_draft(draft, fresh)
@@ -153,7 +143,7 @@ def test_drafts_do_not_depend_on_the_cache(kind, prompts, rounds):
                 passes += int(draft.passes[row])
             kept = draft.tokens[row, : math.floor(share * length)].tolist() if length else []
             sequence[row] = [*sequence[row], *kept, token][: CAPACITY - 1]
-        state = commit(method, state, before, committed(sequence, lengths))
+        state = commit(method, state, before, seen(sequence, lengths))
     assert passes == drafted_rounds  # one pass a chunk, blocks stored on the way; or one a token
 
 
@@ -163,10 +153,10 @@ def test_drafts_do_not_depend_on_the_cache(kind, prompts, rounds):
 def test_a_drafter_that_missed_rounds_catches_up(kind, prompts, known):
     """Nothing, or little, of a long text is cached: the draft is the one of a drafter that has seen all."""
     method = drafter(kind)
-    now = committed([prompt + [4] * 20 for prompt in prompts])
+    now = seen([prompt + [4] * 20 for prompt in prompts])
     state = empty(method)
     if known:
-        state = prefill(method, committed([prompt[:known] for prompt in prompts]))
+        state = prefill(method, seen([prompt[:known] for prompt in prompts]))
     draft, after = draft_of(method, state, now)
     expected, cached = draft_of(method, prefill(method, now), now)
     assert_same_draft(draft, expected)
@@ -181,7 +171,7 @@ def test_a_draft_never_exceeds_what_it_announces(kind):
     method = drafter(kind)
     rng = np.random.default_rng(0)
     for _ in range(10):
-        now = committed([rng.integers(0, VOCAB - 1, rng.integers(1, 140)).tolist() for _ in range(BATCH)])
+        now = seen([rng.integers(0, VOCAB - 1, rng.integers(1, 140)).tolist() for _ in range(BATCH)])
         draft, _ = draft_of(method, prefill(method, now), now)
         assert draft.tokens.shape == (BATCH, method.max_draft)
         assert (np.asarray(draft.length) <= np.minimum(method.max_draft, now.room)).all()
@@ -193,7 +183,7 @@ def test_a_draft_never_exceeds_what_it_announces(kind):
 @pytest.mark.parametrize("kind", DIFFUSION)
 def test_without_room_nothing_is_drafted(kind):
     method = drafter(kind)
-    now = committed([[3] * (CAPACITY - 1), [3] * 20])
+    now = seen([[3] * (CAPACITY - 1), [3] * 20])
     draft, _ = draft_of(method, prefill(method, now), now)
     assert draft.length[0] == 0 and draft.passes[0] == 0
     assert draft.length[1] > 0
@@ -203,7 +193,7 @@ def test_a_prompt_may_contain_the_mask_token():
     """Committed tokens are never taken for holes, whatever their id."""
     for kind in DIFFUSION:
         method = drafter(kind)
-        now = committed([[3, MASK, 4] * 5, [MASK] * 9])
+        now = seen([[3, MASK, 4] * 5, [MASK] * 9])
         draft, _ = draft_of(method, prefill(method, now), now)
         assert (np.asarray(draft.length) > 0).all()
         for row in range(BATCH):

@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import committed
 
-from failfast_jax.decoding.state import Committed
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup, longest_match
 
 WIDTH = 96
 ROOM = 40
 match_of = jax.jit(longest_match)
-draft_of = jax.jit(lambda drafter, committed: drafter.draft((), committed)[0])
-
-
-def committed(texts: list[list[int]], room: int = ROOM, running: bool = True) -> Committed:
-    """Committed texts; what lies behind them is made to look like a continuation."""
-    tokens = np.zeros((len(texts), WIDTH), np.int32)
-    for row, text in enumerate(texts):
-        tokens[row] = np.resize(text, WIDTH)
-    length = np.asarray([len(text) for text in texts], np.int32)
-    return Committed(
-        tokens=jnp.asarray(tokens),
-        length=jnp.asarray(length),
-        prompt_length=jnp.asarray(length),
-        room=jnp.full(len(texts), room),
-        running=jnp.full(len(texts), running),
-        eos=jnp.full(8, -1),
-    )
+draft_of = jax.jit(lambda drafter, seen: drafter.draft((), seen)[0])
 
 
 def match_by_hand(text: list[int]) -> tuple[int, int]:
@@ -56,7 +39,7 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=48) | st.builds(
 @settings(max_examples=150)
 @given(batch=st.lists(texts, min_size=2, max_size=2))
 def test_longest_match_equals_brute_force(batch):
-    length, behind = match_of(committed(batch))
+    length, behind = match_of(committed(batch, WIDTH, ROOM))
     for row, text in enumerate(batch):
         best, place = match_by_hand(text)
         assert length[row] == best
@@ -68,7 +51,7 @@ def test_longest_match_equals_brute_force(batch):
 @given(batch=st.lists(texts, min_size=2, max_size=2))
 def test_drafts_continue_the_match(batch):
     drafter = Lookup(max_spec_len=15)
-    draft = draft_of(drafter, committed(batch))
+    draft = draft_of(drafter, committed(batch, WIDTH, ROOM))
     assert draft.tokens.shape == (2, 15) and not draft.passes.any()
     for row, text in enumerate(batch):
         best, behind = match_by_hand(text)
@@ -83,21 +66,23 @@ def test_drafts_continue_the_match(batch):
 
 @pytest.mark.parametrize("text, length", [([5, 6], 0), ([5], 0), ([5, 6, 5], 0), ([5, 6, 9, 5, 6], 3), ([4] * 40, 15)])
 def test_draft_lengths(text, length):
-    assert draft_of(Lookup(max_spec_len=15), committed([text])).length.tolist() == [length]
+    assert draft_of(Lookup(max_spec_len=15), committed([text], WIDTH, ROOM)).length.tolist() == [length]
 
 
 def test_a_period_is_continued():
-    draft = draft_of(Lookup(max_spec_len=15), committed([[1, 2, 3] * 5]))
+    draft = draft_of(Lookup(max_spec_len=15), committed([[1, 2, 3] * 5], WIDTH, ROOM))
     assert draft.tokens.tolist() == [[1, 2, 3] * 5]
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 9])
 def test_drafts_fit_the_room(room):
-    assert draft_of(Lookup(max_spec_len=15), committed([[4] * 40], room=room)).length.tolist() == [room]
+    assert draft_of(Lookup(max_spec_len=15), committed([[4] * 40], WIDTH, room)).length.tolist() == [room]
 
 
 def test_finished_sequences_are_not_drafted_for():
-    assert draft_of(Lookup(max_spec_len=15), committed([[4] * 40], running=False)).length.tolist() == [0]
+    assert draft_of(
+        Lookup(max_spec_len=15), committed([[4] * 40], WIDTH, ROOM, running=jnp.zeros(1, bool))
+    ).length.tolist() == [0]
 
 
 @pytest.mark.parametrize("shortest", [3, 15])

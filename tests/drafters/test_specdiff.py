@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import VOCAB, are_own_texts, diffusion_config, random_model, tiny_config
+from tiny_models import VOCAB, are_own_texts, committed, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.decoding.proposal import most_confident
@@ -47,19 +47,8 @@ def by_hand(text: list[int]) -> tuple[list[int], list[float]]:
     return ids[0, len(text) : len(text) + LENGTH].tolist(), confidences.tolist()
 
 
-def committed(texts: list[list[int]]) -> Committed:
-    tokens = np.full((BATCH, WIDTH), 3, np.int32)
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = text
-    length = np.asarray([len(text) for text in texts], np.int32)
-    return Committed(
-        tokens=tokens,
-        length=length,
-        prompt_length=length,
-        room=np.maximum(CAPACITY - length - 1, 0).astype(np.int32),
-        running=np.ones(BATCH, bool),
-        eos=np.full(8, -1, np.int32),
-    )
+def seen(texts: list[list[int]]) -> Committed:
+    return committed(texts, WIDTH, np.asarray([max(CAPACITY - len(text) - 1, 0) for text in texts]))
 
 
 @jax.jit
@@ -74,9 +63,9 @@ draft_of = jax.jit(lambda method, state, now: method.draft(state, now))
 def test_drafts_of_many_rounds_equal_full_recomputation():
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, VOCAB - 2, length).tolist() for length in (1, 22)]
-    state = prefilled(drafter(), committed(texts))
+    state = prefilled(drafter(), seen(texts))
     while max(map(len, texts)) < CAPACITY:
-        now = committed(texts)
+        now = seen(texts)
         draft, state = draft_of(drafter(), state, now)
         for row in range(BATCH):
             length = min(LENGTH, int(now.room[row]))
@@ -86,7 +75,7 @@ def test_drafts_of_many_rounds_equal_full_recomputation():
             np.testing.assert_allclose(draft.confidence[row, :length], confidences[:length], atol=2e-4)
             kept = draft.tokens[row, : rng.integers(0, length + 1)].tolist()
             texts[row] = [*texts[row], *kept, int(rng.integers(0, VOCAB - 2))]
-        state = drafter().commit(state, now, committed(texts), None)
+        state = drafter().commit(state, now, seen(texts), None)
 
 
 def test_ties_are_filled_from_the_left():

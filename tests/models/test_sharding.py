@@ -16,7 +16,7 @@ from tiny_models import random_model, tiny_config
 from failfast_jax.errors import OptionError
 from failfast_jax.models import quantization, sharding
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

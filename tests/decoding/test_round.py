@@ -304,4 +304,4 @@ def test_a_prompt_buffer_beyond_the_capacity_is_refused():
     drafter = Drafter()
     plan = round.make_plan(drafter, platform="cpu")
     with pytest.raises(ValueError, match="exceeds the capacity"):
-        start(models().target, drafter, plan, np.zeros((1, CAPACITY + 1), np.int32), np.ones(1), np.ones(1))
+        start(models().target, drafter, plan, np.zeros((1, CAPACITY + 1), np.int32), *np.ones((2, 1), np.int32))

@@ -93,7 +93,7 @@ def test_imports_neither_pytorch_nor_llama_cpp_and_prints_nothing(smollm2_path):
         text=True,
         check=False,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 

@@ -543,7 +543,7 @@ def test_host_memory_is_the_model_and_one_parameter(tmp_path, dtype):
         text=True,
         check=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )
     size = 4 if dtype == "float32" else 2
     model = sum(math.prod(shape) for shape in shapes.values()) * size

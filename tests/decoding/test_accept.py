@@ -27,6 +27,9 @@ def sampling(batch: int = 1, temperature: float = 1.0, top_k: int = 0, top_p: fl
 
 
 PICK = jax.jit(accept.pick)
+FILTERED = jax.jit(accept.filtered_logits)
+PREFIX = jax.jit(accept.agreeing_prefix)
+EMITTED = jax.jit(accept.emitted_count)
 GREEDY = sampling(temperature=0)
 
 # Ties and confidences.
@@ -45,7 +48,7 @@ def test_argmax_of_a_row_without_a_finite_logit():
 
 def test_confidence_is_the_best_softmax_probability():
     logits = np.random.default_rng(0).normal(size=(5, 3, VOCAB)).astype(np.float32) * 4
-    token, confidence = accept.argmax_and_confidence(logits)
+    token, confidence = jax.jit(accept.argmax_and_confidence)(logits)
     np.testing.assert_array_equal(token, logits.argmax(-1))
     np.testing.assert_allclose(confidence, jax.nn.softmax(logits, -1).max(-1), rtol=1e-6)
 
@@ -70,9 +73,7 @@ def test_forbidden_tokens_have_no_probability():
 )
 def test_filtered_logits_equal_a_sorting_implementation(row, temperature, top_k, top_p):
     logits = np.asarray(row, np.float32)
-    got = np.asarray(
-        jax.jit(accept.filtered_logits)(logits[None], np.float32([temperature]), np.int32([top_k]), np.float32([top_p]))
-    )[0]
+    got = np.asarray(FILTERED(logits[None], np.float32([temperature]), np.int32([top_k]), np.float32([top_p])))[0]
     # A cumulated probability within rounding of top_p may fall on either side.
     either = [filtered_by_sorting(logits, temperature, top_k, p) for p in (top_p - 1e-6, top_p, top_p + 1e-6)]
     assert any(np.array_equal(np.isfinite(got), np.isfinite(one)) for one in either)
@@ -83,7 +84,7 @@ def test_filters_at_their_ends():
     logits = np.asarray([[3.0, 3.0, 1.0, -2.0]], np.float32)
 
     def kept(top_k: int, top_p: float) -> list[int]:
-        out = accept.filtered_logits(logits, np.float32([1]), np.int32([top_k]), np.float32([top_p]))
+        out = FILTERED(logits, np.float32([1]), np.int32([top_k]), np.float32([top_p]))
         return np.flatnonzero(np.isfinite(out[0])).tolist()
 
     assert kept(0, 1.0) == [0, 1, 2, 3]
@@ -187,7 +188,7 @@ def rounds_agree(prefix, cases, eos) -> bool:
     """Whether `prefix` (an `agreeing_prefix`) and `emitted_count` do what the rule does by hand."""
     drafts, lengths, target, left = (np.asarray(x, np.int32) for x in zip(*cases))
     accepted = prefix(drafts, lengths, target)
-    count, stopped = accept.emitted_count(target, accepted, left, np.asarray([*eos, -1, -1], np.int32))
+    count, stopped = EMITTED(target, accepted, left, np.asarray([*eos, -1, -1], np.int32))
     for row, (draft, length, own, room) in enumerate(cases):
         by_hand = accepted_by_hand(draft, length, own)
         out, at_eos = emitted_by_hand(own, by_hand, room, eos)
@@ -199,7 +200,7 @@ def rounds_agree(prefix, cases, eos) -> bool:
 @settings(max_examples=300)
 @given(cases=CASES, eos=st.sampled_from([[], [2], [1, 2]]))
 def test_acceptance_equals_the_rule_by_hand(cases, eos):
-    assert rounds_agree(jax.jit(accept.agreeing_prefix), cases, eos)
+    assert rounds_agree(PREFIX, cases, eos)
 
 
 def all_agreements(draft, length, picks):
@@ -210,7 +211,7 @@ def all_agreements(draft, length, picks):
 
 def beyond_the_draft(draft, length, picks):
     """Wrong: goes on into the draft's padding."""
-    return accept.agreeing_prefix(draft, np.full_like(length, draft.shape[1]), picks)
+    return PREFIX(draft, np.full_like(length, draft.shape[1]), picks)
 
 
 @pytest.mark.parametrize("wrong", [all_agreements, beyond_the_draft])
@@ -220,13 +221,13 @@ def test_a_wrong_rule_is_noticed(wrong):
         [(*(rng.integers(0, 3, n).tolist() if n else int(rng.integers(0, 7)) for n in (6, 0, 7)), 9) for _ in range(2)]
         for _ in range(50)
     ]
-    assert all(rounds_agree(accept.agreeing_prefix, case, []) for case in cases)
+    assert all(rounds_agree(PREFIX, case, []) for case in cases)
     assert not all(rounds_agree(wrong, case, []) for case in cases)
 
 
 def test_nothing_is_drafted_one_token_is_emitted():
     empty = np.zeros((1, 0), np.int32)
-    accepted = accept.agreeing_prefix(empty, np.zeros(1, np.int32), np.asarray([[4]], np.int32))
+    accepted = PREFIX(empty, np.zeros(1, np.int32), np.asarray([[4]], np.int32))
     assert accepted.tolist() == [0]
-    count, stopped = accept.emitted_count(np.asarray([[4]]), accepted, np.asarray([1]), np.asarray([4]))
+    count, stopped = EMITTED(np.asarray([[4]]), accepted, np.asarray([1]), np.asarray([4]))
     assert count.tolist() == [1] and stopped.tolist() == [1]

@@ -1,0 +1,111 @@
+"""Static widths of a compilation: of verify passes, of prefill chunks, and of the buffers that hold them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.models.cache import TILE, round_up
+
+CPU_LADDER = (1, 4, 8, 16, 32, 64, 96, 128)
+"""Widths that XLA's CPU matmul likes: compute bounds a step there, so a verify is as narrow as it can be."""
+CPU_PREFILL_WIDTHS = (32, 128, 512)
+ACCELERATOR_ROWS = 8
+"""On TPU and GPU memory bounds a step: verifies are padded to a multiple of this and have one width."""
+EXACT_WIDTH = 72
+"""The constant width of every target step under `exact`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Static widths of a compilation.
+
+    Attributes:
+      widths: ascending verify widths; a round uses the narrowest that holds its longest draft plus one.
+      prefill_widths: ascending chunk widths of the target's prefill.
+      drafter_prefill_widths: the drafter's; where they are the same, one call serves both models.
+      constant: `widths` is a single width that also serves drafts longer than it, in several passes.
+    """
+
+    widths: tuple[int, ...]
+    prefill_widths: tuple[int, ...]
+    drafter_prefill_widths: tuple[int, ...]
+    constant: bool = False
+
+
+def make_plan(drafter: Drafter, *, platform: str, exact: bool = False, interchangeable: tuple[int, ...] = ()) -> Plan:
+    """Chooses the widths for a drafter on a platform (`cpu`, `gpu`, `tpu`).
+
+    Args:
+      exact: a row's result must not depend on the pass it is computed in. One constant width then serves
+        every step, the prefill's too.
+      interchangeable: under `exact`, widths whose rows were shown to be bit-identical; they serve as the
+        ladder instead of the constant width.
+    """
+    multiple = drafter.chunk_multiple
+    longest = drafter.max_draft + 1
+    if exact and not interchangeable:
+        drafter_prefill = (round_up(EXACT_WIDTH, multiple),)
+        return _with_features(drafter, Plan((EXACT_WIDTH,), (EXACT_WIDTH,), drafter_prefill, constant=True))
+    if platform == "cpu":
+        ladder = interchangeable if exact else cpu_ladder(longest)
+        needed = {min(w for w in ladder if w > length) for length in (*drafter.draft_lengths, drafter.max_draft)}
+        widths = tuple(sorted(needed))
+        prefill = tuple(w for w in CPU_PREFILL_WIDTHS if not exact or w in interchangeable)
+    else:
+        widths = (round_up(longest, ACCELERATOR_ROWS),)
+        prefill = (128, 512, 2048)
+    drafter_prefill = tuple(round_up(w, multiple) for w in prefill)
+    return _with_features(drafter, Plan(widths, drafter_prefill if not exact else prefill, drafter_prefill))
+
+
+def _with_features(drafter: Drafter, plan: Plan) -> Plan:
+    if drafter.feature_layers and plan.prefill_widths != plan.drafter_prefill_widths:
+        raise ValueError(
+            f"{type(drafter).__name__} reads the target's features, so both must prefill in the same chunks: its "
+            f"chunk_multiple {drafter.chunk_multiple} does not divide the target's {plan.prefill_widths}"
+        )
+    return plan
+
+
+def cpu_ladder(longest: int) -> tuple[int, ...]:
+    """Verify widths on CPU; the last one holds `longest` rows."""
+    return CPU_LADDER if longest <= CPU_LADDER[-1] else (*CPU_LADDER, round_up(longest, 32))
+
+
+def buffer_length(capacity: int, drafter: Drafter, plan: Plan) -> int:
+    """Positions to allocate for `capacity` tokens: a window may reach beyond the last of them."""
+    longest = round_up(drafter.max_draft + 1, plan.widths[-1])
+    widest = max(longest, drafter.window + drafter.max_draft, plan.prefill_widths[0], plan.drafter_prefill_widths[0])
+    return round_up(capacity + widest, TILE)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillCall:
+    """One `prefill_chunk`: where it starts and its static arguments."""
+
+    start: int
+    width: int
+    parts: tuple[str, ...]
+
+
+def prefill_schedule(prompt_tokens: int, drafter: Drafter, plan: Plan, buffer: int) -> list[PrefillCall]:
+    """Chunks that cover all but the last of `prompt_tokens` tokens, within a buffer of `buffer` positions."""
+
+    def chunks(widths: tuple[int, ...], parts: tuple[str, ...]) -> list[PrefillCall]:
+        calls, start = [], 0
+        while start < prompt_tokens - 1:
+            left = prompt_tokens - 1 - start
+            # A wider chunk than what is left only where that wastes less than half of it.
+            fits = [w for w in widths if w <= max(left * 1.5, widths[0]) and start + w <= buffer]
+            width = next((w for w in fits if w >= left), fits[-1])
+            calls.append(PrefillCall(start, width, parts))
+            start += width
+        return calls
+
+    if plan.prefill_widths == plan.drafter_prefill_widths:
+        return chunks(plan.prefill_widths, ("target", "drafter"))
+    calls = chunks(plan.prefill_widths, ("target",))
+    return calls + (
+        chunks(plan.drafter_prefill_widths, ("drafter",)) if drafter.has_model or drafter.feature_layers else []
+    )

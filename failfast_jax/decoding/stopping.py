@@ -1,0 +1,106 @@
+"""When a draft stops growing: the rule of the expansion, a field of the drafter.
+
+A rule is a small pytree. It sees the draft so far, and a memory of its own that it may change after each round, so that
+rules which look back (`CongestionWindow`) are as easy to write as the paper's, which looks ahead (`BelowThreshold`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from failfast_jax.decoding.state import Outcome
+
+
+@flax.struct.dataclass
+class DraftSoFar:
+    """What a rule sees after each chunk."""
+
+    tokens: Int[Array, "B M"]
+    """Anything beyond `drafted`."""
+    confidence: Float[Array, "B M"]
+    drafted: Int[Array, " B"]
+    """Length of the draft, the newest chunk included."""
+    newest: Int[Array, " B"]
+    """Where the newest chunk begins."""
+
+    @property
+    def in_newest(self) -> Bool[Array, "B M"]:
+        """The places of the newest chunk."""
+        columns = jnp.arange(self.confidence.shape[1])
+        return (columns >= self.newest[:, None]) & (columns < self.drafted[:, None])
+
+
+@flax.struct.dataclass
+class StopRule:
+    """Decides for each sequence whether its draft stops growing. Pure and traceable."""
+
+    def init(self, batch: int) -> Any:
+        """The memory before the first round: arrays whose first axis is the batch."""
+        del batch
+        return ()
+
+    def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
+        """Whether the draft ends with its newest chunk. (It also ends where no further chunk fits.)"""
+        raise NotImplementedError
+
+    def learn(self, memory: Any, outcome: Outcome) -> Any:
+        """The memory after a round."""
+        del outcome
+        return memory
+
+
+@flax.struct.dataclass
+class BelowThreshold(StopRule):
+    """The paper's rule (Algorithm 1): stop once any confidence of the newest chunk is below tau."""
+
+    tau: Float[ArrayLike, ""]
+
+    def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
+        return jnp.any((draft.confidence < self.tau) & draft.in_newest, axis=1)
+
+
+@flax.struct.dataclass
+class Never(StopRule):
+    """Draft as far as it fits."""
+
+    def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
+        return jnp.zeros_like(draft.drafted, bool)
+
+
+@flax.struct.dataclass
+class AtLength(StopRule):
+    """Stop at a length, whatever the confidences."""
+
+    length: Int[ArrayLike, ""]
+
+    def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
+        return draft.drafted >= self.length
+
+
+@flax.struct.dataclass
+class CongestionWindow(StopRule):
+    """Draft as far as earlier rounds went well (paper, Appendix E, after TCP's congestion control).
+
+    A window bounds the draft: a draft that was accepted whole adds `increase` tokens to it, one that was not halves
+    it. The memory is the window of each sequence.
+    """
+
+    least: Int[ArrayLike, ""]
+    increase: Int[ArrayLike, ""]
+    most: Int[ArrayLike, ""]
+
+    def init(self, batch: int) -> Int[Array, " B"]:
+        return jnp.full((batch,), self.least, jnp.int32)
+
+    def stops(self, draft: DraftSoFar, memory: Int[Array, " B"]) -> Bool[Array, " B"]:
+        return draft.drafted >= memory
+
+    def learn(self, memory: Int[Array, " B"], outcome: Outcome) -> Int[Array, " B"]:
+        whole = outcome.agreed >= outcome.draft.length
+        window = jnp.clip(jnp.where(whole, memory + self.increase, memory // 2), self.least, self.most)
+        return jnp.where(outcome.draft.length > 0, window, memory)

@@ -1,0 +1,156 @@
+"""What the target says about a draft: one pass over the last committed token and everything drafted.
+
+Two verifiers, one for rows of tokens (`verify_chain`) and one for trees (`verify_tree`); a drafter names its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from failfast_jax.decoding import accept, tree
+from failfast_jax.decoding.branches import one_of
+from failfast_jax.decoding.plan import Plan
+from failfast_jax.decoding.state import DecodeState, Draft, Verified
+from failfast_jax.models.cache import KVCache, round_up
+from failfast_jax.models.transformer import Decoder
+
+
+@flax.struct.dataclass
+class _Rows:
+    """What a pass says about each row of its window."""
+
+    picks: Int[Array, "B W"]
+    finite: Bool[Array, "B W"]
+    features: Float[Array, "B W F E"]
+
+    def with_part(self, part: _Rows, offset: Int[Array, ""]) -> _Rows:
+        """`part` written at rows `offset ...`."""
+        return jax.tree.map(lambda b, new: jax.lax.dynamic_update_slice_in_dim(b, new, offset, axis=1), self, part)
+
+
+_Pass = Callable[[int, Int[Array, ""], KVCache], tuple[_Rows, KVCache]]
+"""`(width, offset, cache) -> (rows, cache)`: a pass over the rows `offset .. offset + width - 1` of a window."""
+
+
+def _narrowest(
+    run: _Pass, widths: tuple[int, ...], needed: Int[Array, ""], rows: _Rows, cache: KVCache
+) -> tuple[_Rows, KVCache, Int[Array, ""]]:
+    """One pass of the narrowest of `widths` that covers the first `needed` rows."""
+
+    def branch(width: int) -> Callable:
+        def taken(carry: tuple[_Rows, KVCache]) -> tuple[_Rows, KVCache]:
+            part, cache = run(width, jnp.int32(0), carry[1])
+            return carry[0].with_part(part, jnp.int32(0)), cache
+
+        return taken
+
+    rung = sum((needed > width).astype(jnp.int32) for width in widths[:-1])
+    rows, cache = one_of(rung, [branch(width) for width in widths], (rows, cache))
+    return rows, cache, jnp.int32(1)
+
+
+def _repeated(
+    run: _Pass, width: int, needed: Int[Array, ""], rows: _Rows, cache: KVCache
+) -> tuple[_Rows, KVCache, Int[Array, ""]]:
+    """Passes of one constant width until the first `needed` rows are covered."""
+
+    def body(carry: tuple[Array, _Rows, KVCache]) -> tuple[Array, _Rows, KVCache]:
+        offset, rows, cache = carry
+        part, cache = run(width, offset, cache)
+        return offset + width, rows.with_part(part, offset), cache
+
+    end, rows, cache = jax.lax.while_loop(lambda carry: carry[0] < needed, body, (jnp.int32(0), rows, cache))
+    return rows, cache, end // width
+
+
+def verify_chain(
+    target: Decoder, feature_layers: tuple[int, ...], state: DecodeState, proposal: Draft, plan: Plan
+) -> tuple[Verified, DecodeState]:
+    """The target's picks after the last committed token and after each drafted one.
+
+    One pass over the narrowest width of `plan` that holds the longest draft (several of the one width where it is
+    constant). Sampled drafts (those with `q`) are accepted or replaced by rejection sampling.
+    """
+    columns = proposal.tokens.shape[1] + 1
+    total = round_up(columns, plan.widths[-1])
+    last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+    window = jnp.pad(jnp.concatenate([last, proposal.tokens], axis=1), ((0, 0), (0, total - columns)))
+    needed = jnp.max(jnp.where(state.running, proposal.length + 1, 1))
+
+    def run(width: int, offset: Int[Array, ""], cache: KVCache) -> tuple[_Rows, KVCache]:
+        start = state.length - 1 + offset
+        live = jnp.max(jnp.where(state.running, start + width, 0))
+        tokens = jax.lax.dynamic_slice_in_dim(window, offset, width, axis=1)
+        hidden, cache, features = target.window(tokens, cache, start, live, feature_layers)
+        logits = target.logits_of(hidden)
+        positions = start[:, None] + 1 + jnp.arange(width)
+        if proposal.q is None:
+            picks = accept.pick(logits, positions, state.sampling)
+        else:
+            picks = accept.pick_or_reject(logits, positions, state.sampling, *_part(proposal, offset, width, total))
+        return _Rows(picks, picks < logits.shape[-1], features), cache
+
+    batch = state.length.shape[0]
+    empty = _Rows(
+        picks=jnp.zeros((batch, total), jnp.int32),
+        finite=jnp.zeros((batch, total), bool),
+        features=jnp.zeros((batch, total, len(feature_layers), target.config.hidden_size), target.dtype),
+    )
+    if plan.constant and total > plan.widths[-1]:
+        rows, cache, passes = _repeated(run, plan.widths[-1], needed, empty, state.target)
+    else:
+        rows, cache, passes = _narrowest(run, plan.widths, needed, empty, state.target)
+    verified = Verified(
+        picks=rows.picks[:, :columns],
+        features=rows.features[:, :columns],
+        finite=rows.finite[:, :columns],
+        accepted=accept.agreeing_prefix(proposal.tokens, proposal.length, rows.picks),
+        passes=passes,
+    )
+    return verified, state.replace(target=cache)
+
+
+def _part(proposal: Draft, offset: Int[Array, ""], width: int, total: int) -> tuple[Array, Array, Array]:
+    """Of rows `offset ...`: the drafted tokens, their distributions, and whether there is one."""
+
+    def part(drafted: Array) -> Array:
+        drafted = jnp.pad(drafted, ((0, 0), (0, total - drafted.shape[1]), *[(0, 0)] * (drafted.ndim - 2)))
+        return jax.lax.dynamic_slice_in_dim(drafted, offset, width, axis=1)
+
+    inside = offset + jnp.arange(width) < proposal.length[:, None]
+    return part(proposal.tokens), part(proposal.q), inside
+
+
+def verify_tree(
+    target: Decoder, feature_layers: tuple[int, ...], state: DecodeState, proposal: Draft, plan: Plan
+) -> tuple[Verified, DecodeState]:
+    """The target's picks along the longest path of the tree that agrees with them.
+
+    One pass over the last committed token and all nodes; the path's keys and values become the text's.
+    """
+    width = plan.widths[-1]
+    start = state.length - 1
+    mask = tree.mask_of(proposal.tree, width)
+    last = jnp.take_along_axis(state.tokens, start[:, None], axis=1)
+    tokens = tree.window_of(last, proposal.tree.tokens, width)
+    live = jnp.max(jnp.where(state.running, start + width, 0))
+    hidden, cache, features = target.window(tokens, state.target, start, live, feature_layers, mask)
+    logits = target.logits_of(hidden)
+    # Siblings compete for one position: its noise is theirs together.
+    picks = accept.pick(logits, start[:, None] + 1 + mask.depth, state.sampling)
+    accepted, slots = tree.longest_path(proposal.tree, mask, tokens, picks)
+    slots = slots[:, : proposal.tokens.shape[1] + 1]
+    picks = jnp.take_along_axis(picks, slots, axis=1)
+    verified = Verified(
+        picks=picks,
+        features=jnp.take_along_axis(features, slots[..., None, None], axis=1),
+        finite=picks < logits.shape[-1],
+        accepted=accepted,
+        passes=jnp.int32(1),
+    )
+    return verified, state.replace(target=target.keep(cache, start, slots, width))

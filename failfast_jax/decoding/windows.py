@@ -1,0 +1,25 @@
+"""Windows of static width at each sequence's own place of a padded text."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+
+def gather_window(text: Shaped[Array, "B T *X"], start: Int[Array, " B"], width: int) -> Shaped[Array, "B W *X"]:
+    """`text[b, start[b] : start[b] + width]`."""
+    return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, width))(text, start)
+
+
+def gather_rows(hidden: Float[Array, "B W E"], rows: Int[Array, "B R"]) -> Float[Array, "B R E"]:
+    """`hidden[b, rows[b]]`."""
+    return jnp.take_along_axis(hidden, rows[..., None], axis=1)
+
+
+def place(
+    text: Shaped[Array, "B T"], at: Int[Array, " B"], new: Shaped[Array, "B S"], keep: Bool[Array, "B S"]
+) -> Shaped[Array, "B T"]:
+    """Writes `new` into `text[b, at[b]:]` where `keep`."""
+    new = jnp.where(keep, new, gather_window(text, at, new.shape[1]))
+    return jax.vmap(lambda row, value, index: jax.lax.dynamic_update_slice_in_dim(row, value, index, 0))(text, new, at)

@@ -1,0 +1,185 @@
+"""The schedule `aligned`: the released code's, with which the paper's numbers were made, quirks included.
+
+Small blocks at absolute positions, all confidences of all passes in one list, a storing pass for every full block.
+Stopped at a fixed length it is the Fast-dLLM baseline.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from failfast_jax.decoding.accept import argmax_and_confidence
+from failfast_jax.decoding.state import Committed, Draft
+from failfast_jax.decoding.stopping import DraftSoFar, StopRule
+from failfast_jax.decoding.unmask import BlockPass
+from failfast_jax.decoding.windows import gather_rows, gather_window
+from failfast_jax.drafters.block_diffusion import BlockDrafter, BlockState
+
+MOST_BLOCKS = 3
+"""The released code's drafts span at most this many blocks."""
+
+
+@flax.struct.dataclass
+class _Filling:
+    """Carry of the loop."""
+
+    text: Int[Array, "B T"]
+    confidence: Float[Array, "B T"]
+    """Confidence with which each position was filled."""
+    state: BlockState
+    """`state.cached` is the start of the block being filled."""
+    spec_len: Int[Array, " B"]
+    listed: Int[Array, " B"]
+    """Confidences seen so far (a position counts once a pass)."""
+    unsure: Bool[Array, " B"]
+    """Whether the rule was broken by one of them (below tau)."""
+    blocks: Int[Array, " B"]
+    """Blocks that the draft has filled."""
+    growing: Bool[Array, " B"]
+    passes: Int[Array, " B"]
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class Aligned(BlockDrafter):
+    """Drafts by the released schedule; with `expand=False` it stops at the first `spec_len` tokens: Fast-dLLM."""
+
+    rule: StopRule
+    """Sees the confidences of one pass at a time; once it says stop, the draft ends where it next could."""
+    threshold: Float[ArrayLike, ""]
+    """A pass fills the positions whose confidence exceeds it, and the best one."""
+    max_spec_len: int = flax.struct.field(pytree_node=False, default=60)
+    small_block: int = flax.struct.field(pytree_node=False, default=8)
+    expand: bool = flax.struct.field(pytree_node=False, default=True)
+
+    @property
+    def max_draft(self) -> int:
+        limit = MOST_BLOCKS * self.block + 1
+        if not self.expand:
+            return min(self.spec_len, limit)
+        # A longer draft is asked for only while fewer than max_spec_len confidences were listed; each
+        # storing pass adds a token that is not.
+        longest = (self.max_spec_len + MOST_BLOCKS) // self.spec_len * self.spec_len + self.spec_len
+        return min(longest, limit)
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        return (*range(self.spec_len, self.max_draft, self.spec_len), self.max_draft)
+
+    @property
+    def window(self) -> int:
+        return MOST_BLOCKS * self.block + self.block
+
+    def init(self, batch, capacity):
+        return super().init(batch, capacity).replace(memory=self.rule.init(batch))
+
+    def draft(self, state, committed, begun=None):
+        self._refuse(begun)
+        zeros = jnp.zeros_like(committed.length)
+        start = _Filling(
+            text=self.masked_text(committed),
+            confidence=jnp.zeros(committed.tokens.shape),
+            state=state,
+            spec_len=jnp.full_like(zeros, self.spec_len),
+            listed=zeros,
+            unsure=zeros.astype(bool),
+            blocks=zeros,
+            growing=committed.running & (committed.room > 0),
+            passes=zeros,
+        )
+        end = jax.lax.while_loop(
+            lambda carry: jnp.any(carry.growing), lambda carry: self._pass(carry, committed), start
+        )
+        return self._draft_of(end, committed), end.state
+
+    def _pass(self, carry: _Filling, committed: Committed) -> _Filling:
+        """One pass over each growing sequence's block."""
+        at = carry.state.cached
+        block = BlockPass.over(
+            carry.text,
+            at,
+            committed.length,
+            block=self.block,
+            small_block=self.small_block,
+            mask_token=self.mask_token,
+        )
+        live = jnp.max(jnp.where(carry.growing, at + self.block, 0))
+        hidden, cache, _ = self.model.window(block.tokens, carry.state.cache, at, live)
+        proposed, confidence = argmax_and_confidence(self.logits(gather_rows(hidden, block.rows)))
+
+        storing, denoising = carry.growing & block.full, carry.growing & ~block.full
+        cached = jnp.where(storing, at + self.block, at)
+        text, masked, chosen = block.unmasked(
+            carry.text,
+            proposed,
+            confidence,
+            active=carry.growing,
+            threshold=self.threshold,
+            opens_next=cached >= committed.length,
+        )
+        seen = self._seen(carry.confidence, block, confidence, storing & (cached >= committed.length), chosen)
+        # All confidences of all passes join one list, a position once a pass.
+        listed = carry.listed + masked.sum(1)
+        shown = DraftSoFar(proposed, jnp.where(masked, confidence, 1.0), jnp.full_like(at, self.small_block), 0 * at)
+        unsure = carry.unsure | self.rule.stops(shown, carry.state.memory)
+
+        whole = at + self.block <= committed.length  # nothing but committed tokens
+        blocks = carry.blocks + (storing & ~whole)
+        columns = jnp.arange(text.shape[1])
+        exists = jnp.argmax((text == self.mask_token) & (columns >= committed.length[:, None]), 1) - committed.length
+        drafted = denoising & (exists >= carry.spec_len)
+        stopped = drafted & (unsure | (listed >= self.max_spec_len) if self.expand else True)
+        stopped |= blocks >= MOST_BLOCKS
+        stopped |= jnp.minimum(carry.spec_len, exists) > committed.room
+        # Filling up the cache before the first round belongs to the prefill.
+        counted = carry.growing & ~(whole & (committed.length == committed.prompt_length))
+        return _Filling(
+            text=text,
+            confidence=seen,
+            state=carry.state.replace(cache=cache, cached=cached),
+            spec_len=jnp.where(drafted & ~stopped, carry.spec_len + self.spec_len, carry.spec_len),
+            listed=listed,
+            unsure=unsure,
+            blocks=blocks,
+            growing=carry.growing & ~stopped,
+            passes=carry.passes + counted,
+        )
+
+    def _seen(
+        self,
+        seen: Float[Array, "B T"],
+        block: BlockPass,
+        confidence: Float[Array, "B S"],
+        opened: Bool[Array, " B"],
+        chosen: Bool[Array, "B S"],
+    ) -> Float[Array, "B T"]:
+        """The confidences with those of the positions that a pass filled."""
+        everyone = jnp.arange(seen.shape[0])
+        nowhere = seen.shape[1]  # out of bounds: dropped
+        seen = seen.at[everyone, jnp.where(opened, block.at + self.block, nowhere)].set(confidence[:, 0], mode="drop")
+        slots = jnp.where(chosen, block.at[:, None] + block.inside, nowhere)
+        return seen.at[everyone[:, None], slots].set(confidence, mode="drop")
+
+    def _draft_of(self, end: _Filling, committed: Committed) -> Draft:
+        """The first `spec_len` tokens, as far as they exist and fit, cut after a stop token."""
+        tokens = gather_window(end.text, committed.length, self.max_draft)
+        columns = jnp.arange(self.max_draft)
+        masked = tokens == self.mask_token
+        exists = jnp.where(masked.any(1), jnp.argmax(masked, 1), self.max_draft)
+        length = jnp.minimum(jnp.minimum(end.spec_len, exists), committed.room)
+        is_stop = (tokens[..., None] == committed.eos[:, None]).any(-1) & (columns < length[:, None])
+        length = jnp.where(is_stop.any(1), jnp.argmax(is_stop, 1) + 1, length)
+        return Draft(
+            tokens=tokens,
+            confidence=gather_window(end.confidence, committed.length, self.max_draft),
+            length=jnp.where(committed.running, length, 0),
+            passes=end.passes,
+        )
+
+    def commit(self, state, outcome):
+        return super().commit(state, outcome).replace(memory=self.rule.learn(state.memory, outcome))

@@ -1,0 +1,134 @@
+"""What the drafters with a block-diffusion model share: its cache of whole blocks, and passes over what it lacks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from failfast_jax.decoding.accept import forbid
+from failfast_jax.decoding.branches import one_of
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.state import Committed
+from failfast_jax.decoding.windows import gather_rows, gather_window, place
+from failfast_jax.models.cache import KVCache, round_up
+from failfast_jax.models.transformer import Decoder
+
+
+@flax.struct.dataclass
+class BlockState:
+    """State of a block-diffusion drafter."""
+
+    cache: KVCache
+    cached: Int[Array, " B"]
+    """Leading positions whose keys and values are final: whole blocks, each computed with all its tokens final."""
+    memory: Any = ()
+    """The stopping rule's."""
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class BlockDrafter(Drafter):
+    """A block-diffusion model, its cache of whole blocks, and the vocabulary that it may draft from."""
+
+    model: Decoder
+    vocab: int = flax.struct.field(pytree_node=False)
+    """Ids at or above it are never drafted (the target lacks them)."""
+    spec_len: int = flax.struct.field(pytree_node=False, default=10)
+
+    @property
+    def block(self) -> int:
+        return self.model.config.block_size
+
+    @property
+    def mask_token(self) -> int:
+        return self.model.config.mask_token_id
+
+    @property
+    def chunk_multiple(self) -> int:
+        return self.block
+
+    @property
+    def has_model(self) -> bool:
+        return True
+
+    @property
+    def window(self) -> int:
+        # The oldest position not yet stored lies less than a block before the last pass's chunk, and
+        # the next chunk ends at most two chunks and one token behind that.
+        return round_up(self.block + 2 * self.spec_len, self.block)
+
+    def init(self, batch: int, capacity: int) -> BlockState:
+        return BlockState(cache=self.model.init_cache(batch, capacity), cached=jnp.zeros((batch,), jnp.int32))
+
+    def prefill(self, state, committed, start, width, features):
+        del features
+        # Blocks that hold the last token, or lie behind it, are left to the rounds.
+        tokens = gather_window(committed.tokens, jnp.full_like(committed.length, start), width)
+        starts = jnp.full_like(committed.length, start)
+        _, cache, _ = self.model.window(tokens, state.cache, starts, start + width)
+        whole = (committed.length - 1) // self.block * self.block
+        return state.replace(cache=cache, cached=jnp.minimum(whole, jnp.maximum(state.cached, start + width)))
+
+    def commit(self, state, outcome):
+        # A block is final if it was computed with its tokens drafted and they are all in the text, and if it lies in
+        # front of the last token's.
+        final = outcome.before.length + outcome.agreed
+        final = jnp.minimum(final, outcome.after.length - 1) // self.block * self.block
+        return state.replace(cached=jnp.minimum(state.cached, final))
+
+    def masked_text(
+        self, committed: Committed, drafted: Int[Array, "B M"] | None = None, count: Int[Array, " B"] | None = None
+    ) -> Int[Array, "B T"]:
+        """Committed tokens, the first `count` drafted ones, then masks."""
+        columns = jnp.arange(committed.tokens.shape[1])
+        text = jnp.where(columns < committed.length[:, None], committed.tokens, self.mask_token)
+        if drafted is None:
+            return text
+        return place(text, committed.length, drafted, jnp.arange(drafted.shape[1]) < count[:, None])
+
+    def logits(self, hidden: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
+        """Logits without the mask token and the ids that the target lacks."""
+        return forbid(self.model.logits_of(hidden), self.mask_token, self.vocab)
+
+    def look(
+        self, state: BlockState, text: Int[Array, "B T"], front: Int[Array, " B"], active: Bool[Array, " B"]
+    ) -> tuple[Float[Array, "B N V"], Bool[Array, " B"], BlockState]:
+        """One pass over all that is not stored yet, up to the end of the block that holds the N-th position from `front`.
+
+        Blocks in front of `front` become final in it: they are stored by passes that happen anyway.
+
+        Args:
+          text: see `masked_text`.
+          active: sequences that the pass is for.
+
+        Returns:
+          Logits that score the N = `spec_len` positions from `front` on; which sequences are behind, that is lack so
+          much (after rounds that were sat out) that the pass only stored some of it; and the state.
+        """
+        offsets = jnp.arange(self.spec_len)
+        cached = state.cached
+        end = (front + self.spec_len + self.block - 1) // self.block * self.block
+        need = end - cached
+
+        def look_at(width: int):
+            def branch(carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
+                live = jnp.max(jnp.where(active, cached + width, 0))
+                hidden, cache, _ = self.model.window(gather_window(text, cached, width), carry[1], cached, live)
+                rows = jnp.clip((front - 1 - cached)[:, None] + offsets, 0, width - 1)
+                return gather_rows(hidden, rows), cache
+
+            return branch
+
+        rung = jnp.max(jnp.where(active, jnp.minimum(need, self.window), self.block)) // self.block - 1
+        branches = [look_at(width) for width in range(self.block, self.window + 1, self.block)]
+        nothing = jnp.zeros((front.shape[0], self.spec_len, self.model.config.hidden_size), self.model.dtype)
+        hidden, cache = one_of(rung, branches, (nothing, state.cache))
+
+        behind = need > self.window
+        missed = jnp.minimum(cached + self.window, (front - 1) // self.block * self.block)
+        stored = jnp.where(behind, missed, front // self.block * self.block)
+        cached = jnp.where(active, jnp.maximum(cached, stored), cached)
+        return self.logits(hidden), behind, state.replace(cache=cache, cached=cached)

@@ -1,0 +1,195 @@
+"""The method `failfast`: which drafter its options ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.stopping import BelowThreshold
+from failfast_jax.drafters.aligned import Aligned
+from failfast_jax.drafters.feature_block import ConditionedDrafter
+from failfast_jax.drafters.hybrid import Hybrid
+from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup
+from failfast_jax.drafters.reuse import Reuse
+from failfast_jax.drafters.tree import ALTERNATIVES, TreeDrafter
+from failfast_jax.drafters.wide import Wide
+from failfast_jax.errors import OptionError
+from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, CONDITIONED
+from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, flag_of, option, require
+
+SPEC_LEN, MAX_SPEC_LEN, ALIGNED_THRESHOLD = 10, 60, 0.05
+"""The released code's."""
+ONLY_ALIGNED = ("threshold", "small_block_size")
+ONLY_WIDE = ("lookup_min", "min_gain", "reuse", "tree_budget")
+
+
+@dataclasses.dataclass(frozen=True)
+class FailfastOptions(MethodOptions):
+    """Options of `failfast`: a block-diffusion draft that grows while it is confident."""
+
+    summary = "a block-diffusion model; one pass a chunk, and on while it is confident (the paper's method)"
+    kinds = (BLOCK_DIFFUSION, CONDITIONED)
+    samples = True
+
+    spec_len: int | None = option(None, "tokens drafted per expansion (10)", least=1, most=LONGEST_DRAFT)
+    tau: float = option(0.45, "confidence below which a draft stops growing", least=0, most=1)
+    max_spec_len: int | None = option(None, "longest draft (60)", least=1, most=LONGEST_DRAFT)
+    schedule: str = option(
+        "wide", "wide: one pass a chunk; aligned: as the authors' released code", choices=("wide", "aligned")
+    )
+    lookup_min: int = option(
+        0, "begin drafts with what followed the last n tokens before; 0: off", least=0, most=LONGEST_MATCH
+    )
+    min_gain: float = option(0.0, "with --lookup-min: verify drafts that expect x accepted tokens; 0: all", least=0)
+    reuse: bool = option(False, "go on like the rejected part of the last draft where it fits")
+    tree_budget: int | None = option(
+        None, "verify a tree of n tokens, the draft and branches", least=1, most=LONGEST_DRAFT
+    )
+    threshold: float | None = option(None, "aligned: a pass fills positions above it (0.05)", least=0, most=1)
+    block_size: int | None = option(None, "block of the diffusion model (as in its config)", least=2)
+    small_block_size: int | None = option(None, "aligned: positions unmasked together (8)", least=1)
+
+    def check(self) -> None:
+        other, names = ("wide", ONLY_ALIGNED) if self.schedule == "wide" else ("aligned", ONLY_WIDE)
+        for name in names:
+            if value := getattr(self, name):
+                raise OptionError(f"{flag_of(name)} {value}: not with --schedule {other}")
+        require(not self.min_gain or self.lookup_min > 0, f"--min-gain {self.min_gain}", "needs --lookup-min")
+        if self.tree_budget:
+            flag = f"--tree-budget {self.tree_budget}"
+            require(not self.lookup_min, flag, "a lookup knows no alternatives (--lookup-min 0 turns it off)")
+            require(not self.reuse, flag, "a draft that is reused has no alternatives (no --reuse)")
+
+    @classmethod
+    def merged(cls, given: dict[str, Any], defaults: dict[str, Any], sampled: bool) -> dict[str, Any]:
+        tuned_for = defaults.get("schedule") or "wide"
+        schedule = given.get("schedule") or tuned_for
+        if schedule != tuned_for:
+            return given  # options that were tuned for one schedule mean nothing to the other
+        unset = {name: value for name, value in defaults.items() if name not in given}
+        if (sampled or given.get("tree_budget")) and "lookup_min" not in given:
+            unset["lookup_min"] = 0  # neither samples nor alternatives come with given tokens
+        if {**unset, **given}.get("lookup_min") == 0:
+            unset.pop("min_gain", None)
+        # A default gives way to the length that was asked for.
+        if (length := given.get("spec_len")) and unset.get("max_spec_len", length) < length:
+            unset["max_spec_len"] = length
+        if (longest := given.get("max_spec_len")) and unset.get("spec_len", 0) > longest:
+            unset["spec_len"] = longest
+        return {**unset, **given}
+
+    def build(self, site: Site) -> Drafter:
+        if site.sampled:
+            self._check_sampled()
+        if self.schedule == "aligned":
+            return self._aligned(site)
+        if self.tree_budget:
+            return self._tree(site)
+        drafter = one_pass_drafter(self, site)
+        spec_len, longest = drafter.spec_len, drafter.max_spec_len
+        if self.lookup_min:
+            lookup = Lookup.on(site.platform, self.max_spec_len, min_match=self.lookup_min)
+            if self.min_gain and site.model.kind == CONDITIONED:
+                drafter = drafter.replace(deferred=True)
+            drafter = Hybrid(lookup=lookup, model=drafter, min_gain=np.float32(self.min_gain))
+        if not self.reuse:
+            return drafter
+        room = spec_len < max(longest, drafter.max_draft)
+        require(room, "--reuse", f"drafts of --spec-len {spec_len} leave no room for more (--max-spec-len {longest})")
+        return Reuse(model=drafter, max_spec_len=longest)
+
+    def _check_sampled(self) -> None:
+        if self.schedule == "aligned":
+            refuse_rejection("--schedule aligned fills positions in the order of their confidence")
+        if self.lookup_min:
+            refuse_rejection(f"--lookup-min {self.lookup_min} begins drafts with given tokens")
+        if self.reuse:
+            refuse_rejection("--reuse goes on with given tokens")
+        if self.tree_budget:
+            refuse_rejection(f"--tree-budget {self.tree_budget} puts alternatives beside a draft")
+
+    def _aligned(self, site: Site) -> Aligned:
+        if site.model.kind == CONDITIONED:
+            raise OptionError(
+                "--schedule aligned: needs a standalone block-diffusion drafter, this one reads the target's features"
+            )
+        spec_len, longest = lengths(self.spec_len, self.max_spec_len, SPEC_LEN, MAX_SPEC_LEN)
+        return Aligned(
+            model=site.model,
+            vocab=site.vocab,
+            rule=BelowThreshold(np.float32(self.tau)),
+            threshold=np.float32(ALIGNED_THRESHOLD if self.threshold is None else self.threshold),
+            spec_len=spec_len,
+            max_spec_len=longest,
+            small_block=small_block_of(self.small_block_size, site),
+        )
+
+    def _tree(self, site: Site) -> TreeDrafter:
+        flag = f"--tree-budget {self.tree_budget}"
+        said = "a branch's keys lie at other places of the cache than vanilla's, so that sums are rounded otherwise"
+        require(not site.exact, flag, f"no --exact: {said}")
+        drafter = one_pass_drafter(self, site, alternatives=ALTERNATIVES, most=self.tree_budget)
+        longest = drafter.max_draft
+        said = f"must be at least the longest draft, {longest} tokens (--spec-len, --max-spec-len)"
+        require(longest <= self.tree_budget, flag, said)
+        return TreeDrafter(model=drafter, budget=self.tree_budget)
+
+
+def one_pass_drafter(
+    options: Any, site: Site, *, alternatives: int = 0, most: int = MAX_SPEC_LEN
+) -> ConditionedDrafter | Wide:
+    """The drafter of the schedule `wide`, for either kind of model.
+
+    Args:
+      options: with `spec_len`, `max_spec_len` and `tau`.
+      most: default of the longest draft.
+    """
+    extra = {"sampled": site.sampled, "alternatives": alternatives, "rule": BelowThreshold(np.float32(options.tau))}
+    if site.model.kind == CONDITIONED:
+        rows = site.model.rows
+        default = min(rows, options.max_spec_len or rows)
+        spec_len, longest = lengths(options.spec_len, options.max_spec_len, default, rows)
+        check_rows(site, longest, "--max-spec-len" if options.max_spec_len else "--spec-len")
+        return ConditionedDrafter(model=site.model, spec_len=spec_len, max_spec_len=longest, **extra)
+    spec_len, longest = lengths(options.spec_len, options.max_spec_len, SPEC_LEN, min(MAX_SPEC_LEN, most))
+    return Wide(model=site.model, vocab=site.vocab, spec_len=spec_len, max_spec_len=longest, **extra)
+
+
+def lengths(spec_len: int | None, max_spec_len: int | None, default: int, longest: int) -> tuple[int, int]:
+    """Chunk and longest draft from what was given and the defaults.
+
+    Raises:
+      OptionError: the longest draft is shorter than a chunk.
+    """
+    spec_len = spec_len or default
+    longest = max_spec_len or max(longest, spec_len)
+    require(longest >= spec_len, f"--max-spec-len {longest}", f"must be at least --spec-len {spec_len}")
+    return spec_len, longest
+
+
+def check_rows(site: Site, length: int, flag: str) -> None:
+    """Raises OptionError: the model drafts fewer tokens than `length` in a pass."""
+    rows = site.model.rows
+    require(length <= rows, f"{flag} {length}", f"this drafter was trained for drafts of up to {rows} tokens")
+
+
+def small_block_of(given: int | None, site: Site) -> int:
+    """Positions that are unmasked together.
+
+    Raises:
+      OptionError: they do not divide the block.
+    """
+    small, block = given or 8, site.model.config.block_size
+    require(block % small == 0, f"--small-block-size {small}", f"must divide the block size {block}")
+    return small
+
+
+def refuse_rejection(why: str) -> None:
+    """Raises OptionError: no sampled drafts, and why."""
+    raise OptionError(
+        "--acceptance rejection: exact only for drafts sampled from left to right, in places that do not depend on "
+        f"the samples (failfast with --schedule wide, ar, specdiff with --steps 1); {why}"
+    )

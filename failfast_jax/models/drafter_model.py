@@ -1,0 +1,1 @@
+AUTOREGRESSIVE, BLOCK_DIFFUSION, CONDITIONED = "autoregressive", "block-diffusion", "conditioned"

@@ -1,0 +1,216 @@
+"""Options of decoding methods: declared once, in the method's own file, for the CLI, YAML files and Python keywords.
+
+    @dataclasses.dataclass(frozen=True)
+    class LookupOptions(MethodOptions):
+        summary = "the text itself"
+        lookup_min: int = option(2, "shortest match that it drafts from", least=1, most=32)
+
+        def build(self, site: Site) -> Drafter: ...
+
+An option of one name means one thing, whichever methods take it. One that a method does not take is refused with the
+names of those that do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from failfast_jax.errors import OptionError
+
+LONGEST_DRAFT = 512
+"""Each width that a draft may need is compiled: longer ones would compile for minutes."""
+
+_TYPES = {"int": (int, np.integer), "float": (int, float, np.number), "bool": (bool,), "str": (str,)}
+_SAID = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ByPlatform:
+    """A default that depends on what serves the target's passes."""
+
+    cpu: Any
+    other: Any
+
+    def on(self, platform: str) -> Any:
+        return self.cpu if platform == "cpu" else self.other
+
+    def __str__(self) -> str:
+        return f"{self.cpu} on CPU, {self.other} elsewhere"
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What is said about a field of `MethodOptions`."""
+
+    help: str
+    least: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] | None = None
+
+
+def option(default: Any, help: str, **bounds: Any) -> Any:
+    """A field of `MethodOptions`; a default of None stands for one that depends on the models (say it in `help`)."""
+    return dataclasses.field(default=default, metadata={"option": Option(help, **bounds)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """What a drafter is built for.
+
+    Attributes:
+      model: the drafter's model; None for methods that need none.
+      model_name: what errors call it.
+      vocab: ids below it may be drafted.
+      platform: `cpu`, `gpu` or `tpu`.
+      sampled: whether drafts are samples, for acceptance by rejection.
+      exact: whether outputs must be bit-identical.
+    """
+
+    model: Any = None
+    model_name: str = "the drafter model"
+    vocab: int = 0
+    platform: str = "cpu"
+    sampled: bool = False
+    exact: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodOptions:
+    """Options of one method; a subclass is its entry in `drafters.METHODS`.
+
+    Class attributes:
+      summary: what it drafts with, for help texts.
+      kinds: kinds of drafter model that it takes (see `models.drafter_model`); none for methods without a model.
+      samples: whether it serves `--acceptance rejection`, with drafts that carry the distributions they were drawn
+        from. Only drafts made from left to right, in places that do not depend on the draw, may.
+    """
+
+    summary: ClassVar[str] = ""
+    kinds: ClassVar[tuple[str, ...]] = ()
+    samples: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_value(field, getattr(self, field.name))
+        self.check()
+
+    def check(self) -> None:
+        """Raises OptionError: options that contradict each other."""
+
+    def build(self, site: Site) -> Any:
+        """The drafter (`decoding.drafter.Drafter`) of a request.
+
+        Raises:
+          OptionError: options that the model cannot serve.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+    @classmethod
+    def of(
+        cls,
+        given: Mapping[str, Any],
+        platform: str,
+        defaults: Mapping[str, Any] | None = None,
+        *,
+        sampled: bool = False,
+    ) -> MethodOptions:
+        """The options of a request.
+
+        Args:
+          given: by name; None counts as not given. Names must be `names()`.
+          defaults: replace the class's own where nothing is given (see `merged`).
+          sampled: whether drafts are to be samples.
+
+        Raises:
+          OptionError: a value out of its range, or options that contradict each other.
+        """
+        given = {name: value for name, value in given.items() if value is not None}
+        values = cls.merged(given, dict(defaults or {}), sampled)
+        for field in dataclasses.fields(cls):
+            if isinstance(field.default, ByPlatform):
+                values.setdefault(field.name, field.default.on(platform))
+        return cls(**values)
+
+    @classmethod
+    def merged(cls, given: dict[str, Any], defaults: dict[str, Any], sampled: bool) -> dict[str, Any]:
+        """Given options over a drafter's own defaults; a method may say which of these give way."""
+        return {**defaults, **given}
+
+
+def flag_of(name: str) -> str:
+    """`spec_len` as `--spec-len`."""
+    return "--" + name.replace("_", "-")
+
+
+def type_of(field: dataclasses.Field) -> str:
+    """`int`, `float`, `bool` or `str`."""
+    return str(field.type).partition(" ")[0]
+
+
+def check_value(field: dataclasses.Field, value: Any) -> None:
+    """Raises OptionError: a value of another type or out of the option's range."""
+    about: Option = field.metadata["option"]
+    if (value is None and field.default is None) or isinstance(value, ByPlatform):
+        return
+    kind, flag = type_of(field), flag_of(field.name)
+    if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
+        raise OptionError(f"{flag} {value!r}: must be {_SAID[kind]}")
+    if about.choices is not None and value not in about.choices:
+        raise OptionError(f"{flag} {value}: must be {' or '.join(map(repr, about.choices))}")
+    if kind in ("int", "float"):
+        low, high = about.least, about.most
+        if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
+            raise OptionError(f"{flag} {value}: must be {_range_of(low, high)}")
+
+
+def _range_of(least: float | None, most: float | None) -> str:
+    if least is not None and most is not None:
+        return f"in [{least}, {most}]"
+    return "a finite number" if least is None else f"at least {least}, and finite"
+
+
+def require(fine: bool, flag: str, said: str) -> None:
+    """Raises OptionError(`flag`: `said`) unless `fine`."""
+    if not fine:
+        raise OptionError(f"{flag}: {said}")
+
+
+def add_flags(parser: argparse._ArgumentGroup, methods: Mapping[str, type[MethodOptions]]) -> None:
+    """Adds one flag for each option of any method; what is not given is None.
+
+    Args:
+      methods: options by the method's name.
+    """
+    taken: dict[str, list[tuple[str, dataclasses.Field]]] = {}
+    for method, options in methods.items():
+        for field in dataclasses.fields(options):
+            taken.setdefault(field.name, []).append((method, field))
+    for name, uses in taken.items():
+        kind, about = type_of(uses[0][1]), uses[0][1].metadata["option"]
+        by_help: dict[str, list[str]] = {}
+        for method, field in uses:
+            by_help.setdefault(_help_of(field), []).append(method)
+        said = "; ".join(f"{', '.join(names)}: {text}" for text, names in by_help.items())
+        if kind == "bool":
+            parser.add_argument(flag_of(name), action="store_true", default=None, help=said)
+        elif about.choices:
+            parser.add_argument(flag_of(name), choices=about.choices, help=said)
+        else:
+            metavar = "n" if kind == "int" else "x"
+            parser.add_argument(flag_of(name), metavar=metavar, type={"int": int, "float": float}[kind], help=said)
+
+
+def _help_of(field: dataclasses.Field) -> str:
+    default = field.default
+    shown = "" if default is None or default is False else f" ({default})"
+    return field.metadata["option"].help + shown

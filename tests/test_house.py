@@ -1,0 +1,272 @@
+"""The house rules: who imports whom, sizes, private names, and that every command in the pages parses."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+from failfast_jax import drafters
+from failfast_jax.decoding.accept import agreeing_prefix
+from failfast_jax.decoding.state import Tree
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("failfast_jax", "convert", "tpu_scripts")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+LONGEST_FUNCTION, LONGEST_FILE = 60, 450
+
+BOTTOM = {"_version", "command", "compilation", "config", "errors", "files", "platforms"}
+LAYERS = (
+    BOTTOM,
+    {"kernels"},
+    {"models"},
+    {"checkpoints", "decoding"},
+    {"drafters"},
+    {"runtime"},
+    {"engine"},
+    {"__init__", "defaults", "trajectory"},
+    {"generate", "bench", "train", "convert", "tpu_scripts"},
+)
+"""From the bottom up. A module imports from its own part and from lower layers; the bottom is one part."""
+DATA = {"failfast_jax.bench.datasets", "failfast_jax.bench.prompts"}
+"""Data that every command may read."""
+
+
+def files(*folders: str) -> list[Path]:
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert found
+    return found
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def where(path: Path, node: ast.AST | int) -> str:
+    return f"{path.relative_to(ROOT)}:{node if isinstance(node, int) else node.lineno}"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    return {module_name(path): path for path in files(*PACKAGES)}
+
+
+def imports(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """Modules of this project that a file imports, wherever in the file it does so."""
+    for node in ast.walk(tree_of(path)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{where(path, node)}: a relative import"
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in modules() else node.module for name in inner]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # What is imported by name: "package.module:function".
+            names = [node.value.split(":")[0]] if ":" in node.value else []
+        yield from ((node, name) for name in names if name in modules())
+
+
+def place(module: str) -> tuple[int, str]:
+    """A module's layer and its part of it."""
+    parts = module.split(".")
+    name = parts[0] if parts[0] != "failfast_jax" else parts[1] if len(parts) > 1 else "__init__"
+    for layer, names in enumerate(LAYERS):
+        if name in names:
+            return layer, "bottom" if names is BOTTOM else name
+    raise AssertionError(f"{module} stands in no layer")
+
+
+def test_imports_point_down():
+    wrong = []
+    for module, path in modules().items():
+        layer, part = place(module)
+        for node, name in imports(path):
+            other_layer, other_part = place(name)
+            if other_part != part and other_layer >= layer and name not in DATA:
+                wrong.append(f"{where(path, node)}: {part} imports {name}")
+    assert not wrong, "\n".join(dict.fromkeys(wrong))
+
+
+def test_no_import_circle():
+    graph = {module: {name for _, name in imports(path)} - {module} for module, path in modules().items()}
+
+    def reachable(start: str) -> set[str]:
+        found, left = set(), list(graph[start])
+        while left:
+            name = left.pop()
+            if name not in found:
+                found.add(name)
+                left += graph[name]
+        return found
+
+    reach = {module: reachable(module) for module in graph}
+    circles = {tuple(sorted(name for name in reach[module] if module in reach[name])) for module in graph}
+    assert circles == {()}, "\n".join(" <-> ".join(circle) for circle in sorted(circles) if circle)
+
+
+def test_functions_are_short():
+    wrong = [
+        f"{where(path, node)}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
+        for path in files(*PACKAGES, "tests")
+        if "kernels" not in path.parts
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.end_lineno - node.lineno + 1 > LONGEST_FUNCTION
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_are_short():
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files(*PACKAGES, "tests")}
+    wrong = [f"{where(path, length)}" for path, length in lengths.items() if length > LONGEST_FILE]
+    assert not wrong, "\n".join(wrong)
+
+
+def is_private(name: str) -> bool:
+    documented = {"_asdict", "_fields", "_make", "_replace"}  # of named tuples
+    return name.startswith("_") and name.strip("_") != "" and not name.startswith("__") and name not in documented
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Names that a file defines: functions, classes, variables, fields and attributes of `self`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            found.add(node.attr)
+    return found
+
+
+def is_own(node: ast.expr) -> bool:
+    """`self`, `cls` or `super()`."""
+    return (isinstance(node, ast.Name) and node.id in ("self", "cls")) or ast.unparse(node) == "super()"
+
+
+def private_names(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """Private names that a file uses and does not define."""
+    tree = tree_of(path)
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.Attribute) and not is_own(node.value):
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and re.search(r"(get|set|has|del)attr$", ast.unparse(node.func)):
+            texts = [a.value for a in node.args[:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            names = [part for text in texts for part in text.split(".")]
+        yield from ((node, name) for name in names if is_private(name) and name not in defined(tree))
+
+
+def test_private_names_stay_at_home():
+    wrong = [
+        f"{where(path, node)}: {name}"
+        for path in files(*PACKAGES, "tests")
+        for node, name in private_names(path)
+        if name != "_version"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_is_left_to_do():
+    marks = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
+    wrong = [
+        f"{where(path, number)}: {line.strip()}"
+        for path in (*files(*PACKAGES, "tests"), *PAGES)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_annotations_are_checked():
+    """The import hook of `conftest` is active: for functions and for dataclasses, not for what JAX rebuilds."""
+    draft, lengths = jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32)
+    assert agreeing_prefix(draft, lengths, jnp.zeros((2, 4), jnp.int32)).shape == (2,)
+    with pytest.raises(jaxtyping.TypeCheckError, match="draft_length"):
+        agreeing_prefix(draft, draft, jnp.zeros((2, 4), jnp.int32))
+    with pytest.raises(jaxtyping.TypeCheckError, match="size"):
+        Tree(tokens=draft, parent=draft, size=draft)
+    tree = Tree(tokens=draft, parent=draft, size=lengths)
+    assert jax.tree.map(lambda leaf: leaf[0], tree).tokens.shape == (3,)
+    assert jax.tree.map(lambda _: None, tree).size is None
+
+
+# Commands in the pages.
+
+
+class Parsed(BaseException):
+    """The arguments are right; nothing is run."""
+
+
+def commands(page: Path) -> Iterator[tuple[int, str, bool]]:
+    """Line, text, and whether it stands in a block (else in a sentence, where arguments may be left out)."""
+    text = page.read_text(encoding="utf-8")
+    start = r"python -m (?:failfast_jax|convert)\b"
+    for block in re.finditer(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        body = block.group(1).replace("\\\n", "  ")
+        for command in re.finditer(rf"{start}[^\n]*", body):
+            yield text[: block.start(1)].count("\n") + body[: command.start()].count("\n") + 1, command.group(), True
+    prose = re.sub(r"^```.*?^```", lambda m: "\n" * m.group().count("\n"), text, flags=re.DOTALL | re.MULTILINE)
+    for span in re.finditer(r"`([^`]+)`", prose):
+        for command in re.finditer(rf"{start}.*", span.group(1), re.DOTALL):
+            yield prose[: span.start()].count("\n") + 1, " ".join(command.group().split()), False
+
+
+ALL_COMMANDS = [
+    pytest.param(text, whole, id=f"{page.name}:{line}") for page in PAGES for line, text, whole in commands(page)
+]
+
+
+@pytest.mark.parametrize("command, whole", ALL_COMMANDS)
+def test_commands_in_the_pages_parse(command, whole, monkeypatch):
+    without_dots = re.sub(r"(?<=\s)(\.\.\.|…)(?=\s|$)", "", re.split(r" (?:&&|\|) ", command)[0])
+    words = shlex.split(without_dots, comments=True)
+    module, arguments = words[2], words[3:]
+    if not whole and not arguments:
+        assert importlib.util.find_spec(module), module
+        return
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(self, *args):
+        parse(self, *args)
+        raise Parsed
+
+    def refuse(self, message):
+        if not whole and "arguments are required" in message:
+            raise Parsed
+        raise AssertionError(f"{command}\n{message}")
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    monkeypatch.setattr(argparse.ArgumentParser, "error", refuse)
+    # `docs/add-a-method.md` adds this one.
+    monkeypatch.setitem(drafters.METHODS, "repeat", drafters.METHODS["lookup"])
+    if importlib.util.find_spec(module).submodule_search_locations:
+        module += ".__main__"
+    with pytest.raises(Parsed):
+        importlib.import_module(module).main(arguments)
+
+
+def test_the_pages_have_commands():
+    assert len(ALL_COMMANDS) >= 20

@@ -1,0 +1,39 @@
+"""What checks the annotations of `failfast_jax` while the tests run: beartype, told of arrays' shapes by jaxtyping."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FrameType
+
+from beartype import BeartypeConf, beartype
+
+# An int is a float to Python's typing rules, and to this package.
+beartyped = beartype(conf=BeartypeConf(is_pep484_tower=True))
+BETWEEN = ("beartype", "dataclasses", "flax.struct", "jaxtyping", __name__)
+
+
+def check(function: Callable) -> Callable:
+    """The type checker that `install_import_hook` is given: it sees every function, and every dataclass's `__init__`.
+
+    A dataclass is checked where the package or a test makes one. JAX also rebuilds them, with leaves that are no
+    arrays (shardings, `ShapeDtypeStruct`, None) or have other shapes (inside `vmap`): those are not looked at.
+    """
+    checked = beartyped(function)
+    if function.__name__ != "__init__":
+        return checked
+
+    @functools.wraps(checked)
+    def init(*args, **kwargs):
+        if not is_rebuilt(inspect.currentframe()):
+            checked(*args, **kwargs)
+
+    return init
+
+
+def is_rebuilt(frame: FrameType | None) -> bool:
+    """Whether the first frame that belongs to neither the checkers nor `dataclasses` is JAX's or Flax's."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(BETWEEN):
+        frame = frame.f_back
+    return frame is None or frame.f_globals.get("__name__", "").startswith(("jax.", "jax_", "flax."))

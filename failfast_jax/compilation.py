@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import os
+import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax import monitoring
+from jax.sharding import SingleDeviceSharding
 
 CACHE_VARIABLE = "FAILFAST_COMPILE_CACHE"
 """Environment variable: a folder for compiled programs, or `off`."""
@@ -93,49 +98,125 @@ monitoring.register_event_listener(_on_event)
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function to compile for the shapes of `args` (arrays or shape structs).
+    """A function to compile for the types of `args`: arrays, or shape structs in their place.
 
-    `key` must determine everything that `function` closes over, and all shapes.
+    What the function depends on beside its arguments must be a part of it that can be compared: bind it with
+    `functools.partial`, or make the function a frozen dataclass with a `__call__`.
+
+    Raises (from `key`):
+      TypeError: the function is neither, closes over variables, or is bound to something that cannot be compared.
     """
 
-    key: Hashable
     function: Callable
     args: tuple[Any, ...]
     donate: tuple[int, ...] = ()
 
+    @property
+    def key(self) -> Hashable:
+        """Equal for programs that are the same: the function and everything bound to it, the structure of the
+        arguments with all static fields of modules and dataclasses in it, and every array's type and place."""
+        leaves, structure = jax.tree.flatten(self.args)
+        return function_key(self.function), self.donate, structure, tuple(map(_type_of, leaves))
+
+
+def function_key(function: Callable) -> Hashable:
+    """A function with everything bound to it, for comparison; see `Program`."""
+    if isinstance(function, functools.partial):
+        bound = [*enumerate(function.args), *sorted(function.keywords.items())]
+        return function_key(function.func), tuple((name, _static_key(function, name, value)) for name, value in bound)
+    if inspect.isfunction(function):
+        if function.__closure__:
+            names = ", ".join(function.__code__.co_freevars)
+            raise TypeError(f"{function.__qualname__} closes over {names}: bind them with functools.partial")
+        return function
+    if dataclasses.is_dataclass(function) and type(function).__dataclass_params__.frozen:
+        fields = [(f.name, getattr(function, f.name)) for f in dataclasses.fields(function)]
+        return type(function), tuple((name, _static_key(function, name, value)) for name, value in fields)
+    raise TypeError(f"{function!r}: must be a function, a functools.partial of one, or a frozen dataclass")
+
+
+def _static_key(function: Any, name: int | str, value: Any) -> Hashable:
+    if inspect.isfunction(value) or isinstance(value, functools.partial):
+        return function_key(value)
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"{function!r}: {name!r} is bound to a {type(value).__name__}, which cannot be compared; pass it as an "
+            "argument of the program"
+        ) from None
+    return type(value), value  # 1, 1.0 and True are equal, but not the same
+
+
+def _type_of(leaf: Any) -> Hashable:
+    """Type of an argument as far as a program depends on it."""
+    place = getattr(leaf, "sharding", None)
+    if place is not None and place == SingleDeviceSharding(jax.devices()[0]):
+        place = None  # where JAX puts arrays that have no place yet, NumPy's for example
+    dtype = getattr(leaf, "dtype", type(leaf))
+    return np.shape(leaf), dtype, bool(getattr(leaf, "weak_type", False)), place
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """A program that is compiled, or being compiled by another thread."""
+
+    future: Future
+    shapes: Any
+    """What it returns, as `jax.ShapeDtypeStruct`s."""
+    _store: Executables = dataclasses.field(repr=False)
+
+    def wait(self) -> jax.stages.Compiled:
+        """The compiled program."""
+        start = time.perf_counter()
+        executable = self.future.result()
+        self._store.seconds += time.perf_counter() - start
+        return executable
+
 
 class Executables:
-    """Compiled programs by key. Compiling is explicit and timed, so that no answer hides one.
+    """Compiled programs. Compiling is explicit and timed, so that no answer hides one.
+
+    Runtimes may share a store: what they compile alike is compiled once.
 
     The least recently used of more than `limit` programs are dropped: on CPU each holds up to a thousand
     memory maps, and Linux aborts a process that has more than 65,530.
+
+    Attributes:
+      seconds: time that callers spent on lowering and on waiting for programs.
     """
 
     def __init__(self, limit: int = 32) -> None:
-        self._programs: dict[Hashable, Future] = {}  # in order of last use
+        self._programs: dict[Hashable, Compilation] = {}  # in order of last use
         self._pool = ThreadPoolExecutor(thread_name_prefix="compile")
         self._limit = limit
+        self._lock = threading.Lock()
         self.seconds = 0.0
-        """Time that callers spent on lowering and on waiting for programs."""
 
-    def start(self, *programs: Program) -> list[Future]:
-        """Starts compiling those programs that are new, side by side; `wait` for each before its first call."""
+    def start(self, *programs: Program) -> list[Compilation]:
+        """Starts compiling those programs that are new, side by side; `wait` for each before its first call.
+
+        Raises:
+          TypeError: a function that cannot be compared with others, see `Program`.
+        """
         start = time.perf_counter()
-        for program in programs:
-            future = self._programs.pop(program.key, None)
-            if future is None:
-                lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
-                future = self._pool.submit(lowered.compile)
-            self._programs[program.key] = future
-        found = [self._programs[program.key] for program in programs]
-        for key in list(self._programs)[: max(len(self._programs) - self._limit, 0)]:
-            del self._programs[key]
+        with self._lock:
+            found = [self._find(program) for program in programs]
+            for key in list(self._programs)[: max(len(self._programs) - self._limit, 0)]:
+                del self._programs[key]
         self.seconds += time.perf_counter() - start
         return found
 
-    def wait(self, program: Future) -> Callable:
-        """The compiled program."""
-        start = time.perf_counter()
-        executable = program.result()
-        self.seconds += time.perf_counter() - start
-        return executable
+    def compile(self, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
+        """A function compiled for the types of `args`; see `Program`."""
+        return self.start(Program(function, args, donate))[0].wait()
+
+    def _find(self, program: Program) -> Compilation:
+        key = program.key
+        known = self._programs.pop(key, None)
+        if known is None or (known.future.done() and known.future.exception() is not None):
+            lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
+            shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
+            known = Compilation(self._pool.submit(lowered.compile), shapes, self)
+        self._programs[key] = known
+        return known

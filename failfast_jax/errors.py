@@ -15,3 +15,7 @@ class PromptError(ValueError):
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read."""
+
+
+class NonFiniteError(ValueError):
+    """Logits that are NaN or infinite where a token was to be picked: no token can be right."""

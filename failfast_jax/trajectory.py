@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from failfast_jax.engine import Result
+from failfast_jax.results import Result
 
 ACCEPTED, REJECTED, TARGET = "accepted", "rejected", "target"
 

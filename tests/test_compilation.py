@@ -1,28 +1,156 @@
-"""Compile counts, the bounded store of programs, and the persistent cache's folder."""
+"""Compile counts, what makes two programs the same, the bounded store of programs, and the persistent cache's folder."""
+
+import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import VOCAB, diffusion_config, random_model
 
 from failfast_jax.compilation import Executables, Program, compile_counts, enable_compile_cache
+from failfast_jax.drafters import Wide
 
 
-def program(key: int) -> Program:
-    return Program(key, lambda x: x * key, (np.float32(0),))
+def times(x, *, factor):
+    return x * factor
+
+
+def program(factor: int) -> Program:
+    return Program(functools.partial(times, factor=factor), (np.float32(0),))
 
 
 def test_programs_are_compiled_once_and_the_oldest_dropped():
     programs = Executables(limit=2)
     [double] = programs.start(program(2))
-    assert float(programs.wait(double)(np.float32(3))) == 6
+    assert float(double.wait()(np.float32(3))) == 6
     before = compile_counts()
-    assert programs.start(program(2)) == [double]
+    assert programs.start(program(2))[0] is double
     assert compile_counts().since(before).requests == 0
     others = programs.start(program(3), program(4))
     [again] = programs.start(program(2))
-    for future in (*others, again):
-        programs.wait(future)
+    for compilation in (*others, again):
+        compilation.wait()
     assert again is not double and compile_counts().since(before).requests == 3
+
+
+def test_what_a_program_returns_is_known_before_it_is_compiled():
+    [started] = Executables().start(program(2))
+    assert (started.shapes.shape, started.shapes.dtype) == ((), jnp.float32)
+
+
+# What makes two programs the same.
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    factor: float
+
+    def __call__(self, x):
+        return x * self.factor
+
+
+def wide(**changes) -> Wide:
+    options = {"model": small_model(), "vocab": VOCAB, "tau": np.float32(0.3), "spec_len": 3, "max_spec_len": 6}
+    return Wide(**(options | changes))
+
+
+@functools.cache
+def small_model(**changes):
+    return random_model(diffusion_config(**changes), seed=2)
+
+
+def identity(x):
+    return x
+
+
+def key_of(*args, function=identity):
+    return Program(function, args).key
+
+
+def test_equal_programs_have_equal_keys():
+    assert program(2).key == program(2).key
+    assert key_of(np.zeros(3, np.float32)) == key_of(jnp.ones(3)) == key_of(jax.ShapeDtypeStruct((3,), np.float32))
+
+
+@pytest.mark.parametrize(
+    "function, other",
+    [
+        (functools.partial(times, factor=2), functools.partial(times, factor=3)),
+        (functools.partial(times, factor=1), functools.partial(times, factor=True)),
+        (functools.partial(times, factor=1), functools.partial(times, factor=1.0)),
+        (functools.partial(times, factor=Scale), functools.partial(times, factor=times)),
+        (Scale(2.0), Scale(3.0)),
+        (identity, times),
+    ],
+)
+def test_bound_values_are_part_of_the_key(function, other):
+    assert key_of(np.float32(0), function=function) != key_of(np.float32(0), function=other)
+    assert key_of(np.float32(0), function=function) == key_of(np.float32(0), function=function)
+
+
+def test_types_of_arguments_are_part_of_the_key():
+    keys = [key_of(x) for x in (np.zeros(3), np.zeros(4), np.zeros((3, 1)), np.zeros(3, np.int32), (np.zeros(3),))]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spec_len": 2},
+        {"max_spec_len": 7},
+        {"vocab": VOCAB - 1},
+        {"sampled": True},
+        {"alternatives": 2},
+        {"model": "block"},
+        {"model": "layers"},
+    ],
+)
+def test_no_static_field_of_a_drafter_can_be_forgotten(change):
+    models = {"block": {"block_size": 16}, "layers": {"num_layers": 2}}
+    if "model" in change:
+        change = {"model": small_model(**models[change["model"]])}
+    assert key_of(wide(**change)) != key_of(wide())
+
+
+def test_every_static_field_of_the_drafter_was_tried():
+    tried = {"spec_len", "max_spec_len", "vocab", "sampled", "alternatives"}
+    static = {f.name for f in dataclasses.fields(Wide) if not f.metadata.get("pytree_node", True)}
+    assert static == tried
+
+
+def test_values_of_arrays_are_no_part_of_the_key():
+    other = random_model(diffusion_config(), seed=3)
+    assert key_of(wide()) == key_of(wide(model=other, tau=np.float32(0.9)))
+
+
+def test_a_function_that_may_depend_on_more_is_refused():
+    factor = 2
+    with pytest.raises(TypeError, match="closes over factor: bind them with functools.partial"):
+        key_of(np.float32(0), function=lambda x: x * factor)
+    with pytest.raises(TypeError, match="'factor' is bound to a ndarray, which cannot be compared"):
+        key_of(np.float32(0), function=functools.partial(times, factor=np.ones(2)))
+    with pytest.raises(TypeError, match="must be a function, a functools.partial of one, or a frozen dataclass"):
+        key_of(np.float32(0), function=small_model().logits)
+
+
+def fails(x):
+    raise ValueError(f"untraceable: {x.shape}")
+
+
+def test_a_program_that_cannot_be_traced_is_not_kept():
+    programs = Executables()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="untraceable"):
+            programs.start(Program(fails, (np.zeros(2),)))
+
+
+# The persistent cache.
+
+
+def matmul(x):
+    return x @ x + 41
 
 
 def test_a_cache_hit_is_no_compilation(tmp_path):
@@ -36,9 +164,8 @@ def test_a_cache_hit_is_no_compilation(tmp_path):
         counts = []
         for _ in range(2):
             before = compile_counts()
-            programs = Executables()
-            [future] = programs.start(Program("k", lambda x: x @ x + 41, (np.ones((8, 8), np.float32),)))
-            programs.wait(future)
+            [started] = Executables().start(Program(matmul, (np.ones((8, 8), np.float32),)))
+            started.wait()
             counts.append(compile_counts().since(before))
             jax.clear_caches()
         assert (counts[0].compiles, counts[0].cache_hits) == (1, 0)

@@ -13,11 +13,12 @@ import pytest
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax import engine as engine_module
 from failfast_jax.checkpoints.loading import as_untrained_drafter
+from failfast_jax.decoding import round as decoding_round
 from failfast_jax.engine import with_block_size
-from failfast_jax.errors import ConfigError, OptionError, PromptError
+from failfast_jax.errors import ConfigError, NonFiniteError, OptionError, PromptError
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.runtime import DraftSession
 
 DRAFTS = {"spec_len": 3, "max_spec_len": 6, "tau": 0.3}
 RAGGED = [[5, 6, 7], [8, 9] * 15, [3]]
@@ -177,6 +178,27 @@ def test_settings_that_are_no_shapes_compile_nothing():
         assert (stats.compiles, stats.cache_hits) == (0, 0), change
 
 
+def test_options_changed_between_requests_are_followed():
+    """Once the program of the old options answered the request with the new ones."""
+    fresh = new_engine()
+    lengths = []
+    for longest in (2, 5, 2):
+        fresh.decoding = {"spec_len": longest, "max_spec_len": longest}
+        (result,) = fresh.generate([[5, 6, 7]], method="failfast", max_new_tokens=30, tau=0.0, ignore_eos=True)
+        lengths.append(max(len(r.drafted) for r in result.rounds))
+    assert lengths == [2, 5, 2]
+    assert (result.stats.compiles, result.stats.cache_hits) == (0, 0)
+
+
+def test_engines_may_share_their_programs():
+    first = new_engine()
+    options = {"method": "vanilla", "max_new_tokens": 20}
+    (want,) = first.generate([[3] * 10], **options)
+    target = random_model(first.target.config, seed=1)
+    (got,) = FailFast(target, programs=first.runtime.programs).generate([[3] * 10], **options)
+    assert got.output_ids == want.output_ids and (got.stats.compiles, got.stats.cache_hits) == (0, 0)
+
+
 @pytest.mark.parametrize("method", ["vanilla", "failfast"])
 def test_host_waits_do_not_depend_on_the_rounds(method):
     stats = [
@@ -189,7 +211,8 @@ def test_host_waits_do_not_depend_on_the_rounds(method):
 
 def test_a_stream_waits_once_in_a_few_rounds():
     *_, last = engine().stream([[3] * 10], method="vanilla", max_new_tokens=100, ignore_eos=True)
-    assert 100 / engine_module.STREAM_ROUNDS <= last.result.stats.host_syncs <= 100 / engine_module.STREAM_ROUNDS + 4
+    slices = 100 / DraftSession.stream_rounds
+    assert slices <= last.result.stats.host_syncs <= slices + 4
 
 
 def test_statistics_add_up():
@@ -204,6 +227,74 @@ def test_statistics_add_up():
             assert r.emitted[:-1] == r.drafted[: r.accepted] and len(r.emitted) == r.accepted + 1
             assert len(r.confidence) == len(r.drafted) and all(0 <= c <= 1 + 1e-6 for c in r.confidence)
             assert r.accepted == len(r.drafted) or r.drafted[r.accepted] != r.emitted[-1]
+
+
+# Methods that are not named.
+
+
+def test_the_default_method(caplog):
+    assert engine().resolve(GenerationConfig(method=None)).method == "failfast"
+    alone = FailFast(random_model(tiny_config()))
+    with caplog.at_level(logging.WARNING, logger="failfast_jax"):
+        assert [alone.resolve(GenerationConfig(method=None)).method for _ in range(2)] == ["lookup"] * 2
+        assert alone.resolve(GenerationConfig(method="vanilla")).method == "vanilla"
+    assert [record.getMessage() for record in caplog.records] == [
+        "no drafter and no method were named: --method lookup"
+    ]
+
+
+# Profiles.
+
+
+def test_a_profile_is_written_for_the_answers_inside(tmp_path):
+    options = {"method": "vanilla", "max_new_tokens": 8}
+    with engine().profile(tmp_path / "trace"):
+        engine().generate([[3] * 10], **options)
+    written = sorted(path for path in (tmp_path / "trace").rglob("*") if path.is_file())
+    assert written
+    engine().generate([[3] * 10], **options)
+    assert sorted(path for path in (tmp_path / "trace").rglob("*") if path.is_file()) == written
+
+
+# Numbers that are none.
+
+
+def with_bad_weights(model: Decoder, value: float) -> Decoder:
+    weight = model.layers[0].mlp.down.weight
+    weight[...] = weight[...].at[0].set(value)
+    return model
+
+
+@pytest.mark.parametrize("value", [np.nan, 3e38])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", ["vanilla", "lookup"])
+def test_no_token_comes_from_logits_that_are_not_finite(method, temperature, value):
+    broken = FailFast(with_bad_weights(random_model(tiny_config()), value))
+    with pytest.raises(NonFiniteError, match="the target model: the logits for position 3 are not finite.*--dtype"):
+        broken.generate([[5, 6, 7]], method=method, max_new_tokens=20, temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("block_cache", [False, True])
+def test_no_diffusion_token_comes_from_logits_that_are_not_finite(block_cache, temperature):
+    broken = FailFast(with_bad_weights(random_model(diffusion_config()), np.nan))
+    options = {"method": "dllm", "small_block_size": 4, "block_cache": block_cache, "temperature": temperature}
+    with pytest.raises(NonFiniteError, match="the target model: the logits for position 3 of prompt 0 are not finite"):
+        list(broken.stream([[5, 6, 7]] * 2, max_new_tokens=20, **options))
+
+
+# Buffers.
+
+
+@pytest.mark.parametrize("max_seq_len", [240, 232])
+def test_a_diffusion_prefill_stays_within_its_buffer(max_seq_len):
+    """A chunk of 132 positions, the smallest of whole blocks of 12, would have reached beyond a buffer of 256."""
+    model = random_model(diffusion_config(12, num_layers=2), seed=2)
+    prompt = np.random.default_rng(3).integers(2, VOCAB - 1, 217).tolist()
+    options = {"method": "dllm", "max_new_tokens": 12, "small_block_size": 4, "ignore_eos": True}
+    (want,) = FailFast(model).generate(prompt, **options)
+    (got,) = FailFast(model, max_seq_len=max_seq_len).generate(prompt, **options)
+    assert got.output_ids == want.output_ids
 
 
 # Exactness where rows depend on the width of their pass.
@@ -224,8 +315,8 @@ def depends_on_width(monkeypatch, width_matters) -> None:
 def test_exact_leaves_out_widths_that_matter(monkeypatch, caplog, narrowest, warned):
     """Narrow widths differ from wide ones: they are not used. All differ: one constant width serves."""
     depends_on_width(monkeypatch, lambda w: w < 17 if narrowest == 17 else w not in (64, 72))
-    monkeypatch.setattr(engine_module.round, "CPU_LADDER", (1, 4, 8, 16, 32, 64))
-    monkeypatch.setattr(engine_module.round, "CPU_PREFILL_WIDTHS", (32, 128))
+    monkeypatch.setattr(decoding_round, "CPU_LADDER", (1, 4, 8, 16, 32, 64))
+    monkeypatch.setattr(decoding_round, "CPU_PREFILL_WIDTHS", (32, 128))
     fresh = new_engine()
     options = {"max_new_tokens": 30, "ignore_eos": True, "exact": True, **DRAFTS}
     with caplog.at_level(logging.WARNING, logger="failfast_jax"):
@@ -233,7 +324,7 @@ def test_exact_leaves_out_widths_that_matter(monkeypatch, caplog, narrowest, war
         drafted = fresh.generate([[5, 6, 7]], **(options | {"method": "failfast"}))[0]
     assert vanilla.output_ids == drafted.output_ids
     assert ("every step runs at 72 rows" in caplog.text) is warned
-    plan = fresh._plan(fresh.build_drafter(GenerationConfig(method="vanilla")), True, 1)
+    plan = fresh.runtime.plan(fresh.build_drafter(GenerationConfig(method="vanilla")), exact=True)
     assert plan.constant is warned
     assert plan.widths == ((72,) if warned else (32,))
 

@@ -15,9 +15,9 @@ from failfast_jax import FailFast
 from failfast_jax import engine as engine_module
 from failfast_jax.bench import engine_pool, lossless
 from failfast_jax.checkpoints.loading import as_untrained_drafter, default_target_path
+from failfast_jax.checkpoints.pair import load_with_tokenizer
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter, load_pair
-from failfast_jax.engine import load_with_tokenizer
 from failfast_jax.errors import CheckpointError
 from failfast_jax.generate import main
 

@@ -16,11 +16,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding import accept as acceptance
 from failfast_jax.decoding.branches import when
-from failfast_jax.decoding.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
-from failfast_jax.drafters.diffusion import SmallBlock, gather_rows, gather_window, holes, place
+from failfast_jax.decoding.state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
+from failfast_jax.decoding.unmask import BlockPass
+from failfast_jax.decoding.windows import gather_rows, gather_window
 from failfast_jax.models.cache import TILE, KVCache, round_up
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.options import MethodOptions, option
+
+PREFILL_WIDTH = 128
+"""Least positions of a prefill chunk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +53,9 @@ class DiffusionState:
     fresh: Bool[Array, " B"]
     """Block cache: the block has not been run as a whole yet."""
     finish: Int[Array, " B"]
-    eos: Int[Array, " N"]
+    """A value of `decoding.state`; FAILED: the model's logits at a position to be filled are not finite."""
+    eos: Int[Array, "B N"]
+    """Stop token ids, padded with -1."""
     sampling: Sampling
     cache: KVCache
     passes: Int[Array, " B"]
@@ -72,11 +78,10 @@ def init_state(
     *,
     tokens: Int[ArrayLike, "B P"],
     prompt_length: Int[ArrayLike, " B"],
-    max_blocks: Int[Array, " B"],
-    eos: Int[ArrayLike, " N"],
+    max_blocks: Int[ArrayLike, " B"],
+    eos: Int[ArrayLike, "B N"],
     sampling: Sampling,
     capacity: int,
-    block_rounds: int,
 ) -> DiffusionState:
     """Prompts followed by masks, and an empty cache; `capacity` positions hold prompt and output."""
     block = model.config.block_size
@@ -96,10 +101,25 @@ def init_state(
         sampling=sampling,
         cache=model.init_cache(batch, length),
         passes=(prompt_length >= block).astype(jnp.int32),
-        block_passes=jnp.zeros((batch, block_rounds), jnp.int32),
+        block_passes=jnp.zeros((batch, capacity // block + 1), jnp.int32),
         steps=jnp.zeros((), jnp.int32),
         end=prompt_length,
     )
+
+
+def blocks_that_fit(capacity: int, prompt_tokens: int, block: int) -> int:
+    """Whole blocks of output behind the prompt's own, within `capacity` positions."""
+    return max((capacity - 1) // block - prompt_tokens // block, 0)
+
+
+def prefill_starts(prompt_tokens: int, block: int, buffer: int) -> tuple[int, list[int]]:
+    """Width and starts of the prefill chunks for prompts of up to `prompt_tokens` tokens, multiples of the block.
+
+    The last chunk begins earlier where it would reach beyond the buffer: what it covers twice, it computes twice.
+    """
+    width = round_up(PREFILL_WIDTH, block)
+    last = (buffer - width) // block * block
+    return width, [min(start, last) for start in range(0, (prompt_tokens - 1) // block * block, width)]
 
 
 def prefill_chunk(model: Decoder, state: DiffusionState, start: Int[ArrayLike, ""], *, width: int) -> DiffusionState:
@@ -109,13 +129,17 @@ def prefill_chunk(model: Decoder, state: DiffusionState, start: Int[ArrayLike, "
     return state.replace(cache=cache)
 
 
-def _propose(model: Decoder, hidden: Float[Array, "B R E"], positions: Int[Array, "B R"], sampling: Sampling):
-    """Token and confidence for each position: argmax, or a sample and its filtered probability."""
+def _propose(
+    model: Decoder, hidden: Float[Array, "B R E"], positions: Int[Array, "B R"], sampling: Sampling
+) -> tuple[Int[Array, "B R"], Float[Array, "B R"], Bool[Array, "B R"]]:
+    """Token and confidence for each position, argmax or a sample and its filtered probability; and whether the
+    logits are finite."""
     config = model.config
     logits = acceptance.forbid(model.logits_of(hidden), config.mask_token_id, config.vocab_size)
 
     def greedy():
-        return acceptance.argmax_and_confidence(logits)
+        tokens, confidence = acceptance.argmax_and_confidence(logits)
+        return tokens, confidence, jnp.isfinite(confidence)
 
     def sampled():
         tokens = acceptance.pick(logits, positions, sampling)
@@ -127,25 +151,18 @@ def _propose(model: Decoder, hidden: Float[Array, "B R E"], positions: Int[Array
             logits, spread(sampling.temperature), spread(sampling.top_k), spread(sampling.top_p)
         )
         probability = jnp.take_along_axis(jax.nn.softmax(filtered, -1), tokens[..., None], -1)[..., 0]
-        return tokens, jnp.where(sampling.temperature[:, None] > 0, probability, greedy()[1])
+        _, confidence, finite = greedy()
+        return tokens, jnp.where(sampling.temperature[:, None] > 0, probability, confidence), finite
 
     return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, greedy)
 
 
-def step(
-    model: Decoder, state: DiffusionState, threshold: Float[ArrayLike, ""], *, small_block: int, block_cache: bool
-) -> DiffusionState:
-    """One forward pass for every running sequence: over its block, or over its small block (`block_cache`)."""
-    block, mask_token = model.config.block_size, model.config.mask_token_id
-    at, running = state.at, state.running
-    tokens = gather_window(state.text, at, block)
-    masked = holes(tokens, state.prompt_length, at, mask_token)
-    full = ~masked.any(1)
-    small = jnp.argmax(masked, 1) // small_block * small_block
-    inside = small[:, None] + jnp.arange(small_block)
+def _denoise(
+    model: Decoder, state: DiffusionState, work: BlockPass, block_cache: bool
+) -> tuple[Float[Array, "B S E"], KVCache]:
+    """Hidden states that score the small block (of a full block: the next one's first token), and the cache."""
+    at, running, block = state.at, state.running, work.masked.shape[1]
     scratch = state.text.shape[1] - block
-    partial = running & ~full & ~state.fresh & ~jnp.take_along_axis(masked, small[:, None], 1)[:, 0]
-    partial &= block_cache
 
     def run(cache, active, start, width, rows):
         # Sequences that another kind of pass serves write their keys and values where nobody looks.
@@ -154,42 +171,49 @@ def step(
         hidden, cache, _ = model.window(gather_window(state.text, start, width), cache, start, live)
         return gather_rows(hidden, rows), cache
 
-    rows = jnp.where(full[:, None], block - 1, jnp.maximum(inside - 1, 0))
     if not block_cache:
-        hidden, cache = run(state.cache, running, at, block, rows)
-    else:
-        whole = running & ~partial
-        nothing = jnp.zeros((*rows.shape, model.config.hidden_size), model.dtype)
-        hidden, cache = when(whole.any(), lambda c: run(c[1], whole, at, block, rows), (nothing, state.cache))
-        # The first position of a small block has no row before it here: it reuses its own, and is not masked.
-        own = jnp.broadcast_to(jnp.maximum(jnp.arange(small_block) - 1, 0), rows.shape)
-        narrow, cache = when(
-            partial.any(), lambda c: run(c[1], partial, at + small, small_block, own), (nothing, cache)
-        )
-        hidden = jnp.where(partial[:, None, None], narrow, hidden)
-    following = at[:, None] + jnp.where(full[:, None], block, inside)
-    proposed, confidence = _propose(model, hidden, following, state.sampling)
-
-    storing = running & full
-    whole_prompt = at + block <= state.prompt_length  # the prefill's last block: counted by `init_state`
-    unit = SmallBlock(
-        start=at + small,
-        masked=jnp.take_along_axis(masked, inside, 1) & (running & ~full)[:, None],
-        tokens=proposed,
-        confidence=confidence,
+        return run(state.cache, running, at, block, work.rows)
+    first_is_masked = jnp.take_along_axis(work.masked, work.small[:, None], 1)[:, 0]
+    partial = running & ~work.full & ~state.fresh & ~first_is_masked
+    whole = running & ~partial
+    nothing = jnp.zeros((*work.rows.shape, model.config.hidden_size), model.dtype)
+    hidden, cache = when(whole.any(), lambda c: run(c[1], whole, at, block, work.rows), (nothing, state.cache))
+    # The first position of a small block has no row before it here: it reuses its own, and is not masked.
+    own = jnp.broadcast_to(jnp.maximum(jnp.arange(work.small_block) - 1, 0), work.rows.shape)
+    narrow, cache = when(
+        partial.any(), lambda c: run(c[1], partial, at + work.small, work.small_block, own), (nothing, cache)
     )
-    text = place(state.text, at + block, proposed[:, :1], storing[:, None])
-    text = place(text, unit.start, proposed, unit.chosen(threshold))
-    counted = running & ~whole_prompt
-    column = jnp.arange(state.block_passes.shape[1]) == state.blocks[:, None]
-    blocks = state.blocks + (storing & ~whole_prompt)
+    return jnp.where(partial[:, None, None], narrow, hidden), cache
 
-    columns = jnp.arange(text.shape[1])
-    written = columns >= state.prompt_length[:, None]
-    first_hole = jnp.argmax(written & (text == mask_token), 1)
-    is_stop = written & (text[..., None] == state.eos).any(-1) & (columns < first_hole[:, None])
-    finish = jnp.where(blocks >= state.max_blocks, FINISHED_LENGTH, RUNNING)
-    finish = jnp.where(is_stop.any(1), FINISHED_EOS, finish)
+
+def step(
+    model: Decoder, state: DiffusionState, threshold: Float[ArrayLike, ""], *, small_block: int, block_cache: bool
+) -> DiffusionState:
+    """One forward pass for every running sequence: over its block, or over its small block (`block_cache`)."""
+    block, mask_token = model.config.block_size, model.config.mask_token_id
+    at, running = state.at, state.running
+    work = BlockPass.over(
+        state.text, at, state.prompt_length, block=block, small_block=small_block, mask_token=mask_token
+    )
+    with jax.named_scope("draft"):
+        hidden, cache = _denoise(model, state, work, block_cache)
+        following = at[:, None] + jnp.where(work.full[:, None], block, work.inside)
+        proposed, confidence, finite = _propose(model, hidden, following, state.sampling)
+    with jax.named_scope("commit"):
+        wanted = jnp.take_along_axis(work.masked, work.inside, 1) | work.full[:, None]
+        failed = running & jnp.any(wanted & ~finite, axis=1)
+        sound = running & ~failed
+        text, _, _ = work.unmasked(
+            state.text, proposed, confidence, active=sound, threshold=threshold, opens_next=jnp.ones_like(running)
+        )
+        storing = sound & work.full
+        counted = running & (at + block > state.prompt_length)  # else the prefill's last block: see `init_state`
+        column = jnp.arange(state.block_passes.shape[1]) == state.blocks[:, None]
+        blocks = state.blocks + (storing & counted)
+        end, stopped = _output_end(text, state, mask_token)
+        finish = jnp.where(blocks >= state.max_blocks, FINISHED_LENGTH, RUNNING)
+        finish = jnp.where(stopped, FINISHED_EOS, finish)
+        finish = jnp.where(failed, FAILED, finish)
     return state.replace(
         text=text,
         at=jnp.where(storing, at + block, at),
@@ -200,8 +224,20 @@ def step(
         passes=state.passes + counted,
         block_passes=state.block_passes + (column & counted[:, None]),
         steps=state.steps + 1,
-        end=jnp.where(is_stop.any(1), jnp.argmax(is_stop, 1) + 1, first_hole),
+        end=end,
     )
+
+
+def _output_end(
+    text: Int[Array, "B T"], state: DiffusionState, mask_token: int
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """End of each output so far, and whether a stop token ends it."""
+    columns = jnp.arange(text.shape[1])
+    written = columns >= state.prompt_length[:, None]
+    first_hole = jnp.argmax(written & (text == mask_token), 1)
+    is_stop = written & (text[..., None] == state.eos[:, None]).any(-1) & (columns < first_hole[:, None])
+    stopped = is_stop.any(1)
+    return jnp.where(stopped, jnp.argmax(is_stop, 1) + 1, first_hole), stopped
 
 
 def generate(

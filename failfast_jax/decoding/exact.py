@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 
 import jax
 import numpy as np
 from flax import nnx
 
+from failfast_jax.decoding import plan as plans
+from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.models.cache import round_up
 from failfast_jax.models.transformer import Decoder
+
+logger = logging.getLogger("failfast_jax")
 
 
 def first_layer_of(model: Decoder) -> Decoder:
@@ -63,3 +68,34 @@ def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: in
         return True
 
     return {width for width in widths if agrees(width)}
+
+
+class WidthCheck:
+    """Which widths may serve a target under `exact`, found out once for each width and batch size."""
+
+    def __init__(self, target: Decoder):
+        self.target = target
+        self._checked: dict[int, dict[int, bool]] = {}
+
+    def widths(self, drafter: Drafter, batch: int) -> tuple[int, ...]:
+        """The widths that `make_plan` may choose from for a drafter; none: the constant width has to serve.
+
+        In float32 on CPU most widths above 1 give bit-identical rows. Those that do not are left out.
+        """
+        # The constant width is one of them: another method may have to fall back to it.
+        ladder = plans.cpu_ladder(drafter.max_draft + 1)
+        candidates = {*ladder, *plans.CPU_PREFILL_WIDTHS, plans.EXACT_WIDTH} - {1}
+        checked = self._checked.setdefault(batch, {})
+        unchecked = tuple(sorted(candidates - checked.keys()))
+        if unchecked:
+            fine = interchangeable_widths(self.target, unchecked, batch=batch)
+            checked |= {width: width in fine for width in unchecked}
+        widths = tuple(sorted(width for width in candidates if checked[width]))
+        if (
+            checked[plans.EXACT_WIDTH]
+            and max(widths) > drafter.max_draft
+            and set(widths) & set(plans.CPU_PREFILL_WIDTHS)
+        ):
+            return widths
+        logger.warning("exact: rows differ between widths here; every step runs at %d rows", plans.EXACT_WIDTH)
+        return ()

@@ -234,6 +234,12 @@ class Keeper:
         self._target = target.execution
         self._drafter = getattr(drafter, "network", drafter).execution if drafter is not None else None
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Keeper) and (self._target, self._drafter) == (other._target, other._drafter)
+
+    def __hash__(self) -> int:
+        return hash((self._target, self._drafter))
+
     def shardings(self, state: Any) -> Any:
         """A `NamedSharding` for each leaf."""
         batch = state.prompt_length.shape[0]

@@ -25,9 +25,10 @@ from tqdm import tqdm
 from failfast_jax.bench.drafter import answer, read_prompts
 from failfast_jax.checkpoints.drafter import WEIGHTS, is_drafter_folder, write_decoding
 from failfast_jax.checkpoints.loading import default_target_path
+from failfast_jax.checkpoints.pair import load_with_tokenizer
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter
-from failfast_jax.engine import FailFast, load_with_tokenizer
+from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError, PromptError
 from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.platforms import machine

@@ -1,0 +1,119 @@
+"""A target and its drafter, read with their tokenizers, checked against each other and put on their devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder
+from failfast_jax.checkpoints.loading import as_dtype, borrows_tokens, load_drafter, open_source
+from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
+from failfast_jax.errors import OptionError
+from failfast_jax.models import quantization, sharding
+from failfast_jax.models.attention import refusal
+from failfast_jax.models.conditioned import BoundConditioned
+from failfast_jax.models.transformer import Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """What an engine runs.
+
+    Attributes:
+      tokenizer: the target's, or None.
+      vocab: ids that the drafter may propose: those below it.
+      decoding: options that the drafter's folder recommends on this platform.
+      target_name, drafter_name: for messages.
+    """
+
+    target: Decoder
+    drafter: Any
+    tokenizer: Any
+    vocab: int
+    decoding: dict[str, Any]
+    target_name: str
+    drafter_name: str
+
+
+def load_with_tokenizer(
+    source: str | os.PathLike,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    *,
+    drafter: bool = False,
+    quantize: str | None = None,
+) -> tuple[Decoder, Any]:
+    """A model and its tokenizer (None if it has none), read side by side; on a mesh, each device its part."""
+    with ThreadPoolExecutor(1) as pool:
+        tokenizer = pool.submit(load_tokenizer, source)
+        opened = open_source(source)
+        place = None if mesh is None else sharding.placement(opened.config, mesh, drafter=drafter)
+        return opened.load(as_dtype(dtype), place=place, quantize=quantize), tokenizer.result()
+
+
+def read_pair(
+    target: Decoder | str | os.PathLike,
+    drafter: Any = None,
+    *,
+    tokenizer: Any = None,
+    drafter_tokenizer: Any = None,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    attention: str | None = None,
+    quantize: str | None = None,
+    quantize_drafter: str | None = None,
+) -> Pair:
+    """Reads what is not loaded yet; see `FailFast` for the arguments.
+
+    Raises:
+      ValueError: an option or a model that cannot be served, or two models that do not share their tokens; the
+        message names them.
+    """
+    _check_options(drafter, attention, quantize, quantize_drafter)
+    names = {"target_name": _name(target, "target"), "drafter_name": _name(drafter, "drafter")}
+    decoding: dict[str, Any] = {}
+    if not isinstance(target, Decoder):
+        target, loaded = load_with_tokenizer(target, dtype, mesh, quantize=quantize)
+        tokenizer = tokenizer or loaded
+    if _is_path(drafter) and is_drafter_folder(drafter):
+        decoding = decoding_defaults(drafter, jax.default_backend())
+        drafter = load_drafter(drafter, target, names["target_name"])
+        drafter_tokenizer = tokenizer  # it drafts in its target's tokens
+    if _is_path(drafter):
+        drafter, loaded = load_with_tokenizer(drafter, dtype, mesh, drafter=True, quantize=quantize_drafter)
+        drafter_tokenizer = drafter_tokenizer or loaded
+    vocab = target.config.vocab_size
+    if isinstance(drafter, Decoder) and not borrows_tokens(drafter.config, target.config):
+        vocab = check_same_tokens(tokenizer, drafter_tokenizer, target.config, drafter.config, **names)
+    target = _placed(target, mesh, attention, quantize)
+    if drafter is not None:
+        drafter = _placed(drafter, mesh, attention, quantize_drafter, drafter=True)
+    return Pair(target, drafter, tokenizer, vocab, decoding, **names)
+
+
+def _check_options(drafter: Any, attention: str | None, quantize: str | None, quantize_drafter: str | None) -> None:
+    quantization.check(quantize)
+    quantization.check(quantize_drafter, "--quantize-drafter")
+    if quantize_drafter is not None and drafter is None:
+        raise OptionError(f"--quantize-drafter {quantize_drafter}: there is no drafter")
+    if attention is not None and (reason := refusal(attention, jax.devices()[0])):
+        raise OptionError(f"--attention {attention}: {reason}")
+
+
+def _is_path(model: Any) -> bool:
+    return model is not None and not isinstance(model, (Decoder, BoundConditioned))
+
+
+def _name(model: Any, role: str) -> str:
+    return str(model) if _is_path(model) else f"the {role} model"
+
+
+def _placed(model: Any, mesh: Mesh | None, attention: str | None, quantize: str | None, drafter: bool = False) -> Any:
+    """A model on its devices, with its attention kernel, quantised if it is not yet."""
+    model = sharding.spread(model, mesh, kernel=attention, drafter=drafter)
+    return model if quantize is None else quantization.quantized(model, quantize)

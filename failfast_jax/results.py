@@ -1,0 +1,66 @@
+"""What a request returns: the answer, the rounds that it took, counts and times."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One round of one sequence."""
+
+    drafted: list[int]
+    confidence: list[float]
+    accepted: int
+    emitted: list[int]
+    passes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counts and times of one answer. Times are in seconds and, in a batch, those of the whole batch."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    drafter_passes: int
+    target_passes: int
+    load_s: float
+    compile_s: float
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float
+    compiles: int
+    cache_hits: int
+    host_syncs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One answer."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    text: str | None
+    finish_reason: str
+    method: str
+    stats: Stats
+    rounds: list[Round]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form: what `--json` prints."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamEvent:
+    """News about one sequence of a streamed request."""
+
+    sequence: int
+    ids: list[int]
+    """Tokens that became final since the last event."""
+    text: str | None
+    """Text that became final since the last event; None without a tokenizer."""
+    result: Result | None = None
+    """Set in the sequence's last event."""

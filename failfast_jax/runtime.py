@@ -1,0 +1,173 @@
+"""A target, a drafter model and devices, with everything compiled for them: token ids in, token ids out.
+
+    runtime = Runtime(target, drafter_model)
+    drafter = Wide(model=runtime.drafter_model, vocab=..., tau=np.float32(0.45), spec_len=10, max_spec_len=60)
+    session = runtime.session(drafter, batch=4, capacity=runtime.capacity(200, 256, drafter.max_draft))
+    state = session.prefill([Request(prompt=ids, max_new_tokens=256, sequence=row) for row, ids in enumerate(prompts)])
+    while RUNNING in (progress := session.read(state)).finish:
+        state = session.advance(state, rounds=4)
+    answers = progress.ids
+
+A `Session` holds the programs for one drafter, plan, batch and capacity. Its rows are independent requests: what a row
+says depends on its own request alone, and `Session.insert` puts another request in its place. Programs of one's own on
+the same models come from `Runtime.compile`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from failfast_jax.compilation import Executables
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.exact import WidthCheck
+from failfast_jax.decoding.plan import Plan, make_plan
+from failfast_jax.errors import OptionError, PromptError
+from failfast_jax.models import sharding
+from failfast_jax.models.sharding import Keeper
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.sessions import DiffusionSession, DraftSession, Progress, Request, RowLog, Session
+
+__all__ = ["DiffusionSession", "DraftSession", "Progress", "Request", "RowLog", "Runtime", "Session"]
+
+logger = logging.getLogger("failfast_jax")
+
+SMALLEST_CAPACITY = 256
+
+
+class Runtime:
+    """A target, a drafter model and devices, with everything compiled for them.
+
+    Args:
+      target: an autoregressive model; for `diffusion_session` a block-diffusion model.
+      drafter_model: the model that drafters built for this runtime draft with, if any.
+      mesh: devices to spread both over (see `models.sharding.make_mesh`). None: the models stay where they are, on
+        one device or spread already.
+      max_seq_len: most tokens of prompt and output together; None: the models' context.
+      programs: a store of compiled programs to share with another runtime.
+
+    Attributes:
+      platform: `cpu`, `gpu` or `tpu`.
+      programs: the store; `programs.seconds` is the time spent on compiling.
+
+    Raises:
+      OptionError: `max_seq_len` exceeds the models' context, or the target cannot be spread over the mesh.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        drafter_model: Any = None,
+        mesh: Mesh | None = None,
+        max_seq_len: int | None = None,
+        *,
+        programs: Executables | None = None,
+    ):
+        if mesh is not None:
+            target = sharding.spread(target, mesh)
+            drafter_model = drafter_model and sharding.spread(drafter_model, mesh, drafter=True)
+        self.target, self.drafter_model = target, drafter_model
+        self.platform = jax.default_backend()
+        context = target.config.max_position_embeddings
+        if isinstance(drafter_model, Decoder):
+            context = min(context, drafter_model.config.max_position_embeddings)
+        if max_seq_len is not None and not 2 <= max_seq_len <= context:
+            raise OptionError(f"--max-seq-len {max_seq_len}: must be between 2 and the context of {context}")
+        self.max_seq_len = max_seq_len or context
+        self.programs = programs or Executables()
+        self._width_check = WidthCheck(target)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices that the models are spread over; None: one device."""
+        return self.target.execution.mesh
+
+    def keeper(self, batch: int) -> Keeper:
+        """Called inside a program with a state of that batch, it keeps the state's arrays where they are.
+
+        Programs of one's own that return a state must end with it.
+
+        Raises:
+          OptionError: the batch does not divide over the data-parallel groups.
+        """
+        if self.mesh is not None:
+            sharding.check_batch(batch, self.mesh)
+        return Keeper(self.target, self.drafter_model)
+
+    def plan(self, drafter: Drafter, exact: bool = False, batch: int = 1) -> Plan:
+        """Static widths of every pass for a drafter; with `exact`, widths whose rows are bit-identical (which may
+        take a self-check of some seconds, the first time)."""
+        if not exact or self.platform != "cpu" or self.target.dtype != jnp.float32:
+            return make_plan(drafter, platform=self.platform, exact=exact)
+        widths = self._width_check.widths(drafter, batch)
+        return make_plan(drafter, platform=self.platform, exact=True, interchangeable=widths)
+
+    def capacity(self, prompt_tokens: int, max_new_tokens: int, longest_draft: int = 0) -> int:
+        """Tokens to make room for: a bucket that holds prompt, output and a draft, at most `max_seq_len`.
+
+        Raises:
+          PromptError: the prompt alone is too long.
+        """
+        if prompt_tokens >= self.max_seq_len:
+            raise PromptError(
+                f"the prompt of {prompt_tokens} tokens does not fit: prompt and output together may have "
+                f"{self.max_seq_len} tokens"
+            )
+        wanted = prompt_tokens + max_new_tokens
+        if wanted > self.max_seq_len:
+            logger.warning(
+                "prompt (%d) and max_new_tokens (%d) exceed the %d tokens there is room for: output may end early",
+                prompt_tokens,
+                max_new_tokens,
+                self.max_seq_len,
+            )
+        bucket = 1 << (wanted + longest_draft).bit_length()
+        return min(max(SMALLEST_CAPACITY, bucket), self.max_seq_len)
+
+    def compile(self, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
+        """A function compiled for the types of `args` (arrays or shape structs), from the store if it is there.
+
+        Programs are told apart by the function, all that is bound to it, the structure of the arguments (models and
+        drafters with all their static fields) and the type and place of every array.
+
+        Args:
+          function: without a closure; what else it needs is bound with `functools.partial`, or is a field of the
+            frozen dataclass that it is.
+          donate: arguments whose memory the result may take.
+
+        Raises:
+          TypeError: the function closes over variables, or is bound to something that cannot be compared.
+        """
+        return self.programs.compile(function, *args, donate=donate)
+
+    def session(self, drafter: Drafter, *, batch: int = 1, capacity: int, plan: Plan | None = None) -> DraftSession:
+        """The programs that decode `batch` requests of up to `capacity` tokens, prompt included, with a drafter.
+
+        They compile side by side in other threads; the first call of each waits for it.
+        """
+        plan = plan or self.plan(drafter, batch=batch)
+        return DraftSession(self.programs, self.keeper(batch), self.target, drafter, batch, capacity, plan)
+
+    def diffusion_session(
+        self,
+        model: Decoder | None = None,
+        *,
+        batch: int = 1,
+        capacity: int,
+        threshold: float = 1.0,
+        small_block: int = 8,
+        block_cache: bool = False,
+    ) -> DiffusionSession:
+        """Likewise for a block-diffusion model that writes on its own (method `dllm`).
+
+        Args:
+          model: None: the target; or its weights under another block size.
+          threshold, small_block, block_cache: see `decoding.dllm.step`; `small_block` divides the block size.
+        """
+        model, static = model or self.target, {"small_block": small_block, "block_cache": block_cache}
+        return DiffusionSession(self.programs, self.keeper(batch), model, batch, capacity, threshold, **static)

@@ -1,0 +1,442 @@
+"""The compiled programs of a batch of independent requests, and the states that they hand on. Made by a `Runtime`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from failfast_jax.compilation import Compilation, Executables, Program
+from failfast_jax.decoding import dllm
+from failfast_jax.decoding import round as decoding
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.plan import Plan, prefill_schedule
+from failfast_jax.decoding.state import DecodeState, Draft, RoundLog, Sampling, Verified
+from failfast_jax.errors import PromptError
+from failfast_jax.models.sharding import DATA, Keeper
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.results import Round
+
+NO_LIMIT = 2**30
+
+State = Any
+"""`decoding.state.DecodeState`, or `decoding.dllm.DiffusionState`. Donated to whatever takes it on: use it once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What one row is to do.
+
+    Attributes:
+      prompt: token ids, at least one.
+      max_new_tokens: most tokens to emit.
+      temperature, top_k, top_p: how the target picks its tokens; temperature 0 is greedy, top_k 0 and top_p 1 are off.
+      seed, sequence: these two and a token's position determine its randomness, whatever row the request is in.
+      eos: stop token ids, at most `decoding.state.MAX_EOS_TOKENS`.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    sequence: int = 0
+    eos: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far the rows of a state are."""
+
+    ids: list[list[int]]
+    """Tokens emitted so far."""
+    finish: list[int]
+    """RUNNING, FINISHED_EOS, FINISHED_LENGTH or FAILED, of `decoding.state`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLog:
+    """The rounds of one row, and its forward passes; prefill not counted, but for `dllm`."""
+
+    rounds: list[Round]
+    drafter_passes: int
+    target_passes: int
+
+
+class Session:
+    """Compiled programs for `batch` rows of `capacity` tokens; made by a `Runtime`.
+
+    Attributes:
+      batch, capacity: as said.
+      keeper: see `Runtime.keeper`.
+      stream_rounds: rounds (of `dllm`: passes) between two looks at the state that suit a stream.
+    """
+
+    stream_rounds = 4
+
+    def __init__(
+        self,
+        programs: Executables,
+        keeper: Keeper,
+        models: tuple[Any, ...],
+        batch: int,
+        capacity: int,
+        start: Callable,
+        advance: Callable,
+    ):
+        self.batch, self.capacity, self.keeper = batch, capacity, keeper
+        self._programs, self._models = programs, models
+        self._start = functools.partial(start, capacity=capacity, keeper=self.keeper)
+        inputs = self._inputs(self._any_requests(batch))
+        [self._starting] = self._compile((self._start, (*models, inputs)))
+        self._empty = self._placed(self._starting.shapes)
+        advance = functools.partial(advance, keeper=self.keeper)
+        [self._advancing] = self._compile((advance, self._loop_args(self._empty, NO_LIMIT)), donate=(len(models),))
+
+    # What the two kinds of sessions differ in.
+
+    def _inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Arguments of `init_state`, checked."""
+        raise NotImplementedError
+
+    def _chunks(self, prompt_tokens: int) -> list[tuple[Callable, int]]:
+        """Prefill: functions of `(*models, state, start)`, and where each starts."""
+        raise NotImplementedError
+
+    def _loop_args(self, state: State, most: int) -> tuple:
+        return *self._models, state, np.int32(most)
+
+    def _view(self, state: State) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Token ids, start and end of each row's output in them, and why it ended."""
+        raise NotImplementedError
+
+    def rounds(self, state: State) -> list[RowLog]:
+        """Each row's rounds so far. One host wait."""
+        raise NotImplementedError
+
+    # What they share.
+
+    def start(self, requests: Sequence[Request]) -> State:
+        """A state with the prompts committed and empty caches: for `prefill`, or for timing.
+
+        Raises:
+          ValueError: not `batch` requests, a prompt longer than the capacity, or too many stop tokens.
+        """
+        if len(requests) != self.batch:
+            raise ValueError(f"{len(requests)} requests for {self.batch} rows")
+        return self._starting.wait()(*self._models, self._inputs(requests))
+
+    def prepare(self, prompt_tokens: int) -> None:
+        """Compiles what prefilling prompts of up to that many tokens needs, and waits for it."""
+        for compilation in (self._starting, *self._compile_chunks(prompt_tokens)[0]):
+            compilation.wait()
+
+    def wait(self) -> None:
+        """Waits until the loop over rounds is compiled, too."""
+        self._advancing.wait()
+
+    def prefill(self, requests: Sequence[Request]) -> State:
+        """A state with the prompts in the caches, one request a row. The loop may still be compiling.
+
+        Raises:
+          ValueError: see `start`.
+        """
+        *_, state = self.prefill_in_chunks(requests)
+        return state
+
+    def prefill_in_chunks(self, requests: Sequence[Request]) -> Iterator[State]:
+        """`prefill` chunk by chunk, for callers that have other work to put between. The last state is the one to
+        keep; the others must not be used."""
+        compilations, starts = self._compile_chunks(max(len(request.prompt) for request in requests))
+        state = self.start(requests)
+        yield state
+        for compilation, at in zip(compilations, starts):
+            state = compilation.wait()(*self._models, state, np.int32(at))
+            yield state
+
+    def insert(self, state: State, row: int, one: State) -> State:
+        """Puts a request into a row, whatever was there: no host wait, and no compilation but the first.
+
+        Args:
+          state: of this session; donated.
+          one: state of a session with batch 1 and otherwise equal, prefilled or in the middle of its answer.
+
+        Raises:
+          ValueError: no such row, or a state of another capacity or drafter.
+        """
+        if not 0 <= row < self.batch:
+            raise ValueError(f"row {row}: there are {self.batch}")
+        rows = [
+            (1, *leaf.shape[1:]) for leaf, by_row in zip(jax.tree.leaves(self._empty), self._leaves_by_row) if by_row
+        ]
+        given = [leaf.shape for leaf, by_row in zip(jax.tree.leaves(one), self._leaves_by_row) if by_row]
+        if jax.tree.structure(one) != jax.tree.structure(self._empty) or given != rows:
+            raise ValueError("a row is taken from a session with batch 1 and the same drafter and capacity")
+        insert = functools.partial(_insert, by_row=self._leaves_by_row, keeper=self.keeper)
+        [compilation] = self._compile((insert, (state, one, np.int32(0))), donate=(0,))
+        return compilation.wait()(state, one, np.int32(row))
+
+    def advance(self, state: State, rounds: int | None = None) -> State:
+        """Decodes until every row has finished, or for at most that many rounds (of `dllm`: passes).
+
+        Donates the state, and does not wait for the result.
+        """
+        most = NO_LIMIT if rounds is None else rounds
+        return self._advancing.wait()(*self._loop_args(state, most))
+
+    def read(self, state: State) -> Progress:
+        """How far the rows are. One host wait."""
+        ids, begin, end, finish = jax.device_get(self._view(state))
+        return Progress([ids[row, begin[row] : end[row]].tolist() for row in range(self.batch)], finish.tolist())
+
+    @property
+    def _mesh(self) -> jax.sharding.Mesh | None:
+        return self._models[0].execution.mesh
+
+    @staticmethod
+    def _any_requests(batch: int) -> list[Request]:
+        return [Request(prompt=(0,), max_new_tokens=NO_LIMIT)] * batch
+
+    def _compile(self, *programs: tuple[Callable, tuple], donate: tuple[int, ...] = ()) -> list[Compilation]:
+        return self._programs.start(*(Program(function, args, donate) for function, args in programs))
+
+    def _compile_chunks(self, prompt_tokens: int) -> tuple[list[Compilation], list[int]]:
+        chunks = self._chunks(prompt_tokens)
+        args = (*self._models, self._empty, np.int32(0))
+        compilations = self._compile(*((function, args) for function, _ in chunks), donate=(len(self._models),))
+        return compilations, [at for _, at in chunks]
+
+    def _placed(self, shapes: State) -> State:
+        """The state's shapes, with places if it is spread."""
+        if self._mesh is None:
+            return shapes
+        return jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            shapes,
+            self.keeper.shardings(shapes),
+        )
+
+    @functools.cached_property
+    def _leaves_by_row(self) -> tuple[bool, ...]:
+        """Which leaves of the state hold something for each row: those that grow with the batch."""
+
+        def lengths(groups: int) -> list[tuple[int, ...]]:
+            batch = groups if self._mesh is None else groups * self._mesh.shape[DATA]
+            inputs = self._inputs(self._any_requests(batch))
+            return [leaf.shape[:1] for leaf in jax.tree.leaves(jax.eval_shape(self._start, *self._models, inputs))]
+
+        return tuple(one != two for one, two in zip(lengths(1), lengths(2)))
+
+    def _prompts(self, requests: Sequence[Request]) -> dict[str, Any]:
+        tokens = np.zeros((len(requests), self.capacity), np.int32)
+        for row, request in enumerate(requests):
+            if not 1 <= len(request.prompt) <= self.capacity:
+                raise PromptError(f"a prompt of {len(request.prompt)} tokens: must have 1 to {self.capacity}")
+            tokens[row, : len(request.prompt)] = request.prompt
+
+        def column(name: str, dtype: Any) -> np.ndarray:
+            return np.asarray([getattr(request, name) for request in requests], dtype)
+
+        return {
+            "tokens": tokens,
+            "prompt_length": np.asarray([len(request.prompt) for request in requests], np.int32),
+            "eos": np.asarray([decoding.stop_tokens(tuple(request.eos))[0] for request in requests], np.int32),
+            "sampling": Sampling(
+                temperature=column("temperature", np.float32),
+                top_k=column("top_k", np.int32),
+                top_p=column("top_p", np.float32),
+                seed=column("seed", np.uint32),
+                sequence=column("sequence", np.int32),
+            ),
+        }
+
+
+class DraftSession(Session):
+    """Drafts that a target verifies.
+
+    Attributes:
+      drafter, plan: as given.
+    """
+
+    def __init__(
+        self,
+        programs: Executables,
+        keeper: Keeper,
+        target: Decoder,
+        drafter: Drafter,
+        batch: int,
+        capacity: int,
+        plan: Plan,
+    ):
+        self.drafter, self.plan = drafter, plan
+        start, advance = (functools.partial(function, plan=plan) for function in (_start, _advance))
+        super().__init__(programs, keeper, (target, drafter), batch, capacity, start, advance)
+
+    def _inputs(self, requests):
+        limits = np.asarray([request.max_new_tokens for request in requests], np.int32)
+        return self._prompts(requests) | {"max_new_tokens": limits}
+
+    def _chunks(self, prompt_tokens):
+        calls = prefill_schedule(prompt_tokens, self.drafter, self.plan, self._empty.tokens.shape[1])
+        options = {"keeper": self.keeper}
+        return [
+            (functools.partial(_prefill, width=call.width, parts=call.parts, **options), call.start) for call in calls
+        ]
+
+    def _view(self, state):
+        return state.tokens, state.prompt_length, state.length, state.finish
+
+    def rounds(self, state):
+        log, *view = jax.device_get((state.log, *self._view(state)))
+        tokens, begin, end, _ = view
+        out = []
+        for row in range(self.batch):
+            found = _rounds_of(log, row, tokens[row, begin[row] : end[row]].tolist())
+            out.append(RowLog(found, sum(entry.passes for entry in found), int(log.target_passes[row])))
+        return out
+
+    # A round in its three parts, for timing and for experiments. Each donates the state.
+
+    def draft(self, state: DecodeState) -> tuple[Draft, DecodeState]:
+        """The drafter's proposal."""
+        function = functools.partial(_draft, keeper=self.keeper)
+        return self._programs.compile(function, self.drafter, state, donate=(1,))(self.drafter, state)
+
+    def verify(self, state: DecodeState, proposal: Draft) -> tuple[Verified, DecodeState]:
+        """The target's own tokens along a proposal, which may be anybody's."""
+        function = functools.partial(_verify, plan=self.plan, keeper=self.keeper)
+        args = (*self._models, state, proposal)
+        return self._programs.compile(function, *args, donate=(2,))(*args)
+
+    def commit(self, state: DecodeState, proposal: Draft, verified: Verified) -> DecodeState:
+        """The state after the round."""
+        function = functools.partial(_commit, keeper=self.keeper)
+        args = (self.drafter, state, proposal, verified)
+        return self._programs.compile(function, *args, donate=(1,))(*args)
+
+
+class DiffusionSession(Session):
+    """A block-diffusion model that writes on its own."""
+
+    stream_rounds = 8
+
+    def __init__(
+        self,
+        programs: Executables,
+        keeper: Keeper,
+        model: Decoder,
+        batch: int,
+        capacity: int,
+        threshold: float,
+        **static: int | bool,
+    ):
+        self.block = model.config.block_size
+        self.threshold = np.float32(threshold)
+        advance = functools.partial(_advance_diffusion, **static)
+        super().__init__(programs, keeper, (model,), batch, capacity, _start_diffusion, advance)
+
+    def _inputs(self, requests):
+        fitting = [dllm.blocks_that_fit(self.capacity, len(request.prompt), self.block) for request in requests]
+        if not all(fitting):
+            raise PromptError(f"no whole block of {self.block} fits behind the prompt within {self.capacity} tokens")
+        blocks = [min(request.max_new_tokens // self.block, most) for request, most in zip(requests, fitting)]
+        return self._prompts(requests) | {"max_blocks": np.asarray(blocks, np.int32)}
+
+    def _chunks(self, prompt_tokens):
+        width, starts = dllm.prefill_starts(prompt_tokens, self.block, self._empty.text.shape[1])
+        return [(functools.partial(_prefill_diffusion, width=width, keeper=self.keeper), at) for at in starts]
+
+    def _loop_args(self, state, most):
+        return *self._models, state, self.threshold, np.int32(most)
+
+    def _view(self, state):
+        return state.text, state.prompt_length, state.end, state.finish
+
+    def rounds(self, state):
+        """Each row's blocks so far: a block emits its own tokens and the next one's first."""
+        passes, text, begin, end, _ = jax.device_get((state.block_passes, *self._view(state)))
+        return [self._blocks(passes[row], text[row], int(begin[row]), int(end[row])) for row in range(self.batch)]
+
+    def _blocks(self, passes: np.ndarray, text: np.ndarray, begin: int, end: int) -> RowLog:
+        first_end = (begin // self.block + 1) * self.block + 1
+        found, at = [], begin
+        while at < end:
+            stop = min(first_end + len(found) * self.block, end)
+            found.append(Round([], [], 0, text[at:stop].tolist(), int(passes[len(found)])))
+            at = stop
+        prefill = int(begin >= self.block)
+        return RowLog(found, 0, sum(entry.passes for entry in found) + prefill)
+
+
+# The programs. What is static is bound to them by keyword.
+
+
+def _start(target, drafter, inputs, *, plan, capacity, keeper):
+    return keeper(decoding.init_state(target, drafter, capacity=capacity, plan=plan, **inputs))
+
+
+def _prefill(target, drafter, state, at, *, width, parts, keeper):
+    with jax.named_scope("prefill"):
+        return keeper(decoding.prefill_chunk(target, drafter, state, at, width=width, parts=parts))
+
+
+def _advance(target, drafter, state, most, *, plan, keeper):
+    return keeper(decoding.generate(target, drafter, state, most, plan=plan))
+
+
+def _draft(drafter, state, *, keeper):
+    proposal, state = decoding.draft(drafter, state)
+    return proposal, keeper(state)
+
+
+def _verify(target, drafter, state, proposal, *, plan, keeper):
+    verified, state = decoding.verify(target, drafter, state, proposal, plan=plan)
+    return verified, keeper(state)
+
+
+def _commit(drafter, state, proposal, verified, *, keeper):
+    return keeper(decoding.commit(drafter, state, proposal, verified))
+
+
+def _start_diffusion(model, inputs, *, capacity, keeper):
+    return keeper(dllm.init_state(model, capacity=capacity, **inputs))
+
+
+def _prefill_diffusion(model, state, at, *, width, keeper):
+    with jax.named_scope("prefill"):
+        return keeper(dllm.prefill_chunk(model, state, at, width=width))
+
+
+def _advance_diffusion(model, state, threshold, most, *, small_block, block_cache, keeper):
+    return keeper(dllm.generate(model, state, threshold, most, small_block=small_block, block_cache=block_cache))
+
+
+def _insert(state, one, row, *, by_row, keeper):
+    leaves, structure = jax.tree.flatten(state)
+    new = [
+        jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0) if is_by_row else whole
+        for whole, part, is_by_row in zip(leaves, jax.tree.leaves(one), by_row)
+    ]
+    return keeper(jax.tree.unflatten(structure, new))
+
+
+def _rounds_of(log: RoundLog, row: int, output: list[int]) -> list[Round]:
+    found, done = [], 0
+    for index in range(int(log.rounds[row])):
+        length, emitted = int(log.draft_length[row, index]), int(log.emitted[row, index])
+        found.append(
+            Round(
+                drafted=log.drafted[row, index, :length].tolist(),
+                confidence=log.confidence[row, index, :length].tolist(),
+                accepted=int(log.accepted[row, index]),
+                emitted=output[done : done + emitted],
+                passes=int(log.passes[row, index]),
+            )
+        )
+        done += emitted
+    return found

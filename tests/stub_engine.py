@@ -93,11 +93,11 @@ class StubEngine:
 
 
 class StubEnginePool(EnginePool):
-    """`EnginePool` around one stub, with the drafters that were named taken as given."""
+    """An `EnginePool` around one stub, with the drafters that were named taken as given."""
 
     def __init__(self, engine: StubEngine, **sources):
         self.sources = {"target": None, "drafter": None, "ar_drafter": None, **sources}
-        self.options, self.ar_flag, self.base = {"dtype": None}, "--ar-drafter", engine
+        self.options, self.base = {"dtype": None}, engine
         self._built = {None: engine}
 
     def get(self, setting, config):

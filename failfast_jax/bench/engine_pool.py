@@ -1,4 +1,4 @@
-"""The engines of a benchmark: one target, and for each setting the drafter that it needs."""
+"""The engines of a benchmark: one target, and for each variant the drafter that it needs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,22 @@ def choosing_options(config: GenerationConfig) -> dict[str, Any]:
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name in wanted}
 
 
+def share_programs(engine: FailFast, other: FailFast) -> None:
+    """One store of programs for both: each program holds memory maps, and their number is limited per process."""
+    engine._programs = other._programs
+
+
+def check_request(engine: FailFast, config: GenerationConfig) -> None:
+    """Raises ValueError where a request's options do not fit the engine; nothing is compiled."""
+    engine.build_drafter(engine._config(config, {}))
+
+
 class EnginePool:
-    """EnginePool that share one target and one set of compiled programs, built when a setting first needs them.
+    """Engines that share one target and one set of compiled programs, built when a variant first needs them.
 
     Args:
       drafter: of block-diffusion methods; None, with no target named: that of the default pair.
       ar_drafter: of autoregressive methods.
-      ar_flag: how the user names it.
       options: of every engine, as `load_pair` takes them (`tensor_parallel`, `attention`).
     """
 
@@ -51,12 +60,10 @@ class EnginePool:
         drafter: str | os.PathLike | None = None,
         ar_drafter: str | os.PathLike | None = None,
         dtype: str | None = None,
-        *,
-        ar_flag: str = "--ar-drafter",
         **options: Any,
     ):
         self.sources = {"target": target, "drafter": drafter, "ar_drafter": ar_drafter}
-        self.options, self.ar_flag = {"dtype": dtype, **options}, ar_flag
+        self.options = {"dtype": dtype, **options}
         self.base = load_pair(target, method=BASELINE, **self.options)
         self._built: dict[Any, FailFast] = {None: self.base}
 
@@ -68,13 +75,13 @@ class EnginePool:
             stamps.setdefault("drafter", model_stamp(embedded_drafter()))
         return {**stamps, **self.options}
 
-    def missing(self, setting: Variant) -> str | None:
-        """Which drafter a setting would need and nobody named; None: nothing is missing."""
-        kind = METHODS[setting.method].model
+    def missing(self, variant: Variant) -> str | None:
+        """Which drafter a variant would need and nobody named; None: nothing is missing."""
+        kind = METHODS[variant.method].model
         if kind is None or self._source(kind) is not None:
             return None
         if kind == "autoregressive":
-            return f"needs {self.ar_flag}, an autoregressive model with the target's tokens"
+            return "needs --ar-drafter, an autoregressive model with the target's tokens"
         if self.sources["target"] is not None:
             return f"needs --drafter, a model of kind {kind!r}"
         return None
@@ -84,39 +91,37 @@ class EnginePool:
             return self.sources["drafter"] or self.sources["ar_drafter"]
         return self.sources["ar_drafter" if kind == "autoregressive" else "drafter"]
 
-    def get(self, setting: Variant, config: GenerationConfig) -> FailFast:
-        """The engine that answers a setting's requests.
+    def get(self, variant: Variant, config: GenerationConfig) -> FailFast:
+        """The engine that answers a variant's requests.
 
         Raises:
           ValueError: its drafter is missing, unreadable or does not fit.
         """
-        kind = METHODS[setting.method].model
+        kind = METHODS[variant.method].model
         source = self._source(kind) if kind else None
         # A drafter that was named serves all methods of its kind.
         chosen = choosing_options(config)
         key = None if kind is None else source if source is not None else tuple(chosen.items())
         if key not in self._built:
-            missing = self.missing(setting)
+            missing = self.missing(variant)
             if missing is not None:
-                raise ValueError(f"{setting.label}: {missing}")
+                raise ValueError(f"{variant.label}: {missing}")
             engine = load_pair(self.sources["target"], source, share=self.base, **self.options, **chosen)
-            # One store for all: each program holds memory maps, and their number is limited per process.
-            engine._programs = self.base._programs
+            share_programs(engine, self.base)
             self._built[key] = engine
         return self._built[key]
 
-    def prepare(self, setting: Variant, config: GenerationConfig) -> None:
-        """Builds a setting's engine and drafter, so that what does not fit is said before any work.
+    def prepare(self, variant: Variant, config: GenerationConfig) -> None:
+        """Builds a variant's engine and drafter, so that what does not fit is said before any work.
 
         Raises:
-          ValueError: the message names the setting.
+          ValueError: the message names the variant.
         """
         try:
-            engine = self.get(setting, config)
-            engine.build_drafter(engine._config(config, {}))  # as a request would
+            check_request(self.get(variant, config), config)
         except ValueError as error:
             text = str(error)
-            raise ValueError(text if text.startswith(f"{setting.label}: ") else f"{setting.label}: {text}") from None
+            raise ValueError(text if text.startswith(f"{variant.label}: ") else f"{variant.label}: {text}") from None
 
     def names(self) -> dict[str, str | None]:
         """The models' names, for reports."""

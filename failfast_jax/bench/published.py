@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq
 
 CHUNK = 10
 """Tokens that an expansion adds (N): the paper's setting."""
@@ -139,13 +140,10 @@ def solve(function: Callable[[float], float], wanted: float, what: str) -> float
     Raises:
       ValueError: there is none.
     """
-    low, high = 0.0, 1.0
-    if not function(low) <= wanted <= function(high):
-        raise ValueError(f"no law fits {what} = {wanted}: it lies in [{function(low):.3g}, {function(high):.3g}]")
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if function(middle) < wanted else (low, middle)
-    return (low + high) / 2
+    low, high = function(0.0), function(1.0)
+    if not low <= wanted <= high:
+        raise ValueError(f"no law fits {what} = {wanted}: it lies in [{low:.3g}, {high:.3g}]")
+    return brentq(lambda x: function(x) - wanted, 0.0, 1.0)
 
 
 @functools.cache

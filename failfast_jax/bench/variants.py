@@ -16,10 +16,11 @@ PAPER_SWEEP = "3:20"
 """Draft lengths among which the paper picks the best for each dataset, for drafts of fixed length."""
 SWEPT = {"ar": "ar", "fast-dllm+": "fast-dllm"}
 """Names in `--methods` whose draft length a bare `--sweep a:b` chooses, and their methods."""
-
-
 CORPUS = "corpus"
 """Option of `suffix` here: tokens of a corpus of earlier questions and answers, which the run fills as it goes."""
+
+
+# -- options: what `GenerationConfig` has -------------------------------------------------------------------------
 
 
 def option_fields() -> list[str]:
@@ -27,11 +28,23 @@ def option_fields() -> list[str]:
     return [f.name for f in dataclasses.fields(GenerationConfig) if f.name not in ("method", "max_new_tokens")]
 
 
+def option_types(name: str) -> tuple[type, ...]:
+    """Types that an option's values may have."""
+    hint = int if name == CORPUS else typing.get_type_hints(GenerationConfig)[name]
+    return typing.get_args(hint) or (hint,)
+
+
+def changed_options(config: GenerationConfig) -> dict[str, Any]:
+    """The options of a request that differ from their defaults."""
+    default = GenerationConfig()
+    return {k: getattr(config, k) for k in option_fields() if getattr(config, k) != getattr(default, k)}
+
+
 def check_option(shown: str, name: str, method: str | None = None) -> None:
-    """Refuses what is no option, of this method if one is given.
+    """Checks that there is such an option.
 
     Raises:
-      ValueError: as said.
+      ValueError: there is none, or not for this method; the message begins with `shown`.
     """
     if name == CORPUS and method is not None:
         if method != "suffix":
@@ -47,8 +60,7 @@ def parse_option(shown: str, name: str, text: str, method: str | None = None) ->
       ValueError: no such option, or text that its type cannot hold.
     """
     check_option(shown, name, method)
-    hint = int if name == CORPUS else typing.get_type_hints(GenerationConfig)[name]
-    kinds = typing.get_args(hint) or (hint,)
+    kinds = option_types(name)
     if types.NoneType in kinds and text.lower() == "none":
         return None
     if bool in kinds:
@@ -84,6 +96,9 @@ def parse_options(pairs: Iterable[tuple[str, str]], method: str | None = None) -
     return options
 
 
+# -- variants and sweeps -----------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """One column of the comparison.
@@ -101,10 +116,10 @@ class Variant:
     sweep: str = ""
 
     def config(self, common: GenerationConfig) -> GenerationConfig:
-        """The request, with the run's common options where the setting has none.
+        """The request, with the run's common options where the variant has none.
 
         Raises:
-          ValueError: a value out of its range; the message names the setting.
+          ValueError: a value out of its range; the message names the variant.
         """
         options = {name: value for name, value in self.options.items() if name != CORPUS}
         config = dataclasses.replace(common, method=self.method, **options)
@@ -121,7 +136,7 @@ VANILLA = Variant(BASELINE, BASELINE)
 def make_variant(
     method: str, options: Mapping[str, Any] | None = None, label: str | None = None, sweep: str = "", *, shown: str
 ) -> Variant:
-    """A setting whose label, unless given, spells its options.
+    """A variant whose label, unless given, spells its options.
 
     Raises:
       ValueError: an unknown method or option; the message begins with `shown`.
@@ -153,7 +168,7 @@ class Sweep:
     values: tuple[Any, ...]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def settings(self) -> list[Variant]:
+    def variants(self) -> list[Variant]:
         return [
             make_variant(self.method, {**self.options, self.key: v}, sweep=self.name, shown=f"sweep {self.name}")
             for v in self.values
@@ -202,7 +217,7 @@ def parse_methods(texts: Sequence[str], sweeps: Sequence[str] = ()) -> tuple[lis
     bare = [text for text in sweeps if "=" not in text]
     if len(bare) > 1:
         raise ValueError(f"--sweep {bare[1]}: a range of draft lengths was given before ({bare[0]})")
-    settings, swept = [], []
+    variants, swept = [], []
     for text in texts:
         shown = f"--methods {text}"
         name, colon, rest = text.partition(":")
@@ -213,7 +228,7 @@ def parse_methods(texts: Sequence[str], sweeps: Sequence[str] = ()) -> tuple[lis
             values = parse_values(f"--sweep {lengths}", "spec_len", lengths, SWEPT[name])
             swept.append(Sweep(text, SWEPT[name], "spec_len", values, options))
         else:
-            settings.append(make_variant(name, options, shown=shown))
+            variants.append(make_variant(name, options, shown=shown))
     if bare and not swept:
         raise ValueError(
             f"--sweep {bare[0]}: sweeps the draft length of {' and '.join(SWEPT)}; --methods names neither"
@@ -228,24 +243,24 @@ def parse_methods(texts: Sequence[str], sweeps: Sequence[str] = ()) -> tuple[lis
         if not colon or method not in METHODS or method == BASELINE:
             raise ValueError(f"{shown}: must be FIRST:LAST or method:key=values, with a method of {', '.join(METHODS)}")
         swept.append(Sweep(f"{method}:{key}", method, key, parse_values(shown, key, values, method)))
-    return settings, swept
+    return variants, swept
 
 
-def check_labels(settings: Sequence[Variant]) -> list[Variant]:
-    """The settings, `vanilla` left out (it always runs) and equal ones merged.
+def check_labels(variants: Sequence[Variant]) -> list[Variant]:
+    """The variants, `vanilla` left out (it always runs) and equal ones merged.
 
     Raises:
-      ValueError: two different settings of one label.
+      ValueError: two different variants of one label.
     """
     kept: dict[str, Variant] = {}
-    for setting in settings:
-        if setting == VANILLA:
+    for variant in variants:
+        if variant == VANILLA:
             continue
-        other = kept.setdefault(setting.label, setting)
-        if (other.method, other.options) != (setting.method, setting.options) or setting.label == BASELINE:
-            raise ValueError(f"{setting.label}: two settings have this label; give one of them another label")
-        if setting.sweep and other.sweep and setting.sweep != other.sweep:
-            raise ValueError(f"{setting.label}: a point of two sweeps, {other.sweep} and {setting.sweep}")
-        if setting.sweep:
-            kept[setting.label] = setting
+        other = kept.setdefault(variant.label, variant)
+        if (other.method, other.options) != (variant.method, variant.options) or variant.label == BASELINE:
+            raise ValueError(f"{variant.label}: two variants have this label; give one of them another label")
+        if variant.sweep and other.sweep and variant.sweep != other.sweep:
+            raise ValueError(f"{variant.label}: a point of two sweeps, {other.sweep} and {variant.sweep}")
+        if variant.sweep:
+            kept[variant.label] = variant
     return list(kept.values())

@@ -8,7 +8,7 @@ from failfast_jax.engine import FailFast
 
 EQUAL, NEAR_TIE, DIFFERENT = "equal", "near-tie", "different"
 OTHER_SAMPLE = "other sample"
-"""Of settings that promise `vanilla`'s distribution, not its tokens."""
+"""Of variants that promise `vanilla`'s distribution, not its tokens."""
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
@@ -24,11 +24,3 @@ def logit_gap(engine: FailFast, ids: list[int]) -> float:
     logits = np.asarray(engine.target.logits([ids])[0, -1])
     second, best = np.partition(logits, -2)[-2:]
     return float(best - second)
-
-
-def compare(engine: FailFast, prompt: list[int], vanilla: list[int], other: list[int]) -> tuple[str, int | None, float]:
-    """Verdict, index of the first difference, and the logit gap there (0 where there is none)."""
-    index = first_difference(vanilla, other)
-    if index is None:
-        return EQUAL, None, 0.0
-    return DIFFERENT, index, logit_gap(engine, prompt + vanilla[:index])

@@ -28,19 +28,19 @@ def test_options_follow_their_method():
 
 
 def test_a_corpus_is_no_option_of_the_request():
-    (setting,), (sweep,) = parse_methods(["suffix:corpus=64,tau=0.2"], ["suffix:corpus=8|16"])
-    assert setting.label == "suffix:corpus=64,tau=0.2" and setting.options == {"corpus": 64, "tau": 0.2}
-    assert setting.config(GenerationConfig()) == GenerationConfig(method="suffix", tau=0.2)
-    assert [s.options for s in sweep.settings()] == [{"corpus": 8}, {"corpus": 16}]
+    (variant,), (sweep,) = parse_methods(["suffix:corpus=64,tau=0.2"], ["suffix:corpus=8|16"])
+    assert variant.label == "suffix:corpus=64,tau=0.2" and variant.options == {"corpus": 64, "tau": 0.2}
+    assert variant.config(GenerationConfig()) == GenerationConfig(method="suffix", tau=0.2)
+    assert [s.options for s in sweep.variants()] == [{"corpus": 8}, {"corpus": 16}]
     with pytest.raises(ValueError, match="--set corpus=9: GenerationConfig has no option 'corpus'"):
         parse_options([("--set corpus=9", "corpus=9")])
 
 
 def test_sweeps():
-    settings, (ar, plus) = parse_methods(["ar", "fast-dllm", "fast-dllm+:threshold=0.5"], ["3:5"])
-    assert [s.label for s in settings] == ["fast-dllm"]
-    assert [s.label for s in ar.settings()] == ["ar:spec_len=3", "ar:spec_len=4", "ar:spec_len=5"]
-    assert plus.settings()[0] == Variant(
+    variants, (ar, plus) = parse_methods(["ar", "fast-dllm", "fast-dllm+:threshold=0.5"], ["3:5"])
+    assert [s.label for s in variants] == ["fast-dllm"]
+    assert [s.label for s in ar.variants()] == ["ar:spec_len=3", "ar:spec_len=4", "ar:spec_len=5"]
+    assert plus.variants()[0] == Variant(
         "fast-dllm:threshold=0.5,spec_len=3",
         "fast-dllm",
         {"threshold": 0.5, "spec_len": 3},
@@ -84,7 +84,7 @@ def test_labels():
     )
     assert check_labels([Variant("vanilla", "vanilla"), plain, plain]) == [plain]
     assert check_labels([plain, point]) == [point]
-    with pytest.raises(ValueError, match="two settings have this label"):
+    with pytest.raises(ValueError, match="two variants have this label"):
         check_labels([plain, make_variant("lookup", label="ar:spec_len=3", shown="x")])
     with pytest.raises(ValueError, match=r"failfast:tau=2.0: --tau 2.0: must be in \[0, 1\]"):
         make_variant("failfast", {"tau": 2.0}, shown="x").config(GenerationConfig())

@@ -1,4 +1,4 @@
-"""The harness: order, resuming, sweeps, summary, figures; with a stub engine, and once with real ones."""
+"""`bench run` with a stub engine: order, resuming, sweeps, scores, summary, and its answers to bad input."""
 
 import json
 import sys
@@ -6,19 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 from stub_engine import StubEngine, StubEnginePool
-from tiny_models import diffusion_config, random_model, tiny_config
 
-from failfast_jax import FailFast
-from failfast_jax.bench import __main__ as bench
-from failfast_jax.bench import engine_pool, figures, harness, parts, report
+from failfast_jax.bench import engine_pool, harness, run
+from failfast_jax.bench.__main__ import main
 from failfast_jax.bench.datasets import Dataset, Question
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import Journal
-from failfast_jax.bench.modelled import parse_latency
 from failfast_jax.bench.prompts import humaneval_problems
 from failfast_jax.bench.variants import BASELINE, Variant
-from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, OTHER_SAMPLE
+from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.config import GenerationConfig
+from failfast_jax.drafters import METHODS
 
 PROMPTS = ["first prompt", "second", "third prompt, the longest"]
 
@@ -26,7 +24,7 @@ PROMPTS = ["first prompt", "second", "third prompt, the longest"]
 @pytest.fixture
 def stub(monkeypatch):
     engine = StubEngine()
-    monkeypatch.setattr(bench, "EnginePool", lambda *sources, **_: StubEnginePool(engine, **dict(zip(NAMES, sources))))
+    monkeypatch.setattr(run, "EnginePool", lambda *sources, **_: StubEnginePool(engine, **dict(zip(NAMES, sources))))
     return engine
 
 
@@ -48,13 +46,13 @@ def answers_of(out):
     return [line for line in lines_of(out) if line["kind"] == "answer"]
 
 
-PLAIN = ["--no-parts", "--no-figures"]
+PLAIN = ["--no-figures"]
 
 
 def test_a_killed_run_goes_on(stub, prompts, tmp_path, capsys):
     """Killed after every possible number of answers: each is given once, and the summary is the same."""
     args = ["--dataset", str(prompts), "--methods", "failfast,lookup", "--repeats", "2", *PLAIN, "--out"]
-    assert bench.main([*args, str(tmp_path / "whole")]) == 0
+    assert main([*args, str(tmp_path / "whole")]) == 0
     whole, given = (tmp_path / "whole" / "summary.json").read_text(), list(stub.given)
     assert len(given) == 18 and "goes on" not in capsys.readouterr().err
     # Shortest prompt first, and every other turn the other way round.
@@ -64,13 +62,13 @@ def test_a_killed_run_goes_on(stub, prompts, tmp_path, capsys):
     stub.given.clear()
     for count in range(1, 18):
         stub.fail_after = count
-        assert bench.main([*args, str(out)]) == 130
+        assert main([*args, str(out)]) == 130
         assert len(answers_of(out)) == count
         if count % 3 == 1:  # and in the middle of a write
             with (out / "records.jsonl").open("a") as file:
                 file.write('{"kind": "answer", "dataset"')
     stub.fail_after = None
-    assert bench.main([*args, str(out)]) == 0
+    assert main([*args, str(out)]) == 0
     assert stub.given == given
 
     def settled(text):
@@ -85,16 +83,16 @@ def test_a_killed_run_goes_on(stub, prompts, tmp_path, capsys):
     assert "line" in capsys.readouterr().err
     # Once more: nothing to do. With more methods: only they, and the vanilla answers beside them.
     stub.given.clear()
-    assert bench.main([*args, str(out)]) == 0 and not stub.given
+    assert main([*args, str(out)]) == 0 and not stub.given
     more = [a if a != "failfast,lookup" else "failfast,lookup,fast-dllm" for a in args]
-    assert bench.main([*more, str(out)]) == 0
+    assert main([*more, str(out)]) == 0
     assert sorted(method for method, *_ in stub.given) == ["fast-dllm"] * 6 + [BASELINE] * 6
 
 
 def test_many_settings_have_vanilla_beside_them(stub, prompts, tmp_path):
     settings = "lookup," + ",".join(f"failfast:tau={i / 10}" for i in range(harness.BLOCK))
     args = ["--dataset", str(prompts), "--methods", settings, *PLAIN, "--out", str(tmp_path / "out")]
-    assert bench.main(args) == 0
+    assert main(args) == 0
     records = answers_of(tmp_path / "out")
     blocks = {record["block"] for record in records}
     assert len(blocks) == 2 and len(records) == 3 * (harness.BLOCK + 1 + 2)
@@ -104,15 +102,15 @@ def test_many_settings_have_vanilla_beside_them(stub, prompts, tmp_path):
 def test_cold_answers_are_thrown_away(stub, prompts, tmp_path):
     stub.cold = {("lookup", None), (BASELINE, None)}
     args = ["--dataset", str(prompts), "--limit", "1", "--methods", "lookup", *PLAIN, "--out", str(tmp_path / "out")]
-    assert bench.main(args) == 0
+    assert main(args) == 0
     assert [method for method, *_ in stub.given] == [BASELINE, BASELINE, "lookup", "lookup"]
     assert len(answers_of(tmp_path / "out")) == 2 and stub.streamed == 2
 
 
 def test_sweeps_report_the_best(stub, prompts, tmp_path, capsys):
     args = ["--dataset", str(prompts), "--methods", "ar,fast-dllm+", "--ar-drafter", "small", "--sweep", "3:8"]
-    args += ["--sweep", "failfast:tau=0.3|0.5", "--no-parts", "--out", str(tmp_path / "out")]
-    assert bench.main(args) == 0
+    args += ["--sweep", "failfast:tau=0.3|0.5", "--out", str(tmp_path / "out")]
+    assert main(args) == 0
     text = capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "summary.json").read_text())["datasets"]["prompts.jsonl"]
     table = found["settings"]
@@ -130,38 +128,38 @@ def test_sweeps_report_the_best(stub, prompts, tmp_path, capsys):
 
 def test_all_leaves_out_what_cannot_run(stub, prompts, tmp_path, capsys):
     args = ["--dataset", str(prompts), *PLAIN, "--out", str(tmp_path / "out")]
-    assert bench.main(args) == 0
+    assert main(args) == 0
     captured = capsys.readouterr()
     assert "left out: ar: needs --ar-drafter" in captured.err and "Left out: `ar`" in captured.out
     methods = {method for method, *_ in stub.given}
-    assert methods == {m for m in bench.METHODS if bench.METHODS[m].model != "autoregressive"}
+    assert methods == {m for m in METHODS if METHODS[m].model != "autoregressive"}
     # Asked for by name, it is an error.
-    assert bench.main([*args, "--methods", "ar,lookup"]) == 2
+    assert main([*args, "--methods", "ar,lookup"]) == 2
     assert "error: ar: needs --ar-drafter" in capsys.readouterr().err
     # Answers of the default pair are not taken for another model's.
-    assert bench.main([*args, "--target", "t", "--methods", "lookup"]) == 2
+    assert main([*args, "--target", "t", "--methods", "lookup"]) == 2
     assert "other settings (target name: 'SmolLM2-135M-Instruct.Q4_1.gguf' there, 't' here)" in capsys.readouterr().err
     args[-1] = str(tmp_path / "other")
-    assert bench.main([*args, "--target", "t", "--methods", "failfast"]) == 2
+    assert main([*args, "--target", "t", "--methods", "failfast"]) == 2
     assert "failfast: needs --drafter, a model of kind 'diffusion'" in capsys.readouterr().err
 
 
 def test_differences(stub, prompts, tmp_path, capsys):
     stub.wrong = {"lookup"}
     args = ["--dataset", str(prompts), "--methods", "failfast,lookup", *PLAIN, "--out", str(tmp_path / "out")]
-    assert bench.main(args) == 1
+    assert main(args) == 1
     captured = capsys.readouterr()
     assert "lookup, prompts.jsonl question 1: different at token 2, logit gap 2.00e+00" in captured.err
     rows = json.loads((tmp_path / "out" / "summary.json").read_text())["datasets"]["prompts.jsonl"]["settings"]
     assert rows["lookup"]["verdicts"] == {EQUAL: 0, NEAR_TIE: 0, DIFFERENT: 3}
     assert rows["failfast"]["verdicts"] == {EQUAL: 3, NEAR_TIE: 0, DIFFERENT: 0}
     # The gap is kept, so that another tolerance needs no other answers.
-    assert bench.main([*args, "--near-tie", "2.5"]) == 0
+    assert main([*args, "--near-tie", "2.5"]) == 0
     assert len(answers_of(tmp_path / "out")) == 9
-    exact = [*args, "--near-tie", "2.5", "--set", "exact=true"]
-    assert bench.main(exact) == 2
+    exact = [*args, "--near-tie", "2.5", "--exact"]
+    assert main(exact) == 2
     assert "other settings (options exact: False there, True here)" in capsys.readouterr().err
-    assert bench.main([*exact[:-4], *exact[-4:-2], "--set", "exact=true", "--out", str(tmp_path / "exact")]) == 1
+    assert main([*exact, "--out", str(tmp_path / "exact")]) == 1
 
 
 def test_later_turns_follow_vanilla(tmp_path):
@@ -183,14 +181,14 @@ def test_scores(stub, tmp_path, capsys, monkeypatch):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     stub.text = lambda prompt: "It is \\boxed{4}."
     args = ["--dataset", "gsm8k", "--data", str(file), "--methods", "lookup", *PLAIN, "--out", str(tmp_path / "out")]
-    assert bench.main(args) == 0
+    assert main(args) == 0
     assert capsys.readouterr().out.count("| 33 % |") == 2
     assert [line["right"] for line in lines_of(tmp_path / "out") if line["kind"] == "score"].count(True) == 1
-    monkeypatch.setattr(bench.scoring, "is_right", None)  # all are scored already
-    assert bench.main(args) == 0
+    monkeypatch.setattr(run.scoring, "is_right", None)  # all are scored already
+    assert main(args) == 0
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    assert bench.main(args) == 2 and "--no-scores" in capsys.readouterr().err
-    assert bench.main([*args, "--no-scores"]) == 0
+    assert main(args) == 2 and "--no-scores" in capsys.readouterr().err
+    assert main([*args, "--no-scores"]) == 0
 
 
 CONFIG = """
@@ -205,7 +203,6 @@ methods:
 options: {{temperature: 0.5, seed: 7}}
 repeats: 2
 max-new-tokens: 32
-parts: false
 figures: false
 out: {out}
 """
@@ -214,7 +211,7 @@ out: {out}
 def test_points_of_a_sweep_that_decide_the_same_rounds(stub, prompts, tmp_path, capsys):
     args = ["--dataset", str(prompts), "--methods", "lookup", *PLAIN, "--out", str(tmp_path)]
     sweeps = ["--sweep", "failfast:tau=0.1|0.2", "--sweep", "fast-dllm:spec_len=4|6"]
-    assert bench.main([*args, *sweeps]) == 0
+    assert main([*args, *sweeps]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The same rounds")]
     assert notes == ["The same rounds, so that only noise tells them apart: `failfast:tau=0.1`, `failfast:tau=0.2`."]
 
@@ -222,7 +219,7 @@ def test_points_of_a_sweep_that_decide_the_same_rounds(stub, prompts, tmp_path, 
 def test_a_config_file(stub, prompts, tmp_path, capsys):
     file, out = tmp_path / "run.yaml", tmp_path / "out"
     file.write_text(CONFIG.format(prompts=prompts, out=out))
-    assert bench.main(["--config", str(file), "--limit", "2", "--repeats", "1", "--records", "parquet"]) == 0
+    assert main(["--config", str(file), "--limit", "2", "--repeats", "1", "--records", "parquet"]) == 0
     records = answers_of(out)
     labels = [BASELINE, "lookup", "slow", *(f"fast-dllm:spec_len={n}" for n in (4, 5, 6))]
     assert [r["setting"] for r in records[:6]] == labels and len(records) == 12
@@ -247,9 +244,9 @@ def test_a_config_file(stub, prompts, tmp_path, capsys):
         ("options: {tau: high}", "--set tau=high: must be a number"),
     ):
         file.write_text(text)
-        assert bench.main(["--config", str(file), *([] if "dataset" in text else ["--dataset", str(prompts)])]) == 2
+        assert main(["--config", str(file), *([] if "dataset" in text else ["--dataset", str(prompts)])]) == 2
         assert message in capsys.readouterr().err
-    assert bench.main(["--config", str(tmp_path / "no.yaml")]) == 2
+    assert main(["--config", str(tmp_path / "no.yaml")]) == 2
 
 
 @pytest.mark.parametrize(
@@ -267,21 +264,21 @@ def test_a_config_file(stub, prompts, tmp_path, capsys):
     ],
 )
 def test_bad_flags(args, message, stub, tmp_path, capsys):
-    assert bench.main([*args, "--out", str(tmp_path / "out")]) == 2
+    assert main([*args, "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not stub.given and not (tmp_path / "out").exists()
 
 
 def test_prompts_that_do_not_fit(stub, prompts, tmp_path, capsys):
     stub.max_seq_len = 20
-    assert bench.main(["--dataset", str(prompts), "--methods", "lookup", "--out", str(tmp_path / "out")]) == 2
+    assert main(["--dataset", str(prompts), "--methods", "lookup", "--out", str(tmp_path / "out")]) == 2
     assert "prompts.jsonl: prompt 2 has 25 tokens, the models have room for 20" in capsys.readouterr().err
     assert not stub.given
 
 
 def test_other_files_are_not_taken_for_records(stub, prompts, tmp_path, capsys):
     (tmp_path / "records.jsonl").write_text('{"prompt": 1}\n{"prompt": 2}\n')
-    assert bench.main(["--dataset", str(prompts), "--methods", "lookup", *PLAIN, "--out", str(tmp_path)]) == 2
+    assert main(["--dataset", str(prompts), "--methods", "lookup", *PLAIN, "--out", str(tmp_path)]) == 2
     assert "line 1 is no record" in capsys.readouterr().err
 
 
@@ -296,10 +293,10 @@ def test_a_corpus_holds_the_questions_before(stub, prompts, tmp_path, monkeypatc
     monkeypatch.setattr(stub, "generate", watched)
     args = ["--dataset", str(prompts), "--methods", "suffix,suffix:corpus=512", *PLAIN, "--out", str(tmp_path)]
     stub.fail_after = 5
-    assert bench.main(args) == 130
+    assert main(args) == 130
     seen.pop()
     stub.fail_after = None
-    assert bench.main(args) == 0
+    assert main(args) == 0
     assert [method for method, *_ in seen].count(BASELINE) == len(PROMPTS) and len(seen) == 3 * len(PROMPTS)
     ordered = [stub.encode(prompt) for prompt in sorted(PROMPTS, key=len)]
     answer = stub.encode(stub.text(""))
@@ -308,90 +305,6 @@ def test_a_corpus_holds_the_questions_before(stub, prompts, tmp_path, monkeypatc
         found = [corpus for method, given, corpus in seen if given == prompt and method == "suffix"]
         assert sorted(found, key=lambda corpus: corpus is not None) == [None, earlier]
         assert (BASELINE, prompt, None) in seen
-
-
-# -- latency by parts ----------------------------------------------------------------------------------------
-
-
-def entry(drafted, passes, draft_s, verify_s):
-    return {"drafted": drafted, "passes": passes, "width": drafted + 1, "draft_s": draft_s, "verify_s": verify_s}
-
-
-def test_costs_and_split():
-    timed = [entry(3, 1, 0.3, 1.0), entry(7, 3, 0.7, 2.0), entry(3, 1, 0.3, 1.2), entry(7, 3, 0.7, 2.2)]
-    found = parts.costs([e | {"commit_s": 0.1} for e in timed])
-    assert found["call_s"] == pytest.approx(0.1) and found["pass_s"] == pytest.approx(0.2)
-    assert found["verify_s"] == {"4": 1.1, "8": 2.1}
-    record = {
-        "setting": "failfast",
-        "question": "0",
-        "rounds": 3,
-        "detail": [{"drafted": 3, "passes": 1}, {"drafted": 0, "passes": 0}, {"drafted": 7, "passes": 2}],
-    }
-    found |= {"widths": [1, 4, 8], "other_s": 0.5}
-    # No draft of one row was timed: the next width stands in.
-    split = report.latency_split([record], found)
-    whole = (0.3 + 0.6) + (1.1 + 1.1 + 2.1) + 3 * 0.5
-    assert split == pytest.approx({"draft": 0.9 / whole, "verify": 4.3 / whole, "other": 1.5 / whole})
-    record |= {"detail": [], "rounds": 2}
-    assert report.latency_split([record], found)["verify"] == pytest.approx(2.2 / (0.2 + 2.2 + 1.0))
-    # The parts together never take longer than the loop that they are parts of.
-    rounds = record["detail"] or [{"drafted": 3, "passes": 1}, {"drafted": 7, "passes": 3}]
-    alone = (0.3 + 0.7) + (1.1 + 2.1)
-    slow, fast = (parts.fitted(found, rounds, loop_s) for loop_s in (alone + 1.0, alone / 2))
-    assert slow["other_s"] == pytest.approx(0.5) and slow["verify_s"] == found["verify_s"]
-    assert fast["other_s"] == pytest.approx(0) and fast["pass_s"] == pytest.approx(0.1)
-    assert fast["verify_s"] == pytest.approx({"4": 0.55, "8": 1.05})
-    plain = parts.costs([entry(0, 0, 0.01, 1.0) | {"commit_s": 0.1}] * 3)
-    assert plain["call_s"] == 0.01 and plain["pass_s"] == 0.0
-    assert report.latency_split([record], None) is None
-
-
-def test_the_fastest_is_named():
-    def row(speedup, decode_s, rounds, passes):
-        figures = {"speedup": speedup, "decode_s": decode_s, "rounds": rounds}
-        return {**figures, "rounds_per_answer": rounds / 2, "passes_per_round": passes}
-
-    table = {BASELINE: row(None, 8.0, 80, None), "lookup": row(2.0, 4.0, 40, 0.0), "failfast": row(1.6, 5.0, 25, 2.0)}
-    names = {label: label for label in table}
-    assert report.verdict_on_speed(table, names) == (
-        "Fastest: `lookup` 2.00 x: 20.0 rounds an answer, 100.0 ms and 0.00 drafter passes a round; against that "
-        "`failfast` 1.60 x: 12.5 rounds an answer, 200.0 ms and 2.00 drafter passes a round."
-    )
-    table["failfast"]["speedup"] = 2.5
-    assert report.verdict_on_speed(table, names).startswith("Fastest: `failfast` 2.50 x")
-    table["failfast"]["speedup"], table["lookup"]["speedup"] = 0.5, 0.9
-    assert report.verdict_on_speed(table, names).startswith(
-        "None is faster than plain decoding. The fastest is `lookup`"
-    )
-    assert report.verdict_on_speed({BASELINE: table[BASELINE]}, {BASELINE: BASELINE}) is None
-
-
-def test_modelled_columns():
-    rows = [
-        {"setting": BASELINE, "question": "0", "repeat": 0, "block": "b", "decode_s": 20.0, "tokens": 20}
-        | {"rounds": 20, "drafted": 0, "drafter_passes": 0, "detail": []},
-        {"setting": "ar", "question": "0", "repeat": 0, "block": "b", "decode_s": 10.0, "tokens": 20}
-        | {"rounds": 5, "drafted": 20, "drafter_passes": 20, "detail": []},
-    ]
-    table = report.totals(rows, ["ar"])
-    costs = {
-        "ar": {"question": "9", "call_s": 0.1, "pass_s": 0.2, "verify_s": {"8": 1.0}, "widths": [8], "other_s": 0.1}
-    }
-    report.add_models(table, rows, costs, parse_latency("1:10"))
-    assert table["ar"]["modelled"] == 20 * 10 / (20 * 1 + 5 * 10)
-    assert table["ar"]["modelled_here"] == 20 * 1.0 / (5 * 0.1 + 20 * 0.2 + 5 * 1.0)
-    assert table["ar"]["latency"]["verify"] == pytest.approx(5 / 6)
-
-
-def test_easy_regions():
-    def made(*rounds):
-        return {"detail": [{"drafted": d, "accepted": a, "emitted": e} for d, a, e in rounds]}
-
-    answer = made((3, 3, 4), (3, 1, 2), (0, 0, 1), (2, 2, 3), (4, 4, 2))
-    easy = figures.easy_tokens(answer)
-    assert easy == [True] * 4 + [True, False] + [False] + [True] * 3 + [True] * 2
-    assert figures.easy_share([answer], [0, 4, 5, 9]) == [10 / 12, 10 / 12, 0.0, 0.0]
 
 
 # -- engines -------------------------------------------------------------------------------------------------
@@ -403,9 +316,11 @@ def test_engines_share_target_and_programs(monkeypatch, tmp_path):
     def load_pair(target=None, drafter=None, *, method, schedule=None, dtype=None, share=None):
         loaded.append((drafter, method, schedule))
         assert (share is None) == (len(loaded) == 1)
-        return SimpleNamespace(_programs=object(), max_seq_len=100 * len(loaded))
+        return SimpleNamespace(max_seq_len=100 * len(loaded))
 
+    sharing = []
     monkeypatch.setattr(engine_pool, "load_pair", load_pair)
+    monkeypatch.setattr(engine_pool, "share_programs", lambda engine, other: sharing.append((engine, other)))
     common = GenerationConfig()
     settings = [Variant(m, m) for m in ("lookup", "failfast", "fast-dllm", "ar")]
     settings.insert(2, Variant("aligned", "failfast", {"schedule": "aligned"}))
@@ -417,7 +332,7 @@ def test_engines_share_target_and_programs(monkeypatch, tmp_path):
     wide, aligned, dllm = ((None, "failfast", None), (None, "failfast", "aligned"), (None, "fast-dllm", None))
     assert loaded[1:] == [wide, aligned, dllm, ("small", "ar", None)]
     assert found[0] is default.base and found[1] is found[2]
-    assert {id(engine._programs) for engine in found} == {id(default.base._programs)}
+    assert sharing == [(engine, default.base) for engine in (found[1], found[3], found[4], found[5])]
     assert default.max_seq_len == 100 and set(default.identity()) == {"target", "ar_drafter", "dtype", "drafter"}
 
     # Named drafters: one for all methods of its kind.
@@ -437,56 +352,9 @@ def test_engines_share_target_and_programs(monkeypatch, tmp_path):
     assert named.identity()["drafter"]["files"] != before["drafter"]["files"]
 
 
-# -- real models ---------------------------------------------------------------------------------------------
-
-
-def test_tables_and_figures_of_real_answers(monkeypatch, tmp_path, capsys):
-    engine = FailFast(random_model(tiny_config(num_layers=1), 1), random_model(diffusion_config(), 2))
-    monkeypatch.setattr(engine_pool, "load_pair", lambda *_, **__: engine)
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
-    prompts.write_text("[5, 6, 7, 5, 6, 7, 5, 6]\n[9, 8, 3]\n")
-    settings = "failfast:spec_len=3,max_spec_len=3,lookup"
-    args = ["--dataset", str(prompts), "--methods", settings, "--max-new-tokens", "24", "--out", str(out)]
-    assert bench.main([*args, "--set", "ignore_eos=true"]) == 0
-    printed = capsys.readouterr().out
-    assert "| failfast:spec_len=3,max_spec_len=3 |" in printed and printed.strip() in (out / "summary.md").read_text()
-    summary = json.loads((out / "summary.json").read_text())
-    assert 0 < summary["harness_share"] < 10 and summary["machine"]["cores"]
-    table = summary["datasets"]["prompts.jsonl"]["settings"]
-    for label, row in table.items():
-        assert row["tokens"] == 48 and row["verdicts"][EQUAL] == 2 and row["decode_s"] > 0
-        assert set(row["latency"]) == {"draft", "verify", "other"} and row["latency"]["verify"] > 0
-        assert sum(row["latency"].values()) == pytest.approx(1)
-        if label != BASELINE:
-            assert row["modelled"] > 0 and row["modelled_here"] > 0
-    assert table["failfast:spec_len=3,max_spec_len=3"]["max_drafted"] == 3
-    written = {file.name for file in (out / "figures").iterdir()}
-    names = ("speedup", "length_cdf", "latency", "acceptance_compute", "calibration", "easy_regions", "theory")
-    assert written == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
-    assert (out / "figures" / "latency.png").read_bytes().startswith(b"\x89PNG")
-    # Made again from the records alone.
-    (out / "summary.json").unlink()
-    assert figures.main([str(out), "--to", str(tmp_path / "again")]) == 0
-    assert {file.name for file in (tmp_path / "again").iterdir()} == written
-    assert figures.main([str(tmp_path / "nowhere")]) == 2
-
-
 def test_humaneval_is_scored_by_running_it(stub, tmp_path, capsys):
     rests = {row["prompt"]: row["canonical_solution"] for row in humaneval_problems()[:1]}
     stub.text = lambda prompt: rests.get(prompt, "    pass\n")
     args = ["--dataset", "humaneval", "--limit", "2", "--methods", "lookup", *PLAIN, "--out", str(tmp_path / "out")]
-    assert bench.main(args) == 0
+    assert main(args) == 0
     assert capsys.readouterr().out.count("| 50 % |") == 2
-
-
-def test_other_samples_are_no_differences():
-    """Rejection sampling promises `vanilla`'s distribution, not its tokens."""
-    journal = Journal(None, {})
-    place = {"kind": "answer", "dataset": "d", "question": "0", "repeat": 0, "block": "b"}
-    journal.append({**place, "setting": BASELINE, "output_ids": [1, 2], "compared": True})
-    for label, ids, compared in (("same", [1, 2], False), ("sampled", [3], False), ("wrong", [3], True)):
-        journal.append({**place, "setting": label, "output_ids": ids, "compared": compared})
-    verdicts = {record["setting"]: record.get("verdict") for record in journal.judged(1e-3, False)}
-    assert verdicts == {BASELINE: None, "same": EQUAL, "sampled": OTHER_SAMPLE, "wrong": DIFFERENT}
-    config = GenerationConfig(temperature=0.7)
-    assert harness.promises_equality(config)

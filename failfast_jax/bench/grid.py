@@ -9,10 +9,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.plan import make_plan
-from failfast_jax.drafters import Drafter, Hybrid, Wide
+from failfast_jax.drafters.failfast import FailfastOptions
+from failfast_jax.drafters.hybrid import Hybrid
+from failfast_jax.drafters.wide import Wide
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
+from failfast_jax.options import check_value
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -138,7 +142,7 @@ def parse(args: argparse.Namespace, default: Grid) -> Grid:
     Raises:
       ValueError: a value that its option does not take.
     """
-    changed = {}
+    changed, options = {}, {field.name: field for field in dataclasses.fields(FailfastOptions)}
     for field, (flag, kind) in FLAGS.items():
         text = getattr(args, field)
         if text is None:
@@ -147,7 +151,7 @@ def parse(args: argparse.Namespace, default: Grid) -> Grid:
         for word in filter(None, (word.strip() for word in text.split(","))):
             try:
                 values.append(None if field == "max_spec_lens" and word.lower() == "none" else kind(word))
-                GenerationConfig(**{flag[2:].replace("-", "_"): values[-1]}).validate()
+                check_value(options[flag[2:].replace("-", "_")], values[-1])
             except OptionError:
                 raise
             except ValueError:

@@ -22,9 +22,12 @@ from jaxtyping import Array, Float, Int
 
 from failfast_jax.bench.grid import Setting, begun_lengths, chunk_key
 from failfast_jax.bench.recorded import NO_LIMIT, Drafts, KnownAnswer, Prepared, draft_along
+from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.state import Draft, Outcome
-from failfast_jax.drafters import Drafter, Hybrid, Lookup, Wide
 from failfast_jax.drafters.block_diffusion import BlockState
+from failfast_jax.drafters.hybrid import Hybrid
+from failfast_jax.drafters.lookup import Lookup
+from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.cache import TILE, round_up
 
 STEPS_MULTIPLE = 64
@@ -54,7 +57,9 @@ def rounds_of(seen: Drafts, text: KnownAnswer) -> list[Replayed]:
 # -- drafters whose networks are recordings ----------------------------------------------------------------
 
 
-def cut(recorded: Drafts, begun: int, spec_len: int, longest: int, *, whole: bool, tau: float) -> tuple[Array, Array]:
+def cut(
+    recorded: Drafts, begun: int, spec_len: int, longest: int, *, whole: bool, tau: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Lengths and passes of recorded drafts where `tau` and `longest` end them.
 
     Args:
@@ -167,7 +172,7 @@ class RecordedLookup(Lookup):
 # -- predictions -------------------------------------------------------------------------------------------
 
 
-def _stacked(rows: Sequence[Array], steps: int, columns: int | None = None) -> Array:
+def _stacked(rows: Sequence[np.ndarray], steps: int, columns: int | None = None) -> np.ndarray:
     """Arrays `[S]` or `[S, M]` of all answers, padded to `steps` and cut to `columns`."""
     rows = [row if columns is None else row[:, :columns] for row in rows]
     return np.stack([np.pad(row, ((0, steps - len(row)), *[(0, 0)] * (row.ndim - 1))) for row in rows])
@@ -185,7 +190,7 @@ class Recordings:
 
     answers: Sequence[KnownAnswer]
     drafts: Mapping[tuple[str, int], Sequence[Drafts]]
-    matches: Sequence[tuple[Array, Array]]
+    matches: Sequence[tuple[np.ndarray, np.ndarray]]
     rounds: Mapping[Setting, Sequence[list[Replayed]]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -215,22 +220,29 @@ class Recordings:
         recorded = kind(*tables, begun=jnp.asarray(begun), source=model)
         if not isinstance(drafter, Hybrid):
             return recorded
-        lookup = {field.name: getattr(drafter.lookup, field.name) for field in dataclasses.fields(Lookup)}
+        return drafter.replace(lookup=self.recorded_lookup(drafter.lookup), model=recorded)
+
+    def recorded_lookup(self, lookup: Lookup) -> RecordedLookup:
+        """The lookup, with the matches that were found at every position."""
+        lengths = {field.name: getattr(lookup, field.name) for field in dataclasses.fields(Lookup)}
         found = tuple(jnp.asarray(_stacked(part, self.steps)) for part in zip(*self.matches))
-        return drafter.replace(lookup=RecordedLookup(**lookup, found=found), model=recorded)
+        return RecordedLookup(**lengths, found=found)
 
     def rounds_under(self, setting: Setting, drafter: Drafter) -> list[list[Replayed]]:
         """The rounds of each answer under a setting; `drafter` is what the engine builds for it."""
         if setting in self.rounds:
             return list(self.rounds[setting])
-        replayed = self.replace_network(drafter, setting)
-        longest = max(map(len, self.answers)) + max(d.max_draft for d in (drafter, replayed)) + 2
-        prepared = Prepared.of(self.answers, round_up(longest, TILE))
+        return self.rounds_with(self.replace_network(drafter, setting))
+
+    def rounds_with(self, drafter: Drafter) -> list[list[Replayed]]:
+        """The rounds that a drafter makes whose networks and searches are recordings."""
+        batch = len(self.answers)
+        prepared = Prepared.of(self.answers, round_up(max(map(len, self.answers)) + drafter.max_draft + 2, TILE))
         committed = prepared.committed(prepared.prompt_length)
-        state = replayed.init(len(self.answers), prepared.tokens.shape[1])
-        state = replayed.prefill(state, committed, jnp.int32(0), 0, jnp.zeros((len(self.answers), 0, 0, 0)))
-        eos = np.full((len(self.answers), 1), -1, np.int32)
-        seen = draft_along(replayed, prepared.replace(drafter=state), eos, steps=self.steps, every=False)
+        state = drafter.init(batch, prepared.tokens.shape[1])
+        state = drafter.prefill(state, committed, jnp.int32(0), 0, jnp.zeros((batch, 0, 0, 0)))
+        eos = np.full((batch, 1), -1, np.int32)
+        seen = draft_along(drafter, prepared.replace(drafter=state), eos, steps=self.steps, every=False)
         seen = jax.device_get(seen)
         return [rounds_of(seen.of(row), text) for row, text in enumerate(self.answers)]
 

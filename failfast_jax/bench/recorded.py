@@ -19,12 +19,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.decoding.accept import agreeing_prefix
+from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.plan import buffer_length, make_plan, prefill_schedule
 from failfast_jax.decoding.round import stop_tokens
 from failfast_jax.decoding.state import Committed, Draft, Outcome
 from failfast_jax.decoding.windows import gather_window
-from failfast_jax.drafters import Drafter, Lookup
-from failfast_jax.drafters.lookup import longest_match
+from failfast_jax.drafters.lookup import Lookup, longest_match
 from failfast_jax.engine import FailFast
 from failfast_jax.models.cache import TILE, round_up
 from failfast_jax.models.transformer import Decoder
@@ -43,18 +43,22 @@ class KnownAnswer:
         return len(self.prompt) + len(self.answer)
 
 
+Arrays = Array | np.ndarray
+"""On the device or on the host."""
+
+
 @flax.struct.dataclass
 class Drafts:
     """Recorded drafts, one entry of S a visited position; of a single answer without the axis B."""
 
-    tokens: Int[Array, "*B S M"]
-    confidence: Float[Array, "*B S M"]
-    drafted: Int[Array, "*B S"]
+    tokens: Int[Arrays, "*B S M"]
+    confidence: Float[Arrays, "*B S M"]
+    drafted: Int[Arrays, "*B S"]
     """Length of the draft."""
-    passes: Int[Array, "*B S"]
-    agreed: Int[Array, "*B S"]
+    passes: Int[Arrays, "*B S"]
+    agreed: Int[Arrays, "*B S"]
     """Leading drafted tokens that are the answer's."""
-    visited: Int[Array, "*B S"]
+    visited: Int[Arrays, "*B S"]
     """Committed length there; 0 in entries behind an answer's end."""
 
     @classmethod

@@ -20,10 +20,12 @@ from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.recorded import NO_LIMIT, KnownAnswer, Prepared, Recorder
 from failfast_jax.decoding import round
 from failfast_jax.decoding.branches import when
+from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.plan import Plan, make_plan
 from failfast_jax.decoding.state import RUNNING, DecodeState, Draft
 from failfast_jax.decoding.stopping import AtLength, StopRule
-from failfast_jax.drafters import Aligned, Drafter, Lookup
+from failfast_jax.drafters.aligned import Aligned
+from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.models.transformer import Decoder
 
 SHORTEST_RUN_S = 0.2

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -23,7 +22,8 @@ from failfast_jax.bench.predict import Costs, Prediction, Recordings, predict, r
 from failfast_jax.bench.recorded import Drafts, KnownAnswer, Recorder, Recording
 from failfast_jax.checkpoints.tuned import model_key
 from failfast_jax.config import GenerationConfig
-from failfast_jax.drafters import Hybrid, Lookup
+from failfast_jax.drafters.hybrid import Hybrid
+from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.engine import FailFast, Result
 from failfast_jax.files import Journal, write_atomically
 from failfast_jax.platforms import machine
@@ -129,7 +129,9 @@ def race(
       What was measured, by label; `lookup` is among them.
     """
     engine, tokens = contenders[0].engine, contenders[0].config.max_new_tokens
-    plain = [Contender(name, engine, GenerationConfig(method=name, max_new_tokens=tokens)) for name in (VANILLA, LOOKUP)]
+    plain = [
+        Contender(name, engine, GenerationConfig(method=name, max_new_tokens=tokens)) for name in (VANILLA, LOOKUP)
+    ]
     blocks = [[*plain, *contenders[at : at + BLOCK]] for at in range(0, len(contenders), BLOCK)]
     # Prompts that need the same programs come together.
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))

@@ -93,6 +93,22 @@ class BlockDrafter(Drafter):
         """Logits without the mask token and the ids that the target lacks."""
         return forbid(self.model.logits_of(hidden), self.mask_token, self.vocab)
 
+    def stored_by(
+        self, cached: Int[Array, " B"], front: Int[Array, " B"], active: Bool[Array, " B"]
+    ) -> tuple[Int[Array, " B"], Bool[Array, " B"], Int[Array, " B"]]:
+        """What a pass of `look` covers and stores.
+
+        Returns:
+          Positions from `cached` to the end of the block of the N-th position from `front`; whether these are more than
+          a pass holds, so that it only stores some; and the positions that are final behind it.
+        """
+        end = (front + self.spec_len + self.block - 1) // self.block * self.block
+        need = end - cached
+        behind = need > self.window
+        missed = jnp.minimum(cached + self.window, (front - 1) // self.block * self.block)
+        stored = jnp.where(behind, missed, front // self.block * self.block)
+        return need, behind, jnp.where(active, jnp.maximum(cached, stored), cached)
+
     def look(
         self, state: BlockState, text: Int[Array, "B T"], front: Int[Array, " B"], active: Bool[Array, " B"]
     ) -> tuple[Float[Array, "B N V"], Bool[Array, " B"], BlockState]:
@@ -110,8 +126,7 @@ class BlockDrafter(Drafter):
         """
         offsets = jnp.arange(self.spec_len)
         cached = state.cached
-        end = (front + self.spec_len + self.block - 1) // self.block * self.block
-        need = end - cached
+        need, behind, stored = self.stored_by(cached, front, active)
 
         def look_at(width: int):
             def branch(carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
@@ -127,8 +142,4 @@ class BlockDrafter(Drafter):
         nothing = jnp.zeros((front.shape[0], self.spec_len, self.model.config.hidden_size), self.model.dtype)
         hidden, cache = one_of(rung, branches, (nothing, state.cache))
 
-        behind = need > self.window
-        missed = jnp.minimum(cached + self.window, (front - 1) // self.block * self.block)
-        stored = jnp.where(behind, missed, front // self.block * self.block)
-        cached = jnp.where(active, jnp.maximum(cached, stored), cached)
-        return self.logits(hidden), behind, state.replace(cache=cache, cached=cached)
+        return self.logits(hidden), behind, state.replace(cache=cache, cached=stored)

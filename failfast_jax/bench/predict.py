@@ -21,14 +21,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.bench.grid import Setting, begun_lengths, chunk_key
-from failfast_jax.bench.recorded import NO_LIMIT, Drafts, KnownAnswer, Prepared, draft_along
+from failfast_jax.bench.recorded import Drafts, KnownAnswer, Prepared, draft_along
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.state import Draft, Outcome
+from failfast_jax.decoding.state import Draft
 from failfast_jax.drafters.block_diffusion import BlockState
 from failfast_jax.drafters.hybrid import Hybrid
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.drafters.wide import Wide
-from failfast_jax.models.cache import TILE, round_up
+from failfast_jax.models.cache import TILE, KVCache, round_up
 
 STEPS_MULTIPLE = 64
 """Entries of a prediction come in multiples of this: few programs serve all sets of answers."""
@@ -128,13 +128,10 @@ class RecordedWide(RecordedDrafter):
 
     def init(self, batch, capacity):
         nothing = jnp.zeros((batch,), jnp.int32)
-        return BlockState(cache=(), cached=nothing, memory=self.source.rule.init(batch))
+        return BlockState(cache=KVCache((), ()), cached=nothing, memory=self.source.rule.init(batch))
 
     def prefill(self, state, committed, start, width, features):
-        # As a round leaves it that ended with the prompt.
-        state = state.replace(cached=jnp.full_like(state.cached, NO_LIMIT))
-        nothing = Draft.empty(committed.length.shape[0], 0)
-        return self.commit(state, Outcome(committed, committed, nothing, jnp.zeros_like(committed.length), features))
+        return state.replace(cached=self.source.whole_blocks(committed.length))
 
     def spend(self, state, committed, begun, chunks):
         def one_pass(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

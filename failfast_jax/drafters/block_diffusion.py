@@ -69,15 +69,19 @@ class BlockDrafter(Drafter):
         tokens = gather_window(committed.tokens, jnp.full_like(committed.length, start), width)
         starts = jnp.full_like(committed.length, start)
         _, cache, _ = self.model.window(tokens, state.cache, starts, start + width)
-        whole = (committed.length - 1) // self.block * self.block
+        whole = self.whole_blocks(committed.length)
         return state.replace(cache=cache, cached=jnp.minimum(whole, jnp.maximum(state.cached, start + width)))
 
     def commit(self, state, outcome):
         # A block is final if it was computed with its tokens drafted and they are all in the text, and if it lies in
         # front of the last token's.
-        final = outcome.before.length + outcome.agreed
-        final = jnp.minimum(final, outcome.after.length - 1) // self.block * self.block
+        agreed = outcome.before.length + outcome.agreed + 1
+        final = self.whole_blocks(jnp.minimum(agreed, outcome.after.length))
         return state.replace(cached=jnp.minimum(state.cached, final))
+
+    def whole_blocks(self, length: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Length of the blocks in front of the last of `length` tokens: what may be final."""
+        return (length - 1) // self.block * self.block
 
     def masked_text(
         self, committed: Committed, drafted: Int[Array, "B M"] | None = None, count: Int[Array, " B"] | None = None

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from failfast_jax.bench.lossless import first_difference, logit_gap
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from failfast_jax import FailFast
-from failfast_jax.bench.lossless import first_difference, logit_gap
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 

@@ -195,7 +195,7 @@ def test_the_engine_takes_the_file(target, conditioned, tmp_path, caplog):
     drafter = engine.build_drafter(GenerationConfig())
     assert (drafter.spec_len, drafter.max_spec_len, float(drafter.rule.tau)) == (2, 2, 1.0)
     explicit = engine.build_drafter(GenerationConfig(spec_len=3, tau=0.5))
-    assert (explicit.spec_len, float(explicit.tau)) == (3, 0.5)
+    assert (explicit.spec_len, float(explicit.rule.tau)) == (3, 0.5)
     assert not caplog.records
     raw = json.loads(path.read_text())
     path.write_text(json.dumps({**raw, "machine": {"platform": "tpu", "device": "TPU v5e"}}))

@@ -194,7 +194,7 @@ def ran(tmp_path_factory):
         return executable
 
     def check_and_keep(case, log):
-        seen.logs.append((case, jax.device_get(log)))
+        seen.logs.append((case, log))
         check(case, log)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -254,8 +254,8 @@ def test_every_pass_is_executed_on_the_device(ran):
         text = ran.texts["replay_program", extra]
         assert not hlo.host_transfers(text)
         assert re.search(r"f32\[(1,)?72,96\]\S* dot\(", text)
-        # A pass of the drafter looks at ten rows; the added passes have a head of their own.
-        assert len(re.findall(r"f32\[(?:1,)?10,96\]\S* dot\(", text)) == (3 if extra else 2)
+        # A pass of the drafter looks at ten rows, whatever its width; the added passes have a head of their own.
+        assert len(re.findall(r"f32\[(?:1,)?10,96\]\S* dot\(", text)) == (2 if extra else 1)
 
 
 def test_a_finished_target_is_not_run_again(ran, monkeypatch, capsys):
@@ -271,10 +271,8 @@ def test_a_finished_target_is_not_run_again(ran, monkeypatch, capsys):
 
 def test_rounds_that_leave_the_draws_are_an_error(ran):
     case, log = ran.logs[0]
-    accepted = log.accepted.copy()
-    accepted[0, 5] += 1
     with pytest.raises(RuntimeError, match=r"MATH, wide: round 5 of 12 left the draws \(accepted\)"):
-        replay_pair.check_log(case, log.replace(accepted=jnp.asarray(accepted)))
+        replay_pair.check_log(case, log.replace(accepted=log.accepted.at[0, 5].add(1)))
 
 
 def test_what_does_not_fit_is_skipped(monkeypatch, capsys, tmp_path):

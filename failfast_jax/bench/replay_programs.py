@@ -1,4 +1,4 @@
-"""The compiled round with drawn lengths, and what its rounds will do: the programs that `bench.replay` times.
+"""The compiled round with drawn lengths, and what its rounds will do: the programs that `bench replay` times.
 
 Weights are random there, so drafts mean nothing. The drafter's own expansion runs with a stopping rule that ends at
 the drawn length, the target's own verify follows, and its picks are overwritten so that exactly the drawn number of

@@ -19,9 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from failfast_jax.checkpoints import loading, native
+from failfast_jax.checkpoints import native, sources
+from failfast_jax.checkpoints.loading import as_dtype
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
+from failfast_jax.files import read_json, write_atomically
 
 # Copied as they are, where the source has them.
 SIDE_FILES = (
@@ -62,7 +64,7 @@ class Converter:
     hints: dict[str, str]
     default_dtype: str | None = None
 
-    def check(self, source: loading.Source) -> None:
+    def check(self, source: sources.Source) -> None:
         """Refuses sources of other kinds.
 
         Raises:
@@ -103,12 +105,12 @@ def convert(
     """
     out = Path(out).expanduser()
     _check_out(out, overwrite)
-    opened = loading.open_source(source)
+    opened = sources.open_source(source)
     converter.check(opened)
     opened.check()
     if out.exists() and opened.path.exists() and os.path.samefile(out, opened.path):
         raise CheckpointError(f"{out}: is the source itself")
-    stored = loading.as_dtype(dtype or converter.default_dtype or opened.stored_dtype())
+    stored = as_dtype(dtype or converter.default_dtype or opened.stored_dtype())
     side_files = [opened.path / name for name in SIDE_FILES if (opened.path / name).is_file()]
     _check_space(out, opened.num_parameters() * stored.itemsize + sum(path.stat().st_size for path in side_files))
     tokenizer = load_tokenizer(opened.path) if opened.kind == "gguf" else None
@@ -121,13 +123,12 @@ def convert(
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         # Last: a folder without it is refused.
-        text = json.dumps(_config(opened, stored), indent=2) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
+        write_atomically(folder / "config.json", json.dumps(_config(opened, stored), indent=2) + "\n")
         _publish(folder, out)
     return out
 
 
-def _config(source: loading.Source, dtype: np.dtype) -> dict[str, Any]:
+def _config(source: sources.Source, dtype: np.dtype) -> dict[str, Any]:
     config = {key: value for key, value in source.raw_config.items() if key not in ("torch_dtype", "dtype")}
     config |= {native.FORMAT_KEY: native.FORMAT, "dtype": dtype.name}
     config["eos_token_id"] = list(source.config.eos_token_ids)
@@ -141,7 +142,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise CheckpointError(f"{out}: exists already; pass --overwrite to replace it")
-    ours = (out / "config.json").is_file() and native.FORMAT_KEY in loading.read_json(out / "config.json")
+    ours = (out / "config.json").is_file() and native.FORMAT_KEY in read_json(out / "config.json")
     if not out.is_dir() or out.is_symlink() or (any(out.iterdir()) and not ours):
         raise CheckpointError(f"{out}: not a converted model; remove it by hand if you mean to replace it")
 
@@ -224,7 +225,7 @@ def main(converter: Converter, argv: Sequence[str] | None = None) -> int:
     parser.add_argument("source", metavar="SRC", help=converter.source_help)
     parser.add_argument("out", metavar="OUT", help="the folder to write; must not exist")
     kept = converter.default_dtype or "the stored one"
-    parser.add_argument("--dtype", choices=loading.DTYPES, help=f"dtype of the written parameters (default: {kept})")
+    parser.add_argument("--dtype", choices=sources.DTYPES, help=f"dtype of the written parameters (default: {kept})")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion at OUT")
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
     options = parser.parse_args(argv)

@@ -7,13 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from failfast_jax.checkpoints.loading import as_untrained_drafter, default_target_path
+from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.pair import load_with_tokenizer
 from failfast_jax.checkpoints.tuned import read_settings
 from failfast_jax.drafters import check_method
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
 from failfast_jax.models import quantization
+from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION
 
 ASSETS = Path(__file__).parent / "assets"

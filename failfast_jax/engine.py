@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import logging
 import os
@@ -28,6 +27,7 @@ from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.encoding import Message, Prompt, encode, separate
 from failfast_jax.errors import ConfigError, NonFiniteError, OptionError, PromptError
 from failfast_jax.models import sharding
+from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.results import Result, Round, Stats, StreamEvent
 from failfast_jax.runtime import Progress, Request, RowLog, Runtime, Session
@@ -37,13 +37,6 @@ __all__ = ["FailFast", "Message", "Prompt", "Result", "Round", "Stats", "StreamE
 logger = logging.getLogger("failfast_jax")
 
 _FINISH_REASONS = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length"}
-
-
-def with_block_size(model: Decoder, block_size: int) -> Decoder:
-    """The same weights under another block-diffusion block."""
-    clone = copy.copy(model)
-    clone.config = dataclasses.replace(model.config, block_size=block_size)
-    return clone
 
 
 class FailFast:
@@ -63,7 +56,7 @@ class FailFast:
       quantize: None, or `int8`: the target's matrices in 8 bits, see `quantization`. Output is then that of the
         quantised target, with every method.
       quantize_drafter: likewise the drafter's.
-      settings: a file of `python -m failfast_jax.bench.tune`, made for this pair.
+      settings: a file of `python -m failfast_jax.bench tune`, made for this pair.
       programs: a store of compiled programs to share, `other.runtime.programs`.
 
     Attributes:
@@ -84,7 +77,7 @@ class FailFast:
     def __init__(
         self,
         target: Decoder | str | os.PathLike,
-        drafter: Decoder | str | os.PathLike | None = None,
+        drafter: DrafterModel | str | os.PathLike | None = None,
         *,
         tokenizer: Any = None,
         drafter_tokenizer: Any = None,
@@ -267,7 +260,7 @@ class FailFast:
         if not self.target.config.is_diffusion:
             raise ConfigError(f"{self.target_name}: method {DIFFUSION_METHOD} needs a block-diffusion model")
         options = drafters.options_of(config, self.platform)
-        model = with_block_size(self.target, options.block_size) if options.block_size else self.target
+        model = self.target.with_block_size(options.block_size) if options.block_size else self.target
         block, small = model.config.block_size, options.small_block_size
         if config.max_new_tokens < block:
             raise OptionError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
@@ -181,7 +182,7 @@ def _run(args: argparse.Namespace) -> None:
     prompt = _read_prompt(args)
     config = _config(args)
     engine = _load(args, config)
-    with engine.profile(args.profile):
+    with contextlib.nullcontext() if args.profile is None else engine.profile(args.profile):
         if args.json or not sys.stdout.isatty():
             result = engine.generate([prompt], config)[0]
         else:

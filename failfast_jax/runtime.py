@@ -26,10 +26,10 @@ from jax.sharding import Mesh
 from failfast_jax.compilation import Executables
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.exact import WidthCheck
+from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.decoding.plan import Plan, make_plan
 from failfast_jax.errors import OptionError, PromptError
 from failfast_jax.models import sharding
-from failfast_jax.models.sharding import Keeper
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.sessions import DiffusionSession, DraftSession, Progress, Request, RowLog, Session
 
@@ -69,13 +69,13 @@ class Runtime:
         programs: Executables | None = None,
     ):
         if mesh is not None:
-            target = sharding.spread(target, mesh)
-            drafter_model = drafter_model and sharding.spread(drafter_model, mesh, drafter=True)
+            target = target.spread(mesh, drafter=False)
+            drafter_model = drafter_model and drafter_model.spread(mesh)
         self.target, self.drafter_model = target, drafter_model
         self.platform = jax.default_backend()
         context = target.config.max_position_embeddings
-        if isinstance(drafter_model, Decoder):
-            context = min(context, drafter_model.config.max_position_embeddings)
+        if drafter_model is not None and drafter_model.context is not None:
+            context = min(context, drafter_model.context)
         if max_seq_len is not None and not 2 <= max_seq_len <= context:
             raise OptionError(f"--max-seq-len {max_seq_len}: must be between 2 and the context of {context}")
         self.max_seq_len = max_seq_len or context
@@ -87,7 +87,7 @@ class Runtime:
         """The devices that the models are spread over; None: one device."""
         return self.target.execution.mesh
 
-    def keeper(self, batch: int) -> Keeper:
+    def placement(self, batch: int) -> StatePlacement:
         """Called inside a program with a state of that batch, it keeps the state's arrays where they are.
 
         Programs of one's own that return a state must end with it.
@@ -97,7 +97,7 @@ class Runtime:
         """
         if self.mesh is not None:
             sharding.check_batch(batch, self.mesh)
-        return Keeper(self.target, self.drafter_model)
+        return StatePlacement(self.target, self.drafter_model)
 
     def plan(self, drafter: Drafter, exact: bool = False, batch: int = 1) -> Plan:
         """Static widths of every pass for a drafter; with `exact`, widths whose rows are bit-identical (which may
@@ -151,7 +151,7 @@ class Runtime:
         They compile side by side in other threads; the first call of each waits for it.
         """
         plan = plan or self.plan(drafter, batch=batch)
-        return DraftSession(self.programs, self.keeper(batch), self.target, drafter, batch, capacity, plan)
+        return DraftSession(self.programs, self.placement(batch), self.target, drafter, batch, capacity, plan)
 
     def diffusion_session(
         self,
@@ -170,4 +170,4 @@ class Runtime:
           threshold, small_block, block_cache: see `decoding.dllm.step`; `small_block` divides the block size.
         """
         model, static = model or self.target, {"small_block": small_block, "block_cache": block_cache}
-        return DiffusionSession(self.programs, self.keeper(batch), model, batch, capacity, threshold, **static)
+        return DiffusionSession(self.programs, self.placement(batch), model, batch, capacity, threshold, **static)

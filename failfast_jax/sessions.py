@@ -10,14 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from failfast_jax import decoding
 from failfast_jax.compilation import Compilation, Executables, Program
 from failfast_jax.decoding import dllm
-from failfast_jax.decoding import round as decoding
 from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.decoding.plan import Plan, prefill_schedule
 from failfast_jax.decoding.state import DecodeState, Draft, RoundLog, Sampling, Verified
 from failfast_jax.errors import PromptError
-from failfast_jax.models.sharding import DATA, Keeper
+from failfast_jax.models.sharding import DATA
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.results import Round
 
@@ -73,7 +74,7 @@ class Session:
 
     Attributes:
       batch, capacity: as said.
-      keeper: see `Runtime.keeper`.
+      placement: see `Runtime.placement`.
       stream_rounds: rounds (of `dllm`: passes) between two looks at the state that suit a stream.
     """
 
@@ -82,20 +83,20 @@ class Session:
     def __init__(
         self,
         programs: Executables,
-        keeper: Keeper,
+        placement: StatePlacement,
         models: tuple[Any, ...],
         batch: int,
         capacity: int,
         start: Callable,
         advance: Callable,
     ):
-        self.batch, self.capacity, self.keeper = batch, capacity, keeper
+        self.batch, self.capacity, self.placement = batch, capacity, placement
         self._programs, self._models = programs, models
-        self._start = functools.partial(start, capacity=capacity, keeper=self.keeper)
+        self._start = functools.partial(start, capacity=capacity, placement=self.placement)
         inputs = self._inputs(self._any_requests(batch))
         [self._starting] = self._compile((self._start, (*models, inputs)))
         self._empty = self._placed(self._starting.shapes)
-        advance = functools.partial(advance, keeper=self.keeper)
+        advance = functools.partial(advance, placement=self.placement)
         [self._advancing] = self._compile((advance, self._loop_args(self._empty, NO_LIMIT)), donate=(len(models),))
 
     # What the two kinds of sessions differ in.
@@ -177,7 +178,7 @@ class Session:
         given = [leaf.shape for leaf, by_row in zip(jax.tree.leaves(one), self._leaves_by_row) if by_row]
         if jax.tree.structure(one) != jax.tree.structure(self._empty) or given != rows:
             raise ValueError("a row is taken from a session with batch 1 and the same drafter and capacity")
-        insert = functools.partial(_insert, by_row=self._leaves_by_row, keeper=self.keeper)
+        insert = functools.partial(_insert, by_row=self._leaves_by_row, placement=self.placement)
         [compilation] = self._compile((insert, (state, one, np.int32(0))), donate=(0,))
         return compilation.wait()(state, one, np.int32(row))
 
@@ -218,7 +219,7 @@ class Session:
         return jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
             shapes,
-            self.keeper.shardings(shapes),
+            self.placement.shardings(shapes),
         )
 
     @functools.cached_property
@@ -266,7 +267,7 @@ class DraftSession(Session):
     def __init__(
         self,
         programs: Executables,
-        keeper: Keeper,
+        placement: StatePlacement,
         target: Decoder,
         drafter: Drafter,
         batch: int,
@@ -275,7 +276,7 @@ class DraftSession(Session):
     ):
         self.drafter, self.plan = drafter, plan
         start, advance = (functools.partial(function, plan=plan) for function in (_start, _advance))
-        super().__init__(programs, keeper, (target, drafter), batch, capacity, start, advance)
+        super().__init__(programs, placement, (target, drafter), batch, capacity, start, advance)
 
     def _inputs(self, requests):
         limits = np.asarray([request.max_new_tokens for request in requests], np.int32)
@@ -283,7 +284,7 @@ class DraftSession(Session):
 
     def _chunks(self, prompt_tokens):
         calls = prefill_schedule(prompt_tokens, self.drafter, self.plan, self._empty.tokens.shape[1])
-        options = {"keeper": self.keeper}
+        options = {"placement": self.placement}
         return [
             (functools.partial(_prefill, width=call.width, parts=call.parts, **options), call.start) for call in calls
         ]
@@ -304,18 +305,18 @@ class DraftSession(Session):
 
     def draft(self, state: DecodeState) -> tuple[Draft, DecodeState]:
         """The drafter's proposal."""
-        function = functools.partial(_draft, keeper=self.keeper)
+        function = functools.partial(_draft, placement=self.placement)
         return self._programs.compile(function, self.drafter, state, donate=(1,))(self.drafter, state)
 
     def verify(self, state: DecodeState, proposal: Draft) -> tuple[Verified, DecodeState]:
         """The target's own tokens along a proposal, which may be anybody's."""
-        function = functools.partial(_verify, plan=self.plan, keeper=self.keeper)
+        function = functools.partial(_verify, plan=self.plan, placement=self.placement)
         args = (*self._models, state, proposal)
         return self._programs.compile(function, *args, donate=(2,))(*args)
 
     def commit(self, state: DecodeState, proposal: Draft, verified: Verified) -> DecodeState:
         """The state after the round."""
-        function = functools.partial(_commit, keeper=self.keeper)
+        function = functools.partial(_commit, placement=self.placement)
         args = (self.drafter, state, proposal, verified)
         return self._programs.compile(function, *args, donate=(1,))(*args)
 
@@ -328,7 +329,7 @@ class DiffusionSession(Session):
     def __init__(
         self,
         programs: Executables,
-        keeper: Keeper,
+        placement: StatePlacement,
         model: Decoder,
         batch: int,
         capacity: int,
@@ -338,7 +339,7 @@ class DiffusionSession(Session):
         self.block = model.config.block_size
         self.threshold = np.float32(threshold)
         advance = functools.partial(_advance_diffusion, **static)
-        super().__init__(programs, keeper, (model,), batch, capacity, _start_diffusion, advance)
+        super().__init__(programs, placement, (model,), batch, capacity, _start_diffusion, advance)
 
     def _inputs(self, requests):
         fitting = [dllm.blocks_that_fit(self.capacity, len(request.prompt), self.block) for request in requests]
@@ -349,7 +350,7 @@ class DiffusionSession(Session):
 
     def _chunks(self, prompt_tokens):
         width, starts = dllm.prefill_starts(prompt_tokens, self.block, self._empty.text.shape[1])
-        return [(functools.partial(_prefill_diffusion, width=width, keeper=self.keeper), at) for at in starts]
+        return [(functools.partial(_prefill_diffusion, width=width, placement=self.placement), at) for at in starts]
 
     def _loop_args(self, state, most):
         return *self._models, state, self.threshold, np.int32(most)
@@ -376,53 +377,53 @@ class DiffusionSession(Session):
 # The programs. What is static is bound to them by keyword.
 
 
-def _start(target, drafter, inputs, *, plan, capacity, keeper):
-    return keeper(decoding.init_state(target, drafter, capacity=capacity, plan=plan, **inputs))
+def _start(target, drafter, inputs, *, plan, capacity, placement):
+    return placement(decoding.init_state(target, drafter, capacity=capacity, plan=plan, **inputs))
 
 
-def _prefill(target, drafter, state, at, *, width, parts, keeper):
+def _prefill(target, drafter, state, at, *, width, parts, placement):
     with jax.named_scope("prefill"):
-        return keeper(decoding.prefill_chunk(target, drafter, state, at, width=width, parts=parts))
+        return placement(decoding.prefill_chunk(target, drafter, state, at, width=width, parts=parts))
 
 
-def _advance(target, drafter, state, most, *, plan, keeper):
-    return keeper(decoding.generate(target, drafter, state, most, plan=plan))
+def _advance(target, drafter, state, most, *, plan, placement):
+    return placement(decoding.generate(target, drafter, state, most, plan=plan))
 
 
-def _draft(drafter, state, *, keeper):
+def _draft(drafter, state, *, placement):
     proposal, state = decoding.draft(drafter, state)
-    return proposal, keeper(state)
+    return proposal, placement(state)
 
 
-def _verify(target, drafter, state, proposal, *, plan, keeper):
+def _verify(target, drafter, state, proposal, *, plan, placement):
     verified, state = decoding.verify(target, drafter, state, proposal, plan=plan)
-    return verified, keeper(state)
+    return verified, placement(state)
 
 
-def _commit(drafter, state, proposal, verified, *, keeper):
-    return keeper(decoding.commit(drafter, state, proposal, verified))
+def _commit(drafter, state, proposal, verified, *, placement):
+    return placement(decoding.commit(drafter, state, proposal, verified))
 
 
-def _start_diffusion(model, inputs, *, capacity, keeper):
-    return keeper(dllm.init_state(model, capacity=capacity, **inputs))
+def _start_diffusion(model, inputs, *, capacity, placement):
+    return placement(dllm.init_state(model, capacity=capacity, **inputs))
 
 
-def _prefill_diffusion(model, state, at, *, width, keeper):
+def _prefill_diffusion(model, state, at, *, width, placement):
     with jax.named_scope("prefill"):
-        return keeper(dllm.prefill_chunk(model, state, at, width=width))
+        return placement(dllm.prefill_chunk(model, state, at, width=width))
 
 
-def _advance_diffusion(model, state, threshold, most, *, small_block, block_cache, keeper):
-    return keeper(dllm.generate(model, state, threshold, most, small_block=small_block, block_cache=block_cache))
+def _advance_diffusion(model, state, threshold, most, *, small_block, block_cache, placement):
+    return placement(dllm.generate(model, state, threshold, most, small_block=small_block, block_cache=block_cache))
 
 
-def _insert(state, one, row, *, by_row, keeper):
+def _insert(state, one, row, *, by_row, placement):
     leaves, structure = jax.tree.flatten(state)
     new = [
         jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0) if is_by_row else whole
         for whole, part, is_by_row in zip(leaves, jax.tree.leaves(one), by_row)
     ]
-    return keeper(jax.tree.unflatten(structure, new))
+    return placement(jax.tree.unflatten(structure, new))
 
 
 def _rounds_of(log: RoundLog, row: int, output: list[int]) -> list[Round]:

@@ -12,12 +12,18 @@ os.environ.setdefault(
     str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "failfast_jax_tests"),
 )
 
-from jaxtyping import install_import_hook
-
-# Annotations are checked in every test: this comes before the first import of the package.
-install_import_hook("failfast_jax", "type_checks.check")
+# Programs compile in a quarter of the time with XLA's older code generator and without LLVM's optimisations; commands
+# that tests start inherit it. With FAILFAST_TEST_OPTIMIZED=1 they are those that users run.
+if not os.environ.get("FAILFAST_TEST_OPTIMIZED"):
+    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
 
 import jax
+import type_checks
+
+# Annotations are checked in every test: this comes before the first import of the package.
+type_checks.install("failfast_jax")
+
 from checkpoint_files import GOLDEN
 from hypothesis import settings
 

@@ -77,7 +77,7 @@ def main() -> None:
     leaves = [leaf[...] for layer in (mlp.gate_up, mlp.down) for leaf in (layer.weight, layer.scale)]
     report["a device's part of int8"] = [leaf.addressable_shards[0].data.size / leaf.size for leaf in leaves]
     float_weight = engines["8x1"].target.layers[0].mlp.down.weight[...]
-    rounding = quantization._rounder(float_weight.sharding, 2).lower(float_weight).compile().as_text()
+    rounding = quantization.rounder(float_weight.sharding, 2).lower(float_weight).compile().as_text()
     report["rounding gathers"] = [kind for kind in KINDS if re.search(rf" {kind}(?:-start)?\(", rounding)]
 
     bound = random_bound(target)

@@ -1,4 +1,4 @@
-"""Compile counts, what makes two programs the same, the bounded store of programs, and the persistent cache's folder."""
+"""Compile counts, what makes two programs the same, the bounded store, and the persistent cache's folder."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import pytest
 from tiny_models import VOCAB, diffusion_config, random_model
 
 from failfast_jax.compilation import Executables, Program, compile_counts, enable_compile_cache
-from failfast_jax.drafters import Wide
+from failfast_jax.drafters.wide import Wide
 
 
 def times(x, *, factor):

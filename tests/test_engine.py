@@ -13,10 +13,9 @@ import pytest
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.checkpoints.loading import as_untrained_drafter
 from failfast_jax.decoding import round as decoding_round
-from failfast_jax.engine import with_block_size
 from failfast_jax.errors import ConfigError, NonFiniteError, OptionError, PromptError
+from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.runtime import DraftSession
 
@@ -347,7 +346,7 @@ def test_an_untrained_drafter_shares_its_targets_weights():
 
 def test_the_block_size_is_an_option():
     model = random_model(diffusion_config(8))
-    assert with_block_size(model, 16).config.block_size == 16 and model.config.block_size == 8
+    assert model.with_block_size(16).config.block_size == 16 and model.config.block_size == 8
     drafter = engine().build_drafter(GenerationConfig(method="failfast", block_size=16))
     assert drafter.block == 16
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from checkpoint_files import GOLDEN, GOLDEN_NAMES
 
-from failfast_jax import FailFast
-from failfast_jax.decoding import round
-from failfast_jax.drafters import Aligned, Wide
+from failfast_jax import FailFast, decoding
+from failfast_jax.drafters.aligned import Aligned
+from failfast_jax.drafters.wide import Wide
+
+pytestmark = pytest.mark.optimized
 
 DIFFUSION = [name for name in GOLDEN_NAMES if name.startswith("fast_dllm")]
 TARGETS = [name for name in GOLDEN_NAMES if name not in DIFFUSION]
@@ -68,20 +70,20 @@ def first_draft(target, model, tokens, length, tau, threshold, *, drafter_type, 
         max_spec_len=max_spec_len,
         **options,
     )
-    plan = round.make_plan(drafter, platform="cpu")
-    state = round.init_state(
+    plan = decoding.make_plan(drafter, platform="cpu")
+    state = decoding.init_state(
         target,
         drafter,
         tokens=tokens,
         prompt_length=length,
         max_new_tokens=jnp.full_like(length, 64),
-        eos=jnp.asarray(round.pad_eos(target.config.eos_token_ids)),
-        sampling=round.greedy_sampling(tokens.shape[0]),
+        eos=decoding.stop_tokens(target.config.eos_token_ids, tokens.shape[0]),
+        sampling=decoding.greedy_sampling(tokens.shape[0]),
         capacity=CAPACITY,
         plan=plan,
     )
-    state = round.prefill(target, drafter, state, prompt_tokens=128, plan=plan)
-    return round.draft(drafter, state)[0]
+    state = decoding.prefill(target, drafter, state, prompt_tokens=128, plan=plan)
+    return decoding.draft(drafter, state)[0]
 
 
 @pytest.mark.parametrize("kind", ["wide", "aligned"])

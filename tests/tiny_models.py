@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from failfast_jax.checkpoints.loading import bind
 from failfast_jax.decoding import accept
 from failfast_jax.decoding.state import Committed, Sampling
-from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
+from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig, bind
 from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
 from failfast_jax.models.transformer import Decoder
 
@@ -97,7 +96,7 @@ def committed(
         prompt_length=jnp.asarray(length if prompts is None else prompts, jnp.int32),
         room=jnp.broadcast_to(jnp.asarray(room, jnp.int32), length.shape),
         running=jnp.ones(len(texts), bool),
-        eos=jnp.full(8, -1, jnp.int32),
+        eos=jnp.full((len(texts), 8), -1, jnp.int32),
     )
     return view.replace(**changes)
 

@@ -30,7 +30,7 @@ def kernels(topology_name: str) -> None:
     from jax.sharding import SingleDeviceSharding
 
     from failfast_jax.kernels import tpu
-    from failfast_jax.models.attention import attend
+    from failfast_jax.models.attention import Window, attend
 
     chip = SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices[0])
 
@@ -62,8 +62,8 @@ def kernels(topology_name: str) -> None:
     for width in (128, 512, 2048):  # a prefill chunk between the two projections, at SmolLM2's heads
         qkv, cache = array(1, width, 3, 5, 64, dtype="bfloat16"), array(1, 3, 4096, 64, dtype="bfloat16")
         angles = (array(1, width, 1, 32, dtype="float32"),) * 2
-        step = jax.jit(lambda *a: attend(*a, 1, kernel="tpu"), donate_argnums=(3, 4))
-        hlo = step.lower(qkv, *angles, cache, cache, array(1), array()).compile().as_text()
+        step = jax.jit(lambda *a: attend(*a, kernel="tpu"), donate_argnums=1)
+        hlo = step.lower(qkv, (cache, cache), Window(*angles, array(1), array())).compile().as_text()
         verdicts[f"prefill: {width} rows"] = "tpu_custom_call" in hlo
     print(json.dumps({"kernels": verdicts}))
 
@@ -90,10 +90,10 @@ def widened(hlo: str, shapes: set[tuple[int, ...]]) -> list[str]:
 
 
 VARIANTS = {
-    "hybrid": {"lookup_min": 3},
-    "reuse": {"reuse": True},
-    "trees": {"tree_budget": 63},
-    "sampled": {"acceptance": "rejection"},
+    "hybrid": {"method": "failfast", "lookup_min": 3},
+    "reuse": {"method": "failfast", "reuse": True},
+    "trees": {"method": "failfast", "tree_budget": 63},
+    "sampled": {"method": "failfast", "acceptance": "rejection"},
 }
 """Options of `failfast` by the name under which a loop is asked for; other names are methods."""
 
@@ -104,9 +104,9 @@ def models(platform: str, method: str):
     import jax.numpy as jnp
     from flax import nnx
 
-    from failfast_jax.models.attention import Execution
     from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
     from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
+    from failfast_jax.models.sharding import Execution
     from failfast_jax.models.transformer import Decoder
 
     def abstract(make, config):
@@ -137,36 +137,35 @@ def compiled_loop(device, method: str):
     import numpy as np
     from jax.sharding import SingleDeviceSharding
 
+    from failfast_jax import decoding
     from failfast_jax.config import GenerationConfig
-    from failfast_jax.decoding import round
-    from failfast_jax.drafters import METHODS
-    from failfast_jax.models import quantization
+    from failfast_jax.drafters import build_drafter
 
     platform = "tpu" if device.platform == "tpu" else "gpu"
     config = GenerationConfig(**VARIANTS.get(method, {"method": method}))
     target, drafter_model = models(platform, method)
-    drafter = METHODS[config.method].build(config, drafter_model, 512, platform)
+    drafter = build_drafter(config, model=drafter_model, model_name="the drafter", vocab=512, platform=platform)
     if scheme:
-        target = quantization.quantized(target, scheme)
-        drafter = drafter.replace(model=quantization.quantized(drafter.model, scheme))
-    plan = round.make_plan(drafter, platform=platform)
+        target = target.quantized(scheme)
+        drafter = drafter.replace(model=drafter.model.quantized(scheme))
+    plan = decoding.make_plan(drafter, platform=platform)
     batch = 2
 
     def init(target, drafter):
-        return round.init_state(
+        return decoding.init_state(
             target,
             drafter,
             tokens=jnp.zeros((batch, 512), jnp.int32),
             prompt_length=jnp.ones(batch, jnp.int32),
             max_new_tokens=jnp.ones(batch, jnp.int32),
-            eos=jnp.asarray(round.pad_eos((5,))),
-            sampling=round.greedy_sampling(batch),
+            eos=jnp.asarray(decoding.stop_tokens((5,), batch)),
+            sampling=decoding.greedy_sampling(batch),
             capacity=512,
             plan=plan,
         )
 
     def generate(target, drafter, state, rounds):
-        return round.generate(target, drafter, state, rounds, plan=plan)
+        return decoding.generate(target, drafter, state, rounds, plan=plan)
 
     chip = SingleDeviceSharding(device)
     shapes = (target, drafter, jax.eval_shape(init, target, drafter), np.int32(0))

@@ -7,11 +7,21 @@ import inspect
 from collections.abc import Callable
 from types import FrameType
 
+import jax
+import jaxtyping
+import numpy as np
 from beartype import BeartypeConf, beartype
 
 # An int is a float to Python's typing rules, and to this package.
 beartyped = beartype(conf=BeartypeConf(is_pep484_tower=True))
 BETWEEN = ("beartype", "dataclasses", "flax.struct", "jaxtyping", __name__)
+
+
+def install(package: str) -> None:
+    """From here on, modules of `package` are checked when they are imported."""
+    # As for JAX itself, a NumPy array serves as an array: its shape and its dtype count.
+    jaxtyping.Array = jax.Array | np.ndarray | np.generic
+    jaxtyping.install_import_hook(package, f"{__name__}.check")
 
 
 def check(function: Callable) -> Callable:

@@ -39,13 +39,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from failfast_jax import platforms
+from failfast_jax import decoding, platforms
 from failfast_jax.bench import hlo, limits
 from failfast_jax.bench.public_models import CONFIGS, DRAFTERS, TARGETS
 from failfast_jax.bench.published import published_for
 from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding import accept, round
-from failfast_jax.drafters import METHODS
+from failfast_jax.decoding import accept
+from failfast_jax.decoding.placement import StatePlacement
+from failfast_jax.drafters import build_drafter
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import tpu
 from failfast_jax.models import quantization, sharding
@@ -114,8 +115,8 @@ class Compiler:
         self.target = self.model(case.target)
         self.drafter = self.model(case.drafter, drafter=True)
         if quantize is not None:
-            self.target = quantization.quantized(self.target, quantize)
-            self.drafter = quantization.quantized(self.drafter, quantize)
+            self.target = self.target.quantized(quantize)
+            self.drafter = self.drafter.quantized(quantize)
 
     def model(self, name: str, *, drafter: bool = False) -> Decoder:
         """A decoder of abstract bfloat16 arrays, each spread over the mesh."""
@@ -126,7 +127,7 @@ class Compiler:
         if drafter and self.replicate_drafter:
             execution = dataclasses.replace(execution, heads=None, mlp=None, vocab=None)
         model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-        model = sharding.with_execution(model, execution)
+        model = model.with_execution(execution)
         return jax.tree.map(self.array, model, sharding.parameter_specs(model, execution))
 
     def array(self, shape: Any, spec: P) -> jax.ShapeDtypeStruct:
@@ -135,26 +136,27 @@ class Compiler:
     def whole_answer(self) -> tuple[Any, Any]:
         """The loop over rounds, compiled, and its abstract state."""
         case = self.case
-        drafter = METHODS["failfast"].build(GenerationConfig(), self.drafter, self.target.config.vocab_size, "tpu")
-        plan = round.make_plan(drafter, platform="tpu")
-        keep = sharding.Keeper(self.target, self.drafter)
+        config, vocab = GenerationConfig(method="failfast"), self.target.config.vocab_size
+        drafter = build_drafter(config, model=self.drafter, model_name=case.drafter, vocab=vocab, platform="tpu")
+        plan = decoding.make_plan(drafter, platform="tpu")
+        keep = StatePlacement(self.target, self.drafter)
         sharding.check_batch(case.batch, self.mesh)
 
         def init(target, drafter):
-            return round.init_state(
+            return decoding.init_state(
                 target,
                 drafter,
                 tokens=jnp.zeros((case.batch, case.capacity), jnp.int32),
                 prompt_length=jnp.ones(case.batch, jnp.int32),
                 max_new_tokens=jnp.ones(case.batch, jnp.int32),
-                eos=jnp.asarray(round.pad_eos((0,))),
-                sampling=round.greedy_sampling(case.batch),
+                eos=jnp.asarray(decoding.stop_tokens((0,), case.batch)),
+                sampling=decoding.greedy_sampling(case.batch),
                 capacity=case.capacity,
                 plan=plan,
             )
 
         def rounds(target, drafter, state, most):
-            return keep(round.generate(target, drafter, state, most, plan=plan))
+            return keep(decoding.generate(target, drafter, state, most, plan=plan))
 
         state = keep.shapes(init, self.target, drafter)
         most = self.array(np.int32(0), P())

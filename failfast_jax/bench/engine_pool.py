@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench.variants import BASELINE, Variant
-from failfast_jax.checkpoints.loading import default_target_path
+from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.drafters import METHODS

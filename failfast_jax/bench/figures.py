@@ -362,6 +362,7 @@ def save(figure: Any, folder: Path, name: str) -> list[Path]:
     """Writes a figure as PNG and SVG."""
     files = [folder / f"{name}.png", folder / f"{name}.svg"]
     figure.savefig(files[0], dpi=120)
+    figure.set_layout_engine("none")  # what was laid out stays: doing it again would take as long as drawing
     figure.savefig(files[1])
     return files
 

@@ -36,12 +36,13 @@ from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.prompts import PROMPTS
 from failfast_jax.bench.random_models import nbytes
 from failfast_jax.bench.round_costs import RepeatedRounds, long_enough
-from failfast_jax.checkpoints.loading import as_untrained_drafter, default_target_path
+from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.defaults import load_pair
 from failfast_jax.engine import FailFast
 from failfast_jax.files import write_atomically
+from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.transformer import Decoder
 
 PARTS = ("speed", "widths", "overhead", "passes", "reuse", "startup", "attention")

@@ -34,9 +34,9 @@ from failfast_jax.decoding.plan import ACCELERATOR_ROWS, Plan, buffer_length, ma
 from failfast_jax.decoding.state import RoundLog
 from failfast_jax.decoding.stopping import Never
 from failfast_jax.drafters.wide import Wide
-from failfast_jax.models.attention import Execution
 from failfast_jax.models.cache import round_up
 from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.sharding import Execution
 
 LONGEST = 70
 """Longest draft of the paper's tables."""

@@ -31,7 +31,7 @@ from failfast_jax.bench.grid import Setting
 from failfast_jax.bench.predict import Costs, Prediction
 from failfast_jax.bench.tuner import LOOKUP, OutOfTime, Tuner
 from failfast_jax.checkpoints.drafter import DECODING_OPTIONS, is_drafter_folder, write_decoding
-from failfast_jax.checkpoints.tuned import Settings, model_key, read_settings, write_settings
+from failfast_jax.checkpoints.tuned import TunedOptions, model_key, read_settings, write_settings
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.errors import OptionError
 from failfast_jax.files import write_atomically
@@ -161,7 +161,7 @@ def store(tuner: Tuner, tuning: Tuning, args: argparse.Namespace) -> dict[str, A
         "lookup_speedup": tuning.measured[LOOKUP]["measured_speedup"],
         **tuning.measured[chosen.label],
     }
-    tuned = Settings(
+    tuned = TunedOptions(
         path=args.out / TUNED,
         target={"name": args.target or "the default target", **model_key(tuner.engine.target)},
         drafter={"name": args.drafter or "the default drafter", **model_key(tuner.engine.drafter)},

@@ -15,13 +15,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
+from flax import nnx
 
+from failfast_jax.checkpoints.finite import is_finite, not_finite
+from failfast_jax.checkpoints.skeleton import Skeleton, misfits
 from failfast_jax.config import GenerationConfig
 from failfast_jax.errors import CheckpointError, ConfigError
-from failfast_jax.files import read_json
+from failfast_jax.files import read_json, write_atomically
+from failfast_jax.models.borrowed import with_borrowed
+from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig, bind
 from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.transformer import Decoder
 
 FORMAT_KEY = "failfast_drafter"
 FORMAT = 1
@@ -50,18 +57,13 @@ class DrafterFolder:
     draft_ids: np.ndarray | None
 
     @property
+    def where(self) -> str:
+        """The file that errors about the configuration name."""
+        return str(self.path / "config.json")
+
+    @property
     def family(self) -> str:
         return self.config["family"]
-
-
-def target_key(config: ModelConfig) -> dict[str, Any]:
-    """What a target must have in common with the one that a drafter was trained for."""
-    return {
-        "model_type": config.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_layers": config.num_layers,
-    }
 
 
 def is_drafter_folder(path: str | os.PathLike) -> bool:
@@ -107,14 +109,12 @@ def save_drafter(
         tensors[DRAFT_IDS] = np.asarray(draft_ids, np.int32)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
-    (folder / WEIGHTS).write_bytes(save(tensors))  # `save_file` makes a file that others may not read
+    write_atomically(folder / WEIGHTS, save(tensors))  # `save_file` makes a file that others may not read
     _write_config(folder, {FORMAT_KEY: FORMAT, **config})
 
 
 def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    part = folder / "config.json.part"
-    part.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, folder / "config.json")
+    write_atomically(folder / "config.json", json.dumps(config, indent=1) + "\n")
 
 
 def write_decoding(folder: Path, platform: str, options: Mapping[str, Any]) -> None:
@@ -127,7 +127,7 @@ def read_drafter(path: str | os.PathLike) -> DrafterFolder:
     """Reads a folder that `save_drafter` wrote.
 
     Raises:
-      CheckpointError: damaged or incomplete weights.
+      CheckpointError: damaged or incomplete weights, or NaN or infinity in them.
       ConfigError: a configuration of another version or with missing keys.
     """
     from safetensors import SafetensorError
@@ -158,12 +158,14 @@ def read_drafter(path: str | os.PathLike) -> DrafterFolder:
             raise CheckpointError(f"{path / WEIGHTS}: {name} is int8, and {name + _SCALE} is missing")
         value = value.astype(np.float32)
         params[name] = value * tensors[name + _SCALE] if name + _SCALE in tensors else value
+        if not is_finite(params[name]):
+            raise not_finite(name, path / WEIGHTS)
     return DrafterFolder(path, config, params, draft_ids)
 
 
 def check_target(folder: DrafterFolder, target: ModelConfig, target_name: str) -> None:
     """Raises ConfigError: the drafter was trained for another target."""
-    for key, ours in target_key(target).items():
+    for key, ours in target.shape_key().items():
         value = folder.config["target"].get(key)
         if ours != value:
             raise ConfigError(
@@ -171,21 +173,62 @@ def check_target(folder: DrafterFolder, target: ModelConfig, target_name: str) -
             )
 
 
-def check_parameters(leaves: Mapping[str, Any], params: Mapping[str, np.ndarray], where: Path) -> None:
-    """Checks that stored parameters are exactly the wanted ones.
+def load_drafter(
+    path: str | os.PathLike, target: Decoder, target_name: str = "the target"
+) -> Decoder | BoundConditioned:
+    """Loads a folder that `save_drafter` wrote, in the dtype of the target it borrows from.
 
     Raises:
-      CheckpointError: a missing, unexpected or mis-shaped parameter, each named.
+      CheckpointError: missing, unexpected, mis-shaped or damaged parameters.
+      ConfigError: a configuration that cannot be served, or a drafter of another target.
     """
-    problems = [f"{name} is missing" for name in leaves if name not in params]
-    problems += [f"{name} is unexpected" for name in params if name not in leaves]
-    problems += [
-        f"{name} is {list(params[name].shape)}, not {list(leaves[name].shape)}"
-        for name in leaves
-        if name in params and tuple(params[name].shape) != tuple(leaves[name].shape)
-    ]
-    if problems:
-        raise CheckpointError(f"{where / WEIGHTS}: parameters do not fit config.json: {', '.join(problems[:5])}")
+    folder = read_drafter(path)
+    check_target(folder, target.config, target_name)
+    layers = folder.config["network"].get("num_layers")
+    if type(layers) is not int or layers < 1:
+        raise ConfigError(f"{folder.where}: key 'num_layers' must be a positive integer, got {layers!r}")
+    load = {CONDITIONED: _conditioned, STANDALONE: _standalone}[folder.family]
+    return load(folder, target, layers)
+
+
+def _conditioned(folder: DrafterFolder, target: Decoder, layers: int) -> BoundConditioned:
+    base = dataclasses.replace(target.config, num_layers=layers)
+    config = ConditionedConfig.from_dict(folder.config["network"], base, folder.where)
+    if max(config.feature_layers) >= target.config.num_layers:
+        raise ConfigError(
+            f"{folder.where}: reads the target's layer {max(config.feature_layers)}, "
+            f"and it has {target.config.num_layers}"
+        )
+    skeleton = Skeleton.made_by(lambda: Conditioned(config, dtype=target.dtype, rngs=nnx.Rngs(0)))
+    network = skeleton.filled(_parameters(folder, folder.params, skeleton.leaves, target.dtype))
+    ids = folder.draft_ids
+    if ids is None or len(ids) != config.vocab or ids.min() < 0 or ids.max() >= target.config.vocab_size:
+        raise CheckpointError(f"{folder.path}: {DRAFT_IDS} must be {config.vocab} ids of the target's vocabulary")
+    return bind(network, target, ids)
+
+
+def _standalone(folder: DrafterFolder, target: Decoder, layers: int) -> Decoder:
+    block = folder.config["network"].get("block_size")
+    if type(block) is not int or block < 2:
+        raise ConfigError(f"{folder.where}: key 'block_size' must be an integer of at least 2, got {block!r}")
+    config = target.config.with_mask_row(layers, block)
+    skeleton = Skeleton.made_by(lambda: Decoder(config, dtype=target.dtype, rngs=nnx.Rngs(0)))
+    own = {name: leaf for name, leaf in skeleton.leaves.items() if name.split(".")[0] not in ("embed", "head")}
+    params = dict(folder.params)
+    mask = params.pop("mask", None)
+    if mask is None or mask.shape != (target.config.hidden_size,):
+        raise CheckpointError(f"{folder.path / WEIGHTS}: 'mask' must be [{target.config.hidden_size}]")
+    model = skeleton.filled(_parameters(folder, params, own, target.dtype))
+    return with_borrowed(model, target, jax.device_put(mask))
+
+
+def _parameters(
+    folder: DrafterFolder, params: Mapping[str, np.ndarray], leaves: Mapping[str, Any], dtype: Any
+) -> dict[str, jax.Array]:
+    """Parameters on the device, which are exactly the wanted ones."""
+    if problems := misfits(params, leaves):
+        raise CheckpointError(f"{folder.path / WEIGHTS}: parameters do not fit config.json: {problems}")
+    return {name: jax.device_put(value.astype(dtype)) for name, value in params.items()}
 
 
 def decoding_defaults(path: str | os.PathLike, platform: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType as Quant
 
+from failfast_jax.checkpoints.finite import is_finite, not_finite
 from failfast_jax.checkpoints.mapping import StoredTensor
 from failfast_jax.checkpoints.safetensors import read_array
 from failfast_jax.errors import CheckpointError
@@ -236,6 +237,8 @@ def _rope_scaling(file: GGUFFile, architecture: str, context: int) -> dict[str, 
             raise CheckpointError(f"{file.path}: rope_freqs.weight together with {kind} scaling is not supported")
         tensor = file.tensors["rope_freqs.weight"]
         divisors = tensor.read(0, tensor.shape[0]).astype(np.float32)
+        if not is_finite(divisors):
+            raise not_finite(tensor.name, file.path)
         return {"rope_type": "divisors", "divisors": [_float32(value) for value in divisors]}
     if kind == "none" or not factor:
         return None

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from failfast_jax.checkpoints.finite import is_finite, not_finite
 from failfast_jax.errors import CheckpointError
 from failfast_jax.models.config import ModelConfig
 
@@ -106,13 +107,17 @@ class Plan:
     """Parameter path -> (slot, tensor) pairs."""
 
     def assemble(self, parameter: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Reads one parameter, cast to `dtype`, into a new host array."""
+        """Reads one parameter, cast to `dtype`, into a new host array.
+
+        Raises:
+          CheckpointError: NaN or infinity in a tensor.
+        """
         out = aligned_empty(shape, dtype)
         for slot, tensor in self.sources[parameter]:
             interleaved = slot in self.table.interleaved
             start = 0
             for segment in slot_segments(out, slot, self.config):
-                _copy(tensor, start, segment, self.config.head_dim if interleaved else None)
+                fill(tensor, start, segment, self.config.head_dim if interleaved else None)
                 start += segment.shape[0]
         return out
 
@@ -208,8 +213,12 @@ def _some(names: Sequence[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _copy(tensor: StoredTensor, start: int, out: np.ndarray, interleaved_head: int | None) -> None:
-    """Copies rows `start ..` of a stored tensor over `out`, piece by piece, casting."""
+def fill(tensor: StoredTensor, start: int, out: np.ndarray, interleaved_head: int | None) -> None:
+    """Copies rows `start ..` of a stored tensor over `out`, piece by piece, casting.
+
+    Raises:
+      CheckpointError: NaN or infinity, stored or made by the cast.
+    """
     unit = interleaved_head or 1
     rows = max(PIECE // math.prod(out.shape[1:]) // unit, 1) * unit
     for low in range(0, out.shape[0], rows):
@@ -219,4 +228,10 @@ def _copy(tensor: StoredTensor, start: int, out: np.ndarray, interleaved_head: i
             # llama.cpp's row order within a head is (pair, half), ours is (half, pair).
             piece = piece.reshape(-1, 2, interleaved_head // 2, *piece.shape[1:]).swapaxes(1, 2)
             values = values.reshape(piece.shape)
-        piece[...] = values
+        with np.errstate(over="ignore"):
+            piece[...] = values
+        # While the piece is in the core's cache.
+        if not is_finite(piece):
+            if is_finite(values):
+                raise CheckpointError(f"{tensor.file}: tensor {tensor.name} exceeds the range of {out.dtype.name}")
+            raise not_finite(tensor.name, tensor.file)

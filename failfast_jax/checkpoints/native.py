@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
+from failfast_jax.checkpoints.finite import check_finite
+from failfast_jax.checkpoints.skeleton import misfits
 from failfast_jax.errors import CheckpointError
 
 FORMAT_KEY = "failfast_format"
@@ -23,64 +26,37 @@ PARAMS = "params"
 PARTIAL = ".partial"
 
 
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"layers.0.mlp": x}` as `{"layers": {"0": {"mlp": x}}}`."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, leaf = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value
-    return tree
-
-
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The inverse of `nested`."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat.update(flattened(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def save_params(folder: Path, params: Mapping[str, jax.Array]) -> None:
     """Writes the Orbax part of a folder: plain, uncompressed arrays."""
     import orbax.checkpoint as ocp
 
     with _checkpointer(params.values()) as checkpointer:
-        checkpointer.save((folder / PARAMS).absolute(), ocp.args.PyTreeSave(nested(params)))
+        checkpointer.save((folder / PARAMS).absolute(), ocp.args.PyTreeSave(unflatten_dict(params, sep=".")))
 
 
 def load_params(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Restores parameters, cast to the wanted dtypes while they are read.
 
     Raises:
-      CheckpointError: the folder is incomplete or damaged, or its parameters are not the wanted ones.
+      CheckpointError: the folder is incomplete or damaged, its parameters are not the wanted ones, or hold NaN or
+        infinity.
     """
     import orbax.checkpoint as ocp
 
     stored = stored_params(folder)
-    problems = [f"{name} is missing" for name in wanted if name not in stored]
-    problems += [f"{name} is unexpected" for name in stored if name not in wanted]
-    problems += [
-        f"{name} is {list(stored[name].shape)}, not {list(wanted[name].shape)}"
-        for name in wanted
-        if name in stored and tuple(stored[name].shape) != tuple(wanted[name].shape)
-    ]
-    if problems:
-        raise CheckpointError(f"{folder / PARAMS}: parameters do not fit config.json: {', '.join(problems[:5])}")
-    target = nested(wanted)
+    if problems := misfits(stored, wanted):
+        raise CheckpointError(f"{folder / PARAMS}: parameters do not fit config.json: {problems}")
+    target = unflatten_dict(wanted, sep=".")
     # Orbax counts bytes as they are stored or as they are wanted, whichever comes later: allow for both.
     with _checkpointer([*stored.values(), *wanted.values()]) as checkpointer:
         try:
             restore_args = ocp.checkpoint_utils.construct_restore_args(target)
             args = ocp.args.PyTreeRestore(target, restore_args=restore_args)
-            return flattened(checkpointer.restore((folder / PARAMS).absolute(), args=args))
+            values = flatten_dict(checkpointer.restore((folder / PARAMS).absolute(), args=args), sep=".")
         except Exception as error:
             raise _damaged(folder / PARAMS, error) from error
+    check_finite(values, folder / PARAMS)
+    return values
 
 
 def stored_params(folder: Path) -> dict[str, Any]:
@@ -94,7 +70,7 @@ def stored_params(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: incomplete: {PARAMS}/ is missing; convert the model again")
     with _checkpointer(()) as checkpointer:
         try:
-            return flattened(checkpointer.metadata(path.absolute()).item_metadata.tree)
+            return flatten_dict(checkpointer.metadata(path.absolute()).item_metadata.tree, sep=".")
         except Exception as error:  # Orbax raises whatever its storage layers raise.
             raise _damaged(path, error) from error
 

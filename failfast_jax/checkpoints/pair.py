@@ -11,12 +11,11 @@ import jax
 from jax.sharding import Mesh
 
 from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder
-from failfast_jax.checkpoints.loading import as_dtype, borrows_tokens, load_drafter, open_source
+from failfast_jax.checkpoints.loading import as_dtype, load_drafter, open_source
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.errors import OptionError
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.attention import refusal
-from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.transformer import Decoder
 
 
@@ -77,7 +76,7 @@ def read_pair(
     _check_options(drafter, attention, quantize, quantize_drafter)
     names = {"target_name": _name(target, "target"), "drafter_name": _name(drafter, "drafter")}
     decoding: dict[str, Any] = {}
-    if not isinstance(target, Decoder):
+    if _is_path(target):
         target, loaded = load_with_tokenizer(target, dtype, mesh, quantize=quantize)
         tokenizer = tokenizer or loaded
     if _is_path(drafter) and is_drafter_folder(drafter):
@@ -88,7 +87,7 @@ def read_pair(
         drafter, loaded = load_with_tokenizer(drafter, dtype, mesh, drafter=True, quantize=quantize_drafter)
         drafter_tokenizer = drafter_tokenizer or loaded
     vocab = target.config.vocab_size
-    if isinstance(drafter, Decoder) and not borrows_tokens(drafter.config, target.config):
+    if drafter is not None and not drafter.shares_tokens(target.config):
         vocab = check_same_tokens(tokenizer, drafter_tokenizer, target.config, drafter.config, **names)
     target = _placed(target, mesh, attention, quantize)
     if drafter is not None:
@@ -106,7 +105,7 @@ def _check_options(drafter: Any, attention: str | None, quantize: str | None, qu
 
 
 def _is_path(model: Any) -> bool:
-    return model is not None and not isinstance(model, (Decoder, BoundConditioned))
+    return isinstance(model, (str, os.PathLike))
 
 
 def _name(model: Any, role: str) -> str:
@@ -115,5 +114,5 @@ def _name(model: Any, role: str) -> str:
 
 def _placed(model: Any, mesh: Mesh | None, attention: str | None, quantize: str | None, drafter: bool = False) -> Any:
     """A model on its devices, with its attention kernel, quantised if it is not yet."""
-    model = sharding.spread(model, mesh, kernel=attention, drafter=drafter)
-    return model if quantize is None else quantization.quantized(model, quantize)
+    model = model.spread(mesh, kernel=attention, drafter=drafter)
+    return model if quantize is None else model.quantized(quantize)

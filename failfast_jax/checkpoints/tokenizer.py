@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from failfast_jax.checkpoints.loading import resolve_source
+from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.errors import CheckpointError
 from failfast_jax.files import read_json
 from failfast_jax.models.config import ModelConfig

@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from failfast_jax.checkpoints.drafter import DECODING_OPTIONS, target_key
+from failfast_jax.checkpoints.drafter import DECODING_OPTIONS
 from failfast_jax.config import GenerationConfig
 from failfast_jax.errors import ConfigError
-from failfast_jax.files import read_json
-from failfast_jax.models.conditioned import BoundConditioned
+from failfast_jax.files import read_json, write_atomically
+from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
 
 FORMAT_KEY = "failfast_settings"
@@ -37,7 +37,7 @@ SAMPLED = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class TunedOptions:
     """What a settings file holds.
 
     Attributes:
@@ -62,28 +62,21 @@ def _samples(leaves: list[jax.Array]) -> list[jax.Array]:
     return [leaf[(0,) * (leaf.ndim - 1)][:SAMPLED].astype(jnp.bfloat16) for leaf in leaves]
 
 
-def model_key(model: Decoder | BoundConditioned) -> dict[str, Any]:
-    """What tells a model from another one: its shape, and a digest of a few values of each parameter."""
-    if isinstance(model, BoundConditioned):
-        shape = {**target_key(model.config.base), **model.config.to_dict()}
-        model = model.network
-    else:
-        shape = target_key(model.config)
-    leaves = [leaf for leaf in jax.tree.leaves(model) if leaf.ndim and jnp.issubdtype(leaf.dtype, jnp.number)]
+def model_key(model: DrafterModel) -> dict[str, Any]:
+    """What tells a model from another one: its shape, and a digest of a few values of each parameter of its own."""
+    leaves = [leaf for leaf in model.own_parameters() if leaf.ndim and jnp.issubdtype(leaf.dtype, jnp.number)]
     values = jax.device_get(_samples(leaves))
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(value).tobytes() for value in values)).hexdigest()[:16]
-    return {**shape, "weights": digest}
+    return {**model.shape_key(), "weights": digest}
 
 
-def write_settings(settings: Settings) -> None:
+def write_settings(settings: TunedOptions) -> None:
     """Writes a settings file, whole or not at all."""
     content = {FORMAT_KEY: FORMAT, **{k: v for k, v in dataclasses.asdict(settings).items() if k != "path"}}
-    part = settings.path.with_name(settings.path.name + ".part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, settings.path)
+    write_atomically(settings.path, json.dumps(content, indent=1) + "\n")
 
 
-def read_settings(path: str | os.PathLike) -> Settings:
+def read_settings(path: str | os.PathLike) -> TunedOptions:
     """Reads a settings file and checks its options.
 
     Raises:
@@ -109,10 +102,10 @@ def read_settings(path: str | os.PathLike) -> Settings:
         raise ConfigError(f"{path}: decoding options: {error}") from None
     options = {name: value for name, value in options.items() if value is not None}
     parts = {key: raw[key] for key in ("target", "drafter", "machine")}
-    return Settings(path, **parts, decoding=options, report=raw.get("report") or {})
+    return TunedOptions(path, **parts, decoding=options, report=raw.get("report") or {})
 
 
-def _check_model(path: Path, role: str, wanted: Mapping[str, Any], model: Any, name: str) -> None:
+def _check_model(path: Path, role: str, wanted: Mapping[str, Any], model: DrafterModel, name: str) -> None:
     ours = model_key(model)
     tuned_for = wanted.get("name") or f"another {role}"
     # The shape first: it says more than a digest.
@@ -122,9 +115,7 @@ def _check_model(path: Path, role: str, wanted: Mapping[str, Any], model: Any, n
             raise ConfigError(f"{path}: these settings were tuned for the {role} {tuned_for}; {name} {said}")
 
 
-def check_models(
-    settings: Settings, target: Decoder, drafter: Decoder | BoundConditioned | None, names: tuple[str, str]
-) -> None:
+def check_models(settings: TunedOptions, target: Decoder, drafter: DrafterModel | None, names: tuple[str, str]) -> None:
     """Checks that settings belong to a pair.
 
     Args:
@@ -139,7 +130,7 @@ def check_models(
     _check_model(settings.path, "drafter", settings.drafter, drafter, names[1])
 
 
-def other_machine(settings: Settings, here: Mapping[str, Any]) -> list[str]:
+def other_machine(settings: TunedOptions, here: Mapping[str, Any]) -> list[str]:
     """In what this machine differs from the one that the settings were tuned on, in words."""
     return [
         f"{key} {settings.machine[key]!r} (here {here[key]!r})"

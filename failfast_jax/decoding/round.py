@@ -1,17 +1,4 @@
-"""The compiled round, draft, verify, commit, and the loop over rounds.
-
-Everything here is a pure function over pytrees and may be called inside the caller's own `jit`. Models
-and drafters are pytrees too (NNX modules and `flax.struct` dataclasses), so they are passed in as they are:
-
-    plan = make_plan(drafter, platform=jax.default_backend())
-    state = init_state(
-        target, drafter, tokens=prompts, prompt_length=lengths, max_new_tokens=limits,
-        eos=stop_tokens(target.config.eos_token_ids, batch=len(prompts)), sampling=greedy_sampling(len(prompts)),
-        capacity=256, plan=plan,
-    )
-    state = prefill(target, drafter, state, prompt_tokens=prompts.shape[1], plan=plan)
-    state = jax.jit(generate, static_argnames="plan", donate_argnames="state")(target, drafter, state, plan=plan)
-"""
+"""The compiled round, draft, verify, commit, and the loop over rounds."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from failfast_jax.models.cache import KVCache
@@ -21,15 +20,15 @@ MAX_EOS_TOKENS = 8
 class Sampling:
     """How the target picks its own token; per sequence, so that a batch may mix settings."""
 
-    temperature: Float[ArrayLike, " B"]
+    temperature: Float[Array, " B"]
     """0 is greedy."""
-    top_k: Int[ArrayLike, " B"]
+    top_k: Int[Array, " B"]
     """Keep the k best logits; 0 keeps all."""
-    top_p: Float[ArrayLike, " B"]
+    top_p: Float[Array, " B"]
     """Keep the smallest set of best tokens with at least this probability, after top-k; 1 keeps all."""
-    seed: UInt[ArrayLike, " B"]
+    seed: UInt[Array, " B"]
     """Randomness is a function of (seed, sequence, position) only."""
-    sequence: Int[ArrayLike, " B"]
+    sequence: Int[Array, " B"]
     """Index of the sequence in its request."""
 
 

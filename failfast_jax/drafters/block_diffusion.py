@@ -116,7 +116,7 @@ class BlockDrafter(Drafter):
     def look(
         self, state: BlockState, text: Int[Array, "B T"], front: Int[Array, " B"], active: Bool[Array, " B"]
     ) -> tuple[Float[Array, "B N V"], Bool[Array, " B"], BlockState]:
-        """One pass over all that is not stored yet, up to the end of the block that holds the N-th position from `front`.
+        """One pass over all that is not stored yet, to the end of the block that holds the N-th position from `front`.
 
         Blocks in front of `front` become final in it: they are stored by passes that happen anyway.
 

@@ -42,7 +42,7 @@ class Corpus:
         self.tokens = np.full(capacity, SEPARATOR, np.int32)
         """The texts, the latest one last, each followed by `SEPARATOR`."""
 
-    def add(self, ids: Iterable[int]) -> None:
+    def add(self, ids: Iterable[int] | Int[np.ndarray, " n"]) -> None:
         """Appends a text.
 
         Raises:
@@ -95,7 +95,7 @@ class Suffix(Drafter):
     """
 
     tau: Float[ArrayLike, ""]
-    corpus: Int[ArrayLike, " C"]
+    corpus: Int[Array, " C"]
     """Earlier texts with `SEPARATOR` between them; may be empty."""
     min_match: int = flax.struct.field(pytree_node=False, default=2)
     max_spec_len: int = flax.struct.field(pytree_node=False, default=63)

@@ -1,1 +1,14 @@
-"""Attention kernels: the jnp reference, and the Pallas kernels that are tested against it."""
+"""Attention of a window of queries over a static cache: Pallas kernels for TPU and GPU, and plain jnp.
+
+One interface, `window_attention(..., k_cache, v_cache, start, until, live, *, block_size)`:
+
+- Query w of sequence b stands at position `start[b] + w`. The window's own keys and values are in the cache already.
+- It sees key j iff `j <= max(visible_until(start[b] + w, block_size), until[b])`; `until` 0 leaves the mask rule alone.
+- `live` is the number of leading positions that any query may see; tiles of the cache beyond it are not read.
+- Tiles lie at absolute positions and are summed in a fixed order with an online float32 softmax: a row's result depends
+  neither on where its window began nor on `live` nor on what lies behind it.
+
+`reference.window_attention` and `gpu.window_attention` take rotated queries `[B, W, Q, H]`, `tpu.window_attention` the
+fused projection before rotation. `gpu.dense_window_attention` and `tpu.prefill_attention` serve wide windows.
+Each module of kernels has `supports(...)`, which says why it cannot serve a shape, and `MAX_WIDTH`.
+"""

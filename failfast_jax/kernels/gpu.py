@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.kernels.reference import HIDDEN, visible_until
+from failfast_jax.kernels.reference import HIDDEN, last_visible
 
 TILE = 64
 """Cache positions a step of the kernel. Tiles lie at absolute positions."""
@@ -86,7 +86,7 @@ def supports(
 def _check(q: Array, k_cache: Array, v_cache: Array) -> None:
     if q.ndim != 4 or k_cache.ndim != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         raise ValueError(
-            "window_attention: want q [B, W, N, H] and two caches [B, K, S, H] of one dtype, not "
+            "window_attention: want q [B, W, Q, H] and two caches [B, K, S, H] of one dtype, not "
             f"{q.shape}, {k_cache.dtype}{k_cache.shape} and {v_cache.dtype}{v_cache.shape}"
         )
     if q.shape[0] != k_cache.shape[0] or q.shape[3] != k_cache.shape[3]:
@@ -102,24 +102,28 @@ def split_count(batch: int, kv_heads: int, blocks: int, warpgroups: int, capacit
     return max(1, min(wanted, MAX_SPLITS, capacity // TILE))
 
 
-def _simulator() -> Any:
+def simulator() -> Any:
     # Not exported by JAX 0.10; imported late, so that no other path depends on it.
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     return InterpretGPUParams()
 
 
-def _attend_splits(
+def attend_splits(
     tiles: Int[Array, " B"],
-    last: Int[Array, "B C T R"],
-    rows: Float[Array, "B K C T R H"],
+    last: Int[Array, "B blocks warpgroups rows"],
+    rows: Float[Array, "B K blocks warpgroups rows H"],
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
     *,
     splits: int,
     interpret: bool,
-) -> tuple[Float[Array, "P B K C T R L"], Float[Array, "P B K C T R"], Float[Array, "P B K C T R"]]:
-    """One thread block for each split P, sequence, KV head and block C of rows: T warpgroups of R rows each.
+) -> tuple[
+    Float[Array, "splits B K blocks warpgroups rows lanes"],
+    Float[Array, "splits B K blocks warpgroups rows"],
+    Float[Array, "splits B K blocks warpgroups rows"],
+]:
+    """One thread block for each split, sequence, KV head and block of rows.
 
     Args:
       tiles: leading tiles that each sequence reads.
@@ -267,21 +271,21 @@ def _attend_splits(
         num_threads=warpgroups if warpgroups > 1 else None,
         thread_name="warpgroup" if warpgroups > 1 else None,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=_simulator() if interpret else None,
+        interpret=simulator() if interpret else None,
     )(tiles, last, rows, k_cache, v_cache)
 
 
-def _combine(
+def combine_splits(
     tiles: Int[Array, " B"],
-    acc: Float[Array, "P B K R L"],
-    highest: Float[Array, "P B K R"],
-    total: Float[Array, "P B K R"],
+    acc: Float[Array, "splits B K rows lanes"],
+    highest: Float[Array, "splits B K rows"],
+    total: Float[Array, "splits B K rows"],
     *,
     width: int,
     group: int,
     dtype: Any,
     interpret: bool,
-) -> Float[Array, "B W K G L"]:
+) -> Float[Array, "B W K G lanes"]:
     """The softmax over all splits, one thread block for each row `w * group + g`; splits are added in order.
 
     One small kernel: XLA makes four of the same formula, and chooses an order of its own in each program.
@@ -326,12 +330,12 @@ def _combine(
         grid_names=("batch", "kv_head", "window", "group"),
         kernel_name="combine_splits",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=_simulator() if interpret else None,
+        interpret=simulator() if interpret else None,
     )(tiles, acc, highest, total)
 
 
 def window_attention(
-    q: Float[Array, "B W N H"],
+    q: Float[Array, "B W Q H"],
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
     start: Int[Array, " B"],
@@ -341,22 +345,13 @@ def window_attention(
     block_size: int,
     interpret: bool = False,
     splits: int | None = None,
-) -> Float[Array, "B W N H"]:
-    """Attention of a window of queries over the live part of a static cache, for Hopper.
+) -> Float[Array, "B W Q H"]:
+    """Attention of a window of queries over the live part of a static cache, for Hopper; see the package's interface.
 
-    Query w of sequence b stands at position `start[b] + w` and sees key j iff
-    `j <= max(visible_until(start[b] + w, block_size), until[b])`. The window's own keys and values are already in
-    the cache. Of the cache only tiles are read that lie below `live` and that the sequence can see.
-
-    The query heads of one KV head are rows of one matmul. Split s of the cache owns the tiles s, s + splits, ... at
-    absolute positions; each split is summed in order with an online float32 softmax, and the splits are combined in
-    fixed order. So a row's result depends neither on `live` nor on where its window began.
+    The query heads of one KV head are rows of one matmul. Split s of the cache owns the tiles s, s + splits, ...; each
+    split is summed in order, and the splits are combined in fixed order.
 
     Args:
-      start: position of each sequence's first query.
-      until: a lower bound of what every query of the sequence sees; 0 for none.
-      live: number of leading cache positions that any query may see.
-      block_size: mask rule, see `visible_until`.
       interpret: simulate the kernel on CPU.
       splits: overrides `split_count`.
 
@@ -389,13 +384,12 @@ def window_attention(
     rows = q.astype(k_cache.dtype).reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     rows = rows.reshape(batch, kv_heads, width * group, head_dim)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    positions = start[:, None] + jnp.arange(width)
-    last = jnp.maximum(visible_until(positions, block_size), until[:, None]).astype(jnp.int32)
+    last = last_visible(start, width, until, block_size).astype(jnp.int32)
     # At least one tile, so that a pass nobody listens to leaves no NaN in the cache.
     tiles = jnp.clip(jnp.minimum(pl.cdiv(live, TILE), last.max(1) // TILE + 1), 1, capacity // TILE).astype(jnp.int32)
     last = jnp.pad(jnp.repeat(last, group, axis=1), ((0, 0), (0, padding)))
 
-    acc, highest, total = _attend_splits(
+    acc, highest, total = attend_splits(
         tiles,
         last.reshape(batch, blocks, warpgroups, ROWS),
         rows.reshape(batch, kv_heads, blocks, warpgroups, ROWS, head_dim),
@@ -405,7 +399,7 @@ def window_attention(
         interpret=interpret,
     )
     packed = (splits, batch, kv_heads, width * group + padding)
-    out = _combine(
+    out = combine_splits(
         tiles,
         acc.reshape(*packed, LANES),
         highest.reshape(packed),
@@ -419,7 +413,7 @@ def window_attention(
 
 
 def dense_window_attention(
-    q: Float[Array, "B W N H"],
+    q: Float[Array, "B W Q H"],
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
     start: Int[Array, " B"],
@@ -428,7 +422,7 @@ def dense_window_attention(
     *,
     block_size: int,
     implementation: Literal["cudnn", "xla"],
-) -> Float[Array, "B W N H"]:
+) -> Float[Array, "B W Q H"]:
     """What `window_attention` computes, by `jax.nn.dot_product_attention`: for any GPU, and for long windows (prefill).
 
     Costs follow the capacity, not `live`. `xla` holds the scores of the whole window in memory; `cudnn` does not, but
@@ -443,8 +437,7 @@ def dense_window_attention(
         raise ValueError(f"dense_window_attention: the implementation is 'cudnn' or 'xla', not {implementation!r}")
     if implementation == "cudnn" and dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"dense_window_attention: cuDNN serves bfloat16 and float16, not {dtype.name}: choose 'xla'")
-    positions = start[:, None] + jnp.arange(q.shape[1])
-    last = jnp.maximum(visible_until(positions, block_size), until[:, None])
+    last = last_visible(start, q.shape[1], until, block_size)
     # Nobody is asked to see beyond `live`; position 0 stays, so that no row is left without a key.
     last = jnp.clip(last, 0, jnp.maximum(live, 1) - 1)
     mask = jnp.arange(k_cache.shape[2]) <= last[:, None, :, None]

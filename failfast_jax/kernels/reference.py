@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 HIDDEN = -1e30
@@ -17,8 +18,13 @@ def visible_until(positions: Int[Array, "..."], block_size: int) -> Int[Array, "
     return positions // block_size * block_size + (block_size - 1)
 
 
+def last_visible(start: Int[Array, " B"], width: int, until: Int[Array, " B"], block_size: int) -> Int[Array, "B W"]:
+    """Last position that each query of a window sees; see the package's interface."""
+    return jnp.maximum(visible_until(start[:, None] + jnp.arange(width), block_size), until[:, None])
+
+
 def window_attention(
-    q: Float[Array, "B W N H"],
+    q: Float[Array, "B W Q H"],
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
     start: Int[Array, " B"],
@@ -27,27 +33,19 @@ def window_attention(
     *,
     block_size: int,
     tile: int,
-) -> Float[Array, "B W N H"]:
-    """Attention of a window of queries over the live part of a static cache.
-
-    The window's own keys and values are already in the cache. Tiles lie at absolute positions and are
-    summed in order with an online float32 softmax, so that a row's result depends neither on the
-    window's start nor on how many dead tiles follow; only tiles below `live` are read.
+) -> Float[Array, "B W Q H"]:
+    """Attention of a window of queries over the live part of a static cache; see the package's interface.
 
     Args:
-      start: position of each window's first query; the others follow.
-      until: every query of a window sees at least the positions up to this one (0: the mask rule alone).
-      live: number of leading cache positions that any query may see.
-      block_size: mask rule, see `visible_until`.
       tile: positions a step; divides S.
     """
-    last = jnp.maximum(visible_until(start[:, None] + jnp.arange(q.shape[1]), block_size), until[:, None])
+    last = last_visible(start, q.shape[1], until, block_size)
     last = jnp.tile(last, (1, q.shape[2] // k_cache.shape[1]))[:, None, :, None]
     return _tiled_attention(q, k_cache, v_cache, live, tile, lambda slots: slots <= last)
 
 
 def tree_attention(
-    q: Float[Array, "B W N H"],
+    q: Float[Array, "B W Q H"],
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
     start: Int[Array, " B"],
@@ -55,7 +53,7 @@ def tree_attention(
     live: Int[Array, ""],
     *,
     tile: int,
-) -> Float[Array, "B W N H"]:
+) -> Float[Array, "B W Q H"]:
     """Like `window_attention`, for a window that holds a tree of tokens.
 
     Args:
@@ -75,14 +73,18 @@ def tree_attention(
 
 
 def _tiled_attention(
-    q: Float[Array, "B W N H"],
+    q: Float[Array, "B W Q H"],
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
     live: Int[Array, ""],
     tile: int,
-    seen: Callable[[Int[Array, " T"]], Bool[Array, "B 1 R T"]],
-) -> Float[Array, "B W N H"]:
-    """The sum over tiles. `seen(slots)` says which slots each query sees, R = query heads a KV head x W."""
+    seen: Callable[[Array], Array],
+) -> Float[Array, "B W Q H"]:
+    """The sum over tiles.
+
+    Args:
+      seen: which of the slots `[tile]` each query sees, `[B, 1, G * W, tile]`.
+    """
     batch, width, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads
@@ -114,13 +116,13 @@ def _tiled_attention(
 
 
 def dense_attention(
-    q: Float[Array, "B L N H"],
+    q: Float[Array, "B L Q H"],
     k: Float[Array, "B L K H"],
     v: Float[Array, "B L K H"],
     *,
     block_size: int,
-    length: Int[Array, ""] | None = None,
-) -> Float[Array, "B L N H"]:
+    length: Int[ArrayLike, ""] | None = None,
+) -> Float[Array, "B L Q H"]:
     """Attention of whole sequences from position 0, without a cache (differentiable).
 
     Keys from `length` on are padding: hidden, which only a block-causal mask does not do by itself.

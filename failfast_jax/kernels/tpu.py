@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import splash_attention
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.kernels.reference import HIDDEN, visible_until
+from failfast_jax.kernels.reference import HIDDEN, last_visible
 
 MAX_WIDTH = 128
 """Rows of a window; longer ones are prefill (see `models.attention`)."""
@@ -27,7 +28,7 @@ PACKING = 16
 """Cache rows that share a hardware tile (bfloat16): copies begin and end at multiples of it."""
 
 
-def supports(*, width: int, heads: int, kv_heads: int, capacity: int, head_dim: int, dtype: jnp.dtype) -> str | None:
+def supports(*, width: int, heads: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike) -> str | None:
     """Why these kernels cannot serve a shape; None if they can."""
     if width % SUBLANES or not 1 <= width <= MAX_WIDTH:
         return f"a window of {width} rows: multiples of {SUBLANES} up to {MAX_WIDTH}"
@@ -92,7 +93,7 @@ def write_cost(*, batch: int, width: int, kv_heads: int, head_dim: int, itemsize
     )
 
 
-def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
+def _precision(dtype: DTypeLike) -> jax.lax.Precision:
     """The matrix unit multiplies float32 in bfloat16 pieces: all of them, where the caller asked for float32."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
@@ -188,7 +189,7 @@ def window_attention(
     *,
     block_size: int,
     interpret: bool = False,
-) -> Float[Array, "B W N H"]:
+) -> Float[Array, "B W Q H"]:
     """`reference.window_attention` of queries that are still to be rotated.
 
     Rotating them here and taking them as the projection left them saves XLA half a dozen passes over small arrays a
@@ -211,7 +212,7 @@ def window_attention(
         raise ValueError(f"the TPU attention kernel does not support {reason}")
     rows = group * width
     together, tile = tiles_of(capacity=capacity, kv_heads=kv_heads, group=group, width=width, head_dim=head_dim)
-    last = jnp.maximum(visible_until(start[:, None] + jnp.arange(width), block_size), until[:, None])
+    last = last_visible(start, width, until, block_size)
     # A sequence that has ended may stand beyond what is live: it reads what the others read.
     last_tile = jnp.clip(last.max(1), 0, jnp.maximum(live - 1, 0)) // tile
     last = jnp.tile(last, (1, group))[..., None]
@@ -314,7 +315,7 @@ def _write(start, qkv_ref, cos_ref, sin_ref, k_in, v_in, k_out, v_out, k_part, v
 def write_window(
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
-    qkv: Float[Array, "B W K M H"],
+    qkv: Float[Array, "B W K G2 H"],
     start: Int[Array, " B"],
     tables: tuple[Float[Array, "B W H"], Float[Array, "B W H"]] | None = None,
     *,
@@ -326,7 +327,7 @@ def write_window(
     changed and written back. The caller keeps `start + W` within the capacity.
 
     Args:
-      qkv: keys and values are the last two of M.
+      qkv: of each KV head its G queries, if they are there, its key and its value.
       tables: of `rotary_tables`, where the keys are still to be rotated.
     """
     batch, width, kv_heads, members, head_dim = qkv.shape
@@ -371,7 +372,7 @@ def _write_rotated(start, qkv_ref, *refs):
 
 
 def prefill_attention(
-    q: Float[Array, "B W N H"],
+    q: Float[Array, "B W Q H"],
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
     start: Int[Array, " B"],
@@ -380,7 +381,7 @@ def prefill_attention(
     *,
     block_size: int,
     interpret: bool = False,
-) -> Float[Array, "B W N H"]:
+) -> Float[Array, "B W Q H"]:
     """`window_attention` for the long windows of a prefill, by JAX's splash attention.
 
     The mask is an array, from which splash attention finds the tiles to skip: what lies behind a window, and
@@ -396,13 +397,12 @@ def prefill_attention(
         raise ValueError(f"a prefill window of {width} rows: a multiple of {LANES}, and of 256 beyond that")
     rows = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4) * (head_dim**-0.5)
 
-    def one(rows, k, v, start, until):
-        last = jnp.maximum(visible_until(start + jnp.arange(width), block_size), until)
+    def one(rows, k, v, last):
         mask = jnp.broadcast_to(jnp.arange(capacity) <= last[:, None], (group, width, capacity))
         kernel = splash_attention.make_splash_mqa_single_device(mask, block_sizes=sizes, interpret=interpret)
         # Under a jit this flag comes back as a traced array, and the kernel then cannot branch on it.
         kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
         return jax.vmap(kernel)(rows, k, v)
 
-    out = jax.vmap(one)(rows.astype(k_cache.dtype), k_cache, v_cache, start, until)
+    out = jax.vmap(one)(rows.astype(k_cache.dtype), k_cache, v_cache, last_visible(start, width, until, block_size))
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads, head_dim).astype(q.dtype)

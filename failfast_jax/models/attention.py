@@ -1,65 +1,21 @@
-"""Which kernel serves attention, and how its calls are spread over devices."""
+"""Attention over a cache, and which kernel serves it."""
 
 from __future__ import annotations
-
-import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.kernels import reference
 from failfast_jax.models.cache import TILE, write_window
+from failfast_jax.models.rope import rotated_heads
 
 KERNELS = ("reference", "tpu", "gpu", "cudnn", "xla")
 """`reference`: plain jnp, for CPU and for comparison. `tpu`: Pallas kernels, and splash attention for prefill. `gpu`: a
 Pallas kernel for Hopper, and cuDNN for prefill. `cudnn`, `xla`: `jax.nn.dot_product_attention` over the whole capacity,
 for other GPUs."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Execution:
-    """How a model runs; static, part of the key of every compilation.
-
-    Attributes:
-      kernel: one of `KERNELS`; None chooses by platform.
-      mesh: devices that the model is spread over; None for one device.
-      batch: mesh axis of the batch; None: every device has the whole batch.
-      heads: mesh axis of the KV heads; None: every device computes all of them.
-      mlp: mesh axis of the MLP's inner features; None: every device computes all of them.
-      vocab: mesh axis of the rows of embedding and head; None: every device has all of them.
-    """
-
-    kernel: str | None = None
-    mesh: Mesh | None = None
-    batch: str | None = None
-    heads: str | None = None
-    mlp: str | None = None
-    vocab: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.kernel is not None and self.kernel not in KERNELS:
-            raise ValueError(f"attention kernel {self.kernel!r}: must be one of {', '.join(KERNELS)}")
-
-    def resolved(self, dtype: DTypeLike, head_dim: int) -> str:
-        """The kernel to use for a model."""
-        return self.kernel or kernel_of(jax.devices()[0], dtype, head_dim)
-
-    def per_device(self, function: Callable, specs: Any, out_specs: Any) -> Callable:
-        """`function` over each device's part of its arguments; as it is where there is no mesh."""
-        if self.mesh is None:
-            return function
-        return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-
-
-def total(x: Float[Array, "*R E"], axis: str | None) -> Float[Array, "*R E"]:
-    """Sum of the devices' parts along a mesh axis."""
-    return x if axis is None else jax.lax.psum(x, axis)
 
 
 def kernel_of(device: jax.Device, dtype: DTypeLike, head_dim: int) -> str:
@@ -88,37 +44,47 @@ def refusal(kernel: str, device: jax.Device) -> str | None:
     return None
 
 
-ONE_DEVICE = Execution()
+LayerCache = tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]
+"""Rotated keys, and values, of one layer."""
 
 
-def apply_rope(
-    x: Float[Array, "B W N H"], cos: Float[Array, "B W 1 h"], sin: Float[Array, "B W 1 h"]
-) -> Float[Array, "B W N H"]:
-    """Rotates the two halves of the head dimension (Hugging Face's layout), in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+@flax.struct.dataclass
+class Window:
+    """Where the tokens of one pass over the cache stand, and what they see; the same for all layers."""
+
+    cos: Float[Array, "B W 1 h"]
+    sin: Float[Array, "B W 1 h"]
+    """Of the tokens' positions; see `rope.rotary`."""
+    start: Int[Array, " B"]
+    """Cache slot of each sequence's first token; the others follow."""
+    live: Int[Array, ""]
+    """Number of leading cache slots that any token may see; tiles beyond are not read."""
+    until: Int[Array, " B"] | None = None
+    """Every token sees at least the positions up to this one; None: the mask rule alone."""
+    visible: Bool[Array, "B W W"] | None = None
+    """Which of the window's tokens each one sees, where they are a tree; see `TreeMask`."""
+    block_size: int = flax.struct.field(pytree_node=False, default=1)
+    """Mask rule: causal (1) or block-causal; see `kernels.reference.visible_until`."""
+
+
+@flax.struct.dataclass
+class TreeMask:
+    """A window whose tokens are a tree: the position of a token is not its slot in the cache."""
+
+    depth: Int[Array, "B W"]
+    """Position of each token behind the window's first."""
+    visible: Bool[Array, "B W W"]
+    """Which of the window's tokens each one sees: its ancestors and itself."""
 
 
 def attend(
-    qkv: Float[Array, "B W K G2 H"],
-    cos: Float[Array, "B W 1 h"],
-    sin: Float[Array, "B W 1 h"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    live: Int[Array, ""],
-    block_size: int,
-    *,
-    until: Int[Array, " B"] | None = None,
-    kernel: str = "reference",
-) -> tuple[Float[Array, "B W N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+    qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window, *, kernel: str = "reference"
+) -> tuple[Float[Array, "B W Q H"], LayerCache]:
     """What lies between the two projections: rotates, writes keys and values into the cache, and attends.
-
-    The window stands at positions `start[b] ...`. Attention is causal (`block_size` 1) or block-causal, and reads
-    only the cache tiles below `live`; see `kernels.reference.window_attention` for the other arguments.
 
     Args:
       qkv: of each KV head its G query heads, its key and its value.
+      kernel: one of `KERNELS`. Trees are plain jnp on every platform.
 
     Returns:
       The heads' outputs, and both caches; in place when they are donated. The caller keeps `start + W` within the
@@ -127,25 +93,24 @@ def attend(
     Raises:
       ValueError: the kernel does not support the shapes.
     """
-    batch, width, _, members, head_dim = qkv.shape
-    until = jnp.zeros_like(start) if until is None else until
-    if kernel == "tpu":
+    start, live, block_size = window.start, window.live, window.block_size
+    until = jnp.zeros_like(start) if window.until is None else window.until
+    if kernel == "tpu" and window.visible is None:
         from failfast_jax.kernels import tpu
 
-        if width <= tpu.MAX_WIDTH:
-            tables = tpu.rotary_tables(cos, sin)
-            k_cache, v_cache = tpu.write_window(k_cache, v_cache, qkv, start, tables)
-            heads = tpu.window_attention(qkv, *tables, k_cache, v_cache, start, until, live, block_size=block_size)
-            return heads, k_cache, v_cache
-    q = apply_rope(qkv[..., : members - 2, :].reshape(batch, width, -1, head_dim), cos, sin)
-    k, v = apply_rope(qkv[..., members - 2, :], cos, sin), qkv[..., members - 1, :]
-    k_cache, v_cache = write_windows(k_cache, v_cache, k, v, start, kernel=kernel)
-    heads = cached_attention(q, k_cache, v_cache, start, live, block_size, until=until, kernel=kernel)
-    return heads, k_cache, v_cache
+        if qkv.shape[1] <= tpu.MAX_WIDTH:
+            tables = tpu.rotary_tables(window.cos, window.sin)
+            cache = tpu.write_window(*cache, qkv, start, tables)
+            return tpu.window_attention(qkv, *tables, *cache, start, until, live, block_size=block_size), cache
+    q, k, v = rotated_heads(qkv, window.cos, window.sin)
+    cache = write_windows(*cache, k, v, start, kernel=kernel)
+    if window.visible is not None:
+        return reference.tree_attention(q, *cache, start, window.visible, live, tile=TILE), cache
+    return cached_attention(q, *cache, start, live, block_size, until=until, kernel=kernel), cache
 
 
 def cached_attention(
-    q: Float[Array, "B W N H"],
+    q: Float[Array, "B W Q H"],
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
     start: Int[Array, " B"],
@@ -154,7 +119,7 @@ def cached_attention(
     *,
     until: Int[Array, " B"] | None = None,
     kernel: str = "reference",
-) -> Float[Array, "B W N H"]:
+) -> Float[Array, "B W Q H"]:
     """Attention of a padded window over the cache, causal (`block_size` 1) or block-causal.
 
     Reads only the cache tiles below `live` (`cudnn` and `xla`: all of it); see `kernels.reference.window_attention` for
@@ -180,28 +145,6 @@ def cached_attention(
     return reference.window_attention(q, k_cache, v_cache, start, until, live, block_size=block_size, tile=TILE)
 
 
-@flax.struct.dataclass
-class TreeMask:
-    """A window whose tokens are a tree: the position of a token is not its slot in the cache."""
-
-    depth: Int[Array, "B W"]
-    """Position of each token behind the window's first."""
-    visible: Bool[Array, "B W W"]
-    """Which of the window's tokens each one sees: its ancestors and itself."""
-
-
-def tree_attention(
-    q: Float[Array, "B W N H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    visible: Bool[Array, "B W W"],
-    live: Int[Array, ""],
-) -> Float[Array, "B W N H"]:
-    """Causal attention of a tree over the cache in front of it and its own branches; plain jnp on every platform."""
-    return reference.tree_attention(q, k_cache, v_cache, start, visible, live, tile=TILE)
-
-
 def write_windows(
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
@@ -210,7 +153,7 @@ def write_windows(
     start: Int[Array, " B"],
     *,
     kernel: str = "reference",
-) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+) -> LayerCache:
     """Overwrites positions `start[b] .. start[b]+W-1` of both caches; in place when they are donated.
 
     The caller keeps `start + W` within the capacity.

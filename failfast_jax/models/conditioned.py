@@ -8,24 +8,33 @@ target's own (the head cut down to a draft vocabulary), so only the layers are s
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.errors import ConfigError
 from failfast_jax.kernels.reference import HIDDEN
-from failfast_jax.models.attention import ONE_DEVICE, apply_rope, attend, write_windows
+from failfast_jax.models import quantization
+from failfast_jax.models.attention import Window, attend, write_windows
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.config import ModelConfig
-from failfast_jax.models.transformer import Layer, Linear, RMSNorm, rotary
+from failfast_jax.models.drafter_model import Kind
+from failfast_jax.models.layers import Layer, Linear, RMSNorm
+from failfast_jax.models.rope import apply_rope, rotary, rotated_heads
+from failfast_jax.models.sharding import ONE_DEVICE, Execution
+from failfast_jax.models.transformer import Decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +115,7 @@ class Conditioned(nnx.Module):
     def init_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache.zeros(self.config.base, batch, capacity, self.dtype)
 
-    def _feature(self, features: Float[Array, "*S F E"], layer: int) -> Float[Array, "*S E"]:
+    def _feature(self, features: Float[Array, "*R F E"], layer: int) -> Float[Array, "*R E"]:
         return features[..., self.config.feature_layers.index(layer), :].astype(self.dtype)
 
     def context(
@@ -130,10 +139,10 @@ class Conditioned(nnx.Module):
 
     def inputs(
         self,
-        embedded: Float[Array, "*S R E"],
-        known: Bool[Array, "*S R"],
-        features: Float[Array, "*S F E"],
-    ) -> Float[Array, "*S R E"]:
+        embedded: Float[Array, "*B R E"],
+        known: Bool[Array, "*B R"],
+        features: Float[Array, "*R F E"],
+    ) -> Float[Array, "*B R E"]:
         """What enters the first layer.
 
         Args:
@@ -168,19 +177,14 @@ class Conditioned(nnx.Module):
 
     def _block(self, embedded, known, features, cache, start, live):
         kernel = self.execution.resolved(self.dtype, self.config.base.head_dim)
-        positions = start[:, None] + jnp.arange(embedded.shape[1])
-        cos, sin = rotary(self.config.base, positions)
-        x = self.inputs(embedded, known, features)
+        cos, sin = rotary(self.config.base, start[:, None] + jnp.arange(embedded.shape[1]))
         # Every row sees the whole block, but not the padding behind it.
-        until = start + self.config.rows - 1
+        window = Window(cos, sin, start, live, until=start + self.config.rows - 1)
+        x = self.inputs(embedded, known, features)
         keys, values = list(cache.k), list(cache.v)
         for index, layer in enumerate(self.layers):
-            qkv = layer.attention.heads(layer.input_norm(x))
-            heads, keys[index], values[index] = attend(
-                qkv, cos, sin, keys[index], values[index], start, live, 1, until=until, kernel=kernel
-            )
-            x = x + layer.attention.output(heads)
-            x = x + layer.mlp(layer.post_norm(x))
+            here = functools.partial(attend, cache=(keys[index], values[index]), window=window, kernel=kernel)
+            x, (keys[index], values[index]) = layer(x, here)
         return self.norm(x), KVCache(k=tuple(keys), v=tuple(values))
 
     def store(self, features: Float[Array, "B W F E"], cache: KVCache, start: Int[Array, " B"]) -> KVCache:
@@ -200,52 +204,64 @@ class Conditioned(nnx.Module):
         self,
         embedded: Float[Array, "B A R E"],
         known: Bool[Array, "B A R"],
-        features: Float[Array, "B T F E"],
+        features: Float[Array, "B L F E"],
         anchors: Int[Array, "B A"],
     ) -> Float[Array, "B A R E"]:
         """Final hidden states of many blocks of whole sequences, without a cache (differentiable).
 
         Args:
-          features: of positions 0 .. T-1; a block sees those before its anchor, which is at least 1.
+          features: of positions 0 .. L-1; a block sees those before its anchor, which is at least 1.
         """
         batch, count, rows, _ = embedded.shape
         base = self.config.base
-        group = base.num_heads // base.num_kv_heads
         everywhere = jnp.arange(features.shape[1])
         context_rotary = rotary(base, everywhere[None])
         positions = (anchors[..., None] + jnp.arange(rows)).reshape(batch, count * rows)
         cos, sin = rotary(base, positions)
         before = jnp.take_along_axis(features, anchors[..., None, None] - 1, axis=1)
         x = self.inputs(embedded, known, before).reshape(batch, count * rows, -1)
-        visible = (everywhere < anchors[..., None])[:, None, None, :, None, :]  # [B, 1, 1, A, 1, T]
         for index, layer in enumerate(self.layers):
-            q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
-            context_k, context_v = self.context(index, features, *context_rotary)
-            shape = (batch, count, rows, base.num_kv_heads)
-            q = q.reshape(*shape, group, base.head_dim) * base.head_dim**-0.5
-            k, v = k.reshape(*shape, base.head_dim), v.reshape(*shape, base.head_dim)
-            outside = jnp.einsum("barkgh,btkh->bkgart", q, context_k, preferred_element_type=jnp.float32)
-            inside = jnp.einsum("barkgh,baskh->bkgars", q, k, preferred_element_type=jnp.float32)
-            scores = jnp.concatenate([jnp.where(visible, outside, HIDDEN), inside], -1)
-            weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-            outside, inside = jnp.split(weights, [features.shape[1]], axis=-1)
-            heads = jnp.einsum("bkgart,btkh->barkgh", outside, context_v)
-            heads = heads + jnp.einsum("bkgars,baskh->barkgh", inside, v)
-            x = x + layer.attention.output(heads.reshape(batch, count * rows, base.num_heads, base.head_dim))
-            x = x + layer.mlp(layer.post_norm(x))
+            context = self.context(index, features, *context_rotary)
+
+            def within_blocks(heads: Array, context: tuple[Array, Array] = context) -> tuple[Array, None]:
+                q, k, v = (x.reshape(batch, count, rows, *x.shape[2:]) for x in rotated_heads(heads, cos, sin))
+                return block_attention(q, k, v, *context, anchors).reshape(*heads.shape[:2], -1, base.head_dim), None
+
+            x, _ = layer(x, within_blocks)
         return self.norm(x).reshape(batch, count, rows, -1)
+
+
+def block_attention(
+    q: Float[Array, "B A R Q H"],
+    k: Float[Array, "B A R K H"],
+    v: Float[Array, "B A R K H"],
+    context_k: Float[Array, "B L K H"],
+    context_v: Float[Array, "B L K H"],
+    anchors: Int[Array, "B A"],
+) -> Float[Array, "B A R Q H"]:
+    """Attention of many blocks of one text: each sees itself in both directions, and the context before its anchor."""
+    group = q.shape[3] // k.shape[3]
+    rows = q.reshape(*q.shape[:3], -1, group, q.shape[4]) * q.shape[4] ** -0.5
+    visible = (jnp.arange(context_k.shape[1]) < anchors[..., None])[:, None, None, :, None, :]  # [B, 1, 1, A, 1, L]
+    outside = jnp.einsum("barkgh,btkh->bkgart", rows, context_k, preferred_element_type=jnp.float32)
+    inside = jnp.einsum("barkgh,baskh->bkgars", rows, k, preferred_element_type=jnp.float32)
+    scores = jnp.concatenate([jnp.where(visible, outside, HIDDEN), inside], -1)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    outside, inside = jnp.split(weights, [context_k.shape[1]], axis=-1)
+    heads = jnp.einsum("bkgart,btkh->barkgh", outside, context_v)
+    return (heads + jnp.einsum("bkgars,baskh->barkgh", inside, v)).reshape(q.shape)
 
 
 @flax.struct.dataclass
 class BoundConditioned:
-    """A target-conditioned drafter with what it borrows from its target: the model that an engine drafts with."""
+    """A target-conditioned drafter with what it borrows from its target; a `drafter_model.DrafterModel`."""
 
     network: Conditioned
-    embed: Float[Array, "V E"]
+    embed: Float[Array, "V E"] | None
     """The target's embedding."""
-    head: Float[Array, "D E"]
+    head: Float[Array, "v E"]
     """Rows of the target's head that score the draft vocabulary."""
-    draft_ids: Int[Array, " D"]
+    draft_ids: Int[Array, " v"]
     """Token id of each row of `head`."""
 
     @property
@@ -253,9 +269,67 @@ class BoundConditioned:
         return self.network.config
 
     @property
-    def kind(self) -> str:
+    def execution(self) -> Execution:
+        return self.network.execution
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.network.dtype
+
+    @property
+    def kind(self) -> Kind:
         return "conditioned"
 
     @property
     def rows(self) -> int:
         return self.config.rows
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.config.feature_layers
+
+    @property
+    def context(self) -> None:
+        return None
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        return self.network.init_cache(batch, capacity)
+
+    def shares_tokens(self, target: ModelConfig) -> bool:
+        return True
+
+    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = True) -> BoundConditioned:
+        """With its execution set, whole on every device of a mesh; the embedding stays its target's, spread like it."""
+        network = copy.copy(self.network)
+        network.execution = Execution(kernel=kernel, mesh=mesh)
+        model = self.replace(network=network)
+        if mesh is None:
+            return model
+        whole = jax.device_put(model.replace(embed=None), NamedSharding(mesh, P()))
+        return whole.replace(embed=self.embed)
+
+    def quantized(self, scheme: str = "int8") -> BoundConditioned:
+        """With the matrices of its network quantised, not those of its target.
+
+        Raises:
+          OptionError: see `quantization.check`.
+        """
+        quantization.check(scheme)
+        return self.replace(network=quantization.with_rounded_matrices(self.network))
+
+    def shape_key(self) -> dict[str, Any]:
+        return {**self.config.base.shape_key(), **self.config.to_dict()}
+
+    def own_parameters(self) -> list[jax.Array]:
+        return jax.tree.leaves(self.network)
+
+
+def bind(network: Conditioned, target: Decoder, draft_ids: np.ndarray) -> BoundConditioned:
+    """A target-conditioned network with its target's embedding and the rows of its head that it may draft."""
+    ids = jax.device_put(np.asarray(draft_ids, np.int32))
+    return BoundConditioned(
+        network=network, embed=target.embed[...], head=_rows(target.head_weight, ids), draft_ids=ids
+    )
+
+
+_rows = jax.jit(lambda weight, ids: weight[ids])

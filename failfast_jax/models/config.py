@@ -47,7 +47,6 @@ class RopeConfig:
         if float(merged.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
             raise ConfigError(f"{where}: partial_rotary_factor other than 1 is not supported")
         kind = merged.get("rope_type") or merged.get("type") or "default"
-        context = int(raw.get("max_position_embeddings") or 0)
 
         def need(key: str) -> float:
             if merged.get(key) is None:
@@ -61,37 +60,38 @@ class RopeConfig:
         if kind == "divisors":
             return cls(theta=theta, kind=kind, divisors=tuple(float(value) for value in merged.get("divisors") or ()))
         if kind == "llama3":
+            keys = ("factor", "low_freq_factor", "high_freq_factor")
+            context = int(need("original_max_position_embeddings"))
+            return cls(
+                theta=theta, kind=kind, original_max_position_embeddings=context, **{key: need(key) for key in keys}
+            )
+        if kind == "yarn":
+            context = merged.get("original_max_position_embeddings") or raw.get("max_position_embeddings") or 0
             return cls(
                 theta=theta,
                 kind=kind,
                 factor=need("factor"),
-                low_freq_factor=need("low_freq_factor"),
-                high_freq_factor=need("high_freq_factor"),
-                original_max_position_embeddings=int(need("original_max_position_embeddings")),
-            )
-        if kind == "yarn":
-            factor = need("factor")
-            mscale, mscale_all = merged.get("mscale"), merged.get("mscale_all_dim")
-            attention_factor = merged.get("attention_factor")
-            if attention_factor is None:
-
-                def get(scale: float) -> float:
-                    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-                attention_factor = get(mscale) / get(mscale_all) if mscale and mscale_all else get(1.0)
-            return cls(
-                theta=theta,
-                kind=kind,
-                factor=factor,
                 beta_fast=float(merged.get("beta_fast") or 32.0),
                 beta_slow=float(merged.get("beta_slow") or 1.0),
                 truncate=bool(merged.get("truncate", True)),
-                attention_factor=float(attention_factor),
-                original_max_position_embeddings=int(merged.get("original_max_position_embeddings") or context),
+                attention_factor=_yarn_attention_factor(merged, need("factor")),
+                original_max_position_embeddings=int(context),
             )
         raise ConfigError(
             f"{where}: rope_scaling type {kind!r} is not supported (supported: default, linear, llama3, yarn)"
         )
+
+
+def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    """As transformers computes it: given, from two `mscale`s, or from the factor alone."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def scaled(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return float(scaled(mscale) / scaled(mscale_all) if mscale and mscale_all else scaled(1.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,40 +123,41 @@ class ModelConfig:
     def is_diffusion(self) -> bool:
         return self.block_size > 1
 
+    def shape_key(self) -> dict[str, Any]:
+        """JSON-ready; what a target must have in common with the one that a drafter was trained for."""
+        return {key: getattr(self, key) for key in ("model_type", "vocab_size", "hidden_size", "num_layers")}
+
+    def with_mask_row(self, num_layers: int, block_size: int) -> ModelConfig:
+        """Of a block-diffusion drafter that borrows this model's embedding; one row more is its mask."""
+        return dataclasses.replace(
+            self,
+            num_layers=num_layers,
+            block_size=block_size,
+            mask_token_id=self.vocab_size,
+            vocab_size=self.vocab_size + 1,
+        )
+
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-        """Parses a Hugging Face `config.json`; see `_parse`.
+        """Parses a Hugging Face `config.json`.
+
+        The mask token is only read from the key `mask_token_id` here; `resolve_mask_token` adds what a tokenizer says.
 
         Raises:
           ConfigError: an unknown `model_type`, a missing key or a value that the decoder cannot serve.
         """
-        numbers = ("num_key_value_heads", "head_dim", "max_position_embeddings", "mask_token_id", "bd_size")
-        for key in numbers:
-            if raw.get(key) is not None and (not isinstance(raw[key], int) or isinstance(raw[key], bool)):
-                raise ConfigError(f"{where}: key {key!r} must be an integer, got {raw[key]!r}")
-        for key in ("rms_norm_eps", "rope_theta"):
-            if key in raw and not isinstance(raw[key], (int, float)) and not (key == "rope_theta" and raw[key] is None):
-                raise ConfigError(f"{where}: key {key!r} must be a number, got {raw[key]!r}")
-        for key in ("rope_scaling", "rope_parameters"):
-            if raw.get(key) is not None and not isinstance(raw[key], Mapping):
-                raise ConfigError(f"{where}: key {key!r} must be an object, got {raw[key]!r}")
+        _check_types(raw, where)
         try:
-            return cls._parse(raw, where)
+            config = cls._parse(raw, where)
         except (TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"{where}: a value has the wrong type ({error})") from error
+        config._check(raw, where)
+        return config
 
     @classmethod
     def _parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
-        """Parses a Hugging Face `config.json`.
-
-        The mask token is only read from the key `mask_token_id` here; `resolve_mask_token` adds what
-        a tokenizer says.
-
-        Raises:
-          ConfigError: an unknown `model_type`, a missing key or a value that the decoder cannot serve.
-        """
         model_type = raw.get("model_type")
         if model_type not in SUPPORTED_MODEL_TYPES:
             raise ConfigError(
@@ -169,27 +170,9 @@ class ModelConfig:
                 raise ConfigError(f"{where}: key {key!r} must be a positive integer, got {value!r}")
             return value
 
-        heads = need("num_attention_heads")
-        hidden = need("hidden_size")
-        kv_heads = raw.get("num_key_value_heads") or heads
-        head_dim = raw.get("head_dim") or hidden // heads
-        if heads % kv_heads:
-            raise ConfigError(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-        if head_dim % 2:
-            raise ConfigError(f"{where}: head_dim {head_dim} is odd; rotary embeddings need an even one")
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported (supported: silu)")
-        if raw.get("use_sliding_window"):
-            raise ConfigError(f"{where}: use_sliding_window=true is not supported; attention here is full")
-        diffusion = model_type == FAST_DLLM_MODEL_TYPE
-        block_size = raw.get("bd_size", 32) if diffusion else 1
-        if not isinstance(block_size, int) or block_size < 1 or (diffusion and block_size < 2):
-            raise ConfigError(f"{where}: bd_size must be an integer of at least 2, got {block_size!r}")
-        rope = RopeConfig.from_dict(raw, where)
-        if rope.kind == "divisors" and len(rope.divisors) != head_dim // 2:
-            raise ConfigError(f"{where}: {len(rope.divisors)} rope divisors for {head_dim // 2} frequencies")
+        heads, hidden = need("num_attention_heads"), need("hidden_size")
+        is_llama, is_diffusion = model_type == "llama", model_type == FAST_DLLM_MODEL_TYPE
         attention_bias = bool(raw.get("attention_bias", False))
-        is_llama = model_type == "llama"
         return cls(
             model_type=model_type,
             vocab_size=need("vocab_size"),
@@ -197,19 +180,50 @@ class ModelConfig:
             intermediate_size=need("intermediate_size"),
             num_layers=need("num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or hidden // heads,
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope=rope,
+            rope=RopeConfig.from_dict(raw, where),
             qkv_bias=attention_bias if is_llama else True,
             o_bias=attention_bias if is_llama else False,
             mlp_bias=bool(raw.get("mlp_bias", False)) if is_llama else False,
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             max_position_embeddings=int(raw.get("max_position_embeddings") or 2048),
-            block_size=block_size,
-            mask_token_id=raw.get("mask_token_id") if diffusion else None,
+            block_size=raw.get("bd_size", 32) if is_diffusion else 1,
+            mask_token_id=raw.get("mask_token_id") if is_diffusion else None,
             eos_token_ids=eos_ids(raw.get("eos_token_id"), where),
         )
+
+    def _check(self, raw: Mapping[str, Any], where: str) -> None:
+        """Raises ConfigError: values that contradict each other, or ask for what is not built."""
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{where}: num_attention_heads {self.num_heads} is no multiple of num_key_value_heads "
+                f"{self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"{where}: head_dim {self.head_dim} is odd; rotary embeddings need an even one")
+        if self.rope.kind == "divisors" and len(self.rope.divisors) != self.head_dim // 2:
+            raise ConfigError(f"{where}: {len(self.rope.divisors)} rope divisors for {self.head_dim // 2} frequencies")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ConfigError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported (supported: silu)")
+        if raw.get("use_sliding_window"):
+            raise ConfigError(f"{where}: use_sliding_window=true is not supported; attention here is full")
+        if self.model_type == FAST_DLLM_MODEL_TYPE and (not isinstance(self.block_size, int) or self.block_size < 2):
+            raise ConfigError(f"{where}: bd_size must be an integer of at least 2, got {self.block_size!r}")
+
+
+def _check_types(raw: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError: a key with a value of the wrong type."""
+    for key in ("num_key_value_heads", "head_dim", "max_position_embeddings", "mask_token_id", "bd_size"):
+        if raw.get(key) is not None and (not isinstance(raw[key], int) or isinstance(raw[key], bool)):
+            raise ConfigError(f"{where}: key {key!r} must be an integer, got {raw[key]!r}")
+    for key in ("rms_norm_eps", "rope_theta"):
+        if key in raw and not isinstance(raw[key], (int, float)) and not (key == "rope_theta" and raw[key] is None):
+            raise ConfigError(f"{where}: key {key!r} must be a number, got {raw[key]!r}")
+    for key in ("rope_scaling", "rope_parameters"):
+        if raw.get(key) is not None and not isinstance(raw[key], Mapping):
+            raise ConfigError(f"{where}: key {key!r} must be an object, got {raw[key]!r}")
 
 
 def eos_ids(value: Any, where: str) -> tuple[int, ...]:

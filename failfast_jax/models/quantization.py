@@ -21,9 +21,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int8
 
 from failfast_jax.errors import OptionError
-from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.config import ModelConfig
-from failfast_jax.models.transformer import Decoder, Linear
+from failfast_jax.models.layers import Linear
 
 SCHEMES = ("int8",)
 """`int8`: symmetric, rounded to the nearest of 256 levels, a float32 scale for each output."""
@@ -39,39 +38,17 @@ def check(scheme: str | None, flag: str = "--quantize") -> None:
         raise OptionError(f'{flag} {scheme}: needs qwix, which is not installed: pip install -e ".[quant]"')
 
 
-def quantized(model: Any, scheme: str = "int8", *, flag: str = "--quantize") -> Any:
-    """The model with the weight of every `Linear` quantised; one that is already so stays as it is.
-
-    A model on a mesh is rounded where it lies: the devices only exchange the largest value of each output whose
-    inputs are spread. Where embedding and head are one matrix, the head becomes an int8 copy of it: a pass reads all
-    of the head but a few rows of the embedding, which need not lose bits to save time.
-
-    Args:
-      model: a `Decoder` or a target-conditioned drafter; arrays, or abstract ones.
-
-    Raises:
-      OptionError: see `check`.
-    """
-    check(scheme, flag)
-    if isinstance(model, BoundConditioned):
-        return model.replace(network=_quantized(model.network))
-    clone = _quantized(model)
-    if model.config.tie_embeddings and model.head is None:
-        clone.head = nnx.data(_quantized(_tied_head(model)))
-    return clone
-
-
 def rounded(weight: Float[Array, "*O I"]) -> tuple[Int8[Array, "*O I"], Float[Array, "*O 1"]]:
     """A weight in int8 and its scales, each device its part; abstract if the weight is."""
     if isinstance(weight, jax.ShapeDtypeStruct):
         places = _places(weight.sharding, weight.ndim)
         shapes = jax.eval_shape(_round, weight)
         return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x, place in zip(shapes, places))
-    return _rounder(weight.sharding, weight.ndim)(weight)
+    return rounder(weight.sharding, weight.ndim)(weight)
 
 
 def converter(config: ModelConfig) -> Callable[[str, jax.Array], dict[str, jax.Array]]:
-    """For `loading`: what is kept, by name, of a decoder's parameter that has just been read."""
+    """For `checkpoints.loading`: what is kept, by name, of a decoder's parameter that has just been read."""
 
     def convert(name: str, value: jax.Array) -> dict[str, jax.Array]:
         if name == "embed" and config.tie_embeddings:
@@ -100,7 +77,8 @@ def _round(weight):
 
 
 @functools.cache
-def _rounder(place: jax.sharding.Sharding, ndim: int) -> Callable:
+def rounder(place: jax.sharding.Sharding, ndim: int) -> Callable:
+    """The compiled rounding of a weight of `ndim` axes that lies at `place`."""
     return jax.jit(_round, out_shardings=_places(place, ndim))
 
 
@@ -112,7 +90,8 @@ def _places(place: jax.sharding.Sharding | None, ndim: int) -> tuple[Any, Any]:
     return place, NamedSharding(place.mesh, P(*spec[:-1], None))
 
 
-def _quantized(node: Any) -> Any:
+def with_rounded_matrices(node: Any) -> Any:
+    """A module with the weight of every `Linear` in it rounded; arrays, or abstract ones."""
     if isinstance(node, Linear):
         if node.scale is not None:
             return node
@@ -121,19 +100,9 @@ def _quantized(node: Any) -> Any:
         node.weight, node.scale = node.weight.replace(weight), nnx.Param(scale)
         return node
     if isinstance(node, nnx.List):
-        return type(node)([_quantized(child) for child in node])
+        return type(node)([with_rounded_matrices(child) for child in node])
     node = copy.copy(node)
     for name, child in list(vars(node).items()):
         if isinstance(child, nnx.Module):
-            setattr(node, name, _quantized(child))
+            setattr(node, name, with_rounded_matrices(child))
     return node
-
-
-def _tied_head(model: Decoder) -> Linear:
-    head = nnx.eval_shape(
-        lambda: Linear(
-            (model.config.vocab_size,), model.config.hidden_size, bias=False, dtype=jnp.float32, rngs=nnx.Rngs(0)
-        )
-    )
-    head.weight = head.weight.replace(model.embed.get_value())
-    return head

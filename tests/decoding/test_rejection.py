@@ -12,11 +12,14 @@ import pytest
 from distributions import chi_square, filtered_probability
 from tiny_models import diffusion_config, random_model, tiny_config
 
-from failfast_jax import FailFast
-from failfast_jax.decoding import accept, round
+from failfast_jax import FailFast, decoding
+from failfast_jax.decoding import accept
 from failfast_jax.decoding.state import Sampling
-from failfast_jax.drafters import Autoregressive, Wide
+from failfast_jax.drafters.autoregressive import Autoregressive
+from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
+
+pytestmark = pytest.mark.optimized
 
 SAMPLES = 200_000
 VOCAB, DRAFT, TOKENS = 5, 2, 3
@@ -152,7 +155,7 @@ def test_wrong_rules_are_noticed(drafts):
 @jax.jit
 def simple_cases():
     """Tokens of one drafter beside what the rule makes of them, under `q` of several widths and with q = p."""
-    sampling = round.greedy_sampling(1).replace(temperature=jnp.ones(1))
+    sampling = decoding.greedy_sampling(1).replace(temperature=jnp.ones(1))
     count = 1000
     positions, drafted = jnp.arange(count)[None], jnp.ones((1, count), bool)
     logits = jnp.broadcast_to(jnp.asarray(TARGET[0]), (1, count, VOCAB))
@@ -202,36 +205,38 @@ def sampling_drafter(kind: str):
 def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
     """From prompt to text: chunks, expansion, caches, bonus tokens; and at temperature 0 the greedy text."""
     target, drafter = small_target(), sampling_drafter(kind)
-    samples, greedy, prompt = 4_900, 100, jnp.asarray([[3, 1, 4]])
+    samples, greedy = 4_900, 100
+    rows = samples + greedy
     temperature, top_k, top_p = 0.9, 5, 0.95
-    plan = round.Plan((4,), (32,), (32,))
+    plan = decoding.Plan((4,), (32,), (32,))
 
-    def answer(case):
-        sequence, temperature = case
-        state = round.init_state(
+    @jax.jit
+    def answer(target, drafter, tokens, sampling):
+        every = jnp.ones(rows, jnp.int32)
+        state = decoding.init_state(
             target,
             drafter,
-            tokens=prompt,
-            prompt_length=jnp.asarray([3]),
-            max_new_tokens=jnp.asarray([TOKENS]),
-            eos=jnp.asarray(round.pad_eos(())),
-            sampling=Sampling(
-                temperature=temperature[None],
-                top_k=jnp.asarray([top_k]),
-                top_p=jnp.asarray([top_p]),
-                seed=jnp.asarray([4], jnp.uint32),
-                sequence=sequence[None],
-            ),
+            tokens=tokens,
+            prompt_length=3 * every,
+            max_new_tokens=TOKENS * every,
+            eos=decoding.stop_tokens(()),
+            sampling=sampling,
             capacity=8,
             plan=plan,
         )
-        state = round.prefill(target, drafter, state, prompt_tokens=3, plan=plan)
-        state = round.generate(target, drafter, state, plan=plan)
-        return state.tokens[0, 3 : 3 + TOKENS], state.log.accepted[0], state.log.draft_length[0]
+        state = decoding.prefill(target, drafter, state, prompt_tokens=3, plan=plan)
+        state = decoding.generate(target, drafter, state, plan=plan)
+        return state.tokens[:, 3 : 3 + TOKENS], state.log.accepted, state.log.draft_length
 
-    temperatures = np.repeat(np.asarray([temperature, 0], np.float32), [samples, greedy])
-    cases = np.arange(samples + greedy), temperatures
-    texts, accepted, lengths = jax.device_get(jax.jit(lambda: jax.lax.map(answer, cases, batch_size=500))())
+    sampling = Sampling(
+        temperature=np.repeat(np.asarray([temperature, 0], np.float32), [samples, greedy]),
+        top_k=np.full(rows, top_k, np.int32),
+        top_p=np.full(rows, top_p, np.float32),
+        seed=np.full(rows, 4, np.uint32),
+        sequence=np.arange(rows, dtype=np.int32),
+    )
+    prompts = np.tile(np.asarray([3, 1, 4], np.int32), (rows, 1))
+    texts, accepted, lengths = jax.device_get(answer(target, drafter, prompts, sampling))
     sampled, accepted, lengths = texts[:samples], accepted[:samples], lengths[:samples]
     first = list(itertools.product(range(SMALL), repeat=TOKENS - 1))
     contexts = np.asarray([[3, 1, 4, *tokens] for tokens in first], np.int32)

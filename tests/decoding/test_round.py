@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import textwrap
 from types import SimpleNamespace
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
-from failfast_jax.decoding import round
-from failfast_jax.decoding.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING
-from failfast_jax.drafters import Aligned, Autoregressive, Drafter, Lookup, Reuse, TreeDrafter, Wide
+from failfast_jax import decoding
+from failfast_jax.decoding import BelowThreshold, CongestionWindow, Drafter, StopRule, tree
+from failfast_jax.decoding.plan import EXACT_WIDTH
+from failfast_jax.decoding.state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING, Verified
+from failfast_jax.drafters.aligned import Aligned
+from failfast_jax.drafters.autoregressive import Autoregressive
+from failfast_jax.drafters.lookup import Lookup
+from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.drafters.suffix import Suffix
+from failfast_jax.drafters.tree import TreeDrafter
+from failfast_jax.drafters.wide import Wide
+
+pytestmark = pytest.mark.optimized
 
 CAPACITY = 128
 SPEC_LEN, MAX_SPEC_LEN = 3, 9
@@ -31,7 +42,11 @@ def models() -> SimpleNamespace:
 
 def make_drafter(kind: str) -> Drafter:
     lengths = {"vocab": VOCAB, "spec_len": SPEC_LEN}
-    block = lengths | {"model": models().diffusion, "tau": np.float32(0.3), "max_spec_len": MAX_SPEC_LEN}
+    block = lengths | {
+        "model": models().diffusion,
+        "rule": BelowThreshold(np.float32(0.3)),
+        "max_spec_len": MAX_SPEC_LEN,
+    }
     return {
         "vanilla": lambda: Drafter(),
         "lookup": lambda: Lookup(max_spec_len=7),
@@ -50,28 +65,28 @@ def prompts(lengths: tuple[int, ...] = (9, 21), seed: int = 0) -> tuple[np.ndarr
 
 
 def start(target, drafter, plan, tokens, lengths, limits, eos=()):
-    state = round.init_state(
+    state = decoding.init_state(
         target,
         drafter,
         tokens=tokens,
         prompt_length=lengths,
         max_new_tokens=limits,
-        eos=jnp.asarray(round.pad_eos(eos)),
-        sampling=round.greedy_sampling(tokens.shape[0]),
+        eos=decoding.stop_tokens(eos, tokens.shape[0]),
+        sampling=decoding.greedy_sampling(tokens.shape[0]),
         capacity=CAPACITY,
         plan=plan,
     )
-    return round.prefill(target, drafter, state, prompt_tokens=tokens.shape[1], plan=plan)
+    return decoding.prefill(target, drafter, state, prompt_tokens=tokens.shape[1], plan=plan)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "stop", "eos"))
-def answer(target, drafter, tokens, lengths, limits, *, plan, stop=None, eos=()):
+@functools.partial(jax.jit, static_argnames=("plan", "eos"))
+def answer(target, drafter, tokens, lengths, limits, *, plan, eos=()):
     """What a caller would write: the parts of a round in a loop and a jit of their own."""
 
     def body(state):
-        proposal, state = round.draft(drafter, state, stop)
-        verified, state = round.verify(target, drafter, state, proposal, plan=plan)
-        return round.accept(drafter, state, proposal, verified)
+        proposal, state = decoding.draft(drafter, state)
+        verified, state = decoding.verify(target, drafter, state, proposal, plan=plan)
+        return decoding.commit(drafter, state, proposal, verified)
 
     state = start(target, drafter, plan, tokens, lengths, limits, eos)
     return jax.lax.while_loop(lambda s: jnp.any(s.running), body, state)
@@ -85,42 +100,71 @@ def outputs(state) -> list[list[int]]:
 @functools.cache
 def vanilla_state():
     drafter = Drafter()
-    plan = round.make_plan(drafter, platform="cpu")
+    plan = decoding.make_plan(drafter, platform="cpu")
     return answer(models().target, drafter, *prompts(), np.asarray([30, 40], np.int32), plan=plan)
 
 
 def test_the_module_docstring_runs():
     tokens, lengths = prompts()
-    names = {name: getattr(round, name) for name in dir(round)} | {
+    names = {name: getattr(decoding, name) for name in decoding.__all__} | {
+        "jax": jax,
+        "jnp": jnp,
         "target": models().target,
         "drafter": make_drafter("vanilla"),
         "prompts": jnp.asarray(tokens),
         "lengths": jnp.asarray(lengths),
         "limits": jnp.asarray([30, 40]),
     }
-    example = round.__doc__.split("as they are:\n", 1)[1]
+    example = decoding.__doc__.split("as they are:\n", 1)[1].split("Where to find")[0]
     exec(textwrap.dedent(example), names)
     # The example stops at the model's stop token; vanilla_state() does not.
     for got, whole in zip(outputs(names["state"]), outputs(vanilla_state())):
         assert got == whole[: len(got)] and (len(got) == len(whole) or got[-1] == 1)
 
 
-# A stopping rule of the caller's own.
+# Stopping rules of the caller's own.
 
 
-def after_two_chunks(chunk):
-    return chunk.drafted >= 2 * SPEC_LEN
+@flax.struct.dataclass
+class AfterTwoChunks(StopRule):
+    def stops(self, draft, memory):
+        return draft.drafted >= 2 * SPEC_LEN
 
 
-def mean_below_tau(chunk):
-    return chunk.confidence.mean(axis=1) < chunk.tau
+@flax.struct.dataclass
+class MeanBelow(StopRule):
+    tau: float
+
+    def stops(self, draft, memory):
+        mean = jnp.mean(draft.confidence, axis=1, where=draft.in_newest)
+        return mean < self.tau
+
+
+@flax.struct.dataclass
+class SlowStart(StopRule):
+    """Looks back: one chunk more after each draft that was accepted whole, one chunk after any other."""
+
+    def init(self, batch):
+        return jnp.ones((batch,), jnp.int32)
+
+    def stops(self, draft, memory):
+        return draft.drafted >= memory * SPEC_LEN
+
+    def learn(self, memory, outcome):
+        return jnp.where(outcome.agreed == outcome.draft.length, memory + 1, 1)
+
+
+def wide(rule: StopRule, **options) -> Wide:
+    return Wide(
+        model=models().diffusion, vocab=VOCAB, rule=rule, spec_len=SPEC_LEN, max_spec_len=MAX_SPEC_LEN, **options
+    )
 
 
 @functools.cache
-def wide_state(stop):
-    drafter = make_drafter("wide")
-    plan = round.make_plan(drafter, platform="cpu")
-    return answer(models().target, drafter, *prompts(), np.asarray([30, 40], np.int32), plan=plan, stop=stop)
+def wide_state(rule):
+    drafter = wide(rule)
+    plan = decoding.make_plan(drafter, platform="cpu")
+    return answer(models().target, drafter, *prompts(), np.asarray([30, 40], np.int32), plan=plan)
 
 
 def drafts(state) -> list[np.ndarray]:
@@ -141,33 +185,124 @@ def expected_length(confidence: np.ndarray, go_on) -> int:
     return MAX_SPEC_LEN
 
 
+PAPER, SHORT, MEAN = BelowThreshold(0.3), AfterTwoChunks(), MeanBelow(0.3)
 RULES = {
-    None: lambda c: (c[-SPEC_LEN:] >= np.float32(0.3)).all(),
-    after_two_chunks: lambda c: len(c) < 2 * SPEC_LEN,
-    mean_below_tau: lambda c: c[-SPEC_LEN:].mean() >= 0.3,
+    PAPER: lambda c: (c[-SPEC_LEN:] >= np.float32(0.3)).all(),
+    SHORT: lambda c: len(c) < 2 * SPEC_LEN,
+    MEAN: lambda c: c[-SPEC_LEN:].mean() >= 0.3,
 }
 
 
-@pytest.mark.parametrize("stop", RULES)
-def test_a_stopping_rule_inside_the_callers_jit(stop):
-    state = wide_state(stop)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_stopping_rule_inside_the_callers_jit(rule):
+    state = wide_state(rule)
     assert outputs(state) == outputs(vanilla_state())
     lengths = [len(confidence) for confidence in drafts(state)]
-    assert lengths == [expected_length(confidence, RULES[stop]) for confidence in drafts(state)]
+    assert lengths == [expected_length(confidence, RULES[rule]) for confidence in drafts(state)]
 
 
 def test_rules_differ():
-    lengths = {tuple(len(c) for c in drafts(wide_state(stop))) for stop in RULES}
+    lengths = {tuple(len(c) for c in drafts(wide_state(rule))) for rule in RULES}
     assert len(lengths) == len(RULES)
 
 
-@pytest.mark.parametrize("kind", ["lookup", "suffix", "ar", "vanilla"])
-def test_drafters_that_do_not_expand_take_no_rule(kind):
-    drafter = make_drafter(kind)
-    plan = round.make_plan(drafter, platform="cpu")
-    state = jax.eval_shape(lambda: start(models().target, drafter, plan, *prompts(), np.asarray([9, 9], np.int32)))
-    with pytest.raises(ValueError, match="does not expand its drafts"):
-        jax.eval_shape(lambda s: round.draft(drafter, s, after_two_chunks), state)
+def windows(log, row: int, window: int, learn) -> list[int]:
+    """Draft lengths that a rule with a window gives, from what was accepted."""
+    lengths = []
+    for index in range(log.rounds[row]):
+        lengths.append(min(-(-window // SPEC_LEN) * SPEC_LEN, MAX_SPEC_LEN))
+        window = learn(window, log.accepted[row, index] == log.draft_length[row, index])
+    return lengths
+
+
+@pytest.mark.parametrize(
+    "rule, window, learn",
+    [
+        (SlowStart(), SPEC_LEN, lambda window, whole: window + SPEC_LEN if whole else SPEC_LEN),
+        (
+            CongestionWindow(least=2, increase=2, most=9),
+            2,
+            lambda window, whole: min(max(window + 2 if whole else window // 2, 2), 9),
+        ),
+    ],
+)
+def test_a_rule_learns_from_earlier_rounds(rule, window, learn):
+    # The model drafts for itself, so that whole drafts are accepted now and then.
+    target = models().target
+    drafter = Autoregressive(
+        model=random_model(tiny_config(num_layers=1), seed=1, gain=3.0),
+        vocab=VOCAB,
+        rule=rule,
+        spec_len=SPEC_LEN,
+        max_spec_len=MAX_SPEC_LEN,
+    )
+    plan = decoding.make_plan(drafter, platform="cpu")
+    state = answer(target, drafter, *prompts(), np.asarray([30, 40], np.int32), plan=plan)
+    assert outputs(state) == outputs(vanilla_state())
+    log = jax.device_get(state.log)
+    for row in range(2):
+        lengths = log.draft_length[row, : log.rounds[row]].tolist()
+        assert lengths == windows(log, row, window, learn) and len(set(lengths)) > 1
+
+
+# Faults.
+
+
+def test_nan_ends_a_sequence_in_front_of_it():
+    """The target's logits are NaN where it reads a token: everything in front of that is the text of before."""
+    whole = outputs(vanilla_state())
+    poison = whole[0][7]
+    tokens, lengths = prompts()
+    tokens = np.where(np.arange(24) < lengths[:, None], tokens, 0)
+    assert poison not in tokens[0]
+    target = copy.copy(models().target)
+    target.embed = type(target.embed)(target.embed[...].at[poison].set(jnp.nan))
+    drafter = make_drafter("lookup")
+    plan = decoding.make_plan(drafter, platform="cpu")
+    state = answer(target, drafter, tokens, lengths, np.asarray([30, 40], np.int32), plan=plan)
+    got = outputs(state)
+    assert state.finish[0] == FAILED
+    assert got[0] == whole[0][: whole[0].index(poison) + 1]
+
+
+def test_a_branch_that_was_taken_leaves_no_stale_keys():
+    """After each round the blocks that a tree's drafter calls final hold what the text itself gives."""
+    target, drafter = models().target, TreeDrafter(model=wide(BelowThreshold(0.0), alternatives=3), budget=31)
+    plan = decoding.make_plan(drafter, platform="cpu")
+    tokens, lengths = prompts((21, 14))
+    state = jax.jit(lambda t, d: start(t, d, plan, tokens, lengths, np.asarray([60, 60], np.int32)))(target, drafter)
+    model, branched = drafter.model.model, 0
+
+    @jax.jit
+    def take_a_branch(drafter, state):
+        """A round in which the target agrees with the deepest path that leaves the draft."""
+        proposal, state = decoding.draft(drafter, state)
+        mask = tree.mask_of(proposal.tree, 32)
+        nodes = tree.window_of(jnp.zeros_like(lengths)[:, None], proposal.tree.tokens, 32)
+        own = jnp.pad(proposal.tokens, ((0, 0), (1, 0)))
+        leaves = nodes != jnp.take_along_axis(own, jnp.minimum(mask.depth, own.shape[1] - 1), axis=1)
+        depth = jnp.where(jnp.any(mask.visible & leaves[:, None], axis=2), mask.depth, 0)
+        last = jnp.argmax(depth, axis=1)[:, None, None]
+        path = jnp.take_along_axis(mask.visible, last, axis=1)[:, 0] & (jnp.arange(32) > 0)
+        order = jnp.argsort(jnp.where(path, mask.depth, 99), axis=1)
+        accepted = path.sum(1)
+        picks = jnp.take_along_axis(nodes, order, axis=1)
+        features = jnp.zeros((2, 32, 0, 16))
+        finite = jnp.ones((2, 32), bool)
+        return decoding.commit(drafter, state, proposal, Verified(picks, features, finite, accepted, jnp.int32(1)))
+
+    reference = jax.jit(
+        lambda m, t: m.window(t, m.init_cache(2, t.shape[1]), jnp.zeros((2,), jnp.int32), jnp.int32(t.shape[1]))[1]
+    )
+    for _ in range(4):
+        before = state.length
+        state = take_a_branch(drafter, state)
+        branched += int((state.length - before > 3).sum())
+        expected = reference(model, state.tokens)
+        for new, old in zip((*state.drafter.cache.k, *state.drafter.cache.v), (*expected.k, *expected.v)):
+            for row, final in enumerate(np.asarray(state.drafter.cached)):
+                np.testing.assert_allclose(new[row, :, :final], old[row, :, :final], atol=2e-5)
+    assert branched > 2 and (state.drafter.cached > 8).all()
 
 
 # Finished rows.
@@ -176,9 +311,9 @@ def test_drafters_that_do_not_expand_take_no_rule(kind):
 @pytest.mark.parametrize("kind", ["wide", "lookup"])
 def test_a_finished_row_changes_nothing(kind):
     drafter, target = make_drafter(kind), models().target
-    plan = round.make_plan(drafter, platform="cpu")
+    plan = decoding.make_plan(drafter, platform="cpu")
     begin = jax.jit(lambda t, d, *inputs: start(t, d, plan, *inputs))
-    step = jax.jit(lambda t, d, s: round.step(t, d, s, plan=plan))
+    step = jax.jit(lambda t, d, s: decoding.step(t, d, s, plan=plan))
     state = begin(target, drafter, *prompts(), np.asarray([4, 60], np.int32))
     while not (finished := np.asarray(~state.running))[0]:
         state = step(target, drafter, state)
@@ -207,7 +342,7 @@ def test_reasons_to_finish():
     free = outputs(vanilla_state())
     stop_token = free[0][5]
     drafter = Drafter()
-    plan = round.make_plan(drafter, platform="cpu")
+    plan = decoding.make_plan(drafter, platform="cpu")
     limits = np.asarray([30, 2], np.int32)
     state = answer(models().target, drafter, *prompts(), limits, plan=plan, eos=(stop_token,))
     assert outputs(state)[0] == free[0][: free[0].index(stop_token) + 1]
@@ -218,7 +353,7 @@ def test_reasons_to_finish():
 
 def test_a_request_without_room_is_finished_from_the_start():
     drafter = Drafter()
-    plan = round.make_plan(drafter, platform="cpu")
+    plan = decoding.make_plan(drafter, platform="cpu")
     state = jax.jit(lambda: start(models().target, drafter, plan, *prompts(), np.asarray([0, 1], np.int32)))()
     assert state.finish.tolist() == [FINISHED_LENGTH, RUNNING]
 
@@ -228,11 +363,11 @@ def test_a_request_without_room_is_finished_from_the_start():
 
 def compiled_loop(kind: str, batch: int, donate: bool = True):
     drafter, target = make_drafter(kind), random_model(tiny_config(num_layers=2))
-    plan = round.make_plan(drafter, platform="cpu")
+    plan = decoding.make_plan(drafter, platform="cpu")
     tokens, lengths = prompts((9,) * batch)
     state = jax.eval_shape(lambda: start(target, drafter, plan, tokens, lengths, lengths))
     loop = jax.jit(
-        lambda t, d, s, n: round.generate(t, d, s, n, plan=plan), donate_argnums=(2,) if donate else ()
+        lambda t, d, s, n: decoding.generate(t, d, s, n, plan=plan), donate_argnums=(2,) if donate else ()
     ).lower(target, drafter, state, np.int32(0))
     return loop.compile(), state
 
@@ -267,11 +402,11 @@ def test_copies_would_be_noticed():
 @pytest.mark.parametrize("exact", [False, True])
 def test_plans_hold_every_draft(kind, platform, exact):
     drafter = make_drafter(kind)
-    plan = round.make_plan(drafter, platform=platform, exact=exact)
+    plan = decoding.make_plan(drafter, platform=platform, exact=exact)
     assert list(plan.widths) == sorted(set(plan.widths))
     assert plan.constant is exact
     if exact:
-        assert plan.widths == plan.prefill_widths == (round.EXACT_WIDTH,)
+        assert plan.widths == plan.prefill_widths == (EXACT_WIDTH,)
     else:
         assert plan.widths[-1] > drafter.max_draft
     assert all(width % drafter.chunk_multiple == 0 for width in plan.drafter_prefill_widths)
@@ -282,9 +417,9 @@ def test_plans_hold_every_draft(kind, platform, exact):
 @pytest.mark.parametrize("length", [1, 2, 33, 34, 129, 1000])
 def test_prefill_covers_all_but_the_last_token(kind, exact, length):
     drafter = make_drafter(kind)
-    plan = round.make_plan(drafter, platform="cpu", exact=exact)
-    buffer = round.buffer_length(length + 1, drafter, plan)
-    calls = round.prefill_schedule(length, drafter, plan, buffer)
+    plan = decoding.make_plan(drafter, platform="cpu", exact=exact)
+    buffer = decoding.buffer_length(length + 1, drafter, plan)
+    calls = decoding.prefill_schedule(length, drafter, plan, buffer)
     for part in ("target", "drafter") if drafter.has_model else ("target",):
         mine = [call for call in calls if part in call.parts]
         at = 0
@@ -297,11 +432,11 @@ def test_prefill_covers_all_but_the_last_token(kind, exact, length):
 
 def test_too_many_stop_tokens_are_refused():
     with pytest.raises(ValueError, match="at most 8 stop tokens"):
-        round.pad_eos(tuple(range(9)))
+        decoding.stop_tokens(tuple(range(9)))
 
 
 def test_a_prompt_buffer_beyond_the_capacity_is_refused():
     drafter = Drafter()
-    plan = round.make_plan(drafter, platform="cpu")
+    plan = decoding.make_plan(drafter, platform="cpu")
     with pytest.raises(ValueError, match="exceeds the capacity"):
         start(models().target, drafter, plan, np.zeros((1, CAPACITY + 1), np.int32), *np.ones((2, 1), np.int32))

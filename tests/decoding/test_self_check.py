@@ -9,6 +9,8 @@ from tiny_models import random_model, tiny_config
 from failfast_jax.decoding.exact import REFERENCE_WIDTH, first_layer_of, interchangeable_widths
 from failfast_jax.models.transformer import Decoder
 
+pytestmark = pytest.mark.optimized
+
 WIDTHS = (8, 16, 32, 64)
 
 

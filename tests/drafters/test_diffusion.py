@@ -16,8 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import VOCAB, committed, diffusion_config, random_model, tiny_config
 
+from failfast_jax.decoding import Drafter
 from failfast_jax.decoding.state import Committed
-from failfast_jax.drafters import Aligned, Autoregressive, Drafter, Wide
+from failfast_jax.drafters.aligned import Aligned
+from failfast_jax.drafters.autoregressive import Autoregressive
+from failfast_jax.drafters.wide import Wide
 
 BATCH, WIDTH, CAPACITY = 2, 256, 150
 PREFILL = 64

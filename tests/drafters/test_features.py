@@ -12,10 +12,11 @@ import pytest
 from jaxtyping import Array, Float
 from tiny_models import VOCAB, random_model, tiny_config
 
-from failfast_jax.decoding import round
-from failfast_jax.drafters import Drafter, Lookup
+from failfast_jax import decoding
+from failfast_jax.decoding import Drafter
+from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.kernels.reference import dense_attention
-from failfast_jax.models.transformer import rotary
+from failfast_jax.models.rope import rotary, rotated_heads
 
 LAYERS = (1, 0)
 CAPACITY = 160
@@ -58,7 +59,7 @@ def streams(target, ids: np.ndarray) -> np.ndarray:
     cos, sin = rotary(target.config, jnp.arange(ids.shape[1])[None])
     x, after = target.embed[...][ids], []
     for layer in target.layers:
-        q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
+        q, k, v = rotated_heads(layer.attention.heads(layer.input_norm(x)), cos, sin)
         x = x + layer.attention.output(dense_attention(q, k, v, block_size=1))
         x = x + layer.mlp(layer.post_norm(x))
         after.append(x[0])
@@ -70,23 +71,23 @@ def test_features_of_every_committed_position(longest, exact):
     """With the widths' ladder, and with drafts that take several passes of the constant width."""
     target = random_model(tiny_config(), seed=1)
     drafter = Recorder(max_spec_len=longest, hidden_size=target.config.hidden_size)
-    plan = round.make_plan(drafter, platform="cpu", exact=exact)
+    plan = decoding.make_plan(drafter, platform="cpu", exact=exact)
 
     @jax.jit
     def answer(target, drafter, tokens, lengths, limits):
-        state = round.init_state(
+        state = decoding.init_state(
             target,
             drafter,
             tokens=tokens,
             prompt_length=lengths,
             max_new_tokens=limits,
-            eos=jnp.asarray(round.pad_eos(())),
-            sampling=round.greedy_sampling(2),
+            eos=decoding.stop_tokens((), 2),
+            sampling=decoding.greedy_sampling(2),
             capacity=CAPACITY,
             plan=plan,
         )
-        state = round.prefill(target, drafter, state, prompt_tokens=tokens.shape[1], plan=plan)
-        return round.generate(target, drafter, state, plan=plan)
+        state = decoding.prefill(target, drafter, state, prompt_tokens=tokens.shape[1], plan=plan)
+        return decoding.generate(target, drafter, state, plan=plan)
 
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 40)).astype(np.int32)
     lengths = np.asarray([40, 11], np.int32)

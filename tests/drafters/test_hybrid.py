@@ -10,12 +10,12 @@ from test_conditioned import DRAFT_IDS, ROWS, network
 from tiny_models import diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, drafters
-from failfast_jax.checkpoints.loading import bind
 from failfast_jax.decoding.state import Draft
 from failfast_jax.drafters.hybrid import FIRST_WAIT, LONGEST_WAIT, expected_accepted
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.errors import OptionError
-from failfast_jax.train.conditioned import target_features
+from failfast_jax.models.conditioned import bind
+from failfast_jax.train.features import target_features
 
 OPTIONS = {"max_new_tokens": 40, "ignore_eos": True}
 LONGEST = 15

@@ -17,11 +17,12 @@ from test_lookup import committed
 from tiny_models import diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.checkpoints.loading import bind
+from failfast_jax.decoding import Drafter
 from failfast_jax.decoding.state import Draft
-from failfast_jax.drafters import Drafter, Reuse, Wide
-from failfast_jax.drafters.reuse import LONGEST_MATCH, SHORTEST_MATCH
+from failfast_jax.drafters.reuse import LONGEST_MATCH, SHORTEST_MATCH, Reuse
+from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
+from failfast_jax.models.conditioned import bind
 
 WIDTH, LONGEST = 10, 14
 

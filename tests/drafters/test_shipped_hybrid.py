@@ -7,7 +7,7 @@ from test_conditioned import DRAFT_IDS, network
 from tiny_models import random_model, tiny_config
 
 from failfast_jax import FailFast
-from failfast_jax.checkpoints.loading import bind
+from failfast_jax.models.conditioned import bind
 
 
 @pytest.mark.parametrize("options", [{"max_spec_len": 4}, {"exact": True}], ids=lambda o: next(iter(o)))

@@ -12,9 +12,10 @@ import pytest
 from tiny_models import VOCAB, are_own_texts, committed, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.decoding.proposal import most_confident
 from failfast_jax.decoding.state import Committed
-from failfast_jax.drafters import SpecDiff, Wide
+from failfast_jax.decoding.unmask import most_confident
+from failfast_jax.drafters.specdiff import SpecDiff
+from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
 
 BATCH, WIDTH, CAPACITY = 2, 128, 90

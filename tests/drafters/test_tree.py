@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, diffusion_config, own_tokens, random_model, tiny_config
 
-from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.decoding import accept, round
+from failfast_jax import FailFast, GenerationConfig, decoding
+from failfast_jax.decoding import accept
 from failfast_jax.decoding import tree as trees
 from failfast_jax.decoding.state import Alternatives, Draft, Sampling, Tree
-from failfast_jax.drafters import TreeDrafter
-from failfast_jax.drafters.tree import grow
+from failfast_jax.drafters.tree import TreeDrafter, grow
 from failfast_jax.errors import OptionError
 from failfast_jax.models.attention import TreeMask
 
@@ -211,27 +210,27 @@ def pair() -> FailFast:
 @jax.jit
 def answer(target, drafter, tokens, lengths, sampling):
     """Texts, their lengths, and for every round how long a path and how much of the draft alone were accepted."""
-    plan = round.Plan((32,), (32,), (32,))
-    state = round.init_state(
+    plan = decoding.Plan((32,), (32,), (32,))
+    state = decoding.init_state(
         target,
         drafter,
         tokens=tokens,
         prompt_length=lengths,
         max_new_tokens=jnp.full_like(lengths, NEW),
-        eos=jnp.asarray(round.pad_eos(())),
+        eos=decoding.stop_tokens((), tokens.shape[0]),
         sampling=sampling,
         capacity=CAPACITY,
         plan=plan,
     )
-    state = round.prefill(target, drafter, state, prompt_tokens=tokens.shape[1], plan=plan)
+    state = decoding.prefill(target, drafter, state, prompt_tokens=tokens.shape[1], plan=plan)
 
     def body(carry):
         state, gained = carry
-        proposal, state = round.draft(drafter, state)
-        verified, state = round.verify(target, drafter, state, proposal, plan=plan)
+        proposal, state = decoding.draft(drafter, state)
+        verified, state = decoding.verify(target, drafter, state, proposal, plan=plan)
         alone = accept.agreeing_prefix(proposal.tokens, proposal.length, verified.picks)
         gain = jnp.where(state.running, verified.accepted - alone, 0)
-        return round.accept(drafter, state, proposal, verified), gained + (gain > 0).sum()
+        return decoding.commit(drafter, state, proposal, verified), gained + (gain > 0).sum()
 
     return jax.lax.while_loop(lambda carry: jnp.any(carry[0].running), body, (state, jnp.int32(0)))
 

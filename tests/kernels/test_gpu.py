@@ -98,16 +98,16 @@ def test_many_rows_share_the_tiles():
 def test_warpgroups_do_not_overwrite_what_others_read(monkeypatch):
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
-    monkeypatch.setattr(gpu, "_simulator", lambda: params.InterpretGPUParams(detect_races=True))
+    monkeypatch.setattr(gpu, "simulator", lambda: params.InterpretGPUParams(detect_races=True))
     rows, last = jnp.zeros((1, 1, 1, 2, gpu.ROWS, 64), jnp.bfloat16), jnp.full((1, 1, 2, gpu.ROWS), 383)
     cache = jnp.zeros((1, 1, 384, 64), jnp.bfloat16)
-    attend = jax.jit(functools.partial(gpu._attend_splits, splits=1, interpret=True))
+    attend = jax.jit(functools.partial(gpu.attend_splits, splits=1, interpret=True))
     jax.block_until_ready(attend(jnp.asarray([6]), last, rows, cache, cache))
     assert not interpret_pallas_call.get_races().races_found
 
 
 def test_a_broken_mask_is_noticed(monkeypatch):
-    monkeypatch.setattr(gpu, "visible_until", lambda positions, block_size: positions)
+    monkeypatch.setattr(gpu, "last_visible", lambda start, width, *_: start[:, None] + jnp.arange(width))
     with pytest.raises(AssertionError, match="relative_error"):
         check(program(BLOCKS), BLOCKS, [64], [0], 384, 0)
 
@@ -145,7 +145,7 @@ def test_splits_are_combined_in_groups():
     draw = np.random.default_rng(0)
     acc, highest = draw.normal(size=(splits, 1, 2, rows, gpu.LANES)), 9 * draw.normal(size=(splits, 1, 2, rows))
     total = draw.uniform(1, 2, size=highest.shape)
-    combine = functools.partial(gpu._combine, width=rows, group=1, dtype=jnp.float32, interpret=True)
+    combine = functools.partial(gpu.combine_splits, width=rows, group=1, dtype=jnp.float32, interpret=True)
     for own in (9, 40):  # splits without a tile have written nothing
         parts = [
             jnp.asarray(np.where(np.arange(splits).reshape(-1, *[1] * (x.ndim - 1)) < own, x, np.nan), "float32")

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from failfast_jax.kernels import reference, tpu
-from failfast_jax.models.attention import apply_rope, attend, write_windows
+from failfast_jax.models.attention import Window, attend, write_windows
 from failfast_jax.models.cache import TILE, write_window
+from failfast_jax.models.rope import apply_rope
 
 INTERPRET = jax.default_backend() != "tpu"
 """Where there is a TPU the same tests run on it."""
@@ -62,7 +63,8 @@ def expected(qkv, k, v, start, until, live, block_size):
     cos, sin = angles(start, qkv.shape[1], qkv.shape[4])
     k, v = write_windows(k, v, apply_rope(qkv[..., -2, :], cos, sin), qkv[..., -1, :], start)
     wide = (x.astype(jnp.float32) for x in (qkv, k, v))
-    return attend(next(wide), cos, sin, *wide, start, live, block_size, until=until)[0], k, v
+    window = Window(cos, sin, start, live, until=until, block_size=block_size)
+    return attend(next(wide), tuple(wide), window)[0], k, v
 
 
 def close(shape, got, wanted) -> bool:
@@ -90,13 +92,13 @@ def test_equals_the_reference(shape, seed, places, block_size, bidirectional):
 
 
 def test_a_broken_mask_is_noticed(monkeypatch):
-    right = tpu.visible_until
+    right = tpu.last_visible
     shape = SHAPES[1]
     start, until, live = np.asarray([40, 77, 0], np.int32), np.zeros(3, np.int32), np.int32(120)
     arguments = (*arrays(shape, 0), start, until, live, 8)
     wanted = expected(*arguments)[0]
     for off, passes in ((0, True), (-1, False), (1, False)):
-        monkeypatch.setattr(tpu, "visible_until", lambda p, d, off=off: right(p, d) + off)
+        monkeypatch.setattr(tpu, "last_visible", lambda *a, off=off: right(*a) + off)
         assert close(shape, attended.__wrapped__(*arguments)[0], wanted) is passes
 
 

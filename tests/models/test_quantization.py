@@ -17,7 +17,7 @@ from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
 from failfast_jax.generate import main
 from failfast_jax.models import quantization
-from failfast_jax.models.transformer import Linear
+from failfast_jax.models.layers import Linear
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 3, 4, 5]
 
@@ -52,7 +52,7 @@ def test_a_quantised_product_differs_by_the_rounding_alone():
     layer = Linear((2, 24), 64, bias=True, dtype=jnp.float32, rngs=nnx.Rngs(0))
     layer.bias[...] = jnp.arange(48.0).reshape(2, 24)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 5, 64)), jnp.float32)
-    small = quantization._quantized(layer)
+    small = quantization.with_rounded_matrices(layer)
     restored = np.asarray(small.weight[...], np.float64) * small.scale[...]
     expected = np.asarray(x, np.float64) @ restored.reshape(48, 64).T + np.arange(48.0)
     np.testing.assert_allclose(small(x), expected, rtol=1e-5, atol=1e-4)
@@ -65,11 +65,11 @@ def test_a_quantised_product_differs_by_the_rounding_alone():
 def test_logits_stay_close_and_the_original_as_it_was(tied):
     model = random_model(tiny_config(tie_embeddings=tied, mlp_bias=True))
     expected = np.asarray(model.logits([PROMPT]))
-    small = quantization.quantized(model)
+    small = model.quantized()
     assert all(layer.weight[...].dtype == jnp.int8 for layer in linears(small))
     assert len(linears(small)) == 2 * 4 + 1
     assert 1e-4 < difference(small.logits([PROMPT]), expected) < 0.03
-    assert quantization.quantized(small).head.weight is small.head.weight
+    assert small.quantized().head.weight is small.head.weight
     assert all(layer.scale is None for layer in linears(model))
     assert np.array_equal(model.logits([PROMPT]), expected)
     if tied:
@@ -81,11 +81,11 @@ def test_logits_stay_close_and_the_original_as_it_was(tied):
 def test_half_the_bytes():
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "head_dim": 64, "vocab_size": 64}
     model = random_model(tiny_config(**sizes), dtype="bfloat16")
-    small = quantization.quantized(model)
+    small = model.quantized()
     matrices = sum(layer.weight[...].nbytes for layer in linears(model))
     assert matrices > 0.9 * quantization.parameter_bytes(model)
     assert 0.5 < quantization.parameter_bytes(small) / quantization.parameter_bytes(model) < 0.56
-    abstract = quantization.quantized(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model))
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model).quantized()
     assert quantization.parameter_bytes(abstract) == quantization.parameter_bytes(small)
     assert jax.tree.structure(abstract) == jax.tree.structure(small)
 
@@ -96,7 +96,7 @@ def test_lossless_against_the_quantised_target(kind):
     # Drafting with the target itself: everything is accepted.
     drafter = target if kind == "ar" else random_bound(target)
     engine = FailFast(target, drafter, quantize="int8", quantize_drafter="int8")
-    reader = getattr(engine.drafter, "network", engine.drafter)
+    reader = engine.drafter.network if kind == "conditioned" else engine.drafter
     assert all(layer.scale is not None for layer in linears(engine.target) + linears(reader))
     options = {"max_new_tokens": 24, "ignore_eos": True}
     (expected,) = engine.generate([PROMPT], method="vanilla", **options)
@@ -109,7 +109,7 @@ def test_lossless_against_the_quantised_target(kind):
 @pytest.mark.parametrize("name", ["qwen2_target_160", "llama_tied"])
 def test_quantised_as_it_is_read(name):
     loaded, model = load_model(GOLDEN / name, quantize="int8"), load_model(GOLDEN / name)
-    later = quantization.quantized(model)
+    later = model.quantized()
     assert jax.tree.structure(loaded) == jax.tree.structure(later)
     assert all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(later)))
     expected = np.asarray(model.logits([[1, 2, 3, 4]]))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from tiny_models import random_model, tiny_config
 
 from failfast_jax.errors import OptionError
-from failfast_jax.models import quantization, sharding
+from failfast_jax.models import sharding
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +76,7 @@ def test_kv_heads_are_copied_where_there_are_fewer_than_devices(kv_heads, heads,
 
 def test_every_parameter_has_a_place():
     model = random_model(tiny_config(tie_embeddings=False, o_bias=True, mlp_bias=True))
-    model = quantization.quantized(model)
+    model = model.quantized()
     mesh = sharding.mesh_of(jax.devices()[:1])
     execution = sharding.execution_of(model.config, mesh)
     assert all(isinstance(s, P) for s in jax.tree.leaves(sharding.parameter_specs(model, execution)))
@@ -85,10 +85,8 @@ def test_every_parameter_has_a_place():
 
 
 def test_an_unknown_kernel_is_refused():
-    from failfast_jax.models.attention import Execution
-
     with pytest.raises(ValueError, match="'cuda': must be one of reference, tpu"):
-        Execution(kernel="cuda")
+        sharding.Execution(kernel="cuda")
 
 
 def test_too_many_devices_are_refused():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax.kernels.reference import dense_attention
-from failfast_jax.models.transformer import rotary
+from failfast_jax.models.rope import rotary, rotated_heads
 
 BLOCK = 8
 LENGTH = 48
@@ -80,7 +80,7 @@ def streams_by_hand(decoder, ids) -> list[np.ndarray]:
     cos, sin = rotary(decoder.config, positions)
     x, streams = decoder.embed[...][ids], []
     for layer in decoder.layers:
-        q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
+        q, k, v = rotated_heads(layer.attention.heads(layer.input_norm(x)), cos, sin)
         x = x + layer.attention.output(dense_attention(q, k, v, block_size=decoder.config.block_size))
         x = x + layer.mlp(layer.post_norm(x))
         streams.append(np.asarray(x))

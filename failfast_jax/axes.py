@@ -1,0 +1,29 @@
+"""What the axis letters in type annotations mean, such as `Float[Array, "B W K H"]`; the same in every module.
+
+Of a batch of text:
+  B     sequences
+  L     positions of whole sequences, from 0 on
+  W     rows of a window: positions that one pass computes
+  S     slots of the cache: its capacity
+  A     anchors: places of a text where a block is trained
+  F     target layers that a drafter reads (features)
+
+Of a model:
+  E     residual stream (hidden size)
+  V     vocabulary; v: draft vocabulary
+  K     KV heads
+  G     query heads of a KV head; G2: these, its key and its value, as one projection makes them
+  Q     query heads: K * G
+  H     head dimension; h: half of it, the angles of rotary embeddings
+  I, O  inputs and outputs of a linear layer
+
+Of a draft:
+  R     rows of a drafter's block; rounds, in a log
+  D     block size of a block-causal model
+  M     longest draft; M1: M + 1, with the last committed token
+  N     drafted positions of one step
+  U     vocabulary of a draft's distributions
+
+`*R` (or another starred letter) is any number of leading axes, `_` an axis of any size, `1` an axis to broadcast. A
+word is an axis of one function or class, which says what it is.
+"""

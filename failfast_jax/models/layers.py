@@ -1,0 +1,171 @@
+"""The layer of every model here (Flax NNX), and what it is made of.
+
+RMSNorm, rotary embeddings and softmax run in float32, everything else in the model's dtype. Weights are stored
+`[out, in]`: on CPU XLA's matmul repacks the other layout at every step. Projections that read the same input are one
+matrix.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.sharding import ONE_DEVICE, Execution, total
+
+
+class Linear(nnx.Module):
+    """`x @ weight.T + bias`. `weight` is `[..., in]`; leading axes are one flattened output axis.
+
+    `scale` is None, or `[..., 1]` in float32: each output's factor, of a quantised weight (`quantization`).
+    """
+
+    def __init__(self, out_shape: tuple[int, ...], in_size: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
+        scale = in_size**-0.5
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (*out_shape, in_size), dtype) * scale)
+        self.scale = nnx.data(None)
+        self.bias = nnx.Param(jnp.zeros(out_shape, dtype)) if bias else None
+
+    def __call__(
+        self, x: Float[Array, "*R I"], preferred: DTypeLike | None = None, over: str | None = None
+    ) -> Float[Array, "*R O"]:
+        """`over`: mesh axis over which the inputs are spread, inside a `shard_map`."""
+        weight = self.weight[...]
+        weight = weight.reshape(-1, weight.shape[-1])
+        rows = x.reshape(-1, x.shape[-1])
+        if self.scale is None:
+            y = jax.lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=preferred)
+        else:
+            # Every int8 is exact in the narrowest dtype, so only sums and scales are rounded. The conversion fuses into
+            # the product: what is read from memory is int8.
+            y = jax.lax.dot_general(
+                rows, weight.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            )
+            y = (y * self.scale[...].reshape(-1)).astype(preferred or x.dtype)
+        y = total(y.reshape(*x.shape[:-1], -1), over)
+        return y if self.bias is None else y + self.bias[...].reshape(-1)
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, size: int, eps: float, dtype: DTypeLike):
+        self.weight = nnx.Param(jnp.ones((size,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*R E"]) -> Float[Array, "*R E"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        return self.weight[...] * y.astype(x.dtype)
+
+
+Attend = Callable[[Array], tuple[Array, Any]]
+"""What lies between a layer's two projections: from the fused heads `[*R, K, G + 2, H]` (of each KV head its queries,
+its key and its value, not rotated) to the heads' output `[*R, Q, H]`, and whatever it carries, such as a cache."""
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention. `qkv` is `[K, (G + 2) * H, E]`: per KV head its G query heads, its key and its value,
+    so that a mesh axis can shard the leading axis."""
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.config = config
+        group = config.num_heads // config.num_kv_heads
+        make = functools.partial(Linear, dtype=dtype, rngs=rngs)
+        self.qkv = make((config.num_kv_heads, (group + 2) * config.head_dim), config.hidden_size, bias=config.qkv_bias)
+        self.o = make((config.hidden_size,), config.num_heads * config.head_dim, bias=config.o_bias)
+
+    @jax.named_scope("attention")
+    def __call__(
+        self, x: Float[Array, "*R E"], attend: Attend, over: str | None = None
+    ) -> tuple[Float[Array, "*R E"], Any]:
+        """What attention adds to the residual stream, and what `attend` carries; `over`: see `Linear`."""
+        heads, carry = attend(self.heads(x))
+        return self.output(heads, over), carry
+
+    def heads(self, x: Float[Array, "*R E"]) -> Float[Array, "*R K G2 H"]:
+        """Of each KV head its query heads, its key and its value, not rotated.
+
+        A device may hold a part of the heads: the weight knows how many.
+        """
+        config = self.config
+        members = config.num_heads // config.num_kv_heads + 2
+        return self.qkv(x).reshape(*x.shape[:-1], -1, members, config.head_dim)
+
+    def output(self, heads: Float[Array, "*R Q H"], over: str | None = None) -> Float[Array, "*R E"]:
+        return self.o(heads.reshape(*heads.shape[:-2], -1), over=over)
+
+    def with_kv_copies(self, config: ModelConfig, copies: int, mesh: Mesh, axis: str | None) -> Attention:
+        """The same attention with each KV head stored `copies` times, the leading axis of `qkv` spread over `axis`.
+
+        Args:
+          config: of the result, with `copies` times the KV heads.
+        """
+        clone, qkv = copy.copy(self), copy.copy(self.qkv)
+        expand = functools.partial(kv_heads_copied, config=self.config, copies=copies)
+        for name in ("weight", "scale", "bias"):
+            if (parameter := getattr(qkv, name)) is None:
+                continue
+            value = parameter.get_value()
+            if isinstance(value, jax.ShapeDtypeStruct):
+                value = jax.eval_shape(expand, value)
+            else:
+                value = jax.jit(expand, out_shardings=NamedSharding(mesh, P(axis)))(value)
+            setattr(qkv, name, parameter.replace(value))
+        clone.qkv, clone.config = qkv, config
+        return clone
+
+
+def kv_heads_copied(weight: Array, config: ModelConfig, copies: int) -> Array:
+    """`[K, (G + 2) * H, ...]` as `[K * copies, (G / copies + 2) * H, ...]`: each key and value repeated."""
+    group, head_dim = config.num_heads // config.num_kv_heads, config.head_dim
+    weight = weight.reshape(config.num_kv_heads, group + 2, head_dim, *weight.shape[2:])
+    queries = weight[:, :group].reshape(config.num_kv_heads * copies, group // copies, *weight.shape[2:])
+    shared = jnp.repeat(weight[:, group:], copies, axis=0)
+    joined = jnp.concatenate([queries, shared], axis=1)
+    return joined.reshape(joined.shape[0], -1, *joined.shape[3:])
+
+
+class MLP(nnx.Module):
+    """SwiGLU; `gate_up` is `[2, intermediate_size, E]`."""
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        make = functools.partial(Linear, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.gate_up = make((2, config.intermediate_size), config.hidden_size)
+        self.down = make((config.hidden_size,), config.intermediate_size)
+
+    @jax.named_scope("mlp")
+    def __call__(self, x: Float[Array, "*R E"], over: str | None = None) -> Float[Array, "*R E"]:
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down(jax.nn.silu(gate) * up, over=over)
+
+
+class Layer(nnx.Module):
+    """A pre-norm decoder layer; how its rows attend is the caller's."""
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.attention = Attention(config, dtype, rngs)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = MLP(config, dtype, rngs)
+
+    @jax.named_scope("layer")
+    def __call__(
+        self, x: Float[Array, "*R E"], attend: Attend, execution: Execution = ONE_DEVICE
+    ) -> tuple[Float[Array, "*R E"], Any]:
+        """The residual stream after this layer, and what `attend` carries.
+
+        Args:
+          execution: over which mesh axes heads and MLP are spread, inside a `shard_map`.
+        """
+        mixed, carry = self.attention(self.input_norm(x), attend, execution.heads)
+        x = x + mixed
+        return x + self.mlp(self.post_norm(x), execution.mlp), carry

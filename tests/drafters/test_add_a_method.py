@@ -26,10 +26,16 @@ def block(marker: str) -> str:
     return code
 
 
+def module_of(code: str, monkeypatch) -> dict:
+    """What a file with that code defines."""
+    module = types.ModuleType("written_by_a_reader")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look it up
+    exec(code, vars(module))
+    return vars(module)
+
+
 def test_one_file_and_one_line(monkeypatch, capsys):
-    names = {"__name__": "repeat_drafter"}
-    monkeypatch.setitem(sys.modules, "repeat_drafter", types.SimpleNamespace(**names))  # dataclasses look it up
-    exec(block("file: failfast_jax/drafters/repeat.py"), names)
+    names = module_of(block("file: failfast_jax/drafters/repeat.py"), monkeypatch)
     for method, options in eval(f"{{{block('line')}}}", names).items():
         monkeypatch.setitem(drafters.METHODS, method, options)
 
@@ -51,9 +57,7 @@ def test_one_file_and_one_line(monkeypatch, capsys):
 
 def test_a_stopping_rule(monkeypatch, capsys):
     monkeypatch.chdir(PAGE.parents[1])
-    names = {"__name__": "mean_confidence"}
-    exec(block("rule"), names)
-    exec(block("use"), names)
+    names = module_of(block("rule") + block("use"), monkeypatch)
     ids, drafted = names["session"].read(names["state"]).ids[0], names["session"].rounds(names["state"])[0].rounds
     assert names["engine"].generate([[7, 12, 100, 5]], method="vanilla", max_new_tokens=32)[0].output_ids == ids
     assert {len(entry.drafted) for entry in drafted} <= {10, 20, 30, 40, 50, 60}

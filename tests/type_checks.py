@@ -23,6 +23,9 @@ def install(package: str) -> None:
     jaxtyping.Array = jax.Array | np.ndarray | np.generic
     jaxtyping.install_import_hook(package, f"{__name__}.check")
 
+CHECK_THEMSELVES = ("Config.__init__", "Options.__init__")
+"""What users fill in: a value of a wrong type is an error that names the flag."""
+
 
 def check(function: Callable) -> Callable:
     """The type checker that `install_import_hook` is given: it sees every function, and every dataclass's `__init__`.
@@ -30,6 +33,8 @@ def check(function: Callable) -> Callable:
     A dataclass is checked where the package or a test makes one. JAX also rebuilds them, with leaves that are no
     arrays (shardings, `ShapeDtypeStruct`, None) or have other shapes (inside `vmap`): those are not looked at.
     """
+    if function.__qualname__.endswith(CHECK_THEMSELVES):
+        return function
     checked = beartyped(function)
     if function.__name__ != "__init__":
         return checked

@@ -157,7 +157,7 @@ def _shared() -> tuple[float, float]:
     # Without extension a round emits that much less; what is lost are the tokens behind the first chunk.
     behind = ROUNDS_SAVED * (math.mean_accepted + 1)
     agrees = solve(
-        lambda p: sum(s * _agreed(p, CHUNK, n) for s, n in zip(share[1:], lengths[1:])),
+        lambda p: sum(s * _agreed(p, CHUNK, n) for s, n in zip(share[1:], lengths[1:].tolist())),
         behind,
         "the tokens accepted behind the first chunk",
     )
@@ -177,7 +177,7 @@ def fit(statistics: Statistics) -> Law:
         lambda e: float(_chunks(e, grows, most) @ lengths), statistics.mean_speculated, "the mean draft length"
     )
     share = _chunks(extended, grows, most)
-    from_long = sum(s * _agreed(long, 0, n) for s, n in zip(share[1:], lengths[1:]))
+    from_long = sum(s * _agreed(long, 0, n) for s, n in zip(share[1:], lengths[1:].tolist()))
     short = solve(
         lambda p: share[0] * _agreed(p, 0, CHUNK) + from_long, statistics.mean_accepted, "the mean accepted length"
     )

@@ -1,4 +1,7 @@
-"""Sizes of the public models that the benchmarks and compile reports use: no weights needed."""
+"""Sizes of the public models that the benchmarks and compile reports use, and the bytes that a pass of them reads.
+
+No weights are needed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _SMALL = {"vocab_size": 151_936, "tie_embeddings": True}
 _DIFFUSION = {"model_type": FAST_DLLM_MODEL_TYPE, "block_size": 32}
 _TINY = {"head_dim": 8, "vocab_size": 96}
 
-SHAPES: dict[str, ModelConfig] = {
+CONFIGS: dict[str, ModelConfig] = {
     #                    hidden  intermediate  layers  heads  KV heads
     "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, **_SMALL),
     "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4),
@@ -38,8 +41,8 @@ SHAPES: dict[str, ModelConfig] = {
 }
 """Qwen2.5 and Fast-dLLM v2 as published on the Hugging Face Hub; the tiny pair is for trying things out."""
 
-TARGETS = tuple(name for name, config in SHAPES.items() if not config.is_diffusion)
-DRAFTERS = tuple(name for name, config in SHAPES.items() if config.is_diffusion)
+TARGETS = tuple(name for name, config in CONFIGS.items() if not config.is_diffusion)
+DRAFTERS = tuple(name for name, config in CONFIGS.items() if config.is_diffusion)
 
 
 def parameters(config: ModelConfig) -> int:
@@ -50,3 +53,23 @@ def parameters(config: ModelConfig) -> int:
     mlp = 3 * hidden * config.intermediate_size + config.mlp_bias * (2 * config.intermediate_size + hidden)
     tables = (1 if config.tie_embeddings else 2) * config.vocab_size * hidden
     return tables + config.num_layers * (attention + mlp + 2 * hidden) + hidden
+
+
+def weight_bytes(config: ModelConfig, itemsize: int = 2) -> int:
+    """Bytes of all weights; `itemsize` 2 is bfloat16."""
+    return parameters(config) * itemsize
+
+
+def cache_bytes(config: ModelConfig, positions: float, itemsize: int = 2) -> float:
+    """Bytes of the keys and values of `positions` positions."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions * itemsize
+
+
+def pass_bytes(config: ModelConfig, live: float, itemsize: int = 2) -> float:
+    """Bytes that a forward pass over a cache of `live` positions has to read.
+
+    That is every weight once and the live cache. An embedding that is not also the head does not count: a pass reads
+    only the rows of its tokens.
+    """
+    unread = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * itemsize
+    return weight_bytes(config, itemsize) - unread + cache_bytes(config, live, itemsize)

@@ -1,20 +1,17 @@
-"""Models of real sizes on the device without checkpoints, what its memory holds, and how fast it is read."""
+"""Models of real sizes on the device without checkpoints, where its memory holds them."""
 
 from __future__ import annotations
 
 import functools
-import os
-import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
+from failfast_jax import platforms
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Decoder
@@ -64,43 +61,8 @@ def nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def free_memory() -> int:
-    """Bytes that the device can still give."""
-    stats = jax.devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    info = Path("/proc/meminfo")
-    if info.exists():
-        found = next((line for line in info.read_text().splitlines() if line.startswith("MemAvailable:")), None)
-        if found is not None:
-            return int(found.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def check_memory(needed: int, what: str) -> None:
     """Raises MisfitError if the device cannot hold `needed` bytes more."""
-    free = free_memory()
+    free = platforms.free_memory()
     if needed + SPARE_BYTES > free:
         raise MisfitError(f"{what} need {needed / 1e9:.1f} GB, the device has {free / 1e9:.1f} GB free")
-
-
-def bandwidth(nbytes: int, repeats: int = 5, turns: int = 10) -> dict[str, float]:
-    """Bytes a second: `copy`, read and written back (in place), and `read`, summed up.
-
-    The best of `repeats` times `turns` calls, of which only the last is waited for.
-    """
-    array = jnp.ones((nbytes // 4 // 1024, 1024), jnp.float32)
-    rewrite = jax.jit(lambda x: (1 - x, ()), donate_argnums=0)
-    total = jax.jit(lambda x: x.sum(axis=1))
-    out = {}
-    for name, program, moved in (("copy", rewrite, 2 * nbytes), ("read", lambda x: (x, total(x)), nbytes)):
-        array, _ = jax.block_until_ready(program(array))
-        best = np.inf
-        for _ in range(repeats):
-            start = time.perf_counter()
-            for _ in range(turns):
-                array, result = program(array)
-            jax.block_until_ready((array, result))
-            best = min(best, (time.perf_counter() - start) / turns)
-        out[name] = moved / best
-    return out

@@ -1,11 +1,13 @@
-"""`python -m failfast_jax.bench.engine`: the engine's own costs, as ratios taken in one run.
+"""The engine's own costs, as ratios taken in one run.
 
-- `vanilla` against greedy generation of Hugging Face transformers (float32, same weights, same prompts), and
+- speed: `vanilla` against greedy generation of Hugging Face transformers (float32, same weights, same prompts), and
   against the memory limit (bytes of weights over the measured read bandwidth);
-- what a verify of W rows costs, in one-row steps;
-- what a round spends outside model passes;
-- drafter passes per round of the schedule `wide`;
-- seconds from the start of a second process to its first token, with a warm compile cache.
+- widths: what a verify of W rows costs, in one-row steps;
+- overhead: what a round spends outside model passes;
+- passes: drafter passes per round of the schedule `wide`;
+- reuse: programs compiled by a first and by a second answer;
+- startup: seconds from the start of a second process to its first token, with a warm compile cache;
+- attention: numerics and times of the attention kernel, on an NVIDIA GPU (by default where there is one).
 
 Timings of things that are compared are interleaved, and medians are reported.
 """
@@ -14,13 +16,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,104 +30,33 @@ import jax
 import numpy as np
 from flax import nnx
 
+from failfast_jax import platforms
+from failfast_jax.bench import attention, hf_reference
+from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.prompts import PROMPTS
+from failfast_jax.bench.random_models import nbytes
+from failfast_jax.bench.round_costs import RepeatedRounds, long_enough
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding import Drafter, round
-from failfast_jax.decoding.state import Draft
+from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.defaults import load_pair
 from failfast_jax.engine import FailFast
+from failfast_jax.files import write_atomically
 from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.platforms import machine
 
+PARTS = ("speed", "widths", "overhead", "passes", "reuse", "startup", "attention")
 WIDTHS = (1, 4, 8, 16, 32, 64)
 
 
-def interleaved(actions: dict[Any, Callable[[], None]], repeats: int) -> dict[Any, float]:
-    """Median seconds of each action, all run in turn `repeats` times after one warm-up."""
-    seconds: dict[Any, list[float]] = {key: [] for key in actions}
-    for turn in range(repeats + 1):
-        for key, action in actions.items():
-            start = time.perf_counter()
-            action()
-            if turn:
-                seconds[key].append(time.perf_counter() - start)
-    return {key: float(np.median(values)) for key, values in seconds.items()}
-
-
-def read_bandwidth(nbytes: int = 2**29) -> float:
-    """Bytes a second that a compiled sum over a large array reads, the best of ten."""
-    array = jax.device_put(np.ones((nbytes // 4 // 1024, 1024), np.float32))
-    total = jax.jit(lambda x: x.sum(axis=1))
-    best = math.inf
-    for _ in range(10):
-        start = time.perf_counter()
-        jax.block_until_ready(total(array))
-        best = min(best, time.perf_counter() - start)
-    return nbytes / best
-
-
-def weight_bytes(model: Decoder) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(model))
-
-
-class _Steps:
-    """One verify at a fixed width and live length, run again and again on a donated state."""
-
-    def __init__(self, engine: FailFast, context: int, capacity: int = 1024):
-        self.target = engine.target
-        rng = np.random.default_rng(0)
-        self.tokens = rng.integers(0, self.target.config.vocab_size, (1, capacity)).astype(np.int32)
-        self.context = context
-        self.capacity = capacity
-
-    def action(self, width: int) -> Callable[[], None]:
-        drafter = Drafter()
-        plan = round.Plan((width,), (width,), (width,))
-        length = np.asarray([self.context], np.int32)
-
-        @jax.jit
-        def init(target):
-            return round.init_state(
-                target,
-                drafter,
-                tokens=self.tokens,
-                prompt_length=length,
-                max_new_tokens=np.asarray([self.capacity], np.int32),
-                eos=np.asarray(round.pad_eos(()), np.int32),
-                sampling=round.greedy_sampling(1),
-                capacity=self.capacity,
-                plan=plan,
-            )
-
-        drafted = self.tokens[:, self.context : self.context + width - 1]
-        proposal = Draft(
-            tokens=drafted,
-            confidence=np.zeros(drafted.shape, np.float32),
-            length=np.asarray([width - 1], np.int32),
-            passes=np.zeros(1, np.int32),
-        )
-
-        def run(target, state):
-            verified, state = round.verify(target, drafter, state, proposal, plan=plan)
-            return verified.picks, state
-
-        state = init(self.target)
-        program = jax.jit(run, donate_argnums=1).lower(self.target, state).compile()
-        holder = [state]
-
-        def act() -> None:
-            picks, holder[0] = program(self.target, holder[0])
-            picks.block_until_ready()
-
-        return act
-
-
 def widths_report(engine: FailFast, repeats: int, context: int) -> dict[str, Any]:
-    """Seconds of a verify by width, and the cost of each in one-row steps."""
-    steps = _Steps(engine, context)
-    seconds = interleaved({width: steps.action(width) for width in WIDTHS}, repeats)
+    """Milliseconds of a verify by width, and the cost of each in one-row steps."""
+    tokens = np.random.default_rng(0).integers(0, engine.target.config.vocab_size, context).tolist()
+    rounds = RepeatedRounds(engine.target, Drafter(), tokens, context, max(WIDTHS))
+    acts = {width: functools.partial(rounds.run, Drafter(), width) for width in WIDTHS}
+    steps = {width: long_enough(act) for width, act in acts.items()}
+    found = medians(interleaved({width: functools.partial(acts[width], steps[width]) for width in WIDTHS}, repeats))
+    seconds = {width: found[width] / steps[width] for width in WIDTHS}
     return {
         "context": context,
         "ms": {width: 1e3 * seconds[width] for width in WIDTHS},
@@ -162,8 +93,6 @@ def overhead_report(engine: FailFast) -> dict[str, Any]:
 
 def speed_report(engine: FailFast, repeats: int, tokens: int) -> dict[str, Any]:
     """Tokens a second of `vanilla` and of transformers on the same prompts, prefill excluded from both."""
-    from failfast_jax.bench import hf_reference
-
     ids = [engine.encode(prompt) for prompt in PROMPTS]
     config = GenerationConfig(method="vanilla", max_new_tokens=tokens, ignore_eos=True)
     ours: list[float] = []
@@ -182,8 +111,8 @@ def speed_report(engine: FailFast, repeats: int, tokens: int) -> dict[str, Any]:
                 first = hf_reference.greedy(model, prompt, 1, stop_at_eos=False)[2]
                 if turn:
                     theirs.append((tokens - 1) / (whole - first))
-    bandwidth = read_bandwidth()
-    size = weight_bytes(engine.target)
+    bandwidth = platforms.bandwidth(2**29)["read"]
+    size = nbytes(engine.target)
     out = {
         "vanilla_tokens_per_s": float(np.median(ours)),
         "weight_bytes": size,
@@ -245,42 +174,53 @@ def startup_report(runs: int) -> dict[str, Any]:
     return out
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the parts that were asked for; prints each as it is done, and all as JSON at the end."""
-    parser = argparse.ArgumentParser(prog="python -m failfast_jax.bench.engine", description=__doc__)
-    parts = ("speed", "widths", "overhead", "passes", "reuse", "startup")
-    parser.add_argument("--parts", default=",".join(parts), help=f"comma-separated, of {', '.join(parts)}")
+def small_engine() -> FailFast:
+    """The default target; it drafts itself, untrained: any block-diffusion drafter spends the same passes."""
+    plain = load_pair(method="vanilla")
+    untrained = as_untrained_drafter(plain.target)
+    return FailFast(plain.target, untrained, tokenizer=plain.tokenizer, drafter_tokenizer=plain.tokenizer)
+
+
+def work(args: argparse.Namespace) -> int:
+    """Runs the parts that were asked for; prints each as it is done, and all as JSON at the end.
+
+    Returns:
+      1 if the attention kernel is wrong.
+    """
+    default = [part for part in PARTS if part != "attention" or jax.default_backend() == "gpu"]
+    wanted = default if args.parts is None else args.parts.split(",")
+    if unknown := [part for part in wanted if part not in PARTS]:
+        raise ValueError(f"--parts: {', '.join(unknown)}: must be among {', '.join(PARTS)}")
+    if "attention" in wanted:
+        attention.check(args)
+    engine = functools.cache(small_engine)
+    jobs = {
+        "speed": lambda: speed_report(engine(), max(args.repeats // 3, 1), args.tokens),
+        "widths": lambda: widths_report(engine(), args.repeats, args.context),
+        "overhead": lambda: overhead_report(engine()),
+        "passes": lambda: passes_report(engine(), args.tokens),
+        "reuse": lambda: reuse_report(engine()),
+        "startup": lambda: startup_report(2),
+        "attention": lambda: attention.report(args),
+    }
+    report: dict[str, Any] = {"machine": platforms.machine()}
+    for part in wanted:
+        report[part] = jobs[part]()
+        if part != "attention":
+            print(f"{part}: {json.dumps(report[part], indent=1)}", file=sys.stderr, flush=True)
+    text = json.dumps(report, indent=1)
+    print(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(args.out, text + "\n")
+    return 0 if report.get("attention", {}).get("numerics_ok", True) else 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    parser.add_argument("--parts", help=f"comma-separated, of {', '.join(PARTS)} (default: what can be run here)")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--context", type=int, default=256, help="live cache length of the verify timings")
     parser.add_argument("--out", type=Path, help="write the JSON there")
-    args = parser.parse_args(argv)
-    wanted = args.parts.split(",")
-    unknown = set(wanted) - set(parts)
-    if unknown:
-        parser.error(f"--parts: unknown {', '.join(sorted(unknown))}")
-    # Any block-diffusion drafter spends the same passes; the target's own layers are at hand.
-    plain = load_pair(method="vanilla")
-    untrained = as_untrained_drafter(plain.target)
-    engine = FailFast(plain.target, untrained, tokenizer=plain.tokenizer, drafter_tokenizer=plain.tokenizer)
-    jobs = {
-        "speed": lambda: speed_report(engine, max(args.repeats // 3, 1), args.tokens),
-        "widths": lambda: widths_report(engine, args.repeats, args.context),
-        "overhead": lambda: overhead_report(engine),
-        "passes": lambda: passes_report(engine, args.tokens),
-        "reuse": lambda: reuse_report(engine),
-        "startup": lambda: startup_report(2),
-    }
-    report = {"machine": machine()}
-    for part in wanted:
-        report[part] = jobs[part]()
-        print(f"{part}: {json.dumps(report[part], indent=1)}", file=sys.stderr, flush=True)
-    text = json.dumps(report, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    attention.add_arguments(parser)

@@ -22,40 +22,6 @@ _HOST = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Chip:
-    """A device as the compiler sees it: a chip, or one of the two cores of a TPU7x chip. Public specifications."""
-
-    kind: str
-    hbm_gb: float
-    bandwidth: float
-    """Bytes a second."""
-    clock: float
-    """Cycles a second: peak operations over those of the matrix units a cycle."""
-    ici: float
-    """Bytes a second between chips, all links together."""
-
-
-CHIPS = {
-    chip.kind: chip
-    for chip in (
-        Chip("TPU v5 lite", 16, 819e9, 197e12 / (4 * 128 * 128 * 2), 200e9),
-        Chip("TPU v6 lite", 32, 1638e9, 918e12 / (4 * 256 * 256 * 2), 448e9),
-        Chip("TPU v5", 95, 2765e9, 459e12 / (8 * 128 * 128 * 2), 600e9),
-        Chip("TPU7x", 96, 3690e9, 1153e12 / (4 * 256 * 256 * 2), 600e9),
-    )
-}
-HOP_S = 1e-6
-"""Assumed latency of a message between neighbours; the compiler has no figure."""
-
-
-def allreduce_s(chip: Chip, devices: int, size: int) -> float:
-    """Time of a ring all-reduce of `size` bytes, both directions used: assumed, not estimated by the compiler."""
-    if devices == 1:
-        return 0.0
-    return 2 * (devices - 1) / devices * size / chip.ici + 2 * (devices // 2) * HOP_S
-
-
-@dataclasses.dataclass(frozen=True)
 class _Instruction:
     name: str
     type: str
@@ -137,11 +103,14 @@ def host_transfers(hlo: str) -> list[str]:
     return [match.group(0) for match in _HOST.finditer(hlo)]
 
 
-def copies_of(hlo: str, shape: str) -> list[str]:
-    """Copies, outside the entry computation, of arrays of a shape such as `bf16[1,8,1024,128]`: caches that move."""
+def lines_of_loops(hlo: str) -> list[str]:
+    """Instructions outside the entry computation: those that may run every round."""
     before, entry = re.split(r"^ENTRY ", hlo, flags=re.MULTILINE)
     after = re.split(r"^\}", entry, maxsplit=1, flags=re.MULTILINE)[1]
-    lines = (line.strip() for line in (before + after).splitlines())
-    return [
-        line[:160] for line in lines if re.search(r"= [^=]* copy(-start)?\(", line) and shape in line.split(" copy")[0]
-    ]
+    return [line.strip() for line in (before + after).splitlines()]
+
+
+def copies_of(hlo: str, shape: str) -> list[str]:
+    """Copies, outside the entry computation, of arrays of a shape such as `bf16[1,8,1024,128]`: caches that move."""
+    lines = lines_of_loops(hlo)
+    return [line for line in lines if re.search(r"= [^=]* copy(-start)?\(", line) and shape in line.split(" copy")[0]]

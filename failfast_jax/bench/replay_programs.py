@@ -1,4 +1,4 @@
-"""The compiled round with drawn lengths, and what its rounds will do: the programs that `bench.replay` times.
+"""The compiled round with drawn lengths, and what its rounds will do: the programs that `bench replay` times.
 
 Weights are random there, so drafts mean nothing. The drafter's own expansion runs with a stopping rule that ends at
 the drawn length, the target's own verify follows, and its picks are overwritten so that exactly the drawn number of
@@ -13,17 +13,22 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
-from failfast_jax.bench.limits import pass_bytes
+from failfast_jax.bench.public_models import pass_bytes
 from failfast_jax.bench.published import CHUNK
-from failfast_jax.decoding import Drafter, round
+from failfast_jax.bench.round_costs import repeated_rounds, state_at
+from failfast_jax.decoding import round
+from failfast_jax.decoding.accept import argmax_and_confidence
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.plan import Plan
 from failfast_jax.decoding.state import DecodeState, Draft, RoundLog, Sampling, Verified
+from failfast_jax.decoding.stopping import AtLength
 from failfast_jax.decoding.windows import gather_window
-from failfast_jax.drafters import Chunk
-from failfast_jax.drafters.diffusion import BlockState
+from failfast_jax.drafters.block_diffusion import BlockState
 from failfast_jax.drafters.wide import Wide
-from failfast_jax.models.cache import KVCache, round_up
+from failfast_jax.models.cache import KVCache
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 
@@ -45,35 +50,21 @@ class Draws:
 
 @flax.struct.dataclass
 class Start:
-    """What a program begins with, weights and caches apart."""
+    """What a program begins with, weights and caches apart: arguments, as in the engine, and no constants."""
 
     tokens: Int[Array, "B C"]
     """The committed context."""
     sampling: Sampling
-    eos: Int[Array, " N"]
+    eos: Int[Array, "B N"]
 
 
-def begin(
-    target: Decoder, drafter: Drafter, caches: tuple[KVCache, ...], start: Start, capacity: int, plan: round.Plan
-) -> DecodeState:
-    """A state whose prompt is committed and cached: `caches` (the target's, then the drafter's) hold anything."""
-    batch, context = start.tokens.shape
-    length = jnp.full((batch,), context, jnp.int32)
-    state = round.init_state(
-        target,
-        drafter,
-        tokens=start.tokens,
-        prompt_length=length,
-        max_new_tokens=jnp.full_like(length, capacity),
-        eos=start.eos,
-        sampling=start.sampling,
-        capacity=capacity,
-        plan=plan,
-    )
-    state = state.replace(target=caches[0])
+def begin(target: Decoder, drafter: Drafter, caches: Caches, start: Start, capacity: int, plan: Plan) -> DecodeState:
+    """A state whose prompt is committed and cached: `caches` hold anything."""
+    length = jnp.full((start.tokens.shape[0],), start.tokens.shape[1], jnp.int32)
+    state = state_at(target, drafter, start.tokens, length, capacity, plan)
+    state = state.replace(target=caches[0], sampling=start.sampling, eos=start.eos)
     if len(caches) > 1:
-        cached = drafter.whole_blocks(state.committed)
-        state = state.replace(drafter=BlockState(cache=caches[1], cached=cached))
+        state = state.replace(drafter=BlockState(cache=caches[1], cached=drafter.whole_blocks(length)))
     return state
 
 
@@ -83,7 +74,7 @@ def drafter_pass(
     """One pass over a window; what it proposes changes the next pass's tokens, so that none can be left out."""
     hidden, cache, _ = drafter.model.window(tokens, cache, start, jnp.max(start) + tokens.shape[1])
     first = slice(0, drafter.spec_len)
-    proposed, confidence = drafter.propose(hidden[:, first])
+    proposed, confidence = argmax_and_confidence(drafter.logits(hidden[:, first]))
     return cache, tokens.at[:, first].set(jnp.where(confidence >= 0, proposed, tokens[:, first]))
 
 
@@ -107,26 +98,22 @@ def inject(proposal: Draft, verified: Verified, accepted: Int[Array, ""], vocab:
     columns = jnp.arange(picks.shape[1])
     other = jnp.where(picks == drafted, (picks + 1) % vocab, picks)
     picks = jnp.where(columns < accepted, drafted, jnp.where(columns == accepted, other, picks))
-    return verified.replace(picks=picks)
+    return verified.replace(picks=picks, accepted=jnp.full_like(verified.accepted, accepted))
 
 
 def replay_step(
-    target: Decoder, drafter: Wide, state: DecodeState, draws: Draws, *, plan: round.Plan, extra: bool
+    target: Decoder, drafter: Wide, state: DecodeState, draws: Draws, *, plan: Plan, extra: bool
 ) -> DecodeState:
     """`round.step` with the drawn lengths."""
     index = state.log.round
-    wanted = draws.chunks[index] * drafter.spec_len
-
-    def at_the_drawn_length(chunk: Chunk):
-        return chunk.drafted >= wanted
-
-    proposal, state = round.draft(drafter, state, at_the_drawn_length)
+    drafter = drafter.replace(rule=AtLength(draws.chunks[index] * drafter.spec_len))
+    proposal, state = round.draft(drafter, state)
     if extra:
         state = spend(drafter, state, draws.extra[index])
         proposal = proposal.replace(passes=proposal.passes + draws.extra[index])
     verified, state = round.verify(target, drafter, state, proposal, plan=plan)
     verified = inject(proposal, verified, draws.accepted[index], target.config.vocab_size)
-    return round.accept(drafter, state, proposal, verified)
+    return round.commit(drafter, state, proposal, verified)
 
 
 def replay_program(
@@ -137,7 +124,7 @@ def replay_program(
     draws: Draws,
     *,
     capacity: int,
-    plan: round.Plan,
+    plan: Plan,
     extra: bool,
 ) -> tuple[Caches, RoundLog]:
     """All rounds in one loop, as `round.generate` makes them."""
@@ -151,7 +138,7 @@ def replay_program(
 
 
 def vanilla_program(
-    target: Decoder, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, plan: round.Plan
+    target: Decoder, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, plan: Plan
 ) -> tuple[Caches, RoundLog]:
     """Plain decoding: the engine's own loop around the drafter that proposes nothing."""
     drafter = Drafter()
@@ -162,23 +149,12 @@ def vanilla_program(
 
 def verify_program(
     target: Decoder, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, width: int
-) -> tuple[Caches, Int[Array, "B W"]]:
-    """`steps` verifies of `width` rows at the same place; each one's picks are the next one's tokens."""
-    drafter, plan = Drafter(), round.Plan((width,), (width,), (width,))
-    state = begin(target, drafter, caches[:1], start, capacity, plan)
-    batch, context = start.tokens.shape
-    length = jnp.full((batch,), width - 1, jnp.int32)
-    confidence = jnp.zeros((batch, width - 1))
-
-    def body(_, carry):
-        state, picks = carry
-        state = state.replace(tokens=state.tokens.at[:, context - 1].set(picks[:, -1]))
-        proposal = Draft(tokens=picks[:, :-1], confidence=confidence, length=length, passes=jnp.zeros_like(length))
-        verified, state = round.verify(target, drafter, state, proposal, plan=plan)
-        return state, verified.picks
-
-    state, picks = jax.lax.fori_loop(0, steps, body, (state, jnp.zeros((batch, width), jnp.int32)))
-    return (state.target, *caches[1:]), picks
+) -> tuple[Caches, Int[Array, "B T"]]:
+    """`steps` rounds at the same place that verify `width` rows."""
+    drafter = Drafter()
+    state = begin(target, drafter, caches[:1], start, capacity, Plan((width,), (width,), (width,)))
+    state = repeated_rounds(target, drafter, state, steps, jnp.zeros((), bool), width=width)
+    return (state.target, *caches[1:]), state.tokens
 
 
 def pass_program(
@@ -186,14 +162,14 @@ def pass_program(
 ) -> tuple[Caches, Int[Array, "B W"]]:
     """`steps` drafter passes over a window of `width` that begins where a round's first pass begins."""
     batch, context = start.tokens.shape
-    at = jnp.full((batch,), (context - 1) // drafter.block * drafter.block, jnp.int32)
+    at = drafter.whole_blocks(jnp.full((batch,), context, jnp.int32))
 
     def body(_, carry):
         return drafter_pass(drafter, *carry, at)
 
-    tokens = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
-    cache, tokens = jax.lax.fori_loop(0, steps, body, (caches[1], tokens))
-    return (caches[0], cache), tokens
+    window = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
+    cache, window = jax.lax.fori_loop(0, steps, body, (caches[1], window))
+    return (caches[0], cache), window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,23 +193,26 @@ class Schedule:
         return collections.Counter(w for w, _ in self.target), collections.Counter(w for w, _ in self.drafter)
 
 
-def schedule(chunks, accepted, extra, *, context: int, block: int, window: int, widths: tuple[int, ...]) -> Schedule:
-    """What `Wide` and the verify do with these draws: the same arithmetic as theirs, in Python."""
-    length, cached = context, (context - 1) // block * block
-    drafter, target, passes = [], [], []
-    for count, agreed, more in zip(map(int, chunks), map(int, accepted), map(int, extra)):
-        front = length
-        for _ in range(count):
-            end = round_up(front + CHUNK, block)
-            if end - cached > window:
-                raise AssertionError(f"a pass from {cached} to {end} exceeds the window of {window}")
-            drafter.append((end - cached, end))
-            cached = max(cached, front // block * block)
-            front += CHUNK
-        drafter += [(block, cached + block)] * more
+def schedule(drafter: Wide, draws: Draws, context: int, widths: tuple[int, ...]) -> Schedule:
+    """What the drafter and the verify will do with these draws, from `context` committed tokens on."""
+
+    def whole_blocks(length: int) -> int:
+        return drafter.whole_blocks(jnp.asarray([length])).item()
+
+    length, cached = context, whole_blocks(context)
+    drafted, target, passes = [], [], []
+    columns = (np.asarray(part).tolist() for part in (draws.chunks, draws.accepted, draws.extra))
+    for count, agreed, more in zip(*columns):
+        for front in range(length, length + count * CHUNK, CHUNK):
+            places = jnp.asarray([cached]), jnp.asarray([front])
+            need, behind, stored = (part.item() for part in drafter.stored_by(*places, jnp.ones((1,), bool)))
+            if behind:
+                raise AssertionError(f"a pass from {cached} over {need} exceeds the window of {drafter.window}")
+            drafted.append((need, cached + need))
+            cached = stored
+        drafted += [(drafter.block, cached + drafter.block)] * more
         passes.append(count + more)
-        drafted = count * CHUNK
-        target.append((next(w for w in widths if w > drafted), length + drafted))
+        target.append((next(w for w in widths if w > count * CHUNK), length + count * CHUNK))
         length += agreed + 1
-        cached = min(cached, (length - 1) // block * block)
-    return Schedule(drafter, target, passes, length - context)
+        cached = min(cached, whole_blocks(length))
+    return Schedule(drafted, target, passes, length - context)

@@ -25,13 +25,14 @@ PACKAGES = ("failfast_jax", "convert", "tpu_scripts")
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LONGEST_FUNCTION, LONGEST_FILE = 60, 450
 
-BOTTOM = {"_version", "command", "compilation", "config", "errors", "files", "platforms"}
+BOTTOM = {"_version", "command", "compilation", "config", "encoding", "errors", "files", "platforms", "results"}
 LAYERS = (
     BOTTOM,
     {"kernels"},
     {"models"},
     {"checkpoints", "decoding"},
     {"drafters"},
+    {"sessions"},
     {"runtime"},
     {"engine"},
     {"__init__", "defaults", "trajectory"},

@@ -111,6 +111,8 @@ def test_the_schedule_that_needs_a_standalone_drafter_says_what_it_uses(caplog):
     with caplog.at_level(logging.WARNING, logger="failfast_jax"):
         pair = load_pair(method="failfast", schedule="aligned")
     assert "not trained to draft" in caplog.text
+    plain = load_pair(method="vanilla", share=pair)
+    assert plain.target is pair.target and plain.runtime.programs is pair.runtime.programs
     assert pair.drafter.config.mask_token_id == pair.target.config.vocab_size == pair.vocab
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import inspect
 import json
 import os
 from pathlib import Path
@@ -16,6 +14,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
+from failfast_jax.models.drafter_model import AUTOREGRESSIVE
 
 
 def model_stamp(source: str | os.PathLike | None) -> dict[str, Any]:
@@ -27,22 +26,6 @@ def model_stamp(source: str | os.PathLike | None) -> dict[str, Any]:
         states = [(os.path.relpath(f, path), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
         stamp["files"] = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:16]
     return stamp
-
-
-def choosing_options(config: GenerationConfig) -> dict[str, Any]:
-    """The options of a request by which `load_pair` chooses a drafter of the default pair."""
-    wanted = inspect.signature(load_pair).parameters
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name in wanted}
-
-
-def share_programs(engine: FailFast, other: FailFast) -> None:
-    """One store of programs for both: each program holds memory maps, and their number is limited per process."""
-    engine._programs = other._programs
-
-
-def check_request(engine: FailFast, config: GenerationConfig) -> None:
-    """Raises ValueError where a request's options do not fit the engine; nothing is compiled."""
-    engine.build_drafter(engine._config(config, {}))
 
 
 class EnginePool:
@@ -77,19 +60,17 @@ class EnginePool:
 
     def missing(self, variant: Variant) -> str | None:
         """Which drafter a variant would need and nobody named; None: nothing is missing."""
-        kind = METHODS[variant.method].model
-        if kind is None or self._source(kind) is not None:
+        kinds = METHODS[variant.method].kinds
+        if not kinds or self._source(kinds) is not None:
             return None
-        if kind == "autoregressive":
+        if AUTOREGRESSIVE in kinds:
             return "needs --ar-drafter, an autoregressive model with the target's tokens"
         if self.sources["target"] is not None:
-            return f"needs --drafter, a model of kind {kind!r}"
+            return f"needs --drafter, a model of kind {' or '.join(kinds)}"
         return None
 
-    def _source(self, kind: str) -> str | os.PathLike | None:
-        if kind == "any":
-            return self.sources["drafter"] or self.sources["ar_drafter"]
-        return self.sources["ar_drafter" if kind == "autoregressive" else "drafter"]
+    def _source(self, kinds: tuple[str, ...]) -> str | os.PathLike | None:
+        return self.sources["ar_drafter" if AUTOREGRESSIVE in kinds else "drafter"]
 
     def get(self, variant: Variant, config: GenerationConfig) -> FailFast:
         """The engine that answers a variant's requests.
@@ -97,18 +78,16 @@ class EnginePool:
         Raises:
           ValueError: its drafter is missing, unreadable or does not fit.
         """
-        kind = METHODS[variant.method].model
-        source = self._source(kind) if kind else None
-        # A drafter that was named serves all methods of its kind.
-        chosen = choosing_options(config)
-        key = None if kind is None else source if source is not None else tuple(chosen.items())
+        kinds = METHODS[variant.method].kinds
+        source = self._source(kinds) if kinds else None
+        # A drafter that was named serves all methods of its kind; of the default pair's, these options choose.
+        chosen = {"method": config.method, "schedule": config.options.get("schedule")}
+        key = None if not kinds else source if source is not None else tuple(chosen.items())
         if key not in self._built:
             missing = self.missing(variant)
             if missing is not None:
                 raise ValueError(f"{variant.label}: {missing}")
-            engine = load_pair(self.sources["target"], source, share=self.base, **self.options, **chosen)
-            share_programs(engine, self.base)
-            self._built[key] = engine
+            self._built[key] = load_pair(self.sources["target"], source, share=self.base, **self.options, **chosen)
         return self._built[key]
 
     def prepare(self, variant: Variant, config: GenerationConfig) -> None:
@@ -118,7 +97,8 @@ class EnginePool:
           ValueError: the message names the variant.
         """
         try:
-            check_request(self.get(variant, config), config)
+            engine = self.get(variant, config)
+            engine.build_drafter(engine.resolve(config))
         except ValueError as error:
             text = str(error)
             raise ValueError(text if text.startswith(f"{variant.label}: ") else f"{variant.label}: {text}") from None

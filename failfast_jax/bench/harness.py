@@ -125,7 +125,7 @@ def answer(engine: FailFast, prompt: list[int], config: GenerationConfig) -> Res
 
 def promises_equality(config: GenerationConfig) -> bool:
     """Whether a request's output is `vanilla`'s: rejection sampling has its distribution, but draws other samples."""
-    return config.temperature == 0 or getattr(config, "acceptance", None) != "rejection"
+    return config.temperature == 0 or config.acceptance != "rejection"
 
 
 class Comparison:

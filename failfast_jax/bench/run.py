@@ -25,7 +25,7 @@ from failfast_jax.bench.journal import RECORDS, SCORE, Journal
 from failfast_jax.bench.modelled import Latency, latency_for, parse_latency
 from failfast_jax.bench.run_options import add_arguments, merged, read_datasets, read_variants
 from failfast_jax.bench.summary import Summary, summarise
-from failfast_jax.bench.variants import Sweep, Variant, parse_options
+from failfast_jax.bench.variants import Sweep, Variant, all_options, check_common, parse_options
 from failfast_jax.bench.verdicts import DIFFERENT
 from failfast_jax.config import GenerationConfig
 from failfast_jax.files import Record
@@ -64,6 +64,7 @@ def read_request(args: argparse.Namespace) -> Request:
     )
     common.validate()
     variants, sweeps, optional = read_variants(args)
+    check_common(common, variants)
     for variant in variants:
         variant.config(common)
     latency = latency_for(args.target) if args.modelled is None else parse_latency(str(args.modelled))
@@ -177,7 +178,7 @@ def work(args: argparse.Namespace) -> int:
     host = machine()
     identity = {
         **engines.identity(),
-        "options": {k: v for k, v in dataclasses.asdict(common).items() if k != "method"},
+        "options": all_options(common),
         "machine": {k: host[k] for k in ("device", "processor", "cores", "jax")},
     }
     journal = Journal(out / RECORDS, identity, host)

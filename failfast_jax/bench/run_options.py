@@ -21,7 +21,7 @@ from failfast_jax.bench.variants import (
     split_methods,
 )
 from failfast_jax.drafters import METHODS
-from failfast_jax.generate import ATTENTION_KERNELS
+from failfast_jax.models.attention import KERNELS
 
 ALL = "all"
 DEFAULTS: dict[str, Any] = {
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--ar-drafter", metavar="P", help="for the methods that draft token by token")
     models.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
     models.add_argument("--tensor-parallel", metavar="n", type=int, help="devices that share each layer")
-    models.add_argument("--attention", choices=ATTENTION_KERNELS, help="kernel of cached attention")
+    models.add_argument("--attention", choices=KERNELS, help="kernel of cached attention")
     result = parser.add_argument_group("result")
     result.add_argument("--out", metavar="DIR", help=f"an interrupted run continues there ({DEFAULTS['out']})")
     result.add_argument("--records", choices=("jsonl", "parquet"), help="parquet: also write records.parquet")

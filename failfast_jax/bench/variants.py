@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
+from failfast_jax.options import check_value, type_of
 
 BASELINE = "vanilla"
 PAPER_SWEEP = "3:20"
@@ -20,24 +19,35 @@ CORPUS = "corpus"
 """Option of `suffix` here: tokens of a corpus of earlier questions and answers, which the run fills as it goes."""
 
 
-# -- options: what `GenerationConfig` has -------------------------------------------------------------------------
+# -- options of requests and of methods ----------------------------------------------------------------------------
+
+_REQUEST = {f.name: f for f in dataclasses.fields(GenerationConfig)}
+_OWN_FLAGS = ("method", "max_new_tokens", "options")
 
 
-def option_fields() -> list[str]:
-    """Fields of `GenerationConfig` that an option may name: all but those with a flag of their own."""
-    return [f.name for f in dataclasses.fields(GenerationConfig) if f.name not in ("method", "max_new_tokens")]
+def method_fields(method: str | None = None) -> dict[str, dataclasses.Field]:
+    """The options of a method, or of all of them, by name."""
+    chosen = METHODS.values() if method is None else (METHODS[method],)
+    return {field.name: field for options in chosen for field in dataclasses.fields(options)}
 
 
-def option_types(name: str) -> tuple[type, ...]:
-    """Types that an option's values may have."""
-    hint = int if name == CORPUS else typing.get_type_hints(GenerationConfig)[name]
-    return typing.get_args(hint) or (hint,)
+def option_fields(method: str | None = None) -> list[str]:
+    """Names that an option may have: those of every request without a flag of their own, and `method_fields`."""
+    return [*(name for name in _REQUEST if name not in _OWN_FLAGS), *method_fields(method)]
 
 
 def changed_options(config: GenerationConfig) -> dict[str, Any]:
     """The options of a request that differ from their defaults."""
     default = GenerationConfig()
-    return {k: getattr(config, k) for k in option_fields() if getattr(config, k) != getattr(default, k)}
+    common = {k: getattr(config, k) for k in _REQUEST if k not in _OWN_FLAGS}
+    common = {k: value for k, value in common.items() if value != getattr(default, k)}
+    return common | {k: value for k, value in config.options.items() if value is not None}
+
+
+def all_options(config: GenerationConfig) -> dict[str, Any]:
+    """Every option of a request and of every method; those that are not given are None."""
+    common = {name: getattr(config, name) for name in _REQUEST if name not in ("method", "options")}
+    return common | {name: config.options.get(name) for name in method_fields()}
 
 
 def check_option(shown: str, name: str, method: str | None = None) -> None:
@@ -50,7 +60,17 @@ def check_option(shown: str, name: str, method: str | None = None) -> None:
         if method != "suffix":
             raise ValueError(f"{shown}: only suffix drafts from a corpus, not {method}")
     elif name not in option_fields():
-        raise ValueError(f"{shown}: GenerationConfig has no option {name!r} (options: {', '.join(option_fields())})")
+        raise ValueError(f"{shown}: there is no option {name!r} (options: {', '.join(option_fields())})")
+    elif method is not None and name not in option_fields(method):
+        takers = [other for other, options in METHODS.items() if name in options.names()]
+        raise ValueError(f"{shown}: {method} ignores {name}; {', '.join(takers)} take it")
+
+
+def _kind_of(name: str) -> str:
+    """`int`, `float`, `bool` or `str`."""
+    if name == CORPUS:
+        return "int"
+    return type_of(method_fields().get(name) or _REQUEST[name])
 
 
 def parse_option(shown: str, name: str, text: str, method: str | None = None) -> Any:
@@ -60,20 +80,18 @@ def parse_option(shown: str, name: str, text: str, method: str | None = None) ->
       ValueError: no such option, or text that its type cannot hold.
     """
     check_option(shown, name, method)
-    kinds = option_types(name)
-    if types.NoneType in kinds and text.lower() == "none":
+    kind = _kind_of(name)
+    if name in method_fields() and text.lower() == "none":
         return None
-    if bool in kinds:
+    if kind == "bool":
         if text.lower() not in ("true", "false"):
             raise ValueError(f"{shown}: must be true or false")
         return text.lower() == "true"
-    for kind, said in ((int, "an integer"), (float, "a number")):
-        if kind in kinds:
-            try:
-                return kind(text)
-            except ValueError:
-                raise ValueError(f"{shown}: must be {said}") from None
-    return text
+    parse, said = {"int": (int, "an integer"), "float": (float, "a number"), "str": (str, "text")}[kind]
+    try:
+        return parse(text)
+    except ValueError:
+        raise ValueError(f"{shown}: must be {said}") from None
 
 
 def parse_pair(shown: str, text: str, method: str | None = None) -> tuple[str, Any]:
@@ -106,7 +124,7 @@ class Variant:
     Attributes:
       label: names it in records, tables and figures; unique in a run.
       method: of `METHODS`.
-      options: fields of `GenerationConfig` that differ from the run's common ones, and `corpus`.
+      options: of the request and of the method, where they differ from the run's common ones, and `corpus`.
       sweep: the sweep that it is a point of; empty for none.
     """
 
@@ -121,10 +139,18 @@ class Variant:
         Raises:
           ValueError: a value out of its range; the message names the variant.
         """
-        options = {name: value for name, value in self.options.items() if name != CORPUS}
-        config = dataclasses.replace(common, method=self.method, **options)
+        given = {name: value for name, value in self.options.items() if name != CORPUS}
+        fields = method_fields(self.method)
+        # Common options are for the methods that take them.
+        options = {name: value for name, value in common.options.items() if name in fields}
+        options |= {name: value for name, value in given.items() if name in fields}
+        request = {name: value for name, value in given.items() if name not in fields}
+        config = dataclasses.replace(common, method=self.method, options=options, **request)
         try:
             config.validate()
+            for name, value in options.items():
+                if value is not None:
+                    check_value(fields[name], value)
         except ValueError as error:
             raise ValueError(f"{self.label}: {error}") from None
         return config
@@ -264,3 +290,16 @@ def check_labels(variants: Sequence[Variant]) -> list[Variant]:
         if variant.sweep:
             kept[variant.label] = variant
     return list(kept.values())
+
+
+def check_common(common: GenerationConfig, variants: Sequence[Variant]) -> None:
+    """Checks that each common option serves at least one of the variants.
+
+    Raises:
+      ValueError: one that all of them ignore; the message names the methods that take it.
+    """
+    methods = {variant.method for variant in variants}
+    for name in common.options:
+        takers = [method for method, options in METHODS.items() if name in options.names()]
+        if methods and not methods & set(takers):
+            raise ValueError(f"--set {name}: {', '.join(sorted(methods))} ignore it; {', '.join(takers)} take it")

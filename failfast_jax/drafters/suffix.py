@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import flax.struct
 import jax
@@ -42,7 +43,7 @@ class Corpus:
         self.tokens = np.full(capacity, SEPARATOR, np.int32)
         """The texts, the latest one last, each followed by `SEPARATOR`."""
 
-    def add(self, ids: Iterable[int] | Int[np.ndarray, " n"]) -> None:
+    def add(self, ids: Iterable[Any]) -> None:
         """Appends a text.
 
         Raises:

@@ -52,7 +52,7 @@ def is_begun(file: Path, settings: dict[str, Any], foreign: str | None = None) -
         return True
     # A killed start may have left a part of its settings.
     if foreign and any(path.name != f"{file.name}.part" for path in folder.glob(foreign)):
-        raise OptionError(f"--out {folder}: not empty, but without {file.name}; name another folder")
+        raise OptionError(f"--out {folder}: not empty, and no {file.name} in it; name another folder")
     return False
 
 

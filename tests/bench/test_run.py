@@ -2,7 +2,6 @@
 
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 from stub_engine import StubEngine, StubEnginePool
@@ -133,7 +132,7 @@ def test_all_leaves_out_what_cannot_run(stub, prompts, tmp_path, capsys):
     captured = capsys.readouterr()
     assert "left out: ar: needs --ar-drafter" in captured.err and "Left out: `ar`" in captured.out
     methods = {method for method, *_ in stub.given}
-    assert methods == {m for m in METHODS if METHODS[m].model != "autoregressive"}
+    assert methods == {m for m in METHODS if "autoregressive" not in METHODS[m].kinds}
     # Asked for by name, it is an error.
     assert main([*args, "--methods", "ar,lookup"]) == 2
     assert "error: ar: needs --ar-drafter" in capsys.readouterr().err
@@ -142,7 +141,7 @@ def test_all_leaves_out_what_cannot_run(stub, prompts, tmp_path, capsys):
     assert "other settings (target name: 'SmolLM2-135M-Instruct.Q4_1.gguf' there, 't' here)" in capsys.readouterr().err
     args[-1] = str(tmp_path / "other")
     assert main([*args, "--target", "t", "--methods", "failfast"]) == 2
-    assert "failfast: needs --drafter, a model of kind 'diffusion'" in capsys.readouterr().err
+    assert "failfast: needs --drafter, a model of kind block-diffusion or conditioned" in capsys.readouterr().err
 
 
 def test_differences(stub, prompts, tmp_path, capsys):
@@ -311,17 +310,15 @@ def test_a_corpus_holds_the_questions_before(stub, prompts, tmp_path, monkeypatc
 # -- engines -------------------------------------------------------------------------------------------------
 
 
-def test_engines_share_target_and_programs(monkeypatch, tmp_path):
+def test_engines_share_their_target(monkeypatch, tmp_path):
     loaded = []
 
     def load_pair(target=None, drafter=None, *, method, schedule=None, dtype=None, share=None):
         loaded.append((drafter, method, schedule))
         assert (share is None) == (len(loaded) == 1)
-        return SimpleNamespace(max_seq_len=100 * len(loaded))
+        return StubEngine(max_seq_len=100 * len(loaded))
 
-    sharing = []
     monkeypatch.setattr(engine_pool, "load_pair", load_pair)
-    monkeypatch.setattr(engine_pool, "share_programs", lambda engine, other: sharing.append((engine, other)))
     common = GenerationConfig()
     settings = [Variant(m, m) for m in ("lookup", "failfast", "fast-dllm", "ar")]
     settings.insert(2, Variant("aligned", "failfast", {"schedule": "aligned"}))
@@ -333,7 +330,6 @@ def test_engines_share_target_and_programs(monkeypatch, tmp_path):
     wide, aligned, dllm = ((None, "failfast", None), (None, "failfast", "aligned"), (None, "fast-dllm", None))
     assert loaded[1:] == [wide, aligned, dllm, ("small", "ar", None)]
     assert found[0] is default.base and found[1] is found[2]
-    assert sharing == [(engine, default.base) for engine in (found[1], found[3], found[4], found[5])]
     assert default.max_seq_len == 100 and set(default.identity()) == {"target", "ar_drafter", "dtype", "drafter"}
 
     # Named drafters: one for all methods of its kind.

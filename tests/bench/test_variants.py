@@ -4,6 +4,7 @@ import pytest
 
 from failfast_jax.bench.variants import (
     Variant,
+    check_common,
     check_labels,
     make_variant,
     parse_methods,
@@ -23,8 +24,14 @@ def test_options_follow_their_method():
     (first, second), sweeps = parse_methods(["failfast:tau=0.3,spec-len=8", "lookup"])
     assert first == Variant("failfast:tau=0.3,spec_len=8", "failfast", {"tau": 0.3, "spec_len": 8})
     assert second.label == "lookup" and not sweeps
-    config = first.config(GenerationConfig(temperature=0.7, tau=0.9))
-    assert (config.method, config.tau, config.spec_len, config.temperature) == ("failfast", 0.3, 8, 0.7)
+    common = GenerationConfig(temperature=0.7, tau=0.9)
+    assert first.config(common) == GenerationConfig(method="failfast", temperature=0.7, tau=0.3, spec_len=8)
+    assert second.config(common) == GenerationConfig(method="lookup", temperature=0.7)  # which ignores tau
+    check_common(common, [first, second])
+    with pytest.raises(ValueError, match="--set tau: lookup ignore it; failfast, ar, suffix take it"):
+        check_common(common, [second])
+    with pytest.raises(ValueError, match="--methods lookup:tau=1: lookup ignores tau; failfast, ar, suffix take it"):
+        parse_methods(["lookup:tau=1"])
 
 
 def test_a_corpus_is_no_option_of_the_request():
@@ -32,7 +39,7 @@ def test_a_corpus_is_no_option_of_the_request():
     assert variant.label == "suffix:corpus=64,tau=0.2" and variant.options == {"corpus": 64, "tau": 0.2}
     assert variant.config(GenerationConfig()) == GenerationConfig(method="suffix", tau=0.2)
     assert [s.options for s in sweep.variants()] == [{"corpus": 8}, {"corpus": 16}]
-    with pytest.raises(ValueError, match="--set corpus=9: GenerationConfig has no option 'corpus'"):
+    with pytest.raises(ValueError, match="--set corpus=9: there is no option 'corpus'"):
         parse_options([("--set corpus=9", "corpus=9")])
 
 
@@ -58,7 +65,7 @@ def test_sweeps():
     [
         (["quick"], [], "--methods quick: must be among failfast"),
         (["failfast:tau"], [], "--methods failfast:tau: must be key=value"),
-        (["failfast:speed=1"], [], "--methods failfast:speed=1: GenerationConfig has no option 'speed'"),
+        (["failfast:speed=1"], [], "--methods failfast:speed=1: there is no option 'speed'"),
         (["failfast:tau=x"], [], "--methods failfast:tau=x: must be a number"),
         (["failfast:tau=1,tau=0"], [], "tau was given before"),
         (["lookup"], ["3:20"], "--sweep 3:20: sweeps the draft length of ar and fast-dllm+"),
@@ -68,7 +75,7 @@ def test_sweeps():
         (["ar"], ["slow:tau=1|2"], "--sweep slow:tau=1|2: must be FIRST:LAST or method:key=values"),
         (["lookup:corpus=9"], [], "--methods lookup:corpus=9: only suffix drafts from a corpus, not lookup"),
         (["suffix:corpus=0"], [], "--methods suffix:corpus=0: corpus must be a number of tokens from 1 to 16777215"),
-        (["ar"], ["failfast:speed=1|2"], "--sweep failfast:speed=1|2: GenerationConfig has no option 'speed'"),
+        (["ar"], ["failfast:speed=1|2"], "--sweep failfast:speed=1|2: there is no option 'speed'"),
     ],
 )
 def test_bad_methods(methods, sweeps, message):

@@ -219,7 +219,7 @@ def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
             tokens=tokens,
             prompt_length=3 * every,
             max_new_tokens=TOKENS * every,
-            eos=decoding.stop_tokens(()),
+            eos=decoding.stop_tokens((), rows),
             sampling=sampling,
             capacity=8,
             plan=plan,

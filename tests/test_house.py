@@ -39,7 +39,7 @@ LAYERS = (
     {"generate", "bench", "train", "convert", "tpu_scripts"},
 )
 """From the bottom up. A module imports from its own part and from lower layers; the bottom is one part."""
-DATA = {"failfast_jax.bench.datasets", "failfast_jax.bench.prompts"}
+DATA = {f"failfast_jax.bench.{name}" for name in ("datasets", "hlo", "limits", "prompts", "public_models", "published")}
 """Data that every command may read."""
 
 

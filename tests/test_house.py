@@ -25,7 +25,7 @@ PACKAGES = ("failfast_jax", "convert", "tpu_scripts")
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LONGEST_FUNCTION, LONGEST_FILE = 60, 450
 
-BOTTOM = {"_version", "command", "compilation", "config", "errors", "files", "platforms"}
+BOTTOM = {"_version", "axes", "command", "compilation", "config", "errors", "files", "options", "platforms"}
 LAYERS = (
     BOTTOM,
     {"kernels"},

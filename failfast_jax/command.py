@@ -9,13 +9,14 @@ from collections.abc import Callable
 USAGE_ERROR, INTERRUPTED = 2, 130
 
 
-def run(work: Callable[[], int | None]) -> int:
+def run(work: Callable[[], int | None], interrupted: str = "interrupted") -> int:
     """Runs a command's work and returns its exit status.
 
     Input that cannot be served (`ValueError`, `OSError`) becomes one line on stderr and status 2; Ctrl-C becomes 130.
 
     Args:
       work: returns a status; None is 0.
+      interrupted: what to say at Ctrl-C.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
@@ -24,5 +25,5 @@ def run(work: Callable[[], int | None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         return INTERRUPTED

@@ -125,7 +125,8 @@ def function_key(function: Callable) -> Hashable:
         bound = [*enumerate(function.args), *sorted(function.keywords.items())]
         return function_key(function.func), tuple((name, _static_key(function, name, value)) for name, value in bound)
     if inspect.isfunction(function):
-        if function.__closure__:
+        # What a function of a module closes over is its decorators' business, and stays what it is.
+        if function.__closure__ and "<locals>" in function.__qualname__:
             names = ", ".join(function.__code__.co_freevars)
             raise TypeError(f"{function.__qualname__} closes over {names}: bind them with functools.partial")
         return function

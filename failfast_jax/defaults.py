@@ -49,7 +49,8 @@ def load_pair(
     it the embedded target itself drafts, run block-causally and not trained to.
 
     Args:
-      share: an engine whose target, with its tokenizer, is used instead of reading `target` once more.
+      share: an engine whose target, with its tokenizer, is used instead of reading `target` once more, and whose store
+        of compiled programs is shared.
       settings: a settings file; where `schedule` is None, its schedule counts.
 
     Raises:
@@ -72,11 +73,12 @@ def load_pair(
     quantization.check(quantize)
     quantization.check(quantize_drafter, "--quantize-drafter")
     kinds = check_method(method).kinds
+    programs = None if share is None else share.runtime.programs
 
     def build(*drafter: Any) -> FailFast:
         if share is None:
             return FailFast(target or default_target_path(), *drafter, **options)
-        engine = FailFast(share.target, *drafter, tokenizer=share.tokenizer, **options)
+        engine = FailFast(share.target, *drafter, tokenizer=share.tokenizer, programs=programs, **options)
         engine.target_name = share.target_name
         return engine
 
@@ -98,4 +100,11 @@ def load_pair(
     else:
         model, tokenizer = load_with_tokenizer(default_target_path(), dtype)
     logger.warning("drafting with SmolLM2 itself, run block-causally: it is not trained to draft")
-    return FailFast(model, as_untrained_drafter(model), tokenizer=tokenizer, drafter_tokenizer=tokenizer, **options)
+    return FailFast(
+        model,
+        as_untrained_drafter(model),
+        tokenizer=tokenizer,
+        drafter_tokenizer=tokenizer,
+        programs=programs,
+        **options,
+    )

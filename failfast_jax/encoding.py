@@ -14,7 +14,7 @@ Message = dict[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
-def encode(prompt: Prompt, tokenizer: Any, vocab_size: int, model_name: str) -> list[int]:
+def encode(prompt: Any, tokenizer: Any, vocab_size: int, model_name: str) -> list[int]:
     """Token ids of a prompt: a string (one user turn, if the tokenizer has a chat template), messages, or ids.
 
     Raises:
@@ -49,7 +49,7 @@ def _encode_text(prompt: str | Sequence[Message], tokenizer: Any, model_name: st
     return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
-def separate(prompts: Any) -> list[Prompt]:
+def separate(prompts: Any) -> list[Any]:
     """One prompt or several, as a list of prompts.
 
     Raises:

@@ -151,7 +151,7 @@ class FailFast:
 
     # -- inputs ------------------------------------------------------------------------------------------
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Any) -> list[int]:
         """Token ids of a prompt: a string (one user turn, if the tokenizer has a chat template), messages, or ids.
 
         Raises:

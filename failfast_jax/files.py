@@ -106,6 +106,8 @@ class Journal:
 
     def _resume(self, path: Path, identity: Record) -> None:
         records, cut_off = read_lines(path)
+        if records and records[0].get("kind") != self.RUN:
+            raise ConfigError(f"{path}: line 1 is no record of a run; name another file or folder")
         for record in records:
             if record.get("kind") != self.RUN:
                 self.records.append(record)

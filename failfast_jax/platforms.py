@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import time
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 
 def machine() -> dict[str, Any]:
@@ -26,3 +29,75 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def free_memory() -> int:
+    """Bytes that the device can still give."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    info = Path("/proc/meminfo")
+    if info.exists():
+        found = next((line for line in info.read_text().splitlines() if line.startswith("MemAvailable:")), None)
+        if found is not None:
+            return int(found.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def bandwidth(nbytes: int, repeats: int = 5, turns: int = 10) -> dict[str, float]:
+    """Bytes a second: `copy`, read and written back (in place), and `read`, summed up.
+
+    The best of `repeats` times `turns` calls, of which only the last is waited for.
+    """
+    array = jnp.ones((nbytes // 4 // 1024, 1024), jnp.float32)
+    rewrite = jax.jit(lambda x: (1 - x, ()), donate_argnums=0)
+    total = jax.jit(lambda x: x.sum(axis=1))
+    out = {}
+    for name, program, moved in (("copy", rewrite, 2 * nbytes), ("read", lambda x: (x, total(x)), nbytes)):
+        array, _ = jax.block_until_ready(program(array))
+        best = np.inf
+        for _ in range(repeats):
+            start = time.perf_counter()
+            for _ in range(turns):
+                array, result = program(array)
+            jax.block_until_ready((array, result))
+            best = min(best, (time.perf_counter() - start) / turns)
+        out[name] = moved / best
+    return out
+
+
+# -- TPUs, as the compiler sees them -----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A device as the compiler sees it: a chip, or one of the two cores of a TPU7x chip. Public specifications."""
+
+    kind: str
+    hbm_gb: float
+    bandwidth: float
+    """Bytes a second."""
+    clock: float
+    """Cycles a second: peak operations over those of the matrix units a cycle."""
+    ici: float
+    """Bytes a second between chips, all links together."""
+
+
+CHIPS = {
+    chip.kind: chip
+    for chip in (
+        Chip("TPU v5 lite", 16, 819e9, 197e12 / (4 * 128 * 128 * 2), 200e9),
+        Chip("TPU v6 lite", 32, 1638e9, 918e12 / (4 * 256 * 256 * 2), 448e9),
+        Chip("TPU v5", 95, 2765e9, 459e12 / (8 * 128 * 128 * 2), 600e9),
+        Chip("TPU7x", 96, 3690e9, 1153e12 / (4 * 256 * 256 * 2), 600e9),
+    )
+}
+HOP_S = 1e-6
+"""Assumed latency of a message between neighbours; the compiler has no figure."""
+
+
+def allreduce_s(chip: Chip, devices: int, size: int) -> float:
+    """Time of a ring all-reduce of `size` bytes, both directions used: assumed, not estimated by the compiler."""
+    if devices == 1:
+        return 0.0
+    return 2 * (devices - 1) / devices * size / chip.ici + 2 * (devices // 2) * HOP_S

@@ -95,8 +95,9 @@ class Runtime:
         Raises:
           OptionError: the batch does not divide over the data-parallel groups.
         """
-        if self.mesh is not None:
-            sharding.check_batch(batch, self.mesh)
+        if self.mesh is None:
+            return StatePlacement(self.target)  # whatever the drafter: programs without one are shared
+        sharding.check_batch(batch, self.mesh)
         return StatePlacement(self.target, self.drafter_model)
 
     def plan(self, drafter: Drafter, exact: bool = False, batch: int = 1) -> Plan:

@@ -6,8 +6,8 @@ import types
 
 import numpy as np
 
-from failfast_jax.bench.engines import Engines
-from failfast_jax.engine import Result, Round, Stats
+from failfast_jax.bench.engine_pool import EnginePool
+from failfast_jax.engine import FailFast, Result, Round, Stats
 
 
 class StubTokenizer:
@@ -20,7 +20,7 @@ class StubTokenizer:
         return "".join(map(chr, ids))
 
 
-class StubEngine:
+class StubEngine(FailFast):
     """Writes `text(prompt)` with every method; drafts of `spec_len` (4 by default) tokens, of which half are accepted.
 
     Attributes:
@@ -30,10 +30,13 @@ class StubEngine:
       cold: `(method, spec_len)` whose next answer compiles.
     """
 
+    # Plain attributes in the place of FailFast's properties.
+    target = types.SimpleNamespace(logits=lambda ids: np.asarray([[[0.0, 3.0, 1.0]]]))
+    drafter, max_seq_len, corpus = None, 4096, None
+
     def __init__(self, text=lambda prompt: "an answer of sixteen tokens"[:16], max_seq_len: int = 4096):
         self.text, self.max_seq_len = text, max_seq_len
         self.tokenizer, self.target_name = StubTokenizer(), "stub"
-        self.target = types.SimpleNamespace(logits=lambda ids: np.asarray([[[0.0, 3.0, 1.0]]]))
         self.given: list[tuple] = []
         self.streamed = 0
         self.fail_after: int | None = None
@@ -45,7 +48,7 @@ class StubEngine:
             prompt = "".join(f"<{m['role']}>{m['content']}" for m in prompt)
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _config(self, config, options):
+    def resolve(self, config):
         return config
 
     def build_drafter(self, config):
@@ -59,14 +62,14 @@ class StubEngine:
         if self.fail_after is not None and len(self.given) >= self.fail_after:
             raise KeyboardInterrupt
         (prompt,) = prompts
-        place = config.method, config.spec_len
+        place = config.method, config.options.get("spec_len")
         compiled = place in self.cold
         self.cold.discard(place)
         self.given.append((*place, self.tokenizer.decode(prompt)))
         ids = self.tokenizer.encode(self.text(self.tokenizer.decode(prompt)))
         if config.method in self.wrong:
             ids[2] = 0
-        length = 0 if config.method == "vanilla" else config.spec_len or 4
+        length = 0 if config.method == "vanilla" else config.options.get("spec_len") or 4
         rounds, done = [], 0
         while done < len(ids):
             accepted = length // 2 if len(rounds) % 2 else length
@@ -92,12 +95,12 @@ class StubEngine:
         return [Result(list(prompt), ids, self.tokenizer.decode(ids), "eos", config.method, stats, rounds)]
 
 
-class StubEngines(Engines):
-    """`Engines` around one stub, with the drafters that were named taken as given."""
+class StubEnginePool(EnginePool):
+    """An `EnginePool` around one stub, with the drafters that were named taken as given."""
 
     def __init__(self, engine: StubEngine, **sources):
         self.sources = {"target": None, "drafter": None, "ar_drafter": None, **sources}
-        self.options, self.ar_flag, self.base = {"dtype": None}, "--ar-drafter", engine
+        self.options, self.base = {"dtype": None}, engine
         self._built = {None: engine}
 
     def get(self, setting, config):

@@ -1,4 +1,4 @@
-"""Compile counts, what makes two programs the same, the bounded store, and the persistent cache's folder."""
+"""Compile counts, what makes two programs the same, the bounded store of programs, the persistent cache's folder."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ import pytest
 from tiny_models import VOCAB, diffusion_config, random_model
 
 from failfast_jax.compilation import Executables, Program, compile_counts, enable_compile_cache
+from failfast_jax.decoding.stopping import BelowThreshold, Never
 from failfast_jax.drafters.wide import Wide
 
 
@@ -52,7 +53,8 @@ class Scale:
 
 
 def wide(**changes) -> Wide:
-    options = {"model": small_model(), "vocab": VOCAB, "tau": np.float32(0.3), "spec_len": 3, "max_spec_len": 6}
+    options = {"model": small_model(), "vocab": VOCAB, "rule": BelowThreshold(np.float32(0.3))}
+    options |= {"spec_len": 3, "max_spec_len": 6}
     return Wide(**(options | changes))
 
 
@@ -103,6 +105,7 @@ def test_types_of_arguments_are_part_of_the_key():
         {"vocab": VOCAB - 1},
         {"sampled": True},
         {"alternatives": 2},
+        {"rule": Never()},
         {"model": "block"},
         {"model": "layers"},
     ],
@@ -122,7 +125,7 @@ def test_every_static_field_of_the_drafter_was_tried():
 
 def test_values_of_arrays_are_no_part_of_the_key():
     other = random_model(diffusion_config(), seed=3)
-    assert key_of(wide()) == key_of(wide(model=other, tau=np.float32(0.9)))
+    assert key_of(wide()) == key_of(wide(model=other, rule=BelowThreshold(np.float32(0.9))))
 
 
 def test_a_function_that_may_depend_on_more_is_refused():

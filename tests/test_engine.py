@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +16,15 @@ import pytest
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.decoding import round as decoding_round
+from failfast_jax.decoding import plan as plans
+from failfast_jax.decoding.exact import interchangeable_widths
 from failfast_jax.errors import ConfigError, NonFiniteError, OptionError, PromptError
 from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.runtime import DraftSession
 
 DRAFTS = {"spec_len": 3, "max_spec_len": 6, "tau": 0.3}
+OF_METHOD = {"vanilla": {}, "failfast": DRAFTS}
 RAGGED = [[5, 6, 7], [8, 9] * 15, [3]]
 
 
@@ -58,7 +63,7 @@ class BytePieces:
 
 @pytest.mark.parametrize("method", ["vanilla", "failfast"])
 def test_rows_of_a_batch_equal_single_answers(method):
-    options = {"method": method, "max_new_tokens": 40, **DRAFTS}
+    options = {"method": method, "max_new_tokens": 40, **OF_METHOD[method]}
     together = engine().generate(RAGGED, **options)
     for prompt, row in zip(RAGGED, together):
         (alone,) = engine().generate([prompt], **options)
@@ -92,7 +97,7 @@ def test_a_diffusion_answer_has_whole_blocks():
 
 @pytest.mark.parametrize("method", ["vanilla", "failfast"])
 def test_a_stream_says_what_generate_says(method):
-    options = {"method": method, "max_new_tokens": 40, **DRAFTS}
+    options = {"method": method, "max_new_tokens": 40, **OF_METHOD[method]}
     expected = engine().generate(RAGGED, **options)
     events = list(engine().stream(RAGGED, **options))
     assert len(events) > 2 * len(RAGGED)
@@ -201,7 +206,7 @@ def test_engines_may_share_their_programs():
 @pytest.mark.parametrize("method", ["vanilla", "failfast"])
 def test_host_waits_do_not_depend_on_the_rounds(method):
     stats = [
-        engine().generate([[3] * 10], method=method, max_new_tokens=n, ignore_eos=True, **DRAFTS)[0].stats
+        engine().generate([[3] * 10], method=method, max_new_tokens=n, ignore_eos=True, **OF_METHOD[method])[0].stats
         for n in (5, 100)
     ]
     assert stats[1].rounds > 4 * stats[0].rounds
@@ -245,14 +250,31 @@ def test_the_default_method(caplog):
 # Profiles.
 
 
+PROFILE = """
+import sys
+from pathlib import Path
+from tiny_models import random_model, tiny_config
+from failfast_jax import FailFast
+
+def files():
+    return sorted(path for path in Path(sys.argv[1]).rglob("*") if path.is_file())
+
+engine = FailFast(random_model(tiny_config()))
+options = {"method": "vanilla", "max_new_tokens": 8}
+with engine.profile(sys.argv[1]):
+    engine.generate([[3] * 10], **options)
+written = files()
+engine.generate([[3] * 10], **options)
+assert written and files() == written, (written, files())
+"""
+
+
 def test_a_profile_is_written_for_the_answers_inside(tmp_path):
-    options = {"method": "vanilla", "max_new_tokens": 8}
-    with engine().profile(tmp_path / "trace"):
-        engine().generate([[3] * 10], **options)
-    written = sorted(path for path in (tmp_path / "trace").rglob("*") if path.is_file())
-    assert written
-    engine().generate([[3] * 10], **options)
-    assert sorted(path for path in (tmp_path / "trace").rglob("*") if path.is_file()) == written
+    """In a process without accelerators' plugins: one of another version than JAX crashes its profiler."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PROFILE, str(tmp_path / "trace")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 # Numbers that are none.
@@ -314,18 +336,19 @@ def depends_on_width(monkeypatch, width_matters) -> None:
 def test_exact_leaves_out_widths_that_matter(monkeypatch, caplog, narrowest, warned):
     """Narrow widths differ from wide ones: they are not used. All differ: one constant width serves."""
     depends_on_width(monkeypatch, lambda w: w < 17 if narrowest == 17 else w not in (64, 72))
-    monkeypatch.setattr(decoding_round, "CPU_LADDER", (1, 4, 8, 16, 32, 64))
-    monkeypatch.setattr(decoding_round, "CPU_PREFILL_WIDTHS", (32, 128))
+    monkeypatch.setattr(plans, "CPU_LADDER", (1, 4, 8, 16, 32, 64))
+    monkeypatch.setattr(plans, "CPU_PREFILL_WIDTHS", (32, 128))
     fresh = new_engine()
-    options = {"max_new_tokens": 30, "ignore_eos": True, "exact": True, **DRAFTS}
+    options = {"max_new_tokens": 30, "ignore_eos": True, "exact": True}
     with caplog.at_level(logging.WARNING, logger="failfast_jax"):
         vanilla = fresh.generate([[5, 6, 7]], **(options | {"method": "vanilla"}))[0]
-        drafted = fresh.generate([[5, 6, 7]], **(options | {"method": "failfast"}))[0]
+        drafted = fresh.generate([[5, 6, 7]], **(options | {"method": "failfast"} | DRAFTS))[0]
     assert vanilla.output_ids == drafted.output_ids
     assert ("every step runs at 72 rows" in caplog.text) is warned
     plan = fresh.runtime.plan(fresh.build_drafter(GenerationConfig(method="vanilla")), exact=True)
     assert plan.constant is warned
-    assert plan.widths == ((72,) if warned else (32,))
+    narrowest_fine = 72 if warned else min(interchangeable_widths(fresh.target, (32, 64)))  # 32 on most machines
+    assert plan.widths == (narrowest_fine,)
 
 
 # Models.
@@ -340,7 +363,7 @@ def test_an_untrained_drafter_shares_its_targets_weights():
         assert drafter.layers is target.layers
         np.testing.assert_allclose(drafter.embed[...][VOCAB], target.embed[...].mean(0), atol=1e-6)
         np.testing.assert_array_equal(drafter.embed[...][:VOCAB], target.embed[...])
-        assert drafter.logits([[1, 2, VOCAB]]).shape == (1, 3, VOCAB + 1)
+        assert drafter.logits(jnp.asarray([[1, 2, VOCAB]])).shape == (1, 3, VOCAB + 1)
         assert target.embed[...].shape[0] == VOCAB
 
 
@@ -427,9 +450,11 @@ def test_prompts_may_be_text_or_ids():
 
 def test_models_of_the_wrong_kind():
     target, diffusion = random_model(tiny_config()), random_model(diffusion_config())
-    with pytest.raises(ConfigError, match="needs a block-diffusion drafter, this is an autoregressive qwen2"):
+    with pytest.raises(
+        ConfigError, match="needs a drafter of kind block-diffusion or conditioned, this one is autoregressive"
+    ):
         FailFast(target, target).generate([[3]], method="failfast")
-    with pytest.raises(ConfigError, match="needs an autoregressive drafter, this is a block-diffusion model"):
+    with pytest.raises(ConfigError, match="needs a drafter of kind autoregressive, this one is block-diffusion"):
         FailFast(target, diffusion).generate([[3]], method="ar")
     with pytest.raises(ConfigError, match="a block-diffusion model cannot verify drafts"):
         FailFast(diffusion).generate([[3]], method="vanilla")

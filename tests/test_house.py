@@ -25,13 +25,17 @@ PACKAGES = ("failfast_jax", "convert", "tpu_scripts")
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LONGEST_FUNCTION, LONGEST_FILE = 60, 450
 
-BOTTOM = {"_version", "axes", "command", "compilation", "config", "errors", "files", "options", "platforms"}
+BOTTOM = {
+    *("_version", "axes", "command", "compilation", "config", "encoding", "errors", "files", "options", "platforms"),
+    "results",
+}
 LAYERS = (
     BOTTOM,
     {"kernels"},
     {"models"},
     {"checkpoints", "decoding"},
     {"drafters"},
+    {"sessions"},
     {"runtime"},
     {"engine"},
     {"__init__", "defaults", "trajectory"},

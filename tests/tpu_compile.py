@@ -20,21 +20,6 @@ SETTINGS = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-HOST_TRANSFERS = r"= [^=]*\b(infeed|outfeed|send|recv|send-done|recv-done)\("
-CALLBACKS = r'custom_call_target="[^"]*([Cc]allback|[Hh]ost)[^"]*"'
-HOST_MEMORY = r"\{[\d,]*:[^}]*S\(5\)\}"
-
-
-def lines_of_loops(hlo: str) -> list[str]:
-    """Instructions outside the entry computation: those that may run every round."""
-    before, entry = re.split(r"^ENTRY ", hlo, flags=re.MULTILINE)
-    after = re.split(r"^\}", entry, maxsplit=1, flags=re.MULTILINE)[1]
-    return [line.strip() for line in (before + after).splitlines()]
-
-
-def is_copy(line: str, shape: str) -> bool:
-    # Caches as small as these may visit the chip's fast memory, S(1), whole: a prefetch, not a second buffer.
-    return "S(1)" not in line and bool(re.search(r"= [^=]* copy(-start)?\(", line)) and shape in line.split(" copy")[0]
 
 
 def kernels(topology_name: str) -> None:
@@ -104,69 +89,62 @@ def widened(hlo: str, shapes: set[tuple[int, ...]]) -> list[str]:
     return found
 
 
-def report(device, method: str) -> dict:
-    """What the compiled loop of `method` contains, with the kernels of the device's platform.
+VARIANTS = {
+    "hybrid": {"method": "failfast", "lookup_min": 3},
+    "reuse": {"method": "failfast", "reuse": True},
+    "trees": {"method": "failfast", "tree_budget": 63},
+    "sampled": {"method": "failfast", "acceptance": "rejection"},
+}
+"""Options of `failfast` by the name under which a loop is asked for; other names are methods."""
 
-    `method` may end in `+int8`: target and drafter are quantised.
-    """
-    method, _, scheme = method.partition("+")
+
+def models(platform: str, method: str):
+    """A small target and drafter of abstract arrays, with the kernels of a platform."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
     from flax import nnx
-    from jax.sharding import SingleDeviceSharding
 
-    from failfast_jax import decoding
-    from failfast_jax.config import GenerationConfig
-    from failfast_jax.drafters import METHODS
     from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
     from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
     from failfast_jax.models.sharding import Execution
     from failfast_jax.models.transformer import Decoder
 
+    def abstract(make, config):
+        model = nnx.eval_shape(lambda: make(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        model.execution = Execution(kernel=platform)
+        return model
+
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_layers": 2}
+    sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "qkv_bias": True}
+    config = ModelConfig("qwen2", **sizes)
+    target = abstract(Decoder, config)
+    if method != "hybrid":
+        return target, abstract(Decoder, ModelConfig(FAST_DLLM_MODEL_TYPE, **sizes, block_size=32, mask_token_id=511))
+    # A drafter of one layer that reads the target's features.
+    base = dataclasses.replace(config, num_layers=1)
+    bound = ConditionedConfig(base, context_layers=(0,), fused_layers=(0, 1), rows=15, vocab=128)
+    head = jax.ShapeDtypeStruct((bound.vocab, base.hidden_size), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((bound.vocab,), jnp.int32)
+    embed = jax.ShapeDtypeStruct((config.vocab_size, base.hidden_size), jnp.bfloat16)
+    return target, BoundConditioned(network=abstract(Conditioned, bound), embed=embed, head=head, draft_ids=ids)
+
+
+def compiled_loop(device, method: str):
+    """The whole loop of `method` for two sequences, compiled, and the abstract values that it was compiled for."""
+    method, _, scheme = method.partition("+")
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import SingleDeviceSharding
+
+    from failfast_jax import decoding
+    from failfast_jax.config import GenerationConfig
+    from failfast_jax.drafters import build_drafter
+
     platform = "tpu" if device.platform == "tpu" else "gpu"
-    chip = SingleDeviceSharding(device)
-    sizes = {
-        "vocab_size": 512,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 128,
-        "qkv_bias": True,
-    }
-    target_config = ModelConfig("qwen2", **sizes)
-    drafter_config = ModelConfig(FAST_DLLM_MODEL_TYPE, **(sizes | {"block_size": 32, "mask_token_id": 511}))
-
-    def model(config: ModelConfig) -> Decoder:
-        decoder = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-        decoder.execution = Execution(kernel=platform)
-        return decoder
-
-    def bound() -> BoundConditioned:
-        """A drafter of one layer that reads the target's features."""
-        base = dataclasses.replace(target_config, num_layers=1)
-        config = ConditionedConfig(base, context_layers=(0,), fused_layers=(0, 1), rows=15, vocab=128)
-        network = nnx.eval_shape(lambda: Conditioned(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-        network.execution = Execution(kernel=platform)
-        head = jax.ShapeDtypeStruct((config.vocab, base.hidden_size), jnp.bfloat16)
-        ids = jax.ShapeDtypeStruct((config.vocab,), jnp.int32)
-        embed = jax.ShapeDtypeStruct((target_config.vocab_size, base.hidden_size), jnp.bfloat16)
-        return BoundConditioned(network=network, embed=embed, head=head, draft_ids=ids)
-
-    target = model(target_config)
-    variants = {
-        "hybrid": {"lookup_min": 3},
-        "reuse": {"reuse": True},
-        "trees": {"tree_budget": 63},
-        "sampled": {"acceptance": "rejection"},
-    }
-    options = variants.get(method, {"method": method})
-    config = GenerationConfig(**options)
-    drafter = METHODS[config.method].build(
-        config, bound() if method == "hybrid" else model(drafter_config), 512, platform
-    )
+    config = GenerationConfig(**VARIANTS.get(method, {"method": method}))
+    target, drafter_model = models(platform, method)
+    drafter = build_drafter(config, model=drafter_model, model_name="the drafter", vocab=512, platform=platform)
     if scheme:
         target = target.quantized(scheme)
         drafter = drafter.replace(model=drafter.model.quantized(scheme))
@@ -180,7 +158,7 @@ def report(device, method: str) -> dict:
             tokens=jnp.zeros((batch, 512), jnp.int32),
             prompt_length=jnp.ones(batch, jnp.int32),
             max_new_tokens=jnp.ones(batch, jnp.int32),
-            eos=decoding.stop_tokens((5,), batch),
+            eos=jnp.asarray(decoding.stop_tokens((5,), batch)),
             sampling=decoding.greedy_sampling(batch),
             capacity=512,
             plan=plan,
@@ -189,24 +167,40 @@ def report(device, method: str) -> dict:
     def generate(target, drafter, state, rounds):
         return decoding.generate(target, drafter, state, rounds, plan=plan)
 
+    chip = SingleDeviceSharding(device)
     shapes = (target, drafter, jax.eval_shape(init, target, drafter), np.int32(0))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip), shapes)
-    compiled = jax.jit(generate, donate_argnums=2).lower(*shapes).compile()
-    hlo, memory = compiled.as_text(), compiled.memory_analysis()
-    state = jax.tree.leaves(shapes[2])
+    return jax.jit(generate, donate_argnums=2).lower(*shapes).compile(), shapes
+
+
+def report(device, method: str) -> dict:
+    """What the compiled loop of `method` contains, with the kernels of the device's platform.
+
+    `method` may end in `+int8`: target and drafter are quantised.
+    """
+    compiled, shapes = compiled_loop(device, method)
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from failfast_jax.bench import hlo
+
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    state, weights = jax.tree.leaves(shapes[2]), jax.tree.leaves(shapes[:2])
     cache = "bf16[{}]".format(",".join(map(str, shapes[2].target.k[0].shape)))
     return {
         "device": device.device_kind,
-        "entries": len(re.findall(r"^ENTRY ", hlo, re.MULTILINE)),
-        "loops": len(re.findall(r" while\(", hlo)),
-        "host_transfers": [m.group(0) for m in re.finditer(f"{HOST_TRANSFERS}|{CALLBACKS}|{HOST_MEMORY}", hlo)],
-        "cache_copies": [line[:160] for line in lines_of_loops(hlo) if is_copy(line, cache)],
+        "entries": len(re.findall(r"^ENTRY ", text, re.MULTILINE)),
+        "loops": len(re.findall(r" while\(", text)),
+        "host_transfers": hlo.host_transfers(text),
+        # Caches as small as these may visit the chip's fast memory, S(1), whole: a prefetch, not a second buffer.
+        "cache_copies": [line[:160] for line in hlo.copies_of(text, cache) if "S(1)" not in line],
         "state_bytes": int(sum(np.prod(leaf.shape) * leaf.dtype.itemsize for leaf in state)),
         "aliased_bytes": int(memory.alias_size_in_bytes),
         "host_bytes": int(memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes),
         "temporary_bytes": int(memory.temp_size_in_bytes),
-        "widened": widened(hlo, {leaf.shape for leaf in jax.tree.leaves(shapes[:2]) if leaf.dtype == jnp.int8}),
-        "quantised": sum(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(shapes[:2])),
+        "widened": widened(text, {leaf.shape for leaf in weights if leaf.dtype == jnp.int8}),
+        "quantised": sum(leaf.dtype == jnp.int8 for leaf in weights),
     }
 
 

@@ -4,7 +4,7 @@
 
 For each case the round loop (draft, expand, verify, accept, commit, and the loop over rounds) is compiled from
 abstract shapes, without weights in memory, and so are single passes: a verify of 8 and of 72 rows, and a window of the
-drafter. No TPU is needed, and nothing is run: times are estimates, made as `failfast_jax.bench.tpu_cost` says. A `?`
+drafter. No TPU is needed, and nothing is run: times are estimates, made as `failfast_jax.bench.hlo` says. A `?`
 stands where this JAX cannot read the compiled program back.
 """
 
@@ -39,13 +39,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from failfast_jax.bench import limits, tpu_cost
-from failfast_jax.bench.acceptance import published_for
-from failfast_jax.bench.shapes import DRAFTERS, SHAPES, TARGETS
+from failfast_jax import decoding, platforms
+from failfast_jax.bench import hlo, limits
+from failfast_jax.bench.public_models import CONFIGS, DRAFTERS, TARGETS
+from failfast_jax.bench.published import published_for
 from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding import accept, round
+from failfast_jax.decoding import accept
 from failfast_jax.decoding.placement import StatePlacement
-from failfast_jax.drafters import METHODS
+from failfast_jax.drafters import build_drafter
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import tpu
 from failfast_jax.models import quantization, sharding
@@ -110,7 +111,7 @@ class Compiler:
             )
         self.case, self.layers, self.replicate_drafter = case, layers, replicate_drafter
         self.mesh = sharding.mesh_of(topology.devices[: case.tp * case.dp], case.dp)
-        self.chip = tpu_cost.CHIPS[topology.devices[0].device_kind]
+        self.chip = platforms.CHIPS[topology.devices[0].device_kind]
         self.target = self.model(case.target)
         self.drafter = self.model(case.drafter, drafter=True)
         if quantize is not None:
@@ -119,7 +120,7 @@ class Compiler:
 
     def model(self, name: str, *, drafter: bool = False) -> Decoder:
         """A decoder of abstract bfloat16 arrays, each spread over the mesh."""
-        config = SHAPES[name]
+        config = CONFIGS[name]
         if self.layers:
             config = dataclasses.replace(config, num_layers=self.layers)
         execution = sharding.execution_of(config, self.mesh, drafter=drafter, kernel="tpu")
@@ -135,26 +136,27 @@ class Compiler:
     def whole_answer(self) -> tuple[Any, Any]:
         """The loop over rounds, compiled, and its abstract state."""
         case = self.case
-        drafter = METHODS["failfast"].build(GenerationConfig(), self.drafter, self.target.config.vocab_size, "tpu")
-        plan = round.make_plan(drafter, platform="tpu")
+        config, vocab = GenerationConfig(method="failfast"), self.target.config.vocab_size
+        drafter = build_drafter(config, model=self.drafter, model_name=case.drafter, vocab=vocab, platform="tpu")
+        plan = decoding.make_plan(drafter, platform="tpu")
         keep = StatePlacement(self.target, self.drafter)
         sharding.check_batch(case.batch, self.mesh)
 
         def init(target, drafter):
-            return round.init_state(
+            return decoding.init_state(
                 target,
                 drafter,
                 tokens=jnp.zeros((case.batch, case.capacity), jnp.int32),
                 prompt_length=jnp.ones(case.batch, jnp.int32),
                 max_new_tokens=jnp.ones(case.batch, jnp.int32),
-                eos=jnp.asarray(round.pad_eos((0,))),
-                sampling=round.greedy_sampling(case.batch),
+                eos=jnp.asarray(decoding.stop_tokens((0,), case.batch)),
+                sampling=decoding.greedy_sampling(case.batch),
                 capacity=case.capacity,
                 plan=plan,
             )
 
         def rounds(target, drafter, state, most):
-            return keep(round.generate(target, drafter, state, most, plan=plan))
+            return keep(decoding.generate(target, drafter, state, most, plan=plan))
 
         state = keep.shapes(init, self.target, drafter)
         most = self.array(np.int32(0), P())
@@ -184,7 +186,7 @@ class Compiler:
 
     def cost(self, model: Decoder, width: int, rows: int) -> dict[str, Any]:
         """Estimated time of a pass at `CONTEXT`, in milliseconds, and its floor: weights and live cache once."""
-        hlo = self.one_pass(model, width, rows).as_text()
+        text = self.one_pass(model, width, rows).as_text()
         config, execution, chip = model.config, model.execution, self.chip
         batch = self.case.batch // self.case.dp
         heads = self.case.tp if execution.heads else 1
@@ -201,12 +203,12 @@ class Compiler:
             batch=batch, width=width, kv_heads=config.num_kv_heads // heads, head_dim=config.head_dim, itemsize=2
         )
         kernels = config.num_layers * (kernel.bytes_accessed + written.bytes_accessed)
-        traffic = tpu_cost.hbm_traffic(hlo)
-        cycles = tpu_cost.estimated_cycles(hlo)
-        found = tpu_cost.collectives(hlo)
+        traffic = hlo.hbm_traffic(text)
+        cycles = hlo.estimated_cycles(text)
+        found = hlo.collectives(text)
         message = batch * width * config.hidden_size * 2
         compute_s, memory_s = cycles / chip.clock, (traffic + kernels) / chip.bandwidth
-        sums_s = found["all-reduce"] * tpu_cost.allreduce_s(chip, self.case.tp, message)
+        sums_s = found["all-reduce"] * platforms.allreduce_s(chip, self.case.tp, message)
         floor = (self.read_once(model) + batch * self.live_bytes(model)) / chip.bandwidth
         chips_s = max(compute_s + kernels / chip.bandwidth, memory_s)
         return {
@@ -219,7 +221,7 @@ class Compiler:
             "over_floor": chips_s / floor,
             "collectives": found,
             "all_reduces_per_layer": sum(
-                1 for line in hlo.splitlines() if " all-reduce(" in line and "_layer_window" in line
+                1 for line in text.splitlines() if " all-reduce(" in line and "_layer_window" in line
             )
             / config.num_layers,
         }
@@ -250,6 +252,58 @@ def text_of(compiled: Any) -> tuple[str | None, str]:
         return None, str(error).strip().splitlines()[0]
 
 
+def compiled_loop(compiler: Compiler) -> dict[str, Any]:
+    """Compiles a whole answer; what its memory and its text say."""
+    case, start = compiler.case, time.perf_counter()
+    loop, state = compiler.whole_answer()
+    seconds = time.perf_counter() - start
+    text, unreadable = text_of(loop)
+    memory = loop.memory_analysis()
+    used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    used += memory.generated_code_size_in_bytes - memory.alias_size_in_bytes
+    found = {
+        "compile_s": seconds,
+        "hbm_gb": used / 1e9,
+        "hbm_capacity_gb": compiler.chip.hbm_gb,
+        "drafter": {
+            axis: getattr(compiler.drafter.execution, axis) is not None or case.tp == 1
+            for axis in ("heads", "mlp", "vocab")
+        },
+    }
+    if text is None:
+        return found | {"unreadable": unreadable}
+    shapes = {
+        "bf16[{}]".format(",".join(map(str, leaf.sharding.shard_shape(leaf.shape))))
+        for cache in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
+        if isinstance(cache, KVCache)
+        for leaf in cache.k[:1]
+    }
+    return found | {
+        "executables": text.count("\nENTRY "),
+        "host_transfers": hlo.host_transfers(text),
+        "cache_copies": [line[:160] for shape in shapes for line in hlo.copies_of(text, shape)],
+        "collectives_in_the_loop": hlo.collectives(text),
+    }
+
+
+def speedup_bound(case: Case, passes: dict[str, Any]) -> dict[str, Any]:
+    """The speedup with the paper's acceptance on MATH and these costs of passes."""
+    # One step of plain decoding is a pass of 8 rows: narrower ones cost more here.
+    found = published_for(case.target, "MATH")
+    gain, drafts = found.mean_accepted + 1, found.mean_speculated / 10
+    spent = passes["verify(72)"]["ms"] + drafts * passes["drafter"]["ms"]
+    step = min(passes[f"verify({width})"]["ms"] for width in WIDTHS)  # estimates of wider passes may be lower
+    return {
+        "MATH": gain * step / spent,
+        "accepted": found.mean_accepted,
+        "drafter_passes": drafts,
+        "statistics_of": found.target,
+        "by_memory_alone": limits.speedup_limit(
+            found.mean_accepted, drafts, passes["verify(8)"]["floor_ms"], passes["drafter"]["floor_ms"]
+        ),
+    }
+
+
 def report(
     case: Case,
     layers: int | None = None,
@@ -259,40 +313,12 @@ def report(
 ) -> dict[str, Any]:
     """Compiles one case; everything that is printed of it."""
     compiler = Compiler(case, layers, replicate_drafter, quantize)
-    start = time.perf_counter()
-    loop, state = compiler.whole_answer()
-    seconds = time.perf_counter() - start
-    hlo, unreadable = text_of(loop)
-    memory = loop.memory_analysis()
-    used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    used += memory.generated_code_size_in_bytes - memory.alias_size_in_bytes
-    shapes = {
-        "bf16[{}]".format(",".join(map(str, leaf.sharding.shard_shape(leaf.shape))))
-        for cache in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
-        if isinstance(cache, KVCache)
-        for leaf in cache.k[:1]
-    }
     result: dict[str, Any] = {
         "case": dataclasses.asdict(case) | ({"layers": layers} if layers else {}),
         "device": compiler.chip.kind,
         "quantize": quantize,
-        "compile_s": seconds,
-        "hbm_gb": used / 1e9,
-        "hbm_capacity_gb": compiler.chip.hbm_gb,
-        "drafter": {
-            axis: getattr(compiler.drafter.execution, axis) is not None or case.tp == 1
-            for axis in ("heads", "mlp", "vocab")
-        },
+        **compiled_loop(compiler),
     }
-    if hlo is None:
-        result["unreadable"] = unreadable
-    else:
-        result |= {
-            "executables": hlo.count("\nENTRY "),
-            "host_transfers": tpu_cost.host_transfers(hlo),
-            "cache_copies": [line for shape in shapes for line in tpu_cost.copies_of(hlo, shape)],
-            "collectives_in_the_loop": tpu_cost.collectives(hlo),
-        }
     if not costs:
         return result
     block = compiler.drafter.config.block_size
@@ -304,20 +330,7 @@ def report(
     result["passes"] = passes
     result["verify_ratio"] = passes["verify(72)"]["ms"] / passes["verify(8)"]["ms"]
     if case.target != "qwen2.5-1.5b":
-        # One step of plain decoding is a pass of 8 rows: narrower ones cost more here.
-        found = published_for(case.target, "MATH")
-        gain, drafts = found.mean_accepted + 1, found.mean_speculated / 10
-        spent = passes["verify(72)"]["ms"] + drafts * passes["drafter"]["ms"]
-        step = min(passes[f"verify({width})"]["ms"] for width in WIDTHS)  # estimates of wider passes may be lower
-        result["speedup_bound"] = {
-            "MATH": gain * step / spent,
-            "accepted": found.mean_accepted,
-            "drafter_passes": drafts,
-            "statistics_of": found.target,
-            "by_memory_alone": limits.speedup_limit(
-                found.mean_accepted, drafts, passes["verify(8)"]["floor_ms"], passes["drafter"]["floor_ms"]
-            ),
-        }
+        result["speedup_bound"] = speedup_bound(case, passes)
     return result
 
 

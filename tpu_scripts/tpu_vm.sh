@@ -47,7 +47,7 @@ case "${1:-}" in
     ;;
   benchmark)
     out=${2:?name the folder for the results}
-    on_vm "cd $folder && source .venv/bin/activate && python -m failfast_jax.bench.replay --out report"
+    on_vm "cd $folder && source .venv/bin/activate && python -m failfast_jax.bench replay --out report"
     gcloud compute tpus tpu-vm scp --recurse "$TPU_NAME:$folder/report" "$out" --zone "$TPU_ZONE"
     ;;
   delete)

@@ -1,4 +1,4 @@
-"""`python -m failfast_jax.bench.attention`: the GPU attention, checked and timed on the GPU at hand.
+"""The GPU attention, checked and timed on the GPU at hand: the part `attention` of `bench micro`.
 
 First numerics: the kernel against the jnp reference in float32, and bit for bit against itself with another live length
 and another start of the window. Then times: a chain of calls over as many caches as a model has layers (enough that
@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from failfast_jax import platforms
 from failfast_jax.kernels import gpu, reference
+from failfast_jax.tables import markdown
 
 # Query heads, KV heads, head_dim.
 SHAPES = {
@@ -33,9 +33,10 @@ SHAPES = {
     "fast-dllm-1.5b": (12, 2, 128),
     "qwen2.5-0.5b": (14, 2, 64),
 }
+ROUTES = ("kernel", "cudnn", "xla")
 TOLERANCE = 2e-2
 """Largest difference from the reference, relative to the largest output."""
-_ROTATED_BYTES = 2**28
+ROTATED_BYTES = 2**28
 """Caches that a timing goes through in turn: several times the last-level cache of any GPU."""
 
 
@@ -97,14 +98,7 @@ def numerics(
     }
 
 
-def copy_bandwidth(nbytes: int = 2**30) -> float:
-    """Bytes a second that a copy moves, read and written; the best of ten."""
-    array = jnp.ones(nbytes // 4, jnp.float32)
-    program = jax.jit(lambda x: x * 2)
-    return 2 * nbytes / seconds_of(lambda: program(array), calls=5, repeats=10)
-
-
-def seconds_of(action: Callable[[], Any], *, calls: int, repeats: int) -> float:
+def best_of(action: Callable[[], Any], *, calls: int, repeats: int) -> float:
     """Seconds a call, the best of `repeats` runs of `calls` calls that do not wait for one another."""
     jax.block_until_ready(action())
     best = math.inf
@@ -131,7 +125,7 @@ def time_call(
     """Seconds of one call at a live length of `context`, in a chain of calls over different caches."""
     query_heads, kv_heads, head_dim = heads
     live_bytes = 2 * batch * kv_heads * context * head_dim * jnp.dtype(dtype).itemsize
-    layers = min(max(_ROTATED_BYTES // live_bytes, 4), 48)
+    layers = min(max(ROTATED_BYTES // live_bytes, 4), 48)
     keys = jax.random.split(jax.random.key(0), 2 * layers + 1)
     q = _normal(keys[0], (batch, width, query_heads, head_dim), dtype)
     cache = (batch, kv_heads, capacity, head_dim)
@@ -145,107 +139,103 @@ def time_call(
 
     start = jnp.full((batch,), context - width, jnp.int32)
     rest = (start, jnp.zeros_like(start), jnp.int32(context))
-    return seconds_of(lambda: chain(q, caches, *rest), calls=5, repeats=repeats) / layers
+    return best_of(lambda: chain(q, caches, *rest), calls=5, repeats=repeats) / layers
+
+
+# -- the part ----------------------------------------------------------------------------------------------
 
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m failfast_jax.bench.attention", description=__doc__)
-    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"comma-separated, of {', '.join(SHAPES)}")
-    parser.add_argument("--routes", default="kernel,xla", help="comma-separated, of kernel, cudnn, xla")
-    parser.add_argument("--contexts", type=_numbers, default=[1024, 4096, 16384, 32768], help="live cache lengths")
-    parser.add_argument("--widths", type=_numbers, default=[1, 8, 72], help="window widths")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--capacity", type=int, default=32768, help="of the caches, in positions")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of five calls; the best one counts")
-    parser.add_argument("--out", type=Path, help="write the JSON there")
-    args = parser.parse_args(argv)
-    shapes, routes = args.shapes.split(","), args.routes.split(",")
-    if unknown := [name for name in shapes if name not in SHAPES]:
-        parser.error(f"--shapes: {unknown[0]!r} is none of {', '.join(SHAPES)}")
-    if unknown := [name for name in routes if name not in ("kernel", "cudnn", "xla")]:
-        parser.error(f"--routes: {unknown[0]!r} is none of kernel, cudnn, xla")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The part's flags."""
+    group = parser.add_argument_group("attention (needs an NVIDIA GPU)")
+    group.add_argument("--shapes", default=",".join(SHAPES), help=f"comma-separated, of {', '.join(SHAPES)}")
+    group.add_argument("--routes", default="kernel,xla", help=f"comma-separated, of {', '.join(ROUTES)}")
+    group.add_argument("--contexts", type=_numbers, default=[1024, 4096, 16384, 32768], help="live cache lengths")
+    group.add_argument("--widths", type=_numbers, default=[1, 8, 72], help="window widths")
+    group.add_argument("--batch", type=int, default=1)
+    group.add_argument("--capacity", type=int, default=32768, help="of the caches, in positions")
+    group.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError: a flag that cannot be served, or no GPU that the routes can run on."""
+    for flag, known in (("shapes", SHAPES), ("routes", ROUTES)):
+        if unknown := [name for name in getattr(args, flag).split(",") if name not in known]:
+            raise ValueError(f"--{flag}: {unknown[0]!r} is none of {', '.join(known)}")
     if min(args.contexts) < max(args.widths) or max(args.contexts) > args.capacity:
-        parser.error("--contexts: each must hold the widest window and fit into --capacity")
+        raise ValueError("--contexts: each must hold the widest window and fit into --capacity")
     device = jax.devices()[0]
     if device.platform != "gpu":
-        print(
-            f"bench.attention: no GPU here (JAX runs on {device.platform}): nothing was measured. "
-            "Without one, tests/kernels/test_gpu.py simulates the kernel and tests/test_gpu_compile.py compiles it.",
-            file=sys.stderr,
+        raise ValueError(
+            f"--parts attention: no GPU here (JAX runs on {device.platform}). Without one, tests/kernels/test_gpu.py "
+            "simulates the kernel and tests/test_gpu_compile.py compiles it"
         )
-        return 2
-    if "kernel" in routes:
-        for name in shapes:
-            query_heads, kv_heads, head_dim = SHAPES[name]
-            reason = gpu.supports(
-                width=max(args.widths),
-                heads=query_heads,
-                kv_heads=kv_heads,
-                capacity=args.capacity,
-                head_dim=head_dim,
-                dtype=args.dtype,
-                device=device,
-            )
-            if reason:
-                parser.error(f"--routes kernel, {name}: {reason} (--routes cudnn,xla works on other GPUs)")
+    if "kernel" not in args.routes.split(","):
+        return
+    for name in args.shapes.split(","):
+        heads, kv_heads, head_dim = SHAPES[name]
+        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": args.capacity}
+        reason = gpu.supports(width=max(args.widths), dtype=args.dtype, device=device, **sizes)
+        if reason:
+            raise ValueError(f"--routes kernel, {name}: {reason} (--routes cudnn,xla works on other GPUs)")
 
+
+def all_numerics(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    """`numerics` of every route, shape and width, and whether all are right."""
     checks, ok = [], True
+    shapes, routes = args.shapes.split(","), args.routes.split(",")
     cases = [(name, shape, width) for name in routes for shape in shapes for width in args.widths]
     for index, (name, shape, width) in enumerate(tqdm(cases, desc="numerics", unit="case")):
         block_size = (1, 32)[index % 2]
-        found = numerics(
-            route(name, block_size),
-            heads=SHAPES[shape],
-            width=width,
-            capacity=4096,
-            dtype=args.dtype,
-            block_size=block_size,
-            seed=index,
-        )
+        case = {"heads": SHAPES[shape], "width": width, "dtype": args.dtype, "block_size": block_size}
+        found = numerics(route(name, block_size), capacity=4096, seed=index, **case)
         checks.append({"route": name, "shape": shape, "width": width, "block_size": block_size} | found)
         kept = name != "kernel" or (found["same_live"] and found["same_start"])
         if found["error"] > TOLERANCE or not kept:
             ok = False
             print(f"WRONG: {checks[-1]}", file=sys.stderr)
-    print(
-        f"numerics: {len(checks)} cases, largest error {max(c['error'] for c in checks):.1e}, {'ok' if ok else 'WRONG'}"
-    )
+    return checks, ok
 
-    bandwidth = copy_bandwidth()
-    print(f"{device.device_kind}: copies move {bandwidth / 1e9:.0f} GB/s")
-    print(
-        f"{'shape':16} {'context':>8} {'rows':>5} {'floor':>9} "
-        + " ".join(f"{name:>9} {'ratio':>6}" for name in routes)
-    )
+
+def all_times(args: argparse.Namespace, bandwidth: float, repeats: int) -> list[dict[str, Any]]:
+    """Seconds of every shape, context and width by route, and `floor`: the live cache at the bandwidth of a copy."""
     rows = []
+    shapes, routes = args.shapes.split(","), args.routes.split(",")
     cases = [(shape, context, width) for shape in shapes for context in args.contexts for width in args.widths]
     for shape, context, width in tqdm(cases, desc="timing", unit="case"):
         heads = SHAPES[shape]
         floor = 2 * args.batch * heads[1] * context * heads[2] * jnp.dtype(args.dtype).itemsize / bandwidth
-        taken = {
-            name: time_call(
-                route(name, 1),
-                heads=heads,
-                width=width,
-                context=context,
-                capacity=args.capacity,
-                dtype=args.dtype,
-                batch=args.batch,
-                repeats=args.repeats,
-            )
-            for name in routes
-        }
+        case = {"heads": heads, "width": width, "context": context, "capacity": args.capacity, "dtype": args.dtype}
+        taken = {name: time_call(route(name, 1), batch=args.batch, repeats=repeats, **case) for name in routes}
         rows.append({"shape": shape, "context": context, "width": width, "floor": floor, "seconds": taken})
-        times = " ".join(f"{seconds * 1e6:7.1f}us {seconds / floor:6.2f}" for seconds in taken.values())
-        tqdm.write(f"{shape:16} {context:8} {width:5} {floor * 1e6:7.1f}us {times}")
-    report = {
-        "device": device.device_kind,
-        "jax": jax.__version__,
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The times as Markdown."""
+    routes = list(rows[0]["seconds"])
+    head = ["shape", "context", "rows", "floor us", *(f"{name} us (ratio)" for name in routes)]
+    cells = []
+    for row in rows:
+        floor, times = row["floor"], row["seconds"].values()
+        shown = [f"{seconds * 1e6:.1f} ({seconds / floor:.2f})" for seconds in times]
+        cells.append([row["shape"], row["context"], row["width"], f"{floor * 1e6:.1f}", *shown])
+    return markdown(head, cells)
+
+
+def report(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that the part finds; `numerics_ok` is False if the kernel is wrong."""
+    checks, ok = all_numerics(args)
+    worst = max(check["error"] for check in checks)
+    print(f"numerics: {len(checks)} cases, largest error {worst:.1e}, {'ok' if ok else 'WRONG'}", file=sys.stderr)
+    bandwidth = platforms.bandwidth(2**30)["copy"]
+    rows = all_times(args, bandwidth, args.repeats)
+    print(f"copies move {bandwidth / 1e9:.0f} GB/s\n\n{table(rows)}\n", file=sys.stderr)
+    return {
         "dtype": args.dtype,
         "batch": args.batch,
         "capacity": args.capacity,
@@ -254,11 +244,3 @@ def main(argv: list[str] | None = None) -> int:
         "numerics_ok": ok,
         "times": rows,
     }
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

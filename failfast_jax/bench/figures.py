@@ -1,13 +1,13 @@
-"""`python -m failfast_jax.bench.figures DIR`: the figures of a benchmark, made again from its records.
+"""The figures of a benchmark, from its records.
 
-Reads `records.jsonl` of `python -m failfast_jax.bench --out DIR` (and `summary.json`, for its rows' names), and writes
-each figure as PNG and SVG. A figure that the records cannot fill is left out, with the reason.
+Reads a run's `records.jsonl` (and `summary.json`, for its rows' names), and writes each figure as PNG and SVG. A figure
+that the records cannot fill is left out, with the reason.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.bench import report
-from failfast_jax.bench.acceptance import published
-from failfast_jax.bench.journal import ANSWER, PARTS, Record, read_lines
+from failfast_jax.bench.journal import ANSWER, RECORDS
 from failfast_jax.bench.modelled import alpha_of, authors_latency, expected_speedup
-from failfast_jax.bench.settings import BASELINE
+from failfast_jax.bench.published import appendix_b
+from failfast_jax.bench.variants import BASELINE
+from failfast_jax.files import Record, read_lines
 
 SENSITIVE = {"tau": "confidence threshold tau", "spec_len": "chunk length N", "max_spec_len": "longest draft"}
 GREY, BLUE = "#d5dbe3", "#1f5fa8"
@@ -54,40 +55,35 @@ def colours(labels: Sequence[str]) -> dict[str, Any]:
 
 
 class Records:
-    """A benchmark's answers, by dataset and setting.
+    """A benchmark's answers, by dataset and variant.
 
     Attributes:
       names: per dataset, labels with a row of their own (no points of sweeps but the best) and the row's name.
     """
 
     def __init__(self, folder: Path):
-        path = folder / "records.jsonl"
+        path = folder / RECORDS
         if not path.is_file():
             raise ValueError(f"{path}: no such file")
         lines, _ = read_lines(path)
-        self.answers = [line for line in lines if line["kind"] == ANSWER]
+        self.answers = [line for line in lines if line.get("kind") == ANSWER]
         if not self.answers:
             raise ValueError(f"{path}: holds no answers")
-        self.parts = {(line["dataset"], line["setting"]): line for line in lines if line["kind"] == PARTS}
         summary = folder / "summary.json"
         rows = json.loads(summary.read_text(encoding="utf-8"))["datasets"] if summary.is_file() else {}
         if rows:
             self.answers = [r for r in self.answers if r["setting"] in rows.get(r["dataset"], {}).get("settings", {})]
+        place = operator.itemgetter("dataset", "question", "repeat", "block")
+        plain = {place(r) for r in self.answers if r["setting"] == BASELINE}
+        # A killed run's last turn may lack `vanilla`'s answer.
+        self.answers = [r for r in self.answers if place(r) in plain]
         self.datasets = list(dict.fromkeys(r["dataset"] for r in self.answers))
         self.tables, self.names = {}, {}
         for dataset in self.datasets:
             labels = list(dict.fromkeys(r["setting"] for r in self.of(dataset)))
-            whole = [r for r in self.of(dataset) if self._has_baseline(r)]
-            self.tables[dataset] = report.totals(whole, labels)
+            self.tables[dataset] = report.totals(self.of(dataset), labels)
             names = rows[dataset]["rows"] if dataset in rows else {label: label for label in labels}
             self.names[dataset] = {label: name for label, name in names.items() if label != BASELINE}
-
-    def _has_baseline(self, record: Record) -> bool:
-        """A killed run's last turn may lack `vanilla`'s answer."""
-        place = ("dataset", "question", "repeat", "block")
-        if not hasattr(self, "_plain"):
-            self._plain = {tuple(r[k] for k in place) for r in self.answers if r["setting"] == BASELINE}
-        return tuple(record[k] for k in place) in self._plain
 
     def of(self, dataset: str, label: str | None = None) -> list[Record]:
         return [r for r in self.answers if r["dataset"] == dataset and (label is None or r["setting"] == label)]
@@ -107,7 +103,7 @@ def panels(count: int, width: float = 5.5, height: float = 4.0) -> tuple[Any, li
 
 
 def speedup_bars(records: Records) -> Any:
-    """Decode time of vanilla over that of each setting; whiskers: quartiles over questions."""
+    """Decode time of vanilla over that of each variant; whiskers: quartiles over questions."""
     labels = records.labels()
     figure, (axis,) = panels(1, max(6.0, 1.0 + 0.45 * len(labels) * len(records.datasets)))
     colour, width = colours(list(labels)), 0.8 / max(len(labels), 1)
@@ -155,41 +151,12 @@ def length_cdf(records: Records) -> Any:
         if axis.lines:
             axis.legend(fontsize="small", loc="lower right")
     if not found:
-        raise NoData("no setting drafted anything")
-    return figure
-
-
-def latency(records: Records) -> Any:
-    """Milliseconds per token by part of the round."""
-    figure, axes = panels(len(records.datasets), max(5.5, 0.9 * (1 + len(records.labels()))))
-    found = False
-    for axis, dataset in zip(axes, records.datasets):
-        names = {BASELINE: BASELINE, **records.names[dataset]}
-        bars, labels = [], []
-        for label, name in names.items():
-            rows, costs = records.of(dataset, label), records.parts.get((dataset, label))
-            split = report.latency_split(rows, costs)
-            if split is not None:
-                per_token = 1e3 * sum(r["decode_s"] for r in rows) / sum(r["tokens"] for r in rows)
-                bars.append([split[part] * per_token for part in ("verify", "draft", "other")])
-                labels.append(name)
-        if not bars:
-            continue
-        found = True
-        heights, base = np.asarray(bars).T, np.zeros(len(bars))
-        for part, height, colour in zip(("verify", "draft", "other"), heights, (BLUE, "#e08b3c", GREY)):
-            axis.bar(range(len(bars)), height, bottom=np.where(height >= 0, base, 0), color=colour, label=part)
-            base += np.maximum(height, 0)
-        axis.set_xticks(range(len(bars)), labels, rotation=30, ha="right")
-        axis.set(title=dataset, ylabel="ms a token")
-        axis.legend(fontsize="small")
-    if not found:
-        raise NoData("the parts of a round were not timed (--no-parts)")
+        raise NoData("no variant drafted anything")
     return figure
 
 
 def acceptance_against_compute(records: Records) -> Any:
-    """Acceptance rate over drafter passes a round, every setting a point: what more compute for drafts brings.
+    """Acceptance rate over drafter passes a round, every variant a point: what more compute for drafts brings.
 
     Lines join points of one method and one draft length, which alone can be compared: a longer draft takes more
     passes and has a lower rate.
@@ -216,12 +183,12 @@ def acceptance_against_compute(records: Records) -> Any:
         if named:
             axis.legend(fontsize="small")
     if not found:
-        raise NoData("no setting drafted with a model")
+        raise NoData("no variant drafted with a model")
     return figure
 
 
 def calibration(found: Mapping[str, dict[str, Any]]) -> Any:
-    """Confidence against acceptance, two panels a setting, from `report.calibration`."""
+    """Confidence against acceptance, two panels a variant, from `report.calibration`."""
     figure = figure_class()(figsize=(11, 4 * len(found)), layout="constrained")
     axes = figure.subplots(len(found), 2, squeeze=False)
     for (left, right), (name, bins) in zip(axes, found.items()):
@@ -250,11 +217,11 @@ def calibration(found: Mapping[str, dict[str, Any]]) -> Any:
 
 
 def calibration_of_all(records: Records) -> Any:
-    """`calibration` of every setting with a row, all datasets together."""
+    """`calibration` of every variant with a row, all datasets together."""
     found = {name: report.calibration(records.answers, label) for label, name in records.labels().items()}
     found = {name: bins for name, bins in found.items() if bins["ece"] is not None}
     if not found:
-        raise NoData("no setting drafted anything")
+        raise NoData("no variant drafted anything")
     return calibration(found)
 
 
@@ -301,7 +268,7 @@ def easy_regions(records: Records) -> Any:
         if axis.lines:
             axis.legend(fontsize="small")
     if not found:
-        raise NoData("no setting drafted anything")
+        raise NoData("no variant drafted anything")
     return figure
 
 
@@ -346,14 +313,14 @@ def theory_curves(lengths: Sequence[int]) -> dict[str, list[float]]:
         ("autoregressive drafter", "ar", lambda n: n),
         ("block-diffusion drafter, one pass", "failfast", lambda n: -(-n // 8) + 1),
     ):
-        row = published()[name][method]["MATH"]
+        row = appendix_b()[name][method]["MATH"]
         alpha = alpha_of(row["acceptance_rate"], row["mean_speculated"])
         found[label] = [expected_speedup(alpha, n, step * passes(n)) for n in lengths]
     return found
 
 
 def theory(records: Records) -> Any:
-    """Expected speedup over the draft length, and where the measured settings lie."""
+    """Expected speedup over the draft length, and where the measured variants lie."""
     figure, (axis,) = panels(1, 7)
     lengths = range(2, 61)
     for (name, values), colour in zip(theory_curves(lengths).items(), ("#74a5d8", BLUE)):
@@ -383,7 +350,6 @@ def theory(records: Records) -> Any:
 FIGURES: dict[str, Callable[[Records], Any]] = {
     "speedup": speedup_bars,
     "length_cdf": length_cdf,
-    "latency": latency,
     "acceptance_compute": acceptance_against_compute,
     "calibration": calibration_of_all,
     "easy_regions": easy_regions,
@@ -396,6 +362,7 @@ def save(figure: Any, folder: Path, name: str) -> list[Path]:
     """Writes a figure as PNG and SVG."""
     files = [folder / f"{name}.png", folder / f"{name}.svg"]
     figure.savefig(files[0], dpi=120)
+    figure.set_layout_engine("none")  # what was laid out stays: doing it again would take as long as drawing
     figure.savefig(files[1])
     return files
 
@@ -412,21 +379,3 @@ def draw_all(source: Path, folder: Path) -> list[Path]:
         except NoData as reason:
             print(f"figure {name}: left out: {reason}", file=sys.stderr)
     return written
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m failfast_jax.bench.figures", description=__doc__)
-    parser.add_argument("source", metavar="DIR", type=Path, help="--out of python -m failfast_jax.bench")
-    parser.add_argument("--to", metavar="FOLDER", type=Path, help="default: DIR/figures")
-    args = parser.parse_args(argv)
-    try:
-        for file in draw_all(args.source, args.to or args.source / "figures"):
-            print(file)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The loop of every comparison: each question answered with `vanilla` and with each setting, back to back.
+"""The loop of every comparison: each question answered with `vanilla` and with each variant, back to back.
 
 The order is reversed from question to question, so that a drift of the machine evens out. An answer that had to
 compile or read a program is a warm-up: it is thrown away and given again. Whatever was recorded is not done again.
@@ -6,6 +6,7 @@ compile or read a program is a warm-up: it is thrown away and given again. Whate
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -15,20 +16,20 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from failfast_jax.bench.compare import DIFFERENT, EQUAL, NEAR_TIE, first_difference, logit_gap
 from failfast_jax.bench.datasets import Dataset, Question
-from failfast_jax.bench.engines import Engines
+from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.journal import ANSWER, DIFFERENCE, Journal, Record, key_of
-from failfast_jax.bench.settings import BASELINE, BASELINE_SETTING, CORPUS, Setting
+from failfast_jax.bench.variants import BASELINE, CORPUS, VANILLA, Variant
+from failfast_jax.bench.verdicts import DIFFERENT, NEAR_TIE, first_difference, logit_gap
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.engine import FailFast, Prompt, Result
 from failfast_jax.errors import PromptError
 
 WARM_UPS = 3
-"""Most answers of one question and setting that are thrown away because they compiled something."""
+"""Most answers of one question and variant that are thrown away because they compiled something."""
 BLOCK = 6
-"""Settings that are compared with one answer of `vanilla`: their programs, and its own, are kept at once."""
+"""Variants that are compared with one answer of `vanilla`: their programs, and its own, are kept at once."""
 
 
 class Stopwatch:
@@ -88,12 +89,29 @@ def prompt_stamp(ids: Sequence[int]) -> str:
     return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:16]
 
 
-def blocks(settings: Sequence[Setting]) -> list[tuple[str, list[Setting]]]:
-    """Settings that run together, with a name that changes with their members."""
-    parts = [list(settings[at : at + BLOCK]) for at in range(0, len(settings), BLOCK)]
+def blocks(variants: Sequence[Variant]) -> list[tuple[str, list[Variant]]]:
+    """Variants that run together, with a name that changes with their members."""
+    parts = [list(variants[at : at + BLOCK]) for at in range(0, len(variants), BLOCK)]
     return [
         (hashlib.sha256(json.dumps([s.label for s in part]).encode()).hexdigest()[:8], part) for part in parts or [[]]
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A question answered once by `vanilla` and by each variant of a block.
+
+    Attributes:
+      block: the block's name.
+      reverse: whether the last variant begins.
+    """
+
+    dataset: Dataset
+    question: Question
+    repeat: int
+    block: str
+    variants: list[Variant]
+    reverse: bool
 
 
 def answer(engine: FailFast, prompt: list[int], config: GenerationConfig) -> Result:
@@ -107,44 +125,44 @@ def answer(engine: FailFast, prompt: list[int], config: GenerationConfig) -> Res
 
 def promises_equality(config: GenerationConfig) -> bool:
     """Whether a request's output is `vanilla`'s: rejection sampling has its distribution, but draws other samples."""
-    return config.temperature == 0 or getattr(config, "acceptance", None) != "rejection"
+    return config.temperature == 0 or config.acceptance != "rejection"
 
 
 class Comparison:
-    """Settings over datasets, with one journal.
+    """Variants over datasets, with one journal.
 
     Args:
-      common: options of every setting that does not say otherwise.
+      common: options of every variant that does not say otherwise.
 
     Raises:
-      ValueError: a setting whose options or drafter do not fit, or a prompt that cannot be served. Nothing has
+      ValueError: a variant whose options or drafter do not fit, or a prompt that cannot be served. Nothing has
         been answered then.
     """
 
     def __init__(
         self,
-        engines: Engines,
+        engines: EnginePool,
         datasets: Sequence[Dataset],
-        settings: Sequence[Setting],
+        variants: Sequence[Variant],
         common: GenerationConfig,
         journal: Journal,
         *,
         repeats: int = 1,
         near_tie: float = 1e-3,
     ):
-        self.engines, self.datasets, self.settings, self.common = engines, datasets, settings, common
+        self.engines, self.datasets, self.variants, self.common = engines, datasets, variants, common
         self.journal, self.repeats, self.near_tie = journal, repeats, near_tie
-        self.configs = {s.label: s.config(common) for s in (BASELINE_SETTING, *settings)}
-        for setting in settings:
-            engines.prepare(setting, self.configs[setting.label])
+        self.configs = {s.label: s.config(common) for s in (VANILLA, *variants)}
+        for variant in variants:
+            engines.prepare(variant, self.configs[variant.label])
         self._questions = {(d.name, q.id): q for d in datasets for q in d.questions}
         self._ids: dict[tuple[str, str], list[int]] = {}
         self._warm: set[tuple] = set()
         self.watch = Stopwatch()
         self._check_prompts()
 
-    def engine(self, setting: Setting) -> FailFast:
-        return self.engines.get(setting, self.configs[setting.label])
+    def engine(self, variant: Variant) -> FailFast:
+        return self.engines.get(variant, self.configs[variant.label])
 
     # -- prompts -----------------------------------------------------------------------------------------
 
@@ -203,12 +221,12 @@ class Comparison:
 
     # -- answers -----------------------------------------------------------------------------------------
 
-    def engine_for(self, setting: Setting, dataset: Dataset, question: Question) -> FailFast:
-        """The setting's engine. If the setting has a corpus, it holds the questions before and `vanilla`'s answers."""
-        engine = self.engine(setting)
+    def engine_for(self, variant: Variant, dataset: Dataset, question: Question) -> FailFast:
+        """The variant's engine. If the variant has a corpus, it holds the questions before and `vanilla`'s answers."""
+        engine = self.engine(variant)
         engine.corpus = None
-        if CORPUS in setting.options:
-            engine.corpus = Corpus(setting.options[CORPUS])
+        if CORPUS in variant.options:
+            engine.corpus = Corpus(variant.options[CORPUS])
             said = {
                 record["question"]: record["output_ids"]
                 for record in self.journal.answers.values()
@@ -220,99 +238,105 @@ class Comparison:
                 engine.corpus.add(self.encode(dataset, other) + said[other.id])
         return engine
 
-    def answer(self, setting: Setting, dataset: Dataset, question: Question) -> Result:
+    def answer(self, variant: Variant, dataset: Dataset, question: Question) -> Result:
         """A warm answer; see `answer`."""
-        engine, config = self.engine_for(setting, dataset, question), self.configs[setting.label]
+        engine, config = self.engine_for(variant, dataset, question), self.configs[variant.label]
         prompt = self.encode(dataset, question)
-        bucket = (setting.label, (len(prompt) + config.max_new_tokens).bit_length())
+        bucket = (variant.label, (len(prompt) + config.max_new_tokens).bit_length())
         with self.watch.engine():
             if bucket not in self._warm:
                 next(engine.stream([prompt], config))  # compiles everything, and stops after one round
                 self._warm.add(bucket)
             return answer(engine, prompt, config)
 
-    def _pending(self, dataset: Dataset, question: Question, repeat: int, block: str, part: list[Setting]) -> list:
-        """Settings of a turn that have no record. `vanilla` is one of them if others need it."""
-        place = (dataset.name, question.id, repeat)
-        done = {s.label: self.journal.answers.get((*place, s.label)) for s in part}
-        pending = [s for s in part if done[s.label] is None]
-        here = not part or pending or any(record["block"] == block for record in done.values())
-        if here and (*place, BASELINE, block) not in self.journal.answers:
-            pending.insert(0, BASELINE_SETTING)
+    def _pending(self, turn: Turn) -> list[Variant]:
+        """Variants of a turn that have no record. `vanilla` is one of them if others need it."""
+        place = (turn.dataset.name, turn.question.id, turn.repeat)
+        done = {v.label: self.journal.answers.get((*place, v.label)) for v in turn.variants}
+        pending = [v for v in turn.variants if done[v.label] is None]
+        answered_here = any(record["block"] == turn.block for record in done.values() if record is not None)
+        needed = not turn.variants or pending or answered_here
+        if needed and (*place, BASELINE, turn.block) not in self.journal.answers:
+            pending.insert(0, VANILLA)
         return pending
 
-    def run(self, name: str = "bench") -> None:
+    def run(self) -> None:
         """Answers what has no record yet."""
         turns = [
-            (dataset, block, part, repeat, index, question)
+            Turn(dataset, question, repeat, block, part, reverse=bool((repeat + index) % 2))
             for dataset in self.datasets
-            for block, part in blocks(self.settings)
+            for block, part in blocks(self.variants)
             for repeat in range(self.repeats)
             for index, question in enumerate(self._in_order(dataset))
         ]
-        missing = sum(len(self._pending(d, q, repeat, block, part)) for d, block, part, repeat, _, q in turns)
-        total = sum(1 + len(part) for _, _, part, *_ in turns)
+        missing = sum(len(self._pending(turn)) for turn in turns)
+        total = sum(1 + len(turn.variants) for turn in turns)
         self.watch.take()
-        with tqdm(total=total, initial=total - missing, desc=name, unit="answer", file=sys.stderr) as bar:
-            for dataset, block, part, repeat, index, question in turns:
-                pending = self._pending(dataset, question, repeat, block, part)
-                ids = self.encode(dataset, question) if pending else []
-                if len(ids) >= self.engines.max_seq_len:
-                    raise PromptError(
-                        f"{dataset.name}, question {question.id}: with the answers before it the prompt has {len(ids)} "
-                        f"tokens, the models have room for {self.engines.max_seq_len}; lower --max-new-tokens"
-                    )
-                order = [BASELINE_SETTING, *part][:: -1 if (repeat + index) % 2 else 1]
-                for position, setting in enumerate(order):
-                    if setting not in pending:
-                        continue
-                    bar.set_postfix_str(f"{dataset.name}, {setting.label}", refresh=False)
-                    result = self.answer(setting, dataset, question)
-                    record = {
-                        "kind": ANSWER,
-                        "dataset": dataset.name,
-                        "question": question.id,
-                        "repeat": repeat,
-                        "setting": setting.label,
-                        "options": dict(setting.options),
-                        "block": block,
-                        "position": position,
-                        "session": self.journal.session,
-                        "prompt_stamp": prompt_stamp(ids),
-                        "compared": promises_equality(self.configs[setting.label]),
-                        **to_record(result),
-                    }
-                    record["harness_s"] = self.watch.take()
-                    self.journal.append(record)
-                    bar.update()
-                self._compare(dataset, question, repeat, part, bar)
+        with tqdm(total=total, initial=total - missing, desc="bench", unit="answer", file=sys.stderr) as bar:
+            for turn in turns:
+                self._answer_all(turn, bar)
+                self._compare(turn, bar)
 
-    def _compare(self, dataset: Dataset, question: Question, repeat: int, part: list[Setting], bar: tqdm) -> None:
-        """Notes where answers of a turn leave `vanilla`'s, and how close the target's two best logits are there."""
-        for setting in part:
-            record = self.journal.answers[dataset.name, question.id, repeat, setting.label]
-            baseline = self.journal.baseline_of(record)
-            if key_of(DIFFERENCE, record) in self.journal.lines[DIFFERENCE] or baseline is None:
+    def _answer_all(self, turn: Turn, bar: tqdm) -> None:
+        """Gives and records the answers of a turn that have no record."""
+        dataset, question = turn.dataset, turn.question
+        pending = self._pending(turn)
+        ids = self.encode(dataset, question) if pending else []
+        if len(ids) >= self.engines.max_seq_len:
+            raise PromptError(
+                f"{dataset.name}, question {question.id}: with the answers before it the prompt has {len(ids)} "
+                f"tokens, the models have room for {self.engines.max_seq_len}; lower --max-new-tokens"
+            )
+        order = [VANILLA, *turn.variants][:: -1 if turn.reverse else 1]
+        for position, variant in enumerate(order):
+            if variant not in pending:
                 continue
-            if not record["compared"]:
+            bar.set_postfix_str(f"{dataset.name}, {variant.label}", refresh=False)
+            result = self.answer(variant, dataset, question)
+            record = {
+                "kind": ANSWER,
+                "dataset": dataset.name,
+                "question": question.id,
+                "repeat": turn.repeat,
+                "setting": variant.label,
+                "options": dict(variant.options),
+                "block": turn.block,
+                "position": position,
+                "session": self.journal.session,
+                "prompt_stamp": prompt_stamp(ids),
+                "compared": promises_equality(self.configs[variant.label]),
+                **to_record(result),
+            }
+            record["harness_s"] = self.watch.take()
+            self.journal.append(record)
+            bar.update()
+
+    def _compare(self, turn: Turn, bar: tqdm) -> None:
+        """Notes where answers of a turn leave `vanilla`'s, and how close the target's two best logits are there."""
+        dataset, question = turn.dataset, turn.question
+        for variant in turn.variants:
+            record = self.journal.answers[dataset.name, question.id, turn.repeat, variant.label]
+            baseline = self.journal.baseline_of(record)
+            noted = key_of(DIFFERENCE, record) in self.journal.lines[DIFFERENCE]
+            if noted or baseline is None or not record["compared"]:
                 continue
             at = first_difference(baseline["output_ids"], record["output_ids"])
             if at is None:
                 continue
-            engine, ids = self.engine(setting), self.encode(dataset, question)
+            engine, ids = self.engine(variant), self.encode(dataset, question)
             with self.watch.engine():
                 gap = logit_gap(engine, ids + baseline["output_ids"][:at])
             place = {name: record[name] for name in ("dataset", "question", "repeat", "setting")}
             self.journal.append({"kind": DIFFERENCE, **place, "first_difference": at, "logit_gap": gap})
             verdict = NEAR_TIE if gap < self.near_tie and not self.common.exact else DIFFERENT
             bar.write(
-                f"{setting.label}, {dataset.name} question {question.id}: {verdict} at token {at}, logit gap {gap:.2e}",
+                f"{variant.label}, {dataset.name} question {question.id}: {verdict} at token {at}, logit gap {gap:.2e}",
                 file=sys.stderr,
             )
 
     def records(self) -> list[Record]:
         """The answers that this comparison asked for, with verdicts; records of other runs in the journal left out."""
-        labels = {BASELINE, *(s.label for s in self.settings)}
+        labels = {BASELINE, *(s.label for s in self.variants)}
         wanted = {(d.name, q.id) for d in self.datasets for q in d.questions}
         return [
             record
@@ -321,6 +345,3 @@ class Comparison:
             and (record["dataset"], record["question"]) in wanted
             and record["repeat"] < self.repeats
         ]
-
-
-__all__ = ["DIFFERENT", "EQUAL", "NEAR_TIE", "Comparison", "Stopwatch", "blocks", "to_record"]

@@ -77,6 +77,21 @@ def _undo_rope_permutation(weight: np.ndarray, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(rows, columns)
 
 
+def _state_dict(tensors: dict[str, Any], heads: int, kv_heads: int) -> dict[str, Any]:
+    """The tensors of a GGUF file, dequantised, by their names in transformers."""
+    torch, gguf = _require("torch"), _require("gguf")
+    state = {}
+    for name, tensor in tensors.items():
+        weight = np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        if name.endswith("attn_q.weight"):
+            weight = _undo_rope_permutation(weight, heads)
+        elif name.endswith("attn_k.weight"):
+            weight = _undo_rope_permutation(weight, kv_heads)
+        state[_hf_name(name)] = torch.from_numpy(np.ascontiguousarray(weight))
+    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+    return state
+
+
 def load_smollm2(gguf_path: str | Path) -> LlamaForCausalLM:
     """Builds `LlamaForCausalLM` in float32, on the CPU and in eval mode, from a llama-architecture GGUF file.
 
@@ -126,16 +141,7 @@ def load_smollm2(gguf_path: str | Path) -> LlamaForCausalLM:
         dtype="float32",
     )
 
-    state = {}
-    for name, tensor in tensors.items():
-        weight = np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        if name.endswith("attn_q.weight"):
-            weight = _undo_rope_permutation(weight, heads)
-        elif name.endswith("attn_k.weight"):
-            weight = _undo_rope_permutation(weight, kv_heads)
-        state[_hf_name(name)] = torch.from_numpy(np.ascontiguousarray(weight))
-    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
-
+    state = _state_dict(tensors, heads, kv_heads)
     model = transformers.LlamaForCausalLM(config).to(torch.float32)
     model.load_state_dict(state, strict=True)
     # Releases of transformers differ in where the rotary base lives; a base that was lost would only show as bad text.

@@ -1,4 +1,4 @@
-"""`python -m failfast_jax.bench.limits`: what memory bandwidth alone allows, at the acceptance that the paper measured.
+"""What memory bandwidth alone allows, at the acceptance that the paper measured.
 
 At batch 1 a forward pass of a large model lasts as long as its weights and the live cache take to arrive from memory,
 however many rows it has. From the sizes of the models and the paper's statistics the greatest possible speedup
@@ -7,35 +7,13 @@ follows. Nothing here is measured.
 
 from __future__ import annotations
 
-import argparse
-import sys
-
-from failfast_jax.bench.acceptance import DATASETS, Statistics, published_for
-from failfast_jax.bench.shapes import SHAPES, parameters
+from failfast_jax.bench.public_models import CONFIGS, pass_bytes, weight_bytes
+from failfast_jax.bench.published import DATASETS, Statistics, published_for
 from failfast_jax.models.config import ModelConfig
+from failfast_jax.tables import markdown
 
 PASSES = 1.7
 """Drafter passes a round for which the project's limits are stated; the paper's own code spends 3.1 to 3.6."""
-
-
-def weight_bytes(config: ModelConfig, itemsize: int = 2) -> int:
-    """Bytes of all weights; `itemsize` 2 is bfloat16."""
-    return parameters(config) * itemsize
-
-
-def cache_bytes(config: ModelConfig, positions: float, itemsize: int = 2) -> float:
-    """Bytes of the keys and values of `positions` positions."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions * itemsize
-
-
-def pass_bytes(config: ModelConfig, live: float, itemsize: int = 2) -> float:
-    """Bytes that a forward pass over a cache of `live` positions has to read.
-
-    That is every weight once and the live cache. An embedding that is not also the head does not count: a pass reads
-    only the rows of its tokens.
-    """
-    unread = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * itemsize
-    return weight_bytes(config, itemsize) - unread + cache_bytes(config, live, itemsize)
 
 
 def speedup_limit(accepted: float, passes: float, target: float, drafter: float) -> float:
@@ -68,35 +46,22 @@ def table(drafter: str = "fast-dllm-v2-1.5b", context: int = 1024) -> str:
         *("target", "dataset", "accepted / drafted", "paper's speedup"),
         *(f"limit, {PASSES} passes", "limit, paper's passes", f"limit, one pass a chunk, context {context}"),
     )
-    lines = [head, ("---",) * len(head)]
-    small = SHAPES[drafter]
+    rows = []
+    small = CONFIGS[drafter]
     for name in ("qwen2.5-32b", "qwen2.5-14b", "qwen2.5-7b"):
         for dataset in DATASETS:
-            found, target = published_for(name, dataset), SHAPES[name]
-            accepted = found.mean_accepted
+            found, target = published_for(name, dataset), CONFIGS[name]
+            accepted, passes = found.mean_accepted, found.drafter_passes
             # `wide` spends one pass a chunk of ten: commits ride along.
-            own = speedup_limit(
-                accepted, found.mean_speculated / 10, pass_bytes(target, context), pass_bytes(small, context)
-            )
-            lines.append(
+            chunks = found.mean_speculated / 10
+            own = speedup_limit(accepted, chunks, pass_bytes(target, context), pass_bytes(small, context))
+            rows.append(
                 (
                     *(name, dataset + ("" if found.same_target else " (14B's)")),
                     *(f"{accepted} / {found.mean_speculated}", f"{papers_speedup(found):.2f}"),
                     f"{memory_limit(target, small, accepted, PASSES):.2f}",
-                    f"{memory_limit(target, small, accepted, found.drafter_passes):.2f} ({found.drafter_passes})",
-                    f"{own:.2f} ({found.mean_speculated / 10:.2f})",
+                    f"{memory_limit(target, small, accepted, passes):.2f} ({passes})",
+                    f"{own:.2f} ({chunks:.2f})",
                 )
             )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m failfast_jax.bench.limits", description=__doc__)
-    parser.parse_args(argv)
-    print(table())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return markdown(head, rows)

@@ -1,4 +1,4 @@
-"""`python -m failfast_jax.bench.modelled`: the paper's speedups from its own statistics.
+"""The paper's model of speedups, with its own statistics and with measured ones.
 
 The paper's speedups are modelled, not timed: a round costs its drafter passes and one step of the target, and
 vanilla decoding one step a token. With the statistics of its Appendix B and the authors' latency constants (ms per
@@ -7,12 +7,13 @@ forward pass on an A6000) the published figures come out; with ours, what our re
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import sys
 
-from failfast_jax.bench.acceptance import published
+from scipy.optimize import brentq
+
 from failfast_jax.bench.limits import speedup_limit
+from failfast_jax.bench.published import appendix_b
+from failfast_jax.tables import markdown
 
 METHOD_NAMES = {"ar": "AR drafter", "fast_dllm": "Fast-dLLM", "failfast": "FailFast"}
 
@@ -38,7 +39,7 @@ class Latency:
 
 def authors_latency(target: str) -> Latency:
     """The authors' constants for a target, by its name without the organisation."""
-    constants = published()["authors_latency_ms"]
+    constants = appendix_b()["authors_latency_ms"]
     return Latency(constants["drafter_pass"], constants["target_step"][target], f"A6000, {target}")
 
 
@@ -48,7 +49,7 @@ def parse_latency(text: str) -> Latency:
     Raises:
       ValueError: neither.
     """
-    names = published()["authors_latency_ms"]["target_step"]
+    names = appendix_b()["authors_latency_ms"]["target_step"]
     found = [name for name in names if text in (name, name.split("-")[1])]
     if found:
         return authors_latency(found[0])
@@ -65,13 +66,13 @@ def parse_latency(text: str) -> Latency:
 
 def latency_for(target: str | None) -> Latency:
     """The constants of the paper's target that a model's name contains; else of Qwen2.5-32B-Instruct."""
-    names = list(published()["authors_latency_ms"]["target_step"])
+    names = list(appendix_b()["authors_latency_ms"]["target_step"])
     return authors_latency(next((n for n in names if n.lower() in str(target).lower()), "Qwen2.5-32B-Instruct"))
 
 
 def paper_speedup(target: str, method: str, dataset: str) -> float:
     """The paper's speedup, from its statistics: every round emits its accepted tokens and one of the target's."""
-    row = published()[target][method][dataset]
+    row = appendix_b()[target][method][dataset]
     return authors_latency(target).speedup(
         tokens=row["rounds"] * (row["mean_accepted"] + 1),
         rounds=row["rounds"],
@@ -81,13 +82,14 @@ def paper_speedup(target: str, method: str, dataset: str) -> float:
 
 def table() -> str:
     """All of them as Markdown. Appendix B has the 32B and the 14B target."""
-    targets = [key for key in published() if key.startswith("Qwen")]
-    columns = list(published()[targets[0]]["failfast"])
-    lines = [["target", "method", *columns], ["---"] * (len(columns) + 2)]
-    for target in targets:
-        for method, name in METHOD_NAMES.items():
-            lines.append([target, name, *(f"{paper_speedup(target, method, c):.2f}" for c in columns)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    targets = [key for key in appendix_b() if key.startswith("Qwen")]
+    columns = list(appendix_b()[targets[0]]["failfast"])
+    rows = [
+        [target, name, *(f"{paper_speedup(target, method, column):.2f}" for column in columns)]
+        for target in targets
+        for method, name in METHOD_NAMES.items()
+    ]
+    return markdown(["target", "method", *columns], rows)
 
 
 # -- Leviathan et al., Theorem 3.8 ---------------------------------------------------------------------------
@@ -103,25 +105,13 @@ def expected_speedup(alpha: float, length: float, draft_cost: float) -> float:
 
 
 def alpha_of(acceptance_rate: float, length: float) -> float:
-    """The `alpha` at which drafts of `length` tokens have that share of accepted tokens, by bisection.
+    """The `alpha` at which drafts of `length` tokens have that share of accepted tokens.
 
     Accepted are alpha + alpha^2 + ... + alpha^length tokens of `length`.
     """
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        share = middle * (1 - middle**length) / (1 - middle) / length
-        low, high = (middle, high) if share < acceptance_rate else (low, middle)
-    return (low + high) / 2
 
+    def excess(alpha: float) -> float:
+        return alpha * (1 - alpha**length) / (1 - alpha) / length - acceptance_rate
 
-def main(argv: list[str] | None = None) -> int:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m failfast_jax.bench.modelled", description=__doc__)
-    parser.parse_args(argv)
-    print(table())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    almost_one = 1 - 1e-9
+    return 1.0 if excess(almost_one) <= 0 else brentq(excess, 0.0, almost_one)

@@ -1,4 +1,4 @@
-"""What the records say: tables of speed and acceptance, calibration, and the latency by parts."""
+"""What the records say: tables of speed and acceptance, and what confidences are worth."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax.bench import parts
-from failfast_jax.bench.compare import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.bench.journal import Record
 from failfast_jax.bench.modelled import Latency
-from failfast_jax.bench.settings import BASELINE
+from failfast_jax.bench.variants import BASELINE
+from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
+from failfast_jax.tables import markdown
 
 BINS = 10
 
@@ -30,7 +30,7 @@ def accepted_of(entry: Record) -> int:
 
 
 def _speedups(rows: list[Record], baselines: Mapping[tuple, float]) -> dict[str, float]:
-    """By question: `vanilla`'s seconds over this setting's, repeats added, each beside the answer timed with it."""
+    """By question: `vanilla`'s seconds over this variant's, repeats added, each beside the answer timed with it."""
     own: dict[str, float] = defaultdict(float)
     other: dict[str, float] = defaultdict(float)
     for row in rows:
@@ -39,8 +39,37 @@ def _speedups(rows: list[Record], baselines: Mapping[tuple, float]) -> dict[str,
     return {question: other[question] / own[question] for question in own}
 
 
+def spread(values: Sequence[float]) -> dict[str, float | None]:
+    """Median, quartiles and extremes."""
+    if not values:
+        return dict.fromkeys(("median", "low", "high", "min", "max"))
+    low, median, high = (float(np.quantile(values, share)) for share in (0.25, 0.5, 0.75))
+    return {"median": median, "low": low, "high": high, "min": min(values), "max": max(values)}
+
+
+def drafts_of(rows: list[Record]) -> dict[str, Any]:
+    """What became of a variant's drafts, over all its rounds."""
+    entries = [entry for row in rows for entry in row["detail"]]
+    rounds, drafted, passes = (sum(row[name] for row in rows) for name in ("rounds", "drafted", "drafter_passes"))
+    drafting = sum(entry["drafted"] > 0 for entry in entries)
+    accepted = [accepted_of(entry) for entry in entries]
+    return {
+        "drafting_rounds": drafting,
+        "acceptance_rate": ratio(sum(accepted), drafted),
+        "accepted_per_round": ratio(sum(accepted), rounds),
+        "accepted_per_drafting_round": ratio(sum(accepted), drafting),
+        "max_accepted": max(accepted, default=None),
+        "draft_length": ratio(drafted, drafting),
+        "drafted_per_round": ratio(drafted, rounds),
+        "max_drafted": max((entry["drafted"] for entry in entries), default=None),
+        "passes": passes,
+        "passes_per_round": ratio(passes, rounds),
+        "drafting_share": ratio(drafting, rounds),
+    }
+
+
 def totals(records: Iterable[Record], labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Speed, use of the drafts and verdicts of one dataset, per setting (`vanilla` first).
+    """Speed, use of the drafts and verdicts of one dataset, per variant (`vanilla` first).
 
     None: nothing to divide by. Times are of decoding; prefill is the same for all and left out.
     """
@@ -50,18 +79,9 @@ def totals(records: Iterable[Record], labels: Sequence[str]) -> dict[str, dict[s
     table = {}
     for label in (BASELINE, *(label for label in labels if label != BASELINE)):
         rows = [r for r in records if r["setting"] == label]
-        by_question = _speedups(rows, baselines)
-        ratios = list(by_question.values())
-        entries = [entry for r in rows for entry in r["detail"]]
-        seconds = sum(r["decode_s"] for r in rows)
+        seconds, tokens, rounds = (sum(r[name] for r in rows) for name in ("decode_s", "tokens", "rounds"))
         beside = sum(baselines[r["question"], r["repeat"], r["block"]] for r in rows)
-        rounds = sum(r["rounds"] for r in rows)
-        drafting = sum(entry["drafted"] > 0 for entry in entries)
-        drafted = sum(r["drafted"] for r in rows)
-        accepted = [accepted_of(entry) for entry in entries]
-        tokens = sum(r["tokens"] for r in rows)
         verdicts = [r.get("verdict", EQUAL) for r in rows]
-        passes = sum(r["drafter_passes"] for r in rows)
         table[label] = {
             "answers": len(rows),
             "tokens": tokens,
@@ -69,27 +89,11 @@ def totals(records: Iterable[Record], labels: Sequence[str]) -> dict[str, dict[s
             "harness_s": sum(r.get("harness_s", 0.0) for r in rows),
             "tokens_per_s": ratio(tokens, seconds),
             "speedup": ratio(beside, seconds),
-            "prompt_speedup": {
-                "median": float(np.median(ratios)) if ratios else None,
-                "low": float(np.quantile(ratios, 0.25)) if ratios else None,
-                "high": float(np.quantile(ratios, 0.75)) if ratios else None,
-                "min": min(ratios, default=None),
-                "max": max(ratios, default=None),
-            },
+            "prompt_speedup": spread(list(_speedups(rows, baselines).values())),
             "rounds": rounds,
             "rounds_per_answer": ratio(rounds, len(rows)),
-            "drafting_rounds": drafting,
             "tokens_per_round": ratio(tokens, rounds),
-            "acceptance_rate": ratio(sum(accepted), drafted),
-            "accepted_per_round": ratio(sum(accepted), rounds),
-            "accepted_per_drafting_round": ratio(sum(accepted), drafting),
-            "max_accepted": max(accepted, default=None),
-            "draft_length": ratio(drafted, drafting),
-            "drafted_per_round": ratio(drafted, rounds),
-            "max_drafted": max((entry["drafted"] for entry in entries), default=None),
-            "passes": passes,
-            "passes_per_round": ratio(passes, rounds),
-            "drafting_share": ratio(drafting, rounds),
+            **drafts_of(rows),
             "verdicts": {verdict: verdicts.count(verdict) for verdict in (EQUAL, NEAR_TIE, DIFFERENT)},
         }
     return table
@@ -110,11 +114,12 @@ def in_bins(confidence: Sequence[float], **values: Sequence[float]) -> list[dict
 
 
 def calibration(records: Iterable[Record], label: str) -> dict[str, Any]:
-    """What a setting's confidence is worth. Accepted is all that the target agreed with, beyond an answer's end, too.
+    """What a variant's confidence is worth. Accepted is all that the target agreed with, beyond an answer's end, too.
 
     Returns:
       `rounds`: drafting rounds by the confidence of their first token: its acceptance and the accepted length.
       `tokens`: drafted tokens up to and including the first rejected one, by confidence: their acceptance.
+      `positions`: for 1, 2, ... how many drafts have that many tokens, and the share of them accepted that far.
       `ece`: expected calibration error over those tokens; None without drafts.
     """
     entries = [e for r in records if r["setting"] == label for e in r["detail"] if e["drafted"]]
@@ -126,57 +131,25 @@ def calibration(records: Iterable[Record], label: str) -> dict[str, Any]:
     judged = [(c, at < e["accepted"]) for e in entries for at, c in enumerate(e["confidence"][: e["accepted"] + 1])]
     tokens = in_bins([c for c, _ in judged], accepted=[fine for _, fine in judged])
     error = sum(b["count"] * abs(b["accepted"] - b["confidence"]) for b in tokens if b["count"])
-    return {"rounds": rounds, "tokens": tokens, "ece": ratio(error, len(judged))}
+    positions = []
+    for position in range(1, max((e["drafted"] for e in entries), default=0) + 1):
+        reaching = [e["accepted"] >= position for e in entries if e["drafted"] >= position]
+        positions.append({"position": position, "drafts": len(reaching), "accepted": sum(reaching) / len(reaching)})
+    return {"rounds": rounds, "tokens": tokens, "positions": positions, "ece": ratio(error, len(judged))}
 
 
-# -- costs, models, sweeps -----------------------------------------------------------------------------------
+# -- models, sweeps ------------------------------------------------------------------------------------------
 
 
-def latency_split(rows: list[Record], costs: Record | None) -> dict[str, float] | None:
-    """Share of decode time by part (see `failfast_jax.bench.parts`); None: not measured."""
-    if costs is None or not rows:
-        return None
-    seconds = {"draft": 0.0, "verify": 0.0, "other": 0.0}
-    for row in rows:
-        for name, value in parts.attributed(parts.rounds_of(row), costs).items():
-            seconds[name] += value
-    whole = sum(seconds.values())
-    return {name: value / whole for name, value in seconds.items()}
-
-
-def add_models(
-    table: dict[str, dict[str, Any]],
-    records: Iterable[Record],
-    costs: Mapping[str, Record],
-    latency: Latency,
-) -> None:
-    """Adds the latency split and two modelled speedups to each setting of `totals`.
-
-    `modelled` is the paper's model with given latencies; `modelled_here` the same model with this machine's: a
-    one-row step of `vanilla`, and the drafter's pass as timed by parts.
-    """
-    by_label = defaultdict(list)
-    for record in records:
-        by_label[record["setting"]].append(record)
-    plain = table[BASELINE]
-    # Timed like the drafter's passes, if it was; what answers took may be of a slower or faster hour.
-    one_row = [{"drafted": 0, "passes": 0}]
-    step = ratio(plain["decode_s"], plain["rounds"])
-    if BASELINE in costs:
-        step = sum(parts.attributed(one_row, costs[BASELINE]).values())
-    for label, row in table.items():
+def add_modelled(table: dict[str, dict[str, Any]], latency: Latency) -> None:
+    """Adds to each variant of `totals` the speedup of the paper's model with given latencies."""
+    for row in table.values():
         used = {"tokens": row["tokens"], "rounds": row["rounds"], "passes": row["passes"]}
-        found = costs.get(label)
-        row["latency"] = latency_split(by_label[label], found)
         row["modelled"] = latency.speedup(**used) if row["rounds"] else None
-        row["modelled_here"] = None
-        if found is not None and step and row["rounds"]:
-            drafting = found["call_s"] * row["rounds"] + found["pass_s"] * row["passes"]
-            row["modelled_here"] = row["tokens"] * step / (drafting + row["rounds"] * step)
 
 
 def best_of(table: Mapping[str, Mapping[str, Any]], labels: Iterable[str]) -> str | None:
-    """The fastest of several settings, by total decode time against `vanilla`."""
+    """The fastest of several variants, by total decode time against `vanilla`."""
     timed = [label for label in labels if table[label]["speedup"] is not None]
     return max(timed, key=lambda label: table[label]["speedup"], default=None)
 
@@ -218,73 +191,79 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def verdicts_of(row: Mapping[str, Any]) -> str:
     return " / ".join(str(row["verdicts"][verdict]) for verdict in (EQUAL, NEAR_TIE, DIFFERENT))
 
 
-def calibration_table(found: dict[str, Any]) -> str:
-    """`calibration` as Markdown."""
-    head = ["first token's confidence", "rounds", "mean confidence", "first token accepted", "accepted length"]
-    rows = [
-        [
-            f"{b['low']:.1f}-{b['high']:.1f}",
-            str(b["count"]),
-            shown(b["confidence"]),
-            percent(b["first_accepted"]),
-            shown(b["accepted"]),
-        ]
-        for b in found["rounds"]
+def calibration_table(found: Mapping[str, dict[str, Any]]) -> str:
+    """`calibration` of several variants as Markdown: a column each."""
+    cells = {name: [_bin(b) for b in bins["rounds"]] for name, bins in found.items()}
+    ranges = [f"{index / BINS:.1f}-{(index + 1) / BINS:.1f}" for index in range(BINS)]
+    rows = [[where, *(column[index] for column in cells.values())] for index, where in enumerate(ranges)]
+    errors = [
+        f"{shown(bins['ece'], 3)} over {sum(b['count'] for b in bins['tokens'])} tokens" for bins in found.values()
     ]
-    judged = sum(b["count"] for b in found["tokens"])
-    return markdown(head, rows) + (
-        f"\n\nExpected calibration error over {judged} drafted tokens, the first rejected one of a round included: "
-        f"{shown(found['ece'], 3)}"
+    return markdown(
+        ["first token's confidence: rounds", *found], [*rows, ["calibration error of all judged tokens", *errors]]
     )
 
 
+def _bin(found: Mapping[str, Any]) -> str:
+    if not found["count"]:
+        return "-"
+    mean, first = shown(found["confidence"]), percent(found["first_accepted"])
+    return f"{found['count']}: mean {mean}, first token {first}, accepted {shown(found['accepted'])}"
+
+
+def positions_table(found: Mapping[str, dict[str, Any]]) -> str:
+    """Share of drafts accepted up to a position, as Markdown: a row a variant."""
+    shares = {name: [place["accepted"] for place in bins["positions"]] for name, bins in found.items()}
+    longest = max(map(len, shares.values()), default=0)
+    positions = [p for p in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if p <= longest]
+    rows = [
+        [name, *(percent(accepted[p - 1] if p <= len(accepted) else None) for p in positions)]
+        for name, accepted in shares.items()
+    ]
+    return markdown(["accepted up to position", *map(str, positions)], rows)
+
+
 def summary_table(table: Mapping[str, Mapping[str, Any]], names: Mapping[str, str], latency: Latency) -> str:
-    """One dataset's settings as Markdown. `names`: label to what its row is called, in order."""
+    """One dataset's variants as Markdown. `names`: label to what its row is called, in order."""
     head = [
         *("method", "tokens/s", "speedup", "by question: median (quartiles; extremes)", "acceptance"),
-        *("accepted / speculated a round", "longest", "rounds", "passes/round", "draft / verify / other"),
-        *(f"modelled ({latency.name})", "modelled (here)", "equal / near-tie / different", "score"),
+        *("accepted / speculated a round", "accepted / speculated a draft", "longest", "rounds", "with a draft"),
+        *("passes/round", f"modelled ({latency.name})", "equal / near-tie / different", "score"),
     ]
     rows = []
     for label, name in names.items():
         row = table[label]
-        spread, split = row["prompt_speedup"], row["latency"]
+        speeds = {key: shown(value) for key, value in row["prompt_speedup"].items()}
         line = [
             name,
             shown(row["tokens_per_s"], 1),
             shown(row["speedup"]),
-            f"{shown(spread['median'])} ({shown(spread['low'])} to {shown(spread['high'])}; "
-            f"{shown(spread['min'])} to {shown(spread['max'])})",
+            "{median} ({low} to {high}; {min} to {max})".format(**speeds),
             percent(row["acceptance_rate"]),
             f"{shown(row['accepted_per_round'])} / {shown(row['drafted_per_round'], 1)}",
+            f"{shown(row['accepted_per_drafting_round'])} / {shown(row['draft_length'], 1)}",
             f"{row['max_accepted']} / {row['max_drafted']}",
             shown(row["rounds_per_answer"], 1),
+            percent(row["drafting_share"]),
             shown(row["passes_per_round"]),
-            "-" if split is None else " / ".join(percent(split[part]) for part in ("draft", "verify", "other")),
             shown(row["modelled"]),
-            shown(row["modelled_here"]),
             verdicts_of(row),
             percent(row.get("score")),
         ]
         if label == BASELINE:
-            line[2:7] = ["1.00", *["-"] * 4]
-            line[8] = line[9] = line[10] = line[11] = line[12] = "-"
+            # Its rounds draft nothing and it is compared with itself.
+            line = [*line[:2], "1.00", *["-"] * 5, line[8], *["-"] * 4, line[-1]]
         rows.append(line)
     return markdown(head, rows)
 
 
 def sweep_table(table: Mapping[str, Mapping[str, Any]], labels: Sequence[str], best: str | None) -> str:
     """The points of a sweep as Markdown, the best one in bold."""
-    head = ["setting", "speedup", "median", "acceptance", "accepted / speculated a round", "passes/round"]
+    head = ["variant", "speedup", "median", "acceptance", "accepted / speculated a round", "passes/round"]
     rows = []
     for label in labels:
         row = table[label]

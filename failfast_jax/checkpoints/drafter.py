@@ -157,7 +157,8 @@ def read_drafter(path: str | os.PathLike) -> DrafterFolder:
         if value.dtype == np.int8 and name + _SCALE not in tensors:
             raise CheckpointError(f"{path / WEIGHTS}: {name} is int8, and {name + _SCALE} is missing")
         value = value.astype(np.float32)
-        params[name] = value * tensors[name + _SCALE] if name + _SCALE in tensors else value
+        with np.errstate(invalid="ignore"):  # zero times an infinite scale
+            params[name] = value * tensors[name + _SCALE] if name + _SCALE in tensors else value
         if not is_finite(params[name]):
             raise not_finite(name, path / WEIGHTS)
     return DrafterFolder(path, config, params, draft_ids)

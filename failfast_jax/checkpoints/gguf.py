@@ -220,7 +220,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _float32(value: float) -> float:
+def _float32(value: float | np.floating) -> float:
     """The shortest decimal that is this float32: 1e-5 instead of 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 

@@ -1,6 +1,6 @@
 """Settings files: decoding options that were tuned for one target, one drafter and one machine.
 
-`python -m failfast_jax.bench.tune` writes them; the engine (`FailFast(..., settings=PATH)`) and the command line
+`python -m failfast_jax.bench tune` writes them; the engine (`FailFast(..., settings=PATH)`) and the command line
 (`--settings PATH`) read them. A JSON object:
 
 target, drafter        names, shapes and a digest of the weights: other models are refused
@@ -43,7 +43,7 @@ class TunedOptions:
     Attributes:
       target: `model_key` and `name` of the target.
       drafter: likewise.
-      machine: `bench.engine.machine` and `platform` (`cpu`, `gpu`, `tpu`), as far as they are known.
+      machine: `platforms.machine` and `platform` (`cpu`, `gpu`, `tpu`), as far as they are known.
       decoding: fields of `GenerationConfig` for `--method failfast`.
       report: how the options were found; the engine does not read it.
     """

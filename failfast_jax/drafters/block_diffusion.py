@@ -69,15 +69,19 @@ class BlockDrafter(Drafter):
         tokens = gather_window(committed.tokens, jnp.full_like(committed.length, start), width)
         starts = jnp.full_like(committed.length, start)
         _, cache, _ = self.model.window(tokens, state.cache, starts, start + width)
-        whole = (committed.length - 1) // self.block * self.block
+        whole = self.whole_blocks(committed.length)
         return state.replace(cache=cache, cached=jnp.minimum(whole, jnp.maximum(state.cached, start + width)))
 
     def commit(self, state, outcome):
         # A block is final if it was computed with its tokens drafted and they are all in the text, and if it lies in
         # front of the last token's.
-        final = outcome.before.length + outcome.agreed
-        final = jnp.minimum(final, outcome.after.length - 1) // self.block * self.block
+        agreed = outcome.before.length + outcome.agreed + 1
+        final = self.whole_blocks(jnp.minimum(agreed, outcome.after.length))
         return state.replace(cached=jnp.minimum(state.cached, final))
+
+    def whole_blocks(self, length: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Length of the blocks in front of the last of `length` tokens: what may be final."""
+        return (length - 1) // self.block * self.block
 
     def masked_text(
         self, committed: Committed, drafted: Int[Array, "B M"] | None = None, count: Int[Array, " B"] | None = None
@@ -92,6 +96,22 @@ class BlockDrafter(Drafter):
     def logits(self, hidden: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """Logits without the mask token and the ids that the target lacks."""
         return forbid(self.model.logits_of(hidden), self.mask_token, self.vocab)
+
+    def stored_by(
+        self, cached: Int[Array, " B"], front: Int[Array, " B"], active: Bool[Array, " B"]
+    ) -> tuple[Int[Array, " B"], Bool[Array, " B"], Int[Array, " B"]]:
+        """What a pass of `look` covers and stores.
+
+        Returns:
+          Positions from `cached` to the end of the block of the N-th position from `front`; whether these are more than
+          a pass holds, so that it only stores some; and the positions that are final behind it.
+        """
+        end = (front + self.spec_len + self.block - 1) // self.block * self.block
+        need = end - cached
+        behind = need > self.window
+        missed = jnp.minimum(cached + self.window, (front - 1) // self.block * self.block)
+        stored = jnp.where(behind, missed, front // self.block * self.block)
+        return need, behind, jnp.where(active, jnp.maximum(cached, stored), cached)
 
     def look(
         self, state: BlockState, text: Int[Array, "B T"], front: Int[Array, " B"], active: Bool[Array, " B"]
@@ -110,8 +130,7 @@ class BlockDrafter(Drafter):
         """
         offsets = jnp.arange(self.spec_len)
         cached = state.cached
-        end = (front + self.spec_len + self.block - 1) // self.block * self.block
-        need = end - cached
+        need, behind, stored = self.stored_by(cached, front, active)
 
         def look_at(width: int):
             def branch(carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
@@ -127,8 +146,4 @@ class BlockDrafter(Drafter):
         nothing = jnp.zeros((front.shape[0], self.spec_len, self.model.config.hidden_size), self.model.dtype)
         hidden, cache = one_of(rung, branches, (nothing, state.cache))
 
-        behind = need > self.window
-        missed = jnp.minimum(cached + self.window, (front - 1) // self.block * self.block)
-        stored = jnp.where(behind, missed, front // self.block * self.block)
-        cached = jnp.where(active, jnp.maximum(cached, stored), cached)
-        return self.logits(hidden), behind, state.replace(cache=cache, cached=cached)
+        return self.logits(hidden), behind, state.replace(cache=cache, cached=stored)

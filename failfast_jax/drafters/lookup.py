@@ -80,9 +80,13 @@ class Lookup(Drafter):
         self._refuse(begun)
         return self.find(committed)[0], state
 
+    def search(self, committed: Committed) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+        """See `longest_match`."""
+        return longest_match(committed)
+
     def find(self, committed: Committed) -> tuple[Draft, Int[Array, " B"]]:
         """The draft, and how many tokens matched (0: none did)."""
-        match, behind = longest_match(committed)
+        match, behind = self.search(committed)
         length = jnp.minimum(self.draft_length(match), committed.room)
         length = jnp.where(committed.running, length, 0)
         # A continuation that reaches the end of the text goes on with itself.

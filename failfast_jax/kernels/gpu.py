@@ -53,7 +53,7 @@ def supports(
     capacity: int,
     head_dim: int,
     dtype: Any,
-    device: jax.Device | None = None,
+    device: Any = None,
 ) -> str | None:
     """Why `window_attention` cannot serve these shapes, or None if it can.
 

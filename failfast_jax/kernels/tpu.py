@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import splash_attention
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.kernels.reference import HIDDEN, last_visible
@@ -27,7 +28,7 @@ PACKING = 16
 """Cache rows that share a hardware tile (bfloat16): copies begin and end at multiples of it."""
 
 
-def supports(*, width: int, heads: int, kv_heads: int, capacity: int, head_dim: int, dtype: jnp.dtype) -> str | None:
+def supports(*, width: int, heads: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike) -> str | None:
     """Why these kernels cannot serve a shape; None if they can."""
     if width % SUBLANES or not 1 <= width <= MAX_WIDTH:
         return f"a window of {width} rows: multiples of {SUBLANES} up to {MAX_WIDTH}"
@@ -92,7 +93,7 @@ def write_cost(*, batch: int, width: int, kv_heads: int, head_dim: int, itemsize
     )
 
 
-def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
+def _precision(dtype: DTypeLike) -> jax.lax.Precision:
     """The matrix unit multiplies float32 in bfloat16 pieces: all of them, where the caller asked for float32."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -18,7 +19,7 @@ Pallas kernel for Hopper, and cuDNN for prefill. `cudnn`, `xla`: `jax.nn.dot_pro
 for other GPUs."""
 
 
-def kernel_of(device: jax.Device, dtype: DTypeLike, head_dim: int) -> str:
+def kernel_of(device: Any, dtype: DTypeLike, head_dim: int) -> str:
     """The kernel that a device runs unless told otherwise.
 
     TPU: ours for heads of 64, 128 or 256. GPU, in bfloat16 or float16: ours on Hopper for heads of 64 or 128, else
@@ -34,7 +35,7 @@ def kernel_of(device: jax.Device, dtype: DTypeLike, head_dim: int) -> str:
     return "gpu" if major == 9 and head_dim in (64, 128) else "cudnn"
 
 
-def refusal(kernel: str, device: jax.Device) -> str | None:
+def refusal(kernel: str, device: Any) -> str | None:
     """Why a device cannot run a kernel of `KERNELS`, or None."""
     wanted = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu"}.get(kernel, device.platform)
     if device.platform != wanted:

@@ -38,7 +38,9 @@ def check(scheme: str | None, flag: str = "--quantize") -> None:
         raise OptionError(f'{flag} {scheme}: needs qwix, which is not installed: pip install -e ".[quant]"')
 
 
-def rounded(weight: Float[Array, "*O I"]) -> tuple[Int8[Array, "*O I"], Float[Array, "*O 1"]]:
+def rounded(
+    weight: Float[Array, "*O I"] | jax.ShapeDtypeStruct,
+) -> tuple[Int8[Array, "*O I"], Float[Array, "*O 1"]] | tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """A weight in int8 and its scales, each device its part; abstract if the weight is."""
     if isinstance(weight, jax.ShapeDtypeStruct):
         places = _places(weight.sharding, weight.ndim)

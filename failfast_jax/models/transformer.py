@@ -50,10 +50,12 @@ def _layer_window(
     def run(layer, x, cache, window):
         return layer(x, functools.partial(attend, cache=cache, window=window, kernel=kernel), execution)
 
+    if execution.mesh is None:
+        return run(layer, x, cache, window)
     rows, heads = P(execution.batch), P(execution.batch, execution.heads)
-    spread = jax.tree.map(lambda leaf: rows if leaf.ndim else P(), window)
-    run = execution.per_device(run, (parameter_specs(layer, execution), rows, heads, spread), (rows, heads))
-    return run(layer, x, cache, window)
+    places = jax.tree.map(lambda leaf: rows if leaf.ndim else P(), window)
+    specs = (parameter_specs(layer, execution), rows, heads, places)
+    return execution.per_device(run, specs, (rows, heads))(layer, x, cache, window)
 
 
 class Decoder(nnx.Module):

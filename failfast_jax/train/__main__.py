@@ -1,326 +1,48 @@
-"""`python -m failfast_jax.train`: make a drafter for a target, from the target.
-
-Two families: `conditioned` drafters (a few layers that read the target's hidden states) and `standalone` ones
-(block diffusion as in Fast-dLLM v2, over the whole model or a subset of its layers). Both borrow the target's
-embedding and head. A run lives in one folder and continues from its last checkpoint when it is started again.
-"""
+"""`python -m failfast_jax.train`: a drafter for a target, made from the target; `run` where no command is named."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import logging
+import importlib
 import sys
-import time
-from pathlib import Path
-from typing import Any
 
-import numpy as np
+from failfast_jax import command
+from failfast_jax.train.resume import UNFINISHED, OutOfTime
 
-from failfast_jax.train import UNFINISHED
-
-try:
-    from failfast_jax.train.loop import Optimization, OutOfTime, TrainError
-except ModuleNotFoundError as error:
-    sys.exit(f'error: training needs {error.name}: pip install "failfast-jax[train]", or -e ".[train]" in a checkout')
-
-FIRST_SHARE, SECOND_SHARE = 1 / 3, 2 / 3  # depth of the features that are fused by default, beside the last layer's
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m failfast_jax.train",
-        description=__doc__.split("\n\n")[0].split(": ", 1)[1],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help=".npz files, or folders of them")
-    parser.add_argument("--target", help="model to draft for; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--family", choices=("conditioned", "standalone"), default="conditioned")
-    parser.add_argument(
-        "--layers", metavar="i,j", help="target layers to start from; default: the last two (conditioned), all"
-    )
-    both = parser.add_argument_group("what both families learn from")
-    both.add_argument("--seq-len", type=int, default=320, help="documents are cut to this many tokens")
-    both.add_argument("--held-out", type=int, default=64, help="documents never trained on")
-    both.add_argument("--skip-short", action="store_true", help="leave out documents shorter than a block")
-    both.add_argument(
-        "--position-decay", type=float, default=3.0, help="k-th masked token weighs exp(-(k-1)/x); 0: all 1"
-    )
-    both.add_argument(
-        "--kl-weight", type=float, help="share of KL(target || drafter) in the loss; default: 0.5 (conditioned), 0"
-    )
-    conditioned = parser.add_argument_group("conditioned drafters")
-    conditioned.add_argument("--rows", type=int, default=7, help="tokens that one pass drafts")
-    conditioned.add_argument(
-        "--fused", metavar="i,j", help="target layers that enter each row; default: 1/3, 2/3, last"
-    )
-    conditioned.add_argument("--draft-vocab", type=int, default=8192, help="most frequent tokens of the answers")
-    conditioned.add_argument("--anchors", type=int, default=64, help="blocks per document and step")
-    conditioned.add_argument("--prefix-fraction", type=float, default=0.25, help="blocks that begin with known tokens")
-    conditioned.add_argument("--no-fit", action="store_true", help="random input projections, not a ridge regression")
-    conditioned.add_argument("--feature-cache", type=Path, help="folder: compute the target's features once")
-    conditioned.add_argument(
-        "--cache-layers", metavar="i,j", help="target layers to store for other runs, too, beside what this one reads"
-    )
-    standalone = parser.add_argument_group("standalone drafters")
-    standalone.add_argument("--block-size", type=int, default=32)
-    standalone.add_argument("--corruption", choices=("random", "draft", "mixed"), default="mixed")
-    standalone.add_argument("--draft-fraction", type=float, default=0.5, help="blocks that look like drafting (mixed)")
-    standalone.add_argument("--no-complementary", action="store_true", help="one mask a document, not it and its rest")
-    how = parser.add_argument_group("optimisation")
-    for field in dataclasses.fields(Optimization):
-        flag = f"--{field.name.replace('_', '-')}"
-        how.add_argument(flag, type=type(field.default), default=field.default, **field.metadata)
-    how.add_argument("--compute-dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU")
-    run = parser.add_argument_group("the run")
-    run.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
-    run.add_argument("--eval-every", type=int, default=0, help="steps between measurements; 0: only at the end")
-    run.add_argument("--eval-prompts", type=int, default=16, help="held-out documents to measure on")
-    run.add_argument("--eval-tokens", type=int, default=64)
-    run.add_argument("--eval-spec-len", metavar="N", type=int, help="tokens a draft there; default: --rows, or 10")
-    run.add_argument("--minutes", type=float, help="stop with a checkpoint after this time (exit status 3)")
-    run.add_argument("--storage", choices=("bfloat16", "int8", "float32"), default="bfloat16")
-    return parser
-
-
-HELD_OUT = "held_out.npz"
-"""In the run's folder: documents never trained on, for measurements of what was made."""
-RUN_ONLY = (
-    *("out", "minutes", "save_every", "eval_every", "eval_prompts", "eval_tokens", "eval_spec_len", "storage"),
-    *("data", "cache_layers"),  # the documents themselves are compared, not where they lie
-)
-"""Options that do not change what is learned."""
-
-
-def _layers(text: str | None, flag: str, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
-    if text is None:
-        return default
-    try:
-        layers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise TrainError(f"{flag} {text!r}: expected layer numbers separated by commas") from None
-    for layer in layers:
-        if not 0 <= layer < count:
-            raise TrainError(f"{flag} {text}: the target's layers are 0 to {count - 1}")
-    if len(set(layers)) != len(layers):
-        raise TrainError(f"{flag} {text}: a layer is named twice")
-    return layers
-
-
-def _check(args: argparse.Namespace) -> Optimization:
-    if args.kl_weight is None:
-        args.kl_weight = 0.5 if args.family == "conditioned" else 0.0
-    optimization = Optimization(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Optimization)})
-    optimization.validate()
-    rules = {
-        "rows": args.rows >= 1,
-        "seq_len": args.seq_len >= 8,
-        "held_out": args.held_out >= 1,
-        "draft_vocab": args.draft_vocab >= 1,
-        "anchors": args.anchors >= 1,
-        "prefix_fraction": 0 <= args.prefix_fraction <= 1,
-        "position_decay": args.position_decay >= 0,
-        "kl_weight": 0 <= args.kl_weight <= 1,
-        "block_size": args.block_size >= 2,
-        "draft_fraction": 0 <= args.draft_fraction <= 1,
-        "save_every": args.save_every >= 1,
-        "eval_every": args.eval_every >= 0,
-        "eval_prompts": 1 <= args.eval_prompts <= args.held_out,
-        "eval_tokens": args.eval_tokens >= 1,
-        "eval_spec_len": args.eval_spec_len is None or args.eval_spec_len >= 1,
-        "minutes": args.minutes is None or args.minutes > 0,
-    }
-    for name, fine in rules.items():
-        if not fine:
-            raise TrainError(f"--{name.replace('_', '-')} {getattr(args, name)}: out of range")
-    if args.cache_layers and not args.feature_cache:
-        raise TrainError(f"--cache-layers {args.cache_layers}: needs --feature-cache, where they are stored")
-    if args.family == "conditioned" and (args.eval_spec_len or 0) > args.rows:
-        raise TrainError(f"--eval-spec-len {args.eval_spec_len}: a pass drafts at most --rows {args.rows} tokens")
-    if args.family == "standalone" and args.seq_len % args.block_size:
-        raise TrainError(f"--seq-len {args.seq_len}: must be a multiple of --block-size {args.block_size}")
-    return optimization
+COMMANDS = {
+    "run": "train a drafter (where no command is named)",
+    "selfgen": "training data, which the target writes itself",
+    "recipe": "all steps, from data to a drafter with the options that are fastest here",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains, or goes on training; exit status 3 if `--minutes` ended it before the last step."""
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s")
-    args = build_parser().parse_args(argv)
+    """Runs a command; exit status 2 for input that cannot be served, 3 if `--minutes` ended it."""
+    argv = sys.argv[1:] if argv is None else argv
+    name, flags = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("run", argv)
     try:
-        return _run(args, _check(args))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OutOfTime:
-        print("stopped by --minutes; the same command goes on", file=sys.stderr)
-        return UNFINISHED
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-
-
-def _run(args: argparse.Namespace, optimization: Optimization) -> int:
-    deadline = time.monotonic() + 60 * args.minutes if args.minutes else None
-    from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path
-    from failfast_jax.checkpoints.loading import load_model, open_source
-    from failfast_jax.compilation import enable_compile_cache
-    from failfast_jax.train import data, evaluate, loop
-
-    source = args.target or default_target_path()
-    config = open_source(source).config
-    if config.is_diffusion:
-        raise TrainError(f"--target {source}: a block-diffusion model; drafters are made from autoregressive targets")
-    if args.draft_vocab > config.vocab_size:
-        args.draft_vocab = config.vocab_size
-    last = config.num_layers - 1
-    own = tuple(range(max(last - 1, 1), last + 1)) if args.family == "conditioned" else tuple(range(last + 1))
-    if args.family == "conditioned" and last == 0:
-        raise TrainError(f"--target {source}: has one layer; a conditioned drafter reads what enters another")
-    if args.seq_len > config.max_position_embeddings:
-        raise TrainError(f"--seq-len {args.seq_len}: the target's context is {config.max_position_embeddings}")
-    loop.check_devices(optimization)
-    own = _layers(args.layers, "--layers", last + 1, own)
-    if args.family == "conditioned" and min(own) == 0:
-        raise TrainError(
-            f"--layers {args.layers or own}: layer 0 has no layer before it whose output a drafter could read"
+        module = importlib.import_module(f"failfast_jax.train.{name}")
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f'error: training needs {error.name}: pip install "failfast-jax[train]", or -e ".[train]" in a checkout'
         )
-    spread = tuple(dict.fromkeys((round(last * FIRST_SHARE), round(last * SECOND_SHARE), last)))
-    fused = _layers(args.fused, "--fused", last + 1, spread)
-    cached = _layers(args.cache_layers, "--cache-layers", last + 1, ())
-    shortest = args.block_size if args.family == "standalone" else args.rows + 2
-    documents = data.load_documents(
-        args.data, vocab_size=config.vocab_size, shortest=shortest, longest=args.seq_len, skip_short=args.skip_short
+    parser = argparse.ArgumentParser(
+        prog=f"python -m failfast_jax.train {name}",
+        description=module.__doc__.split("\n\n")[0].split(": ", 1)[1],
+        epilog="Commands: " + "; ".join(f"{other}: {what}" for other, what in COMMANDS.items()) + ".",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    digest = documents.digest()
-    documents = documents.take(np.random.default_rng(args.seed).permutation(len(documents)))
-    train, held_out = data.split(documents, args.held_out)
-    settings = {k: v for k, v in vars(args).items() if k not in RUN_ONLY}
-    settings |= {"feature_cache": args.feature_cache is not None, "compute_dtype": _dtype(args)}
-    settings |= {"target": str(args.target or DEFAULT_TARGET[1].partition(".")[0]), "target_key": config.shape_key()}
-    settings |= {"documents": len(documents), "documents_digest": digest}
-    loop.check_folder(args.out, settings)
-    drafter = args.out / "drafter"
-    if (report := _finished(drafter, optimization.steps, args.storage)) is not None:
-        print(json.dumps(report))
-        return 0
-    data.save_documents(args.out / HELD_OUT, held_out)
-    enable_compile_cache(None)
-    # From here on nothing is cheap: all that can be refused has been.
-    target = load_model(source)
-    if args.family == "conditioned":
-        objective = _conditioned(args, target, train, own, fused, cached, deadline)
-    else:
-        objective = _standalone(args, target, own)
-    dataset = data.batches(
-        train, length=args.seq_len, batch=optimization.batch * optimization.accumulate, seed=optimization.seed
-    )
-    measure = evaluate.Evaluation(
-        target,
-        objective,
-        held_out,
-        prompts=args.eval_prompts,
-        tokens=args.eval_tokens,
-        spec_len=args.eval_spec_len,
-    )
-    state, done = loop.train(
-        objective,
-        dataset,
-        optimization,
-        args.out,
-        evaluate=measure,
-        save_every=args.save_every,
-        eval_every=args.eval_every,
-        deadline=deadline,
-    )
-    # A run whose last step was done before measures nothing more.
-    figures = measure.last or measure(state["ema"])
-    training = {**settings, "data": [path.name for path in args.data], "storage": args.storage}
-    training |= {"steps_done": int(state["step"]), "held_out_figures": figures}
-    objective.save(state["ema"], drafter, storage=args.storage, training=training)
-    print(json.dumps(_report(drafter, training)))
-    if not done:
-        raise OutOfTime
-    return 0
+    module.add_arguments(parser)
+    args = parser.parse_args(flags)
 
+    def work() -> int | None:
+        try:
+            return module.work(args)
+        except OutOfTime:
+            print(f"{name}: stopped by --minutes; the same command goes on", file=sys.stderr)
+            return UNFINISHED
 
-def _report(drafter: Path, training: dict[str, Any]) -> dict[str, Any]:
-    return {"drafter": str(drafter), "steps": training["steps_done"], **training["held_out_figures"]}
-
-
-def _finished(drafter: Path, steps: int, storage: str) -> dict[str, Any] | None:
-    """The report of a run whose drafter is written; None if there is still something to do."""
-    from failfast_jax.checkpoints.drafter import is_drafter_folder
-    from failfast_jax.files import read_json
-
-    if not is_drafter_folder(drafter):
-        return None
-    training = read_json(drafter / "config.json").get("training") or {}
-    if (training.get("steps_done"), training.get("storage")) != (steps, storage):
-        return None
-    return _report(drafter, training)
-
-
-def _dtype(args: argparse.Namespace) -> Any:
-    import jax
-
-    return args.compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-
-
-def _conditioned(args, target, train, layers, fused, cached, deadline):
-    from failfast_jax.models.conditioned import ConditionedConfig
-    from failfast_jax.train import conditioned, data, loop
-
-    base = dataclasses.replace(target.config, num_layers=len(layers))
-    config = ConditionedConfig(base, tuple(i - 1 for i in layers), fused, args.rows, args.draft_vocab)
-    draft_ids = data.frequent_tokens(train, target.config.vocab_size, args.draft_vocab, target.config.eos_token_ids)
-    captured = conditioned.captured_layers(config, target.config.num_layers)
-    cache = None
-    if args.feature_cache:
-        cache = conditioned.FeatureCache(
-            args.feature_cache, train, target, captured, also=cached, deadline=deadline, flag="--feature-cache"
-        )
-    model = conditioned.initial(target, config, layers, args.seed)
-    settings = conditioned.Settings(
-        anchors=args.anchors,
-        prefix_fraction=args.prefix_fraction,
-        position_decay=args.position_decay or None,
-        kl_weight=args.kl_weight,
-    )
-    options = {"compute_dtype": _dtype(args), "cache": cache}
-    objective = conditioned.ConditionedObjective(model, target, draft_ids, settings, **options)
-    if args.no_fit or loop.has_checkpoint(args.out):
-        return objective
-    batches = data.batches(train, length=args.seq_len, batch=8, seed=args.seed)
-    share = conditioned.fit_inputs(
-        model,
-        target,
-        layers[0],
-        ({**batches[i], "features": np.asarray(objective.features(batches[i]))} for i in range(_fit_batches(train))),
-        captured,
-    )
-    print(f"input projections fitted: they explain {share:.1%} of the residual stream's variance", file=sys.stderr)
-    return conditioned.ConditionedObjective(model, target, draft_ids, settings, **options)
-
-
-def _fit_batches(train) -> int:
-    return max(min(len(train) // 8, 64), 1)
-
-
-def _standalone(args, target, layers):
-    from failfast_jax.train import block_diffusion, standalone
-
-    corruption = block_diffusion.Corruption(
-        kind=args.corruption, draft_fraction=args.draft_fraction, complementary=not args.no_complementary
-    )
-    settings = block_diffusion.Settings(
-        corruption=corruption,
-        position_decay=args.position_decay or None,
-        kl_weight=args.kl_weight,
-        head_chunk=standalone.HEAD_CHUNK,
-    )
-    return standalone.StandaloneObjective(target, layers, args.block_size, settings, compute_dtype=_dtype(args))
+    return command.run(work, interrupted="interrupted; the same command goes on from what is saved")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,27 @@
 """Training documents: prompts and the target's own answers, as token ids in `.npz` files.
 
 A file holds `prompt` and `answer` (ids of all documents, concatenated) and `prompt_len` and `answer_len`
-(tokens of each); `python -m failfast_jax.train.selfgen` writes folders of such files.
+(tokens of each); `python -m failfast_jax.train selfgen` writes folders of such files.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
-from collections.abc import Sequence
+import io
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from failfast_jax.files import write_atomically
+
 ARRAYS = ("prompt", "prompt_len", "answer", "answer_len")
+LARGEST_UINT16_VOCABULARY = 65_536
+
+Ids = Sequence[int] | np.ndarray
+Document = tuple[Ids, Ids]
+"""Ids of a prompt and of its answer."""
 
 
 class DataError(ValueError):
@@ -36,8 +43,12 @@ class Documents:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def take(self, indices: Sequence[int]) -> Documents:
+    def take(self, indices: Ids) -> Documents:
         return Documents([self.tokens[i] for i in indices], self.prompt_length[list(indices)])
+
+    def pairs(self) -> list[Document]:
+        """Prompt and answer of each document."""
+        return [(row[:start], row[start:]) for row, start in zip(self.tokens, self.prompt_length)]
 
     def digest(self) -> str:
         """Tells these documents, in this order, from others."""
@@ -47,8 +58,7 @@ class Documents:
 
     def answer_tokens(self) -> np.ndarray:
         """Ids of all answers, concatenated."""
-        parts = [row[start:] for row, start in zip(self.tokens, self.prompt_length)]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        return np.concatenate([answer for _, answer in self.pairs()] or [np.zeros(0, np.int32)])
 
 
 def load_documents(
@@ -67,7 +77,7 @@ def load_documents(
     tokens: list[np.ndarray] = []
     prompts: list[int] = []
     for file in _files(paths):
-        for number, (prompt, answer) in enumerate(_read(file, vocab_size)):
+        for number, (prompt, answer) in enumerate(read_documents(file, vocab_size)):
             document = np.concatenate([prompt, answer]).astype(np.int32)[:longest]
             if len(document) < shortest or len(prompt) + 1 >= len(document):
                 if skip_short:
@@ -99,22 +109,13 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def _read(file: Path, vocab_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    if not file.stat().st_size:
-        raise DataError(f"{file}: empty file")
-    try:
-        with np.load(file, allow_pickle=False) as stored:
-            missing = [name for name in ARRAYS if name not in stored]
-            arrays = {name: stored[name] for name in ARRAYS if name not in missing}
-    except (OSError, ValueError, EOFError, KeyError) as error:
-        raise DataError(f"{file}: not a readable .npz file ({error})") from None
-    except Exception as error:  # zipfile's and zlib's own errors for damaged members
-        raise DataError(f"{file}: damaged ({type(error).__name__}: {error})") from None
-    if missing:
-        raise DataError(f"{file}: array {missing[0]!r} is missing (expected {', '.join(ARRAYS)})")
-    for name, array in arrays.items():
-        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-            raise DataError(f"{file}: array {name!r} must be one-dimensional integers, got {array.dtype} {array.shape}")
+def read_documents(file: Path, vocab_size: int) -> list[Document]:
+    """The documents of one file.
+
+    Raises:
+      DataError: a damaged or empty file, ids outside the vocabulary; the message names the file.
+    """
+    arrays = _arrays(file)
     parts = {}
     for kind in ("prompt", "answer"):
         ids, lengths = arrays[kind], arrays[f"{kind}_len"].astype(np.int64)
@@ -137,18 +138,36 @@ def _read(file: Path, vocab_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
     return list(zip(parts["prompt"], parts["answer"]))
 
 
-def save_documents(path: Path, documents: Documents) -> None:
-    """Writes documents in the format that `load_documents` reads; the file is whole or not there."""
-    parts = {
-        "prompt": [row[:length] for row, length in zip(documents.tokens, documents.prompt_length)],
-        "answer": [row[length:] for row, length in zip(documents.tokens, documents.prompt_length)],
-    }
-    arrays = {kind: np.concatenate(rows).astype(np.uint32) for kind, rows in parts.items()}
-    arrays |= {f"{kind}_len": np.asarray([len(row) for row in rows], np.int32) for kind, rows in parts.items()}
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        np.savez(file, **arrays)
-    os.replace(part, path)
+def _arrays(file: Path) -> dict[str, np.ndarray]:
+    """A file's four arrays, all one-dimensional integers."""
+    if not file.stat().st_size:
+        raise DataError(f"{file}: empty file")
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            missing = [name for name in ARRAYS if name not in stored]
+            arrays = {name: stored[name] for name in ARRAYS if name not in missing}
+    except (OSError, ValueError, EOFError, KeyError) as error:
+        raise DataError(f"{file}: not a readable .npz file ({error})") from None
+    except Exception as error:  # zipfile's and zlib's own errors for damaged members
+        raise DataError(f"{file}: damaged ({type(error).__name__}: {error})") from None
+    if missing:
+        raise DataError(f"{file}: array {missing[0]!r} is missing (expected {', '.join(ARRAYS)})")
+    for name, array in arrays.items():
+        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+            raise DataError(f"{file}: array {name!r} must be one-dimensional integers, got {array.dtype} {array.shape}")
+    return arrays
+
+
+def write_documents(path: Path, documents: Iterable[Document], vocab_size: int) -> None:
+    """Writes a file of documents, whole or not at all; ids are uint16 where the vocabulary allows, else uint32."""
+    dtype = np.uint16 if vocab_size <= LARGEST_UINT16_VOCABULARY else np.uint32
+    arrays = {}
+    for kind, lists in zip(("prompt", "answer"), zip(*documents)):
+        arrays[kind] = np.concatenate([np.asarray(ids, dtype) for ids in lists])
+        arrays[f"{kind}_len"] = np.asarray([len(ids) for ids in lists], np.int32)
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    write_atomically(path, content.getvalue())
 
 
 def split(documents: Documents, held_out: int) -> tuple[Documents, Documents]:

@@ -39,8 +39,7 @@ class Evaluation:
         # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
         self.options = {"method": "failfast", "tau": 1.0, "max_new_tokens": tokens, "spec_len": spec_len}
         self.engine = FailFast(target, objective.drafter(objective.trainable))
-        pairs = list(zip(held_out.tokens, held_out.prompt_length))[:prompts]
-        self.prompts = [row[:length].tolist() for row, length in pairs]
+        self.prompts = [prompt.tolist() for prompt, _ in held_out.pairs()[:prompts]]
         self.last: dict[str, float] | None = None
 
     def __call__(self, trainable: Any) -> dict[str, float]:
@@ -48,11 +47,11 @@ class Evaluation:
         # The engine runs on one device, training on all.
         self.engine.drafter = jax.device_put(self.objective.drafter(trainable), jax.local_devices()[0])
         results = self.engine.generate(self.prompts, **self.options)
-        rounds = [round for result in results for round in result.rounds]
+        rounds = [log for result in results for log in result.rounds]
         self.last = {
-            "accepted_per_round": float(np.mean([round.accepted for round in rounds])),
-            "first_token_accepted": float(np.mean([round.accepted > 0 for round in rounds])),
-            "drafted_per_round": float(np.mean([len(round.drafted) for round in rounds])),
+            "accepted_per_round": float(np.mean([log.accepted for log in rounds])),
+            "first_token_accepted": float(np.mean([log.accepted > 0 for log in rounds])),
+            "drafted_per_round": float(np.mean([len(log.drafted) for log in rounds])),
             "rounds": len(rounds),
         }
         return self.last

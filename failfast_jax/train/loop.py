@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-import os
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,22 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-logger = logging.getLogger("failfast_jax")
+from failfast_jax.errors import OptionError
+from failfast_jax.files import read_lines, write_atomically
+from failfast_jax.models.config import ModelConfig
 
-SETTINGS_FILE = "train.json"
 LOG_FILE = "log.jsonl"
 CHECKPOINTS = "checkpoints"
-
-
-class TrainError(ValueError):
-    """A run that cannot start or go on; the message names the setting or the file."""
-
-
-class OutOfTime(Exception):
-    """The time that a piece of work was given is over; everything up to here is saved."""
+LOG_EVERY = 10
+"""Steps between two lines of the log."""
 
 
 @runtime_checkable
@@ -56,6 +51,22 @@ class Objective(Protocol):
     def tokens(self, batch: dict[str, Any]) -> int:
         """Rows that one step trains on."""
 
+    def save(self, trainable: Any, folder: Path, *, storage: str, **extra: Any) -> None:
+        """Writes the drafter's folder; `extra` joins its `config.json`."""
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """Weights in the matrices of one layer."""
+    attention = 2 * config.head_dim * (config.num_heads + config.num_kv_heads)
+    return config.hidden_size * (attention + 3 * config.intermediate_size)
+
+
+def check_ranges(options: Any, rules: Mapping[str, bool]) -> None:
+    """Raises OptionError for the first option, a field of `options`, whose rule does not hold."""
+    for name, holds in rules.items():
+        if not holds:
+            raise OptionError(f"--{name.replace('_', '-')} {getattr(options, name)}: out of range")
+
 
 def _option(default: Any, help: str, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, **more})
@@ -79,7 +90,7 @@ class Optimization:
     seed: int = _option(0, "of shuffling, masks and initialisation")
 
     def validate(self) -> None:
-        """Raises TrainError for the first field out of its range."""
+        """Raises OptionError for the first field out of its range."""
         rules = {
             "steps": self.steps >= 1,
             "batch": self.batch >= 1,
@@ -94,9 +105,7 @@ class Optimization:
             "ema": 0 <= self.ema < 1,
             "seed": 0 <= self.seed < 2**32,
         }
-        for name, fine in rules.items():
-            if not fine:
-                raise TrainError(f"--{name.replace('_', '-')} {getattr(self, name)}: out of range")
+        check_ranges(self, rules)
 
     def learning_rates(self) -> optax.Schedule:
         """Learning rate by step: warm-up, then cosine, or constant with a linear decay at the end (WSD)."""
@@ -167,42 +176,10 @@ def make_step(objective: Objective, optimization: Optimization) -> Callable:
     return step
 
 
-def check_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Makes the run's folder and writes its settings, or checks that they are those of an earlier start.
-
-    Raises:
-      TrainError: the folder belongs to a run with other settings, or to something else.
-    """
-    file = folder / SETTINGS_FILE
-    settings = json.loads(json.dumps(settings))
-    if not file.exists():
-        if folder.exists() and not folder.is_dir():
-            raise TrainError(f"--out {folder}: not a folder")
-        # A killed start may have left a part of its settings.
-        if folder.exists() and any(path != file.with_suffix(".part") for path in folder.iterdir()):
-            raise TrainError(f"--out {folder}: not empty, and not the folder of a training run (no {SETTINGS_FILE})")
-        folder.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-        os.replace(part, file)
-        return
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise TrainError(f"{file}: not valid JSON ({error})") from None
-    # Another target changes other settings, too: it is what to say first.
-    for key in sorted({*before, *settings}, key=lambda key: (not key.startswith("target"), key)):
-        if before.get(key) != settings.get(key):
-            raise TrainError(
-                f"--out {folder}: a run with {key}={before.get(key)!r} began there, now it is {settings.get(key)!r}; "
-                "name another folder"
-            )
-
-
 def check_devices(optimization: Optimization) -> None:
-    """Raises TrainError: the batch does not divide over this process' devices."""
+    """Raises OptionError: the batch does not divide over this process' devices."""
     if optimization.batch % len(jax.devices()):
-        raise TrainError(f"--batch {optimization.batch}: must be a multiple of the {len(jax.devices())} devices")
+        raise OptionError(f"--batch {optimization.batch}: must be a multiple of the {len(jax.devices())} devices")
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -219,7 +196,7 @@ def train(
     evaluate: Callable[[Any], dict[str, float]] | None = None,
     save_every: int = 100,
     eval_every: int = 0,
-    deadline: float | None = None,
+    deadline: float = math.inf,
 ) -> tuple[dict[str, Any], bool]:
     """Trains until the last step, continuing from the newest checkpoint in `folder`.
 
@@ -235,89 +212,107 @@ def train(
       The state, and whether all steps are done.
 
     Raises:
-      TrainError: the batch does not divide over the devices, or the loss is not finite.
+      OptionError: the batch does not divide over the devices, or the loss is not finite.
     """
-    import orbax.checkpoint as ocp
-
     check_devices(optimization)
-    devices = jax.devices()
-    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    everywhere, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    everywhere, by_row = _shardings()
     state = jax.device_put(initial_state(objective, optimization), everywhere)
-    if len(devices) > 1:
-        objective.constants = jax.device_put(objective.constants, everywhere)
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    with ocp.CheckpointManager((folder / CHECKPOINTS).absolute(), options=options) as manager:
-        if manager.latest_step() is not None:
-            abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-            state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(abstract))
-        first = int(state["step"])
-        log = _Log(folder / LOG_FILE, first)
+    objective.constants = jax.device_put(objective.constants, everywhere)
+    with _checkpoints(folder) as manager:
+        state = _restored(manager, state)
+        done = int(state["step"])
+        progress = _Progress(folder / LOG_FILE, objective, done, optimization.steps)
         step = jax.jit(make_step(objective, optimization), donate_argnums=0)
-        bar = tqdm(total=optimization.steps, initial=first, desc="train", unit="step")
-        rows, operations, clock, shown = 0, 0.0, time.perf_counter(), {}
-        done = first
-        for index in range(first, optimization.steps):
-            batch = dataset[index]
-            if len(devices) > 1:  # before features are computed from it
-                batch = {**batch, "tokens": jax.device_put(batch["tokens"], by_row)}
-            batch = objective.prepare(batch)
-            if len(devices) > 1:
-                batch = jax.device_put(batch, by_row)
+        while done < optimization.steps:
+            batch = dataset[done]
+            # Features are computed from tokens that are spread over the devices.
+            batch = {**batch, "tokens": jax.device_put(batch["tokens"], by_row)}
+            batch = jax.device_put(objective.prepare(batch), by_row)
             state, metrics = step(state, objective.constants, batch)
-            done = index + 1
-            rows += objective.tokens(batch)
-            operations += objective.flops(batch)
-            out_of_time = deadline is not None and time.monotonic() > deadline
+            done += 1
+            progress.count(batch)
+            out_of_time = time.monotonic() > deadline
             last = done == optimization.steps or out_of_time
             save = done % save_every == 0 or last
-            if done % 10 == 0 or save:
-                values = {name: float(value) for name, value in metrics.items()}
-                seconds = time.perf_counter() - clock
-                values |= {"rows_per_s": rows / seconds, "gflops_per_s": operations / seconds / 1e9}
-                if not np.isfinite(values["loss"] + values["grad_norm"]):
-                    norm = values["grad_norm"]
-                    raise TrainError(f"step {done}: loss {values['loss']}, gradient norm {norm}; lower --learning-rate")
-                log.write({"step": done, **values})
-                shown |= {"loss": f"{values['loss']:.3f}", "rows/s": f"{values['rows_per_s']:.0f}"}
-                shown |= {"train accepted": f"{values['accepted']:.2f}"} if "accepted" in values else {}
-                bar.set_postfix(shown)
-                rows, operations, clock = 0, 0.0, time.perf_counter()
-            bar.update()
+            if done % LOG_EVERY == 0 or save:
+                progress.metrics(done, metrics)
             if evaluate and ((eval_every and done % eval_every == 0) or last):
-                paused = time.perf_counter()
-                figures = evaluate(state["ema"])
-                log.write({"step": done, "held_out": figures})
-                shown |= {"accepted": f"{figures['accepted_per_round']:.2f}"}
-                bar.set_postfix(shown)
-                clock += time.perf_counter() - paused
+                progress.held_out(done, evaluate, state["ema"])
             if save:  # after what is logged for this step, so that a kill in between loses nothing
                 manager.save(done, args=ocp.args.StandardSave(state))
             if out_of_time:
                 break
         manager.wait_until_finished()
-        bar.close()
+        progress.bar.close()
     return state, done == optimization.steps
 
 
-class _Log:
-    """JSON lines; those behind the restored step were written by a run that was killed: dropped."""
+def _checkpoints(folder: Path) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    return ocp.CheckpointManager((folder / CHECKPOINTS).absolute(), options=options)
 
-    def __init__(self, path: Path, step: int):
-        self.path = path
-        kept = []
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
-                    continue  # cut off by the kill
-                if record["step"] <= step:
-                    kept.append(line)
-        part = path.with_suffix(".part")
-        part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(part, path)
 
-    def write(self, record: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+def _restored(manager: ocp.CheckpointManager, state: dict[str, Any]) -> dict[str, Any]:
+    """The newest checkpoint; without one, `state` itself."""
+    if manager.latest_step() is None:
+        return state
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(abstract))
+
+
+def _shardings() -> tuple[NamedSharding, NamedSharding]:
+    """Copies on all devices, and rows spread over them."""
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+
+
+class _Progress:
+    """The log and the progress bar of a run that goes on behind `step`.
+
+    The log is JSON lines; those behind the restored step were written by a run that was killed: dropped.
+    """
+
+    def __init__(self, log: Path, objective: Objective, step: int, steps: int):
+        self.log, self.objective = log, objective
+        records = read_lines(log)[0] if log.exists() else []
+        write_atomically(log, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
+        self.bar = tqdm(total=steps, initial=step, desc="train", unit="step")
+        self._shown: dict[str, str] = {}
+        self._rows, self._operations, self._start = 0, 0.0, time.perf_counter()
+
+    def count(self, batch: dict[str, Any]) -> None:
+        """One more step was given to the devices."""
+        self._rows += self.objective.tokens(batch)
+        self._operations += self.objective.flops(batch)
+        self.bar.update()
+
+    def metrics(self, step: int, metrics: dict[str, Any]) -> None:
+        """Logs a step's metrics and the speed since the last ones.
+
+        Raises:
+          OptionError: the loss is not finite.
+        """
+        values = {name: float(value) for name, value in metrics.items()}
+        seconds = time.perf_counter() - self._start
+        values |= {"rows_per_s": self._rows / seconds, "gflops_per_s": self._operations / seconds / 1e9}
+        loss, norm = values["loss"], values["grad_norm"]
+        if not np.isfinite(loss + norm):
+            raise OptionError(f"step {step}: loss {loss}, gradient norm {norm}; lower --learning-rate")
+        shown = {"loss": f"{loss:.3f}", "rows/s": f"{values['rows_per_s']:.0f}"}
+        if "accepted" in values:
+            shown["train accepted"] = f"{values['accepted']:.2f}"
+        self._write({"step": step, **values}, shown)
+        self._rows, self._operations, self._start = 0, 0.0, time.perf_counter()
+
+    def held_out(self, step: int, evaluate: Callable[[Any], dict[str, float]], params: Any) -> None:
+        """Measures and logs; the time that it takes does not count."""
+        paused = time.perf_counter()
+        figures = evaluate(params)
+        self._write({"step": step, "held_out": figures}, {"accepted": f"{figures['accepted_per_round']:.2f}"})
+        self._start += time.perf_counter() - paused
+
+    def _write(self, record: dict[str, Any], shown: dict[str, str]) -> None:
+        with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+        self._shown |= shown
+        self.bar.set_postfix(self._shown)

@@ -1,8 +1,8 @@
-"""`python -m failfast_jax.train.recipe`: how the embedded drafter is made, in one command.
+"""`python -m failfast_jax.train recipe`: how the embedded drafter is made, in one command.
 
-Two kinds of self-generated documents, a training run for each candidate, the choice among them and among decoding
-options by wall clock on held-out prompts, and a folder as it ships. Everything resumes: the same command goes on
-where it was killed, and `--minutes` ends a piece of work.
+Two kinds of self-generated documents, a training run for each candidate, the decoding options that are fastest with
+each on held-out prompts, and a folder of the fastest as it ships. Every step is a command of this project, printed
+before it runs. Everything resumes: the same command goes on where it was killed, and `--minutes` ends a piece of work.
 """
 
 from __future__ import annotations
@@ -10,39 +10,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from failfast_jax.checkpoints.drafter import WEIGHTS
-from failfast_jax.train import UNFINISHED, choose, selfgen
-from failfast_jax.train import __main__ as train
+from failfast_jax.files import read_json, write_atomically
 from failfast_jax.train.loop import LOG_FILE
+from failfast_jax.train.openings import CODE_OPENINGS
+from failfast_jax.train.resume import UNFINISHED, begin, deadline_after
+from failfast_jax.train.run import HELD_OUT
 
-CODE_OPENINGS = (
-    "def",
-    r"from typing import List\n\n\ndef",
-    r"import math\n\n\ndef",
-    r"from typing import List, Tuple\n\n\ndef",
-    r"from typing import List, Optional\n\n\ndef",
-    "def is_",
-    "def count_",
-    "def find_",
-    "def get_",
-    "def sum_",
-    "def remove_",
-    "def sort_",
-    "def max_",
-    "def check_",
-    "def convert_",
-    "def string_",
-    r"Complete this Python function:\n\ndef",
-    "Write a Python function that takes a list of integers and returns",
-    "Write a Python function that takes a string and",
-    r"Complete the following function.\n\ndef",
-)
-"""Beginnings of prompts that ask for code; the general ones are `selfgen`'s own."""
+SETTINGS_FILE, CHOICE_FILE = "recipe.json", "choice.json"
+TUNED = "tuned.json"
+"""What `python -m failfast_jax.bench tune` leaves in its folder."""
+TRAIN, SELFGEN, TUNE = ("failfast_jax.train",), ("failfast_jax.train", "selfgen"), ("failfast_jax.bench", "tune")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,16 +42,16 @@ class Profile:
       selfgen: its other options.
       train: options of `python -m failfast_jax.train`.
       candidates: further ones, by the name of what is trained with them: depths and initialisations.
-      choose: options of `python -m failfast_jax.train.choose`.
+      tune: options of `python -m failfast_jax.bench tune`.
       cached: compute the target's features once: pays where the target's pass is the longer one.
     """
 
     documents: int
     code_documents: int
-    selfgen: dict[str, object]
-    train: dict[str, object]
-    candidates: dict[str, dict[str, object]]
-    choose: dict[str, object]
+    selfgen: dict[str, Any]
+    train: dict[str, Any]
+    candidates: dict[str, dict[str, Any]]
+    tune: dict[str, Any]
     cached: bool = True
 
 
@@ -75,7 +63,7 @@ PROFILES = {
         selfgen={"shard_size": 32, "batch_size": 32},
         train={"steps": 1000, "batch": 8, "anchors": 64, "ema": 0.98, "seq_len": 320, "eval_every": 250},
         candidates={"last-2": {"layers": "28,29"}},
-        choose={"limit": 24},
+        tune={"limit": 24},
     ),
     # Not run yet: forty million tokens, on one Hopper GPU.
     "gpu": Profile(
@@ -100,7 +88,7 @@ PROFILES = {
             "spread": {"layers": "10,20,29"},
             "first-last": {"layers": "1,29"},
         },
-        choose={"limit": 32},
+        tune={"limit": 32},
         cached=False,
     ),
     # Whether everything fits together, in minutes.
@@ -119,15 +107,42 @@ PROFILES = {
             "save_every": 2,
         },
         candidates={"last-1": {"layers": "29"}, "last-2": {"layers": "28,29"}},
-        choose={"limit": 3, "stage": 1, "max_new_tokens": 16, "spec_len": 7, "lookup_min": "0,2", "min_gain": "0,1"},
+        tune={"limit": 3, "stage": 1, "max_new_tokens": 16, "spec_len": 7, "lookup_min": "0,2", "min_gain": "0,1"},
     ),
 }
 COMMON = {"family": "conditioned", "fused": "9,19,29", "rows": 7, "draft_vocab": 8192, "storage": "int8"}
 """Options of every profile; they and the candidates' fit a target of 30 layers, SmolLM2-135M's."""
 
 
-def _flags(options: dict[str, object]) -> list[str]:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="folder for everything; what ships is in OUT/asset")
+    parser.add_argument("--profile", choices=PROFILES, default="cpu")
+    parser.add_argument("--minutes", type=float, help="stop after about this time (exit status 3)")
+
+
+def flags(options: dict[str, Any]) -> list[str]:
+    """Options as words of a command line."""
     return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def steps(profile: Profile, out: Path) -> list[tuple[tuple[str, ...], list[str]]]:
+    """All commands, in order: module with subcommand, and flags."""
+    openings = {"openings": out / "code_openings.txt"}
+    general = {"out": out / "general", "documents": profile.documents, "seed": 0}
+    code = {"out": out / "code", "documents": profile.code_documents, "seed": 7} | openings
+    found = [(SELFGEN, flags(options | profile.selfgen)) for options in (general, code)]
+    data = ["--data", str(general["out"]), str(code["out"]), "--skip-short"]
+    for name, candidate in profile.candidates.items():
+        options = {"out": out / "runs" / name} | COMMON | profile.train | candidate
+        if profile.cached:
+            options |= {"feature_cache": out / "features", "cache_layers": _cached_layers(profile)}
+        found.append((TRAIN, [*data, *flags(options)]))
+    # All runs hold out the same documents.
+    prompts = out / "runs" / next(iter(profile.candidates)) / HELD_OUT
+    for name in profile.candidates:
+        options = {"drafter": out / "runs" / name / "drafter", "prompts": prompts, "out": out / "tuned" / name}
+        found.append((TUNE, [*flags(options | profile.tune), "--write"]))
+    return found
 
 
 def _cached_layers(profile: Profile) -> str:
@@ -136,66 +151,52 @@ def _cached_layers(profile: Profile) -> str:
     return ",".join(map(str, sorted(layers)))
 
 
-def _ship(drafter: Path, log: Path, choice: Path, folder: Path) -> None:
-    """A drafter as it ships: weights, configuration, log of its training, and why it was chosen; config.json last."""
+def run_step(command: tuple[str, ...], words: list[str], deadline: float) -> int:
+    """Runs a command in a process of its own with what is left of the time; returns its exit status."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return UNFINISHED
+    timeout = None
+    if command[0] == TRAIN[0] and left < math.inf:
+        words = [*words, "--minutes", str(left / 60)]
+    elif left < math.inf:
+        timeout = left
+    print(f"recipe: python -m {shlex.join([*command, *words])}", file=sys.stderr, flush=True)
+    with subprocess.Popen([sys.executable, "-m", *command, *words]) as process:
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            # What it has measured is on disk.
+            process.send_signal(signal.SIGINT)
+            return UNFINISHED
+
+
+def ship(out: Path, profile: Profile) -> Path:
+    """The drafter that was measured to be the fastest, as it ships; `config.json` comes last.
+
+    Returns:
+      The folder: weights, configuration with decoding options, log of the training, and why it was chosen.
+    """
+    tuned = {name: read_json(out / "tuned" / name / TUNED) for name in profile.candidates}
+    chosen = max(tuned, key=lambda name: tuned[name]["report"]["measured_speedup"])
+    run, folder = out / "runs" / chosen, out / "asset"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
-    shutil.copy(drafter / WEIGHTS, folder / WEIGHTS)
-    shutil.copy(log, folder / LOG_FILE)
-    shutil.copy(choice, folder / choose.CHOICE_FILE)
-    shutil.copy(drafter / "config.json", folder / "config.json")
+    shutil.copy(run / "drafter" / WEIGHTS, folder / WEIGHTS)
+    shutil.copy(run / LOG_FILE, folder / LOG_FILE)
+    write_atomically(folder / CHOICE_FILE, json.dumps({"chosen": chosen, "tuned": tuned}, indent=1) + "\n")
+    shutil.copy(run / "drafter" / "config.json", folder / "config.json")
+    return folder
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs all parts, those that are done in a moment; exit status as that of the part that ended."""
-    parser = argparse.ArgumentParser(prog="python -m failfast_jax.train.recipe", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for everything; what ships is in OUT/asset")
-    parser.add_argument("--profile", choices=PROFILES, default="cpu")
-    parser.add_argument("--minutes", type=float, help="stop after about this time (exit status 3)")
-    args = parser.parse_args(argv)
-    if args.minutes is not None and not args.minutes > 0:
-        parser.error(f"--minutes {args.minutes}: must be positive")
-    profile = PROFILES[args.profile]
-    deadline = time.monotonic() + 60 * args.minutes if args.minutes else None
-
-    def step(command, *flags: str) -> int:
-        """Runs a part with what is left of the time."""
-        if deadline is None:
-            return command(list(flags))
-        left = (deadline - time.monotonic()) / 60
-        return command([*flags, "--minutes", str(left)]) if left > 0 else UNFINISHED
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    settings = args.out / "recipe.json"
-    if settings.exists() and json.loads(settings.read_text(encoding="utf-8")) != {"profile": args.profile}:
-        parser.error(f"--out {args.out}: was begun with another --profile; name another folder")
-    settings.write_text(json.dumps({"profile": args.profile}) + "\n", encoding="utf-8")
-    openings = args.out / "code_openings.txt"
-    openings.write_text("\n".join(CODE_OPENINGS) + "\n", encoding="utf-8")
-    general = {"out": args.out / "general", "documents": profile.documents, "seed": 0}
-    code = {"out": args.out / "code", "documents": profile.code_documents, "seed": 7, "openings": openings}
-    for options in (general, code):
-        if status := step(selfgen.main, *_flags(options | profile.selfgen)):
+def work(args: argparse.Namespace) -> int:
+    """Runs all steps, those that are done in a moment; exit status as that of the step that ended."""
+    profile, deadline = PROFILES[args.profile], deadline_after(args.minutes)
+    begin(args.out / SETTINGS_FILE, {"profile": args.profile})
+    lines = (opening.replace("\n", "\\n") for opening in CODE_OPENINGS)
+    write_atomically(args.out / "code_openings.txt", "\n".join(lines) + "\n")
+    for command, words in steps(profile, args.out):
+        if status := run_step(command, words, deadline):
             return status
-    runs = {name: args.out / "runs" / name for name in profile.candidates}
-    data = ["--data", str(general["out"]), str(code["out"]), "--skip-short"]
-    for name, run in runs.items():
-        options = {"out": run} | COMMON | profile.train | profile.candidates[name]
-        if profile.cached:
-            options |= {"feature_cache": args.out / "features", "cache_layers": _cached_layers(profile)}
-        if status := step(train.main, *data, *_flags(options)):
-            return status
-    drafters = [str(run / "drafter") for run in runs.values()]
-    # All runs hold out the same documents.
-    prompts = ["--prompts", str(next(iter(runs.values())) / train.HELD_OUT), "--drafter", *drafters]
-    choice = args.out / "choice"
-    if status := step(choose.main, *prompts, *_flags({"out": choice} | profile.choose), "--write"):
-        return status
-    chosen = Path(json.loads((choice / choose.CHOICE_FILE).read_text(encoding="utf-8"))["drafter"])
-    _ship(chosen, chosen.parent / LOG_FILE, choice / choose.CHOICE_FILE, args.out / "asset")
-    print(f"recipe: {args.out / 'asset'} holds the drafter", file=sys.stderr)
+    print(f"recipe: {ship(args.out, profile)} holds the drafter", file=sys.stderr)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
+from failfast_jax.bench import __main__ as bench
 from failfast_jax.bench import attention
 
 CASE = {"heads": (4, 2, 64), "width": 2, "capacity": 256, "dtype": "bfloat16", "block_size": 32}
@@ -13,7 +14,7 @@ CASE = {"heads": (4, 2, 64), "width": 2, "capacity": 256, "dtype": "bfloat16", "
 def test_says_that_there_is_no_gpu(capsys, tmp_path):
     if jax.default_backend() == "gpu":
         pytest.skip("there is one")
-    assert attention.main(["--out", str(tmp_path / "out.json")]) == 2
+    assert bench.main(["micro", "--parts", "attention", "--out", str(tmp_path / "out.json")]) == 2
     assert "no GPU here" in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()
 
@@ -25,11 +26,11 @@ def test_says_that_there_is_no_gpu(capsys, tmp_path):
         (["--routes", "flash"], "--routes: 'flash'"),
         (["--contexts", "64"], "--contexts"),
         (["--contexts", "65536"], "--contexts"),
+        (["--parts", "attention,stamina"], "--parts: stamina: must be among speed, widths"),
     ],
 )
 def test_bad_flags_are_named(flags, message, capsys):
-    with pytest.raises(SystemExit):
-        attention.main(flags)
+    assert bench.main(["micro", "--parts", "attention", *flags]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -49,7 +50,7 @@ def test_numerics_notice_an_error():
 
 
 def test_timing_runs_over_several_caches(monkeypatch):
-    monkeypatch.setattr(attention, "_ROTATED_BYTES", 2**16)
+    monkeypatch.setattr(attention, "ROTATED_BYTES", 2**16)
     seconds = attention.time_call(
         attention.route("xla", 1),
         heads=(2, 1, 64),
@@ -61,3 +62,8 @@ def test_timing_runs_over_several_caches(monkeypatch):
         repeats=1,
     )
     assert 0 < seconds < 60
+
+
+def test_the_times_are_a_table():
+    row = {"shape": "qwen2.5-7b", "context": 1024, "width": 8, "floor": 1e-6, "seconds": {"kernel": 2e-6, "xla": 4e-6}}
+    assert attention.table([row]).splitlines()[-1] == "| qwen2.5-7b | 1024 | 8 | 1.0 | 2.0 (2.00) | 4.0 (4.00) |"

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from failfast_jax.bench import modelled
-from failfast_jax.bench.acceptance import published
 from failfast_jax.bench.figures import theory_curves
+from failfast_jax.bench.published import appendix_b
 
 
 @pytest.mark.parametrize(("target", "published"), [("Qwen2.5-32B-Instruct", 4.94), ("Qwen2.5-14B-Instruct", 3.97)])
@@ -15,7 +15,7 @@ def test_the_published_speedups_on_math(target, published):
 
 def test_what_the_paper_says_of_its_speedups():
     """Abstract and section 5: 3.1 to 4.9 on the 32B target, 1.3 to 2.1 x the AR drafter, 1.2 to 1.7 x Fast-dLLM."""
-    datasets = list(published()["Qwen2.5-32B-Instruct"]["failfast"])
+    datasets = list(appendix_b()["Qwen2.5-32B-Instruct"]["failfast"])
     large = {d: modelled.paper_speedup("Qwen2.5-32B-Instruct", "failfast", d) for d in datasets}
     assert 3.1 <= min(large.values()) and max(large.values()) < 4.95
     for target in ("Qwen2.5-32B-Instruct", "Qwen2.5-14B-Instruct"):
@@ -25,7 +25,7 @@ def test_what_the_paper_says_of_its_speedups():
         )
         assert 1.25 < (ours / ar).min() and (ours / ar).max() < 2.1
         assert 1.15 < (ours / dllm).min() and (ours / dllm).max() < 1.7
-    assert modelled.table().count("4.94") == 1 and modelled.main([]) == 0
+    assert modelled.table().count("4.94") == 1
 
 
 def test_latencies():

@@ -10,14 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import diffusion_config, tiny_config
-from tpu_compile import CALLBACKS, HOST_TRANSFERS
+from tqdm import tqdm
 
-from failfast_jax.bench import acceptance, device, limits, replay
-from failfast_jax.bench.acceptance import DATASETS, draw, extra_passes, fit, published_for
-from failfast_jax.bench.replay_round import inject, schedule
-from failfast_jax.bench.shapes import SHAPES, parameters
-from failfast_jax.decoding import round
+from failfast_jax import platforms
+from failfast_jax.bench import __main__ as bench
+from failfast_jax.bench import hlo, limits, public_models, published, random_models, replay, replay_pair
+from failfast_jax.bench.public_models import CONFIGS, parameters
+from failfast_jax.bench.published import DATASETS, draw, extra_passes, fit, published_for
+from failfast_jax.bench.replay_programs import Draws, inject, schedule
+from failfast_jax.decoding.accept import agreeing_prefix
 from failfast_jax.decoding.state import Draft, Verified
+from failfast_jax.decoding.stopping import Never
+from failfast_jax.drafters.wide import Wide
 
 DOCS = Path(__file__).parents[2] / "docs" / "performance.md"
 PUBLISHED = [(target, dataset) for target in ("qwen2.5-32b", "qwen2.5-14b") for dataset in DATASETS]
@@ -27,7 +31,7 @@ PUBLISHED = [(target, dataset) for target in ("qwen2.5-32b", "qwen2.5-14b") for 
 
 
 def test_parameters_of_the_public_models():
-    counts = {name: parameters(config) for name, config in SHAPES.items()}
+    counts = {name: parameters(config) for name, config in CONFIGS.items()}
     assert counts["qwen2.5-1.5b"] == counts["fast-dllm-v2-1.5b"] == 1_543_714_304
     assert counts["qwen2.5-7b"] == 7_615_616_512
     assert counts["qwen2.5-14b"] == 14_770_033_664
@@ -37,23 +41,23 @@ def test_parameters_of_the_public_models():
 @pytest.mark.parametrize(
     "config",
     [
-        *(SHAPES["tiny"], SHAPES["tiny-drafter"], tiny_config(o_bias=True, mlp_bias=True)),
+        *(CONFIGS["tiny"], CONFIGS["tiny-drafter"], tiny_config(o_bias=True, mlp_bias=True)),
         tiny_config(qkv_bias=False, tie_embeddings=True, num_layers=3),
     ],
 )
 def test_parameters_are_those_of_the_decoder(config):
-    model = device.abstract_model(config, "float32")
-    assert device.nbytes(model) == limits.weight_bytes(config, 4) == 4 * parameters(config)
-    cache = device.abstract_caches([config], 128, "bfloat16")
-    assert device.nbytes(cache) == limits.cache_bytes(config, 128)
+    model = random_models.abstract_model(config, "float32")
+    assert random_models.nbytes(model) == public_models.weight_bytes(config, 4) == 4 * parameters(config)
+    cache = random_models.abstract_caches([config], 128, "bfloat16")
+    assert random_models.nbytes(cache) == public_models.cache_bytes(config, 128)
     unread = 0 if config.tie_embeddings else 2 * config.vocab_size * config.hidden_size
-    assert limits.pass_bytes(config, 128) == 2 * parameters(config) - unread + device.nbytes(cache)
+    assert public_models.pass_bytes(config, 128) == 2 * parameters(config) - unread + random_models.nbytes(cache)
 
 
 @pytest.mark.parametrize("target, limit", [("qwen2.5-32b", 6.48), ("qwen2.5-14b", 6.37), ("qwen2.5-7b", 5.58)])
 def test_limits(target, limit):
     accepted = published_for(target, "math").mean_accepted
-    found = limits.memory_limit(SHAPES[target], SHAPES["fast-dllm-v2-1.5b"], accepted, limits.PASSES)
+    found = limits.memory_limit(CONFIGS[target], CONFIGS["fast-dllm-v2-1.5b"], accepted, limits.PASSES)
     assert found == pytest.approx(limit, abs=0.005)
 
 
@@ -65,7 +69,7 @@ def test_the_papers_own_speedups():
 
 
 def test_the_docs_hold_the_printed_table(capsys):
-    assert limits.main([]) == 0
+    assert bench.main(["replay", "--limits"]) == 0
     assert capsys.readouterr().out.strip() in DOCS.read_text(encoding="utf-8")
 
 
@@ -117,7 +121,7 @@ def test_the_joint_distribution_is_the_described_one():
 
 def test_no_law():
     with pytest.raises(ValueError, match=r"no law fits the mean = 2.0: it lies in \[0, 1\]"):
-        acceptance.solve(lambda x: x, 2.0, "the mean")
+        published.solve(lambda x: x, 2.0, "the mean")
 
 
 def test_extra_passes():
@@ -134,9 +138,16 @@ def test_extra_passes():
 def test_exactly_the_drawn_number_agrees(accepted):
     proposal = Draft.empty(1, 7).replace(tokens=jnp.asarray([[3, 4, 5, 6, 7, 0, 0]]), length=jnp.asarray([5]))
     for picks in ([[9, 9, 9, 9, 9, 9, 9, 9]], [[3, 4, 5, 6, 7, 0, 0, 1]]):  # never, and by chance
-        verified = Verified(picks=jnp.asarray(picks), features=jnp.zeros((1, 8, 0, 1)), passes=jnp.int32(1))
-        found = inject(proposal, verified, jnp.int32(accepted), vocab=10).picks
-        assert round.acceptance.agreeing_prefix(proposal.tokens, proposal.length, found)[0] == accepted
+        verified = Verified(
+            picks=jnp.asarray(picks),
+            features=jnp.zeros((1, 8, 0, 1)),
+            finite=jnp.ones((1, 8), bool),
+            accepted=jnp.zeros((1,), jnp.int32),
+            passes=jnp.int32(1),
+        )
+        injected = inject(proposal, verified, jnp.int32(accepted), vocab=10)
+        found = injected.picks
+        assert injected.accepted == agreeing_prefix(proposal.tokens, proposal.length, found) == accepted
         assert (found >= 0).all() and (found < 10).all()
         # The rest stays the target's: those passes were not for nothing.
         assert (found[0, accepted + 1 :] == jnp.asarray(picks)[0, accepted + 1 :]).all()
@@ -144,16 +155,20 @@ def test_exactly_the_drawn_number_agrees(accepted):
 
 def test_schedule():
     # Blocks of 32, context 40: the first pass goes from 32 to the end of position 49's block.
-    found = schedule([1, 2, 7], [10, 3, 70], [0, 2, 0], context=40, block=32, window=64, widths=(16, 72))
+    model = random_models.abstract_model(CONFIGS["tiny-drafter"], "float32")
+    drafter = Wide(model=model, vocab=96, rule=Never(), spec_len=10, max_spec_len=70)
+    assert drafter.window == 64
+    draws = Draws(*(jnp.asarray(values) for values in ([1, 2, 7], [10, 3, 70], [0, 2, 0])))
+    found = schedule(drafter, draws, context=40, widths=(16, 72))
     assert found.passes == [1, 4, 7] and found.tokens == 11 + 4 + 71
     assert found.target == [(16, 50), (72, 71), (72, 125)]
     first, second = found.drafter[:1], found.drafter[1:5]
     assert first == [(32, 64)]
     assert second == [(32, 64), (64, 96), (32, 64), (32, 64)]  # then the two added passes
     assert found.drafter[5:] == [(64, 96), (64, 96), (32, 96), (32, 96), (64, 128), (64, 128), (32, 128)]
-    target, drafter = SHAPES["tiny"], SHAPES["tiny-drafter"]
-    moved = sum(limits.pass_bytes(target, live) for live in (50, 71, 125))
-    moved += sum(limits.pass_bytes(drafter, live) for _, live in found.drafter)
+    target, drafter = CONFIGS["tiny"], CONFIGS["tiny-drafter"]
+    moved = sum(public_models.pass_bytes(target, live) for live in (50, 71, 125))
+    moved += sum(public_models.pass_bytes(drafter, live) for _, live in found.drafter)
     assert found.bytes_moved(target, drafter, 2) == pytest.approx(moved)
 
 
@@ -171,7 +186,7 @@ def ran(tmp_path_factory):
     """A whole run by its command, with what it compiled and what its rounds logged."""
     out = tmp_path_factory.mktemp("replay") / "out"
     seen = types.SimpleNamespace(out=out, texts={}, logs=[])
-    build, check = replay.Program.compile, replay.check_log
+    build, check = replay_pair.Program.compile, replay_pair.check_log
 
     def compile_and_keep(program, *args):
         executable = build(program, *args)
@@ -179,14 +194,14 @@ def ran(tmp_path_factory):
         return executable
 
     def check_and_keep(case, log):
-        seen.logs.append((case, jax.device_get(log)))
+        seen.logs.append((case, log))
         check(case, log)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay.Program, "compile", compile_and_keep)
-        patch.setattr(replay, "check_log", check_and_keep)
+        patch.setattr(replay_pair.Program, "compile", compile_and_keep)
+        patch.setattr(replay_pair, "check_log", check_and_keep)
         seen.args = [*SMALL, "--platform", "gpu", "--dataset", "math", "--out", str(out)]
-        seen.status = replay.main(seen.args)
+        seen.status = bench.main(["replay", *seen.args])
     seen.summary = json.loads((out / "replay.json").read_text())
     return seen
 
@@ -199,7 +214,7 @@ def test_the_rounds_follow_the_draws(ran):
         chunks, accepted = draw(fit(published_for("tiny", "MATH")), 12, seed=0)
         assert log.round == 12 and (log.accepted[0, :12] == accepted).all()
         assert (log.draft_length[0, :12] == 10 * chunks).all() and (log.emitted[0, :12] == accepted + 1).all()
-        assert log.target_passes == 12
+        assert log.target_passes[0] == 12
         if case.passes == "wide":  # commits ride along: no pass beyond one a chunk
             assert (log.passes[0, :12] == chunks).all()
         else:
@@ -214,12 +229,12 @@ def test_the_report_is_whole(ran):
     assert "acceptance injected" in ran.summary["what"] and "agrees_long" in ran.summary["law"]
     assert set(record["bandwidth_bytes_per_s"]) == {"copy", "read"} and record["kernel"] == "reference"
     copied = record["bandwidth_bytes_per_s"]["copy"]
-    target, drafter = SHAPES["tiny"], SHAPES["tiny-drafter"]
+    target, drafter = CONFIGS["tiny"], CONFIGS["tiny-drafter"]
     assert record["vanilla"]["steps"] == record["cases"][0]["tokens"]
     mean_live = 40 + (record["vanilla"]["steps"] - 1) / 2
-    assert record["vanilla"]["floor_ms"] == pytest.approx(1e3 * limits.pass_bytes(target, mean_live, 4) / copied)
+    assert record["vanilla"]["floor_ms"] == pytest.approx(1e3 * public_models.pass_bytes(target, mean_live, 4) / copied)
     assert list(record["verify"]) == ["64", "72"] and list(record["drafter_pass"]) == ["32", "64"]
-    floor = limits.pass_bytes(drafter, 64, 4) / copied
+    floor = public_models.pass_bytes(drafter, 64, 4) / copied
     assert record["drafter_pass"]["32"]["floor_ms"] == pytest.approx(1e3 * floor)
     for case in record["cases"]:
         assert sum(case["parts_ms"].values()) == pytest.approx(case["round_ms"])
@@ -227,7 +242,7 @@ def test_the_report_is_whole(ran):
         assert case["over_floor"] == pytest.approx(case["round_ms"] / case["floor_ms"])
         assert case["law"]["seed"] == 0 and case["statistics"]["mean_accepted"] == 6.5
         assert case["papers_speedup"] == pytest.approx(3.97, abs=0.01)
-    names = {"replay.json", "replay.md", "replay.png", "replay.svg", "tiny.json"}
+    names = {"replay.json", "replay.md", "replay.png", "replay.svg", "targets.jsonl"}
     assert {path.name for path in ran.out.iterdir()} == names
     text = (ran.out / "replay.md").read_text()
     assert "**Replay: random weights" in text and "MATH (Qwen2.5-14B-Instruct's), passes: paper" in text
@@ -237,35 +252,33 @@ def test_every_pass_is_executed_on_the_device(ran):
     """Heads of both models in the optimised program: nothing was found to be unused. No way to the host."""
     for extra in (False, True):
         text = ran.texts["replay_program", extra]
-        assert not re.search(f"{HOST_TRANSFERS}|{CALLBACKS}", text)
+        assert not hlo.host_transfers(text)
         assert re.search(r"f32\[(1,)?72,96\]\S* dot\(", text)
-        # A pass of the drafter looks at ten rows; the added passes have a head of their own.
-        assert len(re.findall(r"f32\[(?:1,)?10,96\]\S* dot\(", text)) == (3 if extra else 2)
+        # A pass of the drafter looks at ten rows, whatever its width; the added passes have a head of their own.
+        assert len(re.findall(r"f32\[(?:1,)?10,96\]\S* dot\(", text)) == (2 if extra else 1)
 
 
 def test_a_finished_target_is_not_run_again(ran, monkeypatch, capsys):
-    monkeypatch.setattr(replay, "Bench", None)
-    assert replay.main(ran.args) == 0
+    monkeypatch.setattr(replay, "ReplayedPair", None)
+    assert bench.main(["replay", *ran.args]) == 0
     assert capsys.readouterr().out.strip() == (ran.out / "replay.md").read_text().strip()
-    assert replay.main([*ran.args, "--seed", "1"]) == 2
-    assert "made with other settings (seed); name another --out" in capsys.readouterr().err
-    (ran.out / "tiny.json").write_text("{")
-    assert replay.main(ran.args) == 2
-    assert "tiny.json: not a record of this benchmark" in capsys.readouterr().err
+    assert bench.main(["replay", *ran.args, "--seed", "1"]) == 2
+    assert "made with other settings (seed: 0 there, 1 here); name another --out" in capsys.readouterr().err
+    (ran.out / replay.TARGETS_FILE).write_text("{\n")
+    assert bench.main(["replay", *ran.args]) == 2
+    assert "targets.jsonl: line 1 is no record" in capsys.readouterr().err
 
 
 def test_rounds_that_leave_the_draws_are_an_error(ran):
     case, log = ran.logs[0]
-    accepted = log.accepted.copy()
-    accepted[0, 5] += 1
     with pytest.raises(RuntimeError, match=r"MATH, wide: round 5 of 12 left the draws \(accepted\)"):
-        replay.check_log(case, log.replace(accepted=accepted))
+        replay_pair.check_log(case, log.replace(accepted=log.accepted.at[0, 5].add(1)))
 
 
 def test_what_does_not_fit_is_skipped(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(device, "free_memory", lambda: 10**9)
+    monkeypatch.setattr(platforms, "free_memory", lambda: 10**9)
     args = ["--target", "qwen2.5-1.5b", "--dataset", "math", "--copy-mib", "4", "--out", str(tmp_path)]
-    assert replay.main(args) == 0
+    assert bench.main(["replay", *args]) == 0
     printed = capsys.readouterr().out
     assert "| qwen2.5-1.5b | skipped: weights, caches and logits need 6." in printed
     assert "the device has 1.0 GB free" in printed
@@ -275,8 +288,8 @@ def test_what_does_not_fit_is_skipped(monkeypatch, capsys, tmp_path):
 
 def test_without_a_target(monkeypatch, capsys):
     """On a CPU the real sizes are left out, and said to be."""
-    monkeypatch.setattr(replay, "replay_target", lambda name, settings: {"target": name, "skipped": "mocked"})
-    assert replay.main([]) == 0
+    monkeypatch.setattr(replay, "replay_target", lambda name, options: {"target": name, "skipped": "mocked"})
+    assert bench.main(["replay"]) == 0
     printed = capsys.readouterr().out
     for name in ("qwen2.5-32b", "qwen2.5-14b", "qwen2.5-7b"):
         assert f"| {name} | skipped: hours on a CPU; --target {name} runs it all the same |" in printed
@@ -299,15 +312,14 @@ def test_the_32b_pair_fits_80_gb(monkeypatch):
     def stop(*_):
         raise Made
 
-    monkeypatch.setattr(replay.Program, "compile", lower)
-    monkeypatch.setattr(replay, "check_memory", lambda size, what: needed.append(size))
-    monkeypatch.setattr(replay, "random_arrays", stop)
-    settings = replay.Settings(
+    monkeypatch.setattr(replay_pair.Program, "compile", lower)
+    monkeypatch.setattr(replay_pair, "check_memory", lambda size, what: needed.append(size))
+    monkeypatch.setattr(replay_pair, "random_arrays", stop)
+    options = replay_pair.ReplayOptions(
         *("fast-dllm-v2-1.5b", ("MATH",), ("paper",)), 128, 1024, "bfloat16", "gpu", None, seed=0, repeats=1, copy_mib=1
     )
-    bar = types.SimpleNamespace(set_postfix_str=lambda text: None)
     with pytest.raises(Made):
-        replay.Bench("qwen2.5-32b", settings, bar)
+        replay_pair.ReplayedPair("qwen2.5-32b", options, tqdm(disable=True))
     assert 68e9 < min(needed) and max(needed) < 0.9 * 80e9
 
 
@@ -325,16 +337,16 @@ def test_the_32b_pair_fits_80_gb(monkeypatch):
 )
 def test_bad_flags(args, message, monkeypatch, capsys):
     monkeypatch.setattr(replay, "replay_target", None)
-    assert replay.main([*SMALL, *args]) == 2
+    assert bench.main(["replay", *SMALL, *args]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_random_weights():
-    model = device.abstract_model(diffusion_config(), "bfloat16")
-    filled = device.random_arrays(model, seed=1)
+    model = random_models.abstract_model(diffusion_config(), "bfloat16")
+    filled = random_models.random_arrays(model, seed=1)
     shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (filled, model)]
     assert shapes[0] == shapes[1] and jax.tree.structure(filled) == jax.tree.structure(model)
-    again, other = device.random_arrays(model, seed=1), device.random_arrays(model, seed=2)
+    again, other = random_models.random_arrays(model, seed=1), random_models.random_arrays(model, seed=2)
     same = [bool((a == b).all()) for a, b in zip(jax.tree.leaves(filled), jax.tree.leaves(again))]
     assert all(same) and (filled.embed[...] != other.embed[...]).any()
     assert float(filled.embed[...].astype(jnp.float32).std()) == pytest.approx(16**-0.5, rel=0.1)

@@ -1,8 +1,7 @@
-"""The tuner: what it simulates against what the engine does, its files, and its answers to bad input."""
+"""The tuner: what it predicts against what the engine does, its files, and its answers to bad input."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import types
 
@@ -12,12 +11,20 @@ import pytest
 from checkpoint_files import GOLDEN
 from tiny_models import diffusion_config, random_bound, random_model, tiny_config
 
-from failfast_jax import FailFast, GenerationConfig, drafters
-from failfast_jax.bench import simulate, tune
-from failfast_jax.bench.simulate import Costs, Setting
+from failfast_jax import FailFast, GenerationConfig
+from failfast_jax.bench import __main__ as bench
+from failfast_jax.bench import predict, tune
+from failfast_jax.bench.grid import Grid, Setting
+from failfast_jax.bench.predict import Costs, Recordings
+from failfast_jax.bench.recorded import Drafts, KnownAnswer, Recorder
+from failfast_jax.bench.tuner import RECORDS, Tuner
 from failfast_jax.checkpoints.tuned import TunedOptions, model_key, read_settings, write_settings
-from failfast_jax.decoding import round
+from failfast_jax.decoding import plan
+from failfast_jax.decoding.stopping import BelowThreshold
+from failfast_jax.drafters.aligned import Aligned
+from failfast_jax.drafters.feature_block import ConditionedDrafter
 from failfast_jax.drafters.lookup import Lookup
+from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.generate import main
 
@@ -45,10 +52,8 @@ def standalone(target):
 def small_programs():
     """Lookups as on an accelerator: short enough for the drafter to go on behind them. One verify width."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(round, "CPU_LADDER", (8, 16, 128))
-        patch.setattr(
-            drafters, "_lookup_for", lambda platform, longest=None, **o: Lookup(max_spec_len=longest or 7, **o)
-        )
+        patch.setattr(plan, "CPU_LADDER", (8, 16, 128))
+        patch.setattr(Lookup, "on", lambda platform, longest=None, **o: Lookup(max_spec_len=longest or 7, **o))
         # Compiling is most of what these tests do.
         jax.config.update("jax_disable_most_optimizations", True)
         yield
@@ -63,31 +68,28 @@ def answers(conditioned):
 
 
 def make_tuner(engine, folder, grid, answers=()):
-    tuner = tune.Tuner(engine, PROMPTS, grid, TOKENS, folder)
+    tuner = Tuner(engine, PROMPTS, grid, TOKENS, folder)
     for number, ids in enumerate(answers):
         tuner.records.add("answer", str(number), ids)
     return tuner
 
 
-def simulated(tuner, batch=1):
-    """Rounds of every candidate on every prompt, replayed."""
-    texts = tuner.answers()
-    walker = tune.Walker(tuner.engine, texts, [c.drafter for c in tuner.candidates], batch=batch)
-    answers = tuner.tables(texts, walker)
-    return {c.setting: [simulate.simulate(a, c.setting, c.drafter) for a in answers] for c in tuner.candidates}
+def predicted(tuner, batch=1):
+    """Rounds of every candidate on every prompt."""
+    recorder = Recorder(tuner.engine, tuner.answers(), [c.drafter for c in tuner.candidates], batch=batch)
+    recordings = tuner.recordings(recorder)
+    return {c.setting: recordings.rounds_under(c.setting, c.drafter) for c in tuner.candidates}
 
 
 def real(engine, prompt, setting):
     config = GenerationConfig(max_new_tokens=TOKENS, **setting.options())
     rounds = engine.generate([prompt], config)[0].rounds
-    return [
-        simulate.Replayed(len(r.drafted), min(r.accepted, len(r.emitted)), len(r.emitted), r.passes) for r in rounds
-    ]
+    return [predict.Replayed(len(r.drafted), min(r.accepted, len(r.emitted)), len(r.emitted), r.passes) for r in rounds]
 
 
 def check(tuner, settings, batch=1):
-    """Every round of the simulation is the engine's; returns the kinds of rounds that occurred."""
-    found = simulated(tuner, batch)
+    """Every predicted round is the engine's; returns the kinds of rounds that occurred."""
+    found = predicted(tuner, batch)
     kinds = set()
     for setting in settings:
         for prompt, rounds in zip(PROMPTS, found[setting]):
@@ -96,8 +98,8 @@ def check(tuner, settings, batch=1):
     return kinds
 
 
-def test_the_replay_is_the_engine_conditioned(conditioned, tmp_path):
-    grid = tune.Grid(("wide",), (2,), (0.1, 0.3, 0.8), (None,), (0, 2), (0.0, 0.5, 1.0))
+def test_the_prediction_is_the_engine_conditioned(conditioned, tmp_path):
+    grid = Grid(("wide",), (2,), (0.1, 0.3, 0.8), (None,), (0, 2), (0.0, 0.5, 1.0))
     tuner = make_tuner(conditioned, tmp_path, grid)
     assert len(tuner.candidates) == 12
     kinds = check(tuner, [c.setting for c in tuner.candidates])
@@ -107,8 +109,8 @@ def test_the_replay_is_the_engine_conditioned(conditioned, tmp_path):
     assert {0, 2} <= {accepted for *_, accepted in kinds}
 
 
-def test_the_replay_is_the_engine_standalone(standalone, answers, tmp_path):
-    grid = tune.Grid(("wide", "aligned"), (3,), (0.2, 0.6), (6,), (0, 2), (0.0, 1.0))
+def test_the_prediction_is_the_engine_standalone(standalone, answers, tmp_path):
+    grid = Grid(("wide", "aligned"), (3,), (0.2, 0.6), (6,), (0, 2), (0.0, 1.0))
     tuner = make_tuner(standalone, tmp_path, grid, answers)
     # Of the settings without lookups only those that also walk on their own: each kind is a compilation.
     settings = [c.setting for c in tuner.candidates if c.setting.lookup_min or c.setting.schedule == "aligned"]
@@ -121,55 +123,58 @@ def test_an_answer_that_stops(conditioned, tmp_path, monkeypatch):
     """Rounds end at a stop token, wherever in a draft it stands."""
     plain = conditioned.generate([PROMPTS[0]], method="vanilla", max_new_tokens=TOKENS, ignore_eos=True)[0]
     monkeypatch.setattr(conditioned, "eos_token_ids", (plain.output_ids[20],))
-    grid = tune.Grid(("wide",), (2,), (0.1, 0.8), (None,), (0,), (0.0,))
+    grid = Grid(("wide",), (2,), (0.1, 0.8), (None,), (0,), (0.0,))
     tuner = make_tuner(conditioned, tmp_path, grid)
     check(tuner, [c.setting for c in tuner.candidates])
     assert len(tuner.answers()[0].answer) <= 21
 
 
-def test_prediction_adds_up():
-    table = simulate.Table(
-        tokens=np.zeros((4, 4), int),
-        confidence=np.asarray([[0.9, 0.9, 0.9, 0.9], [0.9, 0.2, 0, 0], [0.9, 0.9, 0.1, 0.9], [1, 1, 1, 1]], np.float32),
-        drafted=np.asarray([4, 2, 4, 4]),
-        passes=np.asarray([2, 1, 2, 2]),
-        agreed=np.asarray([1, 0, 2, 1]),
-        visited=np.asarray([2, 3, 4, 5]),
+def recorded(text, tokens, confidence, drafted, passes, agreed):
+    """Drafts as a recording of every position holds them."""
+    return Drafts(
+        tokens=np.asarray(tokens, np.int32),
+        confidence=np.asarray(confidence, np.float32),
+        drafted=np.asarray(drafted, np.int32),
+        passes=np.asarray(passes, np.int32),
+        agreed=np.asarray(agreed, np.int32),
+        visited=len(text.prompt) + np.arange(len(text.answer), dtype=np.int32),
     )
-    text = simulate.Text((1, 2), (3, 4, 5, 6))
-    seen = simulate.view(table, 0, 2, 4, whole=False, tau=0.5)
-    assert seen.drafted == [4, 2, 4, 4] and seen.passes == [2, 1, 2, 2] and seen.agreed == [1, 0, 2, 1]
-    seen = simulate.view(table, 0, 2, 3, whole=True, tau=0.5)
-    assert seen.drafted == [2, 2, 2, 2] and seen.passes == [1, 1, 1, 1]
+
+
+def test_prediction_adds_up(target):
+    text = KnownAnswer((1, 2), (3, 4, 5, 6))
+    drafts = recorded(
+        *(text, [[3, 9, 9, 9], [9, 9, 0, 0], [5, 6, 9, 9], [6, 9, 9, 9]]),
+        [[0.9, 0.9, 0.9, 0.9], [0.9, 0.2, 0, 0], [0.9, 0.9, 0.1, 0.9], [1, 1, 1, 1]],
+        *([4, 2, 4, 4], [2, 1, 2, 2], [1, 0, 2, 1]),
+    )
+    drafted, passes = predict.cut(drafts, 0, 2, 4, whole=False, tau=0.5)
+    assert drafted.tolist() == [4, 2, 4, 4] and passes.tolist() == [2, 1, 2, 2]
+    drafted, passes = predict.cut(drafts, 0, 2, 3, whole=True, tau=0.5)
+    assert drafted.tolist() == [2, 2, 2, 2] and passes.tolist() == [1, 1, 1, 1]
     with pytest.raises(ValueError, match="tau 0.1 is too small"):
-        simulate.view(table, 0, 2, 4, whole=False, tau=0.1)
-    answer = simulate.Answer(text, {("wide-2", 0): table}, simulate.Lookups([0] * 4, [0] * 4))
-    drafter = drafters.ConditionedDrafter(model=_Rows(4), tau=np.float32(0.5), spec_len=2, max_spec_len=4)
+        predict.cut(drafts, 0, 2, 4, whole=False, tau=0.1)
+    none = np.zeros(4, np.int32)
+    recordings = Recordings([text], {("wide-2", 0): [drafts]}, [(none, none)])
+    rule = BelowThreshold(np.float32(0.5))
+    drafter = ConditionedDrafter(model=random_bound(target, rows=4), rule=rule, spec_len=2, max_spec_len=4)
     costs = Costs(vanilla=1.0, verify={4: 1.5, 8: 2.0}, drafts={"wide-2": (0.05, 0.1)}, lookup=9.0)
-    got = simulate.predict([answer], Setting("wide", 2, 0.5), drafter, (4, 8), costs)
+    got = predict.predict(recordings, Setting("wide", 2, 0.5), drafter, (4, 8), costs)
     # Two rounds: 4 drafted, 1 accepted; 4 drafted, 2 accepted of which 2 became output.
     assert (got.rounds, got.tokens, got.passes, got.accepted) == (2, 4, 4, 3)
     assert got.seconds == pytest.approx(2 * 2.0 + 4 * 0.1 + 2 * 0.05)
     assert got.speedup == pytest.approx(4 / got.seconds)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """As much of a drafter's network as lengths are made of."""
-
-    rows: int
-
-    @property
-    def config(self):
-        return self
+    with pytest.raises(ValueError, match="no drafts of wide-3 behind 0 tokens were recorded"):
+        recordings.rounds_under(Setting("wide", 3, 0.5), drafter.replace(spec_len=3))
 
 
 def test_a_lookup_is_the_engines():
     """Continuations that reach the end of the text go on with themselves."""
-    text = simulate.Text((7, 8, 7), (8, 7, 8, 9))
-    found = simulate.Lookups.of(text, np.asarray([1, 2, 3, 4]), np.asarray([1, 2, 3, 4]), 6)
-    assert found.match == [1, 2, 3, 4]
-    assert found.agreed == [3, 2, 1, 0]
+    text = KnownAnswer((7, 8, 7), (8, 7, 8, 9))
+    match = np.asarray([1, 2, 3, 4], np.int32)
+    recordings = Recordings([text], {}, [(match, match)])
+    lookup = Lookup(min_match=1, shortest=6, max_spec_len=6)
+    assert recordings.rounds_with(recordings.recorded_lookup(lookup)) == [[predict.Replayed(6, 3, 4, 0)]]
 
 
 def settings_file(engine, path, **decoding):
@@ -188,9 +193,9 @@ def test_the_engine_takes_the_file(target, conditioned, tmp_path, caplog):
     path = settings_file(conditioned, tmp_path / "tuned.json", lookup_min=0)
     engine = FailFast(target, conditioned.drafter, settings=path)
     drafter = engine.build_drafter(GenerationConfig())
-    assert (drafter.spec_len, drafter.max_spec_len, float(drafter.tau)) == (2, 2, 1.0)
+    assert (drafter.spec_len, drafter.max_spec_len, float(drafter.rule.tau)) == (2, 2, 1.0)
     explicit = engine.build_drafter(GenerationConfig(spec_len=3, tau=0.5))
-    assert (explicit.spec_len, float(explicit.tau)) == (3, 0.5)
+    assert (explicit.spec_len, float(explicit.rule.tau)) == (3, 0.5)
     assert not caplog.records
     raw = json.loads(path.read_text())
     path.write_text(json.dumps({**raw, "machine": {"platform": "tpu", "device": "TPU v5e"}}))
@@ -201,11 +206,11 @@ def test_the_engine_takes_the_file(target, conditioned, tmp_path, caplog):
 def test_a_schedule_in_the_file(target, standalone, tmp_path):
     path = settings_file(standalone, tmp_path / "tuned.json", schedule="aligned", spec_len=3, max_spec_len=9)
     engine = FailFast(target, standalone.drafter, settings=path)
-    assert isinstance(engine.build_drafter(GenerationConfig()), drafters.Aligned)
+    assert isinstance(engine.build_drafter(GenerationConfig()), Aligned)
     wide = engine.build_drafter(GenerationConfig(schedule="wide"))
-    assert isinstance(wide, drafters.Wide) and wide.spec_len == 10  # the file is not for that schedule
-    assert engine._config(None, {}).schedule == "aligned"
-    assert isinstance(standalone.build_drafter(GenerationConfig()), drafters.Wide)
+    assert isinstance(wide, Wide) and wide.spec_len == 10  # the file is not for that schedule
+    assert engine.decoding["schedule"] == "aligned"
+    assert isinstance(standalone.build_drafter(GenerationConfig()), Wide)
 
 
 def test_files_of_other_pairs_are_refused(target, conditioned, standalone, tmp_path):
@@ -249,7 +254,9 @@ def test_the_command_line_takes_the_file(capsys, tmp_path, golden_model, monkeyp
 
     def said(engine, prompts, config):
         drafter = engine.build_drafter(config)
-        raise ValueError(f"{type(drafter).__name__} {drafter.spec_len} {drafter.max_spec_len} {float(drafter.tau)}")
+        raise ValueError(
+            f"{type(drafter).__name__} {drafter.spec_len} {drafter.max_spec_len} {float(drafter.rule.tau)}"
+        )
 
     monkeypatch.setattr(FailFast, "generate", said)
     assert main([*request, "--drafter", str(folders[1])]) == 2
@@ -280,7 +287,7 @@ def command(conditioned, tmp_path, monkeypatch):
     def run(*args, out="out"):
         grid = "--spec-len 2 --tau 0.3,0.8 --lookup-min 0,2 --min-gain 0 --max-spec-len none --max-new-tokens 20"
         fixed = ["--prompts", str(tmp_path / "p.jsonl"), "--out", str(tmp_path / out), *grid.split()]
-        status = tune.main([*fixed, "--cost-repeats", "1", *args])
+        status = bench.main(["tune", *fixed, "--cost-repeats", "1", *args])
         path = tmp_path / out / tune.SUMMARY
         return status, json.loads(path.read_text()) if path.exists() else None
 
@@ -301,7 +308,7 @@ def test_the_command(command, conditioned, tmp_path, capsys, monkeypatch):
     stop_at = 12
     status, summary = command("--full-sweep")
     assert status == 130 and summary is None and "goes on from" in capsys.readouterr().err
-    records = tmp_path / "out" / tune.RECORDS
+    records = tmp_path / "out" / RECORDS
     records.write_text(records.read_text() + '{"kind": "ans')  # as a kill leaves it
     stop_at = 0
     status, summary = command("--full-sweep")
@@ -336,9 +343,9 @@ def test_bad_input_is_named(command, capsys, tmp_path):
     ):
         status, _ = command(*args, out="bad")
         assert status == 2 and message in capsys.readouterr().err, args
-    assert not (tmp_path / "bad" / tune.RECORDS).exists()
+    assert not (tmp_path / "bad" / RECORDS).exists()
     (tmp_path / "bad").mkdir(exist_ok=True)
-    (tmp_path / "bad" / tune.RECORDS).write_text('{"kind": "run", "key": "identity", "value": {"dtype": "bfloat16"}}\n')
+    (tmp_path / "bad" / RECORDS).write_text('{"kind": "run", "session": 0, "identity": {"dtype": "bfloat16"}}\n')
     assert command(out="bad")[0] == 2
     assert "made with other settings (dtype" in capsys.readouterr().err
 

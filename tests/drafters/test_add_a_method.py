@@ -11,7 +11,7 @@ from pathlib import Path
 from checkpoint_files import GOLDEN
 
 from failfast_jax import drafters
-from failfast_jax.bench.lossless import METHODS as BENCHMARKED
+from failfast_jax.bench.run_options import METHODS as BENCHMARKED
 from failfast_jax.generate import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-method.md"

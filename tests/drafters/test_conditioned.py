@@ -19,7 +19,8 @@ from failfast_jax.checkpoints.loading import load_drafter
 from failfast_jax.decoding.round import greedy_sampling
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 from failfast_jax.models.conditioned import Conditioned, ConditionedConfig, bind
-from failfast_jax.train.conditioned import ConditionedObjective, Settings, target_features
+from failfast_jax.train.align import Alignment, AlignmentOptions
+from failfast_jax.train.features import target_features
 
 ROWS = 5
 DRAFT_IDS = np.arange(0, 40, 2, dtype=np.int32)
@@ -225,7 +226,7 @@ def test_one_token_prompt(engine):
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
 def test_a_saved_drafter_loads(target, tmp_path, storage):
     model = network(target)
-    objective = ConditionedObjective(model, target, DRAFT_IDS, Settings(anchors=2))
+    objective = Alignment(model, target, DRAFT_IDS, AlignmentOptions(anchors=2))
     objective.save(objective.trainable, tmp_path / "drafter", storage=storage)
     loaded = load_drafter(tmp_path / "drafter", target)
     tolerance = {"float32": 0, "bfloat16": 2**-8, "int8": 1 / 127}[storage]
@@ -242,7 +243,7 @@ def test_a_saved_drafter_loads(target, tmp_path, storage):
 
 
 def saved(target, folder):
-    objective = ConditionedObjective(network(target), target, DRAFT_IDS, Settings(anchors=2))
+    objective = Alignment(network(target), target, DRAFT_IDS, AlignmentOptions(anchors=2))
     objective.save(objective.trainable, folder)
     return folder
 

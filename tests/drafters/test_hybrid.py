@@ -15,7 +15,7 @@ from failfast_jax.drafters.hybrid import FIRST_WAIT, LONGEST_WAIT, expected_acce
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.errors import OptionError
 from failfast_jax.models.conditioned import bind
-from failfast_jax.train.conditioned import target_features
+from failfast_jax.train.features import target_features
 
 OPTIONS = {"max_new_tokens": 40, "ignore_eos": True}
 LONGEST = 15

@@ -83,7 +83,7 @@ def test_what_lies_behind_the_live_part_does_not_matter(shape, seed, starts, blo
     expected = np.asarray(attend(q, k, v, start, live, block_size))
     k[:, :, live:] = v[:, :, live:] = 1e4
     np.testing.assert_array_equal(attend(q, k, v, start, live, block_size), expected)
-    for longer in (live + 1, round_up(live, TILE) + TILE, CAPACITY + 7):
+    for longer in (live + 1, round_up(int(live), TILE) + TILE, CAPACITY + 7):
         np.testing.assert_array_equal(attend(q, k, v, start, np.int32(longer), block_size), expected)
 
 

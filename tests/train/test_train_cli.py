@@ -12,8 +12,8 @@ import pytest
 from checkpoint_files import GOLDEN
 
 from failfast_jax import FailFast, load_model
-from failfast_jax.checkpoints import loading
 from failfast_jax.checkpoints.drafter import decoding_defaults, write_decoding
+from failfast_jax.train import run
 from failfast_jax.train.__main__ import main
 from failfast_jax.train.data import load_documents
 
@@ -72,7 +72,7 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     assert drafted.stats.drafted > 0
     # A finished run is told from its folder; decoding defaults that were written meanwhile stay.
     write_decoding(out / "drafter", "cpu", {"spec_len": 2})
-    monkeypatch.setattr(loading, "load_model", None)
+    monkeypatch.setattr(run, "load_model", None)
     assert main(whole) == 0
     assert json.loads(capsys.readouterr().out) == report
     assert decoding_defaults(out / "drafter", "cpu") == {"spec_len": 2}
@@ -80,7 +80,7 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     assert len(held_out) == 4
     # Another setting in the same folder is another run.
     assert main([*whole, "--seed", "1"]) == 2
-    assert "a run with seed=0 began there, now it is 1" in capsys.readouterr().err
+    assert "seed: 0 there, 1 here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""The engines of a benchmark: one target, and for each variant the drafter that it needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from failfast_jax.bench.variants import BASELINE, Variant
+from failfast_jax.checkpoints.hub import default_target_path
+from failfast_jax.config import GenerationConfig
+from failfast_jax.defaults import embedded_drafter, load_pair
+from failfast_jax.drafters import METHODS
+from failfast_jax.engine import FailFast
+from failfast_jax.models.drafter_model import AUTOREGRESSIVE
+
+
+def model_stamp(source: str | os.PathLike | None) -> dict[str, Any]:
+    """A model's name and, for files on this machine, what tells it from a newer one under the same name."""
+    stamp: dict[str, Any] = {"name": None if source is None else str(source), "files": None}
+    path = Path(source) if source is not None else None
+    if path is not None and path.exists():
+        files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
+        states = [(os.path.relpath(f, path), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+        stamp["files"] = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:16]
+    return stamp
+
+
+class EnginePool:
+    """Engines that share one target and one set of compiled programs, built when a variant first needs them.
+
+    Args:
+      drafter: of block-diffusion methods; None, with no target named: that of the default pair.
+      ar_drafter: of autoregressive methods.
+      options: of every engine, as `load_pair` takes them (`tensor_parallel`, `attention`).
+    """
+
+    def __init__(
+        self,
+        target: str | os.PathLike | None = None,
+        drafter: str | os.PathLike | None = None,
+        ar_drafter: str | os.PathLike | None = None,
+        dtype: str | None = None,
+        **options: Any,
+    ):
+        self.sources = {"target": target, "drafter": drafter, "ar_drafter": ar_drafter}
+        self.options = {"dtype": dtype, **options}
+        self.base = load_pair(target, method=BASELINE, **self.options)
+        self._built: dict[Any, FailFast] = {None: self.base}
+
+    def identity(self) -> dict[str, Any]:
+        """What records must agree on: models, files, and how the engines run them."""
+        stamps = {name: model_stamp(source) for name, source in self.sources.items() if source is not None}
+        if "target" not in stamps:
+            stamps["target"] = {"name": default_target_path().name, "files": None}
+            stamps.setdefault("drafter", model_stamp(embedded_drafter()))
+        return {**stamps, **self.options}
+
+    def missing(self, variant: Variant) -> str | None:
+        """Which drafter a variant would need and nobody named; None: nothing is missing."""
+        kinds = METHODS[variant.method].kinds
+        if not kinds or self._source(kinds) is not None:
+            return None
+        if AUTOREGRESSIVE in kinds:
+            return "needs --ar-drafter, an autoregressive model with the target's tokens"
+        if self.sources["target"] is not None:
+            return f"needs --drafter, a model of kind {' or '.join(kinds)}"
+        return None
+
+    def _source(self, kinds: tuple[str, ...]) -> str | os.PathLike | None:
+        return self.sources["ar_drafter" if AUTOREGRESSIVE in kinds else "drafter"]
+
+    def get(self, variant: Variant, config: GenerationConfig) -> FailFast:
+        """The engine that answers a variant's requests.
+
+        Raises:
+          ValueError: its drafter is missing, unreadable or does not fit.
+        """
+        kinds = METHODS[variant.method].kinds
+        source = self._source(kinds) if kinds else None
+        # A drafter that was named serves all methods of its kind; of the default pair's, these options choose.
+        chosen = {"method": config.method, "schedule": config.options.get("schedule")}
+        key = None if not kinds else source if source is not None else tuple(chosen.items())
+        if key not in self._built:
+            missing = self.missing(variant)
+            if missing is not None:
+                raise ValueError(f"{variant.label}: {missing}")
+            self._built[key] = load_pair(self.sources["target"], source, share=self.base, **self.options, **chosen)
+        return self._built[key]
+
+    def prepare(self, variant: Variant, config: GenerationConfig) -> None:
+        """Builds a variant's engine and drafter, so that what does not fit is said before any work.
+
+        Raises:
+          ValueError: the message names the variant.
+        """
+        try:
+            engine = self.get(variant, config)
+            engine.build_drafter(engine.resolve(config))
+        except ValueError as error:
+            text = str(error)
+            raise ValueError(text if text.startswith(f"{variant.label}: ") else f"{variant.label}: {text}") from None
+
+    def names(self) -> dict[str, str | None]:
+        """The models' names, for reports."""
+        found = {name: None if source is None else str(source) for name, source in self.sources.items()}
+        if found["target"] is None:
+            found["target"] = default_target_path().name
+            shipped = embedded_drafter()
+            found["drafter"] = found["drafter"] or (shipped and f"the embedded {shipped.name}")
+        return found
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens of prompt and answer together, for every engine built so far."""
+        return min(engine.max_seq_len for engine in self._built.values())

@@ -1,0 +1,116 @@
+"""What the TPU compiler's output says of a program: memory traffic, estimated cycles, collectives, host transfers.
+
+The estimates in the text leave out asynchronous copies and Pallas kernels. A pass of a model therefore costs the
+larger of two times, that of the estimated cycles and that of the bytes that move between HBM and the core, plus the
+kernels' own bytes, plus the sums over chips.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "s32": 4, "u32": 4, "f32": 4}
+KERNELS = ("window_attention", "write_window")
+"""Pallas calls of this package, as they are named in the text: they read a part of their operands."""
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+_FREE = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "copy-done", "slice-done", "while", "iota"}
+_HOST = re.compile(
+    r'= [^=]*\b(infeed|outfeed|send|recv|send-done|recv-done)\(|custom_call_target="[^"]*([Cc]allback|[Hh]ost)[^"]*"'
+    r"|\{[\d,]*:[^}]*S\(5\)\}"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    type: str
+    op: str
+    operands: tuple[str, ...]
+    text: str
+
+
+_LINE = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
+
+
+def entry_instructions(hlo: str) -> list[_Instruction]:
+    """Instructions of the entry computation."""
+    entry = re.split(r"^ENTRY ", hlo, flags=re.MULTILINE)[1]
+    entry = re.split(r"^\}", entry, maxsplit=1, flags=re.MULTILINE)[0]
+    found = []
+    for line in entry.splitlines()[1:]:
+        match = _LINE.match(line)
+        if match:
+            name, kind, op, rest = match.groups()
+            found.append(_Instruction(name, kind, op, tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0])), line))
+    return found
+
+
+def hbm_bytes_of(kind: str) -> int:
+    """Bytes of the arrays of a type that lie in HBM: those without a memory space of their own."""
+    total = 0
+    for dtype, dims, layout in re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", kind):
+        if dtype in ITEM_BYTES and "S(" not in layout:
+            size = ITEM_BYTES[dtype]
+            for dim in filter(None, dims.split(",")):
+                size *= int(dim)
+            total += size
+    return total
+
+
+def hbm_traffic(hlo: str) -> int:
+    """Bytes read from and written to HBM by the entry computation, this package's kernels left out.
+
+    Copies into fast memory count when they are started, what is read from there does not. A look-up in a table reads
+    the rows that it returns.
+    """
+    instructions = entry_instructions(hlo)
+    by_name = {instruction.name: instruction for instruction in instructions}
+    total, prefetched = 0, set()
+    for instruction in instructions:
+        if instruction.op in _FREE or instruction.name.startswith(KERNELS):
+            continue
+        if instruction.op == "copy-start":
+            source = instruction.operands[0]
+            if source in prefetched:
+                continue  # restores, at the end, what the next run expects to find in fast memory
+            prefetched.add(source)
+            total += hbm_bytes_of(by_name[source].type)
+        elif instruction.op == "slice-start":
+            # ((whole), part, ...): the part moves.
+            part = re.findall(r"\w+\[[\d,]*\]", instruction.type)[1]
+            total += hbm_bytes_of(part)
+        elif "gather" in instruction.name and "all-gather" not in instruction.op:
+            total += hbm_bytes_of(re.sub(r"S\(\d+\)", "", instruction.type))
+        elif instruction.op not in COLLECTIVES:
+            total += sum(hbm_bytes_of(by_name[name].type) for name in instruction.operands if name in by_name)
+            total += hbm_bytes_of(instruction.type)
+    return total
+
+
+def estimated_cycles(hlo: str) -> int:
+    """Sum of the compiler's own estimates, each fusion once."""
+    return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', hlo)))
+
+
+def collectives(hlo: str) -> dict[str, int]:
+    """Number of collective operations by kind."""
+    return {kind: len(re.findall(rf" {kind}(?:-start)?\(", hlo)) for kind in COLLECTIVES}
+
+
+def host_transfers(hlo: str) -> list[str]:
+    """Instructions that wait for, call or read the host."""
+    return [match.group(0) for match in _HOST.finditer(hlo)]
+
+
+def lines_of_loops(hlo: str) -> list[str]:
+    """Instructions outside the entry computation: those that may run every round."""
+    before, entry = re.split(r"^ENTRY ", hlo, flags=re.MULTILINE)
+    after = re.split(r"^\}", entry, maxsplit=1, flags=re.MULTILINE)[1]
+    return [line.strip() for line in (before + after).splitlines()]
+
+
+def copies_of(hlo: str, shape: str) -> list[str]:
+    """Copies, outside the entry computation, of arrays of a shape such as `bf16[1,8,1024,128]`: caches that move."""
+    lines = lines_of_loops(hlo)
+    return [line for line in lines if re.search(r"= [^=]* copy(-start)?\(", line) and shape in line.split(" copy")[0]]

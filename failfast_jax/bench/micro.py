@@ -1,0 +1,226 @@
+"""The engine's own costs, as ratios taken in one run.
+
+- speed: `vanilla` against greedy generation of Hugging Face transformers (float32, same weights, same prompts), and
+  against the memory limit (bytes of weights over the measured read bandwidth);
+- widths: what a verify of W rows costs, in one-row steps;
+- overhead: what a round spends outside model passes;
+- passes: drafter passes per round of the schedule `wide`;
+- reuse: programs compiled by a first and by a second answer;
+- startup: seconds from the start of a second process to its first token, with a warm compile cache;
+- attention: numerics and times of the attention kernel, on an NVIDIA GPU (by default where there is one).
+
+Timings of things that are compared are interleaved, and medians are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from failfast_jax import platforms
+from failfast_jax.bench import attention, hf_reference
+from failfast_jax.bench.clock import interleaved, medians
+from failfast_jax.bench.prompts import PROMPTS
+from failfast_jax.bench.random_models import nbytes
+from failfast_jax.bench.round_costs import RepeatedRounds, long_enough
+from failfast_jax.checkpoints.hub import default_target_path
+from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.defaults import load_pair
+from failfast_jax.engine import FailFast
+from failfast_jax.files import write_atomically
+from failfast_jax.models.borrowed import as_untrained_drafter
+from failfast_jax.models.transformer import Decoder
+
+PARTS = ("speed", "widths", "overhead", "passes", "reuse", "startup", "attention")
+WIDTHS = (1, 4, 8, 16, 32, 64)
+
+
+def widths_report(engine: FailFast, repeats: int, context: int) -> dict[str, Any]:
+    """Milliseconds of a verify by width, and the cost of each in one-row steps."""
+    tokens = np.random.default_rng(0).integers(0, engine.target.config.vocab_size, context).tolist()
+    rounds = RepeatedRounds(engine.target, Drafter(), tokens, context, max(WIDTHS))
+    acts = {width: functools.partial(rounds.run, Drafter(), width) for width in WIDTHS}
+    steps = {width: long_enough(act) for width, act in acts.items()}
+    found = medians(interleaved({width: functools.partial(acts[width], steps[width]) for width in WIDTHS}, repeats))
+    seconds = {width: found[width] / steps[width] for width in WIDTHS}
+    return {
+        "context": context,
+        "ms": {width: 1e3 * seconds[width] for width in WIDTHS},
+        "one_row_steps": {width: seconds[width] / seconds[1] for width in WIDTHS},
+    }
+
+
+def overhead_report(engine: FailFast) -> dict[str, Any]:
+    """Milliseconds that a round spends outside model passes, at most.
+
+    The same compiled loop around a target and a drafter of one layer and 16 channels: what is left of a
+    round's time is bookkeeping, and the passes of those models. Once with a vocabulary of 512, and once
+    with the real one, which adds the argmax and confidence over the logits.
+    """
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
+    out = {}
+    for vocab in (512, engine.target.config.vocab_size):
+        config = dataclasses.replace(
+            engine.target.config, head_dim=16, tie_embeddings=True, vocab_size=vocab, eos_token_ids=(), **sizes
+        )
+        target = Decoder(config, rngs=nnx.Rngs(0))
+        # The drafter has one row more, its mask: with a tokenizer on both sides that is no mismatch.
+        tiny = FailFast(
+            target, as_untrained_drafter(target), tokenizer=engine.tokenizer, drafter_tokenizer=engine.tokenizer
+        )
+        for method in ("vanilla", "lookup", "failfast"):
+            seconds = []
+            for _ in range(4):
+                result = tiny.generate([list(range(100, 164))], method=method, max_new_tokens=128, ignore_eos=True)[0]
+                seconds.append(result.stats.decode_s / result.stats.rounds)
+            out[f"{method}_round_ms_vocab_{vocab}"] = 1e3 * float(np.median(seconds[1:]))
+    return out
+
+
+def speed_report(engine: FailFast, repeats: int, tokens: int) -> dict[str, Any]:
+    """Tokens a second of `vanilla` and of transformers on the same prompts, prefill excluded from both."""
+    ids = [engine.encode(prompt) for prompt in PROMPTS]
+    config = GenerationConfig(method="vanilla", max_new_tokens=tokens, ignore_eos=True)
+    ours: list[float] = []
+    theirs: list[float] = []
+    try:
+        model = hf_reference.load_smollm2(default_target_path())
+    except ModuleNotFoundError as error:
+        model, missing = None, str(error)
+    for turn in range(repeats + 1):
+        for prompt in ids:
+            speed = engine.generate([prompt], config)[0].stats.tokens_per_s
+            if turn:
+                ours.append(speed)
+            if model is not None:
+                whole = hf_reference.greedy(model, prompt, tokens, stop_at_eos=False)[2]
+                first = hf_reference.greedy(model, prompt, 1, stop_at_eos=False)[2]
+                if turn:
+                    theirs.append((tokens - 1) / (whole - first))
+    bandwidth = platforms.bandwidth(2**29)["read"]
+    size = nbytes(engine.target)
+    out = {
+        "vanilla_tokens_per_s": float(np.median(ours)),
+        "weight_bytes": size,
+        "read_bandwidth_bytes_per_s": bandwidth,
+        "memory_limit_tokens_per_s": bandwidth / size,
+    }
+    out["share_of_memory_limit"] = out["vanilla_tokens_per_s"] / out["memory_limit_tokens_per_s"]
+    if model is None:
+        out["transformers"] = missing
+    else:
+        out["transformers_tokens_per_s"] = float(np.median(theirs))
+        out["vanilla_over_transformers"] = out["vanilla_tokens_per_s"] / out["transformers_tokens_per_s"]
+    return out
+
+
+def passes_report(engine: FailFast, tokens: int) -> dict[str, Any]:
+    """Drafter passes a round of `wide` against `ceil(draft length / N)`."""
+    passes, least, rounds = 0, 0, 0
+    for prompt in PROMPTS:
+        for tau in (0.45, 0.0):
+            result = engine.generate([prompt], method="failfast", max_new_tokens=tokens, tau=tau)[0]
+            passes += sum(r.passes for r in result.rounds)
+            least += sum(math.ceil(len(r.drafted) / 10) for r in result.rounds)
+            rounds += len(result.rounds)
+    return {"rounds": rounds, "passes_per_round": passes / rounds, "least_per_round": least / rounds}
+
+
+def reuse_report(engine: FailFast) -> dict[str, Any]:
+    """Programs compiled (or read from the cache) by a first and by a second answer of a new engine."""
+    fresh = FailFast(engine.target, engine.drafter, tokenizer=engine.tokenizer, drafter_tokenizer=engine.tokenizer)
+    counts = {}
+    for name, prompt in (("first", PROMPTS[1]), ("second", PROMPTS[2])):
+        stats = fresh.generate([prompt], method="vanilla", max_new_tokens=16)[0].stats
+        counts[name] = {"compiles": stats.compiles, "cache_hits": stats.cache_hits, "host_syncs": stats.host_syncs}
+    return counts
+
+
+def startup_report(runs: int) -> dict[str, Any]:
+    """Seconds from process start to the first printed token, per method, compile cache warm."""
+    import pty
+
+    out = {}
+    for method in ("vanilla", "lookup", "failfast"):
+        seconds = []
+        for _ in range(runs + 1):
+            reader, writer = pty.openpty()  # a terminal, so that the answer streams
+            start = time.perf_counter()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "failfast_jax.generate", "--method", method, "--prompt", PROMPTS[0]],
+                stdout=writer,
+                stderr=subprocess.DEVNULL,
+            )
+            os.close(writer)
+            os.read(reader, 1)
+            seconds.append(time.perf_counter() - start)
+            process.wait()
+            os.close(reader)
+        out[f"{method}_first_token_s"] = float(np.median(seconds[1:]))
+    return out
+
+
+def small_engine() -> FailFast:
+    """The default target; it drafts itself, untrained: any block-diffusion drafter spends the same passes."""
+    plain = load_pair(method="vanilla")
+    untrained = as_untrained_drafter(plain.target)
+    return FailFast(plain.target, untrained, tokenizer=plain.tokenizer, drafter_tokenizer=plain.tokenizer)
+
+
+def work(args: argparse.Namespace) -> int:
+    """Runs the parts that were asked for; prints each as it is done, and all as JSON at the end.
+
+    Returns:
+      1 if the attention kernel is wrong.
+    """
+    default = [part for part in PARTS if part != "attention" or jax.default_backend() == "gpu"]
+    wanted = default if args.parts is None else args.parts.split(",")
+    if unknown := [part for part in wanted if part not in PARTS]:
+        raise ValueError(f"--parts: {', '.join(unknown)}: must be among {', '.join(PARTS)}")
+    if "attention" in wanted:
+        attention.check(args)
+    engine = functools.cache(small_engine)
+    jobs = {
+        "speed": lambda: speed_report(engine(), max(args.repeats // 3, 1), args.tokens),
+        "widths": lambda: widths_report(engine(), args.repeats, args.context),
+        "overhead": lambda: overhead_report(engine()),
+        "passes": lambda: passes_report(engine(), args.tokens),
+        "reuse": lambda: reuse_report(engine()),
+        "startup": lambda: startup_report(2),
+        "attention": lambda: attention.report(args),
+    }
+    report: dict[str, Any] = {"machine": platforms.machine()}
+    for part in wanted:
+        report[part] = jobs[part]()
+        if part != "attention":
+            print(f"{part}: {json.dumps(report[part], indent=1)}", file=sys.stderr, flush=True)
+    text = json.dumps(report, indent=1)
+    print(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(args.out, text + "\n")
+    return 0 if report.get("attention", {}).get("numerics_ok", True) else 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    parser.add_argument("--parts", help=f"comma-separated, of {', '.join(PARTS)} (default: what can be run here)")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--context", type=int, default=256, help="live cache length of the verify timings")
+    parser.add_argument("--out", type=Path, help="write the JSON there")
+    attention.add_arguments(parser)

@@ -1,0 +1,75 @@
+"""Sizes of the public models that the benchmarks and compile reports use, and the bytes that a pass of them reads.
+
+No weights are needed.
+"""
+
+from __future__ import annotations
+
+from failfast_jax.models.config import FAST_DLLM_MASK_TOKEN, FAST_DLLM_MODEL_TYPE, ModelConfig, RopeConfig
+
+
+def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **changes) -> ModelConfig:
+    sizes = {
+        "model_type": "qwen2",
+        "vocab_size": 152_064,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": 128,
+        "rope": RopeConfig(theta=1_000_000.0),
+        "qkv_bias": True,
+        "max_position_embeddings": 32_768,
+    }
+    return ModelConfig(**(sizes | changes))
+
+
+_SMALL = {"vocab_size": 151_936, "tie_embeddings": True}
+_DIFFUSION = {"model_type": FAST_DLLM_MODEL_TYPE, "block_size": 32}
+_TINY = {"head_dim": 8, "vocab_size": 96}
+
+CONFIGS: dict[str, ModelConfig] = {
+    #                    hidden  intermediate  layers  heads  KV heads
+    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, **_SMALL),
+    "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4),
+    "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8),
+    "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8),
+    "fast-dllm-v2-1.5b": _qwen2(1536, 8960, 28, 12, 2, **_SMALL, **_DIFFUSION, mask_token_id=FAST_DLLM_MASK_TOKEN),
+    "tiny": _qwen2(16, 24, 1, 4, 2, **_TINY),
+    "tiny-drafter": _qwen2(16, 24, 1, 2, 1, **_TINY, **_DIFFUSION, mask_token_id=95, tie_embeddings=True),
+}
+"""Qwen2.5 and Fast-dLLM v2 as published on the Hugging Face Hub; the tiny pair is for trying things out."""
+
+TARGETS = tuple(name for name, config in CONFIGS.items() if not config.is_diffusion)
+DRAFTERS = tuple(name for name, config in CONFIGS.items() if config.is_diffusion)
+
+
+def parameters(config: ModelConfig) -> int:
+    """Number of weights of a `Decoder` of this shape."""
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    qkv = heads + 2 * config.num_kv_heads * config.head_dim
+    attention = hidden * (qkv + heads) + config.qkv_bias * qkv + config.o_bias * hidden
+    mlp = 3 * hidden * config.intermediate_size + config.mlp_bias * (2 * config.intermediate_size + hidden)
+    tables = (1 if config.tie_embeddings else 2) * config.vocab_size * hidden
+    return tables + config.num_layers * (attention + mlp + 2 * hidden) + hidden
+
+
+def weight_bytes(config: ModelConfig, itemsize: int = 2) -> int:
+    """Bytes of all weights; `itemsize` 2 is bfloat16."""
+    return parameters(config) * itemsize
+
+
+def cache_bytes(config: ModelConfig, positions: float, itemsize: int = 2) -> float:
+    """Bytes of the keys and values of `positions` positions."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions * itemsize
+
+
+def pass_bytes(config: ModelConfig, live: float, itemsize: int = 2) -> float:
+    """Bytes that a forward pass over a cache of `live` positions has to read.
+
+    That is every weight once and the live cache. An embedding that is not also the head does not count: a pass reads
+    only the rows of its tokens.
+    """
+    unread = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * itemsize
+    return weight_bytes(config, itemsize) - unread + cache_bytes(config, live, itemsize)

@@ -1,0 +1,218 @@
+"""The compiled round with drawn lengths, and what its rounds will do: the programs that `bench replay` times.
+
+Weights are random there, so drafts mean nothing. The drafter's own expansion runs with a stopping rule that ends at
+the drawn length, the target's own verify follows, and its picks are overwritten so that exactly the drawn number of
+tokens agrees. Every pass of both models is executed, and nothing leaves the device inside the loop.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from failfast_jax.bench.public_models import pass_bytes
+from failfast_jax.bench.published import CHUNK
+from failfast_jax.bench.round_costs import repeated_rounds, state_at
+from failfast_jax.decoding import round
+from failfast_jax.decoding.accept import argmax_and_confidence
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.plan import Plan
+from failfast_jax.decoding.state import DecodeState, Draft, RoundLog, Sampling, Verified
+from failfast_jax.decoding.stopping import AtLength
+from failfast_jax.decoding.windows import gather_window
+from failfast_jax.drafters.block_diffusion import BlockState
+from failfast_jax.drafters.wide import Wide
+from failfast_jax.models.cache import KVCache
+from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.transformer import Decoder
+
+Caches = tuple[KVCache, ...]
+"""The target's, then the drafter's."""
+
+
+@flax.struct.dataclass
+class Draws:
+    """What is imposed on each round."""
+
+    chunks: Int[Array, " R"]
+    """Chunks of the draft."""
+    accepted: Int[Array, " R"]
+    """Drafted tokens that agree."""
+    extra: Int[Array, " R"]
+    """Drafter passes beyond those of the chunks."""
+
+
+@flax.struct.dataclass
+class Start:
+    """What a program begins with, weights and caches apart: arguments, as in the engine, and no constants."""
+
+    tokens: Int[Array, "B C"]
+    """The committed context."""
+    sampling: Sampling
+    eos: Int[Array, "B N"]
+
+
+def begin(target: Decoder, drafter: Drafter, caches: Caches, start: Start, capacity: int, plan: Plan) -> DecodeState:
+    """A state whose prompt is committed and cached: `caches` hold anything."""
+    length = jnp.full((start.tokens.shape[0],), start.tokens.shape[1], jnp.int32)
+    state = state_at(target, drafter, start.tokens, length, capacity, plan)
+    state = state.replace(target=caches[0], sampling=start.sampling, eos=start.eos)
+    if len(caches) > 1:
+        state = state.replace(drafter=BlockState(cache=caches[1], cached=drafter.whole_blocks(length)))
+    return state
+
+
+def drafter_pass(
+    drafter: Wide, cache: KVCache, tokens: Int[Array, "B W"], start: Int[Array, " B"]
+) -> tuple[KVCache, Int[Array, "B W"]]:
+    """One pass over a window; what it proposes changes the next pass's tokens, so that none can be left out."""
+    hidden, cache, _ = drafter.model.window(tokens, cache, start, jnp.max(start) + tokens.shape[1])
+    first = slice(0, drafter.spec_len)
+    proposed, confidence = argmax_and_confidence(drafter.logits(hidden[:, first]))
+    return cache, tokens.at[:, first].set(jnp.where(confidence >= 0, proposed, tokens[:, first]))
+
+
+def spend(drafter: Wide, state: DecodeState, count: Int[Array, ""]) -> DecodeState:
+    """`count` more drafter passes over the block that is not yet final, as the authors' code makes them."""
+    at = state.drafter.cached
+    tokens = gather_window(drafter.masked_text(state.committed), at, drafter.block)
+
+    def body(_, carry):
+        return drafter_pass(drafter, *carry, at)
+
+    cache, _ = jax.lax.fori_loop(0, count, body, (state.drafter.cache, tokens))
+    return state.replace(drafter=state.drafter.replace(cache=cache))
+
+
+def inject(proposal: Draft, verified: Verified, accepted: Int[Array, ""], vocab: int) -> Verified:
+    """Picks of which exactly the first `accepted` agree with the draft; behind them, the target's own."""
+    # Nothing may tell XLA that some of the target's picks are not looked at.
+    picks = jax.lax.optimization_barrier(verified.picks)
+    drafted = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+    columns = jnp.arange(picks.shape[1])
+    other = jnp.where(picks == drafted, (picks + 1) % vocab, picks)
+    picks = jnp.where(columns < accepted, drafted, jnp.where(columns == accepted, other, picks))
+    return verified.replace(picks=picks, accepted=jnp.full_like(verified.accepted, accepted))
+
+
+def replay_step(
+    target: Decoder, drafter: Wide, state: DecodeState, draws: Draws, *, plan: Plan, extra: bool
+) -> DecodeState:
+    """`round.step` with the drawn lengths."""
+    index = state.log.round
+    drafter = drafter.replace(rule=AtLength(draws.chunks[index] * drafter.spec_len))
+    proposal, state = round.draft(drafter, state)
+    if extra:
+        state = spend(drafter, state, draws.extra[index])
+        proposal = proposal.replace(passes=proposal.passes + draws.extra[index])
+    verified, state = round.verify(target, drafter, state, proposal, plan=plan)
+    verified = inject(proposal, verified, draws.accepted[index], target.config.vocab_size)
+    return round.commit(drafter, state, proposal, verified)
+
+
+def replay_program(
+    target: Decoder,
+    drafter: Wide,
+    caches: Caches,
+    start: Start,
+    draws: Draws,
+    *,
+    capacity: int,
+    plan: Plan,
+    extra: bool,
+) -> tuple[Caches, RoundLog]:
+    """All rounds in one loop, as `round.generate` makes them."""
+    rounds = draws.accepted.shape[0]
+    state = jax.lax.while_loop(
+        lambda s: jnp.any(s.running) & (s.log.round < rounds),
+        lambda s: replay_step(target, drafter, s, draws, plan=plan, extra=extra),
+        begin(target, drafter, caches, start, capacity, plan),
+    )
+    return (state.target, state.drafter.cache), state.log
+
+
+def vanilla_program(
+    target: Decoder, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, plan: Plan
+) -> tuple[Caches, RoundLog]:
+    """Plain decoding: the engine's own loop around the drafter that proposes nothing."""
+    drafter = Drafter()
+    state = begin(target, drafter, caches[:1], start, capacity, plan)
+    state = round.generate(target, drafter, state, steps, plan=plan)
+    return (state.target, *caches[1:]), state.log
+
+
+def verify_program(
+    target: Decoder, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, width: int
+) -> tuple[Caches, Int[Array, "B T"]]:
+    """`steps` rounds at the same place that verify `width` rows."""
+    drafter = Drafter()
+    state = begin(target, drafter, caches[:1], start, capacity, Plan((width,), (width,), (width,)))
+    state = repeated_rounds(target, drafter, state, steps, jnp.zeros((), bool), width=width)
+    return (state.target, *caches[1:]), state.tokens
+
+
+def pass_program(
+    drafter: Wide, caches: Caches, start: Start, steps: Int[Array, ""], *, width: int
+) -> tuple[Caches, Int[Array, "B W"]]:
+    """`steps` drafter passes over a window of `width` that begins where a round's first pass begins."""
+    batch, context = start.tokens.shape
+    at = drafter.whole_blocks(jnp.full((batch,), context, jnp.int32))
+
+    def body(_, carry):
+        return drafter_pass(drafter, *carry, at)
+
+    window = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
+    cache, window = jax.lax.fori_loop(0, steps, body, (caches[1], window))
+    return (caches[0], cache), window
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Every pass of a replay, known beforehand. A pass is `(width, live cache positions)`."""
+
+    drafter: list[tuple[int, int]]
+    target: list[tuple[int, int]]
+    passes: list[int]
+    """Drafter passes of each round."""
+    tokens: int
+    """Emitted tokens."""
+
+    def bytes_moved(self, target: ModelConfig, drafter: ModelConfig, itemsize: int) -> float:
+        """Bytes that all these passes have to read."""
+        own = sum(pass_bytes(target, live, itemsize) for _, live in self.target)
+        return own + sum(pass_bytes(drafter, live, itemsize) for _, live in self.drafter)
+
+    def counts(self) -> tuple[collections.Counter, collections.Counter]:
+        """Number of the target's and of the drafter's passes by width."""
+        return collections.Counter(w for w, _ in self.target), collections.Counter(w for w, _ in self.drafter)
+
+
+def schedule(drafter: Wide, draws: Draws, context: int, widths: tuple[int, ...]) -> Schedule:
+    """What the drafter and the verify will do with these draws, from `context` committed tokens on."""
+
+    def whole_blocks(length: int) -> int:
+        return drafter.whole_blocks(jnp.asarray([length])).item()
+
+    length, cached = context, whole_blocks(context)
+    drafted, target, passes = [], [], []
+    columns = (np.asarray(part).tolist() for part in (draws.chunks, draws.accepted, draws.extra))
+    for count, agreed, more in zip(*columns):
+        for front in range(length, length + count * CHUNK, CHUNK):
+            places = jnp.asarray([cached]), jnp.asarray([front])
+            need, behind, stored = (part.item() for part in drafter.stored_by(*places, jnp.ones((1,), bool)))
+            if behind:
+                raise AssertionError(f"a pass from {cached} over {need} exceeds the window of {drafter.window}")
+            drafted.append((need, cached + need))
+            cached = stored
+        drafted += [(drafter.block, cached + drafter.block)] * more
+        passes.append(count + more)
+        target.append((next(w for w in widths if w > count * CHUNK), length + count * CHUNK))
+        length += agreed + 1
+        cached = min(cached, whole_blocks(length))
+    return Schedule(drafted, target, passes, length - context)

@@ -1,0 +1,106 @@
+"""What a replay found, as Markdown and as a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from failfast_jax.bench.figures import figure_class
+from failfast_jax.tables import markdown
+
+NOTICE = (
+    "Replay: random weights, acceptance injected from the paper's statistics, every model pass executed. "
+    "This measures the engine, not a drafter."
+)
+
+
+def report(summary: dict[str, Any]) -> str:
+    """All tables as Markdown."""
+    done = [record for record in summary["targets"] if "skipped" not in record]
+    skipped = [record for record in summary["targets"] if "skipped" in record]
+    settings, host = summary["settings"], summary["machine"]
+    parts = [
+        f"**{NOTICE}**",
+        f"{host['device']}, JAX {host['jax']}, {host['date']}; drafter {settings['drafter']}, {settings['dtype']}, "
+        f"batch 1, context {settings['context']}, {settings['rounds']} rounds, seed {settings['seed']}, attention "
+        f"kernel {settings['kernel'] or 'as the platform has it'}. The floor is "
+        "what has to be read (weights, live cache) at the measured bandwidth of a copy.",
+    ]
+    rows = []
+    for record in done:
+        vanilla = record["vanilla"]
+        rows.append([record["target"], "vanilla step", f"{vanilla['ms']:.3f}", f"{vanilla['over_floor']:.2f}", "1.00"])
+        for width, found in record["verify"].items():
+            rows.append(
+                [
+                    *(record["target"], f"verify, {width} rows", f"{found['ms']:.3f}"),
+                    *(f"{found['over_floor']:.2f}", f"{found['over_vanilla']:.2f}"),
+                ]
+            )
+        for label, values in (
+            *((f"drafter pass, {width} rows", found) for width, found in record["drafter_pass"].items()),
+            ("bookkeeping of a round", {"ms": record["bookkeeping_ms"]}),
+        ):
+            over = f"{values['over_floor']:.2f}" if "over_floor" in values else "-"
+            share = f"{values['ms'] / vanilla['ms']:.2f}"
+            rows.append([record["target"], label, f"{values['ms']:.3f}", over, share])
+    if rows:
+        parts.append(markdown(("target", "replay: parts", "ms", "over floor", "vanilla steps"), rows))
+    head = (
+        *("target", "replay of", "accepted / drafted", "drafter passes", "round ms", "over floor"),
+        *("drafter / verify / bookkeeping / rest ms", "speedup (replay)", "at the floor", "paper's"),
+    )
+    rows = []
+    for record in done:
+        for case in record["cases"]:
+            of = case["statistics"]
+            source = "" if of["same_target"] else f" ({of['target']}'s)"
+            rows.append(
+                [
+                    *(record["target"], f"{case['dataset']}{source}, passes: {case['passes']}"),
+                    f"{case['accepted_per_round']:.2f} / {case['drafted_per_round']:.1f}",
+                    *(f"{case['passes_per_round']:.2f}", f"{case['round_ms']:.3f}", f"{case['over_floor']:.2f}"),
+                    " / ".join(f"{case['parts_ms'][p]:.3f}" for p in ("drafter", "verify", "bookkeeping", "rest")),
+                    *(f"{case['speedup']:.2f}", f"{case['speedup_at_floor']:.2f}", f"{case['papers_speedup']:.2f}"),
+                ]
+            )
+    rows += [[r["target"], f"skipped: {r['skipped']}", *["-"] * (len(head) - 2)] for r in skipped]
+    parts.append(markdown(head, rows))
+    return "\n\n".join(parts)
+
+
+def plot(summary: dict[str, Any], folder: Path) -> None:
+    """Writes `replay.png` and `replay.svg`: where a round's time goes, and speedups beside limit and paper."""
+    bars = [(r["target"], case) for r in summary["targets"] if "skipped" not in r for case in r["cases"]]
+    if not bars:
+        return
+    figure = figure_class()(figsize=(13, 2.4 + 0.5 * len(bars)), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    figure.suptitle(f"Replay: injected acceptance, random weights ({summary['machine']['device']})")
+    places = list(range(len(bars), 0, -1))
+    colours = {"drafter": "#e0912f", "verify": "#1f5fa8", "bookkeeping": "#7a7a7a", "rest": "#c9ced6"}
+    begun = np.zeros(len(bars))
+    for part, colour in colours.items():
+        values = np.maximum([case["parts_ms"][part] for _, case in bars], 0)
+        left.barh(places, values, left=begun, color=colour, label=part, height=0.6)
+        begun += values
+    mark = {"linestyle": "none", "color": "black", "markersize": 14, "markeredgewidth": 2}
+    left.plot([case["floor_ms"] for _, case in bars], places, marker="|", label="memory floor", **mark)
+    whole = [case["round_ms"] for _, case in bars]
+    left.plot(whole, places, marker="|", label="measured round", **mark | {"color": "#b3261e"})
+    left.set(xlabel="ms a round, each part timed apart", title="where a round's time goes")
+    right.barh(places, [case["speedup"] for _, case in bars], color="#1f5fa8", height=0.6, label="replay")
+    right.plot([case["speedup_at_floor"] for _, case in bars], places, marker="|", label="at the memory floor", **mark)
+    paper = [case["papers_speedup"] for _, case in bars]
+    right.plot(paper, places, "D", color="#e0912f", label="the paper's own (modelled latencies)")
+    right.set(xlabel="speedup over vanilla in the same run", title="speedup")
+    for axis, side in ((left, "left"), (right, "right")):
+        axis.set_yticks(places, [f"{target} {case['dataset']}\npasses: {case['passes']}" for target, case in bars])
+        axis.tick_params(axis="y", labelsize=8)
+        axis.set_xlim(left=0)
+        handles, labels = axis.get_legend_handles_labels()
+        figure.legend(handles, labels, fontsize=8, ncols=3, loc=f"outside lower {side}")
+    figure.savefig(folder / "replay.png", dpi=120)
+    figure.savefig(folder / "replay.svg")

@@ -1,0 +1,229 @@
+"""What `bench run` was asked for: flags, the YAML file of `--config`, and what they name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from failfast_jax.bench.datasets import SOURCES, Dataset, load_dataset
+from failfast_jax.bench.variants import (
+    BASELINE,
+    SWEPT,
+    Sweep,
+    Variant,
+    check_labels,
+    make_variant,
+    option_fields,
+    parse_methods,
+    parse_values,
+    split_methods,
+)
+from failfast_jax.drafters import METHODS
+from failfast_jax.models.attention import KERNELS
+
+ALL = "all"
+DEFAULTS: dict[str, Any] = {
+    "target": None,
+    "drafter": None,
+    "ar_drafter": None,
+    "dtype": None,
+    "tensor_parallel": 1,
+    "attention": None,
+    "methods": [ALL],
+    "sweep": [],
+    "dataset": None,
+    "data": [],
+    "limit": None,
+    "max_new_tokens": 256,
+    "set": [],
+    "exact": False,
+    "repeats": 1,
+    "near_tie": 1e-3,
+    "modelled": None,
+    "out": "failfast-bench",
+    "records": "jsonl",
+    "scores": True,
+    "figures": True,
+}
+"""What flags and the file of `--config` may say; the file's `options` is a mapping for `--set`."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags, whose defaults are None: `merged` puts `--config` and `DEFAULTS` behind them."""
+    parser.add_argument("--config", metavar="FILE", type=Path, help="YAML with the long names below as keys")
+    what = parser.add_argument_group("what")
+    what.add_argument("--dataset", metavar="D", action="append", help=f"{', '.join(SOURCES)}, or a file of prompts")
+    what.add_argument(
+        "--data",
+        metavar="[D=]FILE",
+        action="append",
+        help="JSONL, JSON or Parquet with the rows of dataset D, instead of its package or the Hub",
+    )
+    what.add_argument("--limit", metavar="n", type=int, help="first n rows of each dataset")
+    what.add_argument(
+        "--methods",
+        metavar="a,b",
+        help=f"method or method:key=value,...; of {', '.join(METHODS)}, fast-dllm+ (its length swept), or all",
+    )
+    what.add_argument(
+        "--sweep",
+        metavar="a:b",
+        action="append",
+        help="draft lengths of ar and fast-dllm+, the best per dataset is reported; or method:key=v1|v2|...",
+    )
+    what.add_argument("--max-new-tokens", metavar="n", type=int)
+    what.add_argument(
+        "--set", metavar="key=value", nargs="+", action="extend", help=f"for all methods: {', '.join(option_fields())}"
+    )
+    what.add_argument("--repeats", metavar="n", type=int, help="answers a question and method")
+    models = parser.add_argument_group("models", "without any of them, the default pair")
+    models.add_argument("--target", metavar="P")
+    models.add_argument("--drafter", metavar="P", help="for the methods that draft by diffusion")
+    models.add_argument("--ar-drafter", metavar="P", help="for the methods that draft token by token")
+    models.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    models.add_argument("--tensor-parallel", metavar="n", type=int, help="devices that share each layer")
+    models.add_argument("--attention", choices=KERNELS, help="kernel of cached attention")
+    result = parser.add_argument_group("result")
+    result.add_argument("--out", metavar="DIR", help=f"an interrupted run continues there ({DEFAULTS['out']})")
+    result.add_argument("--records", choices=("jsonl", "parquet"), help="parquet: also write records.parquet")
+    result.add_argument("--near-tie", metavar="x", type=float, help="logit gap that excuses another token")
+    result.add_argument("--exact", action="store_true", default=None, help="bit-identical outputs: nothing is excused")
+    result.add_argument(
+        "--modelled", metavar="X", help="latencies of the modelled speedup: 7B, 14B, 32B or DRAFT:TARGET"
+    )
+    for name, said in (("scores", "is each answer right?"), ("figures", "PNG and SVG")):
+        result.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=said)
+    result.add_argument("--redraw", action="store_true", help="only draw the figures of --out again, from its records")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The YAML file of `--config`.
+
+    Raises:
+      ValueError: it cannot be read, is no mapping or has an unknown key; the message names file and key.
+    """
+    try:
+        import yaml
+    except ImportError as error:
+        raise ValueError(f'--config: needs PyYAML ({error}): pip install -e ".[bench]"') from None
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: must be a mapping")
+    renamed = {"datasets": "dataset", "options": "set"}
+    config = {}
+    for key, value in found.items():
+        name = renamed.get(key, str(key).replace("-", "_"))
+        if name not in DEFAULTS or key == "set":
+            raise ValueError(f"{path}: unknown key {key!r} (keys: {', '.join([*DEFAULTS, *renamed])})")
+        expected = type(DEFAULTS[name])
+        if expected in (bool, int, float) and not (isinstance(value, expected) or (expected is float and value == 0)):
+            raise ValueError(f"{path}: {key} {value!r}: must be of type {expected.__name__}")
+        if name in ("dataset", "methods", "sweep", "data") and not isinstance(value, list):
+            value = [value]
+        config[name] = value
+    if config.get("limit") is not None and not isinstance(config["limit"], int):
+        raise ValueError(f"{path}: limit {config['limit']!r}: must be an integer")
+    options = config.get("set", {})
+    if not isinstance(options, dict):
+        raise ValueError(f"{path}: options: must be a mapping")
+    config["set"] = [f"{key}={'none' if value is None else value}" for key, value in options.items()]
+    return config
+
+
+def merged(args: argparse.Namespace) -> argparse.Namespace:
+    """Flags over the file of `--config` over defaults."""
+    found = dict(DEFAULTS)
+    if args.config is not None:
+        found |= read_config(args.config)
+    given = {name: value for name, value in vars(args).items() if name in DEFAULTS and value is not None}
+    if "methods" in given:
+        given["methods"] = split_methods(given["methods"])
+    if "dataset" in given:
+        given["dataset"] = [name for text in given["dataset"] for name in text.split(",") if name]
+    found |= given
+    if found["exact"]:
+        found["set"] = [*found["set"], "exact=true"]
+    return argparse.Namespace(**found)
+
+
+def read_datasets(args: argparse.Namespace) -> list[Dataset]:
+    """Datasets from names, or from mappings with `name`, `data`, `limit` and `template`.
+
+    Raises:
+      ValueError, OSError: an unknown or repeated dataset, or rows that cannot be had; the message names them.
+    """
+    if not args.dataset:
+        raise ValueError(f"--dataset: name one of {', '.join(SOURCES)}, or a file of prompts")
+    files: dict[str | None, Path] = {}
+    for text in args.data:
+        name, equals, file = str(text).partition("=")
+        files[name if equals else None] = Path(file if equals else text)
+    if None in files and len(args.dataset) > 1:
+        raise ValueError(f"--data {files[None]}: of which dataset? Write --data D={files[None]}")
+    datasets: dict[str, Dataset] = {}
+    for entry in args.dataset:
+        entry = {"name": entry} if isinstance(entry, str) else entry
+        known = {"name", "data", "limit", "template"}
+        if not isinstance(entry, Mapping) or "name" not in entry or entry.keys() - known:
+            raise ValueError(f"datasets: {entry!r} must be a name, or have the keys name, data, limit, template")
+        name = str(entry["name"])
+        data = entry.get("data") or files.pop(name, None) or files.pop(None, None)
+        dataset = load_dataset(
+            name,
+            data=Path(data) if data is not None else None,
+            limit=entry.get("limit", args.limit),
+            template=entry.get("template"),
+        )
+        if dataset.name in datasets:
+            raise ValueError(f"--dataset {name}: named twice")
+        datasets[dataset.name] = dataset
+    if files:
+        raise ValueError(f"--data {next(iter(files))}={next(iter(files.values()))}: --dataset does not name it")
+    return list(datasets.values())
+
+
+def read_entry(entry: Any) -> tuple[list[Variant], list[Sweep]]:
+    """The variant, or the sweeps, of a mapping in the file's `methods`."""
+    if not isinstance(entry, Mapping) or entry.keys() - {"method", "label", "options", "sweep"}:
+        raise ValueError(f"methods: {entry!r} must be text, or have the keys method, label, options, sweep")
+    method, shown = str(entry.get("method")), f"methods: {entry!r}"
+    variant = make_variant(method, entry.get("options"), entry.get("label"), shown=shown)
+    if "sweep" not in entry:
+        return [variant], []
+    sweeps = []
+    for key, values in dict(entry["sweep"]).items():
+        if not isinstance(values, (str, list)):
+            raise ValueError(f'{shown}: values of a sweep must be a list, or a range in quotes like "3:20"')
+        values = parse_values(shown, key, values, method) if isinstance(values, str) else tuple(values)
+        sweeps.append(Sweep(f"{entry.get('label') or method}:{key}", method, key, values, variant.options))
+    return [], sweeps
+
+
+def read_variants(args: argparse.Namespace) -> tuple[list[Variant], list[Sweep], set[str]]:
+    """Variants (sweeps' points among them), sweeps, and the labels that only `all` asked for.
+
+    Raises:
+      ValueError: an unknown method or option; the message names the flag or the file's entry.
+    """
+    texts = [entry for entry in args.methods if isinstance(entry, str)]
+    read = [read_entry(entry) for entry in args.methods if not isinstance(entry, str)]
+    extra, swept = ([found for entry in read for found in entry[kind]] for kind in (0, 1))
+    named = [text for text in texts if text != ALL]
+    everything = len(named) < len(texts)
+    if everything:
+        bare = any("=" not in text for text in args.sweep)
+        rest = [m for m in (*METHODS, *(m for m in SWEPT if bare and m not in METHODS)) if m != BASELINE]
+        texts = [*named, *(m for m in rest if m not in named)]
+    variants, sweeps = parse_methods(texts, [str(text) for text in args.sweep])
+    variants, sweeps = [*variants, *extra], [*swept, *sweeps]
+    optional = set()
+    if everything:
+        asked = {*named, *(v.label for v in extra)}
+        optional |= {v.label for v in variants if v.label not in asked}
+        optional |= {v.label for w in sweeps if w.name not in asked and ":" not in w.name for v in w.variants()}
+    return check_labels([*variants, *(v for w in sweeps for v in w.variants())]), sweeps, optional

@@ -1,0 +1,122 @@
+"""The target's hidden states that a conditioned drafter learns from, computed as they are needed or cached on disk."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from tqdm import tqdm
+
+from failfast_jax.files import read_json, write_atomically
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.train.data import DataError, Documents
+from failfast_jax.train.resume import OutOfTime
+
+BATCH = 8
+"""Documents in a pass of the target."""
+SAVE_EVERY = 16
+"""Passes between two notes of how far the cache is."""
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def target_features(target: Decoder, tokens: Int[Array, "B T"], layers: tuple[int, ...]) -> Float[Array, "B T F E"]:
+    """Residual stream of whole sequences after the given layers."""
+    batch, width = tokens.shape
+    _, _, features = target.window(
+        tokens, target.init_cache(batch, width), jnp.zeros((batch,), jnp.int32), jnp.int32(width), layers
+    )
+    return features
+
+
+class FeatureCache:
+    """Features of every document in one memory-mapped bfloat16 file, computed once.
+
+    With few cores the target's pass costs more than the drafter's; and a run that is killed and continued does
+    not compute them again.
+
+    Args:
+      folder: holds `features.bin` and `features.json`, which says what they belong to and how far they are.
+      layers: target layers whose features `batch` gives; a folder that holds more of them serves, too.
+      also: layers to store beside them where the folder is new.
+      deadline: `time.monotonic()` behind which computing stops; it goes on there the next time.
+      flag: how errors name the folder.
+
+    Raises:
+      DataError: the folder belongs to other documents, layers or another target.
+      OutOfTime: at the deadline.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        documents: Documents,
+        target: Decoder,
+        layers: tuple[int, ...],
+        *,
+        also: tuple[int, ...] = (),
+        deadline: float = math.inf,
+        flag: str = "feature cache",
+    ):
+        self.documents = documents
+        self.lengths = np.asarray([len(row) for row in documents.tokens])
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        weights = hashlib.sha256(np.asarray(target.norm.weight[...], np.float32).tobytes()).hexdigest()[:16]
+        key = {"documents": documents.digest(), "weights": weights, "target": target.config.shape_key()}
+        where = f"{flag} {folder}"
+        self._index = folder / "features.json"
+        stored, done = tuple(sorted({*layers, *also})), 0
+        if self._index.exists():
+            stored, done = self._found(key, layers, where)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.columns = [stored.index(layer) for layer in layers]
+        file = folder / "features.bin"
+        shape = (int(self.starts[-1]), len(stored), target.config.hidden_size)
+        self.values = np.memmap(file, jnp.bfloat16, "r+" if file.exists() else "w+", shape=shape)
+        self._compute(target, stored, done, {**key, "layers": stored}, deadline)
+
+    def _found(self, key: dict, layers: tuple[int, ...], where: str) -> tuple[tuple[int, ...], int]:
+        """Layers that the folder holds, and how many passes are in it."""
+        index = read_json(self._index)
+        done, stored = index.pop("done", 0), tuple(index.pop("layers", ()))
+        if index != key:
+            what = "another target" if index.get("documents") == key["documents"] else "other documents"
+            raise DataError(f"{where}: holds features of {what}; name another folder")
+        if missing := sorted({*layers} - {*stored}):
+            raise DataError(f"{where}: holds features of layers {list(stored)}, not of {missing}")
+        return stored, done
+
+    def _compute(self, target: Decoder, layers: tuple[int, ...], done: int, index: dict, deadline: float) -> None:
+        # By length, so that little is padding.
+        order = np.argsort(self.lengths, kind="stable")
+        groups = [order[at : at + BATCH] for at in range(0, len(order), BATCH)]
+        for number in tqdm(range(done, len(groups)), desc="features", unit="batch", initial=done, total=len(groups)):
+            group = groups[number]
+            width = -(-max(self.lengths[i] for i in group) // 64) * 64
+            tokens = np.zeros((BATCH, width), np.int32)
+            for row, i in enumerate(group):
+                tokens[row, : self.lengths[i]] = self.documents.tokens[i]
+            computed = np.asarray(target_features(target, tokens, layers).astype(jnp.bfloat16))
+            for row, i in enumerate(group):
+                self.values[self.starts[i] : self.starts[i + 1]] = computed[row, : self.lengths[i]]
+            late, last = time.monotonic() > deadline, number + 1 == len(groups)
+            if (number + 1) % SAVE_EVERY == 0 or last or late:
+                self.values.flush()
+                write_atomically(self._index, json.dumps({**index, "done": number + 1}))
+            if late and not last:
+                raise OutOfTime
+
+    def batch(self, batch: dict[str, np.ndarray]) -> np.ndarray:
+        """`[B, T, C, E]` of a batch's documents, zeros behind their ends."""
+        out = np.zeros((*batch["tokens"].shape, len(self.columns), self.values.shape[-1]), jnp.bfloat16)
+        for row, document in enumerate(batch["document"]):
+            part = self.values[self.starts[document] : self.starts[document + 1]]
+            out[row, : len(part)] = part[:, self.columns]
+        return out

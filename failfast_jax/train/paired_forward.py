@@ -1,0 +1,128 @@
+"""A noised and a clean copy of a text in one pass: what a block-diffusion drafter learns from.
+
+Each noised block sees itself and the clean blocks in front of it, which is what a drafter sees of its current block
+and its cache. Everything is a pure function over the inference `Decoder`'s own modules, so that the trained weights
+are served as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from failfast_jax.kernels.reference import HIDDEN
+from failfast_jax.models.layers import Layer
+from failfast_jax.models.rope import rotary, rotated_heads
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.train.corruption import check_blocks, in_blocks
+
+
+def pair_attention(
+    q: Float[Array, "B C L Q H"],
+    k: Float[Array, "B C L K H"],
+    v: Float[Array, "B C L K H"],
+    length: Int[Array, " B"] | None,
+    *,
+    block: int,
+) -> Float[Array, "B C L Q H"]:
+    """Attention of C copies of each text, the last of which is the clean one.
+
+    One rule serves all copies: a row sees its own copy's block in both directions, and the clean copy's
+    earlier blocks. Of the clean copy with itself that is the block-causal mask.
+
+    Args:
+      length: keys at or behind it are padding, which nothing sees; None: there is none.
+    """
+    batch, copies, width, heads, head_dim = q.shape
+    kv_heads, group = k.shape[3], heads // k.shape[3]
+    # Rows are [B, K, C, n, G, D]: grouped by block (n = L / D), then by query head of one KV head, so that both
+    # products are plain batched matmuls, and neither queries' scores nor weights are transposed.
+    q = q.reshape(batch, copies, -1, block, kv_heads, group, head_dim) * (head_dim**-0.5)
+    q = q.transpose(0, 4, 1, 2, 5, 3, 6)
+    k_own, v_own = (x.reshape(batch, copies, -1, block, kv_heads, head_dim).transpose(0, 4, 1, 2, 3, 5) for x in (k, v))
+    k_clean, v_clean = (x.reshape(batch, kv_heads, width, head_dim) for x in (k_own[:, :, -1], v_own[:, :, -1]))
+
+    position = jnp.arange(width)
+    live = jnp.ones((batch, width), bool) if length is None else position < length[:, None]
+    own = jnp.einsum("bkcngqh,bkcnth->bkcngqt", q, k_own, preferred_element_type=jnp.float32)
+    own = jnp.where(live.reshape(batch, 1, 1, -1, 1, 1, block), own, HIDDEN)
+    cross = jnp.einsum("bkcngqh,bkth->bkcngqt", q, k_clean, preferred_element_type=jnp.float32)
+    earlier = position // block < jnp.arange(width // block)[:, None]
+    seen = earlier & live[:, None]  # [B, n, L]: the same for all rows of a block
+    cross = jnp.where(seen[:, None, None, :, None, None], cross, HIDDEN)
+
+    # One softmax over both parts, without joining them in memory.
+    highest = jax.lax.stop_gradient(jnp.maximum(own.max(-1), cross.max(-1)))[..., None]
+    own, cross = jnp.exp(own - highest), jnp.exp(cross - highest)
+    total = own.sum(-1, keepdims=True) + cross.sum(-1, keepdims=True)
+    own, cross = (own / total).astype(v.dtype), (cross / total).astype(v.dtype)
+    out = jnp.einsum("bkcngqt,bkcnth->bkcngqh", own, v_own, preferred_element_type=jnp.float32)
+    out += jnp.einsum("bkcngqt,bkth->bkcngqh", cross, v_clean, preferred_element_type=jnp.float32)
+    return out.transpose(0, 2, 3, 5, 1, 4, 6).reshape(batch, copies, width, heads, head_dim).astype(k.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="block")
+def _pair_layer(layer: Layer, x: Float[Array, "B C L E"], cos, sin, length, *, block: int) -> Float[Array, "B C L E"]:
+    """One layer over all copies. The inner jit is traced once for all layers, not once for each."""
+
+    def attend(heads: Array) -> tuple[Array, None]:
+        return pair_attention(*rotated_heads(heads, cos, sin), length, block=block), None
+
+    return layer(x, attend)[0]
+
+
+def forward_pair(
+    model: Decoder,
+    noised: Int[Array, "M L"],
+    clean: Int[Array, "B L"],
+    length: Int[Array, " B"] | None = None,
+    *,
+    remat: bool = True,
+) -> tuple[Float[Array, "M L E"], Float[Array, "B L E"]]:
+    """Runs noised and clean copies of texts in one pass, both at the text's positions.
+
+    Clean row i sees clean j iff `i // D >= j // D`. Noised row i sees noised j of its own block, in both
+    directions, and clean j of earlier blocks; never its own block's clean tokens.
+
+    Args:
+      noised: copies of the texts; M may be a multiple of B (row r is of text r mod B), which then share one clean copy.
+      length: positions from it on are padding, which no other position sees; None: there is none.
+      remat: recompute each layer in the backward pass.
+
+    Returns:
+      Hidden states after the final norm (see `Decoder.logits_of`) of the noised and of the clean copy.
+
+    Raises:
+      ValueError: L is no multiple of the block size, or the shapes do not fit each other.
+    """
+    block = model.config.block_size
+    check_blocks(clean.shape[1], block)
+    if noised.shape[1] != clean.shape[1] or noised.shape[0] % clean.shape[0]:
+        raise ValueError(f"noised copies {noised.shape} do not fit the clean texts {clean.shape}")
+    step = functools.partial(_pair_layer, block=block)
+    if remat:
+        step = jax.checkpoint(step)
+    cos, sin = rotary(model.config, jnp.arange(clean.shape[1])[None])
+    # A text's copies lie side by side: sharded over texts, a copy and the clean keys it reads are on one device.
+    copies = jnp.concatenate([noised.reshape(-1, *clean.shape), clean[None]]).swapaxes(0, 1)
+    x = model.embed[...][copies]
+    for layer in model.layers:
+        x = step(layer, x, cos, sin, length)
+    x = model.norm(x).swapaxes(0, 1)
+    return x[:-1].reshape(*noised.shape, -1), x[-1]
+
+
+def source_rows(noised: Float[Array, "M L E"], clean: Float[Array, "B L E"], block: int) -> Float[Array, "M L E"]:
+    """The hidden state that predicts each position: its left neighbour's, the clean one in front of a block.
+
+    A block's first position is predicted once the block in front of it is final. Position 0 has no neighbour:
+    its row is meaningless.
+    """
+    # Only the last row of each clean block is ever needed.
+    noised, ends = in_blocks(noised, block), in_blocks(clean, block)[:, :, -1]
+    first = jnp.tile(jnp.roll(ends, 1, axis=1), (noised.shape[0] // ends.shape[0], 1, 1))
+    rows = jnp.concatenate([first[:, :, None], noised[:, :, :-1]], axis=2)
+    return rows.reshape(rows.shape[0], -1, rows.shape[-1])

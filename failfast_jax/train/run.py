@@ -1,0 +1,307 @@
+"""`python -m failfast_jax.train run`: make a drafter for a target, from the target.
+
+Two families: `conditioned` drafters (a few layers that read the target's hidden states) and `standalone` ones
+(block diffusion as in Fast-dLLM v2, over the whole model or a subset of its layers). Both borrow the target's
+embedding and head. A run lives in one folder and continues from its last checkpoint when it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from failfast_jax.checkpoints.drafter import STORAGES, is_drafter_folder
+from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path
+from failfast_jax.checkpoints.loading import load_model
+from failfast_jax.checkpoints.sources import open_source
+from failfast_jax.compilation import enable_compile_cache
+from failfast_jax.errors import OptionError
+from failfast_jax.files import read_json
+from failfast_jax.models.conditioned import ConditionedConfig
+from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.train import align, data, loop
+from failfast_jax.train.adapt import Adaptation, AdaptationOptions
+from failfast_jax.train.corruption import KINDS, Corruption
+from failfast_jax.train.evaluate import Evaluation
+from failfast_jax.train.features import FeatureCache
+from failfast_jax.train.fit import fit_inputs
+from failfast_jax.train.resume import OutOfTime, begin, deadline_after
+
+FIRST_SHARE, SECOND_SHARE = 1 / 3, 2 / 3  # depth of the features that are fused by default, beside the last layer's
+HEAD_CHUNK = 1024
+"""Rows whose logits over the whole vocabulary are in memory at a time."""
+SETTINGS_FILE = "train.json"
+HELD_OUT = "held_out.npz"
+"""In the run's folder: documents never trained on, for measurements of what was made."""
+RUN_ONLY = (
+    *("out", "minutes", "save_every", "eval_every", "eval_prompts", "eval_tokens", "eval_spec_len", "storage"),
+    *("data", "cache_layers"),  # the documents themselves are compared, not where they lie
+)
+"""Options that do not change what is learned."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help=".npz files, or folders of them")
+    parser.add_argument("--target", help="model to draft for; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--family", choices=("conditioned", "standalone"), default="conditioned")
+    parser.add_argument(
+        "--layers", metavar="i,j", help="target layers to start from; default: the last two (conditioned), all"
+    )
+    both = parser.add_argument_group("what both families learn from")
+    both.add_argument("--seq-len", type=int, default=320, help="documents are cut to this many tokens")
+    both.add_argument("--held-out", type=int, default=64, help="documents never trained on")
+    both.add_argument("--skip-short", action="store_true", help="leave out documents shorter than a block")
+    both.add_argument(
+        "--position-decay", type=float, default=3.0, help="k-th masked token weighs exp(-(k-1)/x); 0: all 1"
+    )
+    both.add_argument(
+        "--kl-weight", type=float, help="share of KL(target || drafter) in the loss; default: 0.5 (conditioned), 0"
+    )
+    conditioned = parser.add_argument_group("conditioned drafters")
+    conditioned.add_argument("--rows", type=int, default=7, help="tokens that one pass drafts")
+    conditioned.add_argument(
+        "--fused", metavar="i,j", help="target layers that enter each row; default: 1/3, 2/3, last"
+    )
+    conditioned.add_argument("--draft-vocab", type=int, default=8192, help="most frequent tokens of the answers")
+    conditioned.add_argument("--anchors", type=int, default=64, help="blocks per document and step")
+    conditioned.add_argument("--prefix-fraction", type=float, default=0.25, help="blocks that begin with known tokens")
+    conditioned.add_argument("--no-fit", action="store_true", help="random input projections, not a ridge regression")
+    conditioned.add_argument("--feature-cache", type=Path, help="folder: compute the target's features once")
+    conditioned.add_argument(
+        "--cache-layers", metavar="i,j", help="target layers to store for other runs, too, beside what this one reads"
+    )
+    standalone = parser.add_argument_group("standalone drafters")
+    standalone.add_argument("--block-size", type=int, default=32)
+    standalone.add_argument("--corruption", choices=KINDS, default="mixed")
+    standalone.add_argument("--draft-fraction", type=float, default=0.5, help="blocks that look like drafting (mixed)")
+    standalone.add_argument("--no-complementary", action="store_true", help="one mask a document, not it and its rest")
+    _add_run_arguments(parser)
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    how = parser.add_argument_group("optimisation")
+    for field in dataclasses.fields(loop.Optimization):
+        flag = f"--{field.name.replace('_', '-')}"
+        how.add_argument(flag, type=type(field.default), default=field.default, **field.metadata)
+    how.add_argument("--compute-dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU")
+    run = parser.add_argument_group("the run")
+    run.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    run.add_argument("--eval-every", type=int, default=0, help="steps between measurements; 0: only at the end")
+    run.add_argument("--eval-prompts", type=int, default=16, help="held-out documents to measure on")
+    run.add_argument("--eval-tokens", type=int, default=64)
+    run.add_argument("--eval-spec-len", metavar="N", type=int, help="tokens a draft there; default: --rows, or 10")
+    run.add_argument("--minutes", type=float, help="stop with a checkpoint after this time (exit status 3)")
+    run.add_argument("--storage", choices=STORAGES, default="bfloat16")
+
+
+def check(args: argparse.Namespace) -> loop.Optimization:
+    """Checks the options by themselves, and fills in those that the family decides.
+
+    Raises:
+      OptionError: a value that cannot be served.
+    """
+    if args.kl_weight is None:
+        args.kl_weight = 0.5 if args.family == "conditioned" else 0.0
+    args.compute_dtype = args.compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    fields = dataclasses.fields(loop.Optimization)
+    optimization = loop.Optimization(**{field.name: getattr(args, field.name) for field in fields})
+    optimization.validate()
+    rules = {
+        "rows": args.rows >= 1,
+        "seq_len": args.seq_len >= 8,
+        "held_out": args.held_out >= 1,
+        "draft_vocab": args.draft_vocab >= 1,
+        "anchors": args.anchors >= 1,
+        "prefix_fraction": 0 <= args.prefix_fraction <= 1,
+        "position_decay": args.position_decay >= 0,
+        "kl_weight": 0 <= args.kl_weight <= 1,
+        "block_size": args.block_size >= 2,
+        "draft_fraction": 0 <= args.draft_fraction <= 1,
+        "save_every": args.save_every >= 1,
+        "eval_every": args.eval_every >= 0,
+        "eval_prompts": 1 <= args.eval_prompts <= args.held_out,
+        "eval_tokens": args.eval_tokens >= 1,
+        "eval_spec_len": args.eval_spec_len is None or args.eval_spec_len >= 1,
+    }
+    loop.check_ranges(args, rules)
+    if args.cache_layers and not args.feature_cache:
+        raise OptionError(f"--cache-layers {args.cache_layers}: needs --feature-cache, where they are stored")
+    if args.family == "conditioned" and (args.eval_spec_len or 0) > args.rows:
+        raise OptionError(f"--eval-spec-len {args.eval_spec_len}: a pass drafts at most --rows {args.rows} tokens")
+    if args.family == "standalone" and args.seq_len % args.block_size:
+        raise OptionError(f"--seq-len {args.seq_len}: must be a multiple of --block-size {args.block_size}")
+    return optimization
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layers:
+    """Numbers of target layers: those that the drafter starts from, reads in every row, and stores for other runs."""
+
+    own: tuple[int, ...]
+    fused: tuple[int, ...]
+    cached: tuple[int, ...]
+
+
+def _parse_layers(text: str | None, flag: str, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
+    if text is None:
+        return default
+    try:
+        layers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise OptionError(f"{flag} {text!r}: expected layer numbers separated by commas") from None
+    for layer in layers:
+        if not 0 <= layer < count:
+            raise OptionError(f"{flag} {text}: the target's layers are 0 to {count - 1}")
+    if len(set(layers)) != len(layers):
+        raise OptionError(f"{flag} {text}: a layer is named twice")
+    return layers
+
+
+def _check_target(args: argparse.Namespace, source: Any, config: ModelConfig) -> _Layers:
+    """Checks the options against the target, and names its layers."""
+    if config.is_diffusion:
+        raise OptionError(f"--target {source}: a block-diffusion model; drafters are made from autoregressive targets")
+    args.draft_vocab = min(args.draft_vocab, config.vocab_size)
+    last, conditioned = config.num_layers - 1, args.family == "conditioned"
+    if conditioned and last == 0:
+        raise OptionError(f"--target {source}: has one layer; a conditioned drafter reads what enters another")
+    if args.seq_len > config.max_position_embeddings:
+        raise OptionError(f"--seq-len {args.seq_len}: the target's context is {config.max_position_embeddings}")
+    own = _parse_layers(
+        args.layers, "--layers", last + 1, tuple(range(max(last - 1, 1) if conditioned else 0, last + 1))
+    )
+    if conditioned and min(own) == 0:
+        raise OptionError(f"--layers {args.layers}: layer 0 has no layer before it whose output a drafter could read")
+    spread = tuple(dict.fromkeys((round(last * FIRST_SHARE), round(last * SECOND_SHARE), last)))
+    return _Layers(
+        own,
+        _parse_layers(args.fused, "--fused", last + 1, spread),
+        _parse_layers(args.cache_layers, "--cache-layers", last + 1, ()),
+    )
+
+
+def work(args: argparse.Namespace) -> None:
+    """Trains, or goes on training, and prints a line of JSON: the drafter's folder and its figures."""
+    optimization, deadline = check(args), deadline_after(args.minutes)
+    source = args.target or default_target_path()
+    config = open_source(source).config
+    layers = _check_target(args, source, config)
+    loop.check_devices(optimization)
+    shortest = args.block_size if args.family == "standalone" else args.rows + 2
+    documents = data.load_documents(
+        args.data, vocab_size=config.vocab_size, shortest=shortest, longest=args.seq_len, skip_short=args.skip_short
+    )
+    settings = {name: value for name, value in vars(args).items() if name not in RUN_ONLY} | {
+        "feature_cache": args.feature_cache is not None,
+        "target": str(args.target or DEFAULT_TARGET[1].partition(".")[0]),
+        "target_key": config.shape_key(),
+        "documents": len(documents),
+        "documents_digest": documents.digest(),
+    }
+    documents = documents.take(np.random.default_rng(args.seed).permutation(len(documents)))
+    train, held_out = data.split(documents, args.held_out)
+    begin(args.out / SETTINGS_FILE, settings, foreign="*")
+    if (report := _finished(args.out / "drafter", optimization.steps, args.storage)) is not None:
+        print(json.dumps(report))
+        return
+    data.write_documents(args.out / HELD_OUT, held_out.pairs(), config.vocab_size)
+    enable_compile_cache(None)
+    # From here on nothing is cheap: all that can be refused has been.
+    target = load_model(source)
+    if args.family == "conditioned":
+        objective = _alignment(args, target, train, layers, deadline)
+    else:
+        objective = _adaptation(args, target, layers)
+    figures = {"prompts": args.eval_prompts, "tokens": args.eval_tokens, "spec_len": args.eval_spec_len}
+    measure = Evaluation(target, objective, held_out, **figures)
+    _train(args, optimization, objective, measure, train, settings, deadline)
+
+
+def _train(
+    args: argparse.Namespace,
+    optimization: loop.Optimization,
+    objective: loop.Objective,
+    measure: Evaluation,
+    documents: data.Documents,
+    settings: dict[str, Any],
+    deadline: float,
+) -> None:
+    rows = optimization.batch * optimization.accumulate
+    dataset = data.batches(documents, length=args.seq_len, batch=rows, seed=optimization.seed)
+    often = {"save_every": args.save_every, "eval_every": args.eval_every, "deadline": deadline}
+    state, done = loop.train(objective, dataset, optimization, args.out, evaluate=measure, **often)
+    # A run whose last step was done before measures nothing more.
+    figures = measure.last or measure(state["ema"])
+    training = {**settings, "data": [path.name for path in args.data], "storage": args.storage}
+    training |= {"steps_done": int(state["step"]), "held_out_figures": figures}
+    objective.save(state["ema"], args.out / "drafter", storage=args.storage, training=training)
+    print(json.dumps(_report(args.out / "drafter", training)))
+    if not done:
+        raise OutOfTime
+
+
+def _report(drafter: Path, training: dict[str, Any]) -> dict[str, Any]:
+    return {"drafter": str(drafter), "steps": training["steps_done"], **training["held_out_figures"]}
+
+
+def _finished(drafter: Path, steps: int, storage: str) -> dict[str, Any] | None:
+    """The report of a run whose drafter is written; None if there is still something to do."""
+    if not is_drafter_folder(drafter):
+        return None
+    training = read_json(drafter / "config.json").get("training") or {}
+    if (training.get("steps_done"), training.get("storage")) != (steps, storage):
+        return None
+    return _report(drafter, training)
+
+
+def _alignment(
+    args: argparse.Namespace, target: Decoder, train: data.Documents, layers: _Layers, deadline: float
+) -> align.Alignment:
+    base = dataclasses.replace(target.config, num_layers=len(layers.own))
+    config = ConditionedConfig(base, tuple(i - 1 for i in layers.own), layers.fused, args.rows, args.draft_vocab)
+    draft_ids = data.frequent_tokens(train, target.config.vocab_size, args.draft_vocab, target.config.eos_token_ids)
+    cache = None
+    if args.feature_cache:
+        captured = align.captured_layers(config, target.config.num_layers)
+        options = {"also": layers.cached, "deadline": deadline, "flag": "--feature-cache"}
+        cache = FeatureCache(args.feature_cache, train, target, captured, **options)
+    model = align.initial(target, config, layers.own, args.seed)
+    options = align.AlignmentOptions(
+        anchors=args.anchors,
+        prefix_fraction=args.prefix_fraction,
+        position_decay=args.position_decay or None,
+        kl_weight=args.kl_weight,
+    )
+
+    def objective() -> align.Alignment:
+        return align.Alignment(model, target, draft_ids, options, compute_dtype=args.compute_dtype, cache=cache)
+
+    untrained = objective()
+    if args.no_fit or loop.has_checkpoint(args.out):
+        return untrained
+    dataset = data.batches(train, length=args.seq_len, batch=8, seed=args.seed)
+    batches = (dataset[i] for i in range(max(min(len(train) // 8, 64), 1)))
+    batches = ({**batch, "features": np.asarray(untrained.features(batch))} for batch in batches)
+    share = fit_inputs(model, target, layers.own[0], batches, untrained.captured)
+    print(f"input projections fitted: they explain {share:.1%} of the residual stream's variance", file=sys.stderr)
+    return objective()
+
+
+def _adaptation(args: argparse.Namespace, target: Decoder, layers: _Layers) -> Adaptation:
+    corruption = Corruption(args.corruption, args.draft_fraction, complementary=not args.no_complementary)
+    options = AdaptationOptions(
+        corruption=corruption,
+        position_decay=args.position_decay or None,
+        kl_weight=args.kl_weight,
+        head_chunk=HEAD_CHUNK,
+    )
+    return Adaptation(target, layers.own, args.block_size, options, compute_dtype=args.compute_dtype)

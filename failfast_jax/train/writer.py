@@ -1,0 +1,187 @@
+"""A target that writes prompts and answers them: one shard of training data at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from failfast_jax.config import GenerationConfig
+from failfast_jax.engine import FailFast
+from failfast_jax.errors import OptionError
+from failfast_jax.train.data import Document
+from failfast_jax.train.openings import OPENINGS, is_held_out
+
+FEWEST_SAMPLED = 3
+"""A prompt of fewer sampled tokens is skipped as empty."""
+_USER_CONTENT = "<<the user's content>>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A chat template around the content of one user turn."""
+
+    before: str
+    """System turn, if the template adds one, and the user's header."""
+    after: str
+    """End of turn and the assistant's header."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardOptions:
+    """All that a shard depends on, next to the target and the shard's number."""
+
+    method: str
+    batch_size: int
+    max_prompt_tokens: int
+    max_answer_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    shard_size: int
+    openings: tuple[str, ...] = OPENINGS
+    held_out: tuple[str, ...] = ()
+    """Texts as `normal` returns them."""
+
+    def settings(self) -> dict[str, Any]:
+        """JSON-ready form; lists of texts as digests."""
+        digests = {
+            name: hashlib.sha256("\0".join(getattr(self, name)).encode()).hexdigest()[:16]
+            for name in ("openings", "held_out")
+        }
+        return dataclasses.asdict(self) | digests
+
+
+def user_turn(tokenizer: Any, name: str = "the model") -> Turn:
+    """The texts around a user's content in the chat template, those that the template adds by itself included.
+
+    Raises:
+      ValueError: no tokenizer, no chat template, or one that does not render the content exactly once.
+    """
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        missing = "tokenizer" if tokenizer is None else "chat template"
+        raise ValueError(f"--target {name}: has no {missing}, which writing its own prompts needs")
+    messages = [{"role": "user", "content": _USER_CONTENT}]
+    parts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split(_USER_CONTENT)
+    if len(parts) != 2:
+        raise ValueError(f"--target {name}: its chat template renders the user's content {len(parts) - 1} times")
+    return Turn(*parts)
+
+
+class Writer:
+    """Lets a target write prompts and answer them.
+
+    Args:
+      engine: the target, with its tokenizer.
+      options: see `ShardOptions`.
+
+    Attributes:
+      skipped: prompts that were not used, by reason.
+      compile_s: seconds spent on compiling so far.
+
+    Raises:
+      ValueError: no chat template, or a context too small for the limits.
+    """
+
+    def __init__(self, engine: FailFast, options: ShardOptions):
+        self.engine, self.options = engine, options
+        self.turn = user_turn(engine.tokenizer, engine.target_name)
+        self._openings = [self._encode(self.turn.before + opening) for opening in options.openings]
+        self._after = self._encode(self.turn.after)
+        added = getattr(engine.tokenizer, "added_tokens_decoder", {})
+        self._special = {id for id, token in added.items() if token.special} | set(engine.eos_token_ids)
+        needed = (
+            max(map(len, self._openings)) + options.max_prompt_tokens + len(self._after) + options.max_answer_tokens
+        )
+        if needed > engine.max_seq_len:
+            raise OptionError(
+                f"--max-prompt-tokens {options.max_prompt_tokens}: with the template and --max-answer-tokens "
+                f"{options.max_answer_tokens} a document may have {needed} tokens, and the target's context is "
+                f"{engine.max_seq_len}"
+            )
+        self.skipped: Counter[str] = Counter()
+        self.compile_s = 0.0
+
+    def _encode(self, text: str) -> list[int]:
+        return self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def generate(self, prompts: list[list[int]], limit: int, **sampling: Any) -> list[list[int]]:
+        """Outputs of a batch, stop tokens included; the batch is filled up, so that one program serves all."""
+        options = self.options
+        full = prompts + prompts[:1] * (options.batch_size - len(prompts))
+        config = GenerationConfig(method=options.method, max_new_tokens=limit, **sampling)
+        results = self.engine.generate(full, config)
+        self.compile_s += results[0].stats.compile_s
+        return [result.output_ids for result in results[: len(prompts)]]
+
+    def prompts(self, shard: int, batch: int) -> list[tuple[list[int], str, int]]:
+        """Ids of a batch of sampled prompts, their users' texts, and how many tokens of each were sampled."""
+        options = self.options
+        randomness = np.random.SeedSequence([options.seed, shard, batch])
+        chosen = np.random.default_rng(randomness).integers(len(self._openings), size=options.batch_size)
+        openings = [self._openings[index] for index in chosen]
+        sampled = self.generate(
+            openings,
+            options.max_prompt_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=int(randomness.generate_state(1)[0]),
+        )
+        made = []
+        for index, opening, output in zip(chosen, openings, sampled):
+            # The rest of the template ends the turn.
+            own = output[:-1] if output[-1] in self.engine.eos_token_ids else output
+            # Some tokenizers drop a space in front of the first token: hence decoded behind the opening.
+            behind = len(self.engine.tokenizer.decode(opening))
+            text = options.openings[index] + self.engine.tokenizer.decode(opening + own)[behind:]
+            if len(own) < FEWEST_SAMPLED or not text.strip():
+                self.skipped["empty"] += 1
+            elif not self._special.isdisjoint(own):
+                self.skipped["special tokens"] += 1
+            elif is_held_out(text, options.held_out):
+                self.skipped["held out"] += 1
+            else:
+                made.append((opening + own + self._after, text, len(own)))
+        return made
+
+    def answers(self, prompts: list[list[int]]) -> list[list[int]]:
+        """The target's greedy answers to at most `batch_size` prompts."""
+        return self.generate(prompts, self.options.max_answer_tokens)
+
+    def shard(self, number: int, seen: set[tuple[int, ...]], progress: Any = None) -> list[Document]:
+        """Makes one shard.
+
+        Args:
+          seen: prompts of earlier shards, which are not used again; this shard's are added.
+          progress: called with (documents, tokens written) after each batch of answers.
+
+        Raises:
+          ValueError: hardly any sampled prompt can be used.
+        """
+        size, batch = self.options.shard_size, self.options.batch_size
+        found: list[tuple[list[int], int]] = []
+        tries, most = 0, 8 + 16 * -(-size // batch)
+        while len(found) < size:
+            if tries == most:
+                raise ValueError(
+                    f"shard {number}: only {len(found)} of {tries * batch} prompts that the target wrote can be used "
+                    f"(skipped so far: {dict(self.skipped)})"
+                )
+            for ids, _, sampled in self.prompts(number, tries):
+                if tuple(ids) in seen:
+                    self.skipped["duplicate"] += 1
+                elif len(found) < size:
+                    seen.add(tuple(ids))
+                    found.append((ids, sampled))
+            tries += 1
+        documents = []
+        for start in range(0, size, batch):
+            part = found[start : start + batch]
+            answers = self.answers([ids for ids, _ in part])
+            documents += [(ids, answer) for (ids, _), answer in zip(part, answers)]
+            if progress:
+                progress(len(part), sum(sampled for _, sampled in part) + sum(map(len, answers)))
+        return documents

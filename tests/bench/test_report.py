@@ -1,0 +1,167 @@
+"""The arithmetic of the report and of the figures."""
+
+import pytest
+
+from failfast_jax.bench import figures, harness, report
+from failfast_jax.bench.journal import Journal
+from failfast_jax.bench.modelled import parse_latency
+from failfast_jax.bench.variants import BASELINE
+from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, OTHER_SAMPLE
+from failfast_jax.config import GenerationConfig
+
+
+def made_up(method, prompt, seconds, tokens, rounds=(), **changes):
+    """A record; `rounds`: `(confidences, accepted)` of each."""
+    detail = [{"drafted": len(c), "accepted": a, "emitted": a + 1, "passes": 2, "confidence": c} for c, a in rounds]
+    return {
+        "setting": method,
+        "question": str(prompt),
+        "repeat": 0,
+        "block": "b",
+        "decode_s": seconds,
+        "tokens": tokens,
+        "rounds": len(detail) or tokens,
+        "drafted": sum(d["drafted"] for d in detail),
+        "accepted": sum(d["accepted"] for d in detail),
+        "drafter_passes": sum(d["passes"] for d in detail),
+        "detail": detail,
+        **changes,
+    }
+
+
+ROUNDS = [([0.7, 0.9], 2), ([0.75, 0.5, 0.5], 0), ([], 0), ([1.0, 0.2], 1)]
+RECORDS = [
+    made_up("vanilla", 0, 4.0, 7),
+    made_up("vanilla", 1, 6.0, 13),
+    made_up("failfast", 0, 1.0, 7, ROUNDS, verdict="equal"),
+    made_up("failfast", 1, 3.0, 13, ROUNDS, verdict="near-tie"),
+]
+
+
+def test_totals():
+    table = report.totals(RECORDS, ["failfast"])
+    assert table["vanilla"]["tokens_per_s"] == 2.0 and table["vanilla"]["speedup"] == 1.0
+    row = table["failfast"]
+    assert row["tokens_per_s"] == 5.0 and row["speedup"] == 2.5
+    assert row["prompt_speedup"] == {"median": 3.0, "low": 2.5, "high": 3.5, "min": 2.0, "max": 4.0}
+    assert (row["max_accepted"], row["max_drafted"]) == (2, 3) and row["acceptance_rate"] == 6 / 14
+    assert (row["rounds"], row["drafting_rounds"], row["drafting_share"]) == (8, 6, 0.75)
+    assert row["accepted_per_round"] == 6 / 8 and row["accepted_per_drafting_round"] == 1.0
+    assert row["draft_length"] == 14 / 6 and row["passes_per_round"] == 2.0 and row["tokens_per_round"] == 2.5
+    assert row["verdicts"] == {"equal": 1, "near-tie": 1, "different": 0}
+    report.add_modelled(table, parse_latency("1:10"))
+    vanilla, failfast = report.summary_table(
+        table, {"vanilla": "vanilla", "failfast": "fast"}, parse_latency("1:10")
+    ).splitlines()[2:]
+    assert vanilla.startswith("| vanilla | 2.0 | 1.00 | - |")
+    assert failfast == (
+        "| fast | 5.0 | 2.50 | 3.00 (2.50 to 3.50; 2.00 to 4.00) | 43 % | 0.75 / 1.8 | 1.00 / 2.3 | 2 / 3 | 4.0 | 75 % "
+        "| 2.00 | 2.08 | 1 / 1 / 0 | - |"
+    )
+
+
+def test_what_was_accepted_beyond_the_end_is_not_counted():
+    cut = made_up("lookup", 0, 1.0, 6, [([0.8] * 7, 7), ([0.8] * 7, 7)])
+    cut["detail"][-1]["emitted"] = 2
+    row = report.totals([made_up("vanilla", 0, 1.0, 6), cut], ["lookup"])["lookup"]
+    assert row["accepted_per_round"] == (7 + 2) / 2
+    assert report.calibration([cut], "lookup")["rounds"][8]["accepted"] == 7.0
+
+
+def test_repeats_of_a_prompt_are_added():
+    again = [record | {"repeat": 1, "decode_s": 2.0} for record in RECORDS]
+    row = report.totals(RECORDS + again, ["failfast"])["failfast"]
+    assert row["speedup"] == 14 / 8
+    spread = row["prompt_speedup"]
+    assert (spread["median"], spread["min"], spread["max"]) == ((6 / 3 + 8 / 5) / 2, 8 / 5, 6 / 3)
+
+
+def test_calibration():
+    found = report.calibration(RECORDS[:3], "failfast")
+    assert [b["count"] for b in found["rounds"]] == [0, 0, 0, 0, 0, 0, 0, 2, 0, 1]
+    bin7, bin9 = found["rounds"][7], found["rounds"][9]
+    assert bin7["confidence"] == pytest.approx(0.725) and bin7["first_accepted"] == 0.5 and bin7["accepted"] == 1.0
+    assert (bin9["confidence"], bin9["first_accepted"], bin9["accepted"]) == (1.0, 1.0, 1.0)
+    assert found["rounds"][0]["accepted"] is None
+    # Judged: 0.7 and 0.9 accepted, 0.75 rejected (what follows it is not judged), 1.0 accepted, 0.2 rejected.
+    assert [b["count"] for b in found["tokens"]] == [0, 0, 1, 0, 0, 0, 0, 2, 0, 2]
+    assert found["ece"] == pytest.approx((1 * 0.2 + 2 * abs(0.5 - 0.725) + 2 * abs(1.0 - 0.95)) / 5)
+    text = report.calibration_table({"failfast": found})
+    assert "| 0.7-0.8 | 2: mean 0.72, first token 50 %, accepted 1.00 |" in text and "over 5 tokens |" in text
+    assert "| 0.0-0.1 | - |" in text
+
+
+def test_acceptance_by_position():
+    found = report.calibration(RECORDS[:3], "failfast")
+    assert found["positions"] == [
+        {"position": 1, "drafts": 3, "accepted": 2 / 3},
+        {"position": 2, "drafts": 3, "accepted": 1 / 3},
+        {"position": 3, "drafts": 1, "accepted": 0.0},
+    ]
+    short = report.calibration([made_up("lookup", 0, 1.0, 2, [([0.5], 1)])], "lookup")
+    head, _, *rows = report.positions_table({"failfast": found, "lookup": short}).splitlines()
+    assert head == "| accepted up to position | 1 | 2 | 3 |"
+    assert rows == ["| failfast | 67 % | 33 % | 0 % |", "| lookup | 100 % | - | - |"]
+
+
+def test_without_drafts():
+    records = [made_up("vanilla", 0, 4.0, 2), made_up("lookup", 0, 4.0, 2, [([], 0), ([], 0)])]
+    table, found = report.totals(records, ["lookup"]), report.calibration(records, "lookup")
+    assert found["ece"] is None and table["lookup"]["draft_length"] is None
+    assert "| - |" in report.calibration_table({"lookup": found})
+    assert report.positions_table({"lookup": found}).count("\n") == 2
+
+
+def test_the_fastest_is_named():
+    def row(speedup, decode_s, rounds, passes):
+        figures = {"speedup": speedup, "decode_s": decode_s, "rounds": rounds}
+        return {**figures, "rounds_per_answer": rounds / 2, "passes_per_round": passes}
+
+    table = {BASELINE: row(None, 8.0, 80, None), "lookup": row(2.0, 4.0, 40, 0.0), "failfast": row(1.6, 5.0, 25, 2.0)}
+    names = {label: label for label in table}
+    assert report.verdict_on_speed(table, names) == (
+        "Fastest: `lookup` 2.00 x: 20.0 rounds an answer, 100.0 ms and 0.00 drafter passes a round; against that "
+        "`failfast` 1.60 x: 12.5 rounds an answer, 200.0 ms and 2.00 drafter passes a round."
+    )
+    table["failfast"]["speedup"] = 2.5
+    assert report.verdict_on_speed(table, names).startswith("Fastest: `failfast` 2.50 x")
+    table["failfast"]["speedup"], table["lookup"]["speedup"] = 0.5, 0.9
+    assert report.verdict_on_speed(table, names).startswith(
+        "None is faster than plain decoding. The fastest is `lookup`"
+    )
+    assert report.verdict_on_speed({BASELINE: table[BASELINE]}, {BASELINE: BASELINE}) is None
+
+
+def test_modelled_columns():
+    rows = [
+        {"setting": BASELINE, "question": "0", "repeat": 0, "block": "b", "decode_s": 20.0, "tokens": 20}
+        | {"rounds": 20, "drafted": 0, "drafter_passes": 0, "detail": []},
+        {"setting": "ar", "question": "0", "repeat": 0, "block": "b", "decode_s": 10.0, "tokens": 20}
+        | {"rounds": 5, "drafted": 20, "drafter_passes": 20, "detail": []},
+    ]
+    table = report.totals(rows, ["ar"])
+    report.add_modelled(table, parse_latency("1:10"))
+    assert table["ar"]["modelled"] == 20 * 10 / (20 * 1 + 5 * 10)
+
+
+def test_easy_regions():
+    def made(*rounds):
+        return {"detail": [{"drafted": d, "accepted": a, "emitted": e} for d, a, e in rounds]}
+
+    answer = made((3, 3, 4), (3, 1, 2), (0, 0, 1), (2, 2, 3), (4, 4, 2))
+    easy = figures.easy_tokens(answer)
+    assert easy == [True] * 4 + [True, False] + [False] + [True] * 3 + [True] * 2
+    assert figures.easy_share([answer], [0, 4, 5, 9]) == [10 / 12, 10 / 12, 0.0, 0.0]
+
+
+def test_other_samples_are_no_differences():
+    """Rejection sampling promises `vanilla`'s distribution, not its tokens."""
+    journal = Journal(None, {})
+    place = {"kind": "answer", "dataset": "d", "question": "0", "repeat": 0, "block": "b"}
+    journal.append({**place, "setting": BASELINE, "output_ids": [1, 2], "compared": True})
+    for label, ids, compared in (("same", [1, 2], False), ("sampled", [3], False), ("wrong", [3], True)):
+        journal.append({**place, "setting": label, "output_ids": ids, "compared": compared})
+    verdicts = {record["setting"]: record.get("verdict") for record in journal.judged(1e-3, False)}
+    assert verdicts == {BASELINE: None, "same": EQUAL, "sampled": OTHER_SAMPLE, "wrong": DIFFERENT}
+    config = GenerationConfig(temperature=0.7)
+    assert harness.promises_equality(config)

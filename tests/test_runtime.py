@@ -1,0 +1,228 @@
+"""Sessions: rows are independent requests, which come and go while others are decoded."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
+
+from failfast_jax.compilation import compile_counts
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.plan import Plan
+from failfast_jax.decoding.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Draft
+from failfast_jax.decoding.stopping import BelowThreshold
+from failfast_jax.drafters.lookup import Lookup
+from failfast_jax.drafters.wide import Wide
+from failfast_jax.errors import OptionError, PromptError
+from failfast_jax.runtime import Request, RowLog, Runtime, Session
+
+CAPACITY = 128
+KINDS = ("lookup", "wide", "dllm")
+
+
+@functools.cache
+def runtime() -> Runtime:
+    context = {"max_position_embeddings": CAPACITY}
+    drafter = random_model(diffusion_config(**context), seed=2)
+    return Runtime(random_model(tiny_config(num_layers=1, **context), seed=1), drafter)
+
+
+@functools.cache
+def diffusion_runtime() -> Runtime:
+    return Runtime(random_model(diffusion_config(), seed=2))
+
+
+@functools.cache
+def session(kind: str, batch: int) -> Session:
+    shape = {"batch": batch, "capacity": CAPACITY}
+    if kind == "dllm":
+        return diffusion_runtime().diffusion_session(**shape, threshold=0.5, small_block=4)
+    if kind == "lookup":
+        return runtime().session(Lookup(max_spec_len=7, min_match=1), **shape)
+    rule = BelowThreshold(np.float32(0.3))
+    drafter = Wide(model=runtime().drafter_model, vocab=VOCAB, rule=rule, spec_len=3, max_spec_len=6)
+    return runtime().session(drafter, **shape)
+
+
+def finished(kind: str, requests: list[Request]):
+    work = session(kind, len(requests))
+    state = work.advance(work.prefill(requests))
+    return work.read(state), work.rounds(state)
+
+
+@functools.cache
+def alone(kind: str, request: Request) -> tuple[list[int], int, RowLog]:
+    """What a request says by itself."""
+    progress, (log,) = finished(kind, [request])
+    return progress.ids[0], progress.finish[0], log
+
+
+def assert_as_alone(kind: str, state, requests: list[Request]) -> None:
+    work = session(kind, len(requests))
+    progress = work.read(state)
+    for row, (request, log) in enumerate(zip(requests, work.rounds(state))):
+        ids, finish, expected = alone(kind, request)
+        assert (progress.ids[row], progress.finish[row]) == (ids, finish)
+        assert (log.drafter_passes, log.target_passes) == (expected.drafter_passes, expected.target_passes)
+        assert len(log.rounds) == len(expected.rounds)
+        for mine, other in zip(log.rounds, expected.rounds):
+            assert (mine.drafted, mine.accepted, mine.emitted, mine.passes) == (
+                other.drafted,
+                other.accepted,
+                other.emitted,
+                other.passes,
+            )
+            np.testing.assert_allclose(mine.confidence, other.confidence, rtol=1e-4)
+
+
+any_request = st.builds(
+    Request,
+    prompt=st.lists(st.integers(2, 6), min_size=1, max_size=24).map(tuple),
+    max_new_tokens=st.integers(8, 60),
+    temperature=st.sampled_from([0.0, 0.0, 0.7]),
+    top_k=st.sampled_from([0, 5]),
+    seed=st.integers(0, 2**32 - 1),
+    sequence=st.integers(0, 5),
+    eos=st.sampled_from([(), (1,), (3, 7)]),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=6)
+@given(requests=st.lists(any_request, min_size=4, max_size=4), data=st.data())
+def test_a_request_that_joins_late_says_what_it_says_alone(kind, requests, data):
+    """Put into a row while others decode, freshly prefilled or with its answer begun; the others notice nothing."""
+    work, single = session(kind, 3), session(kind, 1)
+    row, before, begun = (data.draw(st.integers(0, most), label=name) for name, most in ROUNDS)
+    rows, late = requests[:3], requests[3]
+    state = work.advance(work.prefill(rows), before)
+    state = work.insert(state, row, single.advance(single.prefill([late]), begun))
+    rows[row] = late
+    assert_as_alone(kind, work.advance(state), rows)
+
+
+ROUNDS = (("row", 2), ("rounds before", 9), ("rounds of its own", 4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_insert_compiles_nothing(kind):
+    work, single = session(kind, 3), session(kind, 1)
+
+    def again(row: int):
+        request = Request(prompt=(2, 3, 4 + row), max_new_tokens=20, seed=row)
+        state = work.prefill([request] * 3)
+        for _ in range(2):
+            state = work.insert(work.advance(state, 2), row, single.prefill([request]))
+        return work.read(work.advance(state))
+
+    again(0)
+    before = compile_counts()
+    again(2)
+    assert compile_counts().since(before).requests == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_have_their_own_limits_and_stop_tokens(kind):
+    free = alone(kind, Request(prompt=(5, 6, 7), max_new_tokens=40))[0]
+    assert len(free) > 8
+    requests = [
+        Request(prompt=(5, 6, 7), max_new_tokens=40, eos=(free[5],)),
+        Request(prompt=(5, 6, 7), max_new_tokens=16),
+        Request(prompt=(5, 6, 7), max_new_tokens=40),
+    ]
+    progress, _ = finished(kind, requests)
+    assert progress.ids[0] == free[: free.index(free[5]) + 1]
+    assert len(free) > len(progress.ids[1]) >= 8 and progress.ids[1] == free[: len(progress.ids[1])]
+    assert progress.ids[2] == free
+    assert progress.finish == [FINISHED_EOS, FINISHED_LENGTH, FINISHED_LENGTH]
+
+
+def test_the_sequence_keys_the_noise_and_the_row_does_not():
+    request = {"prompt": (5, 6, 7), "max_new_tokens": 20, "temperature": 1.0, "seed": 3}
+    requests = [Request(**request, sequence=sequence) for sequence in (4, 0, 4)]
+    progress, _ = finished("lookup", requests)
+    assert progress.ids[0] == progress.ids[2] != progress.ids[1]
+
+
+def test_slices_say_what_the_whole_says():
+    work = session("wide", 3)
+    requests = [Request(prompt=(row + 2,) * 5, max_new_tokens=30) for row in range(3)]
+    state, seen = work.prefill(requests), [[], [], []]
+    while True:
+        state = work.advance(state, 1)
+        progress = work.read(state)
+        assert all(now[: len(earlier)] == earlier for now, earlier in zip(progress.ids, seen))
+        seen = progress.ids
+        if RUNNING not in progress.finish:
+            break
+    assert_as_alone("wide", state, requests)
+
+
+def test_prefill_may_be_done_in_chunks():
+    work = session("wide", 1)
+    request = Request(prompt=tuple(range(2, 22)) * 4, max_new_tokens=20)
+    *earlier, state = work.prefill_in_chunks([request])
+    assert len(earlier) > 1
+    assert_as_alone("wide", work.advance(state), [request])
+
+
+def test_a_round_in_its_three_parts():
+    work = session("wide", 1)
+    request = Request(prompt=(2, 3, 4, 2, 3, 4), max_new_tokens=24)
+    state = work.prefill([request])
+    while RUNNING in work.read(state).finish:
+        proposal, state = work.draft(state)
+        verified, state = work.verify(state, proposal)
+        state = work.commit(state, proposal, verified)
+    assert_as_alone("wide", state, [request])
+
+
+def test_any_draft_can_be_verified_at_any_width():
+    """What a timing of a verify of 8 rows needs."""
+    work = runtime().session(Drafter(), capacity=CAPACITY, plan=Plan((8,), (8,), (8,)))
+    state = work.start([Request(prompt=(2,) * 30, max_new_tokens=8)])
+    proposal = Draft.empty(1, 7).replace(length=jnp.asarray([7], jnp.int32))
+    verified, state = work.verify(state, proposal)
+    assert verified.picks.shape == (1, 8)
+    before = compile_counts()
+    work.verify(state, proposal)
+    assert compile_counts().since(before).requests == 0
+
+
+def add(x, y, *, factor):
+    return x + factor * y
+
+
+def test_programs_of_ones_own():
+    x = np.ones(3, np.float32)
+    double = runtime().compile(functools.partial(add, factor=2), x, x)
+    np.testing.assert_array_equal(double(x, x), 3 * x)
+    assert runtime().compile(functools.partial(add, factor=2), x, x) is double
+    assert runtime().compile(functools.partial(add, factor=3), x, x) is not double
+
+
+def test_what_cannot_be_served_is_said():
+    work, single = session("lookup", 3), session("lookup", 1)
+    request = Request(prompt=(2, 3), max_new_tokens=8)
+    with pytest.raises(ValueError, match="2 requests for 3 rows"):
+        work.prefill([request] * 2)
+    with pytest.raises(PromptError, match="a prompt of 129 tokens: must have 1 to 128"):
+        single.prefill([Request(prompt=(2,) * 129, max_new_tokens=8)])
+    with pytest.raises(ValueError, match="at most 8 stop tokens"):
+        single.prefill([Request(prompt=(2,), max_new_tokens=8, eos=tuple(range(9)))])
+    state = work.prefill([request] * 3)
+    with pytest.raises(ValueError, match="row 3: there are 3"):
+        work.insert(state, 3, single.prefill([request]))
+    with pytest.raises(ValueError, match="batch 1 and the same drafter and capacity"):
+        work.insert(state, 0, session("wide", 1).prefill([request]))
+    with pytest.raises(ValueError, match="batch 1 and the same drafter and capacity"):
+        work.insert(state, 0, work.prefill([request] * 3))
+    with pytest.raises(OptionError, match="--max-seq-len 200: must be between 2 and the context of 128"):
+        Runtime(runtime().target, max_seq_len=200)
+    with pytest.raises(PromptError, match="the prompt of 128 tokens does not fit"):
+        runtime().capacity(128, 1)

@@ -1,0 +1,45 @@
+"""Documents and objectives of the training tests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from failfast_jax.models.conditioned import ConditionedConfig
+from failfast_jax.train import align, data
+from failfast_jax.train.adapt import Adaptation, AdaptationOptions
+from failfast_jax.train.corruption import Corruption
+
+VOCAB = 40
+LENGTH = 32
+
+
+def write_data(path, documents: int = 12, seed: int = 0, **changes):
+    rng = np.random.default_rng(seed)
+    prompt_len, answer_len = rng.integers(3, 7, documents), rng.integers(12, 24, documents)
+    arrays = {
+        "prompt": rng.integers(2, VOCAB, prompt_len.sum()).astype(np.uint16),
+        "prompt_len": prompt_len.astype(np.int32),
+        "answer": rng.integers(2, VOCAB, answer_len.sum()).astype(np.uint16),
+        "answer_len": answer_len.astype(np.int32),
+    }
+    np.savez(path, **(arrays | changes))
+    return path
+
+
+def load(path, **options):
+    return data.load_documents([path], **({"vocab_size": VOCAB, "shortest": 8, "longest": LENGTH} | options))
+
+
+def make_objective(family: str, target, documents):
+    if family == "standalone":
+        options = AdaptationOptions(
+            corruption=Corruption("mixed", complementary=True), position_decay=2.0, kl_weight=0.5
+        )
+        return Adaptation(target, (0, 2), 8, options)
+    base = dataclasses.replace(target.config, num_layers=1)
+    config = ConditionedConfig(base, (1,), (0, 2), 4, 20)
+    ids = data.frequent_tokens(documents, VOCAB, 20, (1,))
+    model = align.initial(target, config, (2,), 0)
+    return align.Alignment(model, target, ids, align.AlignmentOptions(anchors=3))

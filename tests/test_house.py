@@ -27,7 +27,7 @@ LONGEST_FUNCTION, LONGEST_FILE = 60, 450
 
 BOTTOM = {
     *("_version", "axes", "command", "compilation", "config", "encoding", "errors", "files", "options", "platforms"),
-    "results",
+    *("results", "tables"),
 }
 LAYERS = (
     BOTTOM,

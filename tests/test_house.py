@@ -25,7 +25,10 @@ PACKAGES = ("failfast_jax", "convert", "tpu_scripts")
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LONGEST_FUNCTION, LONGEST_FILE = 60, 450
 
-BOTTOM = {"_version", "command", "compilation", "config", "encoding", "errors", "files", "platforms", "results"}
+BOTTOM = {
+    *("_version", "axes", "command", "compilation", "config", "encoding", "errors", "files", "options", "platforms"),
+    *("results", "tables"),
+}
 LAYERS = (
     BOTTOM,
     {"kernels"},

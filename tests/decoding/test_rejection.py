@@ -14,8 +14,8 @@ from tiny_models import diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, decoding
 from failfast_jax.decoding import accept
-from failfast_jax.decoding.expand import BelowThreshold
 from failfast_jax.decoding.state import Sampling
+from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
@@ -199,7 +199,8 @@ def sampling_drafter(kind: str):
         return Autoregressive(model=model, vocab=SMALL, spec_len=2, sampled=True)
     config = diffusion_config(block_size=4, vocab_size=SMALL + 1, mask_token_id=SMALL)
     model = random_model(config, seed=2, gain=2.0)
-    return Wide(model=model, vocab=SMALL, rule=BelowThreshold(np.float32(0.55)), spec_len=1, max_spec_len=2, sampled=True)
+    rule = BelowThreshold(np.float32(0.55))
+    return Wide(model=model, vocab=SMALL, rule=rule, spec_len=1, max_spec_len=2, sampled=True)
 
 
 @pytest.mark.long

@@ -5,5 +5,16 @@ from failfast_jax.checkpoints.loading import load_model
 from failfast_jax.config import GenerationConfig
 from failfast_jax.engine import FailFast, Result, StreamEvent
 from failfast_jax.models.config import ModelConfig
+from failfast_jax.runtime import Request, Runtime
 
-__all__ = ["FailFast", "GenerationConfig", "ModelConfig", "Result", "StreamEvent", "__version__", "load_model"]
+__all__ = [
+    "FailFast",
+    "GenerationConfig",
+    "ModelConfig",
+    "Request",
+    "Result",
+    "Runtime",
+    "StreamEvent",
+    "__version__",
+    "load_model",
+]

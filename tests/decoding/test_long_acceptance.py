@@ -60,12 +60,11 @@ def target():
 @functools.cache
 def engine(kind: str | None) -> FailFast:
     if kind == "autoregressive":
-        engine_ = FailFast(target(), fond_of(random_model(tiny_config(num_layers=1), seed=3, gain=2.0), 3.0))
-        engine_._checked_widths = engine("diffusion")._checked_widths  # of the same target
-    else:
-        engine_ = FailFast(target(), fond_of(random_model(diffusion_config(), seed=2, gain=2.0), 4.0))
-    engine_.max_seq_len = CAPACITY
-    return engine_
+        drafter = fond_of(random_model(tiny_config(num_layers=1), seed=3, gain=2.0), 3.0)
+        engine_ = FailFast(target(), drafter, max_seq_len=CAPACITY)
+        engine_.runtime.width_check = engine("diffusion").runtime.width_check  # of the same target
+        return engine_
+    return FailFast(target(), fond_of(random_model(diffusion_config(), seed=2, gain=2.0), 4.0), max_seq_len=CAPACITY)
 
 
 @functools.cache

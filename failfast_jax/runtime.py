@@ -54,6 +54,7 @@ class Runtime:
     Attributes:
       platform: `cpu`, `gpu` or `tpu`.
       programs: the store; `programs.seconds` is the time spent on compiling.
+      width_check: what is known of the target's widths under `exact`; runtimes of one target may share it.
 
     Raises:
       OptionError: `max_seq_len` exceeds the models' context, or the target cannot be spread over the mesh.
@@ -80,7 +81,7 @@ class Runtime:
             raise OptionError(f"--max-seq-len {max_seq_len}: must be between 2 and the context of {context}")
         self.max_seq_len = max_seq_len or context
         self.programs = programs or Executables()
-        self._width_check = WidthCheck(target)
+        self.width_check = WidthCheck(target)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -105,7 +106,7 @@ class Runtime:
         take a self-check of some seconds, the first time)."""
         if not exact or self.platform != "cpu" or self.target.dtype != jnp.float32:
             return make_plan(drafter, platform=self.platform, exact=exact)
-        widths = self._width_check.widths(drafter, batch)
+        widths = self.width_check.widths(drafter, batch)
         return make_plan(drafter, platform=self.platform, exact=True, interchangeable=widths)
 
     def capacity(self, prompt_tokens: int, max_new_tokens: int, longest_draft: int = 0) -> int:

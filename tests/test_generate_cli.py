@@ -108,12 +108,13 @@ def test_traces(tmp_path, capsys):
 
 COMMON = ["--target", TARGET, "--method", "lookup", "--token-ids", PROMPT]
 BAD = {
-    "tau": ([*COMMON, "--tau", "1.5"], "--tau 1.5: must be in [0, 1]"),
-    "steps": ([*COMMON, "--steps", "2"], "--steps 2: only --method specdiff"),
-    "tree": ([*COMMON, "--tree-budget", "9"], "--tree-budget 9: only --method failfast (schedule wide)"),
+    "tau": ([*COMMON, "--method", "suffix", "--tau", "1.5"], "--tau 1.5: must be in [0, 1]"),
+    "ignored": ([*COMMON, "--tau", "0.3"], "--tau 0.3: --method lookup has no such option, only failfast, ar, suffix"),
+    "steps": ([*COMMON, "--steps", "2"], "--steps 2: --method lookup has no such option, only specdiff"),
+    "tree": ([*COMMON, "--tree-budget", "9"], "--tree-budget 9: --method lookup has no such option, only failfast"),
     "rejection": ([*COMMON, "--acceptance", "rejection"], "--acceptance rejection: exact only for drafts sampled"),
     "spec": (
-        [*COMMON, "--spec-len", "20", "--max-spec-len", "10"],
+        [*COMMON, "--method", "failfast", "--spec-len", "20", "--max-spec-len", "10"],
         "--max-spec-len 10: must be at least --spec-len 20",
     ),
     "default spec": (
@@ -124,8 +125,8 @@ BAD = {
         [*COMMON, "--drafter", DRAFTER, "--method", "fast-dllm", "--small-block-size", "5"],
         "--small-block-size 5: must divide the block size 32",
     ),
-    "dynamic": ([*COMMON, "--dynamic"], "--dynamic: only --method ar"),
-    "reuse": ([*COMMON, "--reuse"], "--reuse: only --method failfast"),
+    "dynamic": ([*COMMON, "--dynamic"], "--dynamic: --method lookup has no such option, only ar"),
+    "reuse": ([*COMMON, "--reuse"], "--reuse: --method lookup has no such option, only failfast"),
     "temperature": ([*COMMON, "--temperature", "-1"], "--temperature -1.0"),
     "top-p": ([*COMMON, "--top-p", "0"], "--top-p 0.0: must be in (0, 1]"),
     "new tokens": ([*COMMON, "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
@@ -147,15 +148,18 @@ BAD = {
         ["--target", TARGET, "--drafter", str(GOLDEN / "fast_dllm_v2_tied"), "--token-ids", PROMPT],
         "qwen2_target_160 and drafter",
     ),
-    "no drafter": (["--target", TARGET, "--token-ids", PROMPT], "--method failfast: needs --drafter"),
+    "no drafter": (
+        ["--target", TARGET, "--method", "failfast", "--token-ids", PROMPT],
+        "--method failfast: needs --drafter",
+    ),
     "ar drafter": (["--target", TARGET, "--method", "ar", "--token-ids", PROMPT], "--method ar: needs --drafter"),
     "wrong drafter": (
         ["--target", TARGET, "--drafter", TARGET, "--token-ids", PROMPT],
-        "method failfast needs a block-diffusion drafter",
+        "method failfast needs a drafter of kind block-diffusion or conditioned",
     ),
     "wrong ar drafter": (
         ["--target", TARGET, "--drafter", DRAFTER, "--method", "ar", "--token-ids", PROMPT],
-        "method ar needs an autoregressive drafter",
+        "method ar needs a drafter of kind autoregressive",
     ),
     "diffusion target": (["--target", DRAFTER, "--method", "vanilla", "--token-ids", PROMPT], "cannot verify drafts"),
     "dllm target": (["--target", TARGET, "--method", "dllm", "--token-ids", PROMPT], "needs a block-diffusion model"),

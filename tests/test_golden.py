@@ -10,6 +10,7 @@ import pytest
 from checkpoint_files import GOLDEN, GOLDEN_NAMES
 
 from failfast_jax import FailFast, decoding
+from failfast_jax.decoding import BelowThreshold
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.wide import Wide
 
@@ -65,7 +66,7 @@ def first_draft(target, model, tokens, length, tau, threshold, *, drafter_type, 
     drafter = drafter_type(
         model=model,
         vocab=target.config.vocab_size,
-        tau=tau,
+        rule=BelowThreshold(tau),
         spec_len=spec_len,
         max_spec_len=max_spec_len,
         **options,

@@ -68,9 +68,10 @@ def options_of(config: GenerationConfig, platform: str, defaults: Mapping[str, A
         if value is None or value is False or name in kind.names():
             continue
         takers = [method for method, options in all_options().items() if name in options.names()]
+        given = flag_of(name) if value is True else f"{flag_of(name)} {value}"
         if not takers:
-            raise OptionError(f"{flag_of(name)} {value}: no method has such an option")
-        raise OptionError(f"{flag_of(name)} {value}: --method {config.method} ignores it; {', '.join(takers)} take it")
+            raise OptionError(f"{given}: no method has such an option")
+        raise OptionError(f"{given}: --method {config.method} has no such option, only {', '.join(takers)}")
     if config.acceptance == "rejection" and not kind.samples:
         refuse_rejection(f"--method {config.method} has none")
     given = {name: value for name, value in config.options.items() if name in kind.names()}

@@ -19,7 +19,7 @@ from failfast_jax.decoding.proposal import no_extras, propose
 from failfast_jax.decoding.state import Draft
 from failfast_jax.decoding.stopping import BelowThreshold, Never, StopRule
 from failfast_jax.decoding.windows import gather_rows, gather_window, place
-from failfast_jax.drafters.failfast import lengths
+from failfast_jax.drafters.failfast import check_lengths, lengths
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE
 from failfast_jax.models.transformer import Decoder
@@ -148,6 +148,7 @@ class AutoregressiveOptions(MethodOptions):
     max_spec_len: int | None = option(None, "with --dynamic: longest draft (20)", least=1, most=LONGEST_DRAFT)
 
     def check(self) -> None:
+        check_lengths(self.spec_len, self.max_spec_len)
         for flag, value in (("--tau", self.tau), ("--max-spec-len", self.max_spec_len)):
             require(self.dynamic or value is None, f"{flag} {value}", "--method ar needs --dynamic for it")
 

@@ -56,7 +56,9 @@ class FailfastOptions(MethodOptions):
         other, names = ("wide", ONLY_ALIGNED) if self.schedule == "wide" else ("aligned", ONLY_WIDE)
         for name in names:
             if value := getattr(self, name):
-                raise OptionError(f"{flag_of(name)} {value}: not with --schedule {other}")
+                given = flag_of(name) if value is True else f"{flag_of(name)} {value}"
+                raise OptionError(f"{given}: not with --schedule {other}")
+        check_lengths(self.spec_len, self.max_spec_len)
         require(not self.min_gain or self.lookup_min > 0, f"--min-gain {self.min_gain}", "needs --lookup-min")
         if self.tree_budget:
             flag = f"--tree-budget {self.tree_budget}"
@@ -166,8 +168,14 @@ def lengths(spec_len: int | None, max_spec_len: int | None, default: int, longes
     """
     spec_len = spec_len or default
     longest = max_spec_len or max(longest, spec_len)
-    require(longest >= spec_len, f"--max-spec-len {longest}", f"must be at least --spec-len {spec_len}")
+    check_lengths(spec_len, longest)
     return spec_len, longest
+
+
+def check_lengths(spec_len: int | None, longest: int | None) -> None:
+    """Raises OptionError: the longest draft is shorter than a chunk."""
+    if spec_len and longest:
+        require(longest >= spec_len, f"--max-spec-len {longest}", f"must be at least --spec-len {spec_len}")
 
 
 def check_rows(site: Site, length: int, flag: str) -> None:

@@ -18,7 +18,7 @@ from tiny_models import diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.decoding import Drafter
-from failfast_jax.decoding.state import Draft
+from failfast_jax.decoding.state import Draft, Outcome
 from failfast_jax.drafters.reuse import LONGEST_MATCH, SHORTEST_MATCH, Reuse
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
@@ -42,7 +42,7 @@ class Given(Drafter):
     def draft_lengths(self) -> tuple[int, ...]:
         return 0, 4, 8
 
-    def draft(self, state, committed, stop=None, begun=None):
+    def draft(self, state, committed, begun=None):
         confidence = self.tokens / 100.0
         return Draft(tokens=self.tokens, confidence=confidence, length=self.length, passes=self.length), state
 
@@ -50,7 +50,8 @@ class Given(Drafter):
 @jax.jit
 def play(drafter, state, before, after):
     draft, state = drafter.draft(state, before)
-    return draft, drafter.commit(state, before, after, jnp.zeros((2, LONGEST + 1, 0, 1)))
+    agreed = jnp.minimum(after.length - before.length - 1, draft.length)
+    return draft, drafter.commit(state, Outcome(before, after, draft, agreed, jnp.zeros((2, LONGEST + 1, 0, 1))))
 
 
 def rounds(drafts: list[tuple[list[int], list[int]]], accepted: list[tuple[int, int]], room: int = 40):
@@ -176,8 +177,8 @@ def test_options():
     mixed = build("conditioned", spec_len=3, lookup_min=2)
     assert mixed.max_draft == mixed.model.max_draft > ROWS and mixed.draft_lengths[0] == 0
     for kind, options, message in (
-        ("standalone", {"method": "lookup"}, "--reuse: only --method failfast"),
-        ("standalone", {"schedule": "aligned"}, "--reuse: only --method failfast"),
+        ("standalone", {"method": "lookup"}, "--reuse: --method lookup has no such option, only failfast"),
+        ("standalone", {"schedule": "aligned"}, "--reuse: not with --schedule aligned"),
         ("standalone", {"spec_len": 9, "max_spec_len": 9}, "--reuse: drafts of --spec-len 9 leave no room"),
         ("conditioned", {}, f"--reuse: drafts of --spec-len {ROWS} leave no room"),
     ):

@@ -27,7 +27,7 @@ LENGTH, STEPS = 7, 3
 def drafter() -> SpecDiff:
     model = random_model(diffusion_config(4), seed=4)
     options = {"spec_len": LENGTH, "max_spec_len": LENGTH, "steps": STEPS}
-    return SpecDiff(model=model, vocab=VOCAB - 1, tau=np.float32(0), **options)
+    return SpecDiff(model=model, vocab=VOCAB - 1, **options)
 
 
 def by_hand(text: list[int]) -> tuple[list[int], list[float]]:
@@ -117,8 +117,8 @@ def test_the_text_is_the_targets():
     [
         ({"steps": 11}, "--steps 11: must be at most --spec-len 10"),
         ({"steps": 0}, "--steps 0: must be at least 1"),
-        ({"method": "failfast", "steps": 2}, "--steps 2: only --method specdiff"),
-        ({"lookup_min": 3}, "--lookup-min 3: --method specdiff looks nothing up"),
+        ({"method": "failfast", "steps": 2}, "--steps 2: --method failfast has no such option, only specdiff"),
+        ({"lookup_min": 3}, "--lookup-min 3: --method specdiff has no such option, only failfast, lookup, suffix"),
     ],
 )
 def test_bad_options(options, message):

@@ -175,5 +175,5 @@ def test_an_engine_learns_from_earlier_answers_without_compiling():
     with pytest.raises(PromptError, match=f"the corpus holds token id {VOCAB}, which the target model lacks"):
         engine.generate([[5]], **options)
     engine.corpus = None
-    with pytest.raises(OptionError, match="--lookup-min 0: --method suffix"):
+    with pytest.raises(OptionError, match="--lookup-min 0: must be in"):
         engine.generate([[5]], lookup_min=0, **options)

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from failfast_jax import command
 from failfast_jax.checkpoints import native, sources
 from failfast_jax.checkpoints.loading import as_dtype
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
@@ -229,7 +230,8 @@ def main(converter: Converter, argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion at OUT")
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
     options = parser.parse_args(argv)
-    try:
+
+    def work() -> None:
         out = convert(
             converter,
             options.source,
@@ -238,16 +240,13 @@ def main(converter: Converter, argv: Sequence[str] | None = None) -> int:
             overwrite=options.overwrite,
             progress=False if options.no_progress else None,
         )
-    except (ValueError, OSError) as error:
-        message = " ".join(str(error).split())
-        print(f"error: {message}", file=sys.stderr)
-        return 2
-    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    print(f"{out}: {size / 1e6:,.1f} MB")
-    return 0
+        size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+        print(f"{out}: {size / 1e6:,.1f} MB")
+
+    return command.run(work)
 
 
-def run(command: Callable[[], int]) -> None:
+def run(main: Callable[[], int]) -> None:
     """Runs a command line as a program."""
     # Conversions happen on the host; an accelerator may be in use by someone else.
     jax.config.update("jax_platforms", "cpu")
@@ -255,4 +254,4 @@ def run(command: Callable[[], int]) -> None:
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     sys.unraisablehook = lambda _: None
-    sys.exit(command())
+    sys.exit(main())

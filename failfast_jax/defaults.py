@@ -56,9 +56,8 @@ def load_pair(
     Raises:
       ValueError: a model is missing, unreadable or does not fit; the message names it.
     """
+    kinds = _kinds_of(method, settings, quantize, quantize_drafter)
     if settings is not None:
-        if method != "failfast":
-            raise OptionError(f"--settings {settings}: only --method failfast takes tuned settings, not {method}")
         schedule = schedule or read_settings(settings).decoding.get("schedule")
     options = {
         "dtype": dtype,
@@ -69,29 +68,23 @@ def load_pair(
         "quantize": quantize,
         "quantize_drafter": quantize_drafter,
         "settings": settings,
+        "programs": None if share is None else share.runtime.programs,
     }
-    quantization.check(quantize)
-    quantization.check(quantize_drafter, "--quantize-drafter")
-    kinds = check_method(method).kinds
-    programs = None if share is None else share.runtime.programs
 
     def build(*drafter: Any) -> FailFast:
         if share is None:
             return FailFast(target or default_target_path(), *drafter, **options)
-        engine = FailFast(share.target, *drafter, tokenizer=share.tokenizer, programs=programs, **options)
+        engine = FailFast(share.target, *drafter, tokenizer=share.tokenizer, **options)
         engine.target_name = share.target_name
         return engine
 
     if not kinds:
-        if quantize_drafter is not None:
-            raise OptionError(f"--quantize-drafter {quantize_drafter}: --method {method} drafts without a model")
         return build()
-    if target is not None or drafter is not None:
-        if drafter is None:
-            raise OptionError(f"--method {method}: needs --drafter, a model of kind {' or '.join(kinds)} for {target}")
+    if drafter is not None:
         return build(drafter)
-    if BLOCK_DIFFUSION not in kinds:
-        raise OptionError(f"--method {method}: needs --drafter, a model of kind {' or '.join(kinds)}")
+    if target is not None or BLOCK_DIFFUSION not in kinds:
+        whose = "" if target is None else f" for {target}"
+        raise OptionError(f"--method {method}: needs --drafter, a model of kind {' or '.join(kinds)}{whose}")
     shipped = embedded_drafter()
     if shipped is not None and not (method == "failfast" and schedule == "aligned"):
         return build(shipped)
@@ -100,11 +93,19 @@ def load_pair(
     else:
         model, tokenizer = load_with_tokenizer(default_target_path(), dtype)
     logger.warning("drafting with SmolLM2 itself, run block-causally: it is not trained to draft")
-    return FailFast(
-        model,
-        as_untrained_drafter(model),
-        tokenizer=tokenizer,
-        drafter_tokenizer=tokenizer,
-        programs=programs,
-        **options,
-    )
+    untrained = as_untrained_drafter(model)
+    return FailFast(model, untrained, tokenizer=tokenizer, drafter_tokenizer=tokenizer, **options)
+
+
+def _kinds_of(
+    method: str, settings: str | os.PathLike | None, quantize: str | None, quantize_drafter: str | None
+) -> tuple[str, ...]:
+    """Kinds of drafter models that a method takes; what can be refused before anything is read is."""
+    if settings is not None and method != "failfast":
+        raise OptionError(f"--settings {settings}: only --method failfast takes tuned settings, not {method}")
+    quantization.check(quantize)
+    quantization.check(quantize_drafter, "--quantize-drafter")
+    kinds = check_method(method).kinds
+    if not kinds and quantize_drafter is not None:
+        raise OptionError(f"--quantize-drafter {quantize_drafter}: --method {method} drafts without a model")
+    return kinds

@@ -95,6 +95,8 @@ class FailFast:
         enable_compile_cache(compile_cache)
         start = time.perf_counter()
         tuned = None if settings is None else read_settings(settings)
+        if tuned is not None:
+            drafters.check_defaults(tuned.decoding, str(tuned.path))
         one_device = tensor_parallel == data_parallel == 1
         pair = read_pair(
             target,
@@ -111,6 +113,7 @@ class FailFast:
         self.target_name, self.drafter_name = pair.target_name, pair.drafter_name
         self.tokenizer, self.vocab = pair.tokenizer, pair.vocab
         self.eos_token_ids, self.decoding = pair.target.config.eos_token_ids, pair.decoding
+        drafters.check_defaults(self.decoding, self.drafter_name)
         if tuned is not None:
             self._take_tuned(tuned)
         self.load_s = time.perf_counter() - start

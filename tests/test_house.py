@@ -25,7 +25,10 @@ PACKAGES = ("failfast_jax", "convert", "tpu_scripts")
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LONGEST_FUNCTION, LONGEST_FILE = 60, 450
 
-BOTTOM = {"_version", "command", "compilation", "config", "encoding", "errors", "files", "platforms", "results"}
+BOTTOM = {
+    *("_version", "axes", "command", "compilation", "config", "encoding", "errors", "files", "options", "platforms"),
+    *("results", "tables"),
+}
 LAYERS = (
     BOTTOM,
     {"kernels"},
@@ -39,7 +42,7 @@ LAYERS = (
     {"generate", "bench", "train", "convert", "tpu_scripts"},
 )
 """From the bottom up. A module imports from its own part and from lower layers; the bottom is one part."""
-DATA = {"failfast_jax.bench.datasets", "failfast_jax.bench.prompts"}
+DATA = {f"failfast_jax.bench.{name}" for name in ("datasets", "hlo", "limits", "prompts", "public_models", "published")}
 """Data that every command may read."""
 
 

@@ -21,12 +21,21 @@ VOCAB = 61
 NEAR_TIE = 1e-3
 METHODS = {
     "failfast": {},
-    "failfast-aligned": {"method": "failfast", "schedule": "aligned"},
-    "fast-dllm": {},
+    "failfast-aligned": {"method": "failfast", "schedule": "aligned", "small_block_size": 4},
+    "fast-dllm": {"small_block_size": 4},
     "lookup": {},
-    "ar": {},
+    "ar": {"dynamic": True},
     "ar-other": {"method": "ar"},
 }
+DRAFTING = {
+    "failfast": ("spec_len", "max_spec_len", "tau"),
+    "failfast-aligned": ("spec_len", "max_spec_len", "tau"),
+    "fast-dllm": ("spec_len",),
+    "lookup": ("max_spec_len",),
+    "ar": ("spec_len", "max_spec_len", "tau"),
+    "ar-other": ("spec_len",),
+}
+"""Which of a test's options a method takes."""
 
 
 def config(seed: int, **changes) -> ModelConfig:
@@ -71,8 +80,8 @@ def engines(seed: int, dtype: str) -> dict[str, FailFast]:
         "failfast-aligned": diffused,
         "fast-dllm": diffused,
         "lookup": diffused,
-        "ar": FailFast(target, target),
-        "ar-other": FailFast(target, other),
+        "ar": FailFast(target, target, programs=diffused.runtime.programs),
+        "ar-other": FailFast(target, other, programs=diffused.runtime.programs),
     }
 
 
@@ -84,8 +93,9 @@ def check_all(
     vanilla = group["vanilla"]
     options = dict(options)
     max_seq_len = options.pop("max_seq_len", 512)
+    drafting = {name: options.pop(name) for name in ("spec_len", "max_spec_len", "tau")}
     for engine in group.values():
-        engine.max_seq_len = max_seq_len
+        engine.runtime.max_seq_len = max_seq_len
     free = vanilla.generate(prompts, method="vanilla", **(options | {"ignore_eos": True}))[0].output_ids
     # Stop tokens that do occur, at several places of the output.
     for engine in group.values():
@@ -93,7 +103,8 @@ def check_all(
     expected = vanilla.generate(prompts, method="vanilla", **options)
     assert expected[0].output_ids == free[: len(expected[0].output_ids)]
     for method in methods:
-        results = group[method].generate(prompts, **({"method": method} | options | METHODS[method]))
+        taken = {name: drafting[name] for name in DRAFTING[method]}
+        results = group[method].generate(prompts, **({"method": method} | options | taken | METHODS[method]))
         for prompt, one, other in zip(prompts, expected, results):
             check(method, vanilla, prompt, one, other, exact=options.get("exact", False))
 
@@ -129,7 +140,7 @@ stops = st.lists(st.integers(0, 60), max_size=2)
 @given(data=st.data(), stops=stops, new_tokens=st.integers(1, 60), tau=st.sampled_from([0.0, 0.02, 0.45, 1.0]))
 def test_greedy(seed, batch, spec_len, max_spec_len, data, stops, new_tokens, tau):
     options = {"max_new_tokens": new_tokens, "tau": tau, "spec_len": spec_len, "max_spec_len": max_spec_len}
-    check_all(seed, "float32", data.draw(texts_of(batch)), options | {"small_block_size": 4}, stops)
+    check_all(seed, "float32", data.draw(texts_of(batch)), options, stops)
 
 
 @pytest.mark.parametrize("seed", [0, 2])
@@ -138,7 +149,7 @@ def test_greedy(seed, batch, spec_len, max_spec_len, data, stops, new_tokens, ta
 def test_cache_almost_full(seed, length, tau):
     text = [(7 * i) % (VOCAB - 1) for i in range(length)]
     options = {"max_new_tokens": 200, "tau": tau, "spec_len": 4, "max_spec_len": 12, "max_seq_len": 96}
-    check_all(seed, "float32", [text], options | {"small_block_size": 4, "ignore_eos": True}, [0])
+    check_all(seed, "float32", [text], options | {"ignore_eos": True}, [0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -146,7 +157,7 @@ def test_cache_almost_full(seed, length, tau):
 @settings(max_examples=2)
 @given(data=st.data(), stops=stops, tau=st.sampled_from([0.0, 0.45]))
 def test_exact(seed, batch, dtype, data, stops, tau):
-    options = {"max_new_tokens": 30, "tau": tau, "spec_len": 3, "max_spec_len": 10, "small_block_size": 4}
+    options = {"max_new_tokens": 30, "tau": tau, "spec_len": 3, "max_spec_len": 10}
     check_all(seed, dtype, data.draw(texts_of(batch)), options | {"exact": True}, stops)
 
 

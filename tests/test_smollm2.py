@@ -11,15 +11,14 @@ import sys
 import pytest
 from checkpoint_files import FIXTURES
 
-from failfast_jax import FailFast
-from failfast_jax import runtime as runtime_module
+from failfast_jax import FailFast, runtime
 from failfast_jax.bench import engine_pool
 from failfast_jax.bench.__main__ import main as bench
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, first_difference, logit_gap
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.pair import load_with_tokenizer
 from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding import plan as plans
+from failfast_jax.decoding import plan
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.errors import CheckpointError
 from failfast_jax.generate import main
@@ -42,8 +41,8 @@ DRAFTS = {"failfast": {"spec_len": 7, "max_spec_len": 7}, "lookup": {}, "vanilla
 def engine():
     """Every prompt in one bucket, so that each program is compiled once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime_module, "SMALLEST_CAPACITY", 512)
-        patch.setattr(plans, "CPU_PREFILL_WIDTHS", (32, 128))
+        patch.setattr(runtime, "SMALLEST_CAPACITY", 512)
+        patch.setattr(plan, "CPU_PREFILL_WIDTHS", (32, 128))
         model, tokenizer = load_with_tokenizer(GGUF)
         yield FailFast(model, as_untrained_drafter(model), tokenizer=tokenizer, drafter_tokenizer=tokenizer)
 

@@ -23,6 +23,7 @@ def install(package: str) -> None:
     jaxtyping.Array = jax.Array | np.ndarray | np.generic
     jaxtyping.install_import_hook(package, f"{__name__}.check")
 
+
 CHECK_THEMSELVES = ("Config.__init__", "Options.__init__")
 """What users fill in: a value of a wrong type is an error that names the flag."""
 

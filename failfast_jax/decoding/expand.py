@@ -43,6 +43,20 @@ class Growth:
     model: Any
     """What the drafter's passes hand on: its caches."""
 
+    @classmethod
+    def of(cls, begun: Draft, longest: int, extras: Extras, model: Any) -> Growth:
+        """Begun drafts, in buffers for `longest` tokens; none grows yet."""
+        spare = ((0, 0), (0, longest - begun.tokens.shape[1]))
+        return cls(
+            tokens=jnp.pad(begun.tokens, spare),
+            confidence=jnp.pad(begun.confidence, spare),
+            drafted=begun.length,
+            growing=jnp.zeros_like(begun.length, bool),
+            passes=jnp.zeros_like(begun.length),
+            extras=extras,
+            model=model,
+        )
+
     def with_chunk(self, new: Chunk) -> Growth:
         """The drafts that still grow, longer by a chunk."""
         offsets = jnp.arange(new.tokens.shape[1])
@@ -87,9 +101,8 @@ def expand(
     Raises:
       ValueError: `begun` may be longer than the longest draft.
     """
-    given = begun.tokens.shape[1]
-    if given > longest:
-        raise ValueError(f"a begun draft of up to {given} tokens exceeds the longest draft of {longest}")
+    if begun.tokens.shape[1] > longest:
+        raise ValueError(f"a begun draft of up to {begun.tokens.shape[1]} tokens exceeds the longest, {longest}")
     least = chunk if least is None else least
 
     def fits(drafted: Int[Array, " B"]) -> Bool[Array, " B"]:
@@ -105,16 +118,8 @@ def expand(
         stopped = rule.stops(seen, memory) | ~fits(longer.drafted)
         return longer.replace(growing=growth.growing & ~(whole & stopped))
 
-    spare = ((0, 0), (0, longest - given))
-    start = Growth(
-        tokens=jnp.pad(begun.tokens, spare),
-        confidence=jnp.pad(begun.confidence, spare),
-        drafted=begun.length,
-        growing=committed.running & fits(begun.length),
-        passes=jnp.zeros_like(begun.length),
-        extras=extras,
-        model=model,
-    )
+    start = Growth.of(begun, longest, extras, model)
+    start = start.replace(growing=committed.running & fits(begun.length))
     end = jax.lax.while_loop(lambda growth: jnp.any(growth.growing), grow, start)
     draft = Draft(
         tokens=end.tokens,

@@ -24,7 +24,7 @@ def above_threshold(
 
 
 def most_confident(
-    confidence: Float[Array, "B M"], masked: Bool[Array, "B M"], count: Int[Array, "*#B"]
+    confidence: Float[Array, "B M"], masked: Bool[Array, "B M"], count: Int[ArrayLike, "*#B"]
 ) -> Bool[Array, "B M"]:
     """SpecDiff's: the `count` masked positions of the highest confidence, the earlier ones on ties."""
     value = jnp.where(masked, confidence, -1.0)

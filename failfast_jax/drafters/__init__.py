@@ -79,6 +79,18 @@ def options_of(config: GenerationConfig, platform: str, defaults: Mapping[str, A
     return kind.of(given, platform, defaults, sampled=config.acceptance == "rejection")
 
 
+def check_defaults(defaults: Mapping[str, Any], where: str) -> None:
+    """Checks options of `failfast` that a drafter's folder or a tuned file brings.
+
+    Raises:
+      ConfigError: one that does not exist or cannot be served; `where` names the file.
+    """
+    try:
+        options_of(GenerationConfig("failfast", options=defaults), "cpu")
+    except OptionError as error:
+        raise ConfigError(f"{where}: decoding options: {error}") from None
+
+
 def build_drafter(
     config: GenerationConfig,
     *,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, no_type_check
 
 import flax.struct
 import jax
@@ -37,6 +37,7 @@ class Corpus:
       capacity: tokens that it holds, and one more for each text.
     """
 
+    @no_type_check  # A wrong type is told apart here.
     def __init__(self, capacity: int) -> None:
         if not isinstance(capacity, (int, np.integer)) or not 1 <= capacity < 2**24:
             raise ValueError(f"a corpus needs a capacity of 1 to {2**24 - 1} tokens, got {capacity!r}")

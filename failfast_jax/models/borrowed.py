@@ -6,6 +6,7 @@ import copy
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float
 
 from failfast_jax.models.transformer import Decoder
@@ -23,7 +24,8 @@ def with_borrowed(model: Decoder, target: Decoder, mask: Float[Array, " E"]) -> 
     # A quantised head of a tied embedding is made again from the new one, if at all.
     if not target.config.tie_embeddings:
         weight = target.head_weight
-        model.head = copy.copy(target.head)
+        # Made anew rather than copied: inside `jax.grad` a module of an outer trace may not be changed.
+        model.head = nnx.merge(*nnx.split(target.head))
         model.head.weight = type(target.head.weight)(_with_row(weight, jnp.zeros_like(weight[0])))
         model.head.scale = None
     return model

@@ -145,7 +145,7 @@ def test_a_difference_fails(answers, engine, prompts, monkeypatch, tmp_path, cap
         return result
 
     monkeypatch.setattr(harness.Comparison, "answer", spoilt)
-    args = ["--methods", "lookup", "--dataset", str(prompts), "--limit", "1", *SMALL, "--no-figures", "--out"]
+    args = ["--methods", "failfast,lookup", "--dataset", str(prompts), "--limit", "1", *SMALL, "--no-figures", "--out"]
     args += [str(tmp_path / "out")]
     assert main(args) == 1
     captured = capsys.readouterr()

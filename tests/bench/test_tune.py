@@ -243,7 +243,7 @@ def test_damaged_files_are_named(conditioned, tmp_path, change, message):
     path = settings_file(conditioned, tmp_path / "tuned.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ConfigError, match=rf"tuned.json: .*{message}"):
-        read_settings(path)
+        FailFast("before any model is read", settings=path)
 
 
 def test_the_command_line_takes_the_file(capsys, tmp_path, golden_model, monkeypatch):

@@ -200,7 +200,7 @@ def test_damaged_sources(capsys, tmp_path, out):
 def test_existing_output_is_refused_before_any_work(capsys, monkeypatch, out):
     assert qwen2.main([str(GOLDEN / "llama_tied"), str(out)]) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(conversion.loading, "open_source", lambda *_: pytest.fail("work was done"))
+        patch.setattr(conversion.sources, "open_source", lambda *_: pytest.fail("work was done"))
         assert "exists already; pass --overwrite" in refused(capsys, qwen2, GOLDEN / "qwen2_untied", out)
     assert qwen2.main([str(GOLDEN / "qwen2_untied"), str(out), "--overwrite"]) == 0
     assert load_model(out).config.model_type == "qwen2"

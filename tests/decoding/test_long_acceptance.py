@@ -13,13 +13,16 @@ import pytest
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, drafters
-from failfast_jax.decoding import round
+from failfast_jax.decoding import plan
 from failfast_jax.engine import Result
 
 pytestmark = pytest.mark.optimized
 
 FAVOURITE = 7
-LENGTHS = {"spec_len": 3, "max_spec_len": 9}
+SMALL = {"spec_len": 3, "max_spec_len": 9, "tau": 0.3, "small_block_size": 4}
+ONE_PASS = ("failfast", "failfast, hybrid", "failfast, reuse")
+LEFT_OUT = {"small_block_size": ONE_PASS, "tau": ("ar",), "max_spec_len": ("ar",)}
+"""Options that a variant of their method ignores."""
 VARIANTS = {
     "failfast, aligned": {"method": "failfast", "schedule": "aligned"},
     "failfast, hybrid": {"method": "failfast", "lookup_min": 2},
@@ -27,6 +30,10 @@ VARIANTS = {
     "ar, dynamic": {"method": "ar", "dynamic": True, "spec_len": 1},
 }
 OPTIONS = {name: {"method": name} for name in drafters.METHODS} | VARIANTS
+for name, chosen in OPTIONS.items():
+    taken = set(drafters.METHODS[chosen["method"]].names())
+    small = {key: value for key, value in SMALL.items() if key in taken and name not in LEFT_OUT.get(key, ())}
+    OPTIONS[name] = small | chosen
 SPECULATIVE = [name for name in OPTIONS if name != "vanilla"]
 PROMPTS = [[3, 4, 5] * 6, [9], [5, 6, 5, 6], [30, 20, 10] * 3]
 CAPACITY = 88
@@ -39,8 +46,8 @@ def few_widths():
     """Each width is compiled and checked; drafts are short here. Alone, sequences are verified at several widths; in
     a batch of four, whose rows differ between widths on CPU, at the constant one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(round, "CPU_LADDER", (1, 4, 8, 16))
-        patch.setattr(round, "CPU_PREFILL_WIDTHS", (32,))
+        patch.setattr(plan, "CPU_LADDER", (1, 4, 8, 16))
+        patch.setattr(plan, "CPU_PREFILL_WIDTHS", (32,))
         yield
 
 
@@ -60,18 +67,18 @@ def target():
 @functools.cache
 def engine(kind: str | None) -> FailFast:
     if kind == "autoregressive":
-        drafter = fond_of(random_model(tiny_config(num_layers=1), seed=3, gain=2.0), 3.0)
-        engine_ = FailFast(target(), drafter, max_seq_len=CAPACITY)
-        engine_.runtime.width_check = engine("diffusion").runtime.width_check  # of the same target
-        return engine_
-    return FailFast(target(), fond_of(random_model(diffusion_config(), seed=2, gain=2.0), 4.0), max_seq_len=CAPACITY)
+        engine_ = FailFast(target(), fond_of(random_model(tiny_config(num_layers=1), seed=3, gain=2.0), 3.0))
+    else:
+        engine_ = FailFast(target(), fond_of(random_model(diffusion_config(), seed=2, gain=2.0), 4.0))
+    engine_.runtime.max_seq_len = CAPACITY
+    return engine_
 
 
 @functools.cache
 def answers(method: str, batch: int, temperature: float, seed: int, stop: int | None = None) -> list[Result]:
-    options = LENGTHS | {"tau": 0.3, "small_block_size": 4, "max_new_tokens": 80} | FILTERS[seed] | OPTIONS[method]
-    kind = drafters.METHODS[options["method"]].model
-    pair = engine("autoregressive" if kind == "autoregressive" else "diffusion")
+    options = {"max_new_tokens": 80} | FILTERS[seed] | OPTIONS[method]
+    kinds = drafters.METHODS[options["method"]].kinds
+    pair = engine("autoregressive" if kinds == ("autoregressive",) else "diffusion")
     pair.eos_token_ids = () if stop is None else (stop,)
     return pair.generate(PROMPTS[:batch], temperature=temperature, seed=seed, exact=True, **options)
 

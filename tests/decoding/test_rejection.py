@@ -15,6 +15,7 @@ from tiny_models import diffusion_config, random_model, tiny_config
 from failfast_jax import FailFast, decoding
 from failfast_jax.decoding import accept
 from failfast_jax.decoding.state import Sampling
+from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
@@ -198,45 +199,45 @@ def sampling_drafter(kind: str):
         return Autoregressive(model=model, vocab=SMALL, spec_len=2, sampled=True)
     config = diffusion_config(block_size=4, vocab_size=SMALL + 1, mask_token_id=SMALL)
     model = random_model(config, seed=2, gain=2.0)
-    return Wide(model=model, vocab=SMALL, tau=np.float32(0.55), spec_len=1, max_spec_len=2, sampled=True)
+    rule = BelowThreshold(np.float32(0.55))
+    return Wide(model=model, vocab=SMALL, rule=rule, spec_len=1, max_spec_len=2, sampled=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["wide", "ar"])
 def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
     """From prompt to text: chunks, expansion, caches, bonus tokens; and at temperature 0 the greedy text."""
     target, drafter = small_target(), sampling_drafter(kind)
-    samples, greedy = 4_900, 100
-    rows = samples + greedy
+    samples, greedy, prompt = 4_900, 100, jnp.asarray([[3, 1, 4]])
     temperature, top_k, top_p = 0.9, 5, 0.95
     plan = decoding.Plan((4,), (32,), (32,))
 
-    @jax.jit
-    def answer(target, drafter, tokens, sampling):
-        every = jnp.ones(rows, jnp.int32)
+    def answer(case):
+        sequence, temperature = case
         state = decoding.init_state(
             target,
             drafter,
-            tokens=tokens,
-            prompt_length=3 * every,
-            max_new_tokens=TOKENS * every,
-            eos=decoding.stop_tokens((), rows),
-            sampling=sampling,
+            tokens=prompt,
+            prompt_length=jnp.asarray([3]),
+            max_new_tokens=jnp.asarray([TOKENS]),
+            eos=decoding.stop_tokens(()),
+            sampling=Sampling(
+                temperature=temperature[None],
+                top_k=jnp.asarray([top_k]),
+                top_p=jnp.asarray([top_p]),
+                seed=jnp.asarray([4], jnp.uint32),
+                sequence=sequence[None],
+            ),
             capacity=8,
             plan=plan,
         )
         state = decoding.prefill(target, drafter, state, prompt_tokens=3, plan=plan)
         state = decoding.generate(target, drafter, state, plan=plan)
-        return state.tokens[:, 3 : 3 + TOKENS], state.log.accepted, state.log.draft_length
+        return state.tokens[0, 3 : 3 + TOKENS], state.log.accepted[0], state.log.draft_length[0]
 
-    sampling = Sampling(
-        temperature=np.repeat(np.asarray([temperature, 0], np.float32), [samples, greedy]),
-        top_k=np.full(rows, top_k, np.int32),
-        top_p=np.full(rows, top_p, np.float32),
-        seed=np.full(rows, 4, np.uint32),
-        sequence=np.arange(rows, dtype=np.int32),
-    )
-    prompts = np.tile(np.asarray([3, 1, 4], np.int32), (rows, 1))
-    texts, accepted, lengths = jax.device_get(answer(target, drafter, prompts, sampling))
+    temperatures = np.repeat(np.asarray([temperature, 0], np.float32), [samples, greedy])
+    cases = np.arange(samples + greedy), temperatures
+    texts, accepted, lengths = jax.device_get(jax.jit(lambda: jax.lax.map(answer, cases, batch_size=500))())
     sampled, accepted, lengths = texts[:samples], accepted[:samples], lengths[:samples]
     first = list(itertools.product(range(SMALL), repeat=TOKENS - 1))
     contexts = np.asarray([[3, 1, 4, *tokens] for tokens in first], np.int32)

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+import types
 from pathlib import Path
 
 from checkpoint_files import GOLDEN
@@ -25,22 +26,25 @@ def block(marker: str) -> str:
     return code
 
 
-def test_one_file_and_one_line(tmp_path, monkeypatch, capsys):
-    name = "failfast_jax.drafters.repeat"
-    (tmp_path / "repeat.py").write_text(block(f"file: {name.replace('.', '/')}.py"))
-    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
-    for method, entry in eval(f"{{{block('line')}}}", {"Method": drafters.Method}).items():
-        monkeypatch.setitem(drafters.METHODS, method, entry)
+def module_of(code: str, monkeypatch) -> dict:
+    """What a file with that code defines."""
+    module = types.ModuleType("written_by_a_reader")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look it up
+    exec(code, vars(module))
+    return vars(module)
+
+
+def test_one_file_and_one_line(monkeypatch, capsys):
+    names = module_of(block("file: failfast_jax/drafters/repeat.py"), monkeypatch)
+    for method, options in eval(f"{{{block('line')}}}", names).items():
+        monkeypatch.setitem(drafters.METHODS, method, options)
 
     command = shlex.split(block("command"))
     assert command[:3] == ["python", "-m", "failfast_jax.generate"]
     arguments = command[3:]
     arguments[arguments.index("--prompt") : arguments.index("--trace") + 2] = []
     common = ["--target", str(GOLDEN / "qwen2_target_160"), "--token-ids", "7,12,100,5", "--max-new-tokens", "40"]
-    try:
-        assert main([*arguments, *common, "--json"]) == 0
-    finally:
-        sys.modules.pop(name, None)
+    assert main([*arguments, *common, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert main(["--method", "vanilla", *common, "--json"]) == 0
     assert result["output_ids"] == json.loads(capsys.readouterr().out)["output_ids"]
@@ -49,3 +53,12 @@ def test_one_file_and_one_line(tmp_path, monkeypatch, capsys):
         assert entry["drafted"] == text[-4:]
         text += entry["emitted"]
     assert result["method"] == "repeat" and "repeat" in BENCHMARKED
+
+
+def test_a_stopping_rule(monkeypatch, capsys):
+    monkeypatch.chdir(PAGE.parents[1])
+    names = module_of(block("rule") + block("use"), monkeypatch)
+    ids, drafted = names["session"].read(names["state"]).ids[0], names["session"].rounds(names["state"])[0].rounds
+    assert names["engine"].generate([[7, 12, 100, 5]], method="vanilla", max_new_tokens=32)[0].output_ids == ids
+    assert {len(entry.drafted) for entry in drafted} <= {10, 20, 30, 40, 50, 60}
+    assert capsys.readouterr().out.startswith(str(ids))

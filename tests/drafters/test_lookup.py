@@ -9,12 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import committed
 
+from failfast_jax.decoding.state import Committed
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup, longest_match
 
 WIDTH = 96
 ROOM = 40
 match_of = jax.jit(longest_match)
-draft_of = jax.jit(lambda drafter, seen: drafter.draft((), seen)[0])
+draft_of = jax.jit(lambda drafter, now: drafter.draft((), now)[0])
+
+
+def seen(texts: list[list[int]], room: int = ROOM, running: bool = True) -> Committed:
+    return committed(texts, WIDTH, room, running=jnp.full(len(texts), running))
 
 
 def match_by_hand(text: list[int]) -> tuple[int, int]:
@@ -39,7 +44,7 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=48) | st.builds(
 @settings(max_examples=150)
 @given(batch=st.lists(texts, min_size=2, max_size=2))
 def test_longest_match_equals_brute_force(batch):
-    length, behind = match_of(committed(batch, WIDTH, ROOM))
+    length, behind = match_of(seen(batch))
     for row, text in enumerate(batch):
         best, place = match_by_hand(text)
         assert length[row] == best
@@ -51,7 +56,7 @@ def test_longest_match_equals_brute_force(batch):
 @given(batch=st.lists(texts, min_size=2, max_size=2))
 def test_drafts_continue_the_match(batch):
     drafter = Lookup(max_spec_len=15)
-    draft = draft_of(drafter, committed(batch, WIDTH, ROOM))
+    draft = draft_of(drafter, seen(batch))
     assert draft.tokens.shape == (2, 15) and not draft.passes.any()
     for row, text in enumerate(batch):
         best, behind = match_by_hand(text)
@@ -66,23 +71,21 @@ def test_drafts_continue_the_match(batch):
 
 @pytest.mark.parametrize("text, length", [([5, 6], 0), ([5], 0), ([5, 6, 5], 0), ([5, 6, 9, 5, 6], 3), ([4] * 40, 15)])
 def test_draft_lengths(text, length):
-    assert draft_of(Lookup(max_spec_len=15), committed([text], WIDTH, ROOM)).length.tolist() == [length]
+    assert draft_of(Lookup(max_spec_len=15), seen([text])).length.tolist() == [length]
 
 
 def test_a_period_is_continued():
-    draft = draft_of(Lookup(max_spec_len=15), committed([[1, 2, 3] * 5], WIDTH, ROOM))
+    draft = draft_of(Lookup(max_spec_len=15), seen([[1, 2, 3] * 5]))
     assert draft.tokens.tolist() == [[1, 2, 3] * 5]
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 9])
 def test_drafts_fit_the_room(room):
-    assert draft_of(Lookup(max_spec_len=15), committed([[4] * 40], WIDTH, room)).length.tolist() == [room]
+    assert draft_of(Lookup(max_spec_len=15), seen([[4] * 40], room)).length.tolist() == [room]
 
 
 def test_finished_sequences_are_not_drafted_for():
-    assert draft_of(
-        Lookup(max_spec_len=15), committed([[4] * 40], WIDTH, ROOM, running=jnp.zeros(1, bool))
-    ).length.tolist() == [0]
+    assert draft_of(Lookup(max_spec_len=15), seen([[4] * 40], running=False)).length.tolist() == [0]
 
 
 @pytest.mark.parametrize("shortest", [3, 15])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array, Int
 from test_conditioned import DRAFT_IDS, ROWS, network
-from test_lookup import committed
+from test_lookup import seen
 from tiny_models import diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
@@ -64,7 +64,7 @@ def rounds(drafts: list[tuple[list[int], list[int]]], accepted: list[tuple[int, 
         inner = Given(tokens=tokens, length=np.asarray([len(draft) for draft in pair], np.int32))
         drafter = Reuse(model=inner, max_spec_len=LONGEST)
         state = drafter.init(2, 64) if state is None else state
-        before = committed([[1], [1]], room=room).replace(length=lengths)
+        before = seen([[1], [1]], room=room).replace(length=lengths)
         lengths = lengths + np.asarray(kept, np.int32) + 1
         draft, state = play(drafter, state, before, before.replace(length=lengths))
         assert draft.tokens.shape == (2, LONGEST)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_lookup import committed, match_by_hand
+from test_lookup import match_by_hand, seen
 from tiny_models import VOCAB, random_model, tiny_config
 
 from failfast_jax import FailFast
@@ -19,7 +19,7 @@ from failfast_jax.errors import OptionError, PromptError
 
 WIDTH, CORPUS, LONGEST = 96, 40, 12
 init = jax.jit(lambda drafter: drafter.init(2, WIDTH))
-draft_of = jax.jit(lambda drafter, state, committed: drafter.draft(state, committed))
+draft_of = jax.jit(lambda drafter, state, now: drafter.draft(state, now))
 
 
 def suffix(tau: float, corpus: list[int] = ()) -> Suffix:
@@ -90,7 +90,7 @@ def test_drafts_are_what_most_places_go_on_with(batch, earlier, more, tau, room)
     state = init(drafter)
     for row, added in enumerate([[], *more]):
         batch[row % 2] = [*batch[row % 2], *added][:WIDTH]
-        draft, state = draft_of(drafter, state, committed(batch, room=room))
+        draft, state = draft_of(drafter, state, seen(batch, room=room))
         assert draft.tokens.shape == (2, LONGEST) and not draft.passes.any()
         for text, length, *got in zip(batch, draft.length, draft.tokens, draft.confidence):
             drafted, confidence = by_hand(drafter, text, room)
@@ -103,7 +103,7 @@ def test_the_longest_match_is_the_lookups():
     for size in (1, 2, 40, 90):
         text = rng.integers(0, 3, size).tolist()
         drafter = suffix(0.0)
-        draft, state = draft_of(drafter, init(drafter), committed([text, text]))
+        draft, state = draft_of(drafter, init(drafter), seen([text, text]))
         longest, behind = match_by_hand(text)
         assert state.matched[0, CORPUS + 1 :][:size].max() == longest
         assert (draft.length[0] > 0) == (longest > 0)
@@ -113,7 +113,7 @@ def test_the_longest_match_is_the_lookups():
 
 def test_a_majority_outvotes_the_latest_place():
     text = [5, 6, 7, 1, 5, 6, 7, 2, 5, 6, 8, 3, 5, 6]
-    draft, _ = draft_of(suffix(0.0), init(suffix(0.0)), committed([text, text[:8]]))
+    draft, _ = draft_of(suffix(0.0), init(suffix(0.0)), seen([text, text[:8]]))
     assert draft.tokens[0, :2].tolist() == [7, 2]  # 7 twice, 8 once; then 1 and 2 once: the later
     np.testing.assert_allclose(draft.confidence[0, :2], [2 / 3 * 2 / 3, 1 / 2 * 2 / 3])
 
@@ -122,19 +122,19 @@ def test_a_majority_outvotes_the_latest_place():
 def test_a_draft_ends_where_little_is_to_be_gained(tau, length):
     """A match of two tokens: the chances are the powers of 2/3."""
     text = [1, 2, *range(10, 30), 1, 2]
-    draft, _ = draft_of(suffix(tau), init(suffix(tau)), committed([text, [3]]))
+    draft, _ = draft_of(suffix(tau), init(suffix(tau)), seen([text, [3]]))
     assert draft.length.tolist() == [length, 0]
 
 
 def test_texts_of_the_corpus_do_not_run_into_each_other():
     drafter = suffix(0.0, [7, 8, 9])
     for text, expected in (([30, 7, 8], [9]), ([8, 9], []), ([31, 7], [8, 9])):
-        draft, _ = draft_of(drafter, init(drafter), committed([text, [1]]))
+        draft, _ = draft_of(drafter, init(drafter), seen([text, [1]]))
         assert draft.tokens[0, : draft.length[0]].tolist() == expected
 
 
 def test_finished_sequences_are_not_drafted_for():
-    draft, _ = draft_of(suffix(0.0), init(suffix(0.0)), committed([[4] * 40] * 2, running=False))
+    draft, _ = draft_of(suffix(0.0), init(suffix(0.0)), seen([[4] * 40] * 2, running=False))
     assert draft.length.tolist() == [0, 0]
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from block_texts import BLOCK, MASK, WIDTH, draw, model, quick_jit, random_tokens, visible
-from tiny_models import VOCAB, random_model, tiny_config
+from tiny_models import VOCAB, committed, random_model, tiny_config
 
-from failfast_jax.decoding.state import Committed
+from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.rope import rotary, rotated_heads
 from failfast_jax.models.transformer import Decoder
@@ -137,20 +137,13 @@ def test_loss_and_gradients_equal_the_dense_reference(name):
 def test_labels_are_scored_by_the_rows_that_draft_them():
     """Labels that are what `Wide` drafts into a block of masks cost `-log(confidence)` each."""
     net = model(num_layers=1)
-    drafter = Wide(model=net, tau=np.float32(0), vocab=VOCAB, spec_len=BLOCK, max_spec_len=BLOCK)
+    drafter = Wide(model=net, rule=BelowThreshold(0.0), vocab=VOCAB, spec_len=BLOCK, max_spec_len=BLOCK)
     start = WIDTH - BLOCK
-    committed = Committed(
-        tokens=np.pad(random_tokens(1, start, seed=4), ((0, 0), (0, 128 - start))),
-        length=np.asarray([start], np.int32),
-        prompt_length=np.asarray([start], np.int32),
-        room=np.asarray([BLOCK], np.int32),
-        running=np.ones(1, bool),
-        eos=np.full(8, -1, np.int32),
-    )
+    view = committed(random_tokens(1, start, seed=4).tolist(), 128, BLOCK)
     draft, _ = quick_jit(
         lambda d, c: d.draft(d.prefill(d.init(1, 128), c, jnp.int32(0), start, jnp.zeros((1, start, 0, 16))), c)
-    )(drafter, committed)
-    text = np.concatenate([committed.tokens[:, :start], draft.tokens[:, :BLOCK]], axis=1)
+    )(drafter, view)
+    text = np.concatenate([view.tokens[:, :start], draft.tokens[:, :BLOCK]], axis=1)
     # A key that masks the whole block.
     options, confidence = AdaptationOptions(corruption=Corruption("draft")), np.asarray(draft.confidence[0, :BLOCK])
     batch = {"tokens": text, "prompt_length": np.asarray([start]), "length": np.asarray([WIDTH])}

@@ -26,7 +26,7 @@ LENGTH, STEPS = 7, 3
 @functools.cache
 def drafter() -> SpecDiff:
     model = random_model(diffusion_config(4), seed=4)
-    options = {"spec_len": LENGTH, "max_spec_len": LENGTH, "steps": STEPS}
+    options = {"spec_len": LENGTH, "steps": STEPS}
     return SpecDiff(model=model, vocab=VOCAB - 1, **options)
 
 

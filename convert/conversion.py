@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from failfast_jax import command
-from failfast_jax.checkpoints import native, sources
+from failfast_jax.checkpoints import loading, native
 from failfast_jax.checkpoints.loading import as_dtype
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
@@ -65,18 +65,40 @@ class Converter:
     hints: dict[str, str]
     default_dtype: str | None = None
 
-    def check(self, source: sources.Source) -> None:
-        """Refuses sources of other kinds.
-
-        Raises:
-          CheckpointError: with the command to use instead.
-        """
+    def check(self, source: loading.Source) -> None:
+        """Raises CheckpointError: a source of another kind, with the command to use instead."""
         for what, name, accepted in (
             (_KINDS[source.kind], source.kind, self.kinds),
             (f"model_type {source.config.model_type!r}", source.config.model_type, self.model_types),
         ):
             if name not in accepted:
                 raise CheckpointError(f"{source.path}: {self.command} does not take {what}; {self.hints[name]}")
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """The command line. Returns the exit status: 0, or 2 with one line on stderr."""
+        parser = argparse.ArgumentParser(
+            prog=f"python -m {self.command}",
+            description=self.description,
+            epilog="OUT is then a model for failfast_jax.load_model and for --target or --drafter. It appears only "
+            "when it is complete; an interrupted conversion is cleaned up by the next one.",
+        )
+        parser.add_argument("source", metavar="SRC", help=self.source_help)
+        parser.add_argument("out", metavar="OUT", help="the folder to write; must not exist")
+        kept = self.default_dtype or "the stored one"
+        written = f"dtype of the written parameters (default: {kept})"
+        parser.add_argument("--dtype", choices=loading.DTYPES, help=written)
+        parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion at OUT")
+        parser.add_argument(
+            "--no-progress", action="store_const", const=False, dest="progress", help="show no progress bar"
+        )
+        options = parser.parse_args(argv)
+
+        def work() -> None:
+            out = convert(self, **vars(options))
+            size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+            print(f"{out}: {size / 1e6:,.1f} MB")
+
+        return command.run(work)
 
 
 def convert(
@@ -106,7 +128,7 @@ def convert(
     """
     out = Path(out).expanduser()
     _check_out(out, overwrite)
-    opened = sources.open_source(source)
+    opened = loading.open_source(source)
     converter.check(opened)
     opened.check()
     if out.exists() and opened.path.exists() and os.path.samefile(out, opened.path):
@@ -129,7 +151,7 @@ def convert(
     return out
 
 
-def _config(source: sources.Source, dtype: np.dtype) -> dict[str, Any]:
+def _config(source: loading.Source, dtype: np.dtype) -> dict[str, Any]:
     config = {key: value for key, value in source.raw_config.items() if key not in ("torch_dtype", "dtype")}
     config |= {native.FORMAT_KEY: native.FORMAT, "dtype": dtype.name}
     config["eos_token_id"] = list(source.config.eos_token_ids)
@@ -213,37 +235,6 @@ def _is_disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def main(converter: Converter, argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, or 2 with one line on stderr."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {converter.command}",
-        description=converter.description,
-        epilog="OUT is then a model for failfast_jax.load_model and for --target or --drafter. It appears only when "
-        "it is complete; an interrupted conversion is cleaned up by the next one.",
-    )
-    parser.add_argument("source", metavar="SRC", help=converter.source_help)
-    parser.add_argument("out", metavar="OUT", help="the folder to write; must not exist")
-    kept = converter.default_dtype or "the stored one"
-    parser.add_argument("--dtype", choices=sources.DTYPES, help=f"dtype of the written parameters (default: {kept})")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion at OUT")
-    parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
-    options = parser.parse_args(argv)
-
-    def work() -> None:
-        out = convert(
-            converter,
-            options.source,
-            options.out,
-            dtype=options.dtype,
-            overwrite=options.overwrite,
-            progress=False if options.no_progress else None,
-        )
-        size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-        print(f"{out}: {size / 1e6:,.1f} MB")
-
-    return command.run(work)
 
 
 def run(main: Callable[[], int]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from convert import conversion
 
 CONVERTER = conversion.Converter(
@@ -20,12 +18,7 @@ CONVERTER = conversion.Converter(
         "gguf": "use python -m convert.gguf",
     },
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """See `conversion.main`."""
-    return conversion.main(CONVERTER, argv)
-
+main = CONVERTER.main
 
 if __name__ == "__main__":
     conversion.run(main)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from convert import conversion
 
 CONVERTER = conversion.Converter(
@@ -16,12 +14,7 @@ CONVERTER = conversion.Converter(
     hints={"hf": "use python -m convert.qwen2 or convert.fast_dllm", "native": "it is converted already"},
     default_dtype="float32",
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """See `conversion.main`."""
-    return conversion.main(CONVERTER, argv)
-
+main = CONVERTER.main
 
 if __name__ == "__main__":
     conversion.run(main)

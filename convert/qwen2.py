@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from convert import conversion
 
 CONVERTER = conversion.Converter(
@@ -13,17 +11,9 @@ CONVERTER = conversion.Converter(
     source_help="a folder with config.json and safetensors, or a Hugging Face Hub id",
     kinds=("hf", "native"),
     model_types=("qwen2", "llama"),
-    hints={
-        "Fast_dLLM_Qwen": "use python -m convert.fast_dllm",
-        "gguf": "use python -m convert.gguf",
-    },
+    hints={"Fast_dLLM_Qwen": "use python -m convert.fast_dllm", "gguf": "use python -m convert.gguf"},
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """See `conversion.main`."""
-    return conversion.main(CONVERTER, argv)
-
+main = CONVERTER.main
 
 if __name__ == "__main__":
     conversion.run(main)

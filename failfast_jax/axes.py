@@ -27,3 +27,11 @@ Of a draft:
 `*R` (or another starred letter) is any number of leading axes, `_` an axis of any size, `1` an axis to broadcast. A
 word is an axis of one function or class, which says what it is.
 """
+
+from jaxtyping import Array, Float, Int
+
+Queries = Float[Array, "B W Q H"]
+Cache = Float[Array, "B K S H"]
+"""Rotated keys, or values, of one layer."""
+PerSequence = Int[Array, " B"]
+Scalar = Int[Array, ""]

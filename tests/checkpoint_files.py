@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,16 @@ from typing import Any
 import gguf
 import ml_dtypes
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
+from failfast_jax.checkpoints.hub import default_target_path
+from failfast_jax.checkpoints.loading import load_model
+from failfast_jax.errors import CheckpointError
+
 FIXTURES = Path(__file__).parent / "fixtures"
+IDS = (np.arange(40)[None] * 7) % 140
+ROPE_CASES = json.loads((FIXTURES / "rope_scaling.json").read_text())["cases"]
 GOLDEN = FIXTURES / "golden"
 GOLDEN_NAMES = (
     "fast_dllm_v2_tied",
@@ -50,6 +60,61 @@ def cast(tensors: Mapping[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]
     return {key: value.astype(getattr(ml_dtypes, dtype, dtype)) for key, value in tensors.items()}
 
 
+def with_bad_value(tensors: Mapping[str, np.ndarray], key: str, bad: float) -> dict[str, np.ndarray]:
+    """The tensors, one of them with one value replaced."""
+    value = tensors[key].copy()
+    value.flat[value.size // 2] = bad
+    return dict(tensors) | {key: value}
+
+
+def shard(folder: Path, tensors: Mapping[str, np.ndarray], parts: int = 3) -> dict[str, str]:
+    """Splits the `model.safetensors` of a folder and writes the index, whose `weight_map` it returns."""
+    keys = sorted(tensors)
+    weight_map = {}
+    for part in range(parts):
+        name = f"model-{part + 1:05}-of-{parts:05}.safetensors"
+        save_file({key: tensors[key] for key in keys[part::parts]}, folder / name)
+        weight_map |= dict.fromkeys(keys[part::parts], name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors").unlink()
+    return weight_map
+
+
+def refuses(
+    match: str, source: Any, load: Callable = load_model, error: type[Exception] = CheckpointError, **options: Any
+) -> None:
+    """Loading `source` raises `error`, with a message that the expression matches."""
+    with pytest.raises(error, match=match):
+        load(source, **options)
+
+
+def default_target() -> Path:
+    """The GGUF file of SmolLM2, or the test is skipped."""
+    try:
+        return default_target_path()
+    except CheckpointError as error:
+        pytest.skip(str(error))
+
+
+def run_python(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs Python on a CPU from the root of the repository."""
+    root = Path(__file__).parents[1]
+    paths = [str(root), str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def logits(model: Any, ids: np.ndarray = IDS) -> np.ndarray:
+    """A model's logits `[1, L, V]`; the model may be a path."""
+    return np.asarray((load_model(model) if isinstance(model, Path) else model).logits(ids))
+
+
 def golden_cases(name: str) -> list[tuple[np.ndarray, np.ndarray]]:
     """Pairs of ids `[1, L]` and the public model's logits `[1, L, V]`."""
     with np.load(GOLDEN / name / "golden.npz") as data:
@@ -84,15 +149,16 @@ def gguf_name(key: str) -> str:
 
 def write_gguf(
     path: Path,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, np.ndarray],
+    name: str,
+    tensors: Mapping[str, np.ndarray] | None = None,
     *,
     quantise: Callable[[str, np.ndarray], gguf.GGMLQuantizationType] = lambda *_: gguf.GGMLQuantizationType.F32,
     extra: Callable[[gguf.GGUFWriter], None] = lambda _: None,
     extra_tensors: Mapping[str, np.ndarray] | None = None,
     architecture: str | None = None,
 ) -> Path:
-    """Writes a Hugging Face checkpoint as llama.cpp's converter would."""
+    """Writes a golden checkpoint, with these tensors, as llama.cpp's converter would."""
+    config = config_of(name)
     writer = gguf.GGUFWriter(path, architecture or config["model_type"])
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer.add_block_count(config["num_hidden_layers"])
@@ -104,7 +170,7 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     extra(writer)
-    for key, value in tensors.items():
+    for key, value in (tensors or tensors_of(name)).items():
         if config["model_type"] == "llama" and ("q_proj" in key or "k_proj" in key):
             value = interleave(value, heads if "q_proj" in key else kv_heads)
         kind = quantise(key, value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,12 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from failfast_jax.checkpoints.finite import is_finite, not_finite
-from failfast_jax.checkpoints.skeleton import Skeleton, misfits
+from failfast_jax.checkpoints.parameters import Skeleton, is_finite, misfits, not_finite
 from failfast_jax.config import GenerationConfig
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.files import read_json, write_atomically
 from failfast_jax.models.borrowed import with_borrowed
 from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig, bind
-from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 
 FORMAT_KEY = "failfast_drafter"
@@ -58,7 +56,7 @@ class DrafterFolder:
 
     @property
     def where(self) -> str:
-        """The file that errors about the configuration name."""
+        """What errors about the configuration name."""
         return str(self.path / "config.json")
 
     @property
@@ -73,16 +71,12 @@ def is_drafter_folder(path: str | os.PathLike) -> bool:
 
 
 def save_drafter(
-    folder: Path,
-    config: Mapping[str, Any],
-    params: Mapping[str, np.ndarray],
-    draft_ids: np.ndarray | None,
-    *,
-    storage: str = "bfloat16",
+    folder: Path, config: Mapping[str, Any], params: Mapping[str, Any], draft_ids: Any, *, storage: str = "bfloat16"
 ) -> None:
     """Writes a drafter; `config.json` comes last, so that an unfinished folder is none.
 
     Args:
+      params, draft_ids: arrays, as in `DrafterFolder`.
       storage: of matrices: `bfloat16`, `int8` (symmetric, a float32 scale per output row) or `float32`. Vectors
         are float32.
 
@@ -146,9 +140,8 @@ def read_drafter(path: str | os.PathLike) -> DrafterFolder:
     try:
         tensors = load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path / WEIGHTS}: cannot be read ({error}); train or download the drafter again"
-        ) from None
+        message = f"{path / WEIGHTS}: cannot be read ({error}); train or download the drafter again"
+        raise CheckpointError(message) from None
     draft_ids = tensors.pop(DRAFT_IDS, None)
     params = {}
     for name, value in tensors.items():
@@ -164,16 +157,6 @@ def read_drafter(path: str | os.PathLike) -> DrafterFolder:
     return DrafterFolder(path, config, params, draft_ids)
 
 
-def check_target(folder: DrafterFolder, target: ModelConfig, target_name: str) -> None:
-    """Raises ConfigError: the drafter was trained for another target."""
-    for key, ours in target.shape_key().items():
-        value = folder.config["target"].get(key)
-        if ours != value:
-            raise ConfigError(
-                f"{folder.path}: this drafter was trained for a target with {key} {value!r}; {target_name} has {ours!r}"
-            )
-
-
 def load_drafter(
     path: str | os.PathLike, target: Decoder, target_name: str = "the target"
 ) -> Decoder | BoundConditioned:
@@ -184,12 +167,15 @@ def load_drafter(
       ConfigError: a configuration that cannot be served, or a drafter of another target.
     """
     folder = read_drafter(path)
-    check_target(folder, target.config, target_name)
+    for key, ours in target.shape_key().items():
+        if ours != (value := folder.config["target"].get(key)):
+            raise ConfigError(
+                f"{folder.path}: this drafter was trained for a target with {key} {value!r}; {target_name} has {ours!r}"
+            )
     layers = folder.config["network"].get("num_layers")
     if type(layers) is not int or layers < 1:
         raise ConfigError(f"{folder.where}: key 'num_layers' must be a positive integer, got {layers!r}")
-    load = {CONDITIONED: _conditioned, STANDALONE: _standalone}[folder.family]
-    return load(folder, target, layers)
+    return (_conditioned if folder.family == CONDITIONED else _standalone)(folder, target, layers)
 
 
 def _conditioned(folder: DrafterFolder, target: Decoder, layers: int) -> BoundConditioned:
@@ -243,13 +229,18 @@ def decoding_defaults(path: str | os.PathLike, platform: str) -> dict[str, Any]:
     if not isinstance(stored, dict) or not all(isinstance(part, dict) for part in stored.values()):
         raise ConfigError(f"{where}: key 'decoding' must map platforms to options, got {stored!r}")
     options = {**stored.get("any", {}), **stored.get(platform, {})}
+    check_decoding(options, DECODING_OPTIONS, where)
+    return options
+
+
+def check_decoding(options: Mapping[str, Any], known: Sequence[str], where: Path) -> None:
+    """Raises ConfigError: a decoding option that is not among the known ones, or a value out of its range."""
     for name in options:
-        if name not in DECODING_OPTIONS:
-            raise ConfigError(f"{where}: decoding option {name!r} is not one of {', '.join(DECODING_OPTIONS)}")
+        if name not in known:
+            raise ConfigError(f"{where}: decoding option {name!r} is not one of {', '.join(known)}")
     if options.get("min_gain") and not options.get("lookup_min"):
         raise ConfigError(f"{where}: decoding option 'min_gain' needs 'lookup_min'")
     try:
         GenerationConfig(**options).validate()
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: decoding options: {error}") from None
-    return options

@@ -19,8 +19,8 @@ import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType as Quant
 
-from failfast_jax.checkpoints.finite import is_finite, not_finite
 from failfast_jax.checkpoints.mapping import StoredTensor
+from failfast_jax.checkpoints.parameters import is_finite, not_finite
 from failfast_jax.checkpoints.safetensors import read_array
 from failfast_jax.errors import CheckpointError
 
@@ -95,18 +95,18 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], list[tuple[Any,
         nonlocal position
         if kind == _STRING:
             return string()
-        if kind == _ARRAY:
-            kind, count = take("I"), take("Q")
-            if count > len(data) - position:
-                raise IndexError
-            if kind not in _SCALARS:
-                return [value(kind) for _ in range(count)]
-            values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", data, position)
-            position += struct.calcsize(f"<{count}{_SCALARS[kind]}")
-            return list(values)
-        if kind not in _SCALARS:
+        if kind in _SCALARS:
+            return take(_SCALARS[kind])
+        if kind != _ARRAY:
             raise IndexError
-        return take(_SCALARS[kind])
+        kind, count = take("I"), take("Q")
+        if count > len(data) - position:
+            raise IndexError
+        if kind not in _SCALARS:
+            return [value(kind) for _ in range(count)]
+        values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", data, position)
+        position += struct.calcsize(f"<{count}{_SCALARS[kind]}")
+        return list(values)
 
     version = take("I")
     if version not in (2, 3):
@@ -126,9 +126,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], list[tuple[Any,
     return metadata, entries, -(-position // alignment) * alignment
 
 
-def _tensor(
-    path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int, base: int, size: int
-) -> StoredTensor:
+def _tensor(path: Path, name: str, shape: tuple, kind: int, offset: int, base: int, size: int) -> StoredTensor:
     try:
         quant = Quant(kind)
         block, block_bytes = gguf.GGML_QUANT_SIZES[quant]
@@ -139,7 +137,7 @@ def _tensor(
         raise CheckpointError(f"{path}: tensor {name} has type {label}, which cannot be dequantised here") from None
     if not shape or shape[-1] % block:
         raise CheckpointError(f"{path}: the header entry of tensor {name} is corrupt: {quant.name} rows of {shape}")
-    row = math.prod(shape[1:]) if len(shape) > 1 else 1
+    row = math.prod(shape[1:])
     if len(shape) == 1 and quant not in _PLAIN:
         raise CheckpointError(f"{path}: tensor {name} is a quantised vector")
     row_bytes = row // block * block_bytes
@@ -242,20 +240,16 @@ def _rope_scaling(file: GGUFFile, architecture: str, context: int) -> dict[str, 
         return {"rope_type": "divisors", "divisors": [_float32(value) for value in divisors]}
     if kind == "none" or not factor:
         return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": _float32(factor)}
+    if kind not in ("linear", "yarn"):
+        raise CheckpointError(
+            f"{file.path}: {architecture}.rope.scaling.type {kind!r} is not supported (supported: linear, yarn)"
+        )
+    scaling = {"rope_type": kind, "factor": _float32(factor)}
     if kind == "yarn":
-        scaling = {
-            "rope_type": "yarn",
-            "factor": _float32(factor),
-            "original_max_position_embeddings": get("scaling.original_context_length", context),
-            "beta_fast": _float32(get("scaling.yarn_beta_fast", 32.0)),
-            "beta_slow": _float32(get("scaling.yarn_beta_slow", 1.0)),
-        }
+        scaling["original_max_position_embeddings"] = get("scaling.original_context_length", context)
+        scaling["beta_fast"] = _float32(get("scaling.yarn_beta_fast", 32.0))
+        scaling["beta_slow"] = _float32(get("scaling.yarn_beta_slow", 1.0))
         attention = get("scaling.yarn_attn_factor", get("scaling.attn_factor"))
         if attention is not None:
             scaling["attention_factor"] = _float32(attention) * (0.1 * math.log(factor) + 1.0)
-        return scaling
-    raise CheckpointError(
-        f"{file.path}: {architecture}.rope.scaling.type {kind!r} is not supported (supported: linear, yarn)"
-    )
+    return scaling

@@ -1,27 +1,38 @@
-"""Loading models: a target or drafter with its own tokens, or a drafter that borrows from its target.
+"""Loading models: which layout a file or folder has, its configuration, its tensors' headers, and its parameters.
 
-How each layout is read: `sources` finds out which one it is; `mapping` has the tables of Hugging Face's and llama.cpp's
-names, `safetensors`, `gguf` and `native` read the files, `drafter` the folders of trained drafters.
+`mapping` has the tables of Hugging Face's and llama.cpp's names; `safetensors`, `gguf` and `native` read the files,
+`drafter` the folders of drafters that borrow from their target.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
+from flax import nnx
+from tqdm import tqdm
 
-from failfast_jax.checkpoints import drafter
-from failfast_jax.checkpoints.sources import DTYPES, open_source
+from failfast_jax.checkpoints import mapping, native, safetensors
+from failfast_jax.checkpoints.hub import resolve_source
+from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import CheckpointError
+from failfast_jax.files import read_json
 from failfast_jax.models import quantization
-from failfast_jax.models.drafter_model import DrafterModel
+from failfast_jax.models.config import ModelConfig, eos_ids, resolve_mask_token
 from failfast_jax.models.transformer import Decoder
 
-DRAFTER_LAYOUTS = (drafter,)
-"""Modules that know a layout of drafters which borrow from their target, each with `is_drafter_folder(path)` and
-`load_drafter(path, target, target_name)`."""
+MASK_TOKEN = "|<MASK>|"
+DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
+Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
+Convert = Callable[[str, jax.Array], dict[str, jax.Array]]
 
 
 def load_model(
@@ -55,24 +66,6 @@ def load_model(
     return open_source(path_or_hub_id).load(as_dtype(dtype), quantize=quantize, progress=progress)
 
 
-def is_drafter_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` holds a drafter that borrows from its target: one for `load_drafter`, not for `load_model`."""
-    return any(layout.is_drafter_folder(path) for layout in DRAFTER_LAYOUTS)
-
-
-def load_drafter(path: str | os.PathLike[str], target: Decoder, target_name: str = "the target") -> DrafterModel:
-    """Loads a drafter that borrows from its target, in the target's dtype.
-
-    Raises:
-      CheckpointError: not such a folder; missing, unexpected, mis-shaped or damaged parameters.
-      ConfigError: a configuration that cannot be served, or a drafter of another target.
-    """
-    for layout in DRAFTER_LAYOUTS:
-        if layout.is_drafter_folder(path):
-            return layout.load_drafter(path, target, target_name)
-    raise CheckpointError(f"{path}: not a folder of a drafter that belongs to a target")
-
-
 def as_dtype(dtype: Any) -> np.dtype:
     """A numpy dtype from a name, a numpy or a jax dtype; None is the backend's default.
 
@@ -88,3 +81,188 @@ def as_dtype(dtype: Any) -> np.dtype:
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is not supported (supported: {', '.join(DTYPES)})")
     return DTYPES[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint whose configuration has been read and whose tensors have not.
+
+    Attributes:
+      path: the file or folder.
+      kind: `hf`, `gguf` or `native`.
+      config: with stop tokens of `generation_config.json` and the mask token resolved.
+      raw_config: the Hugging Face `config.json`, or its equivalent for a GGUF file.
+    """
+
+    path: Path
+    kind: str
+    config: ModelConfig
+    raw_config: dict[str, Any]
+    table: mapping.Table | None = None
+    tensors: Mapping[str, mapping.StoredTensor] = dataclasses.field(default_factory=dict)
+
+    def stored_dtype(self) -> np.dtype:
+        """The narrowest supported dtype that holds every stored value."""
+        if self.kind == "native":
+            return np.dtype(next(iter(native.stored_params(self.path).values())).dtype)
+        stored = {tensor.dtype for tensor in self.tensors.values()}
+        return stored.pop() if len(stored) == 1 and stored <= set(DTYPES.values()) else DTYPES["float32"]
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter of the decoder, by its path."""
+        return _skeleton(self.config, DTYPES["float32"]).shapes
+
+    def num_parameters(self) -> int:
+        """How many numbers the model has."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def check(self) -> None:
+        """Matches tensors with parameters without reading any data.
+
+        Raises:
+          CheckpointError: see `load_model`.
+        """
+        if self.table is not None:
+            mapping.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
+
+    def load(
+        self, dtype: np.dtype, *, place: Place | None = None, quantize: str | None = None, progress: bool | None = None
+    ) -> Decoder:
+        """Builds the decoder; see `load_model` and `read`."""
+        skeleton = _skeleton(self.config, dtype)
+        self.__dict__.setdefault("shapes", skeleton.shapes)
+        convert = None if quantize is None else quantization.converter(self.config)
+        values = self.read(dtype, place=place, convert=convert, progress=progress)
+        if quantize is not None:
+            skeleton = Skeleton.of(skeleton.filled({}).quantized(quantize))
+        return skeleton.filled(values)
+
+    def read(
+        self,
+        dtype: np.dtype,
+        *,
+        place: Place | None = None,
+        convert: Convert | None = None,
+        progress: bool | None = None,
+    ) -> dict[str, jax.Array]:
+        """Reads the parameters, one after the other, by their paths in the decoder.
+
+        Args:
+          place: the sharding of a parameter, given its path and its shape; None: the default device.
+          convert: what to keep of a parameter, given its path and itself; None: all parameters as they are.
+          progress: see `load_model`.
+
+        Raises:
+          CheckpointError: see `load_model`.
+        """
+        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        shardings = {name: place(name, shape) if place else default for name, shape in self.shapes.items()}
+        if self.table is None:
+            abstract = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+            wanted = {name: abstract(shape, sharding=shardings[name]) for name, shape in self.shapes.items()}
+            values = native.load_params(self.path, wanted)
+            for name in list(values) if convert else ():
+                values |= convert(name, values.pop(name))
+            return values
+        plan = mapping.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
+        values = {}
+        # Left to itself the bar shows on a terminal, once the work has taken 3 seconds.
+        shown = {"delay": 3, "disable": None} if progress is None else {"disable": not progress}
+        size, label = self.num_parameters() * dtype.itemsize, f"reading {self.path.name}"
+        with tqdm(total=size, desc=label, unit="B", unit_scale=True, **shown) as bar:
+            for name, shape in self.shapes.items():
+                value = plan.assemble(name, shape, dtype)
+                # Waiting keeps host copies from piling up behind a slow link to the device.
+                read = jax.block_until_ready(jax.device_put(value, shardings[name]))
+                values |= convert(name, read) if convert else {name: read}
+                bar.update(value.nbytes)
+        return values
+
+
+def open_source(path_or_hub_id: str | os.PathLike[str]) -> Source:
+    """Finds a checkpoint and reads its configuration and its tensors' headers.
+
+    Raises:
+      CheckpointError, ConfigError: see `load_model`.
+    """
+    path = resolve_source(path_or_hub_id)
+    if path.is_file():
+        return _open_file(path)
+    if path.name.endswith(native.PARTIAL):
+        raise CheckpointError(f"{path}: an unfinished conversion; run the conversion again")
+    if not (path / "config.json").is_file():
+        if (path / native.PARAMS).is_dir():
+            raise CheckpointError(f"{path}: an unfinished conversion (no config.json); run the conversion again")
+        hint = "expected a Hugging Face folder or one written by python -m convert"
+        if gguf := sorted(path.glob("*.gguf")):
+            hint = f"to load a GGUF file pass its path, such as {gguf[0]}"
+        raise CheckpointError(f"{path}: no config.json; {hint}")
+    raw, config = read_config(path)
+    if native.FORMAT_KEY in raw:
+        if raw[native.FORMAT_KEY] != native.FORMAT:
+            raise CheckpointError(
+                f"{path}: converted to format {raw[native.FORMAT_KEY]!r}, and this version reads {native.FORMAT}; "
+                "convert the model again"
+            )
+        return Source(path, "native", config, raw)
+    return Source(path, "hf", config, raw, mapping.HF_TABLE, safetensors.folder_tensors(path))
+
+
+def _open_file(path: Path) -> Source:
+    if path.suffix == ".gguf":
+        from failfast_jax.checkpoints import gguf
+
+        file = gguf.GGUFFile.open(path)
+        raw = gguf.hf_config(file)
+        table = mapping.GGUF_LLAMA_TABLE if raw["model_type"] == "llama" else mapping.GGUF_TABLE
+        return Source(path, "gguf", ModelConfig.from_dict(raw, str(path)), raw, table, file.tensors)
+    if path.suffix == ".safetensors":
+        raise CheckpointError(f"{path}: pass its folder, which must hold config.json, too")
+    if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
+        raise CheckpointError(
+            f"{path}: pickled weights are refused because unpickling runs whatever code the file contains; "
+            "use a safetensors version of the model"
+        )
+    raise CheckpointError(f"{path}: not a folder and not a .gguf file")
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
+    """`config.json` as it is, and parsed.
+
+    Stop tokens are those of `config.json` and `generation_config.json` together (some models list
+    their end-of-turn token only in the second); of the latter nothing else counts.
+
+    Raises:
+      ConfigError: a file is not valid JSON or the configuration cannot be served.
+    """
+    where = folder / "config.json"
+    raw = read_json(where)
+    config = ModelConfig.from_dict(raw, str(where))
+    stops = config.eos_token_ids
+    if (generation := folder / "generation_config.json").is_file():
+        stops += eos_ids(read_json(generation).get("eos_token_id"), str(generation))
+    config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(stops)))
+    needs_mask = config.is_diffusion and config.mask_token_id is None
+    return raw, resolve_mask_token(config, _tokenizer_mask(folder) if needs_mask else None, str(where))
+
+
+def _tokenizer_mask(folder: Path) -> int | None:
+    """Id of the token `|<MASK>|`, from whichever tokenizer file lists it."""
+    for name in ("tokenizer_config.json", "added_tokens.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            continue
+        raw = read_json(folder / name)
+        for key, entry in (raw.get("added_tokens_decoder") or {}).items():
+            if entry.get("content") == MASK_TOKEN:
+                return int(key)
+        if name == "added_tokens.json" and MASK_TOKEN in raw:
+            return int(raw[MASK_TOKEN])
+        for entry in raw.get("added_tokens") or []:
+            if entry.get("content") == MASK_TOKEN:
+                return int(entry["id"])
+    return None
+
+
+def _skeleton(config: ModelConfig, dtype: np.dtype) -> Skeleton:
+    return Skeleton.made_by(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))

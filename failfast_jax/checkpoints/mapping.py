@@ -11,10 +11,11 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from failfast_jax.checkpoints.finite import is_finite, not_finite
+from failfast_jax.checkpoints.parameters import is_finite, not_finite
 from failfast_jax.errors import CheckpointError
 from failfast_jax.models.config import ModelConfig
 
@@ -36,8 +37,7 @@ class StoredTensor:
     """`read(start, stop)` gives that range of the leading axis."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One line of a table: a checkpoint key, the parameter it fills, and its part of a fused one.
 
     `{layer}` runs over the layers and `{leaf}` over weight and bias; a key is expected exactly when
@@ -58,40 +58,32 @@ class Table:
     """Slots whose heads hold rotary pairs as neighbours, as llama.cpp stores the llama architecture."""
 
 
-# Qwen2, Llama and Fast-dLLM v2 share these names.
-HF_TABLE = Table(
-    rows=(
-        Row("model.embed_tokens.weight", "embed"),
-        Row("model.layers.{layer}.input_layernorm.weight", "layers.{layer}.input_norm.weight"),
-        Row("model.layers.{layer}.self_attn.q_proj.{leaf}", "layers.{layer}.attention.qkv.{leaf}", "q"),
-        Row("model.layers.{layer}.self_attn.k_proj.{leaf}", "layers.{layer}.attention.qkv.{leaf}", "k"),
-        Row("model.layers.{layer}.self_attn.v_proj.{leaf}", "layers.{layer}.attention.qkv.{leaf}", "v"),
-        Row("model.layers.{layer}.self_attn.o_proj.{leaf}", "layers.{layer}.attention.o.{leaf}"),
-        Row("model.layers.{layer}.post_attention_layernorm.weight", "layers.{layer}.post_norm.weight"),
-        Row("model.layers.{layer}.mlp.gate_proj.{leaf}", "layers.{layer}.mlp.gate_up.{leaf}", "gate"),
-        Row("model.layers.{layer}.mlp.up_proj.{leaf}", "layers.{layer}.mlp.gate_up.{leaf}", "up"),
-        Row("model.layers.{layer}.mlp.down_proj.{leaf}", "layers.{layer}.mlp.down.{leaf}"),
-        Row("model.norm.weight", "norm.weight"),
-        Row("lm_head.weight", "head.weight"),
-    ),
-    ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+# In a layer: Hugging Face's name (Qwen2, Llama and Fast-dLLM v2 share it), llama.cpp's, the parameter, its part of it.
+_LAYER = (
+    ("input_layernorm.weight", "attn_norm.weight", "input_norm.weight", "all"),
+    ("self_attn.q_proj.{leaf}", "attn_q.{leaf}", "attention.qkv.{leaf}", "q"),
+    ("self_attn.k_proj.{leaf}", "attn_k.{leaf}", "attention.qkv.{leaf}", "k"),
+    ("self_attn.v_proj.{leaf}", "attn_v.{leaf}", "attention.qkv.{leaf}", "v"),
+    ("self_attn.o_proj.{leaf}", "attn_output.{leaf}", "attention.o.{leaf}", "all"),
+    ("post_attention_layernorm.weight", "ffn_norm.weight", "post_norm.weight", "all"),
+    ("mlp.gate_proj.{leaf}", "ffn_gate.{leaf}", "mlp.gate_up.{leaf}", "gate"),
+    ("mlp.up_proj.{leaf}", "ffn_up.{leaf}", "mlp.gate_up.{leaf}", "up"),
+    ("mlp.down_proj.{leaf}", "ffn_down.{leaf}", "mlp.down.{leaf}", "all"),
 )
 
-GGUF_TABLE = Table(
-    rows=(
-        Row("token_embd.weight", "embed"),
-        Row("blk.{layer}.attn_norm.weight", "layers.{layer}.input_norm.weight"),
-        Row("blk.{layer}.attn_q.{leaf}", "layers.{layer}.attention.qkv.{leaf}", "q"),
-        Row("blk.{layer}.attn_k.{leaf}", "layers.{layer}.attention.qkv.{leaf}", "k"),
-        Row("blk.{layer}.attn_v.{leaf}", "layers.{layer}.attention.qkv.{leaf}", "v"),
-        Row("blk.{layer}.attn_output.{leaf}", "layers.{layer}.attention.o.{leaf}"),
-        Row("blk.{layer}.ffn_norm.weight", "layers.{layer}.post_norm.weight"),
-        Row("blk.{layer}.ffn_gate.{leaf}", "layers.{layer}.mlp.gate_up.{leaf}", "gate"),
-        Row("blk.{layer}.ffn_up.{leaf}", "layers.{layer}.mlp.gate_up.{leaf}", "up"),
-        Row("blk.{layer}.ffn_down.{leaf}", "layers.{layer}.mlp.down.{leaf}"),
-        Row("output_norm.weight", "norm.weight"),
-        Row("output.weight", "head.weight"),
-    ),
+
+def _table(column: int, layer: str, embed: str, norm: str, head: str, ignored: str) -> Table:
+    rows = [Row(layer + line[column], "layers.{layer}." + line[2], line[3]) for line in _LAYER]
+    ends = (Row(norm, "norm.weight"), Row(head, "head.weight"))
+    return Table((Row(embed, "embed"), *rows, *ends), ignored)
+
+
+HF_TABLE = _table(
+    *(0, "model.layers.{layer}.", "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
+    ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+)
+GGUF_TABLE = _table(
+    *(1, "blk.{layer}.", "token_embd.weight", "output_norm.weight", "output.weight"),
     ignored=r"rope_freqs\.weight",  # read with the configuration
 )
 GGUF_LLAMA_TABLE = dataclasses.replace(GGUF_TABLE, interleaved=frozenset({"q", "k"}))

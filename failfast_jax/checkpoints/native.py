@@ -15,8 +15,7 @@ from typing import Any
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from failfast_jax.checkpoints.finite import check_finite
-from failfast_jax.checkpoints.skeleton import misfits
+from failfast_jax.checkpoints.parameters import check_finite, misfits
 from failfast_jax.errors import CheckpointError
 
 FORMAT_KEY = "failfast_format"

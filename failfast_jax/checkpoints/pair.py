@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder
-from failfast_jax.checkpoints.loading import as_dtype, load_drafter, open_source
+from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder, load_drafter
+from failfast_jax.checkpoints.loading import as_dtype, open_source
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.errors import OptionError
 from failfast_jax.models import quantization, sharding

@@ -73,7 +73,7 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     Raises:
       CheckpointError: another kind of tokenizer, an unknown pre-tokenizer, or missing metadata.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     prefix = "tokenizer.ggml."
     kind = file.need(prefix + "model")
@@ -111,9 +111,10 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
         return tokens[id] if id is not None and id < len(tokens) else None
 
     bos = token("bos")
-    backend.post_processor = _post_processor(
-        bos if file.metadata.get(prefix + "add_bos_token", rule == "llama-bpe") else None, vocab
-    )
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    if bos is not None and file.metadata.get(prefix + "add_bos_token", rule == "llama-bpe"):
+        text = {"single": f"{bos} $A", "pair": f"{bos} $A {bos} $B"}
+        backend.post_processor = processors.TemplateProcessing(**text, special_tokens=[(bos, vocab[bos])])
     architecture = file.metadata.get("general.architecture")
     return _transformers().PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -139,14 +140,6 @@ def _pre_tokenizer(rule: str):
     return Sequence(
         [Split(Regex(_SPLITS[rule]), behavior="isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-
-
-def _post_processor(bos: str | None, vocab: dict[str, int]):
-    from tokenizers.processors import ByteLevel, TemplateProcessing
-
-    if bos is None:
-        return ByteLevel(trim_offsets=False)
-    return TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocab[bos])])
 
 
 def _from_vocabulary_files(folder: Path) -> PreTrainedTokenizerBase:

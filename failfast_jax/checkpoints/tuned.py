@@ -22,8 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from failfast_jax.checkpoints.drafter import DECODING_OPTIONS
-from failfast_jax.config import GenerationConfig
+from failfast_jax.checkpoints.drafter import DECODING_OPTIONS, check_decoding
 from failfast_jax.errors import ConfigError
 from failfast_jax.files import read_json, write_atomically
 from failfast_jax.models.drafter_model import DrafterModel
@@ -91,15 +90,7 @@ def read_settings(path: str | os.PathLike) -> TunedOptions:
         if not isinstance(raw.get(key), dict):
             raise ConfigError(f"{path}: key {key!r} must be an object, got {raw.get(key)!r}")
     options = raw["decoding"]
-    for name in options:
-        if name not in OPTIONS:
-            raise ConfigError(f"{path}: decoding option {name!r} is not one of {', '.join(OPTIONS)}")
-    if options.get("min_gain") and not options.get("lookup_min"):
-        raise ConfigError(f"{path}: decoding option 'min_gain' needs 'lookup_min'")
-    try:
-        GenerationConfig(**options).validate()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: decoding options: {error}") from None
+    check_decoding(options, OPTIONS, path)
     options = {name: value for name, value in options.items() if value is not None}
     parts = {key: raw[key] for key in ("target", "drafter", "machine")}
     return TunedOptions(path, **parts, decoding=options, report=raw.get("report") or {})

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
 from failfast_jax.kernels.reference import HIDDEN, last_visible
 
 TILE = 64
@@ -46,14 +47,7 @@ _FLOOR = HIDDEN / 2
 
 
 def supports(
-    *,
-    width: int,
-    heads: int,
-    kv_heads: int,
-    capacity: int,
-    head_dim: int,
-    dtype: Any,
-    device: Any = None,
+    *, width: int, heads: int, kv_heads: int, capacity: int, head_dim: int, dtype: Any, device: Any = None
 ) -> str | None:
     """Why `window_attention` cannot serve these shapes, or None if it can.
 
@@ -110,11 +104,11 @@ def simulator() -> Any:
 
 
 def attend_splits(
-    tiles: Int[Array, " B"],
+    tiles: PerSequence,
     last: Int[Array, "B blocks warpgroups rows"],
     rows: Float[Array, "B K blocks warpgroups rows H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
+    k_cache: Cache,
+    v_cache: Cache,
     *,
     splits: int,
     interpret: bool,
@@ -259,11 +253,7 @@ def attend_splits(
     row = (splits, batch, kv_heads, blocks, warpgroups, ROWS)
     return plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((*row, LANES), jnp.float32),
-            jax.ShapeDtypeStruct(row, jnp.float32),
-            jax.ShapeDtypeStruct(row, jnp.float32),
-        ),
+        out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*row, LANES), row, row)),
         # Blocks of rows run fastest: those that read the same tiles run at the same time.
         grid=(batch, kv_heads, splits, blocks),
         grid_names=("batch", "kv_head", "split", "block"),
@@ -276,7 +266,7 @@ def attend_splits(
 
 
 def combine_splits(
-    tiles: Int[Array, " B"],
+    tiles: PerSequence,
     acc: Float[Array, "splits B K rows lanes"],
     highest: Float[Array, "splits B K rows"],
     total: Float[Array, "splits B K rows"],
@@ -335,17 +325,17 @@ def combine_splits(
 
 
 def window_attention(
-    q: Float[Array, "B W Q H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    until: Int[Array, " B"],
-    live: Int[Array, ""],
+    q: Queries,
+    k_cache: Cache,
+    v_cache: Cache,
+    start: PerSequence,
+    until: PerSequence,
+    live: Scalar,
     *,
     block_size: int,
     interpret: bool = False,
     splits: int | None = None,
-) -> Float[Array, "B W Q H"]:
+) -> Queries:
     """Attention of a window of queries over the live part of a static cache, for Hopper; see the package's interface.
 
     The query heads of one KV head are rows of one matmul. Split s of the cache owns the tiles s, s + splits, ...; each
@@ -362,17 +352,10 @@ def window_attention(
     batch, width, heads, head_dim = q.shape
     _, kv_heads, capacity, _ = k_cache.shape
     default = jax.devices()[0]
-    reason = supports(
-        width=width,
-        heads=heads,
-        kv_heads=kv_heads,
-        capacity=capacity,
-        head_dim=head_dim,
-        dtype=k_cache.dtype,
-        # A program may be lowered for a GPU where there is none.
-        device=default if default.platform == "gpu" and not interpret else None,
-    )
-    if reason:
+    sizes = {"width": width, "heads": heads, "kv_heads": kv_heads, "capacity": capacity, "head_dim": head_dim}
+    # A program may be lowered for a GPU where there is none.
+    device = default if default.platform == "gpu" and not interpret else None
+    if reason := supports(**sizes, dtype=k_cache.dtype, device=device):
         raise ValueError(f"window_attention: {reason}")
     group = heads // kv_heads
     warpgroups = 1 if group * width <= ROWS else 2
@@ -389,40 +372,27 @@ def window_attention(
     tiles = jnp.clip(jnp.minimum(pl.cdiv(live, TILE), last.max(1) // TILE + 1), 1, capacity // TILE).astype(jnp.int32)
     last = jnp.pad(jnp.repeat(last, group, axis=1), ((0, 0), (0, padding)))
 
-    acc, highest, total = attend_splits(
-        tiles,
-        last.reshape(batch, blocks, warpgroups, ROWS),
-        rows.reshape(batch, kv_heads, blocks, warpgroups, ROWS, head_dim),
-        k_cache,
-        v_cache,
-        splits=splits,
-        interpret=interpret,
-    )
+    last = last.reshape(batch, blocks, warpgroups, ROWS)
+    rows = rows.reshape(batch, kv_heads, blocks, warpgroups, ROWS, head_dim)
+    acc, highest, total = attend_splits(tiles, last, rows, k_cache, v_cache, splits=splits, interpret=interpret)
     packed = (splits, batch, kv_heads, width * group + padding)
-    out = combine_splits(
-        tiles,
-        acc.reshape(*packed, LANES),
-        highest.reshape(packed),
-        total.reshape(packed),
-        width=width,
-        group=group,
-        dtype=q.dtype,
-        interpret=interpret,
-    )
+    acc, highest, total = acc.reshape(*packed, LANES), highest.reshape(packed), total.reshape(packed)
+    options = {"width": width, "group": group, "dtype": q.dtype, "interpret": interpret}
+    out = combine_splits(tiles, acc, highest, total, **options)
     return out[..., :head_dim].reshape(batch, width, heads, head_dim)
 
 
 def dense_window_attention(
-    q: Float[Array, "B W Q H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    until: Int[Array, " B"],
-    live: Int[Array, ""],
+    q: Queries,
+    k_cache: Cache,
+    v_cache: Cache,
+    start: PerSequence,
+    until: PerSequence,
+    live: Scalar,
     *,
     block_size: int,
     implementation: Literal["cudnn", "xla"],
-) -> Float[Array, "B W Q H"]:
+) -> Queries:
     """What `window_attention` computes, by `jax.nn.dot_product_attention`: for any GPU, and for long windows (prefill).
 
     Costs follow the capacity, not `live`. `xla` holds the scores of the whole window in memory; `cudnn` does not, but

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
+
 HIDDEN = -1e30
 """Score of a hidden key: finite, so that a tile without a visible one gives exact zeros and no NaN."""
 
@@ -18,22 +20,22 @@ def visible_until(positions: Int[Array, "..."], block_size: int) -> Int[Array, "
     return positions // block_size * block_size + (block_size - 1)
 
 
-def last_visible(start: Int[Array, " B"], width: int, until: Int[Array, " B"], block_size: int) -> Int[Array, "B W"]:
+def last_visible(start: PerSequence, width: int, until: PerSequence, block_size: int) -> Int[Array, "B W"]:
     """Last position that each query of a window sees; see the package's interface."""
     return jnp.maximum(visible_until(start[:, None] + jnp.arange(width), block_size), until[:, None])
 
 
 def window_attention(
-    q: Float[Array, "B W Q H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    until: Int[Array, " B"],
-    live: Int[Array, ""],
+    q: Queries,
+    k_cache: Cache,
+    v_cache: Cache,
+    start: PerSequence,
+    until: PerSequence,
+    live: Scalar,
     *,
     block_size: int,
     tile: int,
-) -> Float[Array, "B W Q H"]:
+) -> Queries:
     """Attention of a window of queries over the live part of a static cache; see the package's interface.
 
     Args:
@@ -45,15 +47,15 @@ def window_attention(
 
 
 def tree_attention(
-    q: Float[Array, "B W Q H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
+    q: Queries,
+    k_cache: Cache,
+    v_cache: Cache,
+    start: PerSequence,
     visible: Bool[Array, "B W W"],
-    live: Int[Array, ""],
+    live: Scalar,
     *,
     tile: int,
-) -> Float[Array, "B W Q H"]:
+) -> Queries:
     """Like `window_attention`, for a window that holds a tree of tokens.
 
     Args:
@@ -73,13 +75,8 @@ def tree_attention(
 
 
 def _tiled_attention(
-    q: Float[Array, "B W Q H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
-    live: Int[Array, ""],
-    tile: int,
-    seen: Callable[[Array], Array],
-) -> Float[Array, "B W Q H"]:
+    q: Queries, k_cache: Cache, v_cache: Cache, live: Scalar, tile: int, seen: Callable[[Array], Array]
+) -> Queries:
     """The sum over tiles.
 
     Args:

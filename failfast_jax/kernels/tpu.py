@@ -13,8 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
 from failfast_jax.kernels.reference import HIDDEN, last_visible
 
 MAX_WIDTH = 128
@@ -181,15 +182,15 @@ def window_attention(
     qkv: Float[Array, "B W K G2 H"],
     cos: Float[Array, "B W H"],
     sin: Float[Array, "B W H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    until: Int[Array, " B"],
-    live: Int[Array, ""],
+    k_cache: Cache,
+    v_cache: Cache,
+    start: PerSequence,
+    until: PerSequence,
+    live: Scalar,
     *,
     block_size: int,
     interpret: bool = False,
-) -> Float[Array, "B W Q H"]:
+) -> Queries:
     """`reference.window_attention` of queries that are still to be rotated.
 
     Rotating them here and taking them as the projection left them saves XLA half a dozen passes over small arrays a
@@ -313,14 +314,14 @@ def _write(start, qkv_ref, cos_ref, sin_ref, k_in, v_in, k_out, v_out, k_part, v
 
 
 def write_window(
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
+    k_cache: Cache,
+    v_cache: Cache,
     qkv: Float[Array, "B W K G2 H"],
-    start: Int[Array, " B"],
+    start: PerSequence,
     tables: tuple[Float[Array, "B W H"], Float[Array, "B W H"]] | None = None,
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+) -> tuple[Cache, Cache]:
     """Overwrites positions `start[b] .. start[b]+W-1` of both caches in place, one call for a whole batch.
 
     Copies must begin at whole hardware tiles, windows begin anywhere: the stretch around a window is read,
@@ -372,16 +373,16 @@ def _write_rotated(start, qkv_ref, *refs):
 
 
 def prefill_attention(
-    q: Float[Array, "B W Q H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    until: Int[Array, " B"],
-    live: Int[Array, ""],
+    q: Queries,
+    k_cache: Cache,
+    v_cache: Cache,
+    start: PerSequence,
+    until: PerSequence,
+    live: Scalar,
     *,
     block_size: int,
     interpret: bool = False,
-) -> Float[Array, "B W Q H"]:
+) -> Queries:
     """`window_attention` for the long windows of a prefill, by JAX's splash attention.
 
     The mask is an array, from which splash attention finds the tiles to skip: what lies behind a window, and

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
 from failfast_jax.kernels import reference
 from failfast_jax.models.cache import TILE, write_window
 from failfast_jax.models.rope import rotated_heads
@@ -45,7 +46,7 @@ def refusal(kernel: str, device: Any) -> str | None:
     return None
 
 
-LayerCache = tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]
+LayerCache = tuple[Cache, Cache]
 """Rotated keys, and values, of one layer."""
 
 
@@ -56,9 +57,9 @@ class Window:
     cos: Float[Array, "B W 1 h"]
     sin: Float[Array, "B W 1 h"]
     """Of the tokens' positions; see `rope.rotary`."""
-    start: Int[Array, " B"]
+    start: PerSequence
     """Cache slot of each sequence's first token; the others follow."""
-    live: Int[Array, ""]
+    live: Scalar
     """Number of leading cache slots that any token may see; tiles beyond are not read."""
     until: Int[Array, " B"] | None = None
     """Every token sees at least the positions up to this one; None: the mask rule alone."""
@@ -111,16 +112,16 @@ def attend(
 
 
 def cached_attention(
-    q: Float[Array, "B W Q H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    live: Int[Array, ""],
+    q: Queries,
+    k_cache: Cache,
+    v_cache: Cache,
+    start: PerSequence,
+    live: Scalar,
     block_size: int,
     *,
-    until: Int[Array, " B"] | None = None,
+    until: PerSequence | None = None,
     kernel: str = "reference",
-) -> Float[Array, "B W Q H"]:
+) -> Queries:
     """Attention of a padded window over the cache, causal (`block_size` 1) or block-causal.
 
     Reads only the cache tiles below `live` (`cudnn` and `xla`: all of it); see `kernels.reference.window_attention` for
@@ -130,28 +131,27 @@ def cached_attention(
       ValueError: the kernel does not support the shapes.
     """
     until = jnp.zeros_like(start) if until is None else until
+    arguments = (q, k_cache, v_cache, start, until, live)
+    if kernel == "reference":
+        return reference.window_attention(*arguments, block_size=block_size, tile=TILE)
     if kernel == "tpu":
         from failfast_jax.kernels import tpu
 
-        return tpu.prefill_attention(q, k_cache, v_cache, start, until, live, block_size=block_size)
-    if kernel in ("gpu", "cudnn", "xla"):
-        from failfast_jax.kernels import gpu
+        return tpu.prefill_attention(*arguments, block_size=block_size)
+    from failfast_jax.kernels import gpu
 
-        if kernel == "gpu" and q.shape[1] <= gpu.MAX_WIDTH:
-            return gpu.window_attention(q, k_cache, v_cache, start, until, live, block_size=block_size)
-        implementation = "xla" if kernel == "xla" else "cudnn"
-        return gpu.dense_window_attention(
-            q, k_cache, v_cache, start, until, live, block_size=block_size, implementation=implementation
-        )
-    return reference.window_attention(q, k_cache, v_cache, start, until, live, block_size=block_size, tile=TILE)
+    if kernel == "gpu" and q.shape[1] <= gpu.MAX_WIDTH:
+        return gpu.window_attention(*arguments, block_size=block_size)
+    implementation = "xla" if kernel == "xla" else "cudnn"
+    return gpu.dense_window_attention(*arguments, block_size=block_size, implementation=implementation)
 
 
 def write_windows(
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
+    k_cache: Cache,
+    v_cache: Cache,
     k: Float[Array, "B W K H"],
     v: Float[Array, "B W K H"],
-    start: Int[Array, " B"],
+    start: PerSequence,
     *,
     kernel: str = "reference",
 ) -> LayerCache:

@@ -37,10 +37,7 @@ class KVCache:
         """An empty cache; `capacity` is rounded up to whole tiles."""
         shape = (batch, config.num_kv_heads, round_up(capacity, TILE), config.head_dim)
         layers = range(config.num_layers)
-        return cls(
-            k=tuple(jnp.zeros(shape, dtype) for _ in layers),
-            v=tuple(jnp.zeros(shape, dtype) for _ in layers),
-        )
+        return cls(k=tuple(jnp.zeros(shape, dtype) for _ in layers), v=tuple(jnp.zeros(shape, dtype) for _ in layers))
 
 
 def write_window(

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -62,12 +62,8 @@ class ConditionedConfig:
         return tuple(sorted({*self.context_layers, *self.fused_layers}))
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "context_layers": list(self.context_layers),
-            "fused_layers": list(self.fused_layers),
-            "rows": self.rows,
-            "draft_vocab_size": self.vocab,
-        }
+        layers = {"context_layers": list(self.context_layers), "fused_layers": list(self.fused_layers)}
+        return layers | {"rows": self.rows, "draft_vocab_size": self.vocab}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], base: ModelConfig, where: str) -> ConditionedConfig:
@@ -138,10 +134,7 @@ class Conditioned(nnx.Module):
         return apply_rope(kv[..., :head], cos, sin), kv[..., head:]
 
     def inputs(
-        self,
-        embedded: Float[Array, "*B R E"],
-        known: Bool[Array, "*B R"],
-        features: Float[Array, "*R F E"],
+        self, embedded: Float[Array, "*B R E"], known: Bool[Array, "*B R"], features: Float[Array, "*R F E"]
     ) -> Float[Array, "*B R E"]:
         """What enters the first layer.
 
@@ -263,6 +256,8 @@ class BoundConditioned:
     """Rows of the target's head that score the draft vocabulary."""
     draft_ids: Int[Array, " v"]
     """Token id of each row of `head`."""
+    kind: ClassVar[Kind] = "conditioned"
+    context: ClassVar[None] = None
 
     @property
     def config(self) -> ConditionedConfig:
@@ -277,20 +272,12 @@ class BoundConditioned:
         return self.network.dtype
 
     @property
-    def kind(self) -> Kind:
-        return "conditioned"
-
-    @property
     def rows(self) -> int:
         return self.config.rows
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
         return self.config.feature_layers
-
-    @property
-    def context(self) -> None:
-        return None
 
     def init_cache(self, batch: int, capacity: int) -> KVCache:
         return self.network.init_cache(batch, capacity)
@@ -327,9 +314,7 @@ class BoundConditioned:
 def bind(network: Conditioned, target: Decoder, draft_ids: np.ndarray) -> BoundConditioned:
     """A target-conditioned network with its target's embedding and the rows of its head that it may draft."""
     ids = jax.device_put(np.asarray(draft_ids, np.int32))
-    return BoundConditioned(
-        network=network, embed=target.embed[...], head=_rows(target.head_weight, ids), draft_ids=ids
-    )
+    return BoundConditioned(network, target.embed[...], _rows(target.head_weight, ids), ids)
 
 
 _rows = jax.jit(lambda weight, ids: weight[ids])

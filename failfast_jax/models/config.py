@@ -40,9 +40,7 @@ class RopeConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str) -> RopeConfig:
         """Reads `rope_theta`/`rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
-        scaling = dict(raw.get("rope_scaling") or {})
-        parameters = dict(raw.get("rope_parameters") or {})
-        merged = {**scaling, **parameters}
+        merged = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
         theta = float(merged.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
         if float(merged.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
             raise ConfigError(f"{where}: partial_rotary_factor other than 1 is not supported")
@@ -60,11 +58,9 @@ class RopeConfig:
         if kind == "divisors":
             return cls(theta=theta, kind=kind, divisors=tuple(float(value) for value in merged.get("divisors") or ()))
         if kind == "llama3":
-            keys = ("factor", "low_freq_factor", "high_freq_factor")
             context = int(need("original_max_position_embeddings"))
-            return cls(
-                theta=theta, kind=kind, original_max_position_embeddings=context, **{key: need(key) for key in keys}
-            )
+            keys = ("factor", "low_freq_factor", "high_freq_factor")
+            return cls(theta, kind, original_max_position_embeddings=context, **{key: need(key) for key in keys})
         if kind == "yarn":
             context = merged.get("original_max_position_embeddings") or raw.get("max_position_embeddings") or 0
             return cls(
@@ -197,10 +193,8 @@ class ModelConfig:
     def _check(self, raw: Mapping[str, Any], where: str) -> None:
         """Raises ConfigError: values that contradict each other, or ask for what is not built."""
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"{where}: num_attention_heads {self.num_heads} is no multiple of num_key_value_heads "
-                f"{self.num_kv_heads}"
-            )
+            heads = f"num_attention_heads {self.num_heads} is no multiple of num_key_value_heads {self.num_kv_heads}"
+            raise ConfigError(f"{where}: {heads}")
         if self.head_dim % 2:
             raise ConfigError(f"{where}: head_dim {self.head_dim} is odd; rotary embeddings need an even one")
         if self.rope.kind == "divisors" and len(self.rope.divisors) != self.head_dim // 2:
@@ -246,12 +240,11 @@ def resolve_mask_token(config: ModelConfig, tokenizer_mask: int | None, where: s
     """
     if not config.is_diffusion:
         return config
-    for candidate in (config.mask_token_id, tokenizer_mask, FAST_DLLM_MASK_TOKEN):
-        if candidate is not None:
-            if 0 <= candidate < config.vocab_size:
-                return dataclasses.replace(config, mask_token_id=candidate)
-            raise ConfigError(
-                f"{where}: mask token {candidate} is outside the vocabulary of {config.vocab_size}; "
-                "set mask_token_id in config.json"
-            )
-    raise AssertionError("unreachable: the last candidate is never None")
+    candidates = (config.mask_token_id, tokenizer_mask, FAST_DLLM_MASK_TOKEN)
+    mask = next(candidate for candidate in candidates if candidate is not None)
+    if not 0 <= mask < config.vocab_size:
+        raise ConfigError(
+            f"{where}: mask token {mask} is outside the vocabulary of {config.vocab_size}; "
+            "set mask_token_id in config.json"
+        )
+    return dataclasses.replace(config, mask_token_id=mask)

@@ -183,7 +183,7 @@ def check_batch(batch: int, mesh: Mesh) -> None:
 
 
 def placement(config: ModelConfig, mesh: Mesh, *, drafter: bool = False) -> Callable[[str, tuple[int, ...]], Any]:
-    """Where each parameter of a model goes as it is read: `sources.Place`."""
+    """Where each parameter of a model goes as it is read: `checkpoints.loading.Place`."""
     execution = execution_of(config, mesh, drafter=drafter)
     if execution.heads and kv_copies(config, mesh.shape[TENSOR]) != 1:
         # Copied once they are all there.

@@ -68,6 +68,8 @@ class Decoder(nnx.Module):
       layers, norm, head: the rest; `head` is None when tied, unless it is quantised.
     """
 
+    rows, feature_layers = None, ()
+
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.execution = ONE_DEVICE
@@ -275,10 +277,8 @@ class Decoder(nnx.Module):
         quantization.check(scheme)
         model = quantization.with_rounded_matrices(self)
         if self.config.tie_embeddings and self.head is None:
-            shape = {"bias": False, "dtype": jnp.float32}
-            head = nnx.eval_shape(
-                lambda: Linear((self.config.vocab_size,), self.config.hidden_size, **shape, rngs=nnx.Rngs(0))
-            )
+            make = functools.partial(Linear, bias=False, dtype=jnp.float32)
+            head = nnx.eval_shape(lambda: make((self.config.vocab_size,), self.config.hidden_size, rngs=nnx.Rngs(0)))
             head.weight = head.weight.replace(self.embed.get_value())
             model.head = nnx.data(quantization.with_rounded_matrices(head))
         return model
@@ -294,14 +294,6 @@ class Decoder(nnx.Module):
     @property
     def kind(self) -> Kind:
         return "block-diffusion" if self.config.is_diffusion else "autoregressive"
-
-    @property
-    def rows(self) -> None:
-        return None
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return ()
 
     @property
     def context(self) -> int:

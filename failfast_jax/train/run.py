@@ -19,8 +19,7 @@ import numpy as np
 
 from failfast_jax.checkpoints.drafter import STORAGES, is_drafter_folder
 from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path
-from failfast_jax.checkpoints.loading import load_model
-from failfast_jax.checkpoints.sources import open_source
+from failfast_jax.checkpoints.loading import load_model, open_source
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.errors import OptionError
 from failfast_jax.files import read_json

@@ -15,7 +15,7 @@ from tiny_models import committed, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.checkpoints import drafter as folders
-from failfast_jax.checkpoints.loading import load_drafter
+from failfast_jax.checkpoints.drafter import load_drafter
 from failfast_jax.decoding.round import greedy_sampling
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 from failfast_jax.models.conditioned import Conditioned, ConditionedConfig, bind

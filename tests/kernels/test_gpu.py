@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from types import SimpleNamespace
 
 import jax
@@ -208,12 +209,13 @@ def test_refuses_what_it_cannot_do():
     rest = (start, start, jnp.int32(1))
     with pytest.raises(ValueError, match="tf32"):
         gpu.window_attention(q, k, v, *rest, block_size=1, interpret=True)
+    unchecked = inspect.unwrap(gpu.window_attention)  # annotations are checked in tests alone
     with pytest.raises(ValueError, match="two caches"):
-        gpu.window_attention(q, k, v[:, :, :128], *rest, block_size=1)
+        unchecked(q, k, v[:, :, :128], *rest, block_size=1)
     with pytest.raises(ValueError, match="batch or head_dim"):
-        gpu.window_attention(q[:1], k, v, *rest, block_size=1)
+        unchecked(q[:1], k, v, *rest, block_size=1)
     with pytest.raises(ValueError, match="'cudnn' or 'xla'"):
-        gpu.dense_window_attention(q, k, v, *rest, block_size=1, implementation="flash")
+        inspect.unwrap(gpu.dense_window_attention)(q, k, v, *rest, block_size=1, implementation="flash")
     with pytest.raises(ValueError, match="not float32"):
         gpu.dense_window_attention(q, k, v, *rest, block_size=1, implementation="cudnn")
 

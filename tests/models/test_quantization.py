@@ -100,8 +100,8 @@ def test_lossless_against_the_quantised_target(kind):
     assert all(layer.scale is not None for layer in linears(engine.target) + linears(reader))
     options = {"max_new_tokens": 24, "ignore_eos": True}
     (expected,) = engine.generate([PROMPT], method="vanilla", **options)
-    method = "ar" if kind == "ar" else "failfast"
-    (found,) = engine.generate([PROMPT], method=method, spec_len=4, max_spec_len=4, **options)
+    drafting = {"method": "ar"} if kind == "ar" else {"method": "failfast", "max_spec_len": 4}
+    (found,) = engine.generate([PROMPT], spec_len=4, **drafting, **options)
     assert found.output_ids == expected.output_ids
     assert kind != "ar" or found.stats.accepted == found.stats.drafted > 10
 

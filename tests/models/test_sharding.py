@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
+from checkpoint_files import run_python
 from jax.sharding import PartitionSpec as P
 from tiny_models import random_model, tiny_config
 
 from failfast_jax.errors import OptionError
 from failfast_jax.models import sharding
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
 def report() -> dict:
     """What `tensor_parallel.py` prints."""
-    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "tensor_parallel.py")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_python("tests/tensor_parallel.py")
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

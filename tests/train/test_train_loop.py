@@ -13,7 +13,7 @@ import pytest
 from training_runs import LENGTH, make_objective
 
 from failfast_jax import FailFast
-from failfast_jax.checkpoints.loading import load_drafter
+from failfast_jax.checkpoints.drafter import load_drafter
 from failfast_jax.errors import OptionError
 from failfast_jax.train import align, data, loop
 from failfast_jax.train.evaluate import Evaluation

@@ -1,0 +1,161 @@
+"""GGUF files: they load like the Hugging Face folders that they were made from."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from checkpoint_files import (
+    FIXTURES,
+    GOLDEN,
+    ROPE_CASES,
+    config_of,
+    gguf_name,
+    hf_folder,
+    logits,
+    refuses,
+    tensors_of,
+    with_bad_value,
+    write_gguf,
+)
+from gguf import GGMLQuantizationType as Quant
+
+from failfast_jax.checkpoints.gguf import GGUFFile
+from failfast_jax.checkpoints.loading import load_model
+from failfast_jax.errors import CheckpointError, ConfigError
+from failfast_jax.models.config import RopeConfig
+from failfast_jax.models.rope import rope_frequencies
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2_untied"])
+def test_gguf_equals_the_hugging_face_folder(tmp_path, name):
+    path = write_gguf(tmp_path / "model.gguf", name)
+    model, source = load_model(path), load_model(GOLDEN / name)
+    assert np.array_equal(logits(model), logits(source))
+    assert model.config.rope == source.config.rope and model.config.rms_norm_eps == source.config.rms_norm_eps
+    assert model.config.tie_embeddings == (name == "llama_tied")
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2_untied"])
+def test_quantised_gguf_equals_dequantised_weights(tmp_path, name, kind):
+    kind = Quant[kind]
+
+    def kind_of(key: str, value: np.ndarray) -> Quant:
+        block = gguf.GGML_QUANT_SIZES[kind][0]
+        return kind if value.ndim == 2 and value.shape[1] % block == 0 else Quant.F32
+
+    def rounded(key: str, value: np.ndarray) -> np.ndarray:
+        return gguf.dequantize(gguf.quantize(value, kind_of(key, value)), kind_of(key, value)).reshape(value.shape)
+
+    tensors = tensors_of(name)
+    path = write_gguf(tmp_path / "model.gguf", name, tensors, quantise=kind_of)
+    same = hf_folder(tmp_path / "hf", name, {key: rounded(key, value) for key, value in tensors.items()})
+    assert any(kind_of(key, value) == kind for key, value in tensors.items())
+    assert np.array_equal(logits(path), logits(same))
+
+
+def test_gguf_with_llama_biases(tmp_path):
+    tensors, rng = tensors_of("llama_tied"), np.random.default_rng(0)
+    for layer in range(2):
+        for part in "qkvo":
+            weight = tensors[f"model.layers.{layer}.self_attn.{part}_proj.weight"]
+            bias = rng.normal(size=weight.shape[0]).astype(np.float32)
+            tensors[f"model.layers.{layer}.self_attn.{part}_proj.bias"] = bias
+    path = write_gguf(tmp_path / "model.gguf", "llama_tied", tensors)
+    folder = hf_folder(tmp_path / "hf", "llama_tied", tensors, attention_bias=True)
+    assert np.array_equal(logits(path), logits(folder))
+
+
+def test_gguf_stop_tokens(tmp_path):
+    path = write_gguf(
+        tmp_path / "model.gguf", "llama_tied", extra=lambda w: (w.add_eos_token_id(149), w.add_eot_token_id(3))
+    )
+    assert load_model(path).config.eos_token_ids == (149, 3)
+
+
+def test_gguf_rope_scaling(tmp_path):
+    def load(name, **options):
+        path = write_gguf(tmp_path / f"{name}.gguf", name, **options)
+        return load_model(path)
+
+    def linear(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(4.0)
+
+    def yarn(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(256)
+
+    # Llama 3's scaling is a tensor of divisors, as in `Llama3Model.generate_extra_tensors` of llama.cpp.
+    plain = RopeConfig.from_dict(config_of("llama_tied"), "")
+    scaled = RopeConfig.from_dict(config_of("llama_tied") | {"rope_scaling": ROPE_CASES["llama3"]["rope_scaling"]}, "")
+    divisors = (rope_frequencies(plain, 8) / rope_frequencies(scaled, 8)).astype(np.float32)
+    models = {
+        "linear": load("llama_tied", extra=linear),
+        "yarn": load("qwen2_untied", extra=yarn),
+        "llama3": load("llama_tied", extra_tensors={"rope_freqs.weight": divisors}),
+    }
+    with np.load(FIXTURES / "rope_scaling.npz") as data:
+        for name, model in models.items():
+            found = logits(model, data[f"{name}_input"])[:, -12:]
+            np.testing.assert_allclose(found, data[f"{name}_logits"], atol=2e-4, rtol=0)
+    with pytest.raises(ConfigError, match="3 rope divisors for 4 frequencies"):
+        load("llama_tied", extra_tensors={"rope_freqs.weight": divisors[:3]})
+    with pytest.raises(CheckpointError, match="rope_freqs.weight together with linear scaling"):
+        load("llama_tied", extra=linear, extra_tensors={"rope_freqs.weight": divisors})
+    with pytest.raises(CheckpointError, match="rope.scaling.type 'longrope' is not supported"):
+        load("llama_tied", extra=lambda w: (linear(w), w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)))
+
+
+def test_gguf_that_cannot_be_served(tmp_path):
+    def refused(match, tensors=None, **options):
+        refuses(match, write_gguf(tmp_path / "model.gguf", "llama_tied", tensors, **options))
+
+    refused("architecture 'gemma2' is not supported .supported: llama, qwen2", architecture="gemma2")
+    refused("one part of a split model", extra=lambda w: w.add_uint16("split.count", 2))
+    refused("rotary sizes must be equal", extra=lambda w: w.add_rope_dimension_count(4))
+    expert = {"blk.0.ffn_gate_inp.weight": np.zeros((4, 48), np.float32)}
+    refused("unexpected tensors: blk.0.ffn_gate_inp.weight", extra_tensors=expert)
+    refused("tensor integers has type I32", extra_tensors={"integers": np.zeros((1, 32), np.int32)})
+    divisors = np.asarray([1, np.nan, 1, 1], np.float32)
+    refused("tensor rope_freqs.weight holds NaN or infinite", extra_tensors={"rope_freqs.weight": divisors})
+    tensors = tensors_of("llama_tied")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    refused("missing tensors: blk.1.ffn_up.weight", tensors)
+
+
+def test_gguf_of_another_version_or_byte_order(tmp_path):
+    path = tmp_path / "model.gguf"
+    for version, hint in ((1, "version 1 is not supported"), (3 << 24, "big-endian")):
+        path.write_bytes(b"GGUF" + version.to_bytes(4, "little") + bytes(16))
+        refuses(hint, path)
+
+
+def test_header_equals_the_reference_reader(tmp_path):
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        "qwen2_untied",
+        extra=lambda w: (w.add_token_list(["a", "é", ""]), w.add_token_types([1, 3, 4]), w.add_bool("yes", True)),
+    )
+    ours, theirs = GGUFFile.open(path), gguf.GGUFReader(path)
+    expected = {key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
+    assert ours.metadata == expected
+    assert {name: tensor.shape for name, tensor in ours.tensors.items()} == {
+        tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in theirs.tensors
+    }
+
+
+@pytest.mark.parametrize(
+    "kind, part", [(Quant.F32, "self_attn.q_proj"), (Quant.F16, "norm"), (Quant.Q8_0, "mlp.down_proj")]
+)
+def test_bad_values_in_gguf(tmp_path, kind, part):
+    key = "model.norm.weight" if part == "norm" else f"model.layers.1.{part}.weight"
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        "llama_tied",
+        with_bad_value(tensors_of("llama_tied"), key, np.nan),
+        quantise=lambda name, value: kind if name == key else Quant.F32,
+    )
+    refuses(rf"{path}: tensor {gguf_name(key)} holds NaN or infinite", path)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import VOCAB, committed, diffusion_config, random_model, tiny_config
+from tiny_models import VOCAB, committed, diffusion_config, outcome, random_model, tiny_config
 
 from failfast_jax.decoding import Drafter
 from failfast_jax.decoding.state import Committed
@@ -58,7 +58,7 @@ DIFFUSION = (*WIDE, "aligned", "fast-dllm")
 AUTOREGRESSIVE = ("ar", "ar, dynamic")
 
 draft_of = jax.jit(lambda drafter, state, committed: drafter.draft(state, committed))
-commit = jax.jit(lambda drafter, *args: drafter.commit(*args, jnp.zeros((BATCH, 1, 0, 16))))
+commit = jax.jit(lambda drafter, state, *round_: drafter.commit(state, outcome(*round_)))
 empty = jax.jit(lambda drafter: drafter.init(BATCH, WIDTH))
 
 
@@ -146,7 +146,7 @@ def test_drafts_do_not_depend_on_the_cache(kind, prompts, rounds):
                 passes += int(draft.passes[row])
             kept = draft.tokens[row, : math.floor(share * length)].tolist() if length else []
             sequence[row] = [*sequence[row], *kept, token][: CAPACITY - 1]
-        state = commit(method, state, before, seen(sequence, lengths))
+        state = commit(method, state, before, seen(sequence, lengths), draft)
     assert passes == drafted_rounds  # one pass a chunk, blocks stored on the way; or one a token
 
 

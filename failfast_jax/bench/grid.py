@@ -19,7 +19,7 @@ KINDS = {"schedule": str, "spec_len": int, "max_spec_len": int, "lookup_min": in
 """The options that are tuned. `tau` comes last: settings that differ in nothing else share their programs."""
 
 Grid = dict[str, tuple[Any, ...]]
-"""Values of each option of `KINDS`, ascending, but of `max_spec_len` None, which leaves it open, and the largest first."""
+"""Values of each option of `KINDS`, ascending; of `max_spec_len` None, which leaves it open, and the largest first."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,13 +120,7 @@ class Tuner:
             prompts.setdefault(number, []).append((own, answers[VANILLA]))
 
     def measure(
-        self,
-        labels: Sequence[str],
-        prompts: int,
-        *,
-        best: str | None = None,
-        phase: str = SEARCH,
-        repeats: int = 1,
+        self, labels: Sequence[str], prompts: int, *, best: str | None = None, phase: str = SEARCH, repeats: int = 1
     ) -> None:
         """Times settings that were not, in blocks, prompt by prompt beside plain decoding and the best so far.
 
@@ -201,16 +195,16 @@ class Tuner:
         Args:
           every: whether to time every setting on every prompt in the end.
         """
-        labels = [label for label, setting in self.settings.items() if grids.is_coarse(setting, self.grid)]
+        labels = [n for n, s in self.settings.items() if grids.is_coarse(s, self.grid)]
         best, tried = self.halve(labels, None), set(labels)
         while True:
             centre = self.settings[best]
-            labels = [n for n, s in self.settings.items() if grids.are_neighbours(s, centre, self.grid)]
-            if not set(labels) - tried:
+            near = [n for n, s in self.settings.items() if grids.are_neighbours(s, centre, self.grid)]
+            new = [label for label in near if label not in tried]
+            if not new:
                 break
-            labels = [best, *(label for label in labels if label not in tried)]
-            tried |= set(labels)
-            best = self.halve(labels, best)
+            tried |= set(new)
+            best = self.halve([best, *new], best)
         if every:
             self.measure(list(self.settings), len(self.prompts), best=best)
         done = [n for n in self.settings if len(self.pairs.get((SEARCH, n), {})) == len(self.prompts)]

@@ -219,8 +219,9 @@ def test_features_that_wait_are_stored_before_a_draft_needs_them(engine):
 
 
 def test_one_token_prompt(engine):
-    options = {"max_new_tokens": 12, "ignore_eos": True, "spec_len": 3, "max_spec_len": 3}
-    plain, drafted = (engine.generate([[5]], method=m, **options)[0] for m in ("vanilla", "failfast"))
+    options, lengths = {"max_new_tokens": 12, "ignore_eos": True}, {"spec_len": 3, "max_spec_len": 3}
+    plain = engine.generate([[5]], method="vanilla", **options)[0]
+    drafted = engine.generate([[5]], method="failfast", **options, **lengths)[0]
     assert plain.output_ids == drafted.output_ids
 
 

@@ -179,5 +179,5 @@ def test_options(conditioned, standalone):
     ):
         with pytest.raises(OptionError, match=message):
             conditioned.generate([[1, 2]], **options)
-    with pytest.raises(OptionError, match="--lookup-min 2: --schedule aligned"):
+    with pytest.raises(OptionError, match="--lookup-min 2: not with --schedule aligned"):
         standalone.generate([[1, 2]], lookup_min=2, schedule="aligned")

@@ -11,7 +11,8 @@ import numpy as np
 from flax import nnx
 
 from failfast_jax.decoding import accept
-from failfast_jax.decoding.state import Committed, Sampling
+from failfast_jax.decoding.state import Committed, Draft, Outcome, Sampling
+from failfast_jax.decoding.windows import gather_window
 from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig, bind
 from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
 from failfast_jax.models.transformer import Decoder
@@ -99,6 +100,16 @@ def committed(
         eos=jnp.full((len(texts), 8), -1, jnp.int32),
     )
     return view.replace(**changes)
+
+
+def outcome(before: Committed, after: Committed, draft: Draft | None = None, features: Any = None) -> Outcome:
+    """What a drafter is told behind a round that led from one text to another."""
+    batch = before.length.shape[0]
+    draft = Draft.empty(batch, 0) if draft is None else draft
+    text = gather_window(after.tokens, before.length, draft.tokens.shape[1])
+    agreed = accept.agreeing_prefix(draft.tokens, jnp.minimum(draft.length, after.length - before.length), text)
+    features = jnp.zeros((batch, 1, 0, 16)) if features is None else features
+    return Outcome(before, after, draft, agreed, features)
 
 
 @jax.jit

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import committed, random_model, tiny_config
+from tiny_models import committed, outcome, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.checkpoints import drafter as folders
@@ -200,7 +200,8 @@ def test_features_that_wait_are_stored_before_a_draft_needs_them(engine):
     @jax.jit
     def commit(drafter, state, before, after):
         window = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, rows))(features, before - 1)
-        return drafter.commit(state, texts.replace(length=before), texts.replace(length=after), window)
+        told = outcome(texts.replace(length=before), texts.replace(length=after), features=window)
+        return drafter.commit(state, told)
 
     draft = jax.jit(lambda drafter, state, length: drafter.draft(state, texts.replace(length=length)))
     states, length = [d.init(2, 768) for d in (at_once, waiting)], np.asarray([1, 1], np.int32)
@@ -218,8 +219,9 @@ def test_features_that_wait_are_stored_before_a_draft_needs_them(engine):
 
 
 def test_one_token_prompt(engine):
-    options = {"max_new_tokens": 12, "ignore_eos": True, "spec_len": 3, "max_spec_len": 3}
-    plain, drafted = (engine.generate([[5]], method=m, **options)[0] for m in ("vanilla", "failfast"))
+    options, lengths = {"max_new_tokens": 12, "ignore_eos": True}, {"spec_len": 3, "max_spec_len": 3}
+    plain = engine.generate([[5]], method="vanilla", **options)[0]
+    drafted = engine.generate([[5]], method="failfast", **options, **lengths)[0]
     assert plain.output_ids == drafted.output_ids
 
 

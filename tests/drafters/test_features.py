@@ -44,7 +44,9 @@ class Recorder(Lookup):
         features = jnp.where(final[..., None, None], features, jnp.nan)
         return jax.lax.dynamic_update_slice_in_dim(state, features, start, axis=1)
 
-    def commit(self, state, before, after, features):
+    def commit(self, state, outcome):
+        before, after, features = outcome.before, outcome.after, outcome.features
+
         def write(row, new, at, count):
             old = jax.lax.dynamic_slice_in_dim(row, at, new.shape[0])
             new = jnp.where((jnp.arange(new.shape[0]) < count)[:, None, None], new, old)

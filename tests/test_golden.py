@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_files import GOLDEN, GOLDEN_NAMES
+from tiny_models import prefilled
 
 from failfast_jax import FailFast, decoding
 from failfast_jax.decoding import BelowThreshold
@@ -72,18 +73,8 @@ def first_draft(target, model, tokens, length, tau, threshold, *, drafter_type, 
         **options,
     )
     plan = decoding.make_plan(drafter, platform="cpu")
-    state = decoding.init_state(
-        target,
-        drafter,
-        tokens=tokens,
-        prompt_length=length,
-        max_new_tokens=jnp.full_like(length, 64),
-        eos=decoding.stop_tokens(target.config.eos_token_ids, tokens.shape[0]),
-        sampling=decoding.greedy_sampling(tokens.shape[0]),
-        capacity=CAPACITY,
-        plan=plan,
-    )
-    state = decoding.prefill(target, drafter, state, prompt_tokens=128, plan=plan)
+    # Of the buffer, 128 tokens are prompts.
+    state = prefilled(target, drafter, plan, tokens[:, :128], length, jnp.full_like(length, 64), capacity=CAPACITY)
     return decoding.draft(drafter, state)[0]
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import functools
 
-from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
+import numpy as np
+from tiny_models import VOCAB, diffusion_config, random_bound, random_model, tiny_config
 
 from failfast_jax import FailFast
+from failfast_jax.models.transformer import Decoder
+
+ROWS = 5
+DRAFT_IDS = np.arange(0, VOCAB, 2, dtype=np.int32)
+"""Of `conditioned_engine`: rows of a block, and what its drafter may say."""
 
 
 def new_engine(**options) -> FailFast:
@@ -22,6 +28,23 @@ def engine() -> FailFast:
 @functools.cache
 def diffusion_engine() -> FailFast:
     return FailFast(random_model(diffusion_config(), seed=2))
+
+
+@functools.cache
+def deep_target() -> Decoder:
+    return random_model(tiny_config(num_layers=3))
+
+
+@functools.cache
+def conditioned_engine() -> FailFast:
+    """Its drafter knows every second token."""
+    layers = {"context_layers": (1, 2), "fused_layers": (0, 2)}
+    return FailFast(deep_target(), random_bound(deep_target(), rows=ROWS, seed=1, draft_ids=DRAFT_IDS, **layers))
+
+
+@functools.cache
+def standalone_engine() -> FailFast:
+    return FailFast(deep_target(), random_model(diffusion_config(), seed=2))
 
 
 class BytePieces:

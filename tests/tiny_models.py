@@ -10,13 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from failfast_jax.decoding import accept
-from failfast_jax.decoding.state import Committed, Sampling
+from failfast_jax import decoding
+from failfast_jax.decoding import Drafter, Plan, accept
+from failfast_jax.decoding.state import Committed, DecodeState, Draft, Outcome, Sampling
+from failfast_jax.decoding.windows import gather_window
 from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig, bind
 from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
 from failfast_jax.models.transformer import Decoder
 
 VOCAB = 40
+ALL_IDS = np.arange(VOCAB)
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -75,14 +78,31 @@ def random_model(config: ModelConfig, seed: int = 0, *, gain: float = 4.0, dtype
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
-def random_bound(target: Decoder, *, rows: int = 5, seed: int = 0) -> BoundConditioned:
-    """A target-conditioned drafter of one layer with random weights."""
-    base = dataclasses.replace(target.config, num_layers=1)
-    config = ConditionedConfig(base, context_layers=(0,), fused_layers=(0, 1), rows=rows, vocab=VOCAB)
+def random_bound(
+    target: Decoder,
+    *,
+    rows: int = 5,
+    seed: int = 0,
+    draft_ids: np.ndarray = ALL_IDS,
+    context_layers: tuple[int, ...] = (0,),
+    fused_layers: tuple[int, ...] = (0, 1),
+) -> BoundConditioned:
+    """A target-conditioned drafter with random weights."""
+    base = dataclasses.replace(target.config, num_layers=len(context_layers))
+    config = ConditionedConfig(base, context_layers, fused_layers, rows, len(draft_ids))
     graph, state = nnx.split(nnx.eval_shape(lambda: Conditioned(config, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(seed)
     values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.3, x.dtype), state)
-    return bind(nnx.merge(graph, values), target, np.arange(VOCAB))
+    return bind(nnx.merge(graph, values), target, draft_ids)
+
+
+def prefilled(target: Decoder, drafter: Drafter, plan: Plan, tokens, lengths, limits, **options) -> DecodeState:
+    """A state behind its prompts, greedy and without stop tokens unless `options` of `init_state` say otherwise."""
+    batch, width = tokens.shape
+    free = {"eos": decoding.stop_tokens((), batch), "sampling": decoding.greedy_sampling(batch)}
+    options = free | {"prompt_length": lengths, "max_new_tokens": limits} | options
+    state = decoding.init_state(target, drafter, tokens=tokens, plan=plan, **options)
+    return decoding.prefill(target, drafter, state, prompt_tokens=width, plan=plan)
 
 
 def committed(
@@ -99,6 +119,16 @@ def committed(
         eos=jnp.full((len(texts), 8), -1, jnp.int32),
     )
     return view.replace(**changes)
+
+
+def outcome(before: Committed, after: Committed, draft: Draft | None = None, features: Any = None) -> Outcome:
+    """What a drafter is told behind a round that led from one text to another."""
+    batch = before.length.shape[0]
+    draft = Draft.empty(batch, 0) if draft is None else draft
+    text = gather_window(after.tokens, before.length, draft.tokens.shape[1])
+    agreed = accept.agreeing_prefix(draft.tokens, jnp.minimum(draft.length, after.length - before.length), text)
+    features = jnp.zeros((batch, 1, 0, 16)) if features is None else features
+    return Outcome(before, after, draft, agreed, features)
 
 
 @jax.jit

@@ -153,7 +153,7 @@ def verify_program(
     """`steps` rounds at the same place that verify `width` rows."""
     drafter = Drafter()
     state = begin(target, drafter, caches[:1], start, capacity, Plan((width,), (width,), (width,)))
-    state = repeated_rounds(target, drafter, state, steps, jnp.zeros((), bool), width=width)
+    state = repeated_rounds(target, drafter, state, steps, width=width)
     return (state.target, *caches[1:]), state.tokens
 
 

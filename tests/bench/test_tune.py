@@ -1,35 +1,28 @@
-"""The tuner: what it predicts against what the engine does, its files, and its answers to bad input."""
+"""The tuner: that the search finds what is fastest, its files, and its answers to bad input."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import types
 
-import jax
-import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
+from stub_engine import StubEngine
 from tiny_models import diffusion_config, random_bound, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.bench import __main__ as bench
-from failfast_jax.bench import predict, tune
-from failfast_jax.bench.grid import Grid, Setting
-from failfast_jax.bench.predict import Costs, Recordings
-from failfast_jax.bench.recorded import Drafts, KnownAnswer, Recorder
-from failfast_jax.bench.tuner import RECORDS, Tuner
+from failfast_jax.bench import grid, tune
+from failfast_jax.bench.tuner import RECORDS
 from failfast_jax.checkpoints.tuned import TunedOptions, model_key, read_settings, write_settings
-from failfast_jax.decoding import plan
-from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.aligned import Aligned
-from failfast_jax.drafters.feature_block import ConditionedDrafter
-from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.generate import main
 
-TOKENS = 48
-PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], np.random.default_rng(0).integers(2, 39, 21).tolist(), [9]]
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9], list(range(2, 23)), [4, 4, 8], [3, 2, 1]]
 ROWS = 5
 
 
@@ -48,133 +41,7 @@ def standalone(target):
     return FailFast(target, random_model(diffusion_config(), seed=2))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_programs():
-    """Lookups as on an accelerator: short enough for the drafter to go on behind them. One verify width."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "CPU_LADDER", (8, 16, 128))
-        patch.setattr(Lookup, "on", lambda platform, longest=None, **o: Lookup(max_spec_len=longest or 7, **o))
-        # Compiling is most of what these tests do.
-        jax.config.update("jax_disable_most_optimizations", True)
-        yield
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(scope="module")
-def answers(conditioned):
-    """`vanilla`'s, which need no drafter."""
-    options = {"method": "vanilla", "max_new_tokens": TOKENS}
-    return [conditioned.generate([prompt], **options)[0].output_ids for prompt in PROMPTS]
-
-
-def make_tuner(engine, folder, grid, answers=()):
-    tuner = Tuner(engine, PROMPTS, grid, TOKENS, folder)
-    for number, ids in enumerate(answers):
-        tuner.records.add("answer", str(number), ids)
-    return tuner
-
-
-def predicted(tuner, batch=1):
-    """Rounds of every candidate on every prompt."""
-    recorder = Recorder(tuner.engine, tuner.answers(), [c.drafter for c in tuner.candidates], batch=batch)
-    recordings = tuner.recordings(recorder)
-    return {c.setting: recordings.rounds_under(c.setting, c.drafter) for c in tuner.candidates}
-
-
-def real(engine, prompt, setting):
-    config = GenerationConfig(max_new_tokens=TOKENS, **setting.options())
-    rounds = engine.generate([prompt], config)[0].rounds
-    return [predict.Replayed(len(r.drafted), min(r.accepted, len(r.emitted)), len(r.emitted), r.passes) for r in rounds]
-
-
-def check(tuner, settings, batch=1):
-    """Every predicted round is the engine's; returns the kinds of rounds that occurred."""
-    found = predicted(tuner, batch)
-    kinds = set()
-    for setting in settings:
-        for prompt, rounds in zip(PROMPTS, found[setting]):
-            assert rounds == real(tuner.engine, prompt, setting), (setting, prompt)
-            kinds |= {(r.drafted, r.passes, min(r.accepted, 2)) for r in rounds}
-    return kinds
-
-
-def test_the_prediction_is_the_engine_conditioned(conditioned, tmp_path):
-    grid = Grid(("wide",), (2,), (0.1, 0.3, 0.8), (None,), (0, 2), (0.0, 0.5, 1.0))
-    tuner = make_tuner(conditioned, tmp_path, grid)
-    assert len(tuner.candidates) == 12
-    kinds = check(tuner, [c.setting for c in tuner.candidates])
-    assert {(2, 1), (4, 2), (5, 3)} <= {k[:2] for k in kinds}, kinds  # short, grown and longest drafts
-    assert any(drafted > 3 and 0 < passes < 3 for drafted, passes, _ in kinds)  # a lookup carried on
-    assert any(drafted == 0 for drafted, *_ in kinds)  # not worth verifying
-    assert {0, 2} <= {accepted for *_, accepted in kinds}
-
-
-def test_the_prediction_is_the_engine_standalone(standalone, answers, tmp_path):
-    grid = Grid(("wide", "aligned"), (3,), (0.2, 0.6), (6,), (0, 2), (0.0, 1.0))
-    tuner = make_tuner(standalone, tmp_path, grid, answers)
-    # Of the settings without lookups only those that also walk on their own: each kind is a compilation.
-    settings = [c.setting for c in tuner.candidates if c.setting.lookup_min or c.setting.schedule == "aligned"]
-    assert len(settings) == 6
-    kinds = check(tuner, settings, batch=2)
-    assert {(3, 1), (6, 2), (6, 1), (0, 1)} <= {k[:2] for k in kinds}, kinds  # (6, 1): half a lookup's
-
-
-def test_an_answer_that_stops(conditioned, tmp_path, monkeypatch):
-    """Rounds end at a stop token, wherever in a draft it stands."""
-    plain = conditioned.generate([PROMPTS[0]], method="vanilla", max_new_tokens=TOKENS, ignore_eos=True)[0]
-    monkeypatch.setattr(conditioned, "eos_token_ids", (plain.output_ids[20],))
-    grid = Grid(("wide",), (2,), (0.1, 0.8), (None,), (0,), (0.0,))
-    tuner = make_tuner(conditioned, tmp_path, grid)
-    check(tuner, [c.setting for c in tuner.candidates])
-    assert len(tuner.answers()[0].answer) <= 21
-
-
-def recorded(text, tokens, confidence, drafted, passes, agreed):
-    """Drafts as a recording of every position holds them."""
-    return Drafts(
-        tokens=np.asarray(tokens, np.int32),
-        confidence=np.asarray(confidence, np.float32),
-        drafted=np.asarray(drafted, np.int32),
-        passes=np.asarray(passes, np.int32),
-        agreed=np.asarray(agreed, np.int32),
-        visited=len(text.prompt) + np.arange(len(text.answer), dtype=np.int32),
-    )
-
-
-def test_prediction_adds_up(target):
-    text = KnownAnswer((1, 2), (3, 4, 5, 6))
-    drafts = recorded(
-        *(text, [[3, 9, 9, 9], [9, 9, 0, 0], [5, 6, 9, 9], [6, 9, 9, 9]]),
-        [[0.9, 0.9, 0.9, 0.9], [0.9, 0.2, 0, 0], [0.9, 0.9, 0.1, 0.9], [1, 1, 1, 1]],
-        *([4, 2, 4, 4], [2, 1, 2, 2], [1, 0, 2, 1]),
-    )
-    drafted, passes = predict.cut(drafts, 0, 2, 4, whole=False, tau=0.5)
-    assert drafted.tolist() == [4, 2, 4, 4] and passes.tolist() == [2, 1, 2, 2]
-    drafted, passes = predict.cut(drafts, 0, 2, 3, whole=True, tau=0.5)
-    assert drafted.tolist() == [2, 2, 2, 2] and passes.tolist() == [1, 1, 1, 1]
-    with pytest.raises(ValueError, match="tau 0.1 is too small"):
-        predict.cut(drafts, 0, 2, 4, whole=False, tau=0.1)
-    none = np.zeros(4, np.int32)
-    recordings = Recordings([text], {("wide-2", 0): [drafts]}, [(none, none)])
-    rule = BelowThreshold(np.float32(0.5))
-    drafter = ConditionedDrafter(model=random_bound(target, rows=4), rule=rule, spec_len=2, max_spec_len=4)
-    costs = Costs(vanilla=1.0, verify={4: 1.5, 8: 2.0}, drafts={"wide-2": (0.05, 0.1)}, lookup=9.0)
-    got = predict.predict(recordings, Setting("wide", 2, 0.5), drafter, (4, 8), costs)
-    # Two rounds: 4 drafted, 1 accepted; 4 drafted, 2 accepted of which 2 became output.
-    assert (got.rounds, got.tokens, got.passes, got.accepted) == (2, 4, 4, 3)
-    assert got.seconds == pytest.approx(2 * 2.0 + 4 * 0.1 + 2 * 0.05)
-    assert got.speedup == pytest.approx(4 / got.seconds)
-    with pytest.raises(ValueError, match="no drafts of wide-3 behind 0 tokens were recorded"):
-        recordings.rounds_under(Setting("wide", 3, 0.5), drafter.replace(spec_len=3))
-
-
-def test_a_lookup_is_the_engines():
-    """Continuations that reach the end of the text go on with themselves."""
-    text = KnownAnswer((7, 8, 7), (8, 7, 8, 9))
-    match = np.asarray([1, 2, 3, 4], np.int32)
-    recordings = Recordings([text], {}, [(match, match)])
-    lookup = Lookup(min_match=1, shortest=6, max_spec_len=6)
-    assert recordings.rounds_with(recordings.recorded_lookup(lookup)) == [[predict.Replayed(6, 3, 4, 0)]]
+# -- settings files ------------------------------------------------------------------------------------------
 
 
 def settings_file(engine, path, **decoding):
@@ -280,53 +147,157 @@ def test_settings_are_for_one_method(capsys, tmp_path):
 @pytest.fixture
 def command(conditioned, tmp_path, monkeypatch):
     """Runs the command with a tiny pair; returns its status and the summary."""
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROMPTS[:2]))
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROMPTS))
     monkeypatch.setattr(tune, "load_pair", lambda *_, **__: conditioned)
     monkeypatch.setattr(conditioned, "decoding", {})
 
     def run(*args, out="out"):
-        grid = "--spec-len 2 --tau 0.3,0.8 --lookup-min 0,2 --min-gain 0 --max-spec-len none --max-new-tokens 20"
-        fixed = ["--prompts", str(tmp_path / "p.jsonl"), "--out", str(tmp_path / out), *grid.split()]
-        status = bench.main(["tune", *fixed, "--cost-repeats", "1", *args])
+        fixed = ["--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "20", "--out", str(tmp_path / out)]
+        status = bench.main(["tune", *fixed, *args])
         path = tmp_path / out / tune.SUMMARY
         return status, json.loads(path.read_text()) if path.exists() else None
 
     return run
 
 
-def test_the_command(command, conditioned, tmp_path, capsys, monkeypatch):
-    """Interrupted in the middle of the sweep it goes on, and answers nothing twice."""
-    generate, calls = FailFast.generate, []
+BEST = {"spec_len": 4, "tau": 0.75, "lookup_min": 3, "min_gain": 0.5}
 
-    def counted(self, prompts, config=None, **options):
-        calls.append(config.method)
-        if len(calls) == stop_at:
-            raise KeyboardInterrupt
-        return generate(self, prompts, config, **options)
 
-    monkeypatch.setattr(FailFast, "generate", counted)
-    stop_at = 12
-    status, summary = command("--full-sweep")
-    assert status == 130 and summary is None and "goes on from" in capsys.readouterr().err
-    records = tmp_path / "out" / RECORDS
-    records.write_text(records.read_text() + '{"kind": "ans')  # as a kill leaves it
-    stop_at = 0
-    status, summary = command("--full-sweep")
+class ScriptedEngine(StubEngine):
+    """Answers at a speed that falls with each step away from `BEST`.
+
+    Attributes:
+      top: speed of `BEST`, over plain decoding's.
+    """
+
+    top = 2.0
+
+    def generate(self, prompts, config):
+        (result,) = super().generate(prompts, config)
+        speed = {"vanilla": 1.0, "lookup": 1.2}.get(config.method)
+        if speed is None:
+            options = {"min_gain": 0.0, "tau": 0.45, **config.options}
+            steps = sum(
+                abs(options[name] - value) / {"tau": 0.15, "min_gain": 0.5}.get(name, 1) for name, value in BEST.items()
+            )
+            speed = self.top / (1 + 0.05 * steps)
+        # Prompts differ, and the machine becomes slower and slower.
+        seconds = len(prompts[0]) * (1 + 0.001 * len(self.given)) / speed
+        return [dataclasses.replace(result, stats=dataclasses.replace(result.stats, decode_s=seconds))]
+
+
+@pytest.fixture
+def scripted(conditioned, monkeypatch):
+    """An engine in the place of the tiny pair's, which only says what settings there are."""
+    engine = ScriptedEngine()
+    monkeypatch.setattr(conditioned, "generate", engine.generate)
+    return engine
+
+
+def test_the_fastest_setting_wins(command, scripted, tmp_path, capsys):
+    status, summary = command()
     assert status == 0
+    assert {name: summary["chosen"][name] for name in BEST} == BEST
+    assert summary["chosen"]["measured_speedup"] == pytest.approx(2, rel=0.02)
+    assert summary["chosen"]["lookup_speedup"] == pytest.approx(1.2, rel=0.02)
+    assert summary["settings"][0]["label"] == summary["chosen"]["label"]
+    timed = [row["measured_prompts"] for row in summary["settings"]]
+    assert timed[0] == len(PROMPTS) and timed[-1] == 2 and timed == sorted(timed, reverse=True)
+    assert "faster" not in capsys.readouterr().err.replace("fastest", "")
+    raw = json.loads((tmp_path / "out" / tune.TUNED).read_text())
+    assert raw["failfast_settings"] == 1 and raw["decoding"] == {"schedule": "wide", **BEST}
+    assert raw["report"]["prompts"] == len(PROMPTS)
+    methods = [method for method, *_ in scripted.given]
+    assert methods.count("failfast") < 200  # of settings and prompts there are 5 times as many
+    everything = command("--full-sweep")[1]
+    assert everything["chosen"]["label"] == summary["chosen"]["label"]
+    assert {row["measured_prompts"] for row in everything["settings"]} == {len(PROMPTS)}
+    assert len(everything["settings"]) > 200
+
+
+def test_settings_take_turns_with_vanilla_and_the_best(command, scripted, tmp_path):
+    command("--tau", "0.75", "--max-spec-len", "none", "--repeats", "3")
+    turns = [json.loads(line) for line in (tmp_path / "out" / RECORDS).read_text().splitlines()[1:]]
+    assert all("vanilla" in turn["answers"] for turn in turns)
+    assert all(turn["answers"]["vanilla"]["equal"] for turn in turns)
+    assert len([turn for turn in turns if "lookup" in turn["answers"]]) == 3 * len(PROMPTS)
+    best = "wide, N 4, tau 0.75, lookup 3, gain 0.5"
+    beside = [turn for turn in turns if best in turn["answers"]]
+    assert len(beside) > 4 * len(PROMPTS)  # verified thrice, and its rivals beside it
+    first = [next(iter(turn["answers"])) == "vanilla" for turn in turns]
+    assert 0.3 < sum(first) / len(first) < 0.7  # every other turn is reversed
+
+
+def test_what_is_slower_is_said(command, scripted, tmp_path, capsys):
+    scripted.top = 0.9
+    assert command("--spec-len", "4")[0] == 0
+    said = capsys.readouterr().err
+    assert "vanilla was faster, 1.00 against 0.9" in said and "use --method lookup" in said
+
+
+def test_a_killed_run_goes_on(command, scripted, tmp_path, capsys):
+    assert command("--spec-len", "3,4", out="whole")[0] == 0
+    whole = len(scripted.given)
+    records = tmp_path / "out" / RECORDS
+    before = b""
+    for answers in (5, 60):
+        scripted.given.clear()
+        scripted.fail_after = answers
+        status, summary = command("--spec-len", "3,4")
+        assert status == 130 and summary is None and "goes on from" in capsys.readouterr().err
+        assert records.read_bytes().startswith(before)
+        before = records.read_bytes()
+        records.write_bytes(before + b'{"kind": "timed t')  # as a kill leaves it
+    scripted.fail_after = None
+    assert command("--spec-len", "3,4", "--minutes", "1e-9")[0] == tune.UNFINISHED
     assert "cut off" in capsys.readouterr().err
-    assert len(summary["settings"]) == 4
-    assert all(row["predicted_speedup"] > 0 for row in summary["settings"])
-    measured = [row for row in summary["settings"] if "measured_speedup" in row]
-    assert len(measured) == 2
-    for row in measured + summary["sweep"]["settings"]:
-        assert row["measured_rounds"] == row["rounds"] and row["answers_equal_to_vanilla"] == "2 of 2"
-        assert row["error"] == pytest.approx(row["predicted_speedup"] / row["measured_speedup"] - 1)
-    assert summary["chosen"]["measured_speedup"] == max(row["measured_speedup"] for row in measured)
-    assert 0 < summary["sweep"]["choice_over_best"] <= 1
+    scripted.given.clear()
+    status, summary = command("--spec-len", "3,4")
+    assert status == 0 and len(scripted.given) < whole - 50
+    assert {name: summary["chosen"][name] for name in BEST} == BEST
+    assert records.read_bytes().startswith(before)
+    done = records.read_bytes()
+    scripted.given.clear()
+    assert command("--spec-len", "3,4")[0] == 0 and not scripted.given  # everything is there
+    assert records.read_bytes() == done
+
+
+def test_the_choice_is_written_into_the_folder(command, scripted, tmp_path, capsys):
+    folder = tmp_path / "drafter"
+    shutil.copytree(tune.embedded_drafter(), folder)
+    assert command("--drafter", str(folder), "--write")[0] == 0
+    assert json.loads((folder / "config.json").read_text())["decoding"]["cpu"] == BEST
+    assert command("--drafter", str(tmp_path), "--write")[0] == 2
+    assert f"--write: {tmp_path} is not a drafter's folder" in capsys.readouterr().err
+
+
+def test_a_real_pair(command, conditioned, tmp_path):
+    few = "--spec-len 2 --tau 0.3,0.8 --lookup-min 0,2 --min-gain 0 --max-spec-len none --limit 2"
+    status, summary = command(*few.split(), "--full-sweep")
+    assert status == 0 and len(summary["settings"]) == 4
+    for row in summary["settings"]:
+        equal, _, answers = row["answers_equal_to_vanilla"].split()
+        assert equal == answers and int(answers) >= 2 == row["measured_prompts"]
+        assert row["measured_speedup"] > 0 and row["measured_tokens"] >= row["measured_rounds"] > 0
     engine = FailFast(conditioned.target, conditioned.drafter, settings=tmp_path / "out" / tune.TUNED)
     assert engine.decoding == {k: v for k, v in summary["chosen"].items() if k in engine.decoding}
-    count = len(calls)
-    assert command("--full-sweep")[0] == 0 and len(calls) == count  # everything is there
+
+
+def test_settings_that_come_to_the_same(conditioned, standalone):
+    def count(engine, **given):
+        values = {name: (default[0],) for name, default in grid.default_grid(engine).items()}
+        return [setting.label for setting in grid.settings_of(values | given, engine)]
+
+    taus = (0.3, 0.6)
+    assert count(conditioned, spec_len=(2, ROWS), tau=taus) == [
+        "wide, N 2, tau 0.3",
+        "wide, N 2, tau 0.6",
+        f"wide, N {ROWS}",
+    ]
+    assert count(conditioned, spec_len=(ROWS,), max_spec_len=(None, ROWS)) == [f"wide, N {ROWS}"]
+    assert len(count(conditioned, lookup_min=(0, 2), min_gain=(0.0, 1.0))) == 3
+    assert len(count(standalone, schedule=("wide", "aligned"), lookup_min=(0, 2))) == 3
+    assert count(standalone, spec_len=(8,), max_spec_len=(15,), tau=taus) == ["wide, N 8, max 15"]
 
 
 def test_bad_input_is_named(command, capsys, tmp_path):
@@ -338,6 +309,8 @@ def test_bad_input_is_named(command, capsys, tmp_path):
         (["--spec-len", "4", "--max-spec-len", "3"], "the grid is empty"),
         (["--schedule", "aligned"], "--schedule aligned: needs a standalone"),
         (["--verify", "0"], "--verify 0: must be at least 1"),
+        (["--repeats", "0"], "--repeats 0: must be at least 1"),
+        (["--minutes", "0"], "--minutes 0.0: must be positive"),
         (["--max-new-tokens", "500"], "prompt 0 has 8 tokens: with --max-new-tokens 500"),
         (["--prompts", "no.jsonl"], "no such file"),
     ):

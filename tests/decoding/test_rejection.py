@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from distributions import chi_square, filtered_probability
-from tiny_models import diffusion_config, random_model, tiny_config
+from tiny_models import diffusion_config, prefilled, random_model, tiny_config
 
 from failfast_jax import FailFast, decoding
 from failfast_jax.decoding import accept
@@ -214,24 +214,15 @@ def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
 
     def answer(case):
         sequence, temperature = case
-        state = decoding.init_state(
-            target,
-            drafter,
-            tokens=prompt,
-            prompt_length=jnp.asarray([3]),
-            max_new_tokens=jnp.asarray([TOKENS]),
-            eos=decoding.stop_tokens(()),
-            sampling=Sampling(
-                temperature=temperature[None],
-                top_k=jnp.asarray([top_k]),
-                top_p=jnp.asarray([top_p]),
-                seed=jnp.asarray([4], jnp.uint32),
-                sequence=sequence[None],
-            ),
-            capacity=8,
-            plan=plan,
+        sampling = Sampling(
+            temperature=temperature[None],
+            top_k=jnp.asarray([top_k]),
+            top_p=jnp.asarray([top_p]),
+            seed=jnp.asarray([4], jnp.uint32),
+            sequence=sequence[None],
         )
-        state = decoding.prefill(target, drafter, state, prompt_tokens=3, plan=plan)
+        lengths, limits = jnp.asarray([3]), jnp.asarray([TOKENS])
+        state = prefilled(target, drafter, plan, prompt, lengths, limits, sampling=sampling, capacity=8)
         state = decoding.generate(target, drafter, state, plan=plan)
         return state.tokens[0, 3 : 3 + TOKENS], state.log.accepted[0], state.log.draft_length[0]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 
@@ -11,39 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import committed, random_model, tiny_config
+from tiny_engines import DRAFT_IDS, ROWS, conditioned_engine
+from tiny_models import committed, outcome, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.checkpoints import drafter as folders
 from failfast_jax.checkpoints.drafter import load_drafter
 from failfast_jax.decoding.round import greedy_sampling
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
-from failfast_jax.models.conditioned import Conditioned, ConditionedConfig, bind
 from failfast_jax.train.align import Alignment, AlignmentOptions
 from failfast_jax.train.features import target_features
 
-ROWS = 5
-DRAFT_IDS = np.arange(0, 40, 2, dtype=np.int32)
+
+@pytest.fixture(scope="module")
+def engine():
+    return conditioned_engine()
 
 
 @pytest.fixture(scope="module")
-def target():
-    return random_model(tiny_config(num_layers=3))
+def target(engine):
+    return engine.target
 
 
 @pytest.fixture(scope="module")
-def engine(target):
-    """One for all tests, so that a program is compiled once."""
-    return FailFast(target, bind(network(target), target, DRAFT_IDS))
-
-
-def network(target, layers: int = 2, seed: int = 1) -> Conditioned:
-    base = dataclasses.replace(target.config, num_layers=layers)
-    config = ConditionedConfig(base, tuple(range(3 - layers, 3)), (0, 2), ROWS, len(DRAFT_IDS))
-    graph, state = nnx.split(nnx.eval_shape(lambda: Conditioned(config, rngs=nnx.Rngs(0))))
-    rng = np.random.default_rng(seed)
-    values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.3, x.dtype), state)
-    return nnx.merge(graph, values)
+def network(engine):
+    return engine.drafter.network
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -51,9 +42,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("known", [1, 3])
-def test_a_block_is_the_same_in_training_and_in_the_engine(target, known):
+def test_a_block_is_the_same_in_training_and_in_the_engine(target, network, known):
     """`blocks` (whole sequences, no cache) against `store` and `block` (the engine's)."""
-    model = network(target)
+    model = network
     tokens = jnp.asarray([prompt(20), prompt(20, seed=1)])
     features = target_features(target, tokens, model.config.feature_layers)
     anchors = jnp.asarray([[7], [12]])
@@ -73,25 +64,30 @@ def test_a_block_is_the_same_in_training_and_in_the_engine(target, known):
 
 
 @jax.jit
-def _block(bound, target, tokens, rows, known, anchor):
+def block_pass(bound, target, tokens, rows, known, anchor):
     features = target_features(target, tokens, bound.config.feature_layers)
     hidden = bound.network.blocks(bound.embed[rows], known, features, anchor)[0, 0]
     return jax.nn.softmax(hidden @ bound.head.T, -1)
 
 
-def reference_draft(target, bound, ids: list[int], length: int, choose=None) -> tuple[list[int], list[float], int]:
-    """A draft by `blocks` over the features of a full forward pass, with its confidences and its number of passes.
+def looked_at(engine: FailFast, ids: list[int], rows: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Probabilities of one pass over a block behind `ids`, from the features of a full forward pass."""
+    tokens = np.zeros((1, 96), np.int32)
+    tokens[0, : len(ids)] = ids
+    block = rows[None, None, :ROWS], known[None, None, :ROWS], np.asarray([[len(ids) - 1]])
+    return np.asarray(block_pass(engine.drafter, engine.target, tokens, *block))
+
+
+def reference_draft(engine: FailFast, ids: list[int], length: int, choose=None) -> tuple[list[int], list[float], int]:
+    """A draft by `blocks`, with its confidences and its number of passes.
 
     `choose(masked, confidence, passes)` names the slots that a pass fills; None: the first pass fills all.
     """
-    tokens = np.zeros((1, 64), np.int32)
-    tokens[0, : len(ids)] = ids
     rows, known = np.zeros(ROWS + 1, np.int32), np.arange(ROWS + 1) < 1
     rows[0] = ids[-1]
     masked, confidence, passes = list(range(length)), np.zeros(length), 0
     while masked:
-        block = rows[None, None, :ROWS], known[None, None, :ROWS]
-        found = np.asarray(_block(bound, target, tokens, *block, np.asarray([[len(ids) - 1]])))
+        found = looked_at(engine, ids, rows, known)
         best, passes = found.max(-1), passes + 1
         for slot in choose(masked, best, passes) if choose else list(masked):
             rows[slot + 1], known[slot + 1], confidence[slot] = DRAFT_IDS[found[slot].argmax()], True, best[slot]
@@ -99,21 +95,27 @@ def reference_draft(target, bound, ids: list[int], length: int, choose=None) -> 
     return rows[1 : length + 1].tolist(), confidence.tolist(), passes
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_the_engine_drafts_what_the_network_says_and_changes_no_token(engine, batch):
-    prompts = [prompt(9 + 5 * row, seed=row) for row in range(batch)]
-    options = {"max_new_tokens": 24, "ignore_eos": True}
-    vanilla = engine.generate(prompts, method="vanilla", **options)
-    results = engine.generate(prompts, method="failfast", tau=1.0, spec_len=3, max_spec_len=3, **options)
-    for plain, result in zip(vanilla, results):
+def assert_drafts(engine: FailFast, prompts: list[list[int]], options: dict, length: int, choose=None) -> set[int]:
+    """Every round's draft is the reference's, and the text vanilla's; returns how many passes drafts took."""
+    common, counts = {"max_new_tokens": 24, "ignore_eos": True}, set()
+    vanilla = engine.generate(prompts, method="vanilla", **common)
+    for plain, result in zip(vanilla, engine.generate(prompts, **options, **common)):
         assert result.output_ids == plain.output_ids
         ids = list(result.prompt_ids)
         for round in result.rounds:
-            tokens, confidence, passes = reference_draft(engine.target, engine.drafter, ids, 3)
-            assert round.drafted == tokens
+            tokens, confidence, passes = reference_draft(engine, ids, length, choose)
+            assert (round.drafted, round.passes) == (tokens, passes)
             np.testing.assert_allclose(round.confidence, confidence, rtol=1e-3)
-            assert round.passes == passes == 1
+            counts.add(passes)
             ids += round.emitted
+    return counts
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 14, 19)])
+def test_the_engine_drafts_what_the_network_says_and_changes_no_token(engine, lengths):
+    prompts = [prompt(length, seed=row) for row, length in enumerate(lengths)]
+    options = {"method": "failfast", "tau": 1.0, "spec_len": 3, "max_spec_len": 3}
+    assert assert_drafts(engine, prompts, options, 3) == {1}
 
 
 def above(threshold: float):
@@ -144,18 +146,7 @@ def in_steps(steps: int, length: int):
 )
 def test_several_passes_over_one_block(engine, options, length, choose):
     """The baselines `fast-dllm` and `specdiff` with a drafter that reads features, by full recomputation."""
-    prompts, shared = [prompt(9), prompt(14, seed=1)], {"max_new_tokens": 16, "ignore_eos": True}
-    plain = engine.generate(prompts, method="vanilla", **shared)
-    counts = set()
-    for index, result in enumerate(engine.generate(prompts, **options, **shared)):
-        assert result.output_ids == plain[index].output_ids
-        ids = list(result.prompt_ids)
-        for round in result.rounds:
-            tokens, confidence, passes = reference_draft(engine.target, engine.drafter, ids, length, choose)
-            assert (round.drafted, round.passes) == (tokens, passes)
-            np.testing.assert_allclose(round.confidence, confidence, rtol=1e-3)
-            counts.add(passes)
-            ids += round.emitted
+    counts = assert_drafts(engine, [prompt(9), prompt(14, seed=1)], options, length, choose)
     assert counts == {options["steps"]} if "steps" in options else max(counts) > 1
 
 
@@ -164,8 +155,7 @@ def first_drafts(drafters, seen):
     return [drafter.draft(drafter.init(1, 128), seen)[0] for drafter in drafters]
 
 
-def test_distributions_and_alternatives_speak_of_the_targets_ids(target):
-    engine = FailFast(target, bind(network(target), target, DRAFT_IDS))
+def test_distributions_and_alternatives_speak_of_the_targets_ids(engine):
     options = ({}, {"acceptance": "rejection"}, {"tree_budget": 9})
     drafters = [engine.build_drafter(GenerationConfig(tau=1.0, spec_len=3, **option)) for option in options]
     drafters[2] = drafters[2].model
@@ -200,7 +190,8 @@ def test_features_that_wait_are_stored_before_a_draft_needs_them(engine):
     @jax.jit
     def commit(drafter, state, before, after):
         window = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, rows))(features, before - 1)
-        return drafter.commit(state, texts.replace(length=before), texts.replace(length=after), window)
+        told = outcome(texts.replace(length=before), texts.replace(length=after), features=window)
+        return drafter.commit(state, told)
 
     draft = jax.jit(lambda drafter, state, length: drafter.draft(state, texts.replace(length=length)))
     states, length = [d.init(2, 768) for d in (at_once, waiting)], np.asarray([1, 1], np.int32)
@@ -217,21 +208,30 @@ def test_features_that_wait_are_stored_before_a_draft_needs_them(engine):
     assert 40 < most <= 64
 
 
+def saved(network, target, folder, **options):
+    objective = Alignment(network, target, DRAFT_IDS, AlignmentOptions(anchors=2))
+    objective.save(objective.trainable, folder, **options)
+    return folder
+
+
 def test_one_token_prompt(engine):
-    options = {"max_new_tokens": 12, "ignore_eos": True, "spec_len": 3, "max_spec_len": 3}
-    plain, drafted = (engine.generate([[5]], method=m, **options)[0] for m in ("vanilla", "failfast"))
+    options = {"max_new_tokens": 24, "ignore_eos": True}
+    (plain,) = engine.generate([[5]], method="vanilla", **options)
+    (drafted,) = engine.generate([[5]], spec_len=3, max_spec_len=3, **options)
     assert plain.output_ids == drafted.output_ids
 
 
+@pytest.fixture
+def folder(network, target, tmp_path):
+    return saved(network, target, tmp_path / "drafter")
+
+
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
-def test_a_saved_drafter_loads(target, tmp_path, storage):
-    model = network(target)
-    objective = Alignment(model, target, DRAFT_IDS, AlignmentOptions(anchors=2))
-    objective.save(objective.trainable, tmp_path / "drafter", storage=storage)
-    loaded = load_drafter(tmp_path / "drafter", target)
+def test_a_saved_drafter_loads(target, network, tmp_path, storage):
+    loaded = load_drafter(saved(network, target, tmp_path / "drafter", storage=storage), target)
     tolerance = {"float32": 0, "bfloat16": 2**-8, "int8": 1 / 127}[storage]
     for (path, want), (_, got) in zip(
-        nnx.to_flat_state(nnx.state(model)), nnx.to_flat_state(nnx.state(loaded.network))
+        nnx.to_flat_state(nnx.state(network)), nnx.to_flat_state(nnx.state(loaded.network))
     ):
         np.testing.assert_allclose(
             got[...], want[...], atol=tolerance * float(jnp.abs(want[...]).max()), err_msg=str(path)
@@ -242,21 +242,13 @@ def test_a_saved_drafter_loads(target, tmp_path, storage):
     )
 
 
-def saved(target, folder):
-    objective = Alignment(network(target), target, DRAFT_IDS, AlignmentOptions(anchors=2))
-    objective.save(objective.trainable, folder)
-    return folder
-
-
-def test_a_drafter_of_another_target_is_refused(target, tmp_path):
-    folder = saved(target, tmp_path / "drafter")
+def test_a_drafter_of_another_target_is_refused(target, folder):
     other = random_model(tiny_config(num_layers=4))
     with pytest.raises(ConfigError, match="trained for a target with num_layers 3; the other has 4"):
         load_drafter(folder, other, "the other")
 
 
-def test_damaged_folders_are_named(target, tmp_path):
-    folder = saved(target, tmp_path / "drafter")
+def test_damaged_folders_are_named(target, folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "network": {**config["network"], "rows": 0}}))
     with pytest.raises(ConfigError, match=r"config.json: key 'rows' must be a positive integer, got 0"):
@@ -284,8 +276,7 @@ def test_options_that_do_not_fit_are_refused(engine):
             engine.generate([[1, 2, 3]], **options)
 
 
-def test_a_folder_brings_its_decoding_defaults(target, tmp_path):
-    folder = saved(target, tmp_path / "drafter")
+def test_a_folder_brings_its_decoding_defaults(target, folder):
     config = json.loads((folder / "config.json").read_text())
     config["decoding"] = {"any": {"spec_len": 2, "tau": 1.0}, "cpu": {"spec_len": 4}}
     (folder / "config.json").write_text(json.dumps(config))
@@ -294,3 +285,18 @@ def test_a_folder_brings_its_decoding_defaults(target, tmp_path):
     assert len(rounds[0].drafted) == 4
     rounds = engine.generate([prompt(9)], max_new_tokens=8, ignore_eos=True, spec_len=3)[0].rounds
     assert len(rounds[0].drafted) == 3
+
+
+@pytest.mark.parametrize("options", [{"max_spec_len": 4}, {"exact": True}], ids=lambda o: next(iter(o)))
+def test_lookups_and_the_drafter_take_turns(engine, options):
+    """The hybrid that ships: its defaults but for the options here."""
+    prompts = [[9, 8, 3, 4, 10, 11, 12, 13, 14, 15, 3, 4], [2, 7, 5]]
+    common = {"max_new_tokens": 32, "ignore_eos": True, "exact": options.get("exact", False)}
+    plain = engine.generate(prompts, method="vanilla", **common)
+    hybrid = engine.generate(prompts, lookup_min=2, min_gain=0.5, **common | options)
+    assert [r.output_ids for r in hybrid] == [r.output_ids for r in plain]
+    lengths = {(len(round.drafted), round.passes) for result in hybrid for round in result.rounds}
+    longest = options.get("max_spec_len", 15)
+    assert (longest, 0) in lengths  # a lookup leaves the drafter nothing to add
+    assert any(passes for _, passes in lengths) and max(length for length, _ in lengths) == longest
+    assert (0, 0) in lengths or (0, 1) in lengths  # plain steps

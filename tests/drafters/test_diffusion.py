@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import VOCAB, committed, diffusion_config, random_model, tiny_config
+from tiny_models import VOCAB, committed, diffusion_config, outcome, random_model, tiny_config
 
-from failfast_jax.decoding import Drafter
+from failfast_jax.decoding import BelowThreshold, Drafter
 from failfast_jax.decoding.state import Committed
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
@@ -32,7 +32,7 @@ def drafter(kind: str) -> Drafter:
     def block_options(block: int, spec_len: int, max_spec_len: int, tau: float) -> dict:
         model = random_model(diffusion_config(block), seed=block)
         lengths = {"spec_len": spec_len, "max_spec_len": max_spec_len}
-        return {"model": model, "vocab": VOCAB - 1, "tau": np.float32(tau), **lengths}
+        return {"model": model, "vocab": VOCAB - 1, "rule": BelowThreshold(np.float32(tau)), **lengths}
 
     return {
         "wide": lambda: Wide(**block_options(8, 3, 9, 0.25)),
@@ -43,7 +43,7 @@ def drafter(kind: str) -> Drafter:
         ),
         "ar": lambda: Autoregressive(model=autoregressive(), vocab=VOCAB, spec_len=5),
         "ar, dynamic": lambda: Autoregressive(
-            model=autoregressive(), vocab=VOCAB, spec_len=2, max_spec_len=9, tau=np.float32(0.25)
+            model=autoregressive(), vocab=VOCAB, spec_len=2, max_spec_len=9, rule=BelowThreshold(np.float32(0.25))
         ),
     }[kind]()
 
@@ -58,7 +58,7 @@ DIFFUSION = (*WIDE, "aligned", "fast-dllm")
 AUTOREGRESSIVE = ("ar", "ar, dynamic")
 
 draft_of = jax.jit(lambda drafter, state, committed: drafter.draft(state, committed))
-commit = jax.jit(lambda drafter, *args: drafter.commit(*args, jnp.zeros((BATCH, 1, 0, 16))))
+commit = jax.jit(lambda drafter, state, *round_: drafter.commit(state, outcome(*round_)))
 empty = jax.jit(lambda drafter: drafter.init(BATCH, WIDTH))
 
 
@@ -96,7 +96,7 @@ def wide_by_hand(drafter: Wide, text: list[int], room: int) -> tuple[list[int], 
         best = logits.max(-1)
         drafted += logits.argmax(-1).tolist()
         confidences += (1 / np.exp(logits - best[:, None]).sum(-1)).tolist()
-        low = min(confidences[-step:]) < drafter.tau
+        low = min(confidences[-step:]) < drafter.rule.tau
         if low or len(drafted) + step > drafter.max_spec_len or len(drafted) >= room:
             return drafted[:room], confidences[:room]
 
@@ -110,7 +110,8 @@ def autoregressive_by_hand(drafter: Autoregressive, text: list[int], room: int) 
         confidences.append(1 / np.exp(logits - logits.max()).sum())
         if len(drafted) % drafter.spec_len:
             continue
-        low = drafter.tau is not None and min(confidences[-drafter.spec_len :]) < drafter.tau
+        dynamic = isinstance(drafter.rule, BelowThreshold)
+        low = dynamic and min(confidences[-drafter.spec_len :]) < drafter.rule.tau
         if low or len(drafted) + drafter.spec_len > drafter.max_draft or len(drafted) >= room:
             return drafted[:room], confidences[:room]
 
@@ -146,7 +147,7 @@ def test_drafts_do_not_depend_on_the_cache(kind, prompts, rounds):
                 passes += int(draft.passes[row])
             kept = draft.tokens[row, : math.floor(share * length)].tolist() if length else []
             sequence[row] = [*sequence[row], *kept, token][: CAPACITY - 1]
-        state = commit(method, state, before, seen(sequence, lengths))
+        state = commit(method, state, before, seen(sequence, lengths), draft)
     assert passes == drafted_rounds  # one pass a chunk, blocks stored on the way; or one a token
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Array, Float
-from tiny_models import VOCAB, random_model, tiny_config
+from tiny_models import VOCAB, prefilled, random_model, tiny_config
 
 from failfast_jax import decoding
 from failfast_jax.decoding import Drafter
@@ -44,7 +44,9 @@ class Recorder(Lookup):
         features = jnp.where(final[..., None, None], features, jnp.nan)
         return jax.lax.dynamic_update_slice_in_dim(state, features, start, axis=1)
 
-    def commit(self, state, before, after, features):
+    def commit(self, state, outcome):
+        before, after, features = outcome.before, outcome.after, outcome.features
+
         def write(row, new, at, count):
             old = jax.lax.dynamic_slice_in_dim(row, at, new.shape[0])
             new = jnp.where((jnp.arange(new.shape[0]) < count)[:, None, None], new, old)
@@ -75,18 +77,7 @@ def test_features_of_every_committed_position(longest, exact):
 
     @jax.jit
     def answer(target, drafter, tokens, lengths, limits):
-        state = decoding.init_state(
-            target,
-            drafter,
-            tokens=tokens,
-            prompt_length=lengths,
-            max_new_tokens=limits,
-            eos=decoding.stop_tokens((), 2),
-            sampling=decoding.greedy_sampling(2),
-            capacity=CAPACITY,
-            plan=plan,
-        )
-        state = decoding.prefill(target, drafter, state, prompt_tokens=tokens.shape[1], plan=plan)
+        state = prefilled(target, drafter, plan, tokens, lengths, limits, capacity=CAPACITY)
         return decoding.generate(target, drafter, state, plan=plan)
 
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 40)).astype(np.int32)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_conditioned import DRAFT_IDS, ROWS, network
-from tiny_models import diffusion_config, random_model, tiny_config
+from test_conditioned import looked_at
+from tiny_engines import DRAFT_IDS, ROWS, conditioned_engine, standalone_engine
 
-from failfast_jax import FailFast, drafters
 from failfast_jax.decoding.state import Draft
 from failfast_jax.drafters.hybrid import FIRST_WAIT, LONGEST_WAIT, expected_accepted
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.errors import OptionError
-from failfast_jax.models.conditioned import bind
-from failfast_jax.train.features import target_features
 
 OPTIONS = {"max_new_tokens": 40, "ignore_eos": True}
 LONGEST = 15
@@ -25,25 +21,18 @@ LONGEST = 15
 def short_lookups():
     """Lookups as on an accelerator: short enough for the diffusion drafter to add something."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            drafters, "_lookup_for", lambda platform, longest, **options: Lookup(max_spec_len=LONGEST, **options)
-        )
+        patch.setattr(Lookup, "on", lambda platform, longest=None, **options: Lookup(max_spec_len=LONGEST, **options))
         yield
 
 
 @pytest.fixture(scope="module")
-def target():
-    return random_model(tiny_config(num_layers=3))
+def conditioned():
+    return conditioned_engine()
 
 
 @pytest.fixture(scope="module")
-def conditioned(target):
-    return FailFast(target, bind(network(target), target, DRAFT_IDS))
-
-
-@pytest.fixture(scope="module")
-def standalone(target):
-    return FailFast(target, random_model(diffusion_config(), seed=2))
+def standalone():
+    return standalone_engine()
 
 
 def repetitive(length: int, seed: int = 0) -> list[int]:
@@ -74,22 +63,10 @@ def found(ids: list[int], minimum: int) -> tuple[list[int], int]:
     return text[len(ids) :], best
 
 
-@jax.jit
-def _block(bound, target, tokens, rows, known, anchor):
-    features = target_features(target, tokens, bound.config.feature_layers)
-    hidden = bound.network.blocks(bound.embed[rows], known, features, anchor)[0, 0]
-    return jax.nn.softmax(hidden @ bound.head.T, -1)
-
-
 def carried_on(engine, ids: list[int], begun: list[int]) -> tuple[list[int], list[float]]:
     """One pass of the target-conditioned network behind `begun`, without a cache."""
-    rows = np.zeros((1, 1, ROWS), np.int32)
-    rows[0, 0, : len(begun) + 1] = [ids[-1], *begun]
-    known = np.arange(ROWS)[None, None] <= len(begun)
-    tokens = np.zeros((1, 96), np.int32)
-    tokens[0, : len(ids)] = ids
-    anchor = np.asarray([[len(ids) - 1]])
-    probabilities = np.asarray(_block(engine.drafter, engine.target, tokens, rows, known, anchor))[len(begun) :]
+    rows = np.resize([ids[-1], *begun], ROWS)
+    probabilities = looked_at(engine, ids, rows, np.arange(ROWS) <= len(begun))[len(begun) :]
     return DRAFT_IDS[probabilities.argmax(-1)].tolist(), probabilities.max(-1).tolist()
 
 
@@ -181,5 +158,5 @@ def test_options(conditioned, standalone):
     ):
         with pytest.raises(OptionError, match=message):
             conditioned.generate([[1, 2]], **options)
-    with pytest.raises(OptionError, match="--lookup-min 2: --schedule aligned"):
+    with pytest.raises(OptionError, match="--lookup-min 2: not with --schedule aligned"):
         standalone.generate([[1, 2]], lookup_min=2, schedule="aligned")

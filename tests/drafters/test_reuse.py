@@ -12,17 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array, Int
-from test_conditioned import DRAFT_IDS, ROWS, network
 from test_lookup import seen
-from tiny_models import diffusion_config, random_model, tiny_config
+from tiny_engines import ROWS, conditioned_engine, standalone_engine
 
-from failfast_jax import FailFast, GenerationConfig
+from failfast_jax import GenerationConfig
 from failfast_jax.decoding import Drafter
 from failfast_jax.decoding.state import Draft, Outcome
 from failfast_jax.drafters.reuse import LONGEST_MATCH, SHORTEST_MATCH, Reuse
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
-from failfast_jax.models.conditioned import bind
 
 WIDTH, LONGEST = 10, 14
 
@@ -155,21 +153,11 @@ def test_any_drafts_equal_plain_search(data, rows):
 # Behind real drafters.
 
 
-@functools.cache
-def target():
-    return random_model(tiny_config(num_layers=3))
-
-
-@functools.cache
-def engine(kind: str) -> FailFast:
-    if kind == "conditioned":
-        return FailFast(target(), bind(network(target()), target(), DRAFT_IDS))
-    return FailFast(target(), random_model(diffusion_config(), seed=2))
-
-
 def test_options():
+    engines = {"conditioned": conditioned_engine(), "standalone": standalone_engine()}
+
     def build(kind: str = "standalone", **options):
-        return engine(kind).build_drafter(GenerationConfig(reuse=True, **options))
+        return engines[kind].build_drafter(GenerationConfig(reuse=True, **options))
 
     drafter = build(spec_len=4, max_spec_len=10)
     assert drafter.max_draft == 10 and drafter.draft_lengths == tuple(range(4, 11))
@@ -183,4 +171,4 @@ def test_options():
         ("conditioned", {}, f"--reuse: drafts of --spec-len {ROWS} leave no room"),
     ):
         with pytest.raises(OptionError, match=message):
-            engine(kind).generate([[1]], reuse=True, **options)
+            engines[kind].generate([[1]], reuse=True, **options)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import VOCAB, are_own_texts, committed, diffusion_config, random_model, tiny_config
+from tiny_models import VOCAB, are_own_texts, committed, diffusion_config, outcome, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.decoding.state import Committed
@@ -76,7 +76,7 @@ def test_drafts_of_many_rounds_equal_full_recomputation():
             np.testing.assert_allclose(draft.confidence[row, :length], confidences[:length], atol=2e-4)
             kept = draft.tokens[row, : rng.integers(0, length + 1)].tolist()
             texts[row] = [*texts[row], *kept, int(rng.integers(0, VOCAB - 2))]
-        state = drafter().commit(state, now, seen(texts), None)
+        state = drafter().commit(state, outcome(now, seen(texts), draft))
 
 
 def test_ties_are_filled_from_the_left():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import VOCAB, diffusion_config, own_tokens, random_model, tiny_config
+from tiny_models import VOCAB, diffusion_config, own_tokens, prefilled, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig, decoding
 from failfast_jax.decoding import accept
@@ -211,18 +211,8 @@ def pair() -> FailFast:
 def answer(target, drafter, tokens, lengths, sampling):
     """Texts, their lengths, and for every round how long a path and how much of the draft alone were accepted."""
     plan = decoding.Plan((32,), (32,), (32,))
-    state = decoding.init_state(
-        target,
-        drafter,
-        tokens=tokens,
-        prompt_length=lengths,
-        max_new_tokens=jnp.full_like(lengths, NEW),
-        eos=decoding.stop_tokens((), tokens.shape[0]),
-        sampling=sampling,
-        capacity=CAPACITY,
-        plan=plan,
-    )
-    state = decoding.prefill(target, drafter, state, prompt_tokens=tokens.shape[1], plan=plan)
+    limits = jnp.full_like(lengths, NEW)
+    state = prefilled(target, drafter, plan, tokens, lengths, limits, sampling=sampling, capacity=CAPACITY)
 
     def body(carry):
         state, gained = carry
@@ -274,8 +264,8 @@ REFUSED = {
     "lookup": ({"lookup_min": 2}, "--tree-budget 16: a lookup knows no alternatives"),
     "gain": ({"min_gain": 1.0}, "--min-gain 1.0: needs --lookup-min"),
     "reuse": ({"reuse": True}, "--tree-budget 16: a draft that is reused has no alternatives"),
-    "aligned": ({"schedule": "aligned"}, "--tree-budget 16: only --method failfast"),
-    "method": ({"method": "specdiff"}, "--tree-budget 16: only --method failfast"),
+    "aligned": ({"schedule": "aligned"}, "--tree-budget 16: not with --schedule aligned"),
+    "method": ({"method": "specdiff"}, "--tree-budget 16: --method specdiff has no such option, only failfast"),
     "longer draft": ({"max_spec_len": 20}, "--tree-budget 16: must be at least the longest draft, 20 tokens"),
     "zero": ({"tree_budget": 0}, "--tree-budget 0: must be in"),
 }

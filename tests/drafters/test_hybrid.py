@@ -8,7 +8,6 @@ import pytest
 from test_conditioned import looked_at
 from tiny_engines import DRAFT_IDS, ROWS, conditioned_engine, standalone_engine
 
-from failfast_jax import drafters
 from failfast_jax.decoding.state import Draft
 from failfast_jax.drafters.hybrid import FIRST_WAIT, LONGEST_WAIT, expected_accepted
 from failfast_jax.drafters.lookup import Lookup
@@ -22,9 +21,7 @@ LONGEST = 15
 def short_lookups():
     """Lookups as on an accelerator: short enough for the diffusion drafter to add something."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            drafters, "_lookup_for", lambda platform, longest, **options: Lookup(max_spec_len=LONGEST, **options)
-        )
+        patch.setattr(Lookup, "on", lambda platform, longest=None, **options: Lookup(max_spec_len=LONGEST, **options))
         yield
 
 
@@ -161,5 +158,5 @@ def test_options(conditioned, standalone):
     ):
         with pytest.raises(OptionError, match=message):
             conditioned.generate([[1, 2]], **options)
-    with pytest.raises(OptionError, match="--lookup-min 2: --schedule aligned"):
+    with pytest.raises(OptionError, match="--lookup-min 2: not with --schedule aligned"):
         standalone.generate([[1, 2]], lookup_min=2, schedule="aligned")

@@ -52,8 +52,8 @@ def test_noised_rows_are_what_the_drafter_computes():
         """The last block over a cache of the blocks in front of it, as `Wide` runs it."""
         cache = net.init_cache(BLOCK, 128)
         zeros = jnp.zeros(BLOCK, jnp.int32)
-        prefix, cache, _ = net.window(text[:, :start], cache, zeros, start)
-        last, _, _ = net.window(text[:, start:], cache, zeros + start, WIDTH)
+        prefix, cache, _ = net.window(text[:, :start], cache, zeros, jnp.int32(start))
+        last, _, _ = net.window(text[:, start:], cache, zeros + start, jnp.int32(WIDTH))
         return prefix, last
 
     prefix, last = windows(net, text)

@@ -18,6 +18,11 @@ from failfast_jax.train.__main__ import main
 from failfast_jax.train.data import load_documents
 
 TARGET = str(GOLDEN / "llama_tied")
+ENVIRONMENT = {
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +130,7 @@ def test_two_devices_learn_what_one_does(data, tmp_path, capsys):
     script = "import sys; from failfast_jax.train.__main__ import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments(data, tmp_path / "two", *flags)],
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"},
+        env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=300,

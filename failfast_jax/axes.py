@@ -3,6 +3,9 @@
 Of a batch of text:
   B     sequences
   L     positions of whole sequences, from 0 on
+  T     tokens that a sequence's buffer holds: its capacity and the widest window
+  P     tokens of the prompts' buffer
+  Z     stop tokens
   W     rows of a window: positions that one pass computes
   S     slots of the cache: its capacity
   A     anchors: places of a text where a block is trained
@@ -18,10 +21,11 @@ Of a model:
   I, O  inputs and outputs of a linear layer
 
 Of a draft:
-  R     rows of a drafter's block; rounds, in a log
-  D     block size of a block-causal model
+  R     rows: of a drafter's block, or those that a pass is asked about
+  D     block size of a block-causal model; d: its small block
   M     longest draft; M1: M + 1, with the last committed token
-  N     drafted positions of one step
+  N     drafted positions of one step: a chunk
+  n     nodes of a tree
   U     vocabulary of a draft's distributions
 
 `*R` (or another starred letter) is any number of leading axes, `_` an axis of any size, `1` an axis to broadcast. A

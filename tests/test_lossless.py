@@ -20,22 +20,17 @@ from failfast_jax.models.transformer import Decoder
 VOCAB = 61
 NEAR_TIE = 1e-3
 METHODS = {
-    "failfast": {},
-    "failfast-aligned": {"method": "failfast", "schedule": "aligned", "small_block_size": 4},
-    "fast-dllm": {"small_block_size": 4},
-    "lookup": {},
-    "ar": {"dynamic": True},
-    "ar-other": {"method": "ar"},
+    "failfast": (("spec_len", "max_spec_len", "tau"), {}),
+    "failfast-aligned": (
+        ("spec_len", "max_spec_len", "tau"),
+        {"method": "failfast", "schedule": "aligned", "small_block_size": 4},
+    ),
+    "fast-dllm": (("spec_len",), {"small_block_size": 4}),
+    "lookup": (("max_spec_len",), {}),
+    "ar": (("spec_len", "max_spec_len", "tau"), {"dynamic": True}),
+    "ar-other": (("spec_len",), {"method": "ar"}),
 }
-DRAFTING = {
-    "failfast": ("spec_len", "max_spec_len", "tau"),
-    "failfast-aligned": ("spec_len", "max_spec_len", "tau"),
-    "fast-dllm": ("spec_len",),
-    "lookup": ("max_spec_len",),
-    "ar": ("spec_len", "max_spec_len", "tau"),
-    "ar-other": ("spec_len",),
-}
-"""Which of a test's options a method takes."""
+"""Which of a test's options a method takes, and its own."""
 
 
 def config(seed: int, **changes) -> ModelConfig:
@@ -74,12 +69,7 @@ def engines(seed: int, dtype: str) -> dict[str, FailFast]:
     diffusion = make(config(seed + 1, block_size=block, mask_token_id=VOCAB - 1), rngs=nnx.Rngs(seed + 1))
     other = make(config(seed + 2), rngs=nnx.Rngs(seed + 2))
     diffused = FailFast(target, diffusion)
-    return {
-        "vanilla": diffused,
-        "failfast": diffused,
-        "failfast-aligned": diffused,
-        "fast-dllm": diffused,
-        "lookup": diffused,
+    return dict.fromkeys(("vanilla", *METHODS), diffused) | {
         "ar": FailFast(target, target, programs=diffused.runtime.programs),
         "ar-other": FailFast(target, other, programs=diffused.runtime.programs),
     }
@@ -103,8 +93,9 @@ def check_all(
     expected = vanilla.generate(prompts, method="vanilla", **options)
     assert expected[0].output_ids == free[: len(expected[0].output_ids)]
     for method in methods:
-        taken = {name: drafting[name] for name in DRAFTING[method]}
-        results = group[method].generate(prompts, **({"method": method} | options | taken | METHODS[method]))
+        taken, own = METHODS[method]
+        taken = {name: drafting[name] for name in taken}
+        results = group[method].generate(prompts, **({"method": method} | options | taken | own))
         for prompt, one, other in zip(prompts, expected, results):
             check(method, vanilla, prompt, one, other, exact=options.get("exact", False))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
@@ -33,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 from failfast_jax import decoding, platforms
 from failfast_jax.bench import hlo, limits
-from failfast_jax.bench.public_models import CONFIGS, DRAFTERS, TARGETS
+from failfast_jax.bench.public_models import CONFIGS, DRAFTERS, TARGETS, abstract_model, cache_bytes
 from failfast_jax.bench.published import published_for
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding import accept
@@ -52,6 +52,7 @@ from failfast_jax.kernels import tpu
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.tables import markdown
 
 CONTEXT = 1024
 """Live positions at which passes are costed."""
@@ -73,23 +74,12 @@ class Case:
 
 
 CASES = (
-    Case("qwen2.5-1.5b", "v5e:1x1", 1),
-    Case("qwen2.5-1.5b", "v6e:1x1", 1),
-    Case("qwen2.5-7b", "v5e:2x2", 4),
-    Case("qwen2.5-7b", "v6e:2x2", 4),
-    Case("qwen2.5-7b", "v5p:2x2x1", 4),
-    Case("qwen2.5-7b", "tpu7x:2x2x1", 4),
-    Case("qwen2.5-14b", "v5e:2x2", 4),
-    Case("qwen2.5-14b", "v6e:2x2", 4),
-    Case("qwen2.5-14b", "v5e:2x4", 8),
-    Case("qwen2.5-14b", "v6e:2x4", 8),
-    Case("qwen2.5-32b", "v5e:2x4", 8),
-    Case("qwen2.5-32b", "v5e:2x4", 8, batch=8),
-    Case("qwen2.5-32b", "v6e:2x4", 8),
-    Case("qwen2.5-32b", "v6e:2x4", 8, batch=32),
-    Case("qwen2.5-32b", "v6e:2x2", 4),
-    Case("qwen2.5-32b", "v5p:2x2x2", 8),
-    Case("qwen2.5-32b", "tpu7x:2x2x1", 8),
+    *(Case("qwen2.5-1.5b", f"{chip}:1x1", 1) for chip in ("v5e", "v6e")),
+    *(Case("qwen2.5-7b", topology, 4) for topology in ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")),
+    *(Case("qwen2.5-14b", f"{chip}:{grid}", tp) for grid, tp in (("2x2", 4), ("2x4", 8)) for chip in ("v5e", "v6e")),
+    *(Case("qwen2.5-32b", "v5e:2x4", 8, batch=batch) for batch in (1, 8)),
+    *(Case("qwen2.5-32b", "v6e:2x4", 8, batch=batch) for batch in (1, 32)),
+    *(Case("qwen2.5-32b", *place) for place in (("v6e:2x2", 4), ("v5p:2x2x2", 8), ("tpu7x:2x2x1", 8))),
     Case("qwen2.5-32b", "v6e:4x4", 8, dp=2, batch=2),
 )
 
@@ -98,11 +88,7 @@ class Compiler:
     """Compiles programs of one case."""
 
     def __init__(
-        self,
-        case: Case,
-        layers: int | None = None,
-        replicate_drafter: bool = False,
-        quantize: str | None = None,
+        self, case: Case, layers: int | None = None, replicate_drafter: bool = False, quantize: str | None = None
     ):
         topology = topologies.get_topology_desc(platform="tpu", topology_name=case.topology)
         if len(topology.devices) < case.tp * case.dp:
@@ -126,8 +112,7 @@ class Compiler:
         execution = sharding.execution_of(config, self.mesh, drafter=drafter, kernel="tpu")
         if drafter and self.replicate_drafter:
             execution = dataclasses.replace(execution, heads=None, mlp=None, vocab=None)
-        model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-        model = model.with_execution(execution)
+        model = abstract_model(config, "bfloat16").with_execution(execution)
         return jax.tree.map(self.array, model, sharding.parameter_specs(model, execution))
 
     def array(self, shape: Any, spec: P) -> jax.ShapeDtypeStruct:
@@ -179,10 +164,8 @@ class Compiler:
 
         cache = jax.eval_shape(lambda: KVCache.zeros(model.config, batch, capacity, jnp.bfloat16))
         cache = jax.tree.map(lambda leaf: self.array(leaf, P(execution.batch, execution.heads)), cache)
-        tokens = self.array(jax.ShapeDtypeStruct((batch, width), jnp.int32), P())
-        start = self.array(jax.ShapeDtypeStruct((batch,), jnp.int32), P())
-        live = self.array(jax.ShapeDtypeStruct((), jnp.int32), P())
-        return jax.jit(run, donate_argnums=1).lower(model, cache, tokens, start, live).compile()
+        rest = (self.array(jax.ShapeDtypeStruct(shape, jnp.int32), P()) for shape in ((batch, width), (batch,), ()))
+        return jax.jit(run, donate_argnums=1).lower(model, cache, *rest).compile()
 
     def cost(self, model: Decoder, width: int, rows: int) -> dict[str, Any]:
         """Estimated time of a pass at `CONTEXT`, in milliseconds, and its floor: weights and live cache once."""
@@ -190,17 +173,12 @@ class Compiler:
         config, execution, chip = model.config, model.execution, self.chip
         batch = self.case.batch // self.case.dp
         heads = self.case.tp if execution.heads else 1
-        kernel = tpu.attention_cost(
-            batch=batch,
-            width=width,
-            heads=config.num_heads // heads,
-            kv_heads=config.num_kv_heads // heads,
-            head_dim=config.head_dim,
-            itemsize=2,
-            live=round_up(CONTEXT + width, tpu.LANES),
-        )
-        written = tpu.write_cost(
-            batch=batch, width=width, kv_heads=config.num_kv_heads // heads, head_dim=config.head_dim, itemsize=2
+        sizes = {"batch": batch, "width": width, "kv_heads": config.num_kv_heads // heads}
+        sizes |= {"head_dim": config.head_dim, "itemsize": 2}
+        live = round_up(CONTEXT + width, tpu.LANES)
+        kernel, written = (
+            tpu.attention_cost(**sizes, heads=config.num_heads // heads, live=live),
+            tpu.write_cost(**sizes),
         )
         kernels = config.num_layers * (kernel.bytes_accessed + written.bytes_accessed)
         traffic = hlo.hbm_traffic(text)
@@ -209,7 +187,7 @@ class Compiler:
         message = batch * width * config.hidden_size * 2
         compute_s, memory_s = cycles / chip.clock, (traffic + kernels) / chip.bandwidth
         sums_s = found["all-reduce"] * platforms.allreduce_s(chip, self.case.tp, message)
-        floor = (self.read_once(model) + batch * self.live_bytes(model)) / chip.bandwidth
+        floor = (self.read_once(model) + batch * cache_bytes(config, CONTEXT) / heads) / chip.bandwidth
         chips_s = max(compute_s + kernels / chip.bandwidth, memory_s)
         return {
             "cycles_ms": 1e3 * compute_s,
@@ -229,19 +207,9 @@ class Compiler:
     def read_once(self, model: Decoder) -> int:
         """Bytes a chip of all weights that a pass reads whole."""
         leaves = jax.tree_util.tree_leaves_with_path(model)
-        total = 0
-        for path, leaf in leaves:
-            if model.head is not None and sharding.name_of(path).startswith("embed"):
-                continue  # only the rows of the window's tokens
-            local = leaf.sharding.shard_shape(leaf.shape)
-            total += int(np.prod(local)) * leaf.dtype.itemsize
-        return total
-
-    def live_bytes(self, model: Decoder) -> int:
-        """Bytes a chip of one sequence's live cache."""
-        config = model.config
-        heads = config.num_kv_heads // (self.case.tp if model.execution.heads else 1)
-        return 2 * config.num_layers * heads * CONTEXT * config.head_dim * 2
+        if model.head is not None:  # of the embedding only the rows of the window's tokens
+            leaves = [(path, leaf) for path, leaf in leaves if not sharding.name_of(path).startswith("embed")]
+        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for _, leaf in leaves)
 
 
 def text_of(compiled: Any) -> tuple[str | None, str]:
@@ -334,50 +302,40 @@ def report(
     return result
 
 
-HEAD = (
-    "case",
-    "batch",
-    "compile s",
-    "HBM GB / chip",
-    "exe",
-    "host",
-    "cache copies",
-    "all-reduce / layer",
-    "all-gather in loop",
-    "verify(8) ms",
-    "verify(72) / (8)",
-    "/ floor: chip, with sums",
-    "drafter ms",
-    "/ floor: chip, with sums",
-    "speedup bound",
-)
+COLUMNS = {
+    "case": lambda found: case_of(found),
+    "batch": lambda found: found["case"]["batch"],
+    "compile s": lambda found: f"{found['compile_s']:.0f}",
+    "HBM GB / chip": lambda found: f"{found['hbm_gb']:.1f} of {found['hbm_capacity_gb']:.0f}",
+    "exe": lambda found: found.get("executables", "?"),
+    "host": lambda found: "?" if "unreadable" in found else len(found["host_transfers"]),
+    "cache copies": lambda found: "?" if "unreadable" in found else len(found["cache_copies"]),
+}
+COST_COLUMNS = {
+    "all-reduce / layer": lambda found: f"{found['passes']['verify(72)']['all_reduces_per_layer']:g}",
+    "all-gather in loop": lambda found: found.get("collectives_in_the_loop", {}).get("all-gather", "?"),
+    "verify(8) ms": lambda found: f"{found['passes']['verify(8)']['ms']:.2f}",
+    "verify(72) / (8)": lambda found: f"{found['verify_ratio']:.3f}",
+    "verify / floor: chip, with sums": lambda found: over_floor(found["passes"]["verify(72)"]),
+    "drafter ms": lambda found: f"{found['passes']['drafter']['ms']:.2f}",
+    "drafter / floor: chip, with sums": lambda found: over_floor(found["passes"]["drafter"]),
+    "speedup bound": lambda found: f"{found['speedup_bound']['MATH']:.2f}" if "speedup_bound" in found else "",
+}
+"""Of cases whose passes were costed."""
+
+
+def case_of(found: dict[str, Any]) -> Case:
+    return Case(**{k: v for k, v in found["case"].items() if k != "layers"})
+
+
+def over_floor(cost: dict[str, Any]) -> str:
+    return f"{cost['over_floor']:.2f}, {cost['ms'] / cost['floor_ms']:.2f}"
 
 
 def row(found: dict[str, Any]) -> str:
     """A line of the table."""
-    case = Case(**{k: v for k, v in found["case"].items() if k != "layers"})
-    cells = [
-        str(case),
-        case.batch,
-        f"{found['compile_s']:.0f}",
-        f"{found['hbm_gb']:.1f} of {found['hbm_capacity_gb']:.0f}",
-        *(("?", "?", "?") if "unreadable" in found else ()),
-    ]
-    if "unreadable" not in found:
-        cells += [found["executables"], len(found["host_transfers"]), len(found["cache_copies"])]
-    if "passes" in found:
-        narrow, wide, drafter = (found["passes"][name] for name in ("verify(8)", "verify(72)", "drafter"))
-        cells += [
-            f"{wide['all_reduces_per_layer']:g}",
-            found.get("collectives_in_the_loop", {}).get("all-gather", "?"),
-            f"{narrow['ms']:.2f}",
-            f"{found['verify_ratio']:.3f}",
-            f"{wide['over_floor']:.2f}, {wide['ms'] / wide['floor_ms']:.2f}",
-            f"{drafter['ms']:.2f}",
-            f"{drafter['over_floor']:.2f}, {drafter['ms'] / drafter['floor_ms']:.2f}",
-            f"{found['speedup_bound']['MATH']:.2f}" if "speedup_bound" in found else "",
-        ]
-    return f"| {' | '.join(map(str, cells))} |"
+    columns = COLUMNS | (COST_COLUMNS if "passes" in found else {})
+    return f"| {' | '.join(str(cell(found)) for cell in columns.values())} |"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -409,7 +367,7 @@ def main(argv: list[str] | None = None) -> int:
     if not chosen:
         parser.error("no such case among the known ones: give --target, --topology and --tp")
     found, failed = [], False
-    print(f"| {' | '.join(HEAD)} |", f"|{' --- |' * len(HEAD)}", sep="\n", flush=True)
+    print(markdown([*COLUMNS, *COST_COLUMNS], []), flush=True)
     for case in tqdm(chosen, desc="compiling", unit="case", file=sys.stderr):
         try:
             found.append(report(case, args.layers, not args.no_costs, args.replicate_drafter, args.quantize))

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from failfast_jax import platforms
+from failfast_jax.bench.clock import interleaved
 from failfast_jax.kernels import gpu, reference
 from failfast_jax.tables import markdown
 
@@ -79,15 +78,9 @@ def numerics(
     last = reference.visible_until(start + width - 1, block_size)
     live = jnp.int32(min(capacity, int(jnp.maximum(last, until).max()) + 1))
     out = np.asarray(attention(line[:, :width], k, v, start, until, live), np.float32)
+    arrays = (x.astype(jnp.float32) for x in (line[:, :width], k, v))
     with jax.default_matmul_precision("highest"):
-        expected = reference.window_attention(
-            *(x.astype(jnp.float32) for x in (line[:, :width], k, v)),
-            start,
-            until,
-            live,
-            block_size=block_size,
-            tile=128,
-        )
+        expected = reference.window_attention(*arrays, start, until, live, block_size=block_size, tile=128)
     expected = np.asarray(expected)
     other = np.asarray(attention(line[:, :width], k, v, start, until, jnp.int32(capacity)), np.float32)
     later = np.asarray(attention(line[:, 1:], k, v, start + 1, until, jnp.int32(capacity)), np.float32)
@@ -98,37 +91,16 @@ def numerics(
     }
 
 
-def best_of(action: Callable[[], Any], *, calls: int, repeats: int) -> float:
-    """Seconds a call, the best of `repeats` runs of `calls` calls that do not wait for one another."""
-    jax.block_until_ready(action())
-    best = math.inf
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            result = action()
-        jax.block_until_ready(result)
-        best = min(best, (time.perf_counter() - begin) / calls)
-    return best
-
-
 def time_call(
-    attention: Callable[..., jax.Array],
-    *,
-    heads: tuple[int, int, int],
-    width: int,
-    context: int,
-    capacity: int,
-    dtype: str,
-    batch: int,
-    repeats: int,
+    attention: Callable[..., jax.Array], shape: str, width: int, context: int, args: argparse.Namespace
 ) -> float:
     """Seconds of one call at a live length of `context`, in a chain of calls over different caches."""
-    query_heads, kv_heads, head_dim = heads
+    (query_heads, kv_heads, head_dim), batch, dtype = SHAPES[shape], args.batch, args.dtype
     live_bytes = 2 * batch * kv_heads * context * head_dim * jnp.dtype(dtype).itemsize
     layers = min(max(ROTATED_BYTES // live_bytes, 4), 48)
     keys = jax.random.split(jax.random.key(0), 2 * layers + 1)
     q = _normal(keys[0], (batch, width, query_heads, head_dim), dtype)
-    cache = (batch, kv_heads, capacity, head_dim)
+    cache = (batch, kv_heads, args.capacity, head_dim)
     caches = [tuple(_normal(key, cache, dtype) for key in keys[i : i + 2]) for i in range(1, 2 * layers, 2)]
 
     @jax.jit
@@ -139,7 +111,8 @@ def time_call(
 
     start = jnp.full((batch,), context - width, jnp.int32)
     rest = (start, jnp.zeros_like(start), jnp.int32(context))
-    return best_of(lambda: chain(q, caches, *rest), calls=5, repeats=repeats) / layers
+    seconds = interleaved({"chain": lambda: [chain(q, caches, *rest) for _ in range(5)]}, args.repeats)["chain"]
+    return min(seconds) / 5 / layers
 
 
 # -- the part ----------------------------------------------------------------------------------------------
@@ -201,7 +174,7 @@ def all_numerics(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     return checks, ok
 
 
-def all_times(args: argparse.Namespace, bandwidth: float, repeats: int) -> list[dict[str, Any]]:
+def all_times(args: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
     """Seconds of every shape, context and width by route, and `floor`: the live cache at the bandwidth of a copy."""
     rows = []
     shapes, routes = args.shapes.split(","), args.routes.split(",")
@@ -209,8 +182,7 @@ def all_times(args: argparse.Namespace, bandwidth: float, repeats: int) -> list[
     for shape, context, width in tqdm(cases, desc="timing", unit="case"):
         heads = SHAPES[shape]
         floor = 2 * args.batch * heads[1] * context * heads[2] * jnp.dtype(args.dtype).itemsize / bandwidth
-        case = {"heads": heads, "width": width, "context": context, "capacity": args.capacity, "dtype": args.dtype}
-        taken = {name: time_call(route(name, 1), batch=args.batch, repeats=repeats, **case) for name in routes}
+        taken = {name: time_call(route(name, 1), shape, width, context, args) for name in routes}
         rows.append({"shape": shape, "context": context, "width": width, "floor": floor, "seconds": taken})
     return rows
 
@@ -233,14 +205,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     worst = max(check["error"] for check in checks)
     print(f"numerics: {len(checks)} cases, largest error {worst:.1e}, {'ok' if ok else 'WRONG'}", file=sys.stderr)
     bandwidth = platforms.bandwidth(2**30)["copy"]
-    rows = all_times(args, bandwidth, args.repeats)
+    rows = all_times(args, bandwidth)
     print(f"copies move {bandwidth / 1e9:.0f} GB/s\n\n{table(rows)}\n", file=sys.stderr)
-    return {
-        "dtype": args.dtype,
-        "batch": args.batch,
-        "capacity": args.capacity,
-        "copy_bytes_per_second": bandwidth,
-        "numerics": checks,
-        "numerics_ok": ok,
-        "times": rows,
-    }
+    found = {"copy_bytes_per_second": bandwidth, "numerics": checks, "numerics_ok": ok, "times": rows}
+    return {"dtype": args.dtype, "batch": args.batch, "capacity": args.capacity, **found}

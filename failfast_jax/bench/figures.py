@@ -6,6 +6,7 @@ that the records cannot fill is left out, with the reason.
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import sys
@@ -125,34 +126,47 @@ def speedup_bars(records: Records) -> Any:
     return figure
 
 
-def length_cdf(records: Records) -> Any:
-    """Share of rounds with at most so many tokens: accepted (solid) and speculated (dashed)."""
+def per_dataset(records: Records, draw: Callable[[Any, str], Any], missing: str, **labels: Any) -> Any:
+    """A panel a dataset, on which `draw(axis, dataset)` draws lines.
+
+    Raises:
+      NoData: no panel has a line; the message is `missing`.
+    """
     figure, axes = panels(len(records.datasets))
-    colour, found = colours(list(records.labels())), False
     for axis, dataset in zip(axes, records.datasets):
-        for label, name in records.names[dataset].items():
-            entries = [e for r in records.of(dataset, label) for e in r["detail"]]
-            if not any(e["drafted"] for e in entries):
-                continue
-            found = True
-            for key, style in (("accepted", "-"), ("drafted", "--")):
-                values = np.sort([report.accepted_of(e) if key == "accepted" else e["drafted"] for e in entries])
-                share = np.arange(1, len(values) + 1) / len(values)
-                axis.step(
-                    np.concatenate([[0], values]),
-                    np.concatenate([[0], share]),
-                    style,
-                    where="post",
-                    color=colour[label],
-                    label=name if key == "accepted" else None,
-                )
-        axis.set(title=dataset, xlabel="tokens a round (solid: accepted, dashed: speculated)", ylabel="share of rounds")
+        draw(axis, dataset)
+        axis.set(title=dataset, **labels)
         axis.set_ylim(0, 1.02)
         if axis.lines:
-            axis.legend(fontsize="small", loc="lower right")
-    if not found:
-        raise NoData("no variant drafted anything")
+            axis.legend(fontsize="small")
+    if not any(axis.lines for axis in axes):
+        raise NoData(missing)
     return figure
+
+
+def of_drafting_rows(records: Records, draw: Callable[[Any, list[Record], str, Any], None], **labels: Any) -> Any:
+    """`per_dataset` with `draw(axis, answers, name, colour)` for each variant with a row that drafted anything."""
+    colour = colours(list(records.labels()))
+
+    def panel(axis: Any, dataset: str) -> None:
+        for label, name in records.names[dataset].items():
+            rows = records.of(dataset, label)
+            if any(e["drafted"] for r in rows for e in r["detail"]):
+                draw(axis, rows, name, colour[label])
+
+    return per_dataset(records, panel, "no variant drafted anything", **labels)
+
+
+def length_cdf(records: Records) -> Any:
+    """Share of rounds with at most so many tokens: accepted (solid) and speculated (dashed)."""
+
+    def draw(axis: Any, rows: list[Record], name: str, colour: Any) -> None:
+        entries = [e for r in rows for e in r["detail"]]
+        axis.ecdf([report.accepted_of(e) for e in entries], color=colour, label=name)
+        axis.ecdf([e["drafted"] for e in entries], color=colour, linestyle="--")
+
+    said = "tokens a round (solid: accepted, dashed: speculated)"
+    return of_drafting_rows(records, draw, xlabel=said, ylabel="share of rounds")
 
 
 def acceptance_against_compute(records: Records) -> Any:
@@ -161,10 +175,9 @@ def acceptance_against_compute(records: Records) -> Any:
     Lines join points of one method and one draft length, which alone can be compared: a longer draft takes more
     passes and has a lower rate.
     """
-    methods = sorted({r["method"] for r in records.answers if r["method"] != BASELINE})
-    figure, axes = panels(len(records.datasets))
-    colour, found = colours(methods), False
-    for axis, dataset in zip(axes, records.datasets):
+    colour = colours(sorted({r["method"] for r in records.answers if r["method"] != BASELINE}))
+
+    def draw(axis: Any, dataset: str) -> None:
         lines = defaultdict(list)
         for label, row in records.tables[dataset].items():
             if row["passes"] and row["acceptance_rate"] is not None:
@@ -173,18 +186,12 @@ def acceptance_against_compute(records: Records) -> Any:
                 lines[first["method"], length].append((row["passes_per_round"], row["acceptance_rate"]))
         named = set()
         for (method, _), points in lines.items():
-            found = True
-            x, y = zip(*sorted(points))
-            axis.plot(x, y, "o-", color=colour[method], label=None if method in named else method)
+            axis.plot(*zip(*sorted(points)), "o-", color=colour[method], label=None if method in named else method)
             named.add(method)
-        axis.set(title=dataset, xlabel="drafter passes a round", ylabel="acceptance rate")
         axis.set_xlim(left=0)
-        axis.set_ylim(0, 1)
-        if named:
-            axis.legend(fontsize="small")
-    if not found:
-        raise NoData("no variant drafted with a model")
-    return figure
+
+    labels = {"xlabel": "drafter passes a round", "ylabel": "acceptance rate"}
+    return per_dataset(records, draw, "no variant drafted with a model", **labels)
 
 
 def calibration(found: Mapping[str, dict[str, Any]]) -> Any:
@@ -199,20 +206,17 @@ def calibration(found: Mapping[str, dict[str, Any]]) -> Any:
         counts.bar(middles, [b["count"] for b in bins["rounds"]], width=0.9 / report.BINS, color=GREY)
         counts.set_ylabel("rounds (bars)")
         counts.yaxis.get_major_locator().set_params(integer=True)
-        full = [b for b in bins["rounds"] if b["count"]]
-        left.plot([b["confidence"] for b in full], [b["accepted"] for b in full], "o-", color=BLUE)
+        right.plot([0, 1], [0, 1], "--", color="#999999", label="calibrated")
+        for axis, kind in ((left, "rounds"), (right, "tokens")):
+            points = [(b["confidence"], b["accepted"]) for b in bins[kind] if b["count"]]
+            axis.plot(*zip(*points), "o-", color=BLUE, label=name)
+            axis.set_xlim(-0.02, 1.02)
         left.set(title=f"{name}: accepted length", ylabel="mean accepted length (line)")
         left.set_ylim(bottom=0)
         left.set_xlabel("confidence of the first drafted token")
-
-        full = [b for b in bins["tokens"] if b["count"]]
-        right.plot([0, 1], [0, 1], "--", color="#999999", label="calibrated")
-        right.plot([b["confidence"] for b in full], [b["accepted"] for b in full], "o-", color=BLUE, label=name)
         right.set(title=f"{name}: reliability, calibration error {report.shown(bins['ece'], 3)}", ylim=(-0.02, 1.02))
         right.set(xlabel="confidence of a drafted token", ylabel="share accepted")
         right.legend(loc="upper left")
-        for axis in (left, right):
-            axis.set_xlim(-0.02, 1.02)
     return figure
 
 
@@ -238,38 +242,21 @@ def easy_tokens(record: Record) -> list[bool]:
 
 def easy_share(records: Sequence[Record], cutoffs: Sequence[int]) -> list[float]:
     """Share of tokens in runs of more than so many easy tokens, per cutoff (Fig. 5 of the paper)."""
-    runs, total = [], 0
-    for record in records:
-        tokens = easy_tokens(record)
-        total += len(tokens)
-        length = 0
-        for easy in [*tokens, False]:
-            if easy:
-                length += 1
-            elif length:
-                runs.append(length)
-                length = 0
-    return [sum(run for run in runs if run > cutoff) / max(total, 1) for cutoff in cutoffs]
+    answers = [easy_tokens(record) for record in records]
+    runs = [sum(run) for tokens in answers for easy, run in itertools.groupby(tokens) if easy]
+    total = max(sum(map(len, answers)), 1)
+    return [sum(run for run in runs if run > cutoff) / total for cutoff in cutoffs]
 
 
 def easy_regions(records: Records) -> Any:
     """Share of tokens that lie in runs of consecutive easy tokens longer than x."""
-    figure, axes = panels(len(records.datasets))
-    colour, found = colours(list(records.labels())), False
-    for axis, dataset in zip(axes, records.datasets):
-        cutoffs = range(101)
-        for label, name in records.names[dataset].items():
-            rows = records.of(dataset, label)
-            if any(e["drafted"] for r in rows for e in r["detail"]):
-                found = True
-                axis.plot(cutoffs, easy_share(rows, cutoffs), color=colour[label], label=name)
-        axis.set(title=dataset, xlabel="length of an easy region (tokens)", ylabel="share of tokens in longer ones")
-        axis.set_ylim(0, 1)
-        if axis.lines:
-            axis.legend(fontsize="small")
-    if not found:
-        raise NoData("no variant drafted anything")
-    return figure
+    cutoffs = range(101)
+
+    def draw(axis: Any, rows: list[Record], name: str, colour: Any) -> None:
+        axis.plot(cutoffs, easy_share(rows, cutoffs), color=colour, label=name)
+
+    labels = {"xlabel": "length of an easy region (tokens)", "ylabel": "share of tokens in longer ones"}
+    return of_drafting_rows(records, draw, **labels)
 
 
 def sensitivity(records: Records, key: str) -> Any:

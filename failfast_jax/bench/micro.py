@@ -34,7 +34,7 @@ from failfast_jax import platforms
 from failfast_jax.bench import attention, hf_reference
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.prompts import PROMPTS
-from failfast_jax.bench.random_models import nbytes
+from failfast_jax.bench.public_models import nbytes
 from failfast_jax.bench.round_costs import RepeatedRounds, long_enough
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.config import GenerationConfig
@@ -187,8 +187,8 @@ def work(args: argparse.Namespace) -> int:
     Returns:
       1 if the attention kernel is wrong.
     """
-    default = [part for part in PARTS if part != "attention" or jax.default_backend() == "gpu"]
-    wanted = default if args.parts is None else args.parts.split(",")
+    on_gpu = jax.default_backend() == "gpu"
+    wanted = [*PARTS[: None if on_gpu else -1]] if args.parts is None else args.parts.split(",")
     if unknown := [part for part in wanted if part not in PARTS]:
         raise ValueError(f"--parts: {', '.join(unknown)}: must be among {', '.join(PARTS)}")
     if "attention" in wanted:

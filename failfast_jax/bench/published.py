@@ -76,16 +76,10 @@ def published_for(target: str, dataset: str) -> Statistics:
         raise ValueError(f"--dataset {dataset}: must be among {', '.join(names)}")
     dataset, table = names[dataset.lower()], appendix_b()
     source = _PUBLISHED.get(target, _STAND_IN)
-    row = table[source]["failfast"][dataset]
-    latency = table["authors_latency_ms"]
+    row, latency = table[source]["failfast"][dataset], table["authors_latency_ms"]
+    same = ("mean_accepted", "mean_speculated", "max_accepted", "max_speculated")
     return Statistics(
-        target=source,
-        same_target=target in _PUBLISHED,
-        dataset=dataset,
-        mean_accepted=row["mean_accepted"],
-        mean_speculated=row["mean_speculated"],
-        max_accepted=row["max_accepted"],
-        max_speculated=row["max_speculated"],
+        *(source, target in _PUBLISHED, dataset, *(row[name] for name in same)),
         drafter_passes=row["drafter_passes_per_round"],
         target_step_ms=latency["target_step"][_STEP.get(target, source)],
         drafter_pass_ms=latency["drafter_pass"],

@@ -28,9 +28,8 @@ from tqdm import tqdm
 from failfast_jax import platforms
 from failfast_jax.bench import limits, published
 from failfast_jax.bench.figures import figure_class
-from failfast_jax.bench.public_models import CONFIGS, DRAFTERS, TARGETS
+from failfast_jax.bench.public_models import CONFIGS, DRAFTERS, TARGETS, MisfitError
 from failfast_jax.bench.published import DATASETS, published_for
-from failfast_jax.bench.random_models import MisfitError
 from failfast_jax.bench.replay_pair import LONGEST, ReplayedPair, ReplayOptions
 from failfast_jax.bench.replay_report import NOTICE, plot, report
 from failfast_jax.compilation import enable_compile_cache
@@ -78,19 +77,14 @@ def check(args: argparse.Namespace) -> ReplayOptions:
     for name in passes:
         if name not in ("wide", "paper"):
             raise ValueError(f"--passes {name}: must be wide, paper, or both with a comma")
-    return ReplayOptions(
-        drafter=args.drafter,
-        datasets=tuple(dict.fromkeys(datasets)),
-        passes=tuple(dict.fromkeys(passes)),
-        rounds=args.rounds,
-        context=args.context,
-        dtype=args.dtype,
-        platform=args.platform or jax.default_backend(),
-        kernel=args.kernel,
-        seed=args.seed,
-        repeats=args.repeats,
-        copy_mib=args.copy_mib or (256 if jax.default_backend() == "cpu" else 1024),
-    )
+    on_cpu = jax.default_backend() == "cpu"
+    chosen = {
+        "datasets": tuple(dict.fromkeys(datasets)),
+        "passes": tuple(dict.fromkeys(passes)),
+        "platform": args.platform or jax.default_backend(),
+        "copy_mib": args.copy_mib or (256 if on_cpu else 1024),
+    }
+    return ReplayOptions(**{f.name: getattr(args, f.name, None) for f in dataclasses.fields(ReplayOptions)} | chosen)
 
 
 def check_room(name: str, options: ReplayOptions) -> None:

@@ -14,9 +14,18 @@ import numpy as np
 from tqdm import tqdm
 
 from failfast_jax.bench.limits import PASSES, memory_limit, papers_speedup
-from failfast_jax.bench.public_models import CONFIGS, cache_bytes, pass_bytes, weight_bytes
+from failfast_jax.bench.public_models import (
+    CONFIGS,
+    abstract_caches,
+    abstract_model,
+    cache_bytes,
+    check_memory,
+    nbytes,
+    pass_bytes,
+    random_arrays,
+    weight_bytes,
+)
 from failfast_jax.bench.published import CHUNK, Law, Statistics, draw, extra_passes, fit, published_for
-from failfast_jax.bench.random_models import abstract_caches, abstract_model, check_memory, nbytes, random_arrays
 from failfast_jax.bench.replay_programs import (
     Caches,
     Draws,

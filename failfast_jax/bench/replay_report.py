@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,25 @@ NOTICE = (
     "Replay: random weights, acceptance injected from the paper's statistics, every model pass executed. "
     "This measures the engine, not a drafter."
 )
+PARTS = {"drafter": "#e0912f", "verify": "#1f5fa8", "bookkeeping": "#7a7a7a", "rest": "#c9ced6"}
+"""Of a round's time, with their colours."""
+
+
+CASE_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "replay of": lambda case: f"{case['dataset']}{_source(case['statistics'])}, passes: {case['passes']}",
+    "accepted / drafted": lambda case: f"{case['accepted_per_round']:.2f} / {case['drafted_per_round']:.1f}",
+    "drafter passes": lambda case: f"{case['passes_per_round']:.2f}",
+    "round ms": lambda case: f"{case['round_ms']:.3f}",
+    "over floor": lambda case: f"{case['over_floor']:.2f}",
+    f"{' / '.join(PARTS)} ms": lambda case: " / ".join(f"{case['parts_ms'][part]:.3f}" for part in PARTS),
+    "speedup (replay)": lambda case: f"{case['speedup']:.2f}",
+    "at the floor": lambda case: f"{case['speedup_at_floor']:.2f}",
+    "paper's": lambda case: f"{case['papers_speedup']:.2f}",
+}
+
+
+def _source(statistics: dict[str, Any]) -> str:
+    return "" if statistics["same_target"] else f" ({statistics['target']}'s)"
 
 
 def report(summary: dict[str, Any]) -> str:
@@ -30,42 +50,22 @@ def report(summary: dict[str, Any]) -> str:
     ]
     rows = []
     for record in done:
-        vanilla = record["vanilla"]
-        rows.append([record["target"], "vanilla step", f"{vanilla['ms']:.3f}", f"{vanilla['over_floor']:.2f}", "1.00"])
-        for width, found in record["verify"].items():
-            rows.append(
-                [
-                    *(record["target"], f"verify, {width} rows", f"{found['ms']:.3f}"),
-                    *(f"{found['over_floor']:.2f}", f"{found['over_vanilla']:.2f}"),
-                ]
-            )
-        for label, values in (
-            *((f"drafter pass, {width} rows", found) for width, found in record["drafter_pass"].items()),
-            ("bookkeeping of a round", {"ms": record["bookkeeping_ms"]}),
-        ):
-            over = f"{values['over_floor']:.2f}" if "over_floor" in values else "-"
-            share = f"{values['ms'] / vanilla['ms']:.2f}"
-            rows.append([record["target"], label, f"{values['ms']:.3f}", over, share])
+        timed = {"vanilla step": record["vanilla"]}
+        timed |= {f"verify, {width} rows": found for width, found in record["verify"].items()}
+        timed |= {f"drafter pass, {width} rows": found for width, found in record["drafter_pass"].items()}
+        timed["bookkeeping of a round"] = {"ms": record["bookkeeping_ms"]}
+        for label, found in timed.items():
+            over = f"{found['over_floor']:.2f}" if "over_floor" in found else "-"
+            steps = f"{found['ms'] / record['vanilla']['ms']:.2f}"
+            rows.append([record["target"], label, f"{found['ms']:.3f}", over, steps])
     if rows:
         parts.append(markdown(("target", "replay: parts", "ms", "over floor", "vanilla steps"), rows))
-    head = (
-        *("target", "replay of", "accepted / drafted", "drafter passes", "round ms", "over floor"),
-        *("drafter / verify / bookkeeping / rest ms", "speedup (replay)", "at the floor", "paper's"),
-    )
-    rows = []
-    for record in done:
-        for case in record["cases"]:
-            of = case["statistics"]
-            source = "" if of["same_target"] else f" ({of['target']}'s)"
-            rows.append(
-                [
-                    *(record["target"], f"{case['dataset']}{source}, passes: {case['passes']}"),
-                    f"{case['accepted_per_round']:.2f} / {case['drafted_per_round']:.1f}",
-                    *(f"{case['passes_per_round']:.2f}", f"{case['round_ms']:.3f}", f"{case['over_floor']:.2f}"),
-                    " / ".join(f"{case['parts_ms'][p]:.3f}" for p in ("drafter", "verify", "bookkeeping", "rest")),
-                    *(f"{case['speedup']:.2f}", f"{case['speedup_at_floor']:.2f}", f"{case['papers_speedup']:.2f}"),
-                ]
-            )
+    rows = [
+        [record["target"], *(cell(case) for cell in CASE_COLUMNS.values())]
+        for record in done
+        for case in record["cases"]
+    ]
+    head = ["target", *CASE_COLUMNS]
     rows += [[r["target"], f"skipped: {r['skipped']}", *["-"] * (len(head) - 2)] for r in skipped]
     parts.append(markdown(head, rows))
     return "\n\n".join(parts)
@@ -80,9 +80,8 @@ def plot(summary: dict[str, Any], folder: Path) -> None:
     left, right = figure.subplots(1, 2)
     figure.suptitle(f"Replay: injected acceptance, random weights ({summary['machine']['device']})")
     places = list(range(len(bars), 0, -1))
-    colours = {"drafter": "#e0912f", "verify": "#1f5fa8", "bookkeeping": "#7a7a7a", "rest": "#c9ced6"}
     begun = np.zeros(len(bars))
-    for part, colour in colours.items():
+    for part, colour in PARTS.items():
         values = np.maximum([case["parts_ms"][part] for _, case in bars], 0)
         left.barh(places, values, left=begun, color=colour, label=part, height=0.6)
         begun += values

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.tables import markdown
 
 BINS = 10
+VERDICTS = (EQUAL, NEAR_TIE, DIFFERENT)
 
 
 def ratio(a: float, b: float) -> float | None:
@@ -94,7 +95,7 @@ def totals(records: Iterable[Record], labels: Sequence[str]) -> dict[str, dict[s
             "rounds_per_answer": ratio(rounds, len(rows)),
             "tokens_per_round": ratio(tokens, rounds),
             **drafts_of(rows),
-            "verdicts": {verdict: verdicts.count(verdict) for verdict in (EQUAL, NEAR_TIE, DIFFERENT)},
+            "verdicts": {verdict: verdicts.count(verdict) for verdict in VERDICTS},
         }
     return table
 
@@ -191,10 +192,6 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
 
 
-def verdicts_of(row: Mapping[str, Any]) -> str:
-    return " / ".join(str(row["verdicts"][verdict]) for verdict in (EQUAL, NEAR_TIE, DIFFERENT))
-
-
 def calibration_table(found: Mapping[str, dict[str, Any]]) -> str:
     """`calibration` of several variants as Markdown: a column each."""
     cells = {name: [_bin(b) for b in bins["rounds"]] for name, bins in found.items()}
@@ -227,57 +224,58 @@ def positions_table(found: Mapping[str, dict[str, Any]]) -> str:
     return markdown(["accepted up to position", *map(str, positions)], rows)
 
 
+def per_round(row: Mapping[str, Any]) -> str:
+    return f"{shown(row['accepted_per_round'])} / {shown(row['drafted_per_round'], 1)}"
+
+
+def by_question(row: Mapping[str, Any]) -> str:
+    speeds = {key: shown(value) for key, value in row["prompt_speedup"].items()}
+    return "{median} ({low} to {high}; {min} to {max})".format(**speeds)
+
+
+SUMMARY_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "tokens/s": lambda row: shown(row["tokens_per_s"], 1),
+    "speedup": lambda row: shown(row["speedup"]),
+    "by question: median (quartiles; extremes)": by_question,
+    "acceptance": lambda row: percent(row["acceptance_rate"]),
+    "accepted / speculated a round": per_round,
+    "accepted / speculated a draft": lambda row: (
+        f"{shown(row['accepted_per_drafting_round'])} / {shown(row['draft_length'], 1)}"
+    ),
+    "longest": lambda row: f"{row['max_accepted']} / {row['max_drafted']}",
+    "rounds": lambda row: shown(row["rounds_per_answer"], 1),
+    "with a draft": lambda row: percent(row["drafting_share"]),
+    "passes/round": lambda row: shown(row["passes_per_round"]),
+    "modelled": lambda row: shown(row["modelled"]),
+    "equal / near-tie / different": lambda row: " / ".join(str(row["verdicts"][v]) for v in VERDICTS),
+    "score": lambda row: percent(row.get("score")),
+}
+OF_BASELINE = ("tokens/s", "speedup", "rounds", "score")
+"""What is said of `vanilla`: its rounds draft nothing and it is compared with itself."""
+
+
 def summary_table(table: Mapping[str, Mapping[str, Any]], names: Mapping[str, str], latency: Latency) -> str:
     """One dataset's variants as Markdown. `names`: label to what its row is called, in order."""
-    head = [
-        *("method", "tokens/s", "speedup", "by question: median (quartiles; extremes)", "acceptance"),
-        *("accepted / speculated a round", "accepted / speculated a draft", "longest", "rounds", "with a draft"),
-        *("passes/round", f"modelled ({latency.name})", "equal / near-tie / different", "score"),
-    ]
-    rows = []
-    for label, name in names.items():
-        row = table[label]
-        speeds = {key: shown(value) for key, value in row["prompt_speedup"].items()}
-        line = [
-            name,
-            shown(row["tokens_per_s"], 1),
-            shown(row["speedup"]),
-            "{median} ({low} to {high}; {min} to {max})".format(**speeds),
-            percent(row["acceptance_rate"]),
-            f"{shown(row['accepted_per_round'])} / {shown(row['drafted_per_round'], 1)}",
-            f"{shown(row['accepted_per_drafting_round'])} / {shown(row['draft_length'], 1)}",
-            f"{row['max_accepted']} / {row['max_drafted']}",
-            shown(row["rounds_per_answer"], 1),
-            percent(row["drafting_share"]),
-            shown(row["passes_per_round"]),
-            shown(row["modelled"]),
-            verdicts_of(row),
-            percent(row.get("score")),
+    head = [f"modelled ({latency.name})" if name == "modelled" else name for name in SUMMARY_COLUMNS]
+    rows = [
+        [name]
+        + [
+            cell(table[label]) if label != BASELINE or column in OF_BASELINE else "-"
+            for column, cell in SUMMARY_COLUMNS.items()
         ]
-        if label == BASELINE:
-            # Its rounds draft nothing and it is compared with itself.
-            line = [*line[:2], "1.00", *["-"] * 5, line[8], *["-"] * 4, line[-1]]
-        rows.append(line)
-    return markdown(head, rows)
+        for label, name in names.items()
+    ]
+    return markdown(["method", *head], rows)
 
 
 def sweep_table(table: Mapping[str, Mapping[str, Any]], labels: Sequence[str], best: str | None) -> str:
     """The points of a sweep as Markdown, the best one in bold."""
-    head = ["variant", "speedup", "median", "acceptance", "accepted / speculated a round", "passes/round"]
-    rows = []
-    for label in labels:
-        row = table[label]
-        name = f"**{label}**" if label == best else label
-        rows.append(
-            [
-                name,
-                shown(row["speedup"]),
-                shown(row["prompt_speedup"]["median"]),
-                percent(row["acceptance_rate"]),
-                f"{shown(row['accepted_per_round'])} / {shown(row['drafted_per_round'], 1)}",
-                shown(row["passes_per_round"]),
-            ]
-        )
+    columns = {"median": lambda row: shown(row["prompt_speedup"]["median"]), **SUMMARY_COLUMNS}
+    head = ["speedup", "median", "acceptance", "accepted / speculated a round", "passes/round"]
+    rows = [
+        [f"**{label}**" if label == best else label] + [columns[name](table[label]) for name in head]
+        for label in labels
+    ]
     alike: dict[tuple, list[str]] = {}
     for label in labels:
         row = table[label]
@@ -285,7 +283,7 @@ def sweep_table(table: Mapping[str, Mapping[str, Any]], labels: Sequence[str], b
         alike.setdefault((*counts, row["passes_per_round"]), []).append(f"`{label}`")
     same = [", ".join(group) for group in alike.values() if len(group) > 1]
     note = f"\n\nThe same rounds, so that only noise tells them apart: {'; '.join(same)}." if same else ""
-    return markdown(head, rows) + note
+    return markdown(["variant", *head], rows) + note
 
 
 def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -207,7 +207,7 @@ def agreeing_prefix(
 
 
 def emitted_count(
-    picks: Int[Array, "B M1"], accepted: Int[Array, " B"], left: Int[Array, " B"], eos: Int[Array, "B N"]
+    picks: Int[Array, "B M1"], accepted: Int[Array, " B"], left: Int[Array, " B"], eos: Int[Array, "B Z"]
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Tokens of `picks` that are emitted: `accepted + 1`, cut after the first EOS and at `left`.
 

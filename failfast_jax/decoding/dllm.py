@@ -54,13 +54,13 @@ class DiffusionState:
     """Block cache: the block has not been run as a whole yet."""
     finish: Int[Array, " B"]
     """A value of `decoding.state`; FAILED: the model's logits at a position to be filled are not finite."""
-    eos: Int[Array, "B N"]
+    eos: Int[Array, "B Z"]
     """Stop token ids, padded with -1."""
     sampling: Sampling
     cache: KVCache
     passes: Int[Array, " B"]
     """Forward passes: denoising and storing ones, and one for the prefill of a prompt of at least a block."""
-    block_passes: Int[Array, "B R"]
+    block_passes: Int[Array, "B rounds"]
     """Of these, by block; the prefill's is not in them."""
     steps: Int[Array, ""]
     """Iterations of the loop so far."""
@@ -79,7 +79,7 @@ def init_state(
     tokens: Int[ArrayLike, "B P"],
     prompt_length: Int[ArrayLike, " B"],
     max_blocks: Int[ArrayLike, " B"],
-    eos: Int[ArrayLike, "B N"],
+    eos: Int[ArrayLike, "B Z"],
     sampling: Sampling,
     capacity: int,
 ) -> DiffusionState:
@@ -159,7 +159,7 @@ def _propose(
 
 def _denoise(
     model: Decoder, state: DiffusionState, work: BlockPass, block_cache: bool
-) -> tuple[Float[Array, "B S E"], KVCache]:
+) -> tuple[Float[Array, "B d E"], KVCache]:
     """Hidden states that score the small block (of a full block: the next one's first token), and the cache."""
     at, running, block = state.at, state.running, work.masked.shape[1]
     scratch = state.text.shape[1] - block

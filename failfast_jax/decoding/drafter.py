@@ -55,7 +55,7 @@ class Drafter:
         """Target layers whose residual stream `prefill` and `commit` receive."""
         return ()
 
-    def with_corpus(self, tokens: Int[Array, " C"]) -> Drafter:
+    def with_corpus(self, tokens: Int[Array, " corpus"]) -> Drafter:
         """The drafter, knowing earlier texts (-1 behind each), if it has a use for them."""
         del tokens
         return self

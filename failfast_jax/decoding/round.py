@@ -36,7 +36,7 @@ def init_state(
     tokens: Int[ArrayLike, "B P"],
     prompt_length: Int[ArrayLike, " B"],
     max_new_tokens: Int[ArrayLike, " B"],
-    eos: Int[ArrayLike, "B N"],
+    eos: Int[ArrayLike, "B Z"],
     sampling: Sampling,
     capacity: int,
     plan: Plan,
@@ -82,7 +82,7 @@ def greedy_sampling(batch: int) -> Sampling:
     )
 
 
-def stop_tokens(ids: tuple[int, ...], batch: int = 1) -> Int[np.ndarray, "B N"]:
+def stop_tokens(ids: tuple[int, ...], batch: int = 1) -> Int[np.ndarray, "B Z"]:
     """Stop ids in the static shape that a state holds, the same for each of `batch` sequences.
 
     Raises:

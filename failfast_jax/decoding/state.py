@@ -105,14 +105,14 @@ class Verified:
 class RoundLog:
     """One row a round; each sequence's rounds are rows 0 .. its own count - 1, whenever it joined the batch."""
 
-    drafted: Int[Array, "B R M"]
-    confidence: Float[Array, "B R M"]
-    draft_length: Int[Array, "B R"]
-    accepted: Int[Array, "B R"]
+    drafted: Int[Array, "B rounds M"]
+    confidence: Float[Array, "B rounds M"]
+    draft_length: Int[Array, "B rounds"]
+    accepted: Int[Array, "B rounds"]
     """Drafted tokens that the target agreed with, before any cut at EOS or at the length limit."""
-    emitted: Int[Array, "B R"]
+    emitted: Int[Array, "B rounds"]
     """Tokens appended, after cuts."""
-    passes: Int[Array, "B R"]
+    passes: Int[Array, "B rounds"]
     """Drafter passes."""
     rounds: Int[Array, " B"]
     """Rounds in which the sequence was still running."""
@@ -155,7 +155,7 @@ class Committed:
     """Longest draft that still fits: capacity - length - 1, at least 0."""
     running: Bool[Array, " B"]
     """Sequences that are not finished; the others' drafts are ignored."""
-    eos: Int[Array, "B N"]
+    eos: Int[Array, "B Z"]
     """Stop token ids, padded with -1."""
     sampling: Sampling | None = None
     """For drafters that sample."""
@@ -188,7 +188,7 @@ class DecodeState:
     """Length at which the sequence stops: prompt + max_new_tokens, at most the capacity."""
     finish: Int[Array, " B"]
     """RUNNING, FINISHED_EOS, FINISHED_LENGTH or FAILED."""
-    eos: Int[Array, "B N"]
+    eos: Int[Array, "B Z"]
     """Stop token ids, padded with -1."""
     sampling: Sampling
     target: KVCache

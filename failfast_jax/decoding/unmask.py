@@ -68,12 +68,12 @@ class BlockPass:
         return ~self.masked.any(1)
 
     @property
-    def inside(self) -> Int[Array, "B S"]:
+    def inside(self) -> Int[Array, "B d"]:
         """Places of the small block within the block."""
         return self.small[:, None] + jnp.arange(self.small_block)
 
     @property
-    def rows(self) -> Int[Array, "B S"]:
+    def rows(self) -> Int[Array, "B d"]:
         """Rows that score the small block (the one before each position), or the next block's first token."""
         last = self.masked.shape[1] - 1
         return jnp.where(self.full[:, None], last, jnp.maximum(self.inside - 1, 0))
@@ -81,13 +81,13 @@ class BlockPass:
     def unmasked(
         self,
         text: Int[Array, "B T"],
-        tokens: Int[Array, "B S"],
-        confidence: Float[Array, "B S"],
+        tokens: Int[Array, "B d"],
+        confidence: Float[Array, "B d"],
         *,
         active: Bool[Array, " B"],
         threshold: Float[ArrayLike, ""],
         opens_next: Bool[Array, " B"],
-    ) -> tuple[Int[Array, "B T"], Bool[Array, "B S"], Bool[Array, "B S"]]:
+    ) -> tuple[Int[Array, "B T"], Bool[Array, "B d"], Bool[Array, "B d"]]:
         """Writes what a pass proposes.
 
         Args:

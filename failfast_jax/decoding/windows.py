@@ -18,7 +18,7 @@ def gather_rows(hidden: Float[Array, "B W E"], rows: Int[Array, "B R"]) -> Float
 
 
 def place(
-    text: Shaped[Array, "B T"], at: Int[Array, " B"], new: Shaped[Array, "B S"], keep: Bool[Array, "B S"]
+    text: Shaped[Array, "B T"], at: Int[Array, " B"], new: Shaped[Array, "B d"], keep: Bool[Array, "B d"]
 ) -> Shaped[Array, "B T"]:
     """Writes `new` into `text[b, at[b]:]` where `keep`."""
     new = jnp.where(keep, new, gather_window(text, at, new.shape[1]))

@@ -154,9 +154,9 @@ class Aligned(BlockDrafter):
         self,
         seen: Float[Array, "B T"],
         block: BlockPass,
-        confidence: Float[Array, "B S"],
+        confidence: Float[Array, "B d"],
         opened: Bool[Array, " B"],
-        chosen: Bool[Array, "B S"],
+        chosen: Bool[Array, "B d"],
     ) -> Float[Array, "B T"]:
         """The confidences with those of the positions that a pass filled."""
         everyone = jnp.arange(seen.shape[0])

@@ -37,7 +37,7 @@ class ConditionedState:
     """Keys and values projected from the features of all committed positions but the last."""
     features: Float[Array, "B F E"]
     """Those of position length - 2; zeros while there is none."""
-    pending: Float[Array, "B P F E"]
+    pending: Float[Array, "B pending F E"]
     """Features of positions `stored ... length - 2`, which the cache lacks so far; P is 0 where none wait."""
     stored: Int[Array, " B"]
     memory: Any
@@ -148,7 +148,7 @@ class FeatureDrafter(Drafter):
         tokens = jnp.pad(tokens, ((0, 0), (0, max(self.block_rows - tokens.shape[1], 0))))[:, : self.block_rows]
         return self.model.network.block(self.model.embed[tokens], known, state.features, cache, start, live)
 
-    def _score(self, hidden: Float[Array, "B N E"]) -> Float[Array, "B N D"]:
+    def _score(self, hidden: Float[Array, "B N E"]) -> Float[Array, "B N v"]:
         """Logits over the draft vocabulary."""
         return jnp.einsum("bre,de->brd", hidden, self.model.head, preferred_element_type=jnp.float32)
 
@@ -211,7 +211,7 @@ class ConditionedDrafter(FeatureDrafter):
         )
         return draft, state.replace(cache=cache)
 
-    def _spread(self, logits: Float[Array, "B N D"]) -> Float[Array, "B N V"]:
+    def _spread(self, logits: Float[Array, "B N v"]) -> Float[Array, "B N V"]:
         """Over the target's vocabulary."""
         wide = jnp.full((*logits.shape[:2], self.model.embed.shape[0]), -jnp.inf)
         return wide.at[..., self.model.draft_ids].set(logits)

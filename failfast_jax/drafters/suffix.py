@@ -65,7 +65,7 @@ class Corpus:
 class SuffixState:
     """State of the drafter. The text that it searches is the corpus, a separator, and the sequence itself."""
 
-    matched: Int[Array, "B S"]
+    matched: Int[Array, "B places"]
     """How many tokens before each place of the text equal the last of the `seen` ones, at most `LONGEST_MATCH`."""
     seen: Int[Array, " B"]
     """Committed tokens that `matched` accounts for."""
@@ -81,7 +81,7 @@ class _Vote:
     confidence: Float[Array, "B M"]
     chance: Float[Array, " B"]
     """Product of the draft's confidences: that its last token is accepted."""
-    agrees: Bool[Array, "B P"]
+    agrees: Bool[Array, "B voters"]
     """Places that went on like the draft so far."""
     length: Int[Array, " B"]
     growing: Bool[Array, " B"]
@@ -97,7 +97,7 @@ class Suffix(Drafter):
     """
 
     tau: Float[ArrayLike, ""]
-    corpus: Int[Array, " C"]
+    corpus: Int[Array, " corpus"]
     """Earlier texts with `SEPARATOR` between them; may be empty."""
     min_match: int = flax.struct.field(pytree_node=False, default=2)
     max_spec_len: int = flax.struct.field(pytree_node=False, default=63)
@@ -144,7 +144,7 @@ class Suffix(Drafter):
         )
         return Draft(tokens=vote.tokens, confidence=vote.confidence, length=vote.length, passes=zeros), state
 
-    def _electorate(self, state: SuffixState, end: Int[Array, " B"]) -> tuple[Int[Array, "B P"], Int[Array, " B"]]:
+    def _electorate(self, state: SuffixState, end: Int[Array, " B"]) -> tuple[Int[Array, "B voters"], Int[Array, " B"]]:
         """The latest places with the longest match (-1: none), and that match's length."""
         places = jnp.arange(state.matched.shape[1])
         matched = jnp.where(places < end[:, None], state.matched, 0)
@@ -158,9 +158,9 @@ class Suffix(Drafter):
     def _round_of_votes(
         self,
         vote: _Vote,
-        latest: Int[Array, "B P"],
+        latest: Int[Array, "B voters"],
         longest: Int[Array, " B"],
-        text: Int[Array, "B S"],
+        text: Int[Array, "B places"],
         end: Int[Array, " B"],
         room: Int[Array, " B"],
     ) -> _Vote:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import jax
 import pytest
 
@@ -51,16 +53,9 @@ def test_numerics_notice_an_error():
 
 def test_timing_runs_over_several_caches(monkeypatch):
     monkeypatch.setattr(attention, "ROTATED_BYTES", 2**16)
-    seconds = attention.time_call(
-        attention.route("xla", 1),
-        heads=(2, 1, 64),
-        width=2,
-        context=128,
-        capacity=128,
-        dtype="bfloat16",
-        batch=1,
-        repeats=1,
-    )
+    monkeypatch.setitem(attention.SHAPES, "small", (2, 1, 64))
+    args = argparse.Namespace(batch=1, capacity=128, dtype="bfloat16", repeats=1)
+    seconds = attention.time_call(attention.route("xla", 1), "small", 2, 128, args)
     assert 0 < seconds < 60
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from failfast_jax import platforms
 from failfast_jax.bench import __main__ as bench
-from failfast_jax.bench import hlo, limits, public_models, published, random_models, replay, replay_pair
+from failfast_jax.bench import hlo, limits, public_models, published, replay, replay_pair
 from failfast_jax.bench.public_models import CONFIGS, parameters
 from failfast_jax.bench.published import DATASETS, draw, extra_passes, fit, published_for
 from failfast_jax.bench.replay_programs import Draws, inject, schedule
@@ -46,12 +46,12 @@ def test_parameters_of_the_public_models():
     ],
 )
 def test_parameters_are_those_of_the_decoder(config):
-    model = random_models.abstract_model(config, "float32")
-    assert random_models.nbytes(model) == public_models.weight_bytes(config, 4) == 4 * parameters(config)
-    cache = random_models.abstract_caches([config], 128, "bfloat16")
-    assert random_models.nbytes(cache) == public_models.cache_bytes(config, 128)
+    model = public_models.abstract_model(config, "float32")
+    assert public_models.nbytes(model) == public_models.weight_bytes(config, 4) == 4 * parameters(config)
+    cache = public_models.abstract_caches([config], 128, "bfloat16")
+    assert public_models.nbytes(cache) == public_models.cache_bytes(config, 128)
     unread = 0 if config.tie_embeddings else 2 * config.vocab_size * config.hidden_size
-    assert public_models.pass_bytes(config, 128) == 2 * parameters(config) - unread + random_models.nbytes(cache)
+    assert public_models.pass_bytes(config, 128) == 2 * parameters(config) - unread + public_models.nbytes(cache)
 
 
 @pytest.mark.parametrize("target, limit", [("qwen2.5-32b", 6.48), ("qwen2.5-14b", 6.37), ("qwen2.5-7b", 5.58)])
@@ -155,7 +155,7 @@ def test_exactly_the_drawn_number_agrees(accepted):
 
 def test_schedule():
     # Blocks of 32, context 40: the first pass goes from 32 to the end of position 49's block.
-    model = random_models.abstract_model(CONFIGS["tiny-drafter"], "float32")
+    model = public_models.abstract_model(CONFIGS["tiny-drafter"], "float32")
     drafter = Wide(model=model, vocab=96, rule=Never(), spec_len=10, max_spec_len=70)
     assert drafter.window == 64
     draws = Draws(*(jnp.asarray(values) for values in ([1, 2, 7], [10, 3, 70], [0, 2, 0])))
@@ -342,11 +342,11 @@ def test_bad_flags(args, message, monkeypatch, capsys):
 
 
 def test_random_weights():
-    model = random_models.abstract_model(diffusion_config(), "bfloat16")
-    filled = random_models.random_arrays(model, seed=1)
+    model = public_models.abstract_model(diffusion_config(), "bfloat16")
+    filled = public_models.random_arrays(model, seed=1)
     shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (filled, model)]
     assert shapes[0] == shapes[1] and jax.tree.structure(filled) == jax.tree.structure(model)
-    again, other = random_models.random_arrays(model, seed=1), random_models.random_arrays(model, seed=2)
+    again, other = public_models.random_arrays(model, seed=1), public_models.random_arrays(model, seed=2)
     same = [bool((a == b).all()) for a, b in zip(jax.tree.leaves(filled), jax.tree.leaves(again))]
     assert all(same) and (filled.embed[...] != other.embed[...]).any()
     assert float(filled.embed[...].astype(jnp.float32).std()) == pytest.approx(16**-0.5, rel=0.1)

@@ -12,7 +12,7 @@ from failfast_jax.bench.datasets import Dataset, Question
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import Journal
 from failfast_jax.bench.prompts import humaneval_problems
-from failfast_jax.bench.variants import BASELINE, Variant
+from failfast_jax.bench.variants import BASELINE, Variant, option_fields
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
@@ -249,6 +249,10 @@ def test_a_config_file(stub, prompts, tmp_path, capsys):
     assert main(["--config", str(tmp_path / "no.yaml")]) == 2
 
 
+FILE = ["--dataset", "humaneval", "--methods", "failfast"]
+FIELDS = ", ".join(option_fields())
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -256,11 +260,22 @@ def test_a_config_file(stub, prompts, tmp_path, capsys):
         (["--dataset", "humaneval,humaneval"], "--dataset humaneval: named twice"),
         (["--dataset", "aime,gsm8k", "--data", "x"], "Write --data D=x"),
         (["--dataset", "humaneval", "--data", "aime=x"], "--data aime=x: --dataset does not name it"),
-        (["--dataset", "humaneval", "--methods", "quick"], "--methods quick: must be among"),
-        (["--dataset", "humaneval", "--methods", "vanilla"], "none of them can run here"),
-        (["--dataset", "humaneval", "--repeats", "0"], "--repeats 0"),
-        (["--dataset", "humaneval", "--set", "tau=2"], "--tau 2.0: must be in [0, 1]"),
-        (["--dataset", "humaneval", "--modelled", "1B"], "--modelled 1B: must be DRAFT:TARGET"),
+        ([*FILE, "--methods", "quick"], "--methods quick: must be among"),
+        ([*FILE, "--methods", "vanilla"], "none of them can run here"),
+        ([*FILE, "--repeats", "0"], "--repeats 0"),
+        ([*FILE, "--set", "tau=2"], "--tau 2.0: must be in [0, 1]"),
+        ([*FILE, "--modelled", "1B"], "--modelled 1B: must be DRAFT:TARGET"),
+        ([*FILE, "--methods", ""], "none of them can run here"),
+        ([*FILE, "--methods", "ar"], "ar: needs --ar-drafter, an autoregressive model"),
+        ([*FILE, "--limit", "0"], "--limit 0: must be at least 1"),
+        ([*FILE, "--max-new-tokens", "0"], "--max-new-tokens 0"),
+        ([*FILE, "--set", "tau=high"], "--set tau=high: must be a number"),
+        ([*FILE, "--set", "spec_len=1.5"], "--set spec_len=1.5: must be an integer"),
+        ([*FILE, "--set", "speed=9"], f"there is no option 'speed' (options: {FIELDS})"),
+        ([*FILE, "--set", "method=ar"], "there is no option 'method'"),
+        ([*FILE, "--set", "tau"], f"--set tau: must be key=value, with a key among {FIELDS}"),
+        ([*FILE, "--set", "exact=maybe"], "--set exact=maybe: must be true or false"),
+        ([*FILE, "--set", "tau=0.3", "--set", "tau=0.4"], "--set tau=0.4: tau was given before"),
     ],
 )
 def test_bad_flags(args, message, stub, tmp_path, capsys):

@@ -231,3 +231,17 @@ def test_nothing_is_drafted_one_token_is_emitted():
     assert accepted.tolist() == [0]
     count, stopped = EMITTED(np.asarray([[4]]), accepted, np.asarray([1]), np.asarray([4]))
     assert count.tolist() == [1] and stopped.tolist() == [1]
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-37, 1e-38, 1e-39, 1e-45])
+def test_the_smallest_temperatures_are_greedy(temperature):
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, 50, VOCAB)), jnp.float32)
+    picks = PICK(logits, jnp.arange(50)[None], sampling(temperature=temperature))
+    np.testing.assert_array_equal(picks, accept.argmax(logits))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_nan_picks_no_token(temperature):
+    logits = jnp.zeros((1, 3, VOCAB)).at[0, 1, 4].set(jnp.nan)
+    picks = np.asarray(PICK(logits, jnp.arange(3)[None], sampling(temperature=temperature, top_k=5, top_p=0.9)))
+    assert picks[0, 1] == VOCAB and (picks[0, [0, 2]] < VOCAB).all()

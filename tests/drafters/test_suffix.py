@@ -177,3 +177,12 @@ def test_an_engine_learns_from_earlier_answers_without_compiling():
     engine.corpus = None
     with pytest.raises(OptionError, match="--lookup-min 0: must be in"):
         engine.generate([[5]], lookup_min=0, **options)
+
+
+@pytest.mark.long
+def test_places_beyond_what_a_float_counts():
+    """The text itself lies behind a corpus of 2^24 - 1 places, which float32 does not tell apart."""
+    text = [30, 31, 11, 12, 13, 14, 15, 16, 17, 32, 11, 12, 13]
+    drafter = Suffix(tau=np.float32(0.05), corpus=Corpus(2**24 - 1).tokens, max_spec_len=4)
+    draft, _ = draft_of(drafter, init(drafter), seen([text, text], room=20))
+    assert draft.tokens[:, :4].tolist() == [[14, 15, 16, 17]] * 2 and draft.length.tolist() == [4, 4]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import subprocess
@@ -21,40 +20,34 @@ from failfast_jax.models.transformer import Decoder
 from failfast_jax.runtime import DraftSession
 
 DRAFTS = {"spec_len": 3, "max_spec_len": 6, "tau": 0.3}
-OF_METHOD = {"vanilla": {}, "failfast": DRAFTS}
+DLLM = {"method": "dllm", "small_block_size": 4, "threshold": 0.5}
 RAGGED = [[5, 6, 7], [8, 9] * 15, [3]]
 
 
 # Batches.
 
 
-@pytest.mark.parametrize("method", ["vanilla", "failfast"])
-def test_rows_of_a_batch_equal_single_answers(method):
-    options = {"method": method, "max_new_tokens": 40, **OF_METHOD[method]}
-    together = engine().generate(RAGGED, **options)
-    for prompt, row in zip(RAGGED, together):
-        (alone,) = engine().generate([prompt], **options)
+CASES = {
+    "vanilla": (engine, {"method": "vanilla"}),
+    "failfast": (engine, {"method": "failfast", **DRAFTS}),
+    "dllm": (diffusion_engine, DLLM),
+    "dllm with a cache of the block": (diffusion_engine, DLLM | {"block_cache": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_a_batch_equal_single_answers(case):
+    make, options = CASES[case]
+    for prompt, row in zip(RAGGED, make().generate(RAGGED, max_new_tokens=40, **options)):
+        (alone,) = make().generate([prompt], max_new_tokens=40, **options)
         assert alone.output_ids == row.output_ids and alone.finish_reason == row.finish_reason
-        assert [dataclasses.astuple(r)[:1] for r in alone.rounds] == [dataclasses.astuple(r)[:1] for r in row.rounds]
-        assert row.prompt_ids == prompt and row.method == method
-
-
-@pytest.mark.parametrize("block_cache", [False, True])
-def test_rows_of_a_diffusion_batch_equal_single_answers(block_cache):
-    options = {"method": "dllm", "max_new_tokens": 40, "small_block_size": 4, "block_cache": block_cache}
-    options |= {"threshold": 0.5}
-    together = diffusion_engine().generate(RAGGED, **options)
-    for prompt, row in zip(RAGGED, together):
-        (alone,) = diffusion_engine().generate([prompt], **options)
-        assert alone.output_ids == row.output_ids
+        assert [(r.drafted, r.passes) for r in alone.rounds] == [(r.drafted, r.passes) for r in row.rounds]
         assert alone.stats.target_passes == row.stats.target_passes
-        assert [r.passes for r in alone.rounds] == [r.passes for r in row.rounds]
+        assert row.prompt_ids == prompt and row.method == options["method"]
 
 
 def test_a_diffusion_answer_has_whole_blocks():
-    (result,) = diffusion_engine().generate(
-        [[4] * 11], method="dllm", max_new_tokens=45, small_block_size=4, threshold=0.5, ignore_eos=True
-    )
+    (result,) = diffusion_engine().generate([[4] * 11], max_new_tokens=45, ignore_eos=True, **DLLM)
     assert len(result.output_ids) == 8 * (45 // 8) - 11 % 8 + 1
     assert result.finish_reason == "length"
 
@@ -62,30 +55,21 @@ def test_a_diffusion_answer_has_whole_blocks():
 # Streams.
 
 
-@pytest.mark.parametrize("method", ["vanilla", "failfast"])
-def test_a_stream_says_what_generate_says(method):
-    options = {"method": method, "max_new_tokens": 40, **OF_METHOD[method]}
-    expected = engine().generate(RAGGED, **options)
-    events = list(engine().stream(RAGGED, **options))
+@pytest.mark.parametrize("case", list(CASES)[:3])
+def test_a_stream_says_what_generate_says(case):
+    make, options = CASES[case]
+    expected = make().generate(RAGGED, max_new_tokens=40, **options)
+    events = list(make().stream(RAGGED, max_new_tokens=40, **options))
     assert len(events) > 2 * len(RAGGED)
     for row, whole in enumerate(expected):
         mine = [event for event in events if event.sequence == row]
         assert [token for event in mine for token in event.ids] == whole.output_ids
-        assert "".join(event.text for event in mine) == whole.text
+        texts = [event.text for event in mine]
+        assert (whole.text is None) is (make is diffusion_engine)
+        assert texts == [None] * len(mine) if whole.text is None else "".join(texts) == whole.text
         assert [event.result is not None for event in mine] == [False] * (len(mine) - 1) + [True]
         assert mine[-1].result.output_ids == whole.output_ids
         assert mine[-1].result.rounds == whole.rounds
-
-
-def test_a_diffusion_stream_says_what_generate_says():
-    options = {"method": "dllm", "max_new_tokens": 40, "small_block_size": 4, "threshold": 0.5}
-    expected = diffusion_engine().generate(RAGGED, **options)
-    events = list(diffusion_engine().stream(RAGGED, **options))
-    for row, whole in enumerate(expected):
-        mine = [event for event in events if event.sequence == row]
-        assert [token for event in mine for token in event.ids] == whole.output_ids
-        assert all(event.text is None for event in mine)
-    assert max(sum(event.sequence == row for event in events) for row in range(3)) > 2
 
 
 def test_characters_are_not_streamed_in_halves():
@@ -170,12 +154,10 @@ def test_engines_may_share_their_programs():
     assert got.output_ids == want.output_ids and (got.stats.compiles, got.stats.cache_hits) == (0, 0)
 
 
-@pytest.mark.parametrize("method", ["vanilla", "failfast"])
-def test_host_waits_do_not_depend_on_the_rounds(method):
-    stats = [
-        engine().generate([[3] * 10], method=method, max_new_tokens=n, ignore_eos=True, **OF_METHOD[method])[0].stats
-        for n in (5, 100)
-    ]
+@pytest.mark.parametrize("case", ["vanilla", "failfast"])
+def test_host_waits_do_not_depend_on_the_rounds(case):
+    options = {"ignore_eos": True, **CASES[case][1]}
+    stats = [engine().generate([[3] * 10], max_new_tokens=n, **options)[0].stats for n in (5, 100)]
     assert stats[1].rounds > 4 * stats[0].rounds
     assert stats[0].host_syncs == stats[1].host_syncs <= 3
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import subprocess
 import sys
 from itertools import chain
@@ -16,19 +17,8 @@ TARGET = str(GOLDEN / "qwen2_target_160")
 DRAFTER = str(GOLDEN / "fast_dllm_v2_untied")
 PROMPT = "7,12,100,5"
 STATS = {
-    "rounds",
-    "drafted",
-    "accepted",
-    "drafter_passes",
-    "target_passes",
-    "load_s",
-    "compile_s",
-    "prefill_s",
-    "decode_s",
-    "tokens_per_s",
-    "compiles",
-    "cache_hits",
-    "host_syncs",
+    *("rounds", "drafted", "accepted", "drafter_passes", "target_passes", "compiles", "cache_hits", "host_syncs"),
+    *("load_s", "compile_s", "prefill_s", "decode_s", "tokens_per_s"),
 }
 
 
@@ -57,15 +47,7 @@ def test_methods_agree(args, capsys):
     expected = run_json(capsys, *common, "--method", "vanilla")
     result = run_json(capsys, *common, *args)
     assert result["output_ids"] == expected["output_ids"]
-    assert set(result) == {
-        "prompt_ids",
-        "output_ids",
-        "text",
-        "finish_reason",
-        "method",
-        "stats",
-        "rounds",
-    }
+    assert set(result) == {"prompt_ids", "output_ids", "text", "finish_reason", "method", "stats", "rounds"}
     assert result["prompt_ids"] == [7, 12, 100, 5] and result["text"] is None
     assert result["finish_reason"] == "length" and set(result["stats"]) == STATS
     stats, rounds = result["stats"], result["rounds"]
@@ -106,84 +88,55 @@ def test_traces(tmp_path, capsys):
     assert page.count("<pre>") == len(rows) and 'class="rejected"' in page
 
 
-COMMON = ["--target", TARGET, "--method", "lookup", "--token-ids", PROMPT]
+T, D, IDS = f"--target {TARGET}", f"--drafter {DRAFTER}", f"--token-ids {PROMPT}"
+LOOKUP = f"{T} --method lookup"
 BAD = {
-    "tau": ([*COMMON, "--method", "suffix", "--tau", "1.5"], "--tau 1.5: must be in [0, 1]"),
-    "ignored": ([*COMMON, "--tau", "0.3"], "--tau 0.3: --method lookup has no such option, only failfast, ar, suffix"),
-    "steps": ([*COMMON, "--steps", "2"], "--steps 2: --method lookup has no such option, only specdiff"),
-    "tree": ([*COMMON, "--tree-budget", "9"], "--tree-budget 9: --method lookup has no such option, only failfast"),
-    "rejection": ([*COMMON, "--acceptance", "rejection"], "--acceptance rejection: exact only for drafts sampled"),
-    "spec": (
-        [*COMMON, "--method", "failfast", "--spec-len", "20", "--max-spec-len", "10"],
-        "--max-spec-len 10: must be at least --spec-len 20",
+    f"{T} {IDS} --method suffix --tau 1.5": "--tau 1.5: must be in [0, 1]",
+    f"{LOOKUP} {IDS} --tau 0.3": "--tau 0.3: --method lookup has no such option, only failfast, ar, suffix",
+    f"{LOOKUP} {IDS} --steps 2": "--steps 2: --method lookup has no such option, only specdiff",
+    f"{LOOKUP} {IDS} --tree-budget 9": "--tree-budget 9: --method lookup has no such option, only failfast",
+    f"{LOOKUP} {IDS} --acceptance rejection": "--acceptance rejection: exact only for drafts sampled",
+    f"{T} {IDS} --method failfast --spec-len 20 --max-spec-len 10": "--max-spec-len 10: must be at least --spec-len 20",
+    f"{T} {D} {IDS} --max-spec-len 5": "--max-spec-len 5: must be at least --spec-len 10",
+    f"{T} {D} {IDS} --method fast-dllm --small-block-size 5": "--small-block-size 5: must divide the block size 32",
+    f"{LOOKUP} {IDS} --dynamic": "--dynamic: --method lookup has no such option, only ar",
+    f"{LOOKUP} {IDS} --reuse": "--reuse: --method lookup has no such option, only failfast",
+    f"{LOOKUP} {IDS} --temperature -1": "--temperature -1.0",
+    f"{LOOKUP} {IDS} --top-p 0": "--top-p 0.0: must be in (0, 1]",
+    f"{LOOKUP} {IDS} --max-new-tokens 0": "--max-new-tokens 0: must be at least 1",
+    f"{LOOKUP} {IDS} --seed -1": "--seed -1",
+    "--method magic --token-ids 1": "--method magic: must be one of failfast",
+    f"{LOOKUP} --prompt '  '": "--prompt: the prompt is empty",
+    f"{T} --token-ids ,": "--token-ids: the prompt is empty",
+    f"{T} --token-ids a,b": "expected integers separated by commas",
+    f"{LOOKUP} --token-ids 5,160": "token id 160 is outside the vocabulary of 160",
+    f"{LOOKUP} --token-ids=-1": "token id -1 is outside",
+    f"{LOOKUP} --token-ids {','.join(['3'] * 2048)}": "the prompt of 2048 tokens does not fit",
+    f"{LOOKUP} {IDS} --max-seq-len 4": "the prompt of 4 tokens does not fit",
+    f"{LOOKUP} {IDS} --max-seq-len 4000": "must be between 2 and the context of 2048",
+    f"{LOOKUP} --prompt hi": "has no tokenizer",
+    f"{T} {IDS} --drafter {GOLDEN / 'fast_dllm_v2_tied'}": "qwen2_target_160 and drafter",
+    f"{T} {IDS} --method failfast": "--method failfast: needs --drafter",
+    f"{T} {IDS} --method ar": "--method ar: needs --drafter",
+    f"{T} {IDS} --drafter {TARGET}": (
+        "method failfast needs a drafter of kind block-diffusion or conditioned, this one is autoregressive"
     ),
-    "default spec": (
-        ["--target", TARGET, "--drafter", DRAFTER, "--token-ids", PROMPT, "--max-spec-len", "5"],
-        "--max-spec-len 5: must be at least --spec-len 10",
+    f"{T} {IDS} {D} --method ar": "method ar needs a drafter of kind autoregressive, this one is block-diffusion",
+    f"--target {DRAFTER} {IDS} --method vanilla": "a block-diffusion model cannot verify drafts",
+    f"{T} {IDS} --method dllm": "needs a block-diffusion model",
+    f"{IDS} --method dllm": "--method dllm: needs --target",
+    f"--target {DRAFTER} {IDS} --method dllm --max-new-tokens 31": (
+        "--max-new-tokens 31: must be at least the block size 32"
     ),
-    "small block": (
-        [*COMMON, "--drafter", DRAFTER, "--method", "fast-dllm", "--small-block-size", "5"],
-        "--small-block-size 5: must divide the block size 32",
-    ),
-    "dynamic": ([*COMMON, "--dynamic"], "--dynamic: --method lookup has no such option, only ar"),
-    "reuse": ([*COMMON, "--reuse"], "--reuse: --method lookup has no such option, only failfast"),
-    "temperature": ([*COMMON, "--temperature", "-1"], "--temperature -1.0"),
-    "top-p": ([*COMMON, "--top-p", "0"], "--top-p 0.0: must be in (0, 1]"),
-    "new tokens": ([*COMMON, "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
-    "seed": ([*COMMON, "--seed", "-1"], "--seed -1"),
-    "method": (["--method", "magic", "--token-ids", "1"], "--method magic: must be one of failfast"),
-    "empty prompt": (["--target", TARGET, "--method", "lookup", "--prompt", "  "], "--prompt: the prompt is empty"),
-    "no ids": (["--target", TARGET, "--token-ids", ","], "--token-ids: the prompt is empty"),
-    "words as ids": (["--target", TARGET, "--token-ids", "a,b"], "expected integers separated by commas"),
-    "id range": (["--target", TARGET, "--method", "lookup", "--token-ids", "5,160"], "token id 160 is outside"),
-    "negative id": (["--target", TARGET, "--method", "lookup", "--token-ids=-1"], "token id -1 is outside"),
-    "long prompt": (
-        ["--target", TARGET, "--method", "lookup", "--token-ids", ",".join(["3"] * 2048)],
-        "the prompt of 2048 tokens does not fit",
-    ),
-    "longer than asked": ([*COMMON, "--max-seq-len", "4"], "the prompt of 4 tokens does not fit"),
-    "context": ([*COMMON, "--max-seq-len", "4000"], "must be between 2 and the context of 2048"),
-    "no tokenizer": (["--target", TARGET, "--method", "lookup", "--prompt", "hi"], "has no tokenizer"),
-    "mismatch": (
-        ["--target", TARGET, "--drafter", str(GOLDEN / "fast_dllm_v2_tied"), "--token-ids", PROMPT],
-        "qwen2_target_160 and drafter",
-    ),
-    "no drafter": (
-        ["--target", TARGET, "--method", "failfast", "--token-ids", PROMPT],
-        "--method failfast: needs --drafter",
-    ),
-    "ar drafter": (["--target", TARGET, "--method", "ar", "--token-ids", PROMPT], "--method ar: needs --drafter"),
-    "wrong drafter": (
-        ["--target", TARGET, "--drafter", TARGET, "--token-ids", PROMPT],
-        "method failfast needs a drafter of kind block-diffusion or conditioned",
-    ),
-    "wrong ar drafter": (
-        ["--target", TARGET, "--drafter", DRAFTER, "--method", "ar", "--token-ids", PROMPT],
-        "method ar needs a drafter of kind autoregressive",
-    ),
-    "diffusion target": (["--target", DRAFTER, "--method", "vanilla", "--token-ids", PROMPT], "cannot verify drafts"),
-    "dllm target": (["--target", TARGET, "--method", "dllm", "--token-ids", PROMPT], "needs a block-diffusion model"),
-    "dllm without target": (["--method", "dllm", "--token-ids", PROMPT], "--method dllm: needs --target"),
-    "dllm length": (
-        ["--target", DRAFTER, "--method", "dllm", "--token-ids", PROMPT, "--max-new-tokens", "31"],
-        "--max-new-tokens 31: must be at least the block size 32",
-    ),
-    "no model": (
-        ["--target", "/nowhere/model", "--method", "lookup", "--token-ids", "1"],
-        "/nowhere/model: no such file",
-    ),
-    "no prompt file": (
-        ["--target", TARGET, "--prompt-file", "/nowhere/prompt"],
-        "--prompt-file /nowhere/prompt: No such",
-    ),
-    "trace folder": ([*COMMON, "--trace", "/nowhere/rounds.html"], "--trace /nowhere/rounds.html: no such folder"),
+    "--target /nowhere/model --method lookup --token-ids 1": "/nowhere/model: no such file",
+    f"{T} --prompt-file /nowhere/prompt": "--prompt-file /nowhere/prompt: No such",
+    f"{LOOKUP} {IDS} --trace /nowhere/rounds.html": "--trace /nowhere/rounds.html: no such folder",
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case, capsys):
-    args, message = BAD[case]
-    assert main(args) == 2
+@pytest.mark.parametrize("words, message", BAD.items(), ids=BAD.values())
+def test_bad_input(words, message, capsys):
+    assert main(shlex.split(words)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]

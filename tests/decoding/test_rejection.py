@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from distributions import chi_square, filtered_probability
+from tiny_engines import engine
 from tiny_models import diffusion_config, prefilled, random_model, tiny_config
 
-from failfast_jax import FailFast, decoding
+from failfast_jax import decoding
 from failfast_jax.decoding import accept
 from failfast_jax.decoding.state import Sampling
 from failfast_jax.decoding.stopping import BelowThreshold
@@ -250,11 +251,6 @@ def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
 
 
 # Options.
-
-
-@functools.cache
-def engine() -> FailFast:
-    return FailFast(random_model(tiny_config(num_layers=1)), random_model(diffusion_config()))
 
 
 REFUSED = {

@@ -137,7 +137,7 @@ def convert(
     side_files = [opened.path / name for name in SIDE_FILES if (opened.path / name).is_file()]
     _check_space(out, opened.num_parameters() * stored.itemsize + sum(path.stat().st_size for path in side_files))
     tokenizer = load_tokenizer(opened.path) if opened.kind == "gguf" else None
-    with _partial_folder(out) as folder:
+    with partial_folder(out) as folder:
         host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         params = opened.read(stored, place=lambda path, shape: host, progress=progress)
         native.save_params(folder, params)
@@ -179,7 +179,7 @@ def _check_space(out: Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
-def _partial_folder(out: Path) -> Iterator[Path]:
+def partial_folder(out: Path) -> Iterator[Path]:
     """A new folder beside `out`, removed unless it gets renamed.
 
     A lock on the folder itself tells a running conversion from what a killed one left: the latter's

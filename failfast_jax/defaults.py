@@ -13,7 +13,6 @@ from failfast_jax.checkpoints.tuned import read_settings
 from failfast_jax.drafters import check_method
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
-from failfast_jax.models import quantization
 from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION
 
@@ -33,15 +32,9 @@ def load_pair(
     *,
     method: str,
     schedule: str | None = None,
-    dtype: Any = None,
-    max_seq_len: int | None = None,
-    compile_cache: str | os.PathLike | None = None,
-    tensor_parallel: int = 1,
-    attention: str | None = None,
-    quantize: str | None = None,
-    quantize_drafter: str | None = None,
     share: FailFast | None = None,
     settings: str | os.PathLike | None = None,
+    **options: Any,
 ) -> FailFast:
     """An engine for `method`, with the embedded models where none are named; loads no drafter it will not use.
 
@@ -52,24 +45,19 @@ def load_pair(
       share: an engine whose target, with its tokenizer, is used instead of reading `target` once more, and whose store
         of compiled programs is shared.
       settings: a settings file; where `schedule` is None, its schedule counts.
+      options: further arguments of `FailFast`.
 
     Raises:
       ValueError: a model is missing, unreadable or does not fit; the message names it.
     """
-    kinds = _kinds_of(method, settings, quantize, quantize_drafter)
+    kinds = check_method(method).kinds
     if settings is not None:
+        if method != "failfast":
+            raise OptionError(f"--settings {settings}: only --method failfast takes tuned settings, not {method}")
         schedule = schedule or read_settings(settings).decoding.get("schedule")
-    options = {
-        "dtype": dtype,
-        "max_seq_len": max_seq_len,
-        "compile_cache": compile_cache,
-        "tensor_parallel": tensor_parallel,
-        "attention": attention,
-        "quantize": quantize,
-        "quantize_drafter": quantize_drafter,
-        "settings": settings,
-        "programs": None if share is None else share.runtime.programs,
-    }
+    if not kinds and (scheme := options.get("quantize_drafter")):
+        raise OptionError(f"--quantize-drafter {scheme}: --method {method} drafts without a model")
+    options |= {"settings": settings, "programs": None if share is None else share.runtime.programs}
 
     def build(*drafter: Any) -> FailFast:
         if share is None:
@@ -88,24 +76,15 @@ def load_pair(
     shipped = embedded_drafter()
     if shipped is not None and not (method == "failfast" and schedule == "aligned"):
         return build(shipped)
+    return _untrained_pair(share, options)
+
+
+def _untrained_pair(share: FailFast | None, options: dict[str, Any]) -> FailFast:
+    """The embedded target with itself as its drafter."""
     if share is not None:
         model, tokenizer = share.target, share.tokenizer
     else:
-        model, tokenizer = load_with_tokenizer(default_target_path(), dtype)
+        model, tokenizer = load_with_tokenizer(default_target_path(), options.get("dtype"))
     logger.warning("drafting with SmolLM2 itself, run block-causally: it is not trained to draft")
     untrained = as_untrained_drafter(model)
     return FailFast(model, untrained, tokenizer=tokenizer, drafter_tokenizer=tokenizer, **options)
-
-
-def _kinds_of(
-    method: str, settings: str | os.PathLike | None, quantize: str | None, quantize_drafter: str | None
-) -> tuple[str, ...]:
-    """Kinds of drafter models that a method takes; what can be refused before anything is read is."""
-    if settings is not None and method != "failfast":
-        raise OptionError(f"--settings {settings}: only --method failfast takes tuned settings, not {method}")
-    quantization.check(quantize)
-    quantization.check(quantize_drafter, "--quantize-drafter")
-    kinds = check_method(method).kinds
-    if not kinds and quantize_drafter is not None:
-        raise OptionError(f"--quantize-drafter {quantize_drafter}: --method {method} drafts without a model")
-    return kinds

@@ -13,7 +13,6 @@ names of those that do.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -185,10 +184,11 @@ def require(fine: bool, flag: str, said: str) -> None:
         raise OptionError(f"{flag}: {said}")
 
 
-def add_flags(parser: argparse._ArgumentGroup, methods: Mapping[str, type[MethodOptions]]) -> None:
+def add_flags(parser: Any, methods: Mapping[str, type[MethodOptions]]) -> None:
     """Adds one flag for each option of any method; what is not given is None.
 
     Args:
+      parser: an `argparse` parser or a group of one.
       methods: options by the method's name.
     """
     taken: dict[str, list[tuple[str, dataclasses.Field]]] = {}

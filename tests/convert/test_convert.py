@@ -258,7 +258,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(out):
 
 
 def test_two_conversions_to_one_place(capsys, out):
-    with conversion._partial_folder(out):
+    with conversion.partial_folder(out):
         assert "another conversion to the same place" in refused(capsys, qwen2, GOLDEN / "llama_tied", out)
         assert files_in(out.parent) == [".out.partial"]
     assert files_in(out.parent) == []

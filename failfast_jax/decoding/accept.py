@@ -71,9 +71,8 @@ def filtered_logits(
     Thresholds are found by bisection over the floats' bit patterns instead of a sort of the
     vocabulary: exact, except that all tokens tied with the last kept one are kept.
     """
-    # Differences from the best logit, so that no temperature makes it overflow; one of 1e-30 is argmax up to ties.
-    scaled = logits - jnp.max(logits, -1, keepdims=True)
-    scaled = scaled / jnp.where(temperature > 0, jnp.maximum(temperature, 1e-30), 1.0)[..., None]
+    # Smaller temperatures would overflow; at 1e-30 sampling is argmax already.
+    scaled = logits / jnp.where(temperature > 0, jnp.maximum(temperature, 1e-30), 1.0)[..., None]
     shape = scaled.shape[:-1]
     bits = jax.lax.bitcast_convert_type(scaled, jnp.uint32)
     ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))

@@ -188,7 +188,7 @@ def rounds_agree(prefix, cases, eos) -> bool:
     """Whether `prefix` (an `agreeing_prefix`) and `emitted_count` do what the rule does by hand."""
     drafts, lengths, target, left = (np.asarray(x, np.int32) for x in zip(*cases))
     accepted = prefix(drafts, lengths, target)
-    count, stopped = EMITTED(target, accepted, left, np.asarray([*eos, -1, -1], np.int32))
+    count, stopped = EMITTED(target, accepted, left, np.tile(np.asarray([*eos, -1, -1], np.int32), (len(left), 1)))
     for row, (draft, length, own, room) in enumerate(cases):
         by_hand = accepted_by_hand(draft, length, own)
         out, at_eos = emitted_by_hand(own, by_hand, room, eos)
@@ -229,7 +229,7 @@ def test_nothing_is_drafted_one_token_is_emitted():
     empty = np.zeros((1, 0), np.int32)
     accepted = PREFIX(empty, np.zeros(1, np.int32), np.asarray([[4]], np.int32))
     assert accepted.tolist() == [0]
-    count, stopped = EMITTED(np.asarray([[4]]), accepted, np.asarray([1]), np.asarray([4]))
+    count, stopped = EMITTED(np.asarray([[4]]), accepted, np.asarray([1]), np.asarray([[4]]))
     assert count.tolist() == [1] and stopped.tolist() == [1]
 
 

@@ -172,11 +172,15 @@ def _below(count: Int[Array, " B"], rows: Array) -> Array:
 
 def _logged(log: RoundLog, running: Array, proposal: Draft, verified: Verified, emitted: Array) -> RoundLog:
     """The log with this round at each running sequence's own next place."""
-    everyone = jnp.arange(running.shape[0])
-    place = jnp.where(running, log.rounds, log.emitted.shape[1])  # of the others: out of bounds, dropped
 
     def put(buffer: Array, value: Array) -> Array:
-        return buffer.at[everyone, place].set(value.astype(buffer.dtype), mode="drop")
+        # As for caches: one update in place a row, where a scatter would be a loop on CPU. Finished rows write zeros
+        # behind their last round.
+        value = jnp.where(running.reshape(-1, *[1] * (value.ndim - 1)), value, 0).astype(buffer.dtype)
+        for row in range(running.shape[0]):
+            at = (row, log.rounds[row], *[0] * (value.ndim - 1))
+            buffer = jax.lax.dynamic_update_slice(buffer, value[row : row + 1, None], at)
+        return buffer
 
     drafted = proposal.tokens
     if proposal.tree is not None:  # the accepted path over the beginning of the draft

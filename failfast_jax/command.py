@@ -1,18 +1,44 @@
-"""What every command does around its work: logging, exit status, errors in one line."""
+"""What every command does around its work: its subcommands, logging, exit status, errors in one line, a time limit."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import logging
+import math
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 
-USAGE_ERROR, INTERRUPTED = 2, 130
+from failfast_jax.errors import OptionError
+
+FORMATTER = argparse.RawDescriptionHelpFormatter
+USAGE_ERROR, UNFINISHED, INTERRUPTED = 2, 3, 130
+"""Exit statuses. UNFINISHED: `--minutes` ended the work; the same command goes on."""
+
+
+class OutOfTime(Exception):
+    """The time that a piece of work was given is over; everything up to here is saved."""
+
+
+def deadline_after(minutes: float | None) -> float:
+    """The `time.monotonic()` at which `--minutes` are over; infinity without them.
+
+    Raises:
+      OptionError: not positive.
+    """
+    if minutes is None:
+        return math.inf
+    if not minutes > 0:
+        raise OptionError(f"--minutes {minutes}: must be positive")
+    return time.monotonic() + 60 * minutes
 
 
 def run(work: Callable[[], int | None], interrupted: str = "interrupted") -> int:
     """Runs a command's work and returns its exit status.
 
-    Input that cannot be served (`ValueError`, `OSError`) becomes one line on stderr and status 2; Ctrl-C becomes 130.
+    Input that cannot be served (`ValueError`, `OSError`) becomes one line on stderr and status 2; the end of
+    `--minutes` (`OutOfTime`) becomes 3, Ctrl-C 130.
 
     Args:
       work: returns a status; None is 0.
@@ -24,6 +50,41 @@ def run(work: Callable[[], int | None], interrupted: str = "interrupted") -> int
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except OutOfTime:
+        print("stopped by --minutes; the same command goes on", file=sys.stderr)
+        return UNFINISHED
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return INTERRUPTED
+
+
+def dispatch(
+    package: str, commands: Mapping[str, str], argv: list[str] | None, *, extra: str, formatter: type = FORMATTER
+) -> int:
+    """Runs the subcommand that the first argument names, else `run`; returns its exit status.
+
+    A subcommand is a module of `package` with `add_arguments(parser)` and `work(args) -> status or None`; only the
+    chosen one is imported.
+
+    Args:
+      commands: what each does, by name.
+      extra: of the dependencies that the package needs, to be named where one is missing.
+      formatter: of the help page.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = argv.pop(0) if argv and argv[0] in commands else "run"
+    try:
+        module = importlib.import_module(f"{package}.{name}")
+    except ModuleNotFoundError as error:
+        said = f'pip install "failfast-jax[{extra}]", or -e ".[{extra}]" in a checkout'
+        print(f"error: {package} needs {error.name}: {said}", file=sys.stderr)
+        return USAGE_ERROR
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {package} {name}",
+        description=module.__doc__,
+        epilog="Commands: " + "; ".join(f"{other}: {what}" for other, what in commands.items()) + ".",
+        formatter_class=formatter,
+    )
+    module.add_arguments(parser)
+    args = parser.parse_args(argv)
+    return run(lambda: module.work(args), "interrupted; the same command goes on from what is saved")

@@ -15,24 +15,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench import grid
 from failfast_jax.bench.datasets import read_prompts
-from failfast_jax.bench.tuner import LOOKUP, SEARCH, VERIFY, OutOfTime, Tuner
+from failfast_jax.bench.tuner import LOOKUP, SEARCH, VERIFY, Tuner
 from failfast_jax.checkpoints.drafter import DECODING_OPTIONS, is_drafter_folder, write_decoding
 from failfast_jax.checkpoints.tuned import TunedOptions, model_key, read_settings, write_settings
+from failfast_jax.command import deadline_after
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.errors import OptionError
 from failfast_jax.files import write_atomically
 from failfast_jax.tables import markdown
 
 TUNED, SUMMARY = "tuned.json", "summary.json"
-UNFINISHED = 3
-"""Exit status of a run that `--minutes` ended."""
 
 
 def rows_of(tuner: Tuner) -> list[dict[str, Any]]:
@@ -96,7 +94,7 @@ def show(tuner: Tuner, chosen: str, rows: list[dict[str, Any]], report: dict[str
 
 def run(args: argparse.Namespace) -> None:
     """The whole command, on checked arguments."""
-    deadline = time.monotonic() + 60 * args.minutes if args.minutes else None
+    deadline = deadline_after(args.minutes)
     prompts = read_prompts(args.prompts, args.limit)
     engine = load_pair(args.target, args.drafter, method="failfast", dtype=args.dtype, max_seq_len=args.max_seq_len)
     engine.decoding = {}  # what a folder recommends is one setting of many here
@@ -121,8 +119,7 @@ def check(args: argparse.Namespace) -> None:
     for name in ("verify", "repeats", "max_new_tokens"):
         if getattr(args, name) < 1:
             raise OptionError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
-    if args.minutes is not None and not args.minutes > 0:
-        raise OptionError(f"--minutes {args.minutes}: must be positive")
+    deadline_after(args.minutes)
     if args.write:
         folder = Path(args.drafter or embedded_drafter())
         if not is_drafter_folder(folder):
@@ -130,18 +127,10 @@ def check(args: argparse.Namespace) -> None:
     args.write = folder if args.write else None
 
 
-def work(args: argparse.Namespace) -> int:
+def work(args: argparse.Namespace) -> None:
     """Tunes; exit status 3 if `--minutes` ended it."""
     check(args)
-    try:
-        run(args)
-    except OutOfTime:
-        print(f"tune: stopped by --minutes; the same command goes on from {args.out}", file=sys.stderr)
-        return UNFINISHED
-    except KeyboardInterrupt:
-        print(f"tune: the same command goes on from {args.out}", file=sys.stderr)
-        raise
-    return 0
+    run(args)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

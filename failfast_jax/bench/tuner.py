@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from failfast_jax.bench.clock import paired_ratio
 from failfast_jax.bench.grid import Grid, Setting
 from failfast_jax.bench.harness import answer
 from failfast_jax.checkpoints.tuned import model_key
+from failfast_jax.command import OutOfTime
 from failfast_jax.config import GenerationConfig
 from failfast_jax.engine import FailFast
 from failfast_jax.files import Journal, Record
@@ -36,10 +38,6 @@ BLOCK = 4
 """Settings that take turns with one another: so many have their programs in memory at once."""
 FEWEST_PROMPTS = 2
 """With which the slower half of the settings is left out."""
-
-
-class OutOfTime(Exception):
-    """The time that was given is over; what is done is kept."""
 
 
 class Tuner:
@@ -68,7 +66,7 @@ class Tuner:
         tokens: int,
         out: Path,
         finalists: int = 2,
-        deadline: float | None = None,
+        deadline: float = math.inf,
     ):
         self.engine, self.prompts, self.grid = engine, [list(prompt) for prompt in prompts], grid
         self.finalists, self.deadline = finalists, deadline
@@ -101,7 +99,7 @@ class Tuner:
         """A prompt answered by plain decoding and by settings, one after the other, unless it is on record."""
         name = json.dumps([phase, repeat, number, sorted(labels)])
         if name not in self.stored:
-            if self.deadline is not None and time.monotonic() > self.deadline:
+            if time.monotonic() > self.deadline:
                 raise OutOfTime
             begin, found, ids = time.perf_counter(), {}, {}
             for label in labels:

@@ -15,10 +15,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
+from failfast_jax.command import OutOfTime
 from failfast_jax.files import read_json, write_atomically
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.data import DataError, Documents
-from failfast_jax.train.resume import OutOfTime
 
 BATCH = 8
 """Documents in a pass of the target."""

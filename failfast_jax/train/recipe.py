@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.checkpoints.drafter import WEIGHTS
+from failfast_jax.command import UNFINISHED, deadline_after
 from failfast_jax.files import read_json, write_atomically
 from failfast_jax.train.loop import LOG_FILE
 from failfast_jax.train.openings import CODE_OPENINGS
-from failfast_jax.train.resume import UNFINISHED, begin, deadline_after
+from failfast_jax.train.resume import begin
 from failfast_jax.train.run import HELD_OUT
 
 SETTINGS_FILE, CHOICE_FILE = "recipe.json", "choice.json"

@@ -1,35 +1,13 @@
-"""What lets a command be ended at any moment and started again: a deadline, and a folder that knows its settings."""
+"""What lets a command be ended at any moment and started again: a folder that knows its settings."""
 
 from __future__ import annotations
 
 import json
-import math
-import time
 from pathlib import Path
 from typing import Any
 
 from failfast_jax.errors import OptionError
 from failfast_jax.files import differences, read_json, write_atomically
-
-UNFINISHED = 3
-"""Exit status of a command that `--minutes` ended before its work was done: the same command goes on."""
-
-
-class OutOfTime(Exception):
-    """The time that a piece of work was given is over; everything up to here is saved."""
-
-
-def deadline_after(minutes: float | None) -> float:
-    """The `time.monotonic()` at which `--minutes` are over; infinity without them.
-
-    Raises:
-      OptionError: not positive.
-    """
-    if minutes is None:
-        return math.inf
-    if not minutes > 0:
-        raise OptionError(f"--minutes {minutes}: must be positive")
-    return time.monotonic() + 60 * minutes
 
 
 def is_begun(file: Path, settings: dict[str, Any], foreign: str | None = None) -> bool:

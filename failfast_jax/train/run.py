@@ -20,6 +20,7 @@ import numpy as np
 from failfast_jax.checkpoints.drafter import STORAGES, is_drafter_folder
 from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path
 from failfast_jax.checkpoints.loading import load_model, open_source
+from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.errors import OptionError
 from failfast_jax.files import read_json
@@ -32,7 +33,7 @@ from failfast_jax.train.corruption import KINDS, Corruption
 from failfast_jax.train.evaluate import Evaluation
 from failfast_jax.train.features import FeatureCache
 from failfast_jax.train.fit import fit_inputs
-from failfast_jax.train.resume import OutOfTime, begin, deadline_after
+from failfast_jax.train.resume import begin
 
 FIRST_SHARE, SECOND_SHARE = 1 / 3, 2 / 3  # depth of the features that are fused by default, beside the last layer's
 HEAD_CHUNK = 1024

@@ -28,12 +28,13 @@ from tqdm import tqdm
 
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.loading import as_dtype
+from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
 from failfast_jax.train.data import DataError, read_documents, write_documents
 from failfast_jax.train.openings import OPENINGS, held_out_prompts, read_openings
-from failfast_jax.train.resume import OutOfTime, begin, deadline_after, is_begun
+from failfast_jax.train.resume import begin, is_begun
 from failfast_jax.train.writer import FEWEST_SAMPLED, ShardOptions, Writer
 
 SETTINGS_FILE, SHARDS = "selfgen.json", "shard-*.npz"

@@ -17,6 +17,7 @@ from failfast_jax.bench import __main__ as bench
 from failfast_jax.bench import grid, tune
 from failfast_jax.bench.tuner import RECORDS
 from failfast_jax.checkpoints.tuned import TunedOptions, model_key, read_settings, write_settings
+from failfast_jax.command import UNFINISHED
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import ConfigError, OptionError
@@ -249,7 +250,7 @@ def test_a_killed_run_goes_on(command, scripted, tmp_path, capsys):
         before = records.read_bytes()
         records.write_bytes(before + b'{"kind": "timed t')  # as a kill leaves it
     scripted.fail_after = None
-    assert command("--spec-len", "3,4", "--minutes", "1e-9")[0] == tune.UNFINISHED
+    assert command("--spec-len", "3,4", "--minutes", "1e-9")[0] == UNFINISHED
     assert "cut off" in capsys.readouterr().err
     scripted.given.clear()
     status, summary = command("--spec-len", "3,4")

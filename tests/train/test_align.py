@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from training_runs import LENGTH, make_objective
 
+from failfast_jax.command import OutOfTime
 from failfast_jax.models.rope import rotary, rotated_heads
 from failfast_jax.train import align, data, features
 from failfast_jax.train.fit import fit_inputs
-from failfast_jax.train.resume import OutOfTime
 
 
 def test_blocks_start_inside_answers(documents, target):

@@ -14,10 +14,11 @@ from training_runs import LENGTH, make_objective
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.drafter import load_drafter
+from failfast_jax.command import deadline_after
 from failfast_jax.errors import OptionError
 from failfast_jax.train import align, data, loop
 from failfast_jax.train.evaluate import Evaluation
-from failfast_jax.train.resume import begin, deadline_after, is_begun
+from failfast_jax.train.resume import begin, is_begun
 
 ANSWER = 16
 

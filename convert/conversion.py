@@ -44,6 +44,14 @@ SIDE_FILES = (
 SPARE_BYTES = 32 * 2**20
 
 _KINDS = {"hf": "Hugging Face folders", "gguf": "GGUF files", "native": "converted folders"}
+COMMANDS = {
+    "qwen2": "convert.qwen2",
+    "llama": "convert.qwen2",
+    "qwen3": "convert.qwen3",
+    "Fast_dLLM_Qwen": "convert.fast_dllm",
+    "sdar": "convert.sdar",
+}
+"""Which command converts a Hugging Face folder of a `model_type`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,27 +60,28 @@ class Converter:
 
     Attributes:
       kinds: `Source.kind`s it takes.
-      model_types: `model_type`s it takes.
-      hints: for other kinds and model types, what to do instead.
+      model_types: `model_type`s it takes; None: those of `COMMANDS` that name it.
       default_dtype: of the result; None keeps the stored one.
     """
 
     command: str
     description: str
     source_help: str
-    kinds: tuple[str, ...]
-    model_types: tuple[str, ...]
-    hints: dict[str, str]
+    kinds: tuple[str, ...] = ("hf", "native")
+    model_types: tuple[str, ...] | None = None
     default_dtype: str | None = None
 
     def check(self, source: loading.Source) -> None:
         """Raises CheckpointError: a source of another kind, with the command to use instead."""
+        own = tuple(name for name, command in COMMANDS.items() if command == self.command)
+        right = "convert.gguf" if source.kind == "gguf" else COMMANDS[source.config.model_type]
         for what, name, accepted in (
             (_KINDS[source.kind], source.kind, self.kinds),
-            (f"model_type {source.config.model_type!r}", source.config.model_type, self.model_types),
+            (f"model_type {source.config.model_type!r}", source.config.model_type, self.model_types or own),
         ):
             if name not in accepted:
-                raise CheckpointError(f"{source.path}: {self.command} does not take {what}; {self.hints[name]}")
+                instead = "it is converted already" if name == "native" else f"use python -m {right}"
+                raise CheckpointError(f"{source.path}: {self.command} does not take {what}; {instead}")
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """The command line. Returns the exit status: 0, or 2 with one line on stderr."""

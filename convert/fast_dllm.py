@@ -10,13 +10,6 @@ CONVERTER = conversion.Converter(
     "Hugging Face format.",
     source_help="a folder with config.json and safetensors, or a Hugging Face Hub id such as "
     "Efficient-Large-Model/Fast_dLLM_v2_1.5B",
-    kinds=("hf", "native"),
-    model_types=("Fast_dLLM_Qwen",),
-    hints={
-        "qwen2": "use python -m convert.qwen2",
-        "llama": "use python -m convert.qwen2",
-        "gguf": "use python -m convert.gguf",
-    },
 )
 main = CONVERTER.main
 

@@ -6,12 +6,11 @@ from convert import conversion
 
 CONVERTER = conversion.Converter(
     command="convert.gguf",
-    description="Convert a GGUF file (llama and qwen2 architectures, every quantisation that the gguf package "
+    description="Convert a GGUF file (llama, qwen2 and qwen3 architectures, every quantisation that the gguf package "
     "dequantises), with the tokenizer inside it.",
     source_help="a .gguf file",
     kinds=("gguf",),
-    model_types=("qwen2", "llama"),
-    hints={"hf": "use python -m convert.qwen2 or convert.fast_dllm", "native": "it is converted already"},
+    model_types=("qwen2", "qwen3", "llama"),
     default_dtype="float32",
 )
 main = CONVERTER.main

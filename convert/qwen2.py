@@ -9,9 +9,6 @@ CONVERTER = conversion.Converter(
     description="Convert a Qwen2, Qwen2.5 or Llama-family checkpoint (autoregressive models, used as targets or "
     "as drafters) from Hugging Face format.",
     source_help="a folder with config.json and safetensors, or a Hugging Face Hub id",
-    kinds=("hf", "native"),
-    model_types=("qwen2", "llama"),
-    hints={"Fast_dLLM_Qwen": "use python -m convert.fast_dllm", "gguf": "use python -m convert.gguf"},
 )
 main = CONVERTER.main
 

@@ -19,7 +19,7 @@ from failfast_jax.checkpoints.pair import read_pair
 from failfast_jax.checkpoints.tuned import check_models, other_machine, read_settings
 from failfast_jax.compilation import Executables, compile_counts, enable_compile_cache
 from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding.dllm import blocks_that_fit
+from failfast_jax.decoding.dllm import blocks_to_write
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING
 from failfast_jax.drafters import DIFFUSION_METHOD
@@ -27,6 +27,7 @@ from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.encoding import Message, Prompt, encode, separate
 from failfast_jax.errors import ConfigError, NonFiniteError, OptionError, PromptError
 from failfast_jax.models import sharding
+from failfast_jax.models.cache import round_up
 from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.results import Result, Round, Stats, StreamEvent
@@ -264,24 +265,17 @@ class FailFast:
             raise ConfigError(f"{self.target_name}: method {DIFFUSION_METHOD} needs a block-diffusion model")
         options = drafters.options_of(config, self.platform)
         model = self.target.with_block_size(options.block_size) if options.block_size else self.target
-        block, small = model.config.block_size, options.small_block_size
-        if config.max_new_tokens < block:
+        block, static = model.config.block_size, options.static_for(model)
+        if model.config.token_shift and config.max_new_tokens < block:
             raise OptionError(
                 f"--max-new-tokens {config.max_new_tokens}: must be at least the block size {block} for "
                 f"--method {DIFFUSION_METHOD}"
             )
-        if block % small:
-            raise OptionError(f"--small-block-size {small}: must divide the block size {block}")
-        capacity = self.runtime.capacity(longest, config.max_new_tokens // block * block + 1, block)
-        if not blocks_that_fit(capacity, longest, block):
+        capacity = self.runtime.capacity(longest, round_up(config.max_new_tokens, block) + 1, block)
+        if not blocks_to_write(model.config, longest, config.max_new_tokens, capacity):
             raise PromptError(f"no whole block of {block} fits behind the prompt within {capacity} tokens")
         return self.runtime.diffusion_session(
-            model,
-            batch=batch,
-            capacity=capacity,
-            threshold=options.threshold,
-            small_block=small,
-            block_cache=options.block_cache,
+            model, batch=batch, capacity=capacity, threshold=options.threshold_for(model), **static
         )
 
     @contextlib.contextmanager

@@ -164,12 +164,13 @@ class Runtime:
         threshold: float = 1.0,
         small_block: int = 8,
         block_cache: bool = False,
+        steps: int | None = None,
     ) -> DiffusionSession:
         """Likewise for a block-diffusion model that writes on its own (method `dllm`).
 
         Args:
           model: None: the target; or its weights under another block size.
-          threshold, small_block, block_cache: see `decoding.dllm.step`; `small_block` divides the block size.
+          threshold, small_block, block_cache, steps: see `decoding.dllm.step`; `small_block` divides the block size.
         """
-        model, static = model or self.target, {"small_block": small_block, "block_cache": block_cache}
+        model, static = model or self.target, {"small_block": small_block, "block_cache": block_cache, "steps": steps}
         return DiffusionSession(self.programs, self.placement(batch), model, batch, capacity, threshold, **static)

@@ -334,22 +334,24 @@ class DiffusionSession(Session):
         batch: int,
         capacity: int,
         threshold: float,
-        **static: int | bool,
+        **static: int | bool | None,
     ):
-        self.block = model.config.block_size
+        self.config, self.block = model.config, model.config.block_size
         self.threshold = np.float32(threshold)
         advance = functools.partial(_advance_diffusion, **static)
         super().__init__(programs, placement, (model,), batch, capacity, _start_diffusion, advance)
 
     def _inputs(self, requests):
-        fitting = [dllm.blocks_that_fit(self.capacity, len(request.prompt), self.block) for request in requests]
-        if not all(fitting):
+        blocks = [
+            dllm.blocks_to_write(self.config, len(request.prompt), request.max_new_tokens, self.capacity)
+            for request in requests
+        ]
+        if not all(blocks):
             raise PromptError(f"no whole block of {self.block} fits behind the prompt within {self.capacity} tokens")
-        blocks = [min(request.max_new_tokens // self.block, most) for request, most in zip(requests, fitting)]
         return self._prompts(requests) | {"max_blocks": np.asarray(blocks, np.int32)}
 
     def _chunks(self, prompt_tokens):
-        width, starts = dllm.prefill_starts(prompt_tokens, self.block, self._empty.text.shape[1])
+        width, starts = dllm.prefill_starts(prompt_tokens, self.config, self._empty.text.shape[1])
         return [(functools.partial(_prefill_diffusion, width=width, placement=self.placement), at) for at in starts]
 
     def _loop_args(self, state, most):
@@ -359,12 +361,12 @@ class DiffusionSession(Session):
         return state.text, state.prompt_length, state.end, state.finish
 
     def rounds(self, state):
-        """Each row's blocks so far: a block emits its own tokens and the next one's first."""
+        """Each row's blocks so far: with a token shift, a block emits its own tokens and the next one's first."""
         passes, text, begin, end, _ = jax.device_get((state.block_passes, *self._view(state)))
         return [self._blocks(passes[row], text[row], int(begin[row]), int(end[row])) for row in range(self.batch)]
 
     def _blocks(self, passes: np.ndarray, text: np.ndarray, begin: int, end: int) -> RowLog:
-        first_end = (begin // self.block + 1) * self.block + 1
+        first_end = (begin // self.block + 1) * self.block + self.config.token_shift
         found, at = [], begin
         while at < end:
             stop = min(first_end + len(found) * self.block, end)
@@ -413,8 +415,8 @@ def _prefill_diffusion(model, state, at, *, width, placement):
         return placement(dllm.prefill_chunk(model, state, at, width=width))
 
 
-def _advance_diffusion(model, state, threshold, most, *, small_block, block_cache, placement):
-    return placement(dllm.generate(model, state, threshold, most, small_block=small_block, block_cache=block_cache))
+def _advance_diffusion(model, state, threshold, most, *, placement, **static):
+    return placement(dllm.generate(model, state, threshold, most, **static))
 
 
 def _insert(state, one, row, *, by_row, placement):

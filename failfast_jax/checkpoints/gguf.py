@@ -24,7 +24,7 @@ from failfast_jax.checkpoints.parameters import is_finite, not_finite
 from failfast_jax.checkpoints.safetensors import read_array
 from failfast_jax.errors import CheckpointError
 
-ARCHITECTURES = ("llama", "qwen2")
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 # GGUF value type -> struct code; 8 is a string and 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -164,7 +164,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     """The metadata as a Hugging Face `config.json`.
 
     Raises:
-      CheckpointError: an architecture other than llama and qwen2, or metadata that is missing or that
+      CheckpointError: an architecture that is not among `ARCHITECTURES`, or metadata that is missing or that
         this decoder cannot serve.
     """
     architecture = file.need("general.architecture")
@@ -195,7 +195,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     eos = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     context = get("context_length", 2048)
     return {
-        "architectures": ["LlamaForCausalLM" if architecture == "llama" else "Qwen2ForCausalLM"],
+        "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
         # The metadata's own vocab_size is optional, and the embedding decides anyway.
         "vocab_size": file.tensors["token_embd.weight"].shape[0],

@@ -58,12 +58,14 @@ class Table:
     """Slots whose heads hold rotary pairs as neighbours, as llama.cpp stores the llama architecture."""
 
 
-# In a layer: Hugging Face's name (Qwen2, Llama and Fast-dLLM v2 share it), llama.cpp's, the parameter, its part of it.
+# In a layer: Hugging Face's name (all families share it), llama.cpp's, the parameter, its part of it.
 _LAYER = (
     ("input_layernorm.weight", "attn_norm.weight", "input_norm.weight", "all"),
     ("self_attn.q_proj.{leaf}", "attn_q.{leaf}", "attention.qkv.{leaf}", "q"),
     ("self_attn.k_proj.{leaf}", "attn_k.{leaf}", "attention.qkv.{leaf}", "k"),
     ("self_attn.v_proj.{leaf}", "attn_v.{leaf}", "attention.qkv.{leaf}", "v"),
+    ("self_attn.q_norm.weight", "attn_q_norm.weight", "attention.q_norm.weight", "all"),
+    ("self_attn.k_norm.weight", "attn_k_norm.weight", "attention.k_norm.weight", "all"),
     ("self_attn.o_proj.{leaf}", "attn_output.{leaf}", "attention.o.{leaf}", "all"),
     ("post_attention_layernorm.weight", "ffn_norm.weight", "post_norm.weight", "all"),
     ("mlp.gate_proj.{leaf}", "ffn_gate.{leaf}", "mlp.gate_up.{leaf}", "gate"),

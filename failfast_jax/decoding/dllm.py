@@ -1,12 +1,18 @@
-"""Standalone block diffusion (method `dllm`): Fast-dLLM v2's own `generate`, compiled.
+"""Standalone block diffusion (method `dllm`): the `generate` of Fast-dLLM v2 and of SDAR, compiled.
 
 Blocks of D tokens are written from left to right; inside a block, small blocks are unmasked in order of
 confidence. Every denoising pass and the storing pass of a full block run the same window over a static cache.
+
+The two families differ in what follows from `ModelConfig.token_shift`: with it (Fast-dLLM v2) a storing pass also
+writes the next block's first token, and the text ends at a stop token with no mask before it; without it (SDAR) a
+block's pass fills at least so many positions that the block takes `steps` of them, and the text ends with the block
+that holds a stop token.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import flax.struct
 import jax
@@ -20,8 +26,9 @@ from failfast_jax.decoding.state import FAILED, FINISHED_EOS, FINISHED_LENGTH, R
 from failfast_jax.decoding.unmask import BlockPass
 from failfast_jax.decoding.windows import gather_rows, gather_window
 from failfast_jax.models.cache import TILE, KVCache, round_up
+from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.options import MethodOptions, option
+from failfast_jax.options import MethodOptions, option, require
 
 PREFILL_WIDTH = 128
 """Least positions of a prefill chunk."""
@@ -32,10 +39,37 @@ class DllmOptions(MethodOptions):
     """Options of `dllm`."""
 
     summary = "block diffusion on its own (--target names the model); not lossless against anything"
-    threshold: float = option(1.0, "a pass fills positions above it, and the best", least=0, most=1)
+    threshold: float | None = option(
+        None, "a pass fills positions above it, and the best (1; SDAR: 0.85)", least=0, most=1
+    )
     block_size: int | None = option(None, "block of the diffusion model (as in its config)", least=2)
-    small_block_size: int = option(8, "positions unmasked together", least=1)
-    block_cache: bool = option(False, "cache inside the block")
+    small_block_size: int | None = option(None, "Fast-dLLM v2: positions unmasked together (8)", least=1)
+    block_cache: bool = option(False, "Fast-dLLM v2: cache inside the block")
+    steps: int | None = option(None, "SDAR: most denoising passes a block (its size)", least=1)
+
+    def static_for(self, model: Decoder) -> dict[str, Any]:
+        """The static arguments of `step` for a model.
+
+        Raises:
+          OptionError: an option of the other family, or one that does not fit the block size.
+        """
+        block = model.config.block_size
+        if model.config.token_shift:
+            require(self.steps is None, f"--steps {self.steps}", "Fast-dLLM v2 fills by --threshold alone")
+            small = self.small_block_size or 8
+            require(block % small == 0, f"--small-block-size {small}", f"must divide the block size {block}")
+            return {"small_block": small, "block_cache": self.block_cache, "steps": None}
+        given = f"--small-block-size {self.small_block_size}"
+        require(self.small_block_size is None, given, "SDAR models unmask a block as a whole")
+        require(not self.block_cache, "--block-cache", "SDAR models have no small blocks to cache for")
+        steps = self.steps or block
+        require(steps <= block, f"--steps {steps}", f"must be at most the block size {block}, a step fills a position")
+        return {"small_block": block, "block_cache": False, "steps": steps}
+
+    def threshold_for(self, model: Decoder) -> float:
+        """Its threshold, or the model family's own."""
+        usual = 1.0 if model.config.token_shift else 0.85
+        return usual if self.threshold is None else self.threshold
 
 
 @flax.struct.dataclass
@@ -92,7 +126,7 @@ def init_state(
     return DiffusionState(
         text=text,
         prompt_length=prompt_length,
-        at=(prompt_length - 1) // block * block,
+        at=(prompt_length - int(model.config.token_shift)) // block * block,
         blocks=jnp.zeros((batch,), jnp.int32),
         max_blocks=max_blocks,
         fresh=jnp.ones((batch,), bool),
@@ -107,19 +141,27 @@ def init_state(
     )
 
 
-def blocks_that_fit(capacity: int, prompt_tokens: int, block: int) -> int:
-    """Whole blocks of output behind the prompt's own, within `capacity` positions."""
-    return max((capacity - 1) // block - prompt_tokens // block, 0)
+def blocks_to_write(config: ModelConfig, prompt_tokens: int, max_new_tokens: int, capacity: int) -> int:
+    """Blocks to write, the one that holds the prompt's end included if it is not full, within `capacity` positions.
+
+    As the models' own code counts them: with a token shift `max_new_tokens // D`, and one token behind the last;
+    without it as many as hold all of `max_new_tokens`.
+    """
+    block, before = config.block_size, prompt_tokens // config.block_size
+    if config.token_shift:
+        return max(min(max_new_tokens // block, (capacity - 1) // block - before), 0)
+    return max(min(-(-(prompt_tokens + max_new_tokens) // block), capacity // block) - before, 0)
 
 
-def prefill_starts(prompt_tokens: int, block: int, buffer: int) -> tuple[int, list[int]]:
+def prefill_starts(prompt_tokens: int, config: ModelConfig, buffer: int) -> tuple[int, list[int]]:
     """Width and starts of the prefill chunks for prompts of up to `prompt_tokens` tokens, multiples of the block.
 
     The last chunk begins earlier where it would reach beyond the buffer: what it covers twice, it computes twice.
     """
+    block = config.block_size
     width = round_up(PREFILL_WIDTH, block)
-    last = (buffer - width) // block * block
-    return width, [min(start, last) for start in range(0, (prompt_tokens - 1) // block * block, width)]
+    last, end = (buffer - width) // block * block, (prompt_tokens - int(config.token_shift)) // block * block
+    return width, [min(start, last) for start in range(0, end, width)]
 
 
 def prefill_chunk(model: Decoder, state: DiffusionState, start: Int[ArrayLike, ""], *, width: int) -> DiffusionState:
@@ -187,30 +229,57 @@ def _denoise(
 
 
 def step(
-    model: Decoder, state: DiffusionState, threshold: Float[ArrayLike, ""], *, small_block: int, block_cache: bool
+    model: Decoder,
+    state: DiffusionState,
+    threshold: Float[ArrayLike, ""],
+    *,
+    small_block: int,
+    block_cache: bool,
+    steps: int | None = None,
 ) -> DiffusionState:
-    """One forward pass for every running sequence: over its block, or over its small block (`block_cache`)."""
-    block, mask_token = model.config.block_size, model.config.mask_token_id
+    """One forward pass for every running sequence: over its block, or over its small block (`block_cache`).
+
+    Args:
+      steps: each pass fills so many positions at least that a block takes this many; None: at least one.
+    """
+    block, mask_token, shift = model.config.block_size, model.config.mask_token_id, model.config.token_shift
     at, running = state.at, state.running
     work = BlockPass.over(
-        state.text, at, state.prompt_length, block=block, small_block=small_block, mask_token=mask_token
+        state.text,
+        at,
+        state.prompt_length,
+        block=block,
+        small_block=small_block,
+        mask_token=mask_token,
+        token_shift=shift,
     )
     with jax.named_scope("draft"):
         hidden, cache = _denoise(model, state, work, block_cache)
         following = at[:, None] + jnp.where(work.full[:, None], block, work.inside)
         proposed, confidence, finite = _propose(model, hidden, following, state.sampling)
     with jax.named_scope("commit"):
-        wanted = jnp.take_along_axis(work.masked, work.inside, 1) | work.full[:, None]
+        wanted = jnp.take_along_axis(work.masked, work.inside, 1) | (work.full[:, None] & shift)
         failed = running & jnp.any(wanted & ~finite, axis=1)
         sound = running & ~failed
+        column = jnp.arange(state.block_passes.shape[1]) == state.blocks[:, None]
+        least = None
+        if steps is not None:
+            done = jnp.sum(jnp.where(column, state.block_passes, 0), axis=1)
+            least = block // steps + (done < block % steps)
         text, _, _ = work.unmasked(
-            state.text, proposed, confidence, active=sound, threshold=threshold, opens_next=jnp.ones_like(running)
+            state.text,
+            proposed,
+            confidence,
+            active=sound,
+            threshold=threshold,
+            opens_next=jnp.ones_like(running),
+            least=least,
         )
         storing = sound & work.full
         counted = running & (at + block > state.prompt_length)  # else the prefill's last block: see `init_state`
-        column = jnp.arange(state.block_passes.shape[1]) == state.blocks[:, None]
         blocks = state.blocks + (storing & counted)
         end, stopped = _output_end(text, state, mask_token)
+        stopped &= storing | shift
         finish = jnp.where(blocks >= state.max_blocks, FINISHED_LENGTH, RUNNING)
         finish = jnp.where(stopped, FINISHED_EOS, finish)
         finish = jnp.where(failed, FAILED, finish)
@@ -244,15 +313,11 @@ def generate(
     model: Decoder,
     state: DiffusionState,
     threshold: Float[ArrayLike, ""],
-    steps: Int[ArrayLike, ""],
-    *,
-    small_block: int,
-    block_cache: bool,
+    most: Int[ArrayLike, ""],
+    **static: Any,
 ) -> DiffusionState:
-    """Passes until every sequence is finished, or at most `steps` more."""
-    last = state.steps + steps
+    """Passes until every sequence is finished, or at most `most` more; `static` as in `step`."""
+    last = state.steps + most
     return jax.lax.while_loop(
-        lambda s: jnp.any(s.running) & (s.steps < last),
-        lambda s: step(model, s, threshold, small_block=small_block, block_cache=block_cache),
-        state,
+        lambda s: jnp.any(s.running) & (s.steps < last), lambda s: step(model, s, threshold, **static), state
     )

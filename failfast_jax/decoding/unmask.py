@@ -1,7 +1,7 @@
 """Filling the masks of a block: what a pass of block diffusion is about, and which positions it fills.
 
 Shared by the drafting schedules and by `dllm`: small blocks are unmasked from left to right, and a full block costs one
-more pass, which stores its keys and values and gives the next block's first token.
+more pass, which stores its keys and values and, where row i predicts token i + 1, gives the next block's first token.
 """
 
 from __future__ import annotations
@@ -15,11 +15,20 @@ from failfast_jax.decoding.windows import gather_window, place
 
 
 def above_threshold(
-    confidence: Float[Array, "B M"], masked: Bool[Array, "B M"], threshold: Float[ArrayLike, ""]
+    confidence: Float[Array, "B M"],
+    masked: Bool[Array, "B M"],
+    threshold: Float[ArrayLike, ""],
+    least: Int[Array, " B"] | None = None,
 ) -> Bool[Array, "B M"]:
-    """Fast-dLLM's rule for what a pass fills: masked positions above `threshold`, and always the best one."""
+    """What a pass fills: masked positions above `threshold`, and always the `least` best ones.
+
+    One best is Fast-dLLM's rule (`least` None), so many that a block takes a given number of steps SDAR's.
+    """
     confidence = jnp.where(masked, confidence, -1.0)
-    best = jnp.arange(confidence.shape[1]) == jnp.argmax(confidence, 1)[:, None]
+    if least is None:
+        best = jnp.arange(confidence.shape[1]) == jnp.argmax(confidence, 1)[:, None]
+    else:
+        best = most_confident(confidence, masked, least)
     return masked & (best | (confidence > threshold))
 
 
@@ -44,6 +53,7 @@ class BlockPass:
     small: Int[Array, " B"]
     """Start of the first small block with masks, within the block."""
     small_block: int = flax.struct.field(pytree_node=False)
+    token_shift: bool = flax.struct.field(pytree_node=False)
 
     @classmethod
     def over(
@@ -55,12 +65,18 @@ class BlockPass:
         block: int,
         small_block: int,
         mask_token: int,
+        token_shift: bool,
     ) -> BlockPass:
-        """The pass over the blocks at `at`; only masks from position `first` on are masks."""
+        """The pass over the blocks at `at`; only masks from position `first` on are masks.
+
+        Args:
+          token_shift: see `ModelConfig.token_shift`.
+        """
         tokens = gather_window(text, at, block)
         masked = (tokens == mask_token) & (at[:, None] + jnp.arange(block) >= first[:, None])
         small = jnp.argmax(masked, 1) // small_block * small_block
-        return cls(at=at, tokens=tokens, masked=masked, small=small, small_block=small_block)
+        static = {"small_block": small_block, "token_shift": token_shift}
+        return cls(at=at, tokens=tokens, masked=masked, small=small, **static)
 
     @property
     def full(self) -> Bool[Array, " B"]:
@@ -74,7 +90,9 @@ class BlockPass:
 
     @property
     def rows(self) -> Int[Array, "B d"]:
-        """Rows that score the small block (the one before each position), or the next block's first token."""
+        """Rows that score the small block, or the next block's first token."""
+        if not self.token_shift:
+            return self.inside
         last = self.masked.shape[1] - 1
         return jnp.where(self.full[:, None], last, jnp.maximum(self.inside - 1, 0))
 
@@ -87,19 +105,21 @@ class BlockPass:
         active: Bool[Array, " B"],
         threshold: Float[ArrayLike, ""],
         opens_next: Bool[Array, " B"],
+        least: Int[Array, " B"] | None = None,
     ) -> tuple[Int[Array, "B T"], Bool[Array, "B d"], Bool[Array, "B d"]]:
         """Writes what a pass proposes.
 
         Args:
           active: sequences that the pass is for.
-          opens_next: of stored blocks, whether the next block's first token is written.
+          threshold, least: see `above_threshold`.
+          opens_next: of stored blocks, whether the next block's first token is written, if the model shifts tokens.
 
         Returns:
           The text, which positions of the small block were masked (and denoised), and which of them were filled.
         """
         block = self.masked.shape[1]
-        opens_next = active & self.full & opens_next
-        text = place(text, self.at + block, tokens[:, :1], opens_next[:, None])
+        if self.token_shift:
+            text = place(text, self.at + block, tokens[:, :1], (active & self.full & opens_next)[:, None])
         masked = jnp.take_along_axis(self.masked, self.inside, 1) & (active & ~self.full)[:, None]
-        chosen = above_threshold(confidence, masked, threshold)
+        chosen = above_threshold(confidence, masked, threshold, least)
         return place(text, self.at + self.small, tokens, chosen), masked, chosen

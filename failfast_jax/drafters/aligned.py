@@ -107,6 +107,7 @@ class Aligned(BlockDrafter):
             block=self.block,
             small_block=self.small_block,
             mask_token=self.mask_token,
+            token_shift=self.model.config.token_shift,
         )
         live = jnp.max(jnp.where(carry.growing, at + self.block, 0))
         hidden, cache, _ = self.model.window(block.tokens, carry.state.cache, at, live)
@@ -122,7 +123,8 @@ class Aligned(BlockDrafter):
             threshold=self.threshold,
             opens_next=cached >= committed.length,
         )
-        seen = self._seen(carry.confidence, block, confidence, storing & (cached >= committed.length), chosen)
+        opened = storing & (cached >= committed.length) & block.token_shift
+        seen = self._seen(carry.confidence, block, confidence, opened, chosen)
         # All confidences of all passes join one list, a position once a pass.
         listed = carry.listed + masked.sum(1)
         shown = DraftSoFar(proposed, jnp.where(masked, confidence, 1.0), jnp.full_like(at, self.small_block), 0 * at)

@@ -47,6 +47,11 @@ class BlockDrafter(Drafter):
         return self.model.config.mask_token_id
 
     @property
+    def shift(self) -> int:
+        """How many rows before a position the row is that predicts it: 1 or 0, see `ModelConfig.token_shift`."""
+        return int(self.model.config.token_shift)
+
+    @property
     def chunk_multiple(self) -> int:
         return self.block
 
@@ -65,7 +70,7 @@ class BlockDrafter(Drafter):
 
     def prefill(self, state, committed, start, width, features):
         del features
-        # Blocks that hold the last token, or lie behind it, are left to the rounds.
+        # Blocks that hold the row of the first draft, or lie behind it, are left to the rounds.
         tokens = gather_window(committed.tokens, jnp.full_like(committed.length, start), width)
         starts = jnp.full_like(committed.length, start)
         _, cache, _ = self.model.window(tokens, state.cache, starts, start + width)
@@ -73,15 +78,15 @@ class BlockDrafter(Drafter):
         return state.replace(cache=cache, cached=jnp.minimum(whole, jnp.maximum(state.cached, start + width)))
 
     def commit(self, state, outcome):
-        # A block is final if it was computed with its tokens drafted and they are all in the text, and if it lies in
-        # front of the last token's.
-        agreed = outcome.before.length + outcome.agreed + 1
-        final = self.whole_blocks(jnp.minimum(agreed, outcome.after.length))
+        # A block is final if it was computed with its tokens drafted and they are all in the text, and if no row of it
+        # predicts what comes next.
+        agreed = (outcome.before.length + outcome.agreed) // self.block * self.block
+        final = jnp.minimum(agreed, self.whole_blocks(outcome.after.length))
         return state.replace(cached=jnp.minimum(state.cached, final))
 
     def whole_blocks(self, length: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Length of the blocks in front of the last of `length` tokens: what may be final."""
-        return (length - 1) // self.block * self.block
+        """Length of the blocks in front of the row that predicts what follows `length` tokens: what may be final."""
+        return (length - self.shift) // self.block * self.block
 
     def masked_text(
         self, committed: Committed, drafted: Int[Array, "B M"] | None = None, count: Int[Array, " B"] | None = None
@@ -109,7 +114,7 @@ class BlockDrafter(Drafter):
         end = (front + self.spec_len + self.block - 1) // self.block * self.block
         need = end - cached
         behind = need > self.window
-        missed = jnp.minimum(cached + self.window, (front - 1) // self.block * self.block)
+        missed = jnp.minimum(cached + self.window, self.whole_blocks(front))
         stored = jnp.where(behind, missed, front // self.block * self.block)
         return need, behind, jnp.where(active, jnp.maximum(cached, stored), cached)
 
@@ -136,7 +141,7 @@ class BlockDrafter(Drafter):
             def branch(carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
                 live = jnp.max(jnp.where(active, cached + width, 0))
                 hidden, cache, _ = self.model.window(gather_window(text, cached, width), carry[1], cached, live)
-                rows = jnp.clip((front - 1 - cached)[:, None] + offsets, 0, width - 1)
+                rows = jnp.clip((front - self.shift - cached)[:, None] + offsets, 0, width - 1)
                 return gather_rows(hidden, rows), cache
 
             return branch

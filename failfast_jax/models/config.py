@@ -12,7 +12,12 @@ from failfast_jax.errors import ConfigError
 # Fast-dLLM v2 uses the first unused row of Qwen2.5's embedding as its mask token.
 FAST_DLLM_MASK_TOKEN = 151_665
 FAST_DLLM_MODEL_TYPE = "Fast_dLLM_Qwen"
-SUPPORTED_MODEL_TYPES = ("qwen2", "llama", FAST_DLLM_MODEL_TYPE)
+SDAR_MASK_TOKEN = 151_669
+SDAR_MODEL_TYPE = "sdar"
+QWEN3_MODEL_TYPES = ("qwen3", SDAR_MODEL_TYPE)
+SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", FAST_DLLM_MODEL_TYPE, SDAR_MODEL_TYPE)
+BLOCK_KEYS = {FAST_DLLM_MODEL_TYPE: ("bd_size", 32), SDAR_MODEL_TYPE: ("block_size", 4)}
+"""Of block-diffusion models: the key of the block's size, and the size where it is missing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +112,16 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm of each query's and each key's head, before the rotary embedding (Qwen3)."""
     tie_embeddings: bool = False
     max_position_embeddings: int = 2048
     block_size: int = 1
     """Attention rule: position i sees position j iff i // block_size >= j // block_size; 1 is causal."""
     mask_token_id: int | None = None
     """The [MASK] token of a block-diffusion model; None for an autoregressive model."""
+    token_shift: bool = True
+    """Whether row i predicts token i + 1; a block-diffusion model without it (SDAR) fills position i from row i."""
     eos_token_ids: tuple[int, ...] = ()
 
     @property
@@ -167,7 +176,8 @@ class ModelConfig:
             return value
 
         heads, hidden = need("num_attention_heads"), need("hidden_size")
-        is_llama, is_diffusion = model_type == "llama", model_type == FAST_DLLM_MODEL_TYPE
+        is_llama, is_diffusion = model_type == "llama", model_type in BLOCK_KEYS
+        has_bias_key = is_llama or model_type in QWEN3_MODEL_TYPES
         attention_bias = bool(raw.get("attention_bias", False))
         return cls(
             model_type=model_type,
@@ -180,13 +190,15 @@ class ModelConfig:
             head_dim=raw.get("head_dim") or hidden // heads,
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope=RopeConfig.from_dict(raw, where),
-            qkv_bias=attention_bias if is_llama else True,
-            o_bias=attention_bias if is_llama else False,
+            qkv_bias=attention_bias if has_bias_key else True,
+            o_bias=attention_bias if has_bias_key else False,
+            qk_norm=model_type in QWEN3_MODEL_TYPES,
             mlp_bias=bool(raw.get("mlp_bias", False)) if is_llama else False,
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             max_position_embeddings=int(raw.get("max_position_embeddings") or 2048),
-            block_size=raw.get("bd_size", 32) if is_diffusion else 1,
+            block_size=raw.get(*BLOCK_KEYS[model_type]) if is_diffusion else 1,
             mask_token_id=raw.get("mask_token_id") if is_diffusion else None,
+            token_shift=model_type != SDAR_MODEL_TYPE,
             eos_token_ids=eos_ids(raw.get("eos_token_id"), where),
         )
 
@@ -203,8 +215,9 @@ class ModelConfig:
             raise ConfigError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported (supported: silu)")
         if raw.get("use_sliding_window"):
             raise ConfigError(f"{where}: use_sliding_window=true is not supported; attention here is full")
-        if self.model_type == FAST_DLLM_MODEL_TYPE and (not isinstance(self.block_size, int) or self.block_size < 2):
-            raise ConfigError(f"{where}: bd_size must be an integer of at least 2, got {self.block_size!r}")
+        if self.model_type in BLOCK_KEYS and (not isinstance(self.block_size, int) or self.block_size < 2):
+            key, _ = BLOCK_KEYS[self.model_type]
+            raise ConfigError(f"{where}: {key} must be an integer of at least 2, got {self.block_size!r}")
 
 
 def _check_types(raw: Mapping[str, Any], where: str) -> None:
@@ -233,14 +246,15 @@ def eos_ids(value: Any, where: str) -> tuple[int, ...]:
 
 
 def resolve_mask_token(config: ModelConfig, tokenizer_mask: int | None, where: str) -> ModelConfig:
-    """Fills `mask_token_id` of a block-diffusion model: its config, its tokenizer's `|<MASK>|`, else 151665.
+    """Fills `mask_token_id` of a block-diffusion model: its config, its tokenizer's mask token, else its family's id.
 
     Raises:
       ConfigError: none of the three gives an id below `vocab_size`.
     """
     if not config.is_diffusion:
         return config
-    candidates = (config.mask_token_id, tokenizer_mask, FAST_DLLM_MASK_TOKEN)
+    usual = SDAR_MASK_TOKEN if config.model_type == SDAR_MODEL_TYPE else FAST_DLLM_MASK_TOKEN
+    candidates = (config.mask_token_id, tokenizer_mask, usual)
     mask = next(candidate for candidate in candidates if candidate is not None)
     if not 0 <= mask < config.vocab_size:
         raise ConfigError(

@@ -37,7 +37,7 @@ class DrafterModel(Protocol):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Target layers (0-based, ascending) whose outputs it reads: the axis F of features; () if it reads none."""
+        """Target layers (0-based; -1: the embedding) whose outputs it reads: the axis F of features; () for none."""
 
     @property
     def context(self) -> int | None:

@@ -62,9 +62,13 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*R E"]) -> Float[Array, "*R E"]:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-        return self.weight[...] * y.astype(x.dtype)
+        return self.weight[...] * unit_rms(x, self.eps)
+
+
+def unit_rms(x: Float[Array, "*R E"], eps: float) -> Float[Array, "*R E"]:
+    """`x` over its root mean square, which is computed in float32."""
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)).astype(x.dtype)
 
 
 Attend = Callable[[Array], tuple[Array, Any]]
@@ -82,6 +86,8 @@ class Attention(nnx.Module):
         make = functools.partial(Linear, dtype=dtype, rngs=rngs)
         self.qkv = make((config.num_kv_heads, (group + 2) * config.head_dim), config.hidden_size, bias=config.qkv_bias)
         self.o = make((config.hidden_size,), config.num_heads * config.head_dim, bias=config.o_bias)
+        norm = functools.partial(RMSNorm, config.head_dim, config.rms_norm_eps, dtype)
+        self.q_norm, self.k_norm = (norm(), norm()) if config.qk_norm else (None, None)
 
     @jax.named_scope("attention")
     def __call__(
@@ -98,7 +104,13 @@ class Attention(nnx.Module):
         """
         config = self.config
         members = config.num_heads // config.num_kv_heads + 2
-        return self.qkv(x).reshape(*x.shape[:-1], -1, members, config.head_dim)
+        heads = self.qkv(x).reshape(*x.shape[:-1], -1, members, config.head_dim)
+        if self.q_norm is None:
+            return heads
+        # One pass over the fused heads; the last member, the value, stays as it is.
+        weights = [self.q_norm.weight[...]] * (members - 2) + [self.k_norm.weight[...]] * 2
+        normed = unit_rms(heads, config.rms_norm_eps) * jnp.stack(weights)
+        return jnp.where(jnp.arange(members)[:, None] < members - 1, normed, heads)
 
     def output(self, heads: Float[Array, "*R Q H"], over: str | None = None) -> Float[Array, "*R E"]:
         return self.o(heads.reshape(*heads.shape[:-2], -1), over=over)

@@ -1,4 +1,4 @@
-"""One decoder for Qwen2.5, Llama-family and Fast-dLLM v2 checkpoints (Flax NNX).
+"""One decoder for Qwen2.5, Qwen3, Llama-family, Fast-dLLM v2 and SDAR checkpoints (Flax NNX).
 
 Logits come back in float32; see `layers` for what else is computed in which type.
 """
@@ -136,7 +136,7 @@ class Decoder(nnx.Module):
           tokens: ids, any values at padded positions.
           live: number of leading cache positions to read, at least `max(start) + W` over the rows
             whose result matters.
-          feature_layers: return the residual stream after these layers (0-based).
+          feature_layers: return the residual stream after these layers (0-based; -1: the embedding).
           tree: the window holds a tree of tokens instead of a text (causal models only); see `keep`.
 
         Returns:
@@ -147,7 +147,7 @@ class Decoder(nnx.Module):
         visible = None if tree is None else tree.visible
         window = Window(cos, sin, start, live, visible=visible, block_size=self.config.block_size)
         x = self.embedded(tokens)
-        keys, values, features = list(cache.k), list(cache.v), {}
+        keys, values, features = list(cache.k), list(cache.v), {-1: x}
         for index, layer in enumerate(self.layers):
             x, (keys[index], values[index]) = _layer_window(
                 layer, x, (keys[index], values[index]), window, self.execution

@@ -27,7 +27,7 @@ from failfast_jax.models.config import RopeConfig
 from failfast_jax.models.rope import rope_frequencies
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "qwen2_untied"])
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2_untied", "field/qwen3_a"])
 def test_gguf_equals_the_hugging_face_folder(tmp_path, name):
     path = write_gguf(tmp_path / "model.gguf", name)
     model, source = load_model(path), load_model(GOLDEN / name)

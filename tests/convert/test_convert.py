@@ -30,7 +30,7 @@ from checkpoint_files import (
     write_gguf,
 )
 
-from convert import conversion, fast_dllm, gguf, qwen2
+from convert import conversion, fast_dllm, gguf, qwen2, qwen3, sdar
 from failfast_jax.checkpoints import native
 from failfast_jax.checkpoints.loading import load_model
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
@@ -39,7 +39,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def converter_of(name: str):
-    return fast_dllm if name.startswith("fast_dllm") else qwen2
+    others = {"field/qwen3_a": qwen3, "field/sdar_a": sdar}
+    return fast_dllm if name.startswith("fast_dllm") else others.get(name, qwen2)
 
 
 def logits(path, **options) -> np.ndarray:
@@ -55,7 +56,7 @@ def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-@pytest.mark.parametrize("name", GOLDEN_NAMES)
+@pytest.mark.parametrize("name", [*GOLDEN_NAMES, "field/qwen3_a", "field/sdar_a"])
 def test_golden_round_trip(name, out):
     assert converter_of(name).main([str(GOLDEN / name), str(out)]) == 0
     model, source = load_model(out), load_model(GOLDEN / name)
@@ -152,7 +153,9 @@ def test_wrong_model_types_name_the_right_command(capsys, tmp_path, out):
         (fast_dllm, GOLDEN / "qwen2_untied", "convert.qwen2"),
         (fast_dllm, GOLDEN / "llama_tied", "convert.qwen2"),
         (fast_dllm, path, "convert.gguf"),
-        (gguf, GOLDEN / "qwen2_untied", "convert.qwen2 or convert.fast_dllm"),
+        (gguf, GOLDEN / "qwen2_untied", "convert.qwen2"),
+        (qwen2, GOLDEN / "field" / "qwen3_a", "convert.qwen3"),
+        (qwen3, GOLDEN / "field" / "sdar_a", "convert.sdar"),
     ):
         assert f"use python -m {hint}" in refused(capsys, module, source, out)
     source = hf_folder(tmp_path / "gemma", "qwen2_untied", model_type="gemma2")

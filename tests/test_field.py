@@ -106,3 +106,36 @@ def test_sdar_drafts_for_qwen3_without_loss(method):
 def test_sdar_refuses_options_of_the_other_family(option, message):
     with pytest.raises(OptionError, match=message):
         FailFast(FIELD / "sdar_a").generate([[1, 2]], method="dllm", max_new_tokens=8, **option)
+
+
+BLOCKS = [
+    ("dflash_qwen3_a", None),
+    ("dspark_dflash_qwen3_a", "threshold_0"),
+    *((f"dspark{kind}_qwen3_a", f"threshold_{cut}") for kind in ("", "_gated", "_rnn") for cut in ("0", "0.5")),
+]
+
+
+def published_rounds(name: str, key: str | None) -> list[tuple[list[int], list[dict]]]:
+    """Prompts as our first round sees them, and each answer's rounds: `root`, `draft`, `accepted`, `confidence`."""
+    answers = []
+    for entry in entries(name, "drafts.json") if key is None else entries(name, "drafts.json")[key]:
+        rounds = entry.get("rounds") or [
+            {"root": block[0], "draft": block[1:], "accepted": emitted - 1}
+            for block, emitted in zip(entry["blocks"], entry["emitted"])
+        ]
+        answers.append((entry["prompt"] + entry["output_ids"][:1], entry["output_ids"][1:], rounds))
+    return answers
+
+
+@pytest.mark.parametrize("name, key", BLOCKS)
+def test_block_drafters_draft_as_published(name, key):
+    engine, answers = FailFast(FIELD / "qwen3_a", FIELD / name), published_rounds(name, key)
+    assert len(answers) == 3
+    options = {} if key in (None, "threshold_0") else {"confidence_threshold": 0.5}
+    results = engine.generate([prompt for prompt, *_ in answers], max_new_tokens=80, ignore_eos=True, **options)
+    for result, (_, output, rounds) in zip(results, answers):
+        assert result.output_ids[: len(output)] == output
+        assert len(result.rounds) >= len(rounds) > 5
+        for ours, theirs in zip(result.rounds, rounds):
+            assert ours.drafted == theirs["draft"] and ours.accepted == theirs["accepted"]
+            np.testing.assert_allclose(ours.confidence, theirs.get("confidence", ours.confidence), atol=2e-4)

@@ -261,21 +261,10 @@ def step(
         wanted = jnp.take_along_axis(work.masked, work.inside, 1) | (work.full[:, None] & shift)
         failed = running & jnp.any(wanted & ~finite, axis=1)
         sound = running & ~failed
-        column = jnp.arange(state.block_passes.shape[1]) == state.blocks[:, None]
-        least = None
-        if steps is not None:
-            done = jnp.sum(jnp.where(column, state.block_passes, 0), axis=1)
-            least = block // steps + (done < block % steps)
-        text, _, _ = work.unmasked(
-            state.text,
-            proposed,
-            confidence,
-            active=sound,
-            threshold=threshold,
-            opens_next=jnp.ones_like(running),
-            least=least,
-        )
+        least = _least(state, block, steps)
+        text, _, _ = work.unmasked(state.text, proposed, confidence, active=sound, threshold=threshold, least=least)
         storing = sound & work.full
+        column = jnp.arange(state.block_passes.shape[1]) == state.blocks[:, None]
         counted = running & (at + block > state.prompt_length)  # else the prefill's last block: see `init_state`
         blocks = state.blocks + (storing & counted)
         end, stopped = _output_end(text, state, mask_token)
@@ -295,6 +284,15 @@ def step(
         steps=state.steps + 1,
         end=end,
     )
+
+
+def _least(state: DiffusionState, block: int, steps: int | None) -> Int[Array, " B"] | None:
+    """Positions that the next pass over each block fills at least, so that `steps` passes fill it."""
+    if steps is None:
+        return None
+    column = jnp.arange(state.block_passes.shape[1]) == state.blocks[:, None]
+    done = jnp.sum(jnp.where(column, state.block_passes, 0), axis=1)
+    return block // steps + (done < block % steps)
 
 
 def _output_end(

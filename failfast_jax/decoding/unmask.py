@@ -104,7 +104,7 @@ class BlockPass:
         *,
         active: Bool[Array, " B"],
         threshold: Float[ArrayLike, ""],
-        opens_next: Bool[Array, " B"],
+        opens_next: Bool[ArrayLike, "*B"] = True,
         least: Int[Array, " B"] | None = None,
     ) -> tuple[Int[Array, "B T"], Bool[Array, "B d"], Bool[Array, "B d"]]:
         """Writes what a pass proposes.

@@ -10,6 +10,7 @@ import numpy as np
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.aligned import Aligned
+from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.drafters.feature_block import ConditionedDrafter
 from failfast_jax.drafters.hybrid import Hybrid
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup
@@ -17,7 +18,7 @@ from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.drafters.tree import ALTERNATIVES, TreeDrafter
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
-from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, CONDITIONED
+from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, CONDITIONED, FEATURE_BLOCK
 from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, flag_of, option, require
 
 SPEC_LEN, MAX_SPEC_LEN, ALIGNED_THRESHOLD = 10, 60, 0.05
@@ -31,7 +32,7 @@ class FailfastOptions(MethodOptions):
     """Options of `failfast`: a block-diffusion draft that grows while it is confident."""
 
     summary = "a block-diffusion model; one pass a chunk, and on while it is confident (the paper's method)"
-    kinds = (BLOCK_DIFFUSION, CONDITIONED)
+    kinds = (BLOCK_DIFFUSION, CONDITIONED, FEATURE_BLOCK)
     samples = True
 
     spec_len: int | None = option(None, "tokens drafted per expansion (10)", least=1, most=LONGEST_DRAFT)
@@ -94,7 +95,7 @@ class FailfastOptions(MethodOptions):
         spec_len, longest = drafter.spec_len, drafter.max_spec_len
         if self.lookup_min:
             lookup = Lookup.on(site.platform, self.max_spec_len, min_match=self.lookup_min)
-            if self.min_gain and site.model.kind == CONDITIONED:
+            if self.min_gain and site.model.kind != BLOCK_DIFFUSION:
                 drafter = drafter.replace(deferred=True)
             drafter = Hybrid(lookup=lookup, model=drafter, min_gain=np.float32(self.min_gain))
         if not self.reuse:
@@ -114,7 +115,7 @@ class FailfastOptions(MethodOptions):
             refuse_rejection(f"--tree-budget {self.tree_budget} puts alternatives beside a draft")
 
     def _aligned(self, site: Site) -> Aligned:
-        if site.model.kind == CONDITIONED:
+        if site.model.kind != BLOCK_DIFFUSION:
             raise OptionError(
                 "--schedule aligned: needs a standalone block-diffusion drafter, this one reads the target's features"
             )
@@ -142,8 +143,8 @@ class FailfastOptions(MethodOptions):
 
 def one_pass_drafter(
     options: Any, site: Site, *, alternatives: int = 0, most: int = MAX_SPEC_LEN
-) -> ConditionedDrafter | Wide:
-    """The drafter of the schedule `wide`, for either kind of model.
+) -> ConditionedDrafter | DSparkDrafter | Wide:
+    """The drafter of the schedule `wide`, for any kind of model that fills several positions in a pass.
 
     Args:
       options: with `spec_len`, `max_spec_len` and `tau`.
@@ -156,6 +157,14 @@ def one_pass_drafter(
         spec_len, longest = lengths(options.spec_len, options.max_spec_len, default, rows)
         check_rows(site, longest, "--max-spec-len" if options.max_spec_len else "--spec-len")
         return ConditionedDrafter(model=site.model, spec_len=spec_len, max_spec_len=longest, **extra)
+    if site.model.kind == FEATURE_BLOCK:
+        rows = site.model.rows
+        default = min(rows, options.max_spec_len or rows)
+        spec_len, longest = lengths(options.spec_len, options.max_spec_len, default, min(2 * rows, most))
+        check_rows(site, spec_len, "--spec-len")
+        # Fail fast: what it doubts is not even verified. Win big: on behind a block that it is sure of.
+        cut = np.float32(options.tau)
+        return DSparkDrafter(model=site.model, spec_len=spec_len, max_spec_len=longest, cut=cut, **extra)
     spec_len, longest = lengths(options.spec_len, options.max_spec_len, SPEC_LEN, min(MAX_SPEC_LEN, most))
     return Wide(model=site.model, vocab=site.vocab, spec_len=spec_len, max_spec_len=longest, **extra)
 
@@ -181,7 +190,7 @@ def check_lengths(spec_len: int | None, longest: int | None) -> None:
 def check_rows(site: Site, length: int, flag: str) -> None:
     """Raises OptionError: the model drafts fewer tokens than `length` in a pass."""
     rows = site.model.rows
-    require(length <= rows, f"{flag} {length}", f"this drafter was trained for drafts of up to {rows} tokens")
+    require(length <= rows, f"{flag} {length}", f"this drafter fills up to {rows} positions in a pass")
 
 
 def small_block_of(given: int | None, site: Site) -> int:

@@ -22,6 +22,7 @@ from failfast_jax.decoding.unmask import above_threshold, most_confident
 from failfast_jax.decoding.windows import gather_rows
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.conditioned import BoundConditioned
+from failfast_jax.models.dspark import DSparkModel
 
 ROWS = 8
 """Blocks are padded to multiples of this: the narrowest pass worth having on CPU and TPU alike."""
@@ -48,7 +49,7 @@ class ConditionedState:
 class FeatureDrafter(Drafter):
     """What the two drafters here share: the model, the features it reads, and a pass over its block."""
 
-    model: BoundConditioned
+    model: BoundConditioned | DSparkModel
     rule: StopRule = Never()
     spec_len: int = flax.struct.field(pytree_node=False, default=7)
     deferred: bool = flax.struct.field(pytree_node=False, default=False)

@@ -35,15 +35,24 @@ def window_attention(
     *,
     block_size: int,
     tile: int,
+    back: int | None = None,
 ) -> Queries:
     """Attention of a window of queries over the live part of a static cache; see the package's interface.
 
     Args:
       tile: positions a step; divides S.
+      back: positions up to its own that a query sees; None: all.
     """
-    last = last_visible(start, q.shape[1], until, block_size)
-    last = jnp.tile(last, (1, q.shape[2] // k_cache.shape[1]))[:, None, :, None]
-    return _tiled_attention(q, k_cache, v_cache, live, tile, lambda slots: slots <= last)
+    group = q.shape[2] // k_cache.shape[1]
+
+    def by_row(positions: Int[Array, "B W"]) -> Int[Array, "B 1 GW 1"]:
+        return jnp.tile(positions, (1, group))[:, None, :, None]
+
+    last = by_row(last_visible(start, q.shape[1], until, block_size))
+    if back is None:
+        return _tiled_attention(q, k_cache, v_cache, live, tile, lambda slots: slots <= last)
+    first = by_row(start[:, None] + jnp.arange(q.shape[1]) - (back - 1))
+    return _tiled_attention(q, k_cache, v_cache, live, tile, lambda slots: (slots <= last) & (slots >= first))
 
 
 def tree_attention(

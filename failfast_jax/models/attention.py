@@ -67,6 +67,8 @@ class Window:
     """Which of the window's tokens each one sees, where they are a tree; see `TreeMask`."""
     block_size: int = flax.struct.field(pytree_node=False, default=1)
     """Mask rule: causal (1) or block-causal; see `kernels.reference.visible_until`."""
+    back: int | None = flax.struct.field(pytree_node=False, default=None)
+    """Of a sliding window: a token sees its own position and the `back - 1` before it, of what it sees; None: all."""
 
 
 @flax.struct.dataclass
@@ -86,7 +88,7 @@ def attend(
 
     Args:
       qkv: of each KV head its G query heads, its key and its value.
-      kernel: one of `KERNELS`. Trees are plain jnp on every platform.
+      kernel: one of `KERNELS`. Trees and sliding windows are plain jnp on every platform.
 
     Returns:
       The heads' outputs, and both caches; in place when they are donated. The caller keeps `start + W` within the
@@ -97,7 +99,7 @@ def attend(
     """
     start, live, block_size = window.start, window.live, window.block_size
     until = jnp.zeros_like(start) if window.until is None else window.until
-    if kernel == "tpu" and window.visible is None:
+    if kernel == "tpu" and window.visible is None and window.back is None:
         from failfast_jax.kernels import tpu
 
         if qkv.shape[1] <= tpu.MAX_WIDTH:
@@ -108,6 +110,9 @@ def attend(
     cache = write_windows(*cache, k, v, start, kernel=kernel)
     if window.visible is not None:
         return reference.tree_attention(q, *cache, start, window.visible, live, tile=TILE), cache
+    if window.back is not None:
+        mask = {"block_size": block_size, "tile": TILE, "back": window.back}
+        return reference.window_attention(q, *cache, start, until, live, **mask), cache
     return cached_attention(q, *cache, start, live, block_size, until=until, kernel=kernel), cache
 
 

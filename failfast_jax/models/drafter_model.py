@@ -19,9 +19,11 @@ from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import Execution
 
 AUTOREGRESSIVE, BLOCK_DIFFUSION, CONDITIONED = "autoregressive", "block-diffusion", "conditioned"
-Kind = Literal["autoregressive", "block-diffusion", "conditioned"]
+FEATURE_BLOCK = "feature-block"
+Kind = Literal["autoregressive", "block-diffusion", "conditioned", "feature-block"]
 """`autoregressive`: predicts one token a pass. `block-diffusion`: fills masked positions, many a pass, from its own
-cache of the text. `conditioned`: likewise, up to `rows` of them, from the target's hidden states."""
+cache of the text. `conditioned`: likewise, up to `rows` of them, from the target's hidden states. `feature-block`: so,
+too, as DFlash and DSpark do it."""
 
 
 @runtime_checkable

@@ -40,10 +40,16 @@ class Linear(nnx.Module):
         self, x: Float[Array, "*R I"], preferred: DTypeLike | None = None, over: str | None = None
     ) -> Float[Array, "*R O"]:
         """`over`: mesh axis over which the inputs are spread, inside a `shard_map`."""
-        weight = self.weight[...]
-        weight = weight.reshape(-1, weight.shape[-1])
+        return self.some(slice(None), x, preferred, over)
+
+    def some(
+        self, which: slice, x: Float[Array, "*R I"], preferred: DTypeLike | None = None, over: str | None = None
+    ) -> Float[Array, "*R O"]:
+        """Only some of the outputs: a slice of the last output axis."""
+        weight, scale, bias = (None if p is None else p[...] for p in (self.weight, self.scale, self.bias))
+        weight = weight[..., which, :].reshape(-1, weight.shape[-1])
         rows = x.reshape(-1, x.shape[-1])
-        if self.scale is None:
+        if scale is None:
             y = jax.lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=preferred)
         else:
             # Every int8 is exact in the narrowest dtype, so only sums and scales are rounded. The conversion fuses into
@@ -51,9 +57,9 @@ class Linear(nnx.Module):
             y = jax.lax.dot_general(
                 rows, weight.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
             )
-            y = (y * self.scale[...].reshape(-1)).astype(preferred or x.dtype)
+            y = (y * scale[..., which, :].reshape(-1)).astype(preferred or x.dtype)
         y = total(y.reshape(*x.shape[:-1], -1), over)
-        return y if self.bias is None else y + self.bias[...].reshape(-1)
+        return y if bias is None else y + bias[..., which].reshape(-1)
 
 
 class RMSNorm(nnx.Module):
@@ -111,6 +117,14 @@ class Attention(nnx.Module):
         weights = [self.q_norm.weight[...]] * (members - 2) + [self.k_norm.weight[...]] * 2
         normed = unit_rms(heads, config.rms_norm_eps) * jnp.stack(weights)
         return jnp.where(jnp.arange(members)[:, None] < members - 1, normed, heads)
+
+    def keys_and_values(self, x: Float[Array, "*R E"]) -> tuple[Float[Array, "*R K H"], Float[Array, "*R K H"]]:
+        """Keys (normed, not rotated) and values alone, for positions that are looked at and do not look."""
+        config = self.config
+        queries = config.num_heads // config.num_kv_heads * config.head_dim
+        heads = self.qkv.some(slice(queries, None), x).reshape(*x.shape[:-1], -1, 2, config.head_dim)
+        k, v = heads[..., 0, :], heads[..., 1, :]
+        return k if self.k_norm is None else self.k_norm(k), v
 
     def output(self, heads: Float[Array, "*R Q H"], over: str | None = None) -> Float[Array, "*R E"]:
         return self.o(heads.reshape(*heads.shape[:-2], -1), over=over)

@@ -306,7 +306,7 @@ def test_bad_input_is_named(command, capsys, tmp_path):
         (["--tau", "0.5,x"], "--tau 0.5,x: must be numbers"),
         (["--tau", "1.5"], "--tau 1.5: must be in"),
         (["--spec-len", ""], "--spec-len '': holds no value"),
-        (["--spec-len", "9"], "--spec-len 9: this drafter was trained for drafts of up to 5"),
+        (["--spec-len", "9"], "--spec-len 9: this drafter fills up to 5"),
         (["--spec-len", "4", "--max-spec-len", "3"], "the grid is empty"),
         (["--schedule", "aligned"], "--schedule aligned: needs a standalone"),
         (["--verify", "0"], "--verify 0: must be at least 1"),

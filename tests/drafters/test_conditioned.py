@@ -265,9 +265,9 @@ def test_damaged_folders_are_named(target, folder):
 
 def test_options_that_do_not_fit_are_refused(engine):
     for options, message in (
-        ({"spec_len": ROWS + 1}, "--spec-len 6: this drafter was trained for drafts of up to 5"),
+        ({"spec_len": ROWS + 1}, "--spec-len 6: this drafter fills up to 5"),
         ({"schedule": "aligned"}, "--schedule aligned: needs a standalone"),
-        ({"method": "fast-dllm", "spec_len": ROWS + 1}, "--spec-len 6: this drafter was trained for drafts of up to 5"),
+        ({"method": "fast-dllm", "spec_len": ROWS + 1}, "--spec-len 6: this drafter fills up to 5"),
         ({"method": "specdiff", "steps": 4, "spec_len": 3}, "--steps 4: must be at most --spec-len 3"),
         ({"block_size": 8}, "--block-size 8"),
         ({"min_gain": 1.0}, "--min-gain 1.0: needs --lookup-min"),

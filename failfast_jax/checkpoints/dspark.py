@@ -1,0 +1,166 @@
+"""Folders of DFlash and DSpark drafters, as z-lab and DeepSeek's DeepSpec publish them.
+
+z-lab (`DFlashDraftModel`): the layers alone, settings under `dflash_config`. DeepSpec (`Qwen3DSparkModel`): with copies
+of the target's embedding and head, which are shared with it again where they are equal.
+
+Ours is DeepSpec's layout with two additions, each left out unless asked for: without `embed_tokens` and `lm_head` these
+are the target's; with `draft_vocab_size` the tensor `d2t` says, as EAGLE-3's does, how far each row's token id lies
+behind the row's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from failfast_jax.checkpoints import mapping, safetensors
+from failfast_jax.checkpoints.mapping import Row
+from failfast_jax.checkpoints.parameters import Skeleton
+from failfast_jax.errors import CheckpointError, ConfigError
+from failfast_jax.files import read_json
+from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.dspark import MARKOV_HEADS, DSpark, DSparkConfig, DSparkModel
+from failfast_jax.models.transformer import Decoder
+
+ZLAB, DEEPSPEC = "DFlashDraftModel", "Qwen3DSparkModel"
+TABLE = mapping.Table(
+    (
+        Row("embed_tokens.weight", "embed"),
+        *mapping.layer_rows("layers.{layer}."),
+        Row("norm.weight", "norm.weight"),
+        Row("lm_head.weight", "head"),
+        Row("fc.weight", "fc.weight"),
+        Row("hidden_norm.weight", "hidden_norm.weight"),
+        Row("markov_head.markov_w1.weight", "markov.w1"),
+        Row("markov_head.markov_w2.weight", "markov.w2.weight"),
+        Row("markov_head.gate_proj.{leaf}", "markov.gate.{leaf}"),
+        Row("markov_head.joint_proj.{leaf}", "markov.joint.{leaf}"),
+        Row("confidence_head.proj.{leaf}", "confidence.{leaf}"),
+    ),
+    ignored=r"rotary_emb\.inv_freq|d2t",
+)
+
+
+def load_dspark(folder: Path, target: Decoder, target_name: str = "the target") -> DSparkModel:
+    """Reads a drafter, in the dtype of the target that it drafts for.
+
+    Raises:
+      CheckpointError: missing, unexpected, mis-shaped or damaged tensors, or only pickled ones.
+      ConfigError: a configuration that cannot be served, or a drafter of another target.
+    """
+    where = str(folder / "config.json")
+    config = parse_config(read_json(folder / "config.json"), where)
+    check_target(config, target.config, folder, target_name)
+    dtype = np.dtype(target.dtype)
+    tensors = safetensors.folder_tensors(folder, safetensors.DTYPES | safetensors.INTEGERS)
+    draft_ids = _draft_ids(tensors, config, folder)
+    skeleton = Skeleton.made_by(lambda: DSpark(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    head = target.head_weight
+    borrowed = {"embed": target.embed[...], "head": head if draft_ids is None else head[draft_ids]}
+    names = {"embed_tokens.weight": "embed", "lm_head.weight": "head"}
+    stored = {} if config.own_row else {names[key]: borrowed[names[key]].shape for key in names if key in tensors}
+    plan = mapping.make_plan(TABLE, skeleton.shapes | stored, tensors, config.base, folder)
+    own: dict[str, jax.Array] = {}
+    for name, shape in stored.items():
+        value = plan.assemble(name, shape, dtype)
+        if not np.array_equal(value, np.asarray(borrowed[name])):
+            own[name] = jax.device_put(value)
+    values = {name: jax.device_put(plan.assemble(name, shape, dtype)) for name, shape in skeleton.shapes.items()}
+    shared = tuple(name for name in borrowed if name not in own)
+    return DSparkModel(skeleton.filled(values), **{**borrowed, **own}, draft_ids=draft_ids, shared=shared)
+
+
+def _draft_ids(tensors: Mapping[str, mapping.StoredTensor], config: DSparkConfig, folder: Path) -> jax.Array | None:
+    """Token id of each row of the head; None: the rows are the vocabulary."""
+    count = config.draft_vocab
+    if count is None:
+        return None
+    if "d2t" not in tensors or tensors["d2t"].shape != (count,):
+        raise CheckpointError(f"{folder}: draft_vocab_size {count} needs the tensor d2t of that length")
+    ids = tensors["d2t"].read(0, count).astype(np.int64) + np.arange(count)
+    if ids.min() < 0 or ids.max() >= config.base.vocab_size:
+        raise CheckpointError(f"{folder}: d2t leads outside the vocabulary of {config.base.vocab_size}")
+    return jax.device_put(ids.astype(np.int32))
+
+
+def parse_config(raw: Mapping[str, Any], where: str) -> DSparkConfig:
+    """Reads `config.json`.
+
+    Raises:
+      ConfigError: a key is missing, or has a value that cannot be served.
+    """
+    base = ModelConfig.from_dict({**raw, "use_sliding_window": False}, where)
+    zlab = (raw.get("architectures") or [None])[0] == ZLAB
+    settings = (raw.get("dflash_config") or {}) if zlab else raw
+    inside = "dflash_config." if zlab else ""
+
+    def integer(values: Mapping[str, Any], key: str, least: int, said: str = "") -> int:
+        value = values.get(key)
+        if type(value) is not int or value < least:
+            raise ConfigError(f"{where}: key '{said}{key}' must be an integer of at least {least}, got {value!r}")
+        return value
+
+    layers = settings.get("target_layer_ids")
+    if not isinstance(layers, list) or not layers or not all(type(layer) is int and layer >= -1 for layer in layers):
+        raise ConfigError(f"{where}: key '{inside}target_layer_ids' must be a list of layer numbers, got {layers!r}")
+    if (scale := settings.get("input_embedding_scale", 1.0)) != 1.0:
+        raise ConfigError(f"{where}: input_embedding_scale {scale!r} is not supported (supported: 1)")
+    rank = 0 if zlab else integer(raw, "markov_rank", 0)
+    head = raw.get("markov_head_type") if rank else None
+    if rank and head not in MARKOV_HEADS:
+        raise ConfigError(f"{where}: markov_head_type {head!r} is not supported (supported: {', '.join(MARKOV_HEADS)})")
+    confidence = not zlab and bool(raw.get("enable_confidence_head"))
+    config = DSparkConfig(
+        base=base,
+        block_size=integer(raw, "block_size", 2 if zlab else 1),
+        mask_token_id=integer(settings, "mask_token_id", 0, inside),
+        feature_layers=tuple(layers),
+        num_target_layers=integer(raw, "num_target_layers", 1),
+        own_row=zlab,
+        markov=head,
+        markov_rank=rank,
+        confidence=confidence,
+        confidence_sees_markov=confidence and bool(raw.get("confidence_head_with_markov")),
+        draft_vocab=integer(raw, "draft_vocab_size", 1) if raw.get("draft_vocab_size") else None,
+        sliding_windows=_sliding_windows(raw, base.num_layers, where),
+        sliding_is_causal=zlab and bool(raw.get("is_causal", True)),
+    )
+    if config.mask_token_id >= base.vocab_size:
+        raise ConfigError(f"{where}: mask token {config.mask_token_id} is outside the vocabulary of {base.vocab_size}")
+    if config.confidence_sees_markov and not rank:
+        raise ConfigError(f"{where}: confidence_head_with_markov needs a Markov head, and markov_rank is 0")
+    return config
+
+
+def _sliding_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
+    kinds = raw.get("layer_types") or ["full_attention"] * layers
+    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ConfigError(
+            f"{where}: layer_types must name full_attention or sliding_attention for {layers} layers, got {kinds!r}"
+        )
+    if "sliding_attention" not in kinds:
+        return ()
+    window = raw.get("sliding_window")
+    if type(window) is not int or window < 1:
+        raise ConfigError(f"{where}: sliding_window must be a positive integer for sliding layers, got {window!r}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def check_target(config: DSparkConfig, target: ModelConfig, folder: Path, target_name: str) -> None:
+    """Raises ConfigError: a drafter that was made for another target; both are named."""
+    for what, here, there in (
+        ("hidden size", config.base.hidden_size, target.hidden_size),
+        ("layers", config.num_target_layers, target.num_layers),
+        ("vocabulary", config.base.vocab_size, target.vocab_size),
+    ):
+        if here != there:
+            raise ConfigError(f"{folder}: drafts for a target with {what} {here}; {target_name} has {there}")
+    if max(config.feature_layers) >= target.num_layers:
+        raise ConfigError(
+            f"{folder}: reads the target's layer {max(config.feature_layers)}; {target_name} has {target.num_layers}"
+        )

@@ -1,0 +1,238 @@
+"""The methods `dflash` and `dspark`: a block of masks filled in one pass, its tokens chosen from left to right."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+from failfast_jax.decoding.branches import one_of
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.expand import Chunk, Growth, expand
+from failfast_jax.decoding.proposal import Extras, no_extras, propose, refuse_begun
+from failfast_jax.decoding.state import Committed, Draft
+from failfast_jax.decoding.windows import gather_rows
+from failfast_jax.drafters.feature_block import ROWS, FeatureDrafter
+from failfast_jax.errors import ConfigError
+from failfast_jax.models.cache import KVCache, round_up
+from failfast_jax.models.drafter_model import FEATURE_BLOCK
+from failfast_jax.models.dspark import DSparkModel
+from failfast_jax.options import MethodOptions, Site, option
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class DSparkDrafter(FeatureDrafter):
+    """Each pass drafts the next `spec_len` tokens, at most a block's; the draft grows while its rule lets it.
+
+    A pass over a later block sees the tokens drafted before as known rows. Where there is a Markov head, tokens are
+    chosen row after row, each corrected for the one before it.
+    """
+
+    model: DSparkModel
+    max_spec_len: int = flax.struct.field(pytree_node=False)
+    cut: Float[ArrayLike, ""] | None = None
+    """A draft ends before its first token with a lower confidence; None: it is not cut."""
+    sampled: bool = flax.struct.field(pytree_node=False, default=False)
+    """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
+    alternatives: int = flax.struct.field(pytree_node=False, default=0)
+    """Tokens behind the best one to name at each position: for trees."""
+
+    @property
+    def max_draft(self) -> int:
+        return self.max_spec_len
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        if self.cut is not None:
+            return tuple(range(self.max_draft + 1))
+        return (*range(self.spec_len, self.max_draft, self.spec_len), self.max_draft)
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of the widest pass."""
+        config = self.model.config
+        return round_up(config.block_size * -(-(self.max_draft + config.own_row) // config.block_size), ROWS)
+
+    def draft(self, state, committed, begun=None):
+        batch = committed.length.shape[0]
+        refuse_begun(begun, **self._extra)
+        state = self._ready(state, committed)
+        start = committed.length - 1
+        root = jnp.take_along_axis(committed.tokens, start[:, None], axis=1)
+
+        def one_pass(growth: Growth) -> tuple[Chunk, KVCache]:
+            known = jnp.concatenate([root, growth.tokens], axis=1)
+            hidden, cache = self._hidden(growth, known, start)
+            tokens, confidence, extras = self._choose(hidden, known, growth.drafted, committed)
+            count = jnp.minimum(self.spec_len, self.max_draft - growth.drafted)
+            return Chunk(tokens, confidence, count, extras), cache
+
+        draft, cache = expand(
+            one_pass,
+            self.rule,
+            state.memory,
+            state.cache,
+            committed,
+            begun=begun or Draft.empty(batch, 0),
+            chunk=self.spec_len,
+            longest=self.max_draft,
+            least=1,
+            extras=no_extras(batch, self.max_draft, self.model.config.base.vocab_size, **self._extra),
+        )
+        return self._cut(draft, 0 if begun is None else begun.length), state.replace(cache=cache)
+
+    def _cut(self, draft: Draft, given: Int[ArrayLike, "*B"]) -> Draft:
+        """Without what follows a token that is not sure; `given` first tokens are another source's."""
+        if self.cut is None:
+            return draft
+        sure = (draft.confidence >= self.cut) | (jnp.arange(self.max_draft) < jnp.reshape(given, (-1, 1)))
+        return draft.replace(length=jnp.minimum(draft.length, jnp.cumprod(sure, axis=1).sum(1)))
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        return {"sampled": self.sampled, "alternatives": self.alternatives}
+
+    def _hidden(
+        self, growth: Growth, known: Int[Array, "B M1"], start: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B R E"], KVCache]:
+        """Hidden states of the root, what is drafted, and masks to the end of the block that drafts on."""
+        config, rows = self.model.config, self.block_rows
+        blocks = -(-(growth.drafted + self.spec_len + config.own_row) // config.block_size)
+        used = jnp.minimum(blocks * config.block_size, rows)
+        columns = jnp.arange(rows)
+        tokens = jnp.pad(known, ((0, 0), (0, max(rows - known.shape[1], 0))))[:, :rows]
+        tokens = jnp.where(columns <= growth.drafted[:, None], tokens, config.mask_token_id)
+        embedded = self.model.embed[tokens]
+
+        def over(width: int):
+            def branch(carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
+                live = jnp.max(jnp.where(growth.growing, start + width, 0))
+                inside = jnp.minimum(used, width)
+                hidden, cache = self.model.network.block(embedded[:, :width], carry[1], start, inside, live)
+                return jnp.pad(hidden, ((0, 0), (0, rows - width), (0, 0))), cache
+
+            return branch
+
+        widths = sorted(
+            {round_up(config.block_size * count, ROWS) for count in range(1, rows // config.block_size + 1)}
+        )
+        widths = [width for width in widths if width < rows] + [rows]
+        needed = jnp.max(jnp.where(growth.growing, used, 0))
+        rung = sum((needed > width).astype(jnp.int32) for width in widths[:-1])
+        nothing = jnp.zeros((known.shape[0], rows, config.base.hidden_size), self.model.dtype)
+        return one_of(rung, [over(width) for width in widths], (nothing, growth.model))
+
+    def _choose(
+        self, hidden: Float[Array, "B R E"], known: Int[Array, "B M1"], drafted: Int[Array, " B"], committed: Committed
+    ) -> tuple[Int[Array, "B N"], Float[Array, "B N"], Extras]:
+        """The next `spec_len` tokens behind `drafted` ones."""
+        network, own_row = self.model.network, self.model.config.own_row
+        front = drafted[:, None] + jnp.arange(self.spec_len)
+        here = gather_rows(hidden, jnp.minimum(front + own_row, self.block_rows - 1))
+        logits = self.model.logits(here)
+        positions = committed.length[:, None] + front
+        if network.markov is None:
+            tokens, confidence, extras = self._propose(logits, positions, committed)
+            return tokens, self._confidence(here, None, confidence), extras
+
+        def row(carry: tuple[Array, Array], rows: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Any]:
+            (state, token), (hidden, logits, positions) = carry, rows
+            before = network.markov.embedded(token)
+            state, code = network.markov.step(state, before, hidden)
+            logits = (logits + network.markov.bias(code))[:, None]
+            chosen, confidence, extras = self._propose(logits, positions[:, None], committed)
+            return (state, chosen[:, 0]), (chosen, confidence, extras, before)
+
+        state, last = self._markov_state(hidden, known, drafted)
+        by_row = [jnp.moveaxis(x, 1, 0) for x in (here, logits, positions)]
+        with jax.named_scope("markov"):
+            _, chosen = jax.lax.scan(row, (state, last), tuple(by_row))
+        tokens, confidence, extras = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, 0], 0, 1), chosen[:3])
+        return tokens, self._confidence(here, jnp.moveaxis(chosen[3], 0, 1), confidence), extras
+
+    def _propose(
+        self, logits: Float[Array, "B N v"], positions: Int[Array, "B N"], committed: Committed
+    ) -> tuple[Int[Array, "B N"], Float[Array, "B N"], Extras]:
+        """Tokens of the target's vocabulary."""
+        ids = self.model.draft_ids
+        narrow = ids is not None and not (self.sampled or self.alternatives)
+        # What leaves a drafter beside tokens and confidences speaks of the target's ids.
+        logits = logits if narrow else self.model.over_vocabulary(logits)
+        tokens, confidence, extras = propose(logits, positions, committed.sampling, **self._extra)
+        return ids[tokens] if narrow else tokens, confidence, extras
+
+    def _markov_state(
+        self, hidden: Float[Array, "B R E"], known: Int[Array, "B M1"], drafted: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B r"], Int[Array, " B"]]:
+        """The Markov head's state behind the drafted tokens, and the last of these (or the root)."""
+        markov, own_row = self.model.network.markov, self.model.config.own_row
+        state = jnp.zeros((hidden.shape[0], markov.rank), hidden.dtype)
+        last = jnp.take_along_axis(known, drafted[:, None], axis=1)[:, 0]
+        if markov.joint is None or self.max_draft == self.spec_len:
+            return state, last
+
+        def row(index: Int[Array, ""], state: Float[Array, "B r"]) -> Float[Array, "B r"]:
+            after, _ = markov.step(state, markov.embedded(known[:, index]), hidden[:, index + own_row])
+            return jnp.where((index < drafted)[:, None], after, state)
+
+        return jax.lax.fori_loop(0, jnp.max(drafted), row, state), last
+
+    def _confidence(
+        self, hidden: Float[Array, "B N E"], before: Float[Array, "B N r"] | None, softmax: Float[Array, "B N"]
+    ) -> Float[Array, "B N"]:
+        """The confidence head's, else the largest probability."""
+        network = self.model.network
+        return softmax if network.confidence is None else network.confidences(hidden, before)
+
+
+def build(site: Site, **settings: Any) -> DSparkDrafter:
+    """The drafter of a site with these settings, and argmax or sampled drafts as it asks for."""
+    return DSparkDrafter(model=site.model, sampled=site.sampled, **settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashOptions(MethodOptions):
+    """Options of `dflash`."""
+
+    summary = "a DFlash drafter: a whole block each round, in one pass over the target's features"
+    kinds = (FEATURE_BLOCK,)
+    samples = True
+
+    def build(self, site: Site) -> Drafter:
+        _check_method("dflash", site)
+        return build(site, spec_len=site.model.rows, max_spec_len=site.model.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkOptions(MethodOptions):
+    """Options of `dspark`."""
+
+    summary = "a DSpark drafter: a block in one pass, corrected row after row, cut where its confidence head doubts"
+    kinds = (FEATURE_BLOCK,)
+    samples = True
+
+    confidence_threshold: float = option(
+        0.0, "a draft ends before its first token with a lower confidence", least=0, most=1
+    )
+
+    def build(self, site: Site) -> Drafter:
+        _check_method("dspark", site)
+        rows = site.model.rows
+        cut = np.float32(self.confidence_threshold) if self.confidence_threshold else None
+        return build(site, spec_len=rows, max_spec_len=rows, cut=cut)
+
+
+def _check_method(method: str, site: Site) -> None:
+    if site.model.method != method:
+        other = site.model.method
+        raise ConfigError(
+            f"{site.model_name}: a drafter for --method {other} (or failfast), not for --method {method}: "
+            + ("it has a Markov or a confidence head" if other == "dspark" else "it has no Markov or confidence head")
+        )

@@ -1,0 +1,289 @@
+"""DFlash and DSpark: drafters of a few layers that fill a block of masks from the target's hidden states.
+
+DFlash: z-lab, arXiv:2602.06036. DSpark: DeepSeek's DeepSpec, which adds a Markov head and a confidence head.
+
+Every committed token has one context vector, made of the target's residual stream after some of its layers. A block of
+rows begins with the last committed token, the root, at its position; masks follow, or tokens drafted before. The rows
+see each other in both directions and the context of every position before the root's.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from failfast_jax.models import quantization
+from failfast_jax.models.attention import Window, attend, write_windows
+from failfast_jax.models.cache import KVCache
+from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.drafter_model import FEATURE_BLOCK, Kind
+from failfast_jax.models.layers import Layer, Linear, RMSNorm
+from failfast_jax.models.rope import apply_rope, rotary
+from failfast_jax.models.sharding import ONE_DEVICE, TENSOR, Execution
+
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkConfig:
+    """Shape and rules of a drafter.
+
+    Attributes:
+      base: its own layers, and the vocabulary.
+      block_size: rows of a block.
+      mask_token_id: what stands for a token that is not known.
+      feature_layers: target layers whose outputs it reads (-1: the embedding), in the order of `fc`'s inputs.
+      num_target_layers: layers of its target.
+      own_row: whether row j drafts the token at its own position (z-lab) or the one behind it (DeepSpec).
+      markov: kind of its Markov head, one of `MARKOV_HEADS`, or None.
+      markov_rank: size of the Markov head's vectors.
+      confidence: whether it has a confidence head.
+      confidence_sees_markov: whether that reads the token before each row, too.
+      draft_vocab: tokens that it can draft; None: the whole vocabulary.
+      sliding_windows: by layer, how many positions a row sees, its own included; None: all.
+      sliding_is_causal: whether rows of such a layer see no later row of their block.
+    """
+
+    base: ModelConfig
+    block_size: int
+    mask_token_id: int
+    feature_layers: tuple[int, ...]
+    num_target_layers: int
+    own_row: bool = False
+    markov: str | None = None
+    markov_rank: int = 0
+    confidence: bool = False
+    confidence_sees_markov: bool = False
+    draft_vocab: int | None = None
+    sliding_windows: tuple[int | None, ...] = ()
+    sliding_is_causal: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Tokens that one block drafts."""
+        return self.block_size - self.own_row
+
+
+class MarkovHead(nnx.Module):
+    """Corrects each row's logits for the token that was drafted before it; from left to right over a block."""
+
+    def __init__(self, config: DSparkConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        vocab, size, rank = config.base.vocab_size, config.base.hidden_size, config.markov_rank
+        drafted = config.draft_vocab or vocab
+        make = functools.partial(Linear, dtype=dtype, rngs=rngs)
+        self.rank = rank
+        self.w1 = nnx.Param(jax.random.normal(rngs.params(), (vocab, rank), dtype) * rank**-0.5)
+        self.w2 = make((drafted,), rank, bias=False)
+        self.gate = make((rank,), size + rank, bias=True) if config.markov == "gated" else None
+        self.joint = make((3 * rank,), size + 2 * rank, bias=True) if config.markov == "rnn" else None
+
+    def embedded(self, tokens: Int[Array, "*R"]) -> Float[Array, "*R r"]:
+        """Of the tokens before the rows."""
+        return self.w1[...][tokens]
+
+    def step(
+        self, state: Float[Array, "*R r"], before: Float[Array, "*R r"], hidden: Float[Array, "*R E"]
+    ) -> tuple[Float[Array, "*R r"], Float[Array, "*R r"]]:
+        """One row: the next state (used by `rnn` alone, zero at the first row), and what `bias` projects.
+
+        Args:
+          before: see `embedded`.
+          hidden: the row's.
+        """
+        if self.gate is not None:
+            return state, before * jax.nn.sigmoid(self.gate(jnp.concatenate([hidden, before], -1)))
+        if self.joint is None:
+            return state, before
+        gate, candidate, out = jnp.split(self.joint(jnp.concatenate([state, before, hidden], -1)), 3, axis=-1)
+        gate = jax.nn.sigmoid(gate)
+        return gate * state + (1 - gate) * jnp.tanh(candidate), jnp.tanh(out)
+
+    def bias(self, code: Float[Array, "*R r"]) -> Float[Array, "*R v"]:
+        """What a row's logits gain (float32)."""
+        return self.w2(code, jnp.float32)
+
+
+class DSpark(nnx.Module):
+    """The drafter's own layers and heads; see the module's docstring."""
+
+    def __init__(self, config: DSparkConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        base, size = config.base, config.base.hidden_size
+        make = functools.partial(Linear, dtype=dtype, rngs=rngs)
+        self.config = config
+        self.execution = ONE_DEVICE
+        self.fc = make((size,), size * len(config.feature_layers), bias=False)
+        self.hidden_norm = RMSNorm(size, base.rms_norm_eps, dtype)
+        self.layers = nnx.List([Layer(base, dtype, rngs) for _ in range(base.num_layers)])
+        self.norm = RMSNorm(size, base.rms_norm_eps, dtype)
+        self.markov = MarkovHead(config, dtype, rngs) if config.markov else None
+        seen = size + config.markov_rank * config.confidence_sees_markov
+        self.confidence = make((1,), seen, bias=True) if config.confidence else None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.norm.weight[...].dtype
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache.zeros(self.config.base, batch, capacity, self.dtype)
+
+    def context(self, features: Float[Array, "*R F E"]) -> Float[Array, "*R E"]:
+        """The context vectors of committed tokens."""
+        joined = features.reshape(*features.shape[:-2], -1).astype(self.dtype)
+        return self.hidden_norm(self.fc(joined))
+
+    def store(self, features: Float[Array, "B W F E"], cache: KVCache, start: Int[Array, " B"]) -> KVCache:
+        """Writes the context of positions `start ...` into the cache."""
+        return self.execution.per_device(DSpark._store, P(), P())(self, features, cache, start)
+
+    def _store(self, features, cache, start):
+        kernel = self.execution.resolved(self.dtype, self.config.base.head_dim)
+        cos, sin = rotary(self.config.base, start[:, None] + jnp.arange(features.shape[1]))
+        context = self.context(features)
+        keys, values = list(cache.k), list(cache.v)
+        for index, layer in enumerate(self.layers):
+            k, v = layer.attention.keys_and_values(context)
+            k = apply_rope(k, cos, sin)
+            keys[index], values[index] = write_windows(keys[index], values[index], k, v, start, kernel=kernel)
+        return KVCache(k=tuple(keys), v=tuple(values))
+
+    def block(
+        self,
+        embedded: Float[Array, "B R E"],
+        cache: KVCache,
+        start: Int[Array, " B"],
+        used: Int[Array, " B"],
+        live: Int[Array, ""],
+    ) -> tuple[Float[Array, "B R E"], KVCache]:
+        """Hidden states (after the final norm) of a block whose first row is position `start`, over the cached context.
+
+        The block's own keys and values are left in the cache behind the context; what is committed overwrites them
+        (`store`).
+
+        Args:
+          used: rows of the block; the rest is padding.
+        """
+        # A drafter as small as this is computed whole on every device of a mesh.
+        return self.execution.per_device(DSpark._block, P(), P())(self, embedded, cache, start, used, live)
+
+    def _block(self, embedded, cache, start, used, live):
+        kernel = self.execution.resolved(self.dtype, self.config.base.head_dim)
+        cos, sin = rotary(self.config.base, start[:, None] + jnp.arange(embedded.shape[1]))
+        # Every row sees the whole block, but not the padding behind it.
+        window = Window(cos, sin, start, live, until=start + used - 1)
+        x = embedded.astype(self.dtype)
+        keys, values = list(cache.k), list(cache.v)
+        for index, layer in enumerate(self.layers):
+            back = self.config.sliding_windows[index] if self.config.sliding_windows else None
+            until = None if back is not None and self.config.sliding_is_causal else window.until
+            seen = window.replace(until=until, back=back)
+            here = functools.partial(attend, cache=(keys[index], values[index]), window=seen, kernel=kernel)
+            x, (keys[index], values[index]) = layer(x, here)
+        return self.norm(x), KVCache(k=tuple(keys), v=tuple(values))
+
+    def confidences(self, hidden: Float[Array, "*R E"], before: Float[Array, "*R r"] | None) -> Float[Array, "*R"]:
+        """By the confidence head: the probability that each row's token is accepted, given those before it (float32).
+
+        Args:
+          before: see `MarkovHead.embedded`.
+        """
+        seen = jnp.concatenate([hidden, before], -1) if self.config.confidence_sees_markov else hidden
+        return jax.nn.sigmoid(self.confidence(seen, jnp.float32)[..., 0])
+
+
+@flax.struct.dataclass
+class DSparkModel:
+    """A drafter with an embedding and a head, its target's wherever they are the same; a `DrafterModel`."""
+
+    network: DSpark
+    embed: Float[Array, "V E"]
+    head: Float[Array, "v E"]
+    draft_ids: Int[Array, " v"] | None = None
+    """Token id of each row of the head; None: the whole vocabulary."""
+    shared: tuple[str, ...] = flax.struct.field(pytree_node=False, default=("embed", "head"))
+    """Which of the two are the target's."""
+    kind: ClassVar[Kind] = FEATURE_BLOCK
+    context: ClassVar[None] = None
+
+    @property
+    def method(self) -> str:
+        """The method that it was published with."""
+        return "dspark" if self.config.markov or self.config.confidence else "dflash"
+
+    @property
+    def config(self) -> DSparkConfig:
+        return self.network.config
+
+    @property
+    def execution(self) -> Execution:
+        return self.network.execution
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.network.dtype
+
+    @property
+    def rows(self) -> int:
+        return self.config.rows
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.config.feature_layers
+
+    def logits(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R v"]:
+        """Float32 logits of hidden states over the tokens that it can draft, before the Markov head."""
+        contract = (((hidden.ndim - 1,), (1,)), ((), ()))
+        return jax.lax.dot_general(hidden, self.head, contract, preferred_element_type=jnp.float32)
+
+    def over_vocabulary(self, logits: Float[Array, "*R v"]) -> Float[Array, "*R V"]:
+        """Logits of the whole vocabulary; -inf for what it cannot draft."""
+        if self.draft_ids is None:
+            return logits
+        wide = jnp.full((*logits.shape[:-1], self.embed.shape[0]), -jnp.inf)
+        return wide.at[..., self.draft_ids].set(logits)
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        return self.network.init_cache(batch, capacity)
+
+    def shares_tokens(self, target: ModelConfig) -> bool:
+        return True
+
+    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = True) -> DSparkModel:
+        """With its execution set: its layers whole on every device of a mesh, embedding and head by vocabulary."""
+        network = copy.copy(self.network)
+        network.execution = Execution(kernel=kernel, mesh=mesh)
+        if mesh is None:
+            return self.replace(network=network)
+
+        def by_rows(weight: Array) -> Array:
+            even = weight.shape[0] % mesh.shape[TENSOR] == 0
+            return jax.device_put(weight, NamedSharding(mesh, P(TENSOR if even else None)))
+
+        whole = jax.device_put((network, self.draft_ids), NamedSharding(mesh, P()))
+        return self.replace(network=whole[0], draft_ids=whole[1], embed=by_rows(self.embed), head=by_rows(self.head))
+
+    def quantized(self, scheme: str = "int8") -> DSparkModel:
+        """With the matrices of its network quantised, not those that it may share with its target.
+
+        Raises:
+          OptionError: see `quantization.check`.
+        """
+        quantization.check(scheme)
+        return self.replace(network=quantization.with_rounded_matrices(self.network))
+
+    def shape_key(self) -> dict[str, Any]:
+        config = dataclasses.asdict(self.config)
+        return config | config.pop("base")
+
+    def own_parameters(self) -> list[jax.Array]:
+        return jax.tree.leaves((self.network, [getattr(self, n) for n in ("embed", "head") if n not in self.shared]))

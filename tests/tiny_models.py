@@ -14,8 +14,10 @@ from failfast_jax import decoding
 from failfast_jax.decoding import Drafter, Plan, accept
 from failfast_jax.decoding.state import Committed, DecodeState, Draft, Outcome, Sampling
 from failfast_jax.decoding.windows import gather_window
+from failfast_jax.models import dspark
 from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig, bind
 from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
+from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel
 from failfast_jax.models.transformer import Decoder
 
 VOCAB = 40
@@ -94,6 +96,30 @@ def random_bound(
     rng = np.random.default_rng(seed)
     values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.3, x.dtype), state)
     return bind(nnx.merge(graph, values), target, draft_ids)
+
+
+def random_dspark(
+    target: Decoder, *, rows: int = 4, seed: int = 0, draft_ids: np.ndarray | None = None, **changes: Any
+) -> DSparkModel:
+    """A DSpark drafter with random weights; `changes` of its `DSparkConfig`."""
+    base = dataclasses.replace(target.config, model_type="qwen3", num_layers=1, qk_norm=True, qkv_bias=False)
+    settings = {
+        "base": base,
+        "block_size": rows,
+        "mask_token_id": 0,
+        "feature_layers": (-1, 0, target.config.num_layers - 1),
+        "num_target_layers": target.config.num_layers,
+        "markov": "vanilla",
+        "markov_rank": 6,
+        "confidence": True,
+        "confidence_sees_markov": True,
+        "draft_vocab": None if draft_ids is None else len(draft_ids),
+    }
+    config = DSparkConfig(**(settings | changes))
+    graph, state = nnx.split(nnx.eval_shape(lambda: DSpark(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(seed)
+    values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.4, x.dtype), state)
+    return dspark.bind(nnx.merge(graph, values), target, draft_ids)
 
 
 def prefilled(target: Decoder, drafter: Drafter, plan: Plan, tokens, lengths, limits, **options) -> DecodeState:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +56,13 @@ class Table:
     """Regular expression of keys that carry no weights (whole match)."""
     interleaved: frozenset[str] = frozenset()
     """Slots whose heads hold rotary pairs as neighbours, as llama.cpp stores the llama architecture."""
+
+    def entries(self, num_layers: int) -> Iterator[Row]:
+        """The rows, one for each layer and leaf."""
+        for row in self.rows:
+            for layer in range(num_layers if "{layer}" in row.key else 1):
+                for leaf in ("weight", "bias") if "{leaf}" in row.key else ("weight",):
+                    yield Row(*(part.format(layer=layer, leaf=leaf) for part in row))
 
 
 # In a layer: Hugging Face's name (all families share it), llama.cpp's, the parameter, its part of it.
@@ -168,26 +175,20 @@ def make_plan(
     missing: list[str] = []
     misshaped: list[str] = []
     known: set[str] = set()
-    for row in table.rows:
-        layers = range(config.num_layers) if "{layer}" in row.key else range(1)
-        leaves = ("weight", "bias") if "{leaf}" in row.key else ("weight",)
-        for layer in layers:
-            for leaf in leaves:
-                key = row.key.format(layer=layer, leaf=leaf)
-                path = row.parameter.format(layer=layer, leaf=leaf)
-                if path not in shapes:
-                    if path == "head.weight" and key in tensors and tensors[key].shape == shapes["embed"]:
-                        known.add(key)
-                    continue
+    for key, path, slot in table.entries(config.num_layers):
+        if path not in shapes:
+            if path == "head.weight" and key in tensors and tensors[key].shape == shapes["embed"]:
                 known.add(key)
-                if key not in tensors:
-                    missing.append(key)
-                    continue
-                wanted = slot_shape(shapes[path], row.slot, config)
-                if tensors[key].shape != wanted:
-                    misshaped.append(f"{key} is {list(tensors[key].shape)} in {tensors[key].file}, not {list(wanted)}")
-                    continue
-                sources[path].append((row.slot, tensors[key]))
+            continue
+        known.add(key)
+        if key not in tensors:
+            missing.append(key)
+            continue
+        wanted = slot_shape(shapes[path], slot, config)
+        if tensors[key].shape != wanted:
+            misshaped.append(f"{key} is {list(tensors[key].shape)} in {tensors[key].file}, not {list(wanted)}")
+            continue
+        sources[path].append((slot, tensors[key]))
     unexpected = [
         f"{key} in {tensor.file}"
         for key, tensor in tensors.items()
@@ -205,6 +206,15 @@ def make_plan(
     if problems:
         raise CheckpointError(f"{where}: " + "; ".join(problems))
     return Plan(config, table, sources)
+
+
+def stored_tensors(table: Table, params: Mapping[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
+    """Parameters by their paths as a checkpoint's tensors by their keys: what `make_plan` undoes."""
+    return {
+        key: np.concatenate(slot_segments(params[path], slot, config))
+        for key, path, slot in table.entries(config.num_layers)
+        if path in params
+    }
 
 
 def _some(names: Sequence[str], limit: int = 5) -> str:

@@ -189,7 +189,7 @@ class DSparkDrafter(FeatureDrafter):
     ) -> Float[Array, "B N"]:
         """The confidence head's, else the largest probability."""
         network = self.model.network
-        return softmax if network.confidence is None else network.confidences(hidden, before)
+        return softmax if network.confidence is None else jax.nn.sigmoid(network.confidence_logits(hidden, before))
 
 
 def build(site: Site, **settings: Any) -> DSparkDrafter:

@@ -25,12 +25,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.errors import ConfigError
-from failfast_jax.kernels.reference import HIDDEN
 from failfast_jax.models import quantization
 from failfast_jax.models.attention import Window, attend, write_windows
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.drafter_model import Kind
+from failfast_jax.models.dspark import block_attention
 from failfast_jax.models.layers import Layer, Linear, RMSNorm
 from failfast_jax.models.rope import apply_rope, rotary, rotated_heads
 from failfast_jax.models.sharding import ONE_DEVICE, Execution
@@ -222,27 +222,6 @@ class Conditioned(nnx.Module):
 
             x, _ = layer(x, within_blocks)
         return self.norm(x).reshape(batch, count, rows, -1)
-
-
-def block_attention(
-    q: Float[Array, "B A R Q H"],
-    k: Float[Array, "B A R K H"],
-    v: Float[Array, "B A R K H"],
-    context_k: Float[Array, "B L K H"],
-    context_v: Float[Array, "B L K H"],
-    anchors: Int[Array, "B A"],
-) -> Float[Array, "B A R Q H"]:
-    """Attention of many blocks of one text: each sees itself in both directions, and the context before its anchor."""
-    group = q.shape[3] // k.shape[3]
-    rows = q.reshape(*q.shape[:3], -1, group, q.shape[4]) * q.shape[4] ** -0.5
-    visible = (jnp.arange(context_k.shape[1]) < anchors[..., None])[:, None, None, :, None, :]  # [B, 1, 1, A, 1, L]
-    outside = jnp.einsum("barkgh,btkh->bkgart", rows, context_k, preferred_element_type=jnp.float32)
-    inside = jnp.einsum("barkgh,baskh->bkgars", rows, k, preferred_element_type=jnp.float32)
-    scores = jnp.concatenate([jnp.where(visible, outside, HIDDEN), inside], -1)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    outside, inside = jnp.split(weights, [context_k.shape[1]], axis=-1)
-    heads = jnp.einsum("bkgart,btkh->barkgh", outside, context_v)
-    return (heads + jnp.einsum("bkgars,baskh->barkgh", inside, v)).reshape(q.shape)
 
 
 @flax.struct.dataclass

@@ -82,6 +82,25 @@ class RopeConfig:
             f"{where}: rope_scaling type {kind!r} is not supported (supported: default, linear, llama3, yarn)"
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """As `rope_parameters` of a `config.json`.
+
+        Raises:
+          ConfigError: a scaling that only GGUF files have.
+        """
+        if self.kind == "divisors":
+            raise ConfigError("rope_freqs of a GGUF file have no name in config.json; take the Hugging Face checkpoint")
+        names = {
+            "linear": ("factor",),
+            "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+            "yarn": (
+                *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+                *("truncate", "attention_factor"),
+            ),
+        }
+        scaling = {name: getattr(self, name) for name in names.get(self.kind, ())}
+        return {"rope_theta": self.theta, "rope_type": self.kind, **scaling}
+
 
 def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     """As transformers computes it: given, from two `mscale`s, or from the factor alone."""

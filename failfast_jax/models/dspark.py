@@ -17,20 +17,23 @@ from typing import Any, ClassVar
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from failfast_jax.kernels.reference import HIDDEN
 from failfast_jax.models import quantization
 from failfast_jax.models.attention import Window, attend, write_windows
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.drafter_model import FEATURE_BLOCK, Kind
 from failfast_jax.models.layers import Layer, Linear, RMSNorm
-from failfast_jax.models.rope import apply_rope, rotary
+from failfast_jax.models.rope import apply_rope, rotary, rotated_heads
 from failfast_jax.models.sharding import ONE_DEVICE, TENSOR, Execution
+from failfast_jax.models.transformer import Decoder
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
@@ -191,14 +194,62 @@ class DSpark(nnx.Module):
             x, (keys[index], values[index]) = layer(x, here)
         return self.norm(x), KVCache(k=tuple(keys), v=tuple(values))
 
-    def confidences(self, hidden: Float[Array, "*R E"], before: Float[Array, "*R r"] | None) -> Float[Array, "*R"]:
-        """By the confidence head: the probability that each row's token is accepted, given those before it (float32).
+    def blocks(
+        self, embedded: Float[Array, "B A R E"], features: Float[Array, "B L F E"], anchors: Int[Array, "B A"]
+    ) -> Float[Array, "B A R E"]:
+        """Hidden states of many blocks of whole sequences, without a cache (differentiable).
+
+        Args:
+          features: of positions 0 .. L-1; a block sees those before its anchor, the root's position.
+        """
+        batch, count, rows, _ = embedded.shape
+        base, context = self.config.base, self.context(features)
+        everywhere = rotary(base, jnp.arange(features.shape[1])[None])
+        positions = (anchors[..., None] + jnp.arange(rows)).reshape(batch, count * rows)
+        cos, sin = rotary(base, positions)
+        x = embedded.astype(self.dtype).reshape(batch, count * rows, -1)
+        for layer in self.layers:
+            k, v = layer.attention.keys_and_values(context)
+            k = apply_rope(k, *everywhere)
+
+            def within_blocks(heads: Array, context: tuple[Array, Array] = (k, v)) -> tuple[Array, None]:
+                q, k, v = (x.reshape(batch, count, rows, *x.shape[2:]) for x in rotated_heads(heads, cos, sin))
+                return block_attention(q, k, v, *context, anchors).reshape(*heads.shape[:2], -1, base.head_dim), None
+
+            x, _ = layer(x, within_blocks)
+        return self.norm(x).reshape(batch, count, rows, -1)
+
+    def confidence_logits(
+        self, hidden: Float[Array, "*R E"], before: Float[Array, "*R r"] | None
+    ) -> Float[Array, "*R"]:
+        """By the confidence head: the log-odds that each row's token is accepted, given those before it (float32).
 
         Args:
           before: see `MarkovHead.embedded`.
         """
         seen = jnp.concatenate([hidden, before], -1) if self.config.confidence_sees_markov else hidden
-        return jax.nn.sigmoid(self.confidence(seen, jnp.float32)[..., 0])
+        return self.confidence(seen, jnp.float32)[..., 0]
+
+
+def block_attention(
+    q: Float[Array, "B A R Q H"],
+    k: Float[Array, "B A R K H"],
+    v: Float[Array, "B A R K H"],
+    context_k: Float[Array, "B L K H"],
+    context_v: Float[Array, "B L K H"],
+    anchors: Int[Array, "B A"],
+) -> Float[Array, "B A R Q H"]:
+    """Attention of many blocks of one text: each sees itself in both directions, and the context before its anchor."""
+    group = q.shape[3] // k.shape[3]
+    rows = q.reshape(*q.shape[:3], -1, group, q.shape[4]) * q.shape[4] ** -0.5
+    visible = (jnp.arange(context_k.shape[1]) < anchors[..., None])[:, None, None, :, None, :]  # [B, 1, 1, A, 1, L]
+    outside = jnp.einsum("barkgh,btkh->bkgart", rows, context_k, preferred_element_type=jnp.float32)
+    inside = jnp.einsum("barkgh,baskh->bkgars", rows, k, preferred_element_type=jnp.float32)
+    scores = jnp.concatenate([jnp.where(visible, outside, HIDDEN), inside], -1)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    outside, inside = jnp.split(weights, [context_k.shape[1]], axis=-1)
+    heads = jnp.einsum("bkgart,btkh->barkgh", outside, context_v)
+    return (heads + jnp.einsum("bkgars,baskh->barkgh", inside, v)).reshape(q.shape)
 
 
 @flax.struct.dataclass
@@ -287,3 +338,14 @@ class DSparkModel:
 
     def own_parameters(self) -> list[jax.Array]:
         return jax.tree.leaves((self.network, [getattr(self, n) for n in ("embed", "head") if n not in self.shared]))
+
+
+def bind(network: DSpark, target: Decoder, draft_ids: np.ndarray | None = None) -> DSparkModel:
+    """A drafter with its target's embedding and head, or the rows of it that score the tokens it may draft."""
+    if draft_ids is None:
+        return DSparkModel(network, target.embed[...], target.head_weight)
+    ids = jax.device_put(np.asarray(draft_ids, np.int32))
+    return DSparkModel(network, target.embed[...], _rows(target.head_weight, ids), ids)
+
+
+_rows = jax.jit(lambda weight, ids: weight[ids])

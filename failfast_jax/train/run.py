@@ -1,8 +1,9 @@
 """`python -m failfast_jax.train run`: make a drafter for a target, from the target.
 
-Two families: `conditioned` drafters (a few layers that read the target's hidden states) and `standalone` ones
-(block diffusion as in Fast-dLLM v2, over the whole model or a subset of its layers). Both borrow the target's
-embedding and head. A run lives in one folder and continues from its last checkpoint when it is started again.
+Three families: `dspark` (a few layers that read the target's hidden states, with a Markov and a confidence head),
+`dflash` (the same without heads) and `standalone` (block diffusion as in Fast-dLLM v2, over the whole model or a subset
+of its layers). The first two are written in DeepSpec's layout, which other engines serve, too. A run lives in one
+folder and continues from its last checkpoint when it is started again.
 """
 
 from __future__ import annotations
@@ -10,32 +11,31 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from failfast_jax.checkpoints.drafter import STORAGES, is_drafter_folder
+from failfast_jax.checkpoints import dspark
+from failfast_jax.checkpoints.drafter import STORAGES
 from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path
 from failfast_jax.checkpoints.loading import load_model, open_source
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.errors import OptionError
 from failfast_jax.files import read_json
-from failfast_jax.models.conditioned import ConditionedConfig
 from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.dspark import MARKOV_HEADS, DSparkConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train import align, data, loop
 from failfast_jax.train.adapt import Adaptation, AdaptationOptions
 from failfast_jax.train.corruption import KINDS, Corruption
 from failfast_jax.train.evaluate import Evaluation
 from failfast_jax.train.features import FeatureCache
-from failfast_jax.train.fit import fit_inputs
 from failfast_jax.train.resume import begin
 
-FIRST_SHARE, SECOND_SHARE = 1 / 3, 2 / 3  # depth of the features that are fused by default, beside the last layer's
 HEAD_CHUNK = 1024
 """Rows whose logits over the whole vocabulary are in memory at a time."""
 SETTINGS_FILE = "train.json"
@@ -52,37 +52,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--data", type=Path, nargs="+", required=True, help=".npz files, or folders of them")
     parser.add_argument("--target", help="model to draft for; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--family", choices=("conditioned", "standalone"), default="conditioned")
+    parser.add_argument("--family", choices=("dspark", "dflash", "standalone"), default="dspark")
     parser.add_argument(
-        "--layers", metavar="i,j", help="target layers to start from; default: the last two (conditioned), all"
+        "--layers", metavar="i,j", help="target layers to start from; default: the last two (dspark, dflash), all"
     )
-    both = parser.add_argument_group("what both families learn from")
+    both = parser.add_argument_group("what all families learn from")
     both.add_argument("--seq-len", type=int, default=320, help="documents are cut to this many tokens")
     both.add_argument("--held-out", type=int, default=64, help="documents never trained on")
     both.add_argument("--skip-short", action="store_true", help="leave out documents shorter than a block")
     both.add_argument(
         "--position-decay", type=float, default=3.0, help="k-th masked token weighs exp(-(k-1)/x); 0: all 1"
     )
-    both.add_argument(
-        "--kl-weight", type=float, help="share of KL(target || drafter) in the loss; default: 0.5 (conditioned), 0"
+    block = parser.add_argument_group("dspark and dflash drafters")
+    block.add_argument("--rows", type=int, default=7, help="tokens that one pass drafts")
+    block.add_argument(
+        "--features", metavar="i,j", help="target layers whose outputs it reads; default: five, evenly spread"
     )
-    conditioned = parser.add_argument_group("conditioned drafters")
-    conditioned.add_argument("--rows", type=int, default=7, help="tokens that one pass drafts")
-    conditioned.add_argument(
-        "--fused", metavar="i,j", help="target layers that enter each row; default: 1/3, 2/3, last"
+    block.add_argument("--markov", choices=MARKOV_HEADS, default="vanilla", help="kind of the Markov head (dspark)")
+    block.add_argument("--markov-rank", type=int, default=256, help="size of its vectors")
+    block.add_argument("--mask-token", type=int, help="id that stands for what is not known; default: the tokenizer's")
+    block.add_argument(
+        "--draft-vocab", type=int, default=0, help="draft only the n most frequent tokens of the answers; 0: all"
     )
-    conditioned.add_argument("--draft-vocab", type=int, default=8192, help="most frequent tokens of the answers")
-    conditioned.add_argument("--anchors", type=int, default=64, help="blocks per document and step")
-    conditioned.add_argument("--prefix-fraction", type=float, default=0.25, help="blocks that begin with known tokens")
-    conditioned.add_argument("--no-fit", action="store_true", help="random input projections, not a ridge regression")
-    conditioned.add_argument("--feature-cache", type=Path, help="folder: compute the target's features once")
-    conditioned.add_argument(
+    block.add_argument("--anchors", type=int, default=64, help="blocks per document and step")
+    block.add_argument("--prefix-fraction", type=float, default=0.0, help="blocks that begin with known tokens")
+    block.add_argument("--ce-weight", type=float, default=0.1, help="of the cross-entropy with the answers")
+    block.add_argument("--l1-weight", type=float, default=0.9, help="of the distance from the target's probabilities")
+    block.add_argument("--confidence-weight", type=float, default=1.0, help="of the confidence head's loss")
+    block.add_argument("--feature-cache", type=Path, help="folder: compute the target's features once")
+    block.add_argument(
         "--cache-layers", metavar="i,j", help="target layers to store for other runs, too, beside what this one reads"
     )
+    block.add_argument("--borrow", action="store_true", help="do not store the target's embedding and head again")
     standalone = parser.add_argument_group("standalone drafters")
     standalone.add_argument("--block-size", type=int, default=32)
     standalone.add_argument("--corruption", choices=KINDS, default="mixed")
     standalone.add_argument("--draft-fraction", type=float, default=0.5, help="blocks that look like drafting (mixed)")
+    standalone.add_argument("--kl-weight", type=float, default=0.0, help="share of KL(target || drafter) in the loss")
     standalone.add_argument("--no-complementary", action="store_true", help="one mask a document, not it and its rest")
     _add_run_arguments(parser)
 
@@ -109,8 +115,6 @@ def check(args: argparse.Namespace) -> loop.Optimization:
     Raises:
       OptionError: a value that cannot be served.
     """
-    if args.kl_weight is None:
-        args.kl_weight = 0.5 if args.family == "conditioned" else 0.0
     args.compute_dtype = args.compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     fields = dataclasses.fields(loop.Optimization)
     optimization = loop.Optimization(**{field.name: getattr(args, field.name) for field in fields})
@@ -119,7 +123,11 @@ def check(args: argparse.Namespace) -> loop.Optimization:
         "rows": args.rows >= 1,
         "seq_len": args.seq_len >= 8,
         "held_out": args.held_out >= 1,
-        "draft_vocab": args.draft_vocab >= 1,
+        "draft_vocab": args.draft_vocab >= 0,
+        "markov_rank": args.markov_rank >= 1,
+        "ce_weight": args.ce_weight >= 0,
+        "l1_weight": args.l1_weight >= 0,
+        "confidence_weight": args.confidence_weight >= 0,
         "anchors": args.anchors >= 1,
         "prefix_fraction": 0 <= args.prefix_fraction <= 1,
         "position_decay": args.position_decay >= 0,
@@ -135,8 +143,11 @@ def check(args: argparse.Namespace) -> loop.Optimization:
     loop.check_ranges(args, rules)
     if args.cache_layers and not args.feature_cache:
         raise OptionError(f"--cache-layers {args.cache_layers}: needs --feature-cache, where they are stored")
-    if args.family == "conditioned" and (args.eval_spec_len or 0) > args.rows:
+    if args.family != "standalone" and (args.eval_spec_len or 0) > args.rows:
         raise OptionError(f"--eval-spec-len {args.eval_spec_len}: a pass drafts at most --rows {args.rows} tokens")
+    if args.family != "standalone" and args.storage not in dspark.STORAGES:
+        said = f"{args.family} drafters are stored as {' or '.join(dspark.STORAGES)}"
+        raise OptionError(f"--storage {args.storage}: {said}")
     if args.family == "standalone" and args.seq_len % args.block_size:
         raise OptionError(f"--seq-len {args.seq_len}: must be a multiple of --block-size {args.block_size}")
     return optimization
@@ -144,10 +155,10 @@ def check(args: argparse.Namespace) -> loop.Optimization:
 
 @dataclasses.dataclass(frozen=True)
 class _Layers:
-    """Numbers of target layers: those that the drafter starts from, reads in every row, and stores for other runs."""
+    """Numbers of target layers: those that the drafter starts from, reads, and stores for other runs."""
 
     own: tuple[int, ...]
-    fused: tuple[int, ...]
+    features: tuple[int, ...]
     cached: tuple[int, ...]
 
 
@@ -170,21 +181,19 @@ def _check_target(args: argparse.Namespace, source: Any, config: ModelConfig) ->
     """Checks the options against the target, and names its layers."""
     if config.is_diffusion:
         raise OptionError(f"--target {source}: a block-diffusion model; drafters are made from autoregressive targets")
-    args.draft_vocab = min(args.draft_vocab, config.vocab_size)
-    last, conditioned = config.num_layers - 1, args.family == "conditioned"
-    if conditioned and last == 0:
-        raise OptionError(f"--target {source}: has one layer; a conditioned drafter reads what enters another")
+    if args.draft_vocab >= config.vocab_size:
+        args.draft_vocab = 0
+    last, reads = config.num_layers - 1, args.family != "standalone"
     if args.seq_len > config.max_position_embeddings:
         raise OptionError(f"--seq-len {args.seq_len}: the target's context is {config.max_position_embeddings}")
-    own = _parse_layers(
-        args.layers, "--layers", last + 1, tuple(range(max(last - 1, 1) if conditioned else 0, last + 1))
-    )
-    if conditioned and min(own) == 0:
-        raise OptionError(f"--layers {args.layers}: layer 0 has no layer before it whose output a drafter could read")
-    spread = tuple(dict.fromkeys((round(last * FIRST_SHARE), round(last * SECOND_SHARE), last)))
+    if args.mask_token is not None and not 0 <= args.mask_token < config.vocab_size:
+        raise OptionError(f"--mask-token {args.mask_token}: the target's vocabulary has {config.vocab_size} tokens")
+    own = _parse_layers(args.layers, "--layers", last + 1, tuple(range(max(last - 1, 0) if reads else 0, last + 1)))
+    # What enters the first of its own layers, and four others.
+    spread = {round(last * share) for share in (0.05, 0.3, 0.55, 0.8)} | {max(own[0] - 1, 0)}
     return _Layers(
         own,
-        _parse_layers(args.fused, "--fused", last + 1, spread),
+        _parse_layers(args.features, "--features", last + 1, tuple(sorted(spread))),
         _parse_layers(args.cache_layers, "--cache-layers", last + 1, ()),
     )
 
@@ -217,10 +226,10 @@ def work(args: argparse.Namespace) -> None:
     enable_compile_cache(None)
     # From here on nothing is cheap: all that can be refused has been.
     target = load_model(source)
-    if args.family == "conditioned":
-        objective = _alignment(args, target, train, layers, deadline)
-    else:
+    if args.family == "standalone":
         objective = _adaptation(args, target, layers)
+    else:
+        objective = _alignment(args, target, source, train, layers, deadline)
     figures = {"prompts": args.eval_prompts, "tokens": args.eval_tokens, "spec_len": args.eval_spec_len}
     measure = Evaluation(target, objective, held_out, **figures)
     _train(args, optimization, objective, measure, train, settings, deadline)
@@ -255,7 +264,7 @@ def _report(drafter: Path, training: dict[str, Any]) -> dict[str, Any]:
 
 def _finished(drafter: Path, steps: int, storage: str) -> dict[str, Any] | None:
     """The report of a run whose drafter is written; None if there is still something to do."""
-    if not is_drafter_folder(drafter):
+    if not (drafter / "config.json").is_file():
         return None
     training = read_json(drafter / "config.json").get("training") or {}
     if (training.get("steps_done"), training.get("storage")) != (steps, storage):
@@ -264,36 +273,66 @@ def _finished(drafter: Path, steps: int, storage: str) -> dict[str, Any] | None:
 
 
 def _alignment(
-    args: argparse.Namespace, target: Decoder, train: data.Documents, layers: _Layers, deadline: float
+    args: argparse.Namespace, target: Decoder, source: Any, train: data.Documents, layers: _Layers, deadline: float
 ) -> align.Alignment:
-    base = dataclasses.replace(target.config, num_layers=len(layers.own))
-    config = ConditionedConfig(base, tuple(i - 1 for i in layers.own), layers.fused, args.rows, args.draft_vocab)
-    draft_ids = data.frequent_tokens(train, target.config.vocab_size, args.draft_vocab, target.config.eos_token_ids)
-    cache = None
+    base = dataclasses.replace(
+        target.config,
+        model_type="qwen3",
+        num_layers=len(layers.own),
+        qk_norm=True,
+        **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "tie_embeddings"), False),
+    )
+    heads = args.family == "dspark"
+    config = DSparkConfig(
+        base=base,
+        block_size=args.rows,
+        mask_token_id=_mask_token(args.mask_token, source),
+        feature_layers=layers.features,
+        num_target_layers=target.config.num_layers,
+        markov=args.markov if heads else None,
+        markov_rank=args.markov_rank if heads else 0,
+        confidence=heads,
+        confidence_sees_markov=heads,
+        draft_vocab=args.draft_vocab or None,
+    )
+    draft_ids = cache = None
+    if args.draft_vocab:
+        draft_ids = data.frequent_tokens(train, base.vocab_size, args.draft_vocab, target.config.eos_token_ids)
     if args.feature_cache:
         captured = align.captured_layers(config, target.config.num_layers)
         options = {"also": layers.cached, "deadline": deadline, "flag": "--feature-cache"}
         cache = FeatureCache(args.feature_cache, train, target, captured, **options)
-    model = align.initial(target, config, layers.own, args.seed)
     options = align.AlignmentOptions(
-        anchors=args.anchors,
-        prefix_fraction=args.prefix_fraction,
         position_decay=args.position_decay or None,
-        kl_weight=args.kl_weight,
+        **{name: getattr(args, name) for name in ("anchors", "prefix_fraction", "ce_weight", "l1_weight")},
+        confidence_weight=args.confidence_weight if heads else 0.0,
     )
+    model = align.initial(target, config, layers.own, args.seed)
+    how = {"compute_dtype": args.compute_dtype, "cache": cache, "borrow": args.borrow}
+    return align.Alignment(model, target, draft_ids, options, **how)
 
-    def objective() -> align.Alignment:
-        return align.Alignment(model, target, draft_ids, options, compute_dtype=args.compute_dtype, cache=cache)
 
-    untrained = objective()
-    if args.no_fit or loop.has_checkpoint(args.out):
-        return untrained
-    dataset = data.batches(train, length=args.seq_len, batch=8, seed=args.seed)
-    batches = (dataset[i] for i in range(max(min(len(train) // 8, 64), 1)))
-    batches = ({**batch, "features": np.asarray(untrained.features(batch))} for batch in batches)
-    share = fit_inputs(model, target, layers.own[0], batches, untrained.captured)
-    print(f"input projections fitted: they explain {share:.1%} of the residual stream's variance", file=sys.stderr)
-    return objective()
+def _mask_token(given: int | None, source: Any) -> int:
+    """The id that stands for an unknown token: given, or one that no text has.
+
+    Raises:
+      OptionError: the tokenizer names none.
+    """
+    if given is not None:
+        return given
+    tokenizer = load_tokenizer(source)
+    spare = [] if tokenizer is None else _unused(tokenizer)
+    if not spare:
+        raise OptionError("--mask-token: the target's tokenizer has no token to spare: name an id that no text has")
+    return spare[0]
+
+
+def _unused(tokenizer: Any) -> list[int]:
+    """Special tokens that no text has: the mask's, then those that begin or end neither texts nor turns, last first."""
+    used = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token}
+    names = [tokenizer.mask_token, *reversed([str(token) for token in tokenizer.added_tokens_decoder.values()])]
+    template = tokenizer.chat_template or ""
+    return [tokenizer.convert_tokens_to_ids(n) for n in names if n and n not in used and n not in template]
 
 
 def _adaptation(args: argparse.Namespace, target: Decoder, layers: _Layers) -> Adaptation:

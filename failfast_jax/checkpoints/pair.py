@@ -102,8 +102,9 @@ def read_pair(
         drafter = load_drafter(drafter, target, names["target_name"])
         drafter_tokenizer = tokenizer  # it drafts in its target's tokens
     if _is_path(drafter) and (load := published_loader(drafter)):
-        drafter = load(resolve_source(drafter), target, names["target_name"])
-        drafter_tokenizer = tokenizer
+        folder = resolve_source(drafter)
+        decoding = decoding_defaults(folder, jax.default_backend())
+        drafter, drafter_tokenizer = load(folder, target, names["target_name"]), tokenizer
     if _is_path(drafter):
         drafter, loaded = load_with_tokenizer(drafter, dtype, mesh, drafter=True, quantize=quantize_drafter)
         drafter_tokenizer = drafter_tokenizer or loaded

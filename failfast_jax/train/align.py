@@ -1,8 +1,4 @@
-"""Alignment: a DFlash or DSpark drafter (`models.dspark`) learns to predict the target from the target's features.
-
-The loss is DeepSpec's: cross-entropy with the target's own tokens, the L1 distance of the two distributions (twice the
-chance that rejection sampling rejects), and the confidence head against that chance.
-"""
+"""Alignment: a conditioned drafter (`models.conditioned`) learns to predict the target from the target's features."""
 
 from __future__ import annotations
 
@@ -16,9 +12,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.checkpoints.dspark import save_dspark
-from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel, MarkovHead, bind
-from failfast_jax.models.layers import Layer
+from failfast_jax.checkpoints import drafter as folders
+from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig, bind
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.features import FeatureCache, target_features
 from failfast_jax.train.loop import layer_weights
@@ -30,72 +25,48 @@ class AlignmentOptions:
 
     Attributes:
       anchors: blocks per sequence, at random places of its answer.
-      prefix_fraction: share of blocks that begin with known tokens behind the root (what a draft begun by a lookup,
-        or a second block, sees); their number is uniform.
-      position_decay: the k-th drafted token weighs exp(-(k - 1) / position_decay): the first ones decide how long an
-        accepted draft is. None: all weigh the same.
-      ce_weight, l1_weight, confidence_weight: of the three parts of the loss.
+      prefix_fraction: share of blocks that begin with known tokens behind the anchor (what an expansion, or a
+        draft begun by a lookup, sees); their number is uniform.
+      position_decay: the k-th drafted token weighs exp(-(k - 1) / position_decay): the first ones decide
+        how long an accepted draft is. None: all weigh the same.
+      kl_weight: share of KL(target || drafter); the rest is cross-entropy with the data's tokens.
     """
 
     anchors: int = 64
-    prefix_fraction: float = 0.0
-    position_decay: float | None = 4.0
-    ce_weight: float = 0.1
-    l1_weight: float = 0.9
-    confidence_weight: float = 1.0
+    prefix_fraction: float = 0.25
+    position_decay: float | None = 3.0
+    kl_weight: float = 0.5
 
 
-def captured_layers(config: DSparkConfig, target_layers: int) -> tuple[int, ...]:
+def captured_layers(feature_layers: tuple[int, ...], target_layers: int) -> tuple[int, ...]:
     """Target layers whose outputs training needs: the drafter's features, and the last one to teach from."""
-    return tuple(sorted({*config.feature_layers, target_layers - 1}))
+    return tuple(sorted({*feature_layers, target_layers - 1}))
 
 
 def initial(
-    target: Decoder, config: DSparkConfig, source_layers: tuple[int, ...], seed: int, dtype: Any = jnp.float32
-) -> DSpark:
-    """A drafter whose layers and final norm are copies of the target's.
-
-    Where the features hold what enters the first copied layer, its context is that layer's own from the start: `fc`
-    picks those features out, and `hidden_norm` is its norm. The heads start as if they were not there.
+    target: Decoder, config: ConditionedConfig, source_layers: tuple[int, ...], seed: int, dtype: Any = jnp.float32
+) -> Conditioned:
+    """A drafter whose layers and final norm are copies of the target's; the rest is random.
 
     Args:
       source_layers: the target layer that each drafter layer starts from.
     """
-    model = DSpark(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed))
-
-    def copied(module: nnx.Module, source: nnx.Module) -> None:
-        theirs = dict(nnx.to_flat_state(nnx.state(source)))
-        for path, mine in nnx.to_flat_state(nnx.state(module)):
-            if path in theirs:  # not the target's biases, nor its missing norms
-                mine[...] = jnp.array(theirs[path][...], dtype)
-
+    model = Conditioned(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed))
     for layer, source in zip(model.layers, source_layers):
-        copied(layer, target.layers[source])
-        if target.layers[source].attention.q_norm is None:
-            _scale_norms(layer)
-    copied(model.norm, target.norm)
-    if (before := source_layers[0] - 1) in config.feature_layers:
-        size, at = config.base.hidden_size, config.feature_layers.index(before)
-        model.fc.weight[...] = jnp.eye(size, model.fc.weight.shape[1], at * size, dtype)
-        copied(model.hidden_norm, target.layers[source_layers[0]].input_norm)
-    if model.markov is not None:
-        model.markov.w2.weight[...] = jnp.zeros_like(model.markov.w2.weight[...])
+        nnx.update(layer, jax.tree.map(lambda x: jnp.array(x, dtype), nnx.state(target.layers[source])))
+    nnx.update(model.norm, jax.tree.map(lambda x: jnp.array(x, dtype), nnx.state(target.norm)))
     return model
 
 
-def _scale_norms(layer: Layer) -> None:
-    """Gives queries and keys of a layer that had no norms the size that they had, if its inputs have no direction."""
-    attention, config = layer.attention, layer.attention.config
-    weight = attention.qkv.weight[...].reshape(config.num_kv_heads, -1, config.head_dim, config.hidden_size)
-    size = jnp.sqrt(jnp.sum((weight * layer.input_norm.weight[...]) ** 2, -1))  # [K, G + 2, H]
-    attention.q_norm.weight[...] = jnp.full_like(attention.q_norm.weight[...], jnp.sqrt(jnp.mean(size[:, :-2] ** 2)))
-    attention.k_norm.weight[...] = jnp.full_like(attention.k_norm.weight[...], jnp.sqrt(jnp.mean(size[:, -2] ** 2)))
-
-
 def sample_blocks(
-    key: Array, batch: dict[str, Array], config: DSparkConfig, options: AlignmentOptions
+    key: Array, batch: dict[str, Array], rows: int, options: Any
 ) -> tuple[Int[Array, "B A"], Int[Array, "B A"]]:
-    """Anchors (positions of the last committed token) and the number of known rows, at least 1, of each block."""
+    """Anchors (positions of the last committed token) and the number of known rows, at least 1, of each block.
+
+    Args:
+      rows: of a block.
+      options: with `anchors` and `prefix_fraction`.
+    """
     shape = (batch["tokens"].shape[0], options.anchors)
     where, which, how = jax.random.split(key, 3)
     # The first anchor is the prompt's last token; the token behind the last one must exist.
@@ -104,31 +75,30 @@ def sample_blocks(
     anchors = first + jnp.floor(jax.random.uniform(where, shape) * (last - first + 1)).astype(jnp.int32)
     anchors = jnp.clip(anchors, first, last)
     longer = jax.random.uniform(which, shape) < options.prefix_fraction
-    known = jax.random.randint(how, shape, 2, max(config.rows, 2) + 1)
-    return anchors, jnp.where(longer, jnp.minimum(known, config.rows), 1)
+    known = jax.random.randint(how, shape, 2, max(rows, 2) + 1)
+    return anchors, jnp.where(longer, jnp.minimum(known, rows), 1)
 
 
 def loss(
-    model: DSpark, constants: dict[str, Any], batch: dict[str, Array], key: Array, options: AlignmentOptions
+    model: Conditioned, constants: dict[str, Any], batch: dict[str, Array], key: Array, options: AlignmentOptions
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Weighted loss over the masked rows of random blocks.
 
     Args:
-      constants: `target` (Decoder), `head` `[v, E]`, `lookup` `[V]` (draft id of a token, -1 outside the draft
+      constants: `target` (Decoder), `head` `[D, E]`, `lookup` `[V]` (draft id of a token, -1 outside the draft
         vocabulary).
       batch: `tokens` `[B, T]`, `prompt_length`, `length` `[B]`, `features` `[B, T, C, E]` of `captured_layers`.
 
     Returns:
       The loss; metrics: `accepted` (mean length of the agreeing prefix of drafts without known rows), `first`
-      (agreement of their first token), `ce`, `l1`, and `confidence_error` (mean distance of the confidence from the
-      chance of acceptance).
+      (agreement of their first token), `ce`, `kl`.
     """
-    anchors, known_rows = sample_blocks(key, batch, model.config, options)
+    anchors, known_rows = sample_blocks(key, batch, model.config.rows, options)
     return loss_of_blocks(model, constants, batch, anchors, known_rows, options)
 
 
 def loss_of_blocks(
-    model: DSpark,
+    model: Conditioned,
     constants: dict[str, Any],
     batch: dict[str, Array],
     anchors: Int[Array, "B A"],
@@ -136,12 +106,11 @@ def loss_of_blocks(
     options: AlignmentOptions,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """`loss` for given blocks: their anchors and their numbers of known rows."""
-    rows = jnp.arange(model.config.block_size)
+    rows = jnp.arange(model.config.rows)
     at = anchors[..., None] + rows  # [B, A, R]: positions of the rows; row r predicts at + 1
     clipped = jnp.minimum(at, batch["tokens"].shape[1] - 2)
     everyone = jnp.arange(at.shape[0])[:, None, None]
-    tokens = batch["tokens"][everyone, clipped]
-    log_q, confidence = predictions(model, constants, batch, anchors, tokens, known_rows)
+    log_q = _log_probabilities(model, constants, batch, anchors, batch["tokens"][everyone, clipped], known_rows)
 
     rank = rows - known_rows[..., None] + 1  # 0 for the first drafted token
     exists = (rank >= 0) & (at + 1 < batch["length"][:, None, None])
@@ -149,114 +118,74 @@ def loss_of_blocks(
     if options.position_decay is not None:
         weights = weights * jnp.exp(-jnp.maximum(rank, 0) / options.position_decay)
     total = jnp.maximum(weights.sum(), 1e-6)
-
-    def mean(values: Float[Array, "B A R"]) -> Float[Array, ""]:
-        return jnp.sum(values * weights) / total
-
     labels = constants["lookup"][batch["tokens"][everyone, clipped + 1]]
     ce = -jnp.take_along_axis(log_q, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
-    ce = mean(ce * (labels >= 0))
-    distance = jnp.abs(jnp.exp(log_q) - _teacher(model.config, constants, batch)[everyone, clipped]).sum(-1)
-    l1 = mean(distance)
-    value = options.ce_weight * ce + options.l1_weight * l1
-    metrics = {"ce": ce, "l1": l1}
-    if confidence is not None:
-        chance = jax.lax.stop_gradient(1 - distance / 2)
-        value += options.confidence_weight * mean(_binary_cross_entropy(confidence, chance))
-        metrics["confidence_error"] = mean(jnp.abs(jax.nn.sigmoid(confidence) - chance))
+    ce = jnp.sum(ce * weights * (labels >= 0)) / total
+    kl = jnp.float32(0)
+    if options.kl_weight:
+        log_p = _teacher(model.config, constants, batch)[everyone, clipped]
+        kl = jnp.sum(jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1) * weights) / total
+    value = (1 - options.kl_weight) * ce + options.kl_weight * kl
 
     right = (jnp.argmax(log_q, -1) == labels) & exists
     fresh = known_rows == 1
     accepted = jnp.cumprod(right.astype(jnp.int32), -1).sum(-1)
     count = jnp.maximum(fresh.sum(), 1)
-    metrics |= {"accepted": jnp.sum(accepted * fresh) / count, "first": jnp.sum(right[..., 0] * fresh) / count}
-    return value, metrics
+    return value, {
+        "ce": ce,
+        "kl": kl,
+        "accepted": jnp.sum(accepted * fresh) / count,
+        "first": jnp.sum(right[..., 0] * fresh) / count,
+    }
 
 
-def _binary_cross_entropy(logits: Float[Array, "*R"], chance: Float[Array, "*R"]) -> Float[Array, "*R"]:
-    return -(chance * jax.nn.log_sigmoid(logits) + (1 - chance) * jax.nn.log_sigmoid(-logits))
-
-
-def predictions(
-    model: DSpark,
-    constants: dict[str, Any],
-    batch: dict[str, Array],
-    anchors: Int[Array, "B A"],
-    tokens: Int[Array, "B A R"],
-    known_rows: Int[Array, "B A"],
-) -> tuple[Float[Array, "B A R v"], Float[Array, "B A R"] | None]:
-    """What the drafter says in every row, over the draft vocabulary, if the tokens before it are the text's; and the
-    confidence head's logits, if it has one.
-
-    Args:
-      tokens: the text's at the rows' positions.
-    """
+def _log_probabilities(model, constants, batch, anchors, tokens, known_rows) -> Float[Array, "B A R D"]:
+    """What the drafter says in every row, over the draft vocabulary."""
     config, target = model.config, constants["target"]
-    captured = captured_layers(config, target.config.num_layers)
+    captured = captured_layers(config.feature_layers, target.config.num_layers)
     mine = batch["features"][:, :, np.asarray([captured.index(layer) for layer in config.feature_layers])]
-    known = jnp.arange(config.block_size) < known_rows[..., None]
-    hidden = model.blocks(target.embed[...][jnp.where(known, tokens, config.mask_token_id)], mine, anchors)
-    logits = jnp.einsum("bare,ve->barv", hidden, constants["head"].astype(hidden.dtype)).astype(jnp.float32)
-    before = None
-    if model.markov is not None:
-        before = model.markov.embedded(tokens)
-        logits += model.markov.bias(_codes(model.markov, before, hidden))
-    confidence = None if model.confidence is None else model.confidence_logits(hidden, before)
-    return jax.nn.log_softmax(logits, axis=-1), confidence
+    known = jnp.arange(config.rows) < known_rows[..., None]
+    hidden = model.blocks(target.embed[...][tokens], known, mine, anchors)
+    logits = jnp.einsum("bare,de->bard", hidden, constants["head"].astype(hidden.dtype))
+    return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
 
 
-def _codes(
-    markov: MarkovHead, before: Float[Array, "B A R r"], hidden: Float[Array, "B A R E"]
-) -> Float[Array, "B A R r"]:
-    """What the Markov head projects in each row, row after row."""
-    state, codes = jnp.zeros_like(before[:, :, 0]), []
-    for row in range(before.shape[2]):
-        state, code = markov.step(state, before[:, :, row], hidden[:, :, row])
-        codes.append(code)
-    return jnp.stack(codes, axis=2)
-
-
-def _teacher(config: DSparkConfig, constants, batch) -> Float[Array, "B T v"]:
-    """The target's probabilities at every position, over the draft vocabulary."""
+def _teacher(config: ConditionedConfig, constants, batch) -> Float[Array, "B T D"]:
+    """What the target says at every position, over the draft vocabulary."""
     target = constants["target"]
     last = target.config.num_layers - 1
-    features = batch["features"][:, :, captured_layers(config, last + 1).index(last)]
+    features = batch["features"][:, :, captured_layers(config.feature_layers, last + 1).index(last)]
     logits = jnp.einsum(
-        "bte,ve->btv", target.norm(features.astype(target.dtype)), constants["head"], preferred_element_type=jnp.float32
+        "bte,de->btd", target.norm(features.astype(target.dtype)), constants["head"], preferred_element_type=jnp.float32
     )
-    return jax.lax.stop_gradient(jax.nn.softmax(logits, axis=-1))
+    return jax.lax.stop_gradient(jax.nn.log_softmax(logits, axis=-1))
 
 
 class Alignment:
-    """`loop.Objective` of a block drafter: frozen target, features computed or cached on the host.
+    """`loop.Objective` of the conditioned drafter: frozen target, features computed or cached on the host.
 
     Args:
-      draft_ids: tokens that it may draft, ascending; None: all.
       compute_dtype: of the drafter's and the target's arithmetic (parameters stay float32).
       cache: features of the training documents; None: computed anew for each batch.
-      borrow: see `save_dspark`.
     """
 
     def __init__(
         self,
-        model: DSpark,
+        model: Conditioned,
         target: Decoder,
-        draft_ids: np.ndarray | None,
+        draft_ids: np.ndarray,
         options: AlignmentOptions,
         *,
         compute_dtype: Any = jnp.float32,
         cache: FeatureCache | None = None,
-        borrow: bool = False,
     ):
-        self.config, self.options, self.cache, self.borrow = model.config, options, cache, borrow
+        self.config, self.options, self.cache = model.config, options, cache
         self.graph, self.trainable = nnx.split(model)
         self.compute_dtype = jnp.dtype(compute_dtype)
-        self.captured = captured_layers(model.config, target.config.num_layers)
+        self.captured = captured_layers(model.config.feature_layers, target.config.num_layers)
         self.bound = bind(model, target, draft_ids)
-        lookup = np.arange(target.config.vocab_size, dtype=np.int32)
-        if draft_ids is not None:
-            lookup = np.full_like(lookup, -1)
-            lookup[draft_ids] = np.arange(len(draft_ids))
+        lookup = np.full(target.config.vocab_size, -1, np.int32)
+        lookup[draft_ids] = np.arange(len(draft_ids))
         self.constants = {"target": target, "head": self.bound.head, "lookup": jnp.asarray(lookup)}
 
     def features(self, batch: dict[str, np.ndarray]) -> Any:
@@ -270,7 +199,7 @@ class Alignment:
             "features": self.features(batch)
         }
 
-    def model(self, trainable: Any) -> DSpark:
+    def model(self, trainable: Any) -> Conditioned:
         return nnx.merge(self.graph, trainable)
 
     def loss(self, trainable, constants, batch, key):
@@ -279,24 +208,32 @@ class Alignment:
         return loss(self.model(cast), constants, batch, key, self.options)
 
     def tokens(self, batch):
-        return batch["tokens"].shape[0] * self.options.anchors * self.config.block_size
+        return batch["tokens"].shape[0] * self.options.anchors * self.config.rows
 
     def flops(self, batch):
         base, slots = self.config.base, self.tokens(batch)
-        size, head, vocab = base.hidden_size, base.head_dim, self.bound.head.shape[0]
-        span = batch["tokens"].shape[1] + self.config.block_size
-        per_slot = base.num_layers * (6 * layer_weights(base) + 12 * base.num_heads * head * span)
-        per_slot += 4 * size * vocab + 6 * self.config.markov_rank * vocab  # the head is frozen
-        per_position = 6 * base.num_layers * size * 2 * base.num_kv_heads * head + 2 * size * vocab
-        per_position += 6 * size * size * len(self.config.feature_layers)
-        return float(slots * per_slot + batch["tokens"].size * per_position)
+        size, head = base.hidden_size, base.head_dim
+        anchors, positions = slots // self.config.rows, batch["tokens"].size
+        span = batch["tokens"].shape[1] + self.config.rows
+        per_slot = base.num_layers * (6 * layer_weights(base) + 12 * base.num_heads * head * span) + 6 * size * size
+        per_slot += 4 * size * self.config.vocab  # the head is frozen
+        per_anchor = 6 * size * size * len(self.config.fused_layers)
+        per_position = 6 * base.num_layers * size * 2 * base.num_kv_heads * head
+        per_position += 2 * size * self.config.vocab if self.options.kl_weight else 0
+        return float(slots * per_slot + anchors * per_anchor + positions * per_position)
 
     def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
         """Writes the drafter's folder; `extra` joins its `config.json` (`decoding`, `training`)."""
-        model = self.bound.replace(network=self.model(trainable))
-        save_dspark(folder, model, self.constants["target"].config, storage=storage, borrow=self.borrow, **extra)
+        config = {
+            "family": folders.CONDITIONED,
+            "target": self.constants["target"].config.shape_key(),
+            "network": {"num_layers": self.config.base.num_layers, **self.config.to_dict()},
+            **extra,
+        }
+        params = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(trainable)}
+        folders.save_drafter(folder, config, params, np.asarray(self.bound.draft_ids), storage=storage)
 
-    def drafter(self, trainable: Any) -> DSparkModel:
+    def drafter(self, trainable: Any) -> BoundConditioned:
         """The drafter as an engine takes it."""
         dtype = self.constants["target"].dtype
         return self.bound.replace(network=self.model(jax.tree.map(lambda x: x.astype(dtype), trainable)))

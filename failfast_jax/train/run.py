@@ -1,9 +1,10 @@
 """`python -m failfast_jax.train run`: make a drafter for a target, from the target.
 
-Three families: `dspark` (a few layers that read the target's hidden states, with a Markov and a confidence head),
-`dflash` (the same without heads) and `standalone` (block diffusion as in Fast-dLLM v2, over the whole model or a subset
-of its layers). The first two are written in DeepSpec's layout, which other engines serve, too. A run lives in one
-folder and continues from its last checkpoint when it is started again.
+Four families. `dspark` and `dflash` drafters (a few layers that read the target's hidden states, with or without Markov
+and confidence heads) are written in DeepSpec's layout, which other engines serve, too. `conditioned` ones are this
+project's own kind of them, with a start in closed form that suits little data. `standalone` ones are block diffusion as
+in Fast-dLLM v2, over the whole model or a subset of its layers. A run lives in one folder and continues from its last
+checkpoint when it is started again.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from failfast_jax.checkpoints import dspark
+from failfast_jax.checkpoints import dspark as dspark_folders
 from failfast_jax.checkpoints.drafter import STORAGES
 from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path
 from failfast_jax.checkpoints.loading import load_model, open_source
@@ -26,21 +28,27 @@ from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.errors import OptionError
 from failfast_jax.files import read_json
+from failfast_jax.models.conditioned import ConditionedConfig
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.dspark import MARKOV_HEADS, DSparkConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train import align, data, loop
+from failfast_jax.train import align, data, dspark, loop
 from failfast_jax.train.adapt import Adaptation, AdaptationOptions
 from failfast_jax.train.corruption import KINDS, Corruption
 from failfast_jax.train.evaluate import Evaluation
 from failfast_jax.train.features import FeatureCache
+from failfast_jax.train.fit import fit_inputs
 from failfast_jax.train.resume import begin
 
+FIRST_SHARE, SECOND_SHARE = 1 / 3, 2 / 3  # depth of the features that are fused by default, beside the last layer's
 HEAD_CHUNK = 1024
 """Rows whose logits over the whole vocabulary are in memory at a time."""
 SETTINGS_FILE = "train.json"
 HELD_OUT = "held_out.npz"
 """In the run's folder: documents never trained on, for measurements of what was made."""
+FAMILIES = ("conditioned", "dspark", "dflash", "standalone")
+DEFAULTS = {"conditioned": {"kl_weight": 0.5, "draft_vocab": 8192, "prefix_fraction": 0.25}}
+"""Of options whose default depends on the family; the other families' are zeros."""
 RUN_ONLY = (
     *("out", "minutes", "save_every", "eval_every", "eval_prompts", "eval_tokens", "eval_spec_len", "storage"),
     *("data", "cache_layers"),  # the documents themselves are compared, not where they lie
@@ -52,9 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--data", type=Path, nargs="+", required=True, help=".npz files, or folders of them")
     parser.add_argument("--target", help="model to draft for; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--family", choices=("dspark", "dflash", "standalone"), default="dspark")
+    parser.add_argument("--family", choices=FAMILIES, default="conditioned")
     parser.add_argument(
-        "--layers", metavar="i,j", help="target layers to start from; default: the last two (dspark, dflash), all"
+        "--layers", metavar="i,j", help="target layers to start from; default: the last two, all (standalone)"
     )
     both = parser.add_argument_group("what all families learn from")
     both.add_argument("--seq-len", type=int, default=320, help="documents are cut to this many tokens")
@@ -63,32 +71,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     both.add_argument(
         "--position-decay", type=float, default=3.0, help="k-th masked token weighs exp(-(k-1)/x); 0: all 1"
     )
-    block = parser.add_argument_group("dspark and dflash drafters")
+    both.add_argument(
+        "--kl-weight",
+        type=float,
+        help="share of KL(target || drafter) in the loss; default: 0.5 (conditioned), 0 (standalone)",
+    )
+    block = parser.add_argument_group("all but standalone drafters")
     block.add_argument("--rows", type=int, default=7, help="tokens that one pass drafts")
     block.add_argument(
-        "--features", metavar="i,j", help="target layers whose outputs it reads; default: five, evenly spread"
-    )
-    block.add_argument("--markov", choices=MARKOV_HEADS, default="vanilla", help="kind of the Markov head (dspark)")
-    block.add_argument("--markov-rank", type=int, default=256, help="size of its vectors")
-    block.add_argument("--mask-token", type=int, help="id that stands for what is not known; default: the tokenizer's")
-    block.add_argument(
-        "--draft-vocab", type=int, default=0, help="draft only the n most frequent tokens of the answers; 0: all"
+        "--draft-vocab",
+        type=int,
+        help="draft only the n most frequent tokens of the answers; 0: all; default: 8192 (conditioned), 0",
     )
     block.add_argument("--anchors", type=int, default=64, help="blocks per document and step")
-    block.add_argument("--prefix-fraction", type=float, default=0.0, help="blocks that begin with known tokens")
-    block.add_argument("--ce-weight", type=float, default=0.1, help="of the cross-entropy with the answers")
-    block.add_argument("--l1-weight", type=float, default=0.9, help="of the distance from the target's probabilities")
-    block.add_argument("--confidence-weight", type=float, default=1.0, help="of the confidence head's loss")
+    block.add_argument(
+        "--prefix-fraction", type=float, help="blocks that begin with known tokens; default: 0.25 (conditioned), 0"
+    )
     block.add_argument("--feature-cache", type=Path, help="folder: compute the target's features once")
     block.add_argument(
         "--cache-layers", metavar="i,j", help="target layers to store for other runs, too, beside what this one reads"
     )
-    block.add_argument("--borrow", action="store_true", help="do not store the target's embedding and head again")
+    conditioned = parser.add_argument_group("conditioned drafters")
+    conditioned.add_argument(
+        "--fused", metavar="i,j", help="target layers that enter each row; default: 1/3, 2/3, last"
+    )
+    conditioned.add_argument("--no-fit", action="store_true", help="random input projections, not a ridge regression")
+    published = parser.add_argument_group("dspark and dflash drafters")
+    published.add_argument(
+        "--features", metavar="i,j", help="target layers whose outputs it reads; default: five, evenly spread"
+    )
+    published.add_argument("--markov", choices=MARKOV_HEADS, default="vanilla", help="kind of the Markov head (dspark)")
+    published.add_argument("--markov-rank", type=int, default=256, help="size of its vectors")
+    published.add_argument("--mask-token", type=int, help="id for what is not known; default: one that no text has")
+    published.add_argument("--ce-weight", type=float, default=0.1, help="of the cross-entropy with the answers")
+    published.add_argument("--l1-weight", type=float, default=0.9, help="of the distance from the target's choices")
+    published.add_argument("--confidence-weight", type=float, default=1.0, help="of the confidence head's loss")
+    published.add_argument("--borrow", action="store_true", help="do not store the target's embedding and head again")
     standalone = parser.add_argument_group("standalone drafters")
     standalone.add_argument("--block-size", type=int, default=32)
     standalone.add_argument("--corruption", choices=KINDS, default="mixed")
     standalone.add_argument("--draft-fraction", type=float, default=0.5, help="blocks that look like drafting (mixed)")
-    standalone.add_argument("--kl-weight", type=float, default=0.0, help="share of KL(target || drafter) in the loss")
     standalone.add_argument("--no-complementary", action="store_true", help="one mask a document, not it and its rest")
     _add_run_arguments(parser)
 
@@ -115,6 +137,9 @@ def check(args: argparse.Namespace) -> loop.Optimization:
     Raises:
       OptionError: a value that cannot be served.
     """
+    for name, value in DEFAULTS.get(args.family, {"kl_weight": 0.0, "draft_vocab": 0, "prefix_fraction": 0.0}).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     args.compute_dtype = args.compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     fields = dataclasses.fields(loop.Optimization)
     optimization = loop.Optimization(**{field.name: getattr(args, field.name) for field in fields})
@@ -123,7 +148,7 @@ def check(args: argparse.Namespace) -> loop.Optimization:
         "rows": args.rows >= 1,
         "seq_len": args.seq_len >= 8,
         "held_out": args.held_out >= 1,
-        "draft_vocab": args.draft_vocab >= 0,
+        "draft_vocab": args.draft_vocab >= (args.family == "conditioned"),
         "markov_rank": args.markov_rank >= 1,
         "ce_weight": args.ce_weight >= 0,
         "l1_weight": args.l1_weight >= 0,
@@ -145,8 +170,8 @@ def check(args: argparse.Namespace) -> loop.Optimization:
         raise OptionError(f"--cache-layers {args.cache_layers}: needs --feature-cache, where they are stored")
     if args.family != "standalone" and (args.eval_spec_len or 0) > args.rows:
         raise OptionError(f"--eval-spec-len {args.eval_spec_len}: a pass drafts at most --rows {args.rows} tokens")
-    if args.family != "standalone" and args.storage not in dspark.STORAGES:
-        said = f"{args.family} drafters are stored as {' or '.join(dspark.STORAGES)}"
+    if args.family in ("dspark", "dflash") and args.storage not in dspark_folders.STORAGES:
+        said = f"{args.family} drafters are stored as {' or '.join(dspark_folders.STORAGES)}"
         raise OptionError(f"--storage {args.storage}: {said}")
     if args.family == "standalone" and args.seq_len % args.block_size:
         raise OptionError(f"--seq-len {args.seq_len}: must be a multiple of --block-size {args.block_size}")
@@ -155,10 +180,11 @@ def check(args: argparse.Namespace) -> loop.Optimization:
 
 @dataclasses.dataclass(frozen=True)
 class _Layers:
-    """Numbers of target layers: those that the drafter starts from, reads, and stores for other runs."""
+    """Numbers of target layers: those that the drafter starts from, reads (of a conditioned drafter: in every row), and
+    stores for other runs."""
 
     own: tuple[int, ...]
-    features: tuple[int, ...]
+    read: tuple[int, ...]
     cached: tuple[int, ...]
 
 
@@ -181,19 +207,27 @@ def _check_target(args: argparse.Namespace, source: Any, config: ModelConfig) ->
     """Checks the options against the target, and names its layers."""
     if config.is_diffusion:
         raise OptionError(f"--target {source}: a block-diffusion model; drafters are made from autoregressive targets")
-    if args.draft_vocab >= config.vocab_size:
-        args.draft_vocab = 0
-    last, reads = config.num_layers - 1, args.family != "standalone"
+    args.draft_vocab = min(args.draft_vocab, config.vocab_size)
+    last, conditioned = config.num_layers - 1, args.family == "conditioned"
+    if conditioned and last == 0:
+        raise OptionError(f"--target {source}: has one layer; a conditioned drafter reads what enters another")
     if args.seq_len > config.max_position_embeddings:
         raise OptionError(f"--seq-len {args.seq_len}: the target's context is {config.max_position_embeddings}")
     if args.mask_token is not None and not 0 <= args.mask_token < config.vocab_size:
         raise OptionError(f"--mask-token {args.mask_token}: the target's vocabulary has {config.vocab_size} tokens")
-    own = _parse_layers(args.layers, "--layers", last + 1, tuple(range(max(last - 1, 0) if reads else 0, last + 1)))
-    # What enters the first of its own layers, and four others.
+    first = 0 if args.family == "standalone" else max(last - 1, 1)
+    own = _parse_layers(args.layers, "--layers", last + 1, tuple(range(min(first, last), last + 1)))
+    if conditioned and min(own) == 0:
+        raise OptionError(f"--layers {args.layers}: layer 0 has no layer before it whose output a drafter could read")
+    # What enters the first of its own layers, and others at even distances.
     spread = {round(last * share) for share in (0.05, 0.3, 0.55, 0.8)} | {max(own[0] - 1, 0)}
+    flag, read, default = "--features", args.features, tuple(sorted(spread))
+    if conditioned:
+        flag, read = "--fused", args.fused
+        default = tuple(dict.fromkeys((round(last * FIRST_SHARE), round(last * SECOND_SHARE), last)))
     return _Layers(
         own,
-        _parse_layers(args.features, "--features", last + 1, tuple(sorted(spread))),
+        _parse_layers(read, flag, last + 1, default),
         _parse_layers(args.cache_layers, "--cache-layers", last + 1, ()),
     )
 
@@ -228,8 +262,10 @@ def work(args: argparse.Namespace) -> None:
     target = load_model(source)
     if args.family == "standalone":
         objective = _adaptation(args, target, layers)
+    elif args.family == "conditioned":
+        objective = _alignment(args, target, train, layers, deadline)
     else:
-        objective = _alignment(args, target, source, train, layers, deadline)
+        objective = _dspark(args, target, source, train, layers, deadline)
     figures = {"prompts": args.eval_prompts, "tokens": args.eval_tokens, "spec_len": args.eval_spec_len}
     measure = Evaluation(target, objective, held_out, **figures)
     _train(args, optimization, objective, measure, train, settings, deadline)
@@ -273,8 +309,52 @@ def _finished(drafter: Path, steps: int, storage: str) -> dict[str, Any] | None:
 
 
 def _alignment(
-    args: argparse.Namespace, target: Decoder, source: Any, train: data.Documents, layers: _Layers, deadline: float
+    args: argparse.Namespace, target: Decoder, train: data.Documents, layers: _Layers, deadline: float
 ) -> align.Alignment:
+    base = dataclasses.replace(target.config, num_layers=len(layers.own))
+    config = ConditionedConfig(base, tuple(i - 1 for i in layers.own), layers.read, args.rows, args.draft_vocab)
+    draft_ids = data.frequent_tokens(train, target.config.vocab_size, args.draft_vocab, target.config.eos_token_ids)
+    cache = _feature_cache(args, target, train, config.feature_layers, layers, deadline)
+    model = align.initial(target, config, layers.own, args.seed)
+    options = align.AlignmentOptions(
+        anchors=args.anchors,
+        prefix_fraction=args.prefix_fraction,
+        position_decay=args.position_decay or None,
+        kl_weight=args.kl_weight,
+    )
+
+    def objective() -> align.Alignment:
+        return align.Alignment(model, target, draft_ids, options, compute_dtype=args.compute_dtype, cache=cache)
+
+    untrained = objective()
+    if args.no_fit or loop.has_checkpoint(args.out):
+        return untrained
+    dataset = data.batches(train, length=args.seq_len, batch=8, seed=args.seed)
+    batches = (dataset[i] for i in range(max(min(len(train) // 8, 64), 1)))
+    batches = ({**batch, "features": np.asarray(untrained.features(batch))} for batch in batches)
+    share = fit_inputs(model, target, layers.own[0], batches, untrained.captured)
+    print(f"input projections fitted: they explain {share:.1%} of the residual stream's variance", file=sys.stderr)
+    return objective()
+
+
+def _feature_cache(
+    args: argparse.Namespace,
+    target: Decoder,
+    train: data.Documents,
+    read: tuple[int, ...],
+    layers: _Layers,
+    deadline: float,
+) -> FeatureCache | None:
+    if not args.feature_cache:
+        return None
+    captured = align.captured_layers(read, target.config.num_layers)
+    options = {"also": layers.cached, "deadline": deadline, "flag": "--feature-cache"}
+    return FeatureCache(args.feature_cache, train, target, captured, **options)
+
+
+def _dspark(
+    args: argparse.Namespace, target: Decoder, source: Any, train: data.Documents, layers: _Layers, deadline: float
+) -> dspark.DSparkObjective:
     base = dataclasses.replace(
         target.config,
         model_type="qwen3",
@@ -287,7 +367,7 @@ def _alignment(
         base=base,
         block_size=args.rows,
         mask_token_id=_mask_token(args.mask_token, source),
-        feature_layers=layers.features,
+        feature_layers=layers.read,
         num_target_layers=target.config.num_layers,
         markov=args.markov if heads else None,
         markov_rank=args.markov_rank if heads else 0,
@@ -295,21 +375,18 @@ def _alignment(
         confidence_sees_markov=heads,
         draft_vocab=args.draft_vocab or None,
     )
-    draft_ids = cache = None
+    draft_ids = None
     if args.draft_vocab:
         draft_ids = data.frequent_tokens(train, base.vocab_size, args.draft_vocab, target.config.eos_token_ids)
-    if args.feature_cache:
-        captured = align.captured_layers(config, target.config.num_layers)
-        options = {"also": layers.cached, "deadline": deadline, "flag": "--feature-cache"}
-        cache = FeatureCache(args.feature_cache, train, target, captured, **options)
-    options = align.AlignmentOptions(
+    cache = _feature_cache(args, target, train, layers.read, layers, deadline)
+    options = dspark.DSparkOptions(
         position_decay=args.position_decay or None,
         **{name: getattr(args, name) for name in ("anchors", "prefix_fraction", "ce_weight", "l1_weight")},
         confidence_weight=args.confidence_weight if heads else 0.0,
     )
-    model = align.initial(target, config, layers.own, args.seed)
+    model = dspark.initial(target, config, layers.own, args.seed)
     how = {"compute_dtype": args.compute_dtype, "cache": cache, "borrow": args.borrow}
-    return align.Alignment(model, target, draft_ids, options, **how)
+    return dspark.DSparkObjective(model, target, draft_ids, options, **how)
 
 
 def _mask_token(given: int | None, source: Any) -> int:

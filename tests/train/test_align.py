@@ -18,7 +18,7 @@ def test_blocks_start_inside_answers(documents, target):
     objective = make_objective("conditioned", target, documents)
     batch = data.batches(documents, length=LENGTH, batch=4, seed=0)[0]
     options = align.AlignmentOptions(anchors=200, prefix_fraction=0.5)
-    anchors, known = align.sample_blocks(jax.random.key(0), batch, objective.config, options)
+    anchors, known = align.sample_blocks(jax.random.key(0), batch, objective.config.rows, options)
     assert (anchors >= batch["prompt_length"][:, None] - 1).all() and (anchors <= batch["length"][:, None] - 2).all()
     assert known.min() == 1 and known.max() == objective.config.rows
     assert 0.4 < float((known > 1).mean()) < 0.6

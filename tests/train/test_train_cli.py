@@ -50,6 +50,7 @@ def arguments(data, out, *more: str) -> list[str]:
     "family",
     [
         ["--family", "conditioned", "--rows", "3", "--draft-vocab", "50", "--fused", "0,1"],
+        ["--family", "dspark", "--rows", "3", "--markov-rank", "8", "--mask-token", "1", "--features", "0,1"],
         ["--family", "standalone", "--layers", "1", "--block-size", "16", "--kl-weight", "0.5"],
     ],
     ids=lambda flags: flags[1],
@@ -57,7 +58,7 @@ def arguments(data, out, *more: str) -> list[str]:
 def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, monkeypatch):
     out = tmp_path / "run"
     whole = arguments(data, out, *family, "--steps", "4", "--save-every", "2", "--storage", "float32")
-    if family[1] == "conditioned":
+    if family[1] != "standalone":
         whole += ["--feature-cache", str(tmp_path / "features")]
         assert main([*whole, "--minutes", "0.0001"]) == 3  # ended among the features
         assert not capsys.readouterr().out
@@ -68,11 +69,11 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     report = json.loads(capsys.readouterr().out)
     assert report["steps"] == 4 and report["rounds"] > 0
     config = json.loads((out / "drafter" / "config.json").read_text())
-    assert config["family"] == family[1] and config["training"]["steps_done"] == 4
+    assert config.get("family", "dspark") == family[1] and config["training"]["steps_done"] == 4
     assert config["training"]["held_out_figures"]["accepted_per_round"] == report["accepted_per_round"]
     engine = FailFast(TARGET, out / "drafter")
     options = {"max_new_tokens": 8, "ignore_eos": True}
-    drafted = engine.generate([[5, 6, 7]], spec_len=3, max_spec_len=3, **options)[0]
+    drafted = engine.generate([[5, 6, 7]], method="failfast", spec_len=3, max_spec_len=3, tau=0.0, **options)[0]
     assert drafted.output_ids == engine.generate([[5, 6, 7]], method="vanilla", **options)[0].output_ids
     assert drafted.stats.drafted > 0
     # A finished run is told from its folder; decoding defaults that were written meanwhile stay.
@@ -101,6 +102,9 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
         (["--family", "standalone", "--block-size", "7"], "--seq-len 64: must be a multiple of --block-size 7"),
         (["--eval-prompts", "9"], "--eval-prompts 9: out of range"),
         (["--eval-spec-len", "8"], "--eval-spec-len 8: a pass drafts at most --rows 7 tokens"),
+        (["--family", "dspark", "--features", "5"], "--features 5: the target's layers are 0 to"),
+        (["--family", "dspark", "--mask-token", "999"], "--mask-token 999: the target's vocabulary has"),
+        (["--family", "dspark", "--storage", "int8"], "--storage int8: dspark drafters are stored as bfloat16"),
         (["--cache-layers", "0"], "--cache-layers 0: needs --feature-cache"),
     ],
 )

@@ -23,7 +23,7 @@ from failfast_jax.train.resume import begin, is_begun
 ANSWER = 16
 
 
-@pytest.mark.parametrize("family", ["conditioned", "standalone"])
+@pytest.mark.parametrize("family", ["conditioned", "dspark", "standalone"])
 def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, family):
     objective = make_objective(family, target, documents)
     optimization = loop.Optimization(steps=12, batch=2, accumulate=2, learning_rate=1e-3, warmup=3)

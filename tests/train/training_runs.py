@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+from tiny_models import random_dspark
 
 from failfast_jax.models.conditioned import ConditionedConfig
-from failfast_jax.train import align, data
+from failfast_jax.train import align, data, dspark
 from failfast_jax.train.adapt import Adaptation, AdaptationOptions
 from failfast_jax.train.corruption import Corruption
 
@@ -38,6 +39,9 @@ def make_objective(family: str, target, documents):
             corruption=Corruption("mixed", complementary=True), position_decay=2.0, kl_weight=0.5
         )
         return Adaptation(target, (0, 2), 8, options)
+    if family == "dspark":
+        model = random_dspark(target, feature_layers=(0, 1), seed=5)
+        return dspark.DSparkObjective(model.network, target, None, dspark.DSparkOptions(anchors=3))
     base = dataclasses.replace(target.config, num_layers=1)
     config = ConditionedConfig(base, (1,), (0, 2), 4, 20)
     ids = data.frequent_tokens(documents, VOCAB, 20, (1,))

@@ -1,0 +1,282 @@
+"""A DFlash or DSpark drafter (`models.dspark`) learns to predict the target from the target's features.
+
+The loss is DeepSpec's: cross-entropy with the target's own tokens, the L1 distance of the two distributions (twice the
+chance that rejection sampling rejects), and the confidence head against that chance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from failfast_jax.checkpoints.dspark import save_dspark
+from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel, MarkovHead, bind
+from failfast_jax.models.layers import Layer
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.train.align import captured_layers, sample_blocks
+from failfast_jax.train.features import FeatureCache, target_features
+from failfast_jax.train.loop import layer_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkOptions:
+    """Static options of `loss`.
+
+    Attributes:
+      anchors: blocks per sequence, at random places of its answer.
+      prefix_fraction: share of blocks that begin with known tokens behind the root (what a draft begun by a lookup,
+        or a second block, sees); their number is uniform.
+      position_decay: the k-th drafted token weighs exp(-(k - 1) / position_decay): the first ones decide how long an
+        accepted draft is. None: all weigh the same.
+      ce_weight, l1_weight, confidence_weight: of the three parts of the loss.
+    """
+
+    anchors: int = 64
+    prefix_fraction: float = 0.0
+    position_decay: float | None = 4.0
+    ce_weight: float = 0.1
+    l1_weight: float = 0.9
+    confidence_weight: float = 1.0
+
+
+def initial(
+    target: Decoder, config: DSparkConfig, source_layers: tuple[int, ...], seed: int, dtype: Any = jnp.float32
+) -> DSpark:
+    """A drafter whose layers and final norm are copies of the target's.
+
+    Where the features hold what enters the first copied layer, its context is that layer's own from the start: `fc`
+    picks those features out, and `hidden_norm` is its norm. The heads start as if they were not there.
+
+    Args:
+      source_layers: the target layer that each drafter layer starts from.
+    """
+    model = DSpark(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed))
+
+    def copied(module: nnx.Module, source: nnx.Module) -> None:
+        theirs = dict(nnx.to_flat_state(nnx.state(source)))
+        for path, mine in nnx.to_flat_state(nnx.state(module)):
+            if path in theirs:  # not the target's biases, nor its missing norms
+                mine[...] = jnp.array(theirs[path][...], dtype)
+
+    for layer, source in zip(model.layers, source_layers):
+        copied(layer, target.layers[source])
+        if target.layers[source].attention.q_norm is None:
+            _scale_norms(layer)
+    copied(model.norm, target.norm)
+    if (before := source_layers[0] - 1) in config.feature_layers:
+        size, at = config.base.hidden_size, config.feature_layers.index(before)
+        model.fc.weight[...] = jnp.eye(size, model.fc.weight.shape[1], at * size, dtype)
+        copied(model.hidden_norm, target.layers[source_layers[0]].input_norm)
+    if model.markov is not None:
+        model.markov.w2.weight[...] = jnp.zeros_like(model.markov.w2.weight[...])
+    return model
+
+
+def _scale_norms(layer: Layer) -> None:
+    """Gives queries and keys of a layer that had no norms the size that they had, if its inputs have no direction."""
+    attention, config = layer.attention, layer.attention.config
+    weight = attention.qkv.weight[...].reshape(config.num_kv_heads, -1, config.head_dim, config.hidden_size)
+    size = jnp.sqrt(jnp.sum((weight * layer.input_norm.weight[...]) ** 2, -1))  # [K, G + 2, H]
+    attention.q_norm.weight[...] = jnp.full_like(attention.q_norm.weight[...], jnp.sqrt(jnp.mean(size[:, :-2] ** 2)))
+    attention.k_norm.weight[...] = jnp.full_like(attention.k_norm.weight[...], jnp.sqrt(jnp.mean(size[:, -2] ** 2)))
+
+
+def loss(
+    model: DSpark, constants: dict[str, Any], batch: dict[str, Array], key: Array, options: DSparkOptions
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Weighted loss over the masked rows of random blocks.
+
+    Args:
+      constants: `target` (Decoder), `head` `[v, E]`, `lookup` `[V]` (draft id of a token, -1 outside the draft
+        vocabulary).
+      batch: `tokens` `[B, T]`, `prompt_length`, `length` `[B]`, `features` `[B, T, C, E]` of `captured_layers`.
+
+    Returns:
+      The loss; metrics: `accepted` (mean length of the agreeing prefix of drafts without known rows), `first`
+      (agreement of their first token), `ce`, `l1`, and `confidence_error` (mean distance of the confidence from the
+      chance of acceptance).
+    """
+    anchors, known_rows = sample_blocks(key, batch, model.config.rows, options)
+    return loss_of_blocks(model, constants, batch, anchors, known_rows, options)
+
+
+def loss_of_blocks(
+    model: DSpark,
+    constants: dict[str, Any],
+    batch: dict[str, Array],
+    anchors: Int[Array, "B A"],
+    known_rows: Int[Array, "B A"],
+    options: DSparkOptions,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """`loss` for given blocks: their anchors and their numbers of known rows."""
+    rows = jnp.arange(model.config.block_size)
+    at = anchors[..., None] + rows  # [B, A, R]: positions of the rows; row r predicts at + 1
+    clipped = jnp.minimum(at, batch["tokens"].shape[1] - 2)
+    everyone = jnp.arange(at.shape[0])[:, None, None]
+    tokens = batch["tokens"][everyone, clipped]
+    log_q, confidence = predictions(model, constants, batch, anchors, tokens, known_rows)
+
+    rank = rows - known_rows[..., None] + 1  # 0 for the first drafted token
+    exists = (rank >= 0) & (at + 1 < batch["length"][:, None, None])
+    weights = exists.astype(jnp.float32)
+    if options.position_decay is not None:
+        weights = weights * jnp.exp(-jnp.maximum(rank, 0) / options.position_decay)
+    total = jnp.maximum(weights.sum(), 1e-6)
+
+    def mean(values: Float[Array, "B A R"]) -> Float[Array, ""]:
+        return jnp.sum(values * weights) / total
+
+    labels = constants["lookup"][batch["tokens"][everyone, clipped + 1]]
+    ce = -jnp.take_along_axis(log_q, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+    ce = mean(ce * (labels >= 0))
+    distance = jnp.abs(jnp.exp(log_q) - _teacher(model.config, constants, batch)[everyone, clipped]).sum(-1)
+    l1 = mean(distance)
+    value = options.ce_weight * ce + options.l1_weight * l1
+    metrics = {"ce": ce, "l1": l1}
+    if confidence is not None:
+        chance = jax.lax.stop_gradient(1 - distance / 2)
+        value += options.confidence_weight * mean(_binary_cross_entropy(confidence, chance))
+        metrics["confidence_error"] = mean(jnp.abs(jax.nn.sigmoid(confidence) - chance))
+
+    right = (jnp.argmax(log_q, -1) == labels) & exists
+    fresh = known_rows == 1
+    accepted = jnp.cumprod(right.astype(jnp.int32), -1).sum(-1)
+    count = jnp.maximum(fresh.sum(), 1)
+    metrics |= {"accepted": jnp.sum(accepted * fresh) / count, "first": jnp.sum(right[..., 0] * fresh) / count}
+    return value, metrics
+
+
+def _binary_cross_entropy(logits: Float[Array, "*R"], chance: Float[Array, "*R"]) -> Float[Array, "*R"]:
+    return -(chance * jax.nn.log_sigmoid(logits) + (1 - chance) * jax.nn.log_sigmoid(-logits))
+
+
+def predictions(
+    model: DSpark,
+    constants: dict[str, Any],
+    batch: dict[str, Array],
+    anchors: Int[Array, "B A"],
+    tokens: Int[Array, "B A R"],
+    known_rows: Int[Array, "B A"],
+) -> tuple[Float[Array, "B A R v"], Float[Array, "B A R"] | None]:
+    """What the drafter says in every row, over the draft vocabulary, if the tokens before it are the text's; and the
+    confidence head's logits, if it has one.
+
+    Args:
+      tokens: the text's at the rows' positions.
+    """
+    config, target = model.config, constants["target"]
+    captured = captured_layers(config.feature_layers, target.config.num_layers)
+    mine = batch["features"][:, :, np.asarray([captured.index(layer) for layer in config.feature_layers])]
+    known = jnp.arange(config.block_size) < known_rows[..., None]
+    hidden = model.blocks(target.embed[...][jnp.where(known, tokens, config.mask_token_id)], mine, anchors)
+    logits = jnp.einsum("bare,ve->barv", hidden, constants["head"].astype(hidden.dtype)).astype(jnp.float32)
+    before = None
+    if model.markov is not None:
+        before = model.markov.embedded(tokens)
+        logits += model.markov.bias(_codes(model.markov, before, hidden))
+    confidence = None if model.confidence is None else model.confidence_logits(hidden, before)
+    return jax.nn.log_softmax(logits, axis=-1), confidence
+
+
+def _codes(
+    markov: MarkovHead, before: Float[Array, "B A R r"], hidden: Float[Array, "B A R E"]
+) -> Float[Array, "B A R r"]:
+    """What the Markov head projects in each row, row after row."""
+    state, codes = jnp.zeros_like(before[:, :, 0]), []
+    for row in range(before.shape[2]):
+        state, code = markov.step(state, before[:, :, row], hidden[:, :, row])
+        codes.append(code)
+    return jnp.stack(codes, axis=2)
+
+
+def _teacher(config: DSparkConfig, constants, batch) -> Float[Array, "B T v"]:
+    """The target's probabilities at every position, over the draft vocabulary."""
+    target = constants["target"]
+    last = target.config.num_layers - 1
+    features = batch["features"][:, :, captured_layers(config.feature_layers, last + 1).index(last)]
+    logits = jnp.einsum(
+        "bte,ve->btv", target.norm(features.astype(target.dtype)), constants["head"], preferred_element_type=jnp.float32
+    )
+    return jax.lax.stop_gradient(jax.nn.softmax(logits, axis=-1))
+
+
+class DSparkObjective:
+    """`loop.Objective` of a block drafter: frozen target, features computed or cached on the host.
+
+    Args:
+      draft_ids: tokens that it may draft, ascending; None: all.
+      compute_dtype: of the drafter's and the target's arithmetic (parameters stay float32).
+      cache: features of the training documents; None: computed anew for each batch.
+      borrow: see `save_dspark`.
+    """
+
+    def __init__(
+        self,
+        model: DSpark,
+        target: Decoder,
+        draft_ids: np.ndarray | None,
+        options: DSparkOptions,
+        *,
+        compute_dtype: Any = jnp.float32,
+        cache: FeatureCache | None = None,
+        borrow: bool = False,
+    ):
+        self.config, self.options, self.cache, self.borrow = model.config, options, cache, borrow
+        self.graph, self.trainable = nnx.split(model)
+        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.captured = captured_layers(model.config.feature_layers, target.config.num_layers)
+        self.bound = bind(model, target, draft_ids)
+        lookup = np.arange(target.config.vocab_size, dtype=np.int32)
+        if draft_ids is not None:
+            lookup = np.full_like(lookup, -1)
+            lookup[draft_ids] = np.arange(len(draft_ids))
+        self.constants = {"target": target, "head": self.bound.head, "lookup": jnp.asarray(lookup)}
+
+    def features(self, batch: dict[str, np.ndarray]) -> Any:
+        """Captured features `[B, T, C, E]` of a batch."""
+        if self.cache is not None:
+            return self.cache.batch(batch)
+        return target_features(self.constants["target"], batch["tokens"], self.captured)
+
+    def prepare(self, batch):
+        return {name: batch[name] for name in ("tokens", "prompt_length", "length")} | {
+            "features": self.features(batch)
+        }
+
+    def model(self, trainable: Any) -> DSpark:
+        return nnx.merge(self.graph, trainable)
+
+    def loss(self, trainable, constants, batch, key):
+        cast = jax.tree.map(lambda x: x.astype(self.compute_dtype), trainable)
+        batch = {**batch, "features": batch["features"].astype(self.compute_dtype)}
+        return loss(self.model(cast), constants, batch, key, self.options)
+
+    def tokens(self, batch):
+        return batch["tokens"].shape[0] * self.options.anchors * self.config.block_size
+
+    def flops(self, batch):
+        base, slots = self.config.base, self.tokens(batch)
+        size, head, vocab = base.hidden_size, base.head_dim, self.bound.head.shape[0]
+        span = batch["tokens"].shape[1] + self.config.block_size
+        per_slot = base.num_layers * (6 * layer_weights(base) + 12 * base.num_heads * head * span)
+        per_slot += 4 * size * vocab + 6 * self.config.markov_rank * vocab  # the head is frozen
+        per_position = 6 * base.num_layers * size * 2 * base.num_kv_heads * head + 2 * size * vocab
+        per_position += 6 * size * size * len(self.config.feature_layers)
+        return float(slots * per_slot + batch["tokens"].size * per_position)
+
+    def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
+        """Writes the drafter's folder; `extra` joins its `config.json` (`decoding`, `training`)."""
+        model = self.bound.replace(network=self.model(trainable))
+        save_dspark(folder, model, self.constants["target"].config, storage=storage, borrow=self.borrow, **extra)
+
+    def drafter(self, trainable: Any) -> DSparkModel:
+        """The drafter as an engine takes it."""
+        dtype = self.constants["target"].dtype
+        return self.bound.replace(network=self.model(jax.tree.map(lambda x: x.astype(dtype), trainable)))

@@ -11,7 +11,7 @@ import json
 import operator
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from failfast_jax.bench import report
 from failfast_jax.bench.journal import ANSWER, RECORDS
-from failfast_jax.bench.modelled import alpha_of, authors_latency, expected_speedup
+from failfast_jax.bench.modelled import LARGEST, alpha_of, authors_latencies, expected_speedup
 from failfast_jax.bench.published import appendix_b
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.files import Record, read_lines
@@ -32,7 +32,7 @@ class NoData(Exception):
     """The records lack what a figure shows; the message says what."""
 
 
-def figure_class(flag: str = "--out") -> Any:
+def figure_class() -> Any:
     """Matplotlib's `Figure`, which without pyplot draws with Agg and needs no display.
 
     Raises:
@@ -41,18 +41,13 @@ def figure_class(flag: str = "--out") -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        advice = "leave --out away" if flag == "--out" else f"{flag.replace('--', '--no-')}"
-        raise ValueError(
-            f'{flag}: the plot needs matplotlib ({error}): pip install -e ".[plot]", or {advice}'
-        ) from None
+        raise ValueError(f'figures need matplotlib ({error}): pip install -e ".[plot]"') from None
     return Figure
 
 
-def colours(labels: Sequence[str]) -> dict[str, Any]:
-    from matplotlib import colormaps
-
-    palette = colormaps["tab20" if len(labels) > 10 else "tab10"].colors
-    return {label: palette[index % len(palette)] for index, label in enumerate(labels)}
+def colours(labels: Sequence[str]) -> dict[str, str]:
+    """Matplotlib's colours, in turn."""
+    return {label: f"C{index}" for index, label in enumerate(labels)}
 
 
 class Records:
@@ -96,7 +91,7 @@ class Records:
 
 def panels(count: int, width: float = 5.5, height: float = 4.0) -> tuple[Any, list[Any]]:
     """A figure of `count` panels side by side."""
-    figure = figure_class("--figures")(figsize=(width * count, height), layout="constrained")
+    figure = figure_class()(figsize=(width * count, height), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
@@ -194,8 +189,12 @@ def acceptance_against_compute(records: Records) -> Any:
     return per_dataset(records, draw, "no variant drafted with a model", **labels)
 
 
-def calibration(found: Mapping[str, dict[str, Any]]) -> Any:
-    """Confidence against acceptance, two panels a variant, from `report.calibration`."""
+def calibration(records: Records) -> Any:
+    """Confidence against acceptance, all datasets together, two panels for every variant with a row."""
+    found = {name: report.calibration(records.answers, label) for label, name in records.labels().items()}
+    found = {name: bins for name, bins in found.items() if bins["ece"] is not None}
+    if not found:
+        raise NoData("no variant drafted anything")
     figure = figure_class()(figsize=(11, 4 * len(found)), layout="constrained")
     axes = figure.subplots(len(found), 2, squeeze=False)
     for (left, right), (name, bins) in zip(axes, found.items()):
@@ -205,7 +204,6 @@ def calibration(found: Mapping[str, dict[str, Any]]) -> Any:
         middles = [(b["low"] + b["high"]) / 2 for b in bins["rounds"]]
         counts.bar(middles, [b["count"] for b in bins["rounds"]], width=0.9 / report.BINS, color=GREY)
         counts.set_ylabel("rounds (bars)")
-        counts.yaxis.get_major_locator().set_params(integer=True)
         right.plot([0, 1], [0, 1], "--", color="#999999", label="calibrated")
         for axis, kind in ((left, "rounds"), (right, "tokens")):
             points = [(b["confidence"], b["accepted"]) for b in bins[kind] if b["count"]]
@@ -218,15 +216,6 @@ def calibration(found: Mapping[str, dict[str, Any]]) -> Any:
         right.set(xlabel="confidence of a drafted token", ylabel="share accepted")
         right.legend(loc="upper left")
     return figure
-
-
-def calibration_of_all(records: Records) -> Any:
-    """`calibration` of every variant with a row, all datasets together."""
-    found = {name: report.calibration(records.answers, label) for label, name in records.labels().items()}
-    found = {name: bins for name, bins in found.items() if bins["ece"] is not None}
-    if not found:
-        raise NoData("no variant drafted anything")
-    return calibration(found)
 
 
 def easy_tokens(record: Record) -> list[bool]:
@@ -292,15 +281,14 @@ def theory_curves(lengths: Sequence[int]) -> dict[str, list[float]]:
     The autoregressive one takes a pass a token, the block-diffusion one a pass for each eight and one more, for its
     cache. Each has the acceptance rate of Appendix B, freed of the length at which it was measured.
     """
-    name = "Qwen2.5-32B-Instruct"
-    cost = authors_latency(name)
+    cost = authors_latencies()[LARGEST]
     step = cost.draft_pass / cost.target_step
     found = {}
     for label, method, passes in (
         ("autoregressive drafter", "ar", lambda n: n),
         ("block-diffusion drafter, one pass", "failfast", lambda n: -(-n // 8) + 1),
     ):
-        row = appendix_b()[name][method]["MATH"]
+        row = appendix_b()[LARGEST][method]["MATH"]
         alpha = alpha_of(row["acceptance_rate"], row["mean_speculated"])
         found[label] = [expected_speedup(alpha, n, step * passes(n)) for n in lengths]
     return found
@@ -338,31 +326,26 @@ FIGURES: dict[str, Callable[[Records], Any]] = {
     "speedup": speedup_bars,
     "length_cdf": length_cdf,
     "acceptance_compute": acceptance_against_compute,
-    "calibration": calibration_of_all,
+    "calibration": calibration,
     "easy_regions": easy_regions,
     **{f"sensitivity_{key}": lambda records, key=key: sensitivity(records, key) for key in SENSITIVE},
     "theory": theory,
 }
 
 
-def save(figure: Any, folder: Path, name: str) -> list[Path]:
-    """Writes a figure as PNG and SVG."""
-    files = [folder / f"{name}.png", folder / f"{name}.svg"]
-    figure.savefig(files[0], dpi=120)
-    figure.set_layout_engine("none")  # what was laid out stays: doing it again would take as long as drawing
-    figure.savefig(files[1])
-    return files
-
-
 def draw_all(source: Path, folder: Path) -> list[Path]:
     """Draws what the records of `source` can fill into `folder`; says on stderr what they cannot."""
     records = Records(source)
-    figure_class("--figures")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, draw in FIGURES.items():
         try:
-            written += save(draw(records), folder, name)
+            figure = draw(records)
         except NoData as reason:
             print(f"figure {name}: left out: {reason}", file=sys.stderr)
+            continue
+        written += [folder / f"{name}.png", folder / f"{name}.svg"]
+        figure.savefig(written[-2], dpi=120)
+        figure.set_layout_engine("none")  # what was laid out stays: doing it again would take as long as drawing
+        figure.savefig(written[-1])
     return written

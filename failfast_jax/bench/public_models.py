@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -49,6 +50,16 @@ CONFIGS: dict[str, ModelConfig] = {
     "tiny-drafter": _qwen2(16, 24, 1, 2, 1, **_TINY, **_DIFFUSION, mask_token_id=95, tie_embeddings=True),
 }
 """Qwen2.5 and Fast-dLLM v2 as published on the Hugging Face Hub; the tiny pair is for trying things out."""
+
+
+def hollow(config: ModelConfig, vocab: int = 512) -> ModelConfig:
+    """A model that costs next to nothing, of one layer and 16 channels: a round around such a pair is bookkeeping."""
+    vocab = min(vocab, config.vocab_size)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
+    mask = vocab - 1 if config.is_diffusion else None
+    own = {"head_dim": 16, "vocab_size": vocab, "mask_token_id": mask, "tie_embeddings": True, "eos_token_ids": ()}
+    return dataclasses.replace(config, **sizes, **own)
+
 
 TARGETS = tuple(name for name, config in CONFIGS.items() if not config.is_diffusion)
 DRAFTERS = tuple(name for name, config in CONFIGS.items() if config.is_diffusion)

@@ -7,8 +7,9 @@ tokens agrees. Every pass of both models is executed, and nothing leaves the dev
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+from collections import Counter
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -18,7 +19,7 @@ from jaxtyping import Array, Int
 
 from failfast_jax.bench.public_models import pass_bytes
 from failfast_jax.bench.published import CHUNK
-from failfast_jax.bench.round_costs import repeated_rounds, state_at
+from failfast_jax.bench.round_costs import of_width, repeated_rounds, state_at
 from failfast_jax.decoding import round
 from failfast_jax.decoding.accept import argmax_and_confidence
 from failfast_jax.decoding.drafter import Drafter
@@ -34,6 +35,13 @@ from failfast_jax.models.transformer import Decoder
 
 Caches = tuple[KVCache, ...]
 """The target's, then the drafter's."""
+
+
+class Models(NamedTuple):
+    """A pair; every program takes it, its caches, a `Start`, and the number of steps or the draws."""
+
+    target: Decoder
+    drafter: Wide
 
 
 @flax.struct.dataclass
@@ -117,55 +125,45 @@ def replay_step(
 
 
 def replay_program(
-    target: Decoder,
-    drafter: Wide,
-    caches: Caches,
-    start: Start,
-    draws: Draws,
-    *,
-    capacity: int,
-    plan: Plan,
-    extra: bool,
+    models: Models, caches: Caches, start: Start, draws: Draws, *, capacity: int, plan: Plan, extra: bool
 ) -> tuple[Caches, RoundLog]:
     """All rounds in one loop, as `round.generate` makes them."""
     rounds = draws.accepted.shape[0]
     state = jax.lax.while_loop(
         lambda s: jnp.any(s.running) & (s.log.round < rounds),
-        lambda s: replay_step(target, drafter, s, draws, plan=plan, extra=extra),
-        begin(target, drafter, caches, start, capacity, plan),
+        lambda s: replay_step(*models, s, draws, plan=plan, extra=extra),
+        begin(*models, caches, start, capacity, plan),
     )
     return (state.target, state.drafter.cache), state.log
 
 
 def vanilla_program(
-    target: Decoder, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, plan: Plan
+    models: Models, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, plan: Plan
 ) -> tuple[Caches, RoundLog]:
     """Plain decoding: the engine's own loop around the drafter that proposes nothing."""
-    drafter = Drafter()
-    state = begin(target, drafter, caches[:1], start, capacity, plan)
-    state = round.generate(target, drafter, state, steps, plan=plan)
+    state = begin(models.target, Drafter(), caches[:1], start, capacity, plan)
+    state = round.generate(models.target, Drafter(), state, steps, plan=plan)
     return (state.target, *caches[1:]), state.log
 
 
 def verify_program(
-    target: Decoder, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, width: int
+    models: Models, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, width: int
 ) -> tuple[Caches, Int[Array, "B T"]]:
     """`steps` rounds at the same place that verify `width` rows."""
-    drafter = Drafter()
-    state = begin(target, drafter, caches[:1], start, capacity, Plan((width,), (width,), (width,)))
-    state = repeated_rounds(target, drafter, state, steps, width=width)
+    state = begin(models.target, Drafter(), caches[:1], start, capacity, of_width(width))
+    state = repeated_rounds(models.target, state, steps, width=width)
     return (state.target, *caches[1:]), state.tokens
 
 
 def pass_program(
-    drafter: Wide, caches: Caches, start: Start, steps: Int[Array, ""], *, width: int
+    models: Models, caches: Caches, start: Start, steps: Int[Array, ""], *, width: int
 ) -> tuple[Caches, Int[Array, "B W"]]:
     """`steps` drafter passes over a window of `width` that begins where a round's first pass begins."""
     batch, context = start.tokens.shape
-    at = drafter.whole_blocks(jnp.full((batch,), context, jnp.int32))
+    at = models.drafter.whole_blocks(jnp.full((batch,), context, jnp.int32))
 
     def body(_, carry):
-        return drafter_pass(drafter, *carry, at)
+        return drafter_pass(models.drafter, *carry, at)
 
     window = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
     cache, window = jax.lax.fori_loop(0, steps, body, (caches[1], window))
@@ -188,9 +186,9 @@ class Schedule:
         own = sum(pass_bytes(target, live, itemsize) for _, live in self.target)
         return own + sum(pass_bytes(drafter, live, itemsize) for _, live in self.drafter)
 
-    def counts(self) -> tuple[collections.Counter, collections.Counter]:
+    def counts(self) -> tuple[Counter, Counter]:
         """Number of the target's and of the drafter's passes by width."""
-        return collections.Counter(w for w, _ in self.target), collections.Counter(w for w, _ in self.drafter)
+        return Counter(width for width, _ in self.target), Counter(width for width, _ in self.drafter)
 
 
 def schedule(drafter: Wide, draws: Draws, context: int, widths: tuple[int, ...]) -> Schedule:

@@ -1,13 +1,10 @@
-"""What a round costs by its width: verifies of W rows, each repeated inside a compiled loop.
-
-Every command that times a verify of W rows does it with `repeated_rounds`.
-"""
+"""What a round costs by its width: verifies of W rows, each repeated inside a compiled loop."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,13 +44,10 @@ def state_at(
     )
 
 
-def repeated_rounds(
-    target: Decoder, drafter: Drafter, state: DecodeState, steps: Int[Array, ""], *, width: int
-) -> DecodeState:
+def repeated_rounds(target: Decoder, state: DecodeState, steps: Int[Array, ""], *, width: int) -> DecodeState:
     """`steps` rounds at one place of a text, each of which verifies `width` rows and commits; nothing is drafted."""
-    place = state.length
-    rows = jnp.full_like(place, min(width - 1, drafter.max_draft))
-    proposal = Draft.empty(place.shape[0], drafter.max_draft).replace(length=rows)
+    drafter, place = Drafter(), state.length
+    proposal = Draft.empty(place.shape[0], drafter.max_draft)
 
     def repeat(_, state: DecodeState) -> DecodeState:
         verified, state = round.verify(target, drafter, state, proposal, plan=of_width(width))
@@ -72,25 +66,22 @@ def repeated_rounds(
 
 
 class RepeatedRounds:
-    """Rounds at a place of a text, in programs that are compiled when they are first called.
+    """Rounds behind a text, in programs that are compiled when they are first called.
 
     Args:
-      tokens: the text and what may follow it.
-      length: committed tokens there.
+      tokens: the committed text.
       widest: the most rows that will be verified.
     """
 
-    def __init__(self, target: Decoder, drafter: Drafter, tokens: Sequence[int], length: int, widest: int):
-        self.target = target
-        capacity = len(tokens) + max(widest, drafter.max_draft) + 1
-        texts, lengths = np.asarray([tokens], np.int32), np.asarray([length], np.int32)
-        begin = jax.jit(functools.partial(state_at, capacity=capacity, plan=of_width(widest)))
-        self.state = begin(target, drafter, texts, lengths)
+    def __init__(self, target: Decoder, tokens: np.ndarray, widest: int):
+        self.target, texts = target, np.asarray([tokens], np.int32)
+        begin = jax.jit(functools.partial(state_at, capacity=len(tokens) + widest + 1, plan=of_width(widest)))
+        self.state = begin(target, Drafter(), texts, np.asarray([len(tokens)], np.int32))
         self.program = jax.jit(repeated_rounds, donate_argnames="state", static_argnames="width")
 
-    def run(self, drafter: Drafter, width: int, steps: int) -> None:
-        """Runs rounds and waits for them. Drafters of equal structure share a program."""
-        state = self.program(self.target, drafter, self.state, np.int32(steps), width=width)
+    def run(self, width: int, steps: int) -> None:
+        """Runs rounds and waits for them."""
+        state = self.program(self.target, self.state, np.int32(steps), width=width)
         self.state = jax.block_until_ready(state)
 
 

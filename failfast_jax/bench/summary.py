@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from failfast_jax.bench import report
 from failfast_jax.bench.datasets import Dataset
 from failfast_jax.bench.modelled import Latency
-from failfast_jax.bench.variants import BASELINE, Sweep, Variant, changed_options
+from failfast_jax.bench.variants import BASELINE, Variant, changed_options
 from failfast_jax.config import GenerationConfig
 from failfast_jax.files import Record, write_atomically
 
@@ -38,7 +39,7 @@ class DatasetSummary:
     dataset: Dataset
     table: dict[str, dict[str, Any]]
     names: dict[str, str]
-    sweeps: dict[str, tuple[list[str], str | None]]
+    sweeps: dict[str, tuple[list[str], str]]
     calibration: dict[str, dict[str, Any]]
 
     def markdown(self, latency: Latency) -> list[str]:
@@ -64,21 +65,28 @@ class DatasetSummary:
 
 
 def summarise(
-    dataset: Dataset, variants: Sequence[Variant], sweeps: Sequence[Sweep], records: list[Record], latency: Latency
+    dataset: Dataset,
+    variants: Sequence[Variant],
+    records: list[Record],
+    latency: Latency,
+    scores: Mapping[tuple[str, str], float],
 ) -> DatasetSummary:
-    """Tables of a dataset's records, without scores."""
+    """Tables of a dataset's records; `scores`: the share of right answers by dataset and label."""
     table = report.totals(records, [v.label for v in variants])
-    report.add_modelled(table, latency)
-    points = {w.name: [v.label for v in w.variants() if v.label in table] for w in sweeps}
-    swept = {name: (found, report.best_of(table, found)) for name, found in points.items() if found}
-    names = {BASELINE: BASELINE}
+    for label, row in table.items():
+        used = {"tokens": row["tokens"], "rounds": row["rounds"], "passes": row["passes"]}
+        row["modelled"] = latency.speedup(**used) if row["rounds"] else None
+        row["score"] = scores.get((dataset.name, label))
+    names, sweeps = {BASELINE: BASELINE}, {}
     names |= {v.label: v.label for v in variants if not v.sweep}
-    for name, (_, best) in swept.items():
-        if best is not None:
-            names[best] = f"{name} (best: {best.rpartition(':')[2]})"
+    for name in dict.fromkeys(v.sweep for v in variants if v.sweep):
+        points = [v.label for v in variants if v.sweep == name]
+        best = report.best_of(table, points)
+        sweeps[name] = points, best
+        names[best] = f"{name} (best: {best.rpartition(':')[2]})"
     calibration = {label: report.calibration(records, label) for label in names}
     calibration = {label: found for label, found in calibration.items() if found["ece"] is not None}
-    return DatasetSummary(dataset, table, names, swept, calibration)
+    return DatasetSummary(dataset, table, names, sweeps, calibration)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +157,7 @@ class Summary:
             for label, row in s.table.items()
         ]
         text = self.markdown()
-        files = {"md": text, "json": report.to_json(self.to_dict()), "csv": report.to_csv(rows)}
+        files = {"md": text, "json": json.dumps(self.to_dict(), indent=1) + "\n", "csv": report.to_csv(rows)}
         for name, content in files.items():
             write_atomically(out / f"summary.{name}", content)
         return text

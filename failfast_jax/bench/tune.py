@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench import grid
-from failfast_jax.bench.datasets import read_prompts
+from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.tuner import LOOKUP, SEARCH, VERIFY, Tuner
 from failfast_jax.checkpoints.drafter import DECODING_OPTIONS, is_drafter_folder, write_decoding
 from failfast_jax.checkpoints.tuned import TunedOptions, model_key, read_settings, write_settings
@@ -59,7 +59,7 @@ def store(tuner: Tuner, chosen: str, args: argparse.Namespace) -> dict[str, Any]
     options = tuner.settings[chosen].options()
     report = {
         "prompts": len(tuner.prompts),
-        "prompt_source": " ".join(args.prompts),
+        "prompt_source": args.prompts,
         "max_new_tokens": args.max_new_tokens,
         "lookup_speedup": tuner.report(LOOKUP, VERIFY)["measured_speedup"],
         **tuner.report(chosen, VERIFY),
@@ -95,7 +95,7 @@ def show(tuner: Tuner, chosen: str, rows: list[dict[str, Any]], report: dict[str
 def run(args: argparse.Namespace) -> None:
     """The whole command, on checked arguments."""
     deadline = deadline_after(args.minutes)
-    prompts = read_prompts(args.prompts, args.limit)
+    prompts = [question.prompt for question in load_dataset(args.prompts, limit=args.limit).questions]
     engine = load_pair(args.target, args.drafter, method="failfast", dtype=args.dtype, max_seq_len=args.max_seq_len)
     engine.decoding = {}  # what a folder recommends is one setting of many here
     values = grid.parse(args, grid.default_grid(engine))
@@ -141,10 +141,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-seq-len", metavar="n", type=int)
     parser.add_argument(
         "--prompts",
-        nargs="+",
-        default=["humaneval"],
-        metavar="humaneval|FILE.jsonl|selfgen FILE.npz",
-        help="calibration set (default: HumanEval)",
+        default="humaneval",
+        metavar="D",
+        help="calibration set: a dataset of bench run, or a file of prompts (default: humaneval)",
     )
     parser.add_argument("--limit", metavar="n", type=int, default=16, help="first n prompts (default 16)")
     parser.add_argument("--max-new-tokens", metavar="n", type=int, default=128)

@@ -12,7 +12,7 @@ from failfast_jax.bench.datasets import Dataset, Question
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import Journal
 from failfast_jax.bench.prompts import humaneval_problems
-from failfast_jax.bench.variants import BASELINE, Variant, option_fields
+from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
@@ -237,11 +237,11 @@ def test_a_config_file(stub, prompts, tmp_path, capsys):
         ("- lookup", "must be a mapping"),
         ("a: [", "not YAML"),
         ("repeats: many", "repeats 'many': must be of type int"),
-        ("options: fast", "options: must be a mapping"),
+        ("options: fast", "options 'fast': must be of type dict"),
         ("methods: [{method: ar, sweep: {spec_len: 3:20}}]", 'a range in quotes like "3:20"'),
         ("methods: [{name: ar}]", "must be text, or have the keys method, label, options, sweep"),
         ("dataset: [{data: x}]", "must be a name, or have the keys name, data, limit, template"),
-        ("options: {tau: high}", "--set tau=high: must be a number"),
+        ("options: {tau: high}", "--tau 'high': must be a number"),
     ):
         file.write_text(text)
         assert main(["--config", str(file), *([] if "dataset" in text else ["--dataset", str(prompts)])]) == 2
@@ -250,7 +250,6 @@ def test_a_config_file(stub, prompts, tmp_path, capsys):
 
 
 FILE = ["--dataset", "humaneval", "--methods", "failfast"]
-FIELDS = ", ".join(option_fields())
 
 
 @pytest.mark.parametrize(
@@ -263,19 +262,16 @@ FIELDS = ", ".join(option_fields())
         ([*FILE, "--methods", "quick"], "--methods quick: must be among"),
         ([*FILE, "--methods", "vanilla"], "none of them can run here"),
         ([*FILE, "--repeats", "0"], "--repeats 0"),
-        ([*FILE, "--set", "tau=2"], "--tau 2.0: must be in [0, 1]"),
+        ([*FILE, "--set", "tau=2"], "--tau 2: must be in [0, 1]"),
         ([*FILE, "--modelled", "1B"], "--modelled 1B: must be DRAFT:TARGET"),
         ([*FILE, "--methods", ""], "none of them can run here"),
         ([*FILE, "--methods", "ar"], "ar: needs --ar-drafter, an autoregressive model"),
         ([*FILE, "--limit", "0"], "--limit 0: must be at least 1"),
         ([*FILE, "--max-new-tokens", "0"], "--max-new-tokens 0"),
-        ([*FILE, "--set", "tau=high"], "--set tau=high: must be a number"),
-        ([*FILE, "--set", "spec_len=1.5"], "--set spec_len=1.5: must be an integer"),
-        ([*FILE, "--set", "speed=9"], f"there is no option 'speed' (options: {FIELDS})"),
+        ([*FILE, "--set", "speed=9"], "--set: there is no option 'speed'; options: temperature, "),
         ([*FILE, "--set", "method=ar"], "there is no option 'method'"),
-        ([*FILE, "--set", "tau"], f"--set tau: must be key=value, with a key among {FIELDS}"),
-        ([*FILE, "--set", "exact=maybe"], "--set exact=maybe: must be true or false"),
-        ([*FILE, "--set", "tau=0.3", "--set", "tau=0.4"], "--set tau=0.4: tau was given before"),
+        ([*FILE, "--set", "tau"], "--set: tau must be key=value, with a key among temperature, "),
+        ([*FILE, "--set", "exact=maybe"], "--exact maybe: must be true or false"),
     ],
 )
 def test_bad_flags(args, message, stub, tmp_path, capsys):
@@ -287,7 +283,7 @@ def test_bad_flags(args, message, stub, tmp_path, capsys):
 def test_prompts_that_do_not_fit(stub, prompts, tmp_path, capsys):
     stub.max_seq_len = 20
     assert main(["--dataset", str(prompts), "--methods", "lookup", "--out", str(tmp_path / "out")]) == 2
-    assert "prompts.jsonl: prompt 2 has 25 tokens, the models have room for 20" in capsys.readouterr().err
+    assert "prompts.jsonl, question 2: its 25 tokens leave no room" in capsys.readouterr().err
     assert not stub.given
 
 

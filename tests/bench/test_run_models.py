@@ -3,16 +3,12 @@
 import builtins
 import json
 
-import numpy as np
 import pytest
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast
 from failfast_jax.bench import engine_pool, figures, harness, report
 from failfast_jax.bench.__main__ import main
-from failfast_jax.bench.datasets import read_prompts
-from failfast_jax.bench.variants import parse_option
-from failfast_jax.config import GenerationConfig
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 3]]
 SMALL = ["--max-new-tokens", "24", "--set", "spec_len=3", "max_spec_len=3"]
@@ -94,8 +90,6 @@ def test_run_and_resume(answers, prompts, tmp_path, capsys, monkeypatch):
 
     answers.clear()
     assert main(args) == 0 and not answers
-    assert main([*args, "--set", "tau=0.3"]) == 2
-    assert "tau was given before" in capsys.readouterr().err
     args[args.index("tau=0.2")] = "tau=0.3"
     assert main(args) == 2
     assert "other settings (options tau: 0.2 there, 0.3 here)" in capsys.readouterr().err
@@ -112,7 +106,7 @@ def check_summary(out, records):
     expected = report.totals(records, ["failfast", "lookup"])
     assert set(found["calibration"]) == {"failfast", "lookup"} and found["calibration"]["failfast"]["rounds"]
     for label, row in found["settings"].items():
-        assert (row.pop("modelled") or 0) > 0
+        assert row.pop("modelled") > 0 and row.pop("score") is None
         assert row == expected[label] and row["decode_s"] > 0
         assert row["tokens"] == 96 and row["verdicts"]["equal"] == 4
     assert found["settings"]["failfast"]["max_drafted"] == 3
@@ -154,24 +148,6 @@ def test_a_difference_fails(answers, engine, prompts, monkeypatch, tmp_path, cap
     assert "| 0 / 1 / 0 |" in capsys.readouterr().out
 
 
-def test_selfgen_prompts(tmp_path):
-    path = tmp_path / "data.npz"
-    flat = np.asarray([*PROMPTS[0], *PROMPTS[1]], np.uint16)
-    np.savez(path, prompt=flat, prompt_len=np.asarray([len(p) for p in PROMPTS], np.int32))
-    assert read_prompts(["selfgen", str(path)]) == PROMPTS
-    assert read_prompts([str(path)], 1) == PROMPTS[:1]
-    np.savez(path, prompt=flat, prompt_len=np.asarray([3], np.int32))
-    with pytest.raises(ValueError, match="sums to 3"):
-        read_prompts([str(path)])
-    np.savez(path, answer=flat)
-    with pytest.raises(ValueError, match="prompt_len"):
-        read_prompts([str(path)])
-
-
-def test_humaneval_prompts():
-    assert [type(p) for p in read_prompts(["humaneval"], 2)] == [str, str]
-
-
 def test_options_that_contradict_each_other(answers, prompts, tmp_path, capsys):
     out = tmp_path / "out"
     args = ["--dataset", str(prompts), "--methods", "failfast", "--set", "max_spec_len=5", "--out", str(out)]
@@ -181,27 +157,12 @@ def test_options_that_contradict_each_other(answers, prompts, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (["mbpp"], "--prompts mbpp: must be humaneval, FILE.jsonl or selfgen FILE.npz"),
-        (["selfgen"], "must be humaneval, FILE.jsonl or selfgen FILE.npz"),
-        (["selfgen", "no.npz"], "--prompts selfgen no.npz: no such file"),
-    ],
-)
-def test_bad_sources_of_prompts(source, message):
-    with pytest.raises(ValueError) as error:
-        read_prompts(source)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 is not JSON"),
         ('{"text": "x"}', "line 2 needs a prompt"),
         ("[]", "line 2 needs a prompt"),
         ("[1, 999]", "token id 999"),
-        (json.dumps([3] * 300), "prompt 1 has 300 tokens"),
+        (json.dumps([3] * 300), "question 1: its 300 tokens leave no room"),
     ],
 )
 def test_bad_prompts(line, message, answers, tmp_path, capsys):
@@ -210,13 +171,6 @@ def test_bad_prompts(line, message, answers, tmp_path, capsys):
     assert main(["--dataset", str(path), "--methods", "failfast", "--no-figures", "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not answers
-
-
-def test_options_of_every_type():
-    texts = {"spec_len": "4", "threshold": "0.5", "block_size": "none", "exact": "true", "schedule": "aligned"}
-    options = {name: parse_option("--set", name, text) for name, text in texts.items()}
-    assert options == {"spec_len": 4, "threshold": 0.5, "block_size": None, "exact": True, "schedule": "aligned"}
-    GenerationConfig(**options).validate()
 
 
 def test_missing_matplotlib_is_said_first(answers, prompts, tmp_path, monkeypatch, capsys):

@@ -191,6 +191,14 @@ def test_scores(stub, tmp_path, capsys, monkeypatch):
     assert main([*args, "--no-scores"]) == 0
 
 
+def test_points_of_a_sweep_that_decide_the_same_rounds(stub, prompts, tmp_path, capsys):
+    args = ["--dataset", str(prompts), "--methods", "lookup", *PLAIN, "--out", str(tmp_path)]
+    sweeps = ["--sweep", "failfast:tau=0.1|0.2", "--sweep", "fast-dllm:spec_len=4|6"]
+    assert main([*args, *sweeps]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The same rounds")]
+    assert notes == ["The same rounds, so that only noise tells them apart: `failfast:tau=0.1`, `failfast:tau=0.2`."]
+
+
 CONFIG = """
 dataset: {prompts}
 methods:
@@ -206,14 +214,6 @@ max-new-tokens: 32
 figures: false
 out: {out}
 """
-
-
-def test_points_of_a_sweep_that_decide_the_same_rounds(stub, prompts, tmp_path, capsys):
-    args = ["--dataset", str(prompts), "--methods", "lookup", *PLAIN, "--out", str(tmp_path)]
-    sweeps = ["--sweep", "failfast:tau=0.1|0.2", "--sweep", "fast-dllm:spec_len=4|6"]
-    assert main([*args, *sweeps]) == 0
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The same rounds")]
-    assert notes == ["The same rounds, so that only noise tells them apart: `failfast:tau=0.1`, `failfast:tau=0.2`."]
 
 
 def test_a_config_file(stub, prompts, tmp_path, capsys):
@@ -280,17 +280,22 @@ def test_bad_flags(args, message, stub, tmp_path, capsys):
     assert not stub.given and not (tmp_path / "out").exists()
 
 
-def test_prompts_that_do_not_fit(stub, prompts, tmp_path, capsys):
-    stub.max_seq_len = 20
-    assert main(["--dataset", str(prompts), "--methods", "lookup", "--out", str(tmp_path / "out")]) == 2
-    assert "prompts.jsonl, question 2: its 25 tokens leave no room" in capsys.readouterr().err
-    assert not stub.given
-
-
-def test_other_files_are_not_taken_for_records(stub, prompts, tmp_path, capsys):
+def test_other_records_are_refused(stub, prompts, tmp_path, capsys):
+    args = ["--dataset", str(prompts), "--methods", "lookup", *PLAIN, "--out", str(tmp_path)]
+    assert main(args) == 0
+    prompts.write_text(json.dumps("another"))
+    assert main(args) == 2
+    assert "other settings (prompt 0 of prompts.jsonl)" in capsys.readouterr().err
     (tmp_path / "records.jsonl").write_text('{"prompt": 1}\n{"prompt": 2}\n')
-    assert main(["--dataset", str(prompts), "--methods", "lookup", *PLAIN, "--out", str(tmp_path)]) == 2
+    assert main(args) == 2
     assert "line 1 is no record" in capsys.readouterr().err
+
+
+def test_missing_matplotlib_is_said_first(stub, prompts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["--dataset", str(prompts), "--out", str(tmp_path / "out")]) == 2
+    assert 'pip install -e ".[plot]"' in capsys.readouterr().err
+    assert not stub.given and not (tmp_path / "out").exists()
 
 
 def test_a_corpus_holds_the_questions_before(stub, prompts, tmp_path, monkeypatch):

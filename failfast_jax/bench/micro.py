@@ -34,9 +34,11 @@ from failfast_jax.bench import attention, hf_reference
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.prompts import PROMPTS
 from failfast_jax.bench.public_models import hollow, nbytes
-from failfast_jax.bench.round_costs import RepeatedRounds, long_enough
+from failfast_jax.bench.replay_programs import Models, OnDevice, compiled, start_of, verify_program
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.plan import Plan, buffer_length
 from failfast_jax.defaults import load_pair
 from failfast_jax.engine import FailFast
 from failfast_jax.files import write_atomically
@@ -47,6 +49,8 @@ PARTS = ("speed", "widths", "overhead", "passes", "reuse", "startup", "attention
 WIDTHS = (1, 4, 8, 16, 32, 64)
 CONTEXT = 256
 """Live cache length of the verify timings."""
+STEPS = 20
+"""Verifies in a timed run."""
 REPEATS = 9
 """Timed turns of the verifies, and three times those of whole answers."""
 TOKENS = 64
@@ -55,12 +59,13 @@ TOKENS = 64
 
 def widths_report(engine: FailFast) -> dict[str, Any]:
     """Milliseconds of a verify by width, and the cost of each in one-row steps."""
-    tokens = np.random.default_rng(0).integers(0, engine.target.config.vocab_size, CONTEXT)
-    rounds = RepeatedRounds(engine.target, tokens, max(WIDTHS))
-    steps = {width: long_enough(functools.partial(rounds.run, width)) for width in WIDTHS}
-    acts = {width: functools.partial(rounds.run, width, steps[width]) for width in WIDTHS}
-    found = medians(interleaved(acts, REPEATS))
-    seconds = {width: found[width] / steps[width] for width in WIDTHS}
+    target, capacity = engine.target, CONTEXT + max(WIDTHS) + 1
+    tokens = np.random.default_rng(0).integers(0, target.config.vocab_size, CONTEXT)
+    length = buffer_length(capacity, Drafter(), Plan((max(WIDTHS),), (max(WIDTHS),), (max(WIDTHS),)))
+    device = OnDevice(Models(target, None), (target.init_cache(1, length),), start_of(tokens))
+    programs = {width: compiled(verify_program, capacity=capacity, width=width) for width in WIDTHS}
+    acts = {width: functools.partial(device.run, program, np.int32(STEPS)) for width, program in programs.items()}
+    seconds = {width: found / STEPS for width, found in medians(interleaved(acts, REPEATS)).items()}
     return {
         "context": CONTEXT,
         "ms": {width: 1e3 * seconds[width] for width in WIDTHS},
@@ -76,18 +81,15 @@ def overhead_report(engine: FailFast) -> dict[str, Any]:
     with the real one, which adds the argmax and confidence over the logits.
     """
     out = {}
+    tokenizers = {"tokenizer": engine.tokenizer, "drafter_tokenizer": engine.tokenizer}  # one row more is no mismatch
     for vocab in (512, engine.target.config.vocab_size):
         target = Decoder(hollow(engine.target.config, vocab), rngs=nnx.Rngs(0))
-        # The drafter has one row more, its mask: with a tokenizer on both sides that is no mismatch.
-        tiny = FailFast(
-            target, as_untrained_drafter(target), tokenizer=engine.tokenizer, drafter_tokenizer=engine.tokenizer
-        )
+        tiny = FailFast(target, as_untrained_drafter(target), **tokenizers)
         for method in ("vanilla", "lookup", "failfast"):
-            seconds = []
-            for _ in range(4):
-                result = tiny.generate([list(range(100, 164))], method=method, max_new_tokens=128, ignore_eos=True)[0]
-                seconds.append(result.stats.decode_s / result.stats.rounds)
-            out[f"{method}_round_ms_vocab_{vocab}"] = 1e3 * float(np.median(seconds[1:]))
+            config = GenerationConfig(method, max_new_tokens=128, ignore_eos=True)
+            stats = [tiny.generate([list(range(100, 164))], config)[0].stats for _ in range(4)]
+            seconds = float(np.median([one.decode_s / one.rounds for one in stats[1:]]))
+            out[f"{method}_round_ms_vocab_{vocab}"] = 1e3 * seconds
     return out
 
 

@@ -65,14 +65,10 @@ TARGETS = tuple(name for name, config in CONFIGS.items() if not config.is_diffus
 DRAFTERS = tuple(name for name, config in CONFIGS.items() if config.is_diffusion)
 
 
+@functools.cache
 def parameters(config: ModelConfig) -> int:
     """Number of weights of a `Decoder` of this shape."""
-    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
-    qkv = heads + 2 * config.num_kv_heads * config.head_dim
-    attention = hidden * (qkv + heads) + config.qkv_bias * qkv + config.o_bias * hidden
-    mlp = 3 * hidden * config.intermediate_size + config.mlp_bias * (2 * config.intermediate_size + hidden)
-    tables = (1 if config.tie_embeddings else 2) * config.vocab_size * hidden
-    return tables + config.num_layers * (attention + mlp + 2 * hidden) + hidden
+    return nbytes(abstract_model(config, "bfloat16")) // 2
 
 
 def weight_bytes(config: ModelConfig, itemsize: int = 2) -> int:

@@ -30,15 +30,17 @@ from failfast_jax.bench.replay_programs import (
     Caches,
     Draws,
     Models,
+    OnDevice,
     Schedule,
     Start,
+    compiled,
     pass_program,
     replay_program,
     schedule,
+    start_of,
     vanilla_program,
     verify_program,
 )
-from failfast_jax.decoding import round
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.plan import ACCELERATOR_ROWS, Plan, buffer_length, make_plan
 from failfast_jax.decoding.state import RoundLog
@@ -131,19 +133,6 @@ def abstract_pair(target: ModelConfig, drafter: ModelConfig, options: ReplayOpti
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), models)
 
 
-class OnDevice:
-    """Random weights and caches for a pair of shapes; each run takes over the caches of the one before."""
-
-    def __init__(self, models: Models, caches: Caches, start: Start, seed: int):
-        self.models, self.caches = random_arrays((models, caches), seed)
-        self.start = start
-
-    def run(self, program: Callable, last: Any) -> Any:
-        """The program's result."""
-        self.caches, result = program(self.models, self.caches, self.start, last)
-        return jax.block_until_ready(result)
-
-
 Key = tuple[str | int, ...]
 """What is timed: `("vanilla",)`, `("replay", 0)` (a case), `("verify", 72)`, `("pass", 32)`, `("bookkeeping",)`."""
 
@@ -177,9 +166,6 @@ class ReplayedPair:
         return sorted(verify), list(range(drafter.block, drafter.window + 1, drafter.block))
 
     def _programs(self) -> dict[Key, tuple[Callable, Any]]:
-        def compiled(function: Callable, **static: Any) -> Callable:
-            return jax.jit(functools.partial(function, **static), donate_argnums=1)
-
         room, part = {"capacity": self.capacity}, np.int32(self.steps["part"])
         plain = make_plan(Drafter(), platform=self.options.platform)
         programs: dict[Key, tuple[Callable, Any]] = {
@@ -199,14 +185,14 @@ class ReplayedPair:
 
     def shapes(self, target: ModelConfig, drafter: ModelConfig) -> tuple[Models, Caches, Start]:
         """What the programs take: shapes of models and caches, and a random context to begin with."""
-        tokens = np.random.default_rng(self.options.seed).integers(
-            0, min(target.vocab_size, drafter.vocab_size), (1, self.options.context)
-        )
-        # As in the engine: greedy decoding without stop tokens, by arguments of the program.
-        eos = jnp.asarray(round.stop_tokens(()))
-        start = Start(jnp.asarray(tokens, jnp.int32), round.greedy_sampling(1), eos)
+        rng = np.random.default_rng(self.options.seed)
+        start = start_of(rng.integers(0, min(target.vocab_size, drafter.vocab_size), self.options.context))
         caches = abstract_caches((target, drafter), self.length, self.options.dtype)
         return abstract_pair(target, drafter, self.options), caches, start
+
+    def _fill(self, target: ModelConfig, drafter: ModelConfig) -> OnDevice:
+        models, caches, start = self.shapes(target, drafter)
+        return OnDevice(*random_arrays((models, caches), self.options.seed), start)
 
     def needed_bytes(self) -> int:
         """Of weights, caches and logits."""
@@ -220,8 +206,8 @@ class ReplayedPair:
           MisfitError: the device's memory cannot hold the pair.
         """
         check_memory(self.needed_bytes(), "weights, caches and logits")
-        real = OnDevice(*self.shapes(*self.configs), self.options.seed)
-        small = OnDevice(*self.shapes(*map(hollow, self.configs)), self.options.seed)
+        real = self._fill(*self.configs)
+        small = self._fill(*map(hollow, self.configs))
         results = {}
         turns = len(self.programs) * (self.options.repeats + 1)
         with tqdm(desc=f"replay {self.name}", unit="run", total=turns, file=sys.stderr) as bar:

@@ -1,4 +1,4 @@
-"""The benchmarks' clock: things that are compared take turns, and the median of their paired ratios is reported.
+"""The benchmarks' clock: things that are compared take turns, and medians are reported.
 
 A machine's speed drifts within minutes by more than most differences, so that two runs one after the other say little.
 """
@@ -34,8 +34,3 @@ def interleaved(actions: Mapping[Key, Callable[[], Any]], repeats: int) -> dict[
 def medians(seconds: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
     """The median of each action of `interleaved`."""
     return {key: float(np.median(values)) for key, values in seconds.items()}
-
-
-def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """Median of the ratios of what was timed side by side."""
-    return float(np.median(np.divide(numerator, denominator)))

@@ -18,7 +18,6 @@ import numpy as np
 from tqdm import tqdm
 
 from failfast_jax.bench import grid as grids
-from failfast_jax.bench.clock import paired_ratio
 from failfast_jax.bench.grid import Grid, Setting
 from failfast_jax.bench.harness import answer
 from failfast_jax.checkpoints.tuned import model_key
@@ -144,8 +143,8 @@ class Tuner:
         """Over plain decoding: the median prompt's, of which the median turn's."""
         ratios = []
         for number in prompts:
-            own, plain = zip(*self.pairs[phase, label][number])
-            ratios.append(paired_ratio([one["decode_s"] for one in plain], [one["decode_s"] for one in own]))
+            turns = self.pairs[phase, label][number]
+            ratios.append(np.median([plain["decode_s"] / own["decode_s"] for own, plain in turns]))
         return float(np.median(ratios))
 
     def report(self, label: str, phase: str = SEARCH) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from failfast_jax.bench.variants import BASELINE
 from failfast_jax.files import Record, read_lines
 
 SENSITIVE = {"tau": "confidence threshold tau", "spec_len": "chunk length N", "max_spec_len": "longest draft"}
-GREY, BLUE = "#d5dbe3", "#1f5fa8"
 
 
 class NoData(Exception):
@@ -89,9 +88,9 @@ class Records:
         return {label: name for names in self.names.values() for label, name in names.items()}
 
 
-def panels(count: int, width: float = 5.5, height: float = 4.0) -> tuple[Any, list[Any]]:
+def panels(count: int, width: float = 5.5) -> tuple[Any, list[Any]]:
     """A figure of `count` panels side by side."""
-    figure = figure_class()(figsize=(width * count, height), layout="constrained")
+    figure = figure_class()(figsize=(width * count, 4), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
@@ -196,25 +195,21 @@ def calibration(records: Records) -> Any:
     if not found:
         raise NoData("no variant drafted anything")
     figure = figure_class()(figsize=(11, 4 * len(found)), layout="constrained")
-    axes = figure.subplots(len(found), 2, squeeze=False)
-    for (left, right), (name, bins) in zip(axes, found.items()):
-        counts = left.twinx()
-        left.set_zorder(counts.get_zorder() + 1)  # the line in front of the bars
-        left.patch.set_visible(False)
-        middles = [(b["low"] + b["high"]) / 2 for b in bins["rounds"]]
-        counts.bar(middles, [b["count"] for b in bins["rounds"]], width=0.9 / report.BINS, color=GREY)
-        counts.set_ylabel("rounds (bars)")
-        right.plot([0, 1], [0, 1], "--", color="#999999", label="calibrated")
+    for (left, right), (name, bins) in zip(figure.subplots(len(found), 2, squeeze=False), found.items()):
         for axis, kind in ((left, "rounds"), (right, "tokens")):
             points = [(b["confidence"], b["accepted"]) for b in bins[kind] if b["count"]]
-            axis.plot(*zip(*points), "o-", color=BLUE, label=name)
+            axis.plot(*zip(*points), "o-")
             axis.set_xlim(-0.02, 1.02)
-        left.set(title=f"{name}: accepted length", ylabel="mean accepted length (line)")
+        left.set(title=f"{name}: accepted length", xlabel="confidence of the first drafted token")
+        left.set_ylabel("mean accepted length (line)")
         left.set_ylim(bottom=0)
-        left.set_xlabel("confidence of the first drafted token")
+        counts = left.twinx()
+        middles = [(b["low"] + b["high"]) / 2 for b in bins["rounds"]]
+        counts.bar(middles, [b["count"] for b in bins["rounds"]], width=0.9 / report.BINS, color="#99999944")
+        counts.set_ylabel("rounds (bars)")
+        right.plot([0, 1], [0, 1], "--", color="#999999")
         right.set(title=f"{name}: reliability, calibration error {report.shown(bins['ece'], 3)}", ylim=(-0.02, 1.02))
         right.set(xlabel="confidence of a drafted token", ylabel="share accepted")
-        right.legend(loc="upper left")
     return figure
 
 
@@ -295,29 +290,14 @@ def theory_curves(lengths: Sequence[int]) -> dict[str, list[float]]:
 
 
 def theory(records: Records) -> Any:
-    """Expected speedup over the draft length, and where the measured variants lie."""
+    """Expected speedup over the draft length; it needs no records."""
     figure, (axis,) = panels(1, 7)
     lengths = range(2, 61)
-    for (name, values), colour in zip(theory_curves(lengths).items(), ("#74a5d8", BLUE)):
+    for name, values in theory_curves(lengths).items():
         best = int(np.argmax(values))
-        axis.plot(lengths, values, color=colour, label=f"{name}: {values[best]:.1f} x at {lengths[best]}")
-    colour = colours(list(records.labels()))
-    for dataset, marker in zip(records.datasets, "osD^vP*X" * len(records.datasets)):
-        for label, name in records.names[dataset].items():
-            row = records.tables[dataset][label]
-            if row["drafted_per_round"] and row["speedup"] is not None:
-                axis.plot(
-                    row["drafted_per_round"],
-                    row["speedup"],
-                    marker,
-                    color=colour[label],
-                    label=f"measured here: {name}, {dataset}",
-                )
-    axis.set(
-        xlabel="speculated tokens a round",
-        ylabel="speedup over vanilla decoding",
-        title="Theorem 3.8 at the paper's acceptance and latencies (32B, MATH)",
-    )
+        axis.plot(lengths, values, label=f"{name}: {values[best]:.1f} x at {lengths[best]}")
+    title = "Theorem 3.8 at the paper's acceptance and latencies (32B, MATH)"
+    axis.set(xlabel="speculated tokens a round", ylabel="speedup over vanilla decoding", title=title)
     axis.legend(fontsize="small")
     return figure
 

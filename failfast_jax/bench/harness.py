@@ -149,19 +149,20 @@ class Comparison:
                             "name another --out"
                         )
 
+    def _said(self, dataset: Dataset, question: Question) -> list[int]:
+        """`vanilla`'s answer, of which all have the same tokens."""
+        place = dataset.name, question.id, BASELINE
+        answers = self.journal.answers.values()
+        return next(a["output_ids"] for a in answers if (a["dataset"], a["question"], a["setting"]) == place)
+
     def messages(self, dataset: Dataset, question: Question) -> Prompt:
         """The prompt, behind the turns that it follows and `vanilla`'s answers to them."""
         if question.follows is None:
             return question.prompt
         before = self._questions[dataset.name, question.follows]
-        said = next(
-            record
-            for record in self.journal.answers.values()
-            if (record["dataset"], record["question"], record["setting"]) == (dataset.name, before.id, BASELINE)
-        )
         earlier = self.messages(dataset, before)
         turns = [{"role": "user", "content": earlier}] if isinstance(earlier, str) else list(earlier)
-        answer = self.engines.base.tokenizer.decode(said["output_ids"], skip_special_tokens=True)
+        answer = self.engines.base.tokenizer.decode(self._said(dataset, before), skip_special_tokens=True)
         return [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": question.prompt}]
 
     def encode(self, dataset: Dataset, question: Question) -> list[int]:
@@ -201,15 +202,10 @@ class Comparison:
         engine.corpus = None
         if CORPUS in variant.options:
             engine.corpus = Corpus(variant.options[CORPUS])
-            said = {
-                record["question"]: record["output_ids"]
-                for record in self.journal.answers.values()
-                if record["setting"] == BASELINE and record["dataset"] == dataset.name
-            }
             for other in self._in_order(dataset):
                 if other == question:
                     break
-                engine.corpus.add(self.encode(dataset, other) + said[other.id])
+                engine.corpus.add(self.encode(dataset, other) + self._said(dataset, other))
         return engine
 
     def answer(self, variant: Variant, dataset: Dataset, question: Question) -> Result:

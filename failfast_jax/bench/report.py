@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.bench.journal import Record
-from failfast_jax.bench.modelled import Latency
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.tables import markdown
@@ -221,9 +220,14 @@ OF_BASELINE = ("tokens/s", "speedup", "rounds", "score")
 """What is said of `vanilla`: its rounds draft nothing and it is compared with itself."""
 
 
-def summary_table(table: Mapping[str, Mapping[str, Any]], names: Mapping[str, str], latency: Latency) -> str:
-    """One dataset's variants as Markdown. `names`: label to what its row is called, in order."""
-    head = [f"modelled ({latency.name})" if name == "modelled" else name for name in SUMMARY_COLUMNS]
+def summary_table(table: Mapping[str, Mapping[str, Any]], names: Mapping[str, str], latency: str) -> str:
+    """One dataset's variants as Markdown.
+
+    Args:
+      names: label to what its row is called, in order.
+      latency: whose the modelled latencies are.
+    """
+    head = [f"modelled ({latency})" if name == "modelled" else name for name in SUMMARY_COLUMNS]
     rows = [
         [name]
         + [
@@ -235,16 +239,16 @@ def summary_table(table: Mapping[str, Mapping[str, Any]], names: Mapping[str, st
     return markdown(["method", *head], rows)
 
 
-def sweep_table(table: Mapping[str, Mapping[str, Any]], labels: Sequence[str], best: str | None) -> str:
+def sweep_table(table: Mapping[str, Mapping[str, Any]], points: Sequence[str], best: str) -> str:
     """The points of a sweep as Markdown, the best one in bold."""
     columns = {"median": lambda row: shown(row["prompt_speedup"]["median"]), **SUMMARY_COLUMNS}
     head = ["speedup", "median", "acceptance", "accepted / speculated a round", "passes/round"]
     rows = [
         [f"**{label}**" if label == best else label] + [columns[name](table[label]) for name in head]
-        for label in labels
+        for label in points
     ]
     alike: dict[tuple, list[str]] = {}
-    for label in labels:
+    for label in points:
         row = table[label]
         counts = tuple(row[name] for name in ("rounds_per_answer", "accepted_per_round", "drafted_per_round"))
         alike.setdefault((*counts, row["passes_per_round"]), []).append(f"`{label}`")

@@ -8,6 +8,7 @@ target's two best logits (with --exact: at all).
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections import defaultdict
@@ -17,15 +18,14 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from failfast_jax.bench import figures, scoring
+from failfast_jax.bench import figures, scoring, summary
 from failfast_jax.bench.datasets import Dataset
 from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import RECORDS, SCORE, Journal
 from failfast_jax.bench.modelled import latency_for, parse_latency
 from failfast_jax.bench.run_options import add_arguments, merged, read_datasets, read_variants
-from failfast_jax.bench.summary import Summary, summarise
-from failfast_jax.bench.variants import Variant, all_options, check_common
+from failfast_jax.bench.variants import Variant, all_options, changed_options, check_common
 from failfast_jax.bench.verdicts import DIFFERENT
 from failfast_jax.config import GenerationConfig
 from failfast_jax.files import Record
@@ -145,14 +145,18 @@ def work(args: argparse.Namespace) -> int:
     comparison.run()
     records = comparison.records()
     right = scores(comparison, records) if args.scores else {}
-    summaries = [
-        summarise(dataset, variants, [r for r in records if r["dataset"] == dataset.name], latency, right)
-        for dataset in datasets
-    ]
-    models = {**engines.names(), **{name: getattr(args, name) for name in ("dtype", "tensor_parallel", "attention")}}
-    print(Summary(summaries, host, models, common, args.repeats, latency, left_out).write(out))
+    found = summary.whole(
+        {d.name: summary.of_dataset(d, variants, records, latency, right) for d in datasets},
+        machine=host,
+        models=engines.names() | {name: getattr(args, name) for name in ("dtype", "tensor_parallel", "attention")},
+        options={"max_new_tokens": common.max_new_tokens, **changed_options(common)},
+        repeats=args.repeats,
+        modelled_with=dataclasses.asdict(latency),
+        left_out=left_out,
+    )
+    print(summary.write(found, out))
     if args.records == "parquet":
         write_parquet(records, out / "records.parquet")
     if args.figures:
         draw(out)
-    return int(any(row["verdicts"][DIFFERENT] for s in summaries for row in s.table.values()))
+    return int(any(row["verdicts"][DIFFERENT] for d in found["datasets"].values() for row in d["settings"].values()))

@@ -50,7 +50,7 @@ def test_totals():
         used = {name: table[label][name] for name in ("tokens", "rounds", "passes")}
         table[label]["modelled"] = latency.speedup(**used)
     names = {"vanilla": "vanilla", "failfast": "fast"}
-    vanilla, failfast = report.summary_table(table, names, latency).splitlines()[2:]
+    vanilla, failfast = report.summary_table(table, names, latency.name).splitlines()[2:]
     assert vanilla.startswith("| vanilla | 2.0 | 1.00 | - |")
     assert failfast == (
         "| fast | 5.0 | 2.50 | 3.00 (2.50 to 3.50; 2.00 to 4.00) | 43 % | 0.75 / 1.8 | 1.00 / 2.3 | 2 / 3 | 4.0 | 75 % "

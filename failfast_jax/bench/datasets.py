@@ -16,11 +16,17 @@ from typing import Any
 
 import numpy as np
 
+from failfast_jax.bench.extras import needed
 from failfast_jax.bench.prompts import humaneval_problems
 from failfast_jax.engine import Prompt
 
 BOXED = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 Row = Mapping[str, Any]
+
+
+def stamp(values: Any) -> str:
+    """A name that changes with any of the values, which are JSON-ready."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +57,7 @@ class Dataset:
     @property
     def stamp(self) -> str:
         """Changes with any prompt."""
-        prompts = [(q.id, q.prompt, q.follows) for q in self.questions]
-        return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
+        return stamp([(q.id, q.prompt, q.follows) for q in self.questions])
 
 
 # -- one row of each dataset ---------------------------------------------------------------------------------
@@ -184,13 +189,10 @@ def _json(text: str, where: str) -> Any:
 
 
 def _parquet_rows(path: Path) -> list[Any]:
+    parquet = needed("pyarrow.parquet", str(path))
     try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(f'{path}: Parquet files need pyarrow ({error}): pip install -e ".[bench]"') from None
-    try:
-        return pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+        return parquet.read_table(path).to_pylist()
+    except (ValueError, OSError) as error:  # of Arrow
         raise ValueError(f"{path}: not a Parquet file ({error})") from None
 
 
@@ -201,13 +203,7 @@ def hub_rows(name: str, source: Source) -> list[Any]:
       ValueError: `datasets` is not installed, or the data are neither cached nor reachable.
     """
     repository, configuration, split = source.hub
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"{name}: reading {repository} needs the package datasets ({error}): "
-            f'pip install -e ".[bench]", or name a local file with --data FILE'
-        ) from None
+    datasets = needed("datasets", f"{name} from {repository}", otherwise=", or name a local file with --data FILE")
     try:
         return list(datasets.load_dataset(repository, configuration, split=split))
     except Exception as error:  # the Hub's client, the cache and the file readers each raise their own kinds

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from failfast_jax.bench.datasets import stamp
 from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.config import GenerationConfig
@@ -24,7 +23,7 @@ def model_stamp(source: str | os.PathLike) -> dict[str, Any]:
         return {"name": str(source), "files": None}
     files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
     states = [(os.path.relpath(f, path), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return {"name": str(source), "files": hashlib.sha256(json.dumps(states).encode()).hexdigest()[:16]}
+    return {"name": str(source), "files": stamp(states)}
 
 
 class EnginePool:
@@ -104,11 +103,11 @@ class EnginePool:
 
     def names(self) -> dict[str, str | None]:
         """The models' names, for reports."""
-        found = {name: None if source is None else str(source) for name, source in self.sources.items()}
+        found = {name: source and str(source) for name, source in self.sources.items()}
         if found["target"] is None:
-            found["target"] = default_target_path().name
             shipped = embedded_drafter()
-            found["drafter"] = found["drafter"] or (shipped and f"the embedded {shipped.name}")
+            own = {"target": default_target_path().name, "drafter": shipped and f"the embedded {shipped.name}"}
+            found = {name: source or own.get(name) for name, source in found.items()}
         return found
 
     @property

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.bench import report
+from failfast_jax.bench.extras import needed
 from failfast_jax.bench.journal import ANSWER, RECORDS
 from failfast_jax.bench.modelled import LARGEST, alpha_of, authors_latencies, expected_speedup
 from failfast_jax.bench.published import appendix_b
@@ -37,11 +38,7 @@ def figure_class() -> Any:
     Raises:
       ValueError: matplotlib is not installed; the message names the extra.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(f'figures need matplotlib ({error}): pip install -e ".[plot]"') from None
-    return Figure
+    return needed("matplotlib.figure", "figures", "plot").Figure
 
 
 def colours(labels: Sequence[str]) -> dict[str, str]:

@@ -7,16 +7,13 @@ compile or read a program is a warm-up: it is thrown away and given again. Whate
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from tqdm import tqdm
 
-from failfast_jax.bench.datasets import Dataset, Question
+from failfast_jax.bench.datasets import Dataset, Question, stamp
 from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.journal import ANSWER, DIFFERENCE, Journal, Record, key_of
 from failfast_jax.bench.variants import BASELINE, CORPUS, VANILLA, Variant
@@ -55,10 +52,6 @@ def to_record(result: Result) -> Record:
         "output_ids": result.output_ids,
         "detail": [] if result.method == BASELINE else detail,
     }
-
-
-def stamp(values: Sequence[Any]) -> str:
-    return hashlib.sha256(json.dumps(list(values)).encode()).hexdigest()[:16]
 
 
 def blocks(variants: Sequence[Variant]) -> list[tuple[str, list[Variant]]]:

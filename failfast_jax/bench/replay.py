@@ -26,9 +26,9 @@ import jax
 from failfast_jax import platforms
 from failfast_jax.bench import limits, published
 from failfast_jax.bench.figures import figure_class
-from failfast_jax.bench.public_models import CONFIGS, DRAFTERS, TARGETS, MisfitError
+from failfast_jax.bench.public_models import DRAFTERS, TARGETS, MisfitError
 from failfast_jax.bench.published import DATASETS, published_for
-from failfast_jax.bench.replay_pair import LONGEST, ReplayedPair, ReplayOptions
+from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
 from failfast_jax.bench.replay_report import NOTICE, plot, report
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.files import Journal, write_atomically
@@ -75,17 +75,6 @@ def check(args: argparse.Namespace) -> ReplayOptions:
     return ReplayOptions(**{f.name: getattr(args, f.name, None) for f in dataclasses.fields(ReplayOptions)} | chosen)
 
 
-def check_room(name: str, options: ReplayOptions) -> None:
-    """Raises ValueError if the longest replay would leave the positions that the models know."""
-    longest = max(published_for(name, dataset).mean_accepted + 1 for dataset in options.datasets)
-    needed = options.context + int(options.rounds * longest) + LONGEST
-    room = min(CONFIGS[name].max_position_embeddings, CONFIGS[options.drafter].max_position_embeddings)
-    if needed > room:
-        raise ValueError(
-            f"--context {options.context} and --rounds {options.rounds}: about {needed} positions, {name} has {room}"
-        )
-
-
 def measure(names: list[str], options: ReplayOptions, journal: Journal, spared: bool) -> list[dict[str, Any]]:
     """The records of all targets, those of earlier runs with the same options included.
 
@@ -117,8 +106,6 @@ def work(args: argparse.Namespace) -> int:
     options = check(args)
     on_cpu = jax.default_backend() == "cpu"
     names = [args.target] if args.target else [*REAL, *(["tiny"] if on_cpu else [])]
-    for name in names:
-        check_room(name, options)
     enable_compile_cache()
     host = platforms.machine()
     identity = {**dataclasses.asdict(options), **{key: host[key] for key in ("device", "processor", "jax")}}

@@ -53,7 +53,7 @@ def totals(records: Iterable[Record], labels: Sequence[str]) -> dict[str, dict[s
         seconds, tokens, rounds, drafted, passes, harness = (sum(r.get(name, 0) for r in rows) for name in names)
         beside = sum(baselines[r["question"], r["repeat"], r["block"]] for r in rows)
         entries = [entry for r in rows for entry in r["detail"]]
-        accepted, drafting = [accepted_of(entry) for entry in entries], sum(entry["drafted"] > 0 for entry in entries)
+        accepted = [accepted_of(entry) for entry in entries]
         verdicts = [r.get("verdict", EQUAL) for r in rows]
         table[label] = {
             "answers": len(rows),
@@ -65,12 +65,9 @@ def totals(records: Iterable[Record], labels: Sequence[str]) -> dict[str, dict[s
             "prompt_speedup": by_question(rows, baselines),
             "rounds": rounds,
             "rounds_per_answer": ratio(rounds, len(rows)),
-            "drafting_share": ratio(drafting, rounds),
             "acceptance_rate": ratio(sum(accepted), drafted),
             "accepted_per_round": ratio(sum(accepted), rounds),
-            "accepted_per_drafting_round": ratio(sum(accepted), drafting),
             "max_accepted": max(accepted, default=None),
-            "draft_length": ratio(drafted, drafting),
             "drafted_per_round": ratio(drafted, rounds),
             "max_drafted": max((entry["drafted"] for entry in entries), default=None),
             "passes": passes,
@@ -205,12 +202,8 @@ SUMMARY_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "accepted / speculated a round": lambda row: (
         f"{shown(row['accepted_per_round'])} / {shown(row['drafted_per_round'], 1)}"
     ),
-    "accepted / speculated a draft": lambda row: (
-        f"{shown(row['accepted_per_drafting_round'])} / {shown(row['draft_length'], 1)}"
-    ),
     "longest": lambda row: f"{row['max_accepted']} / {row['max_drafted']}",
     "rounds": lambda row: shown(row["rounds_per_answer"], 1),
-    "with a draft": lambda row: percent(row["drafting_share"]),
     "passes/round": lambda row: shown(row["passes_per_round"]),
     "modelled": lambda row: shown(row["modelled"]),
     "equal / near-tie / different": lambda row: " / ".join(str(row["verdicts"][v]) for v in VERDICTS),

@@ -19,8 +19,9 @@ import numpy as np
 from tqdm import tqdm
 
 from failfast_jax.bench import figures, scoring, summary
-from failfast_jax.bench.datasets import Dataset
+from failfast_jax.bench.datasets import Dataset, stamp
 from failfast_jax.bench.engine_pool import EnginePool
+from failfast_jax.bench.extras import needed
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import RECORDS, SCORE, Journal
 from failfast_jax.bench.modelled import latency_for, parse_latency
@@ -43,13 +44,9 @@ def check_needs(args: argparse.Namespace, datasets: Sequence[Dataset]) -> None:
     if args.figures:
         figures.figure_class()
     if args.records == "parquet":
-        try:
-            import pyarrow.parquet  # noqa: F401
-        except ImportError as error:
-            raise ValueError(f'--records parquet: needs pyarrow ({error}): pip install -e ".[bench]"') from None
-    if args.scores:
-        for dataset in datasets:
-            scoring.needs(dataset.scoring)
+        needed("pyarrow.parquet", "--records parquet")
+    if args.scores and any(dataset.scoring == "math" for dataset in datasets):
+        needed("math_verify", "scores", otherwise=", or leave them out with --no-scores")
 
 
 def leave_out(
@@ -82,7 +79,7 @@ def scores(comparison: Comparison, records: Sequence[Record]) -> dict[tuple[str,
         dataset, question = record["dataset"], record["question"]
         way, reference = asked[dataset, question]
         text = tokenizer.decode(record["output_ids"], skip_special_tokens=True)
-        key = dataset, question, scoring.text_stamp(text)
+        key = dataset, question, stamp(text)
         if key not in journal.lines[SCORE]:
             place = dict(zip(("dataset", "question", "text"), key))
             journal.append({"kind": SCORE, **place, "right": scoring.is_right(way, text, reference)})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench.datasets import SOURCES, Dataset, load_dataset
+from failfast_jax.bench.extras import needed
 from failfast_jax.bench.variants import (
     BASELINE,
     SWEPT,
@@ -108,10 +109,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
       ValueError: it cannot be read, is no mapping or has an unknown key; the message names file and key.
     """
-    try:
-        import yaml
-    except ImportError as error:
-        raise ValueError(f'--config: needs PyYAML ({error}): pip install -e ".[bench]"') from None
+    yaml = needed("yaml", "--config")
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -15,7 +15,7 @@ from failfast_jax.files import Record, write_atomically
 
 HOW = (
     "Speedup: decode time of `vanilla` over decode time, each question's answers timed back to back, warm-ups thrown "
-    "away, prefill left out. Accepted and speculated tokens are means over all rounds, and over those with a draft. "
+    "away, prefill left out. Accepted and speculated tokens are means over all rounds. "
 )
 CALIBRATION = (
     "What confidence is worth: rounds by the confidence of their draft's first token, with its mean, how often the "

@@ -104,7 +104,7 @@ def test_from_the_hub(monkeypatch):
     with pytest.raises(ValueError, match=r"HuggingFaceH4/MATH-500 is neither in the Hub's cache.*--data FILE"):
         load_dataset("math500")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"needs the package datasets.*\.\[bench\]"):
+    with pytest.raises(ValueError, match=r"needs datasets.*\.\[bench\]"):
         load_dataset("aime")
 
 

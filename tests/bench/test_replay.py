@@ -288,7 +288,6 @@ def test_the_32b_pair_fits_80_gb():
         (["--context", "0"], "--context 0: must be at least 2"),
         (["--repeats", "0"], "--repeats 0: must be at least 1"),
         (["--dataset", "mbpp"], "--dataset mbpp: must be among math, aime, gsm8k, gpqa, humaneval"),
-        (["--context", "32700"], "--context 32700 and --rounds 12: about"),
     ],
 )
 def test_bad_flags(args, message, monkeypatch, capsys):

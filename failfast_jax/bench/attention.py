@@ -8,7 +8,6 @@ the live cache takes to be read at the measured copy bandwidth. Needs an NVIDIA 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable
@@ -32,7 +31,10 @@ SHAPES = {
     "fast-dllm-1.5b": (12, 2, 128),
     "qwen2.5-0.5b": (14, 2, 64),
 }
-ROUTES = ("kernel", "cudnn", "xla")
+CONTEXTS, WIDTHS = (1024, 4096, 16384, 32768), (1, 8, 72)
+"""Live cache lengths and window widths; the caches hold the longest."""
+DTYPE = "bfloat16"
+REPEATS = 9
 TOLERANCE = 2e-2
 """Largest difference from the reference, relative to the largest output."""
 ROTATED_BYTES = 2**28
@@ -44,7 +46,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def route(name: str, block_size: int, *, interpret: bool = False) -> Callable[..., jax.Array]:
-    """An attention function with the kernels' common arguments: `kernel`, or `cudnn` or `xla` for the dense route."""
+    """An attention function with the kernels' common arguments: `kernel`, or `xla` for the dense route."""
     if name == "kernel":
         return functools.partial(gpu.window_attention, block_size=block_size, interpret=interpret)
     return functools.partial(gpu.dense_window_attention, block_size=block_size, implementation=name)
@@ -91,17 +93,14 @@ def numerics(
     }
 
 
-def time_call(
-    attention: Callable[..., jax.Array], shape: str, width: int, context: int, args: argparse.Namespace
-) -> float:
+def time_call(attention: Callable[..., jax.Array], shape: str, width: int, context: int) -> float:
     """Seconds of one call at a live length of `context`, in a chain of calls over different caches."""
-    (query_heads, kv_heads, head_dim), batch, dtype = SHAPES[shape], args.batch, args.dtype
-    live_bytes = 2 * batch * kv_heads * context * head_dim * jnp.dtype(dtype).itemsize
-    layers = min(max(ROTATED_BYTES // live_bytes, 4), 48)
+    query_heads, kv_heads, head_dim = SHAPES[shape]
+    layers = min(max(ROTATED_BYTES // live_bytes(shape, context), 4), 48)
     keys = jax.random.split(jax.random.key(0), 2 * layers + 1)
-    q = _normal(keys[0], (batch, width, query_heads, head_dim), dtype)
-    cache = (batch, kv_heads, args.capacity, head_dim)
-    caches = [tuple(_normal(key, cache, dtype) for key in keys[i : i + 2]) for i in range(1, 2 * layers, 2)]
+    q = _normal(keys[0], (1, width, query_heads, head_dim), DTYPE)
+    cache = (1, kv_heads, max(CONTEXTS), head_dim)
+    caches = [tuple(_normal(key, cache, DTYPE) for key in keys[i : i + 2]) for i in range(1, 2 * layers, 2)]
 
     @jax.jit
     def chain(q, caches, start, until, live):
@@ -109,62 +108,48 @@ def time_call(
             q = attention(q, k, v, start, until, live)
         return q
 
-    start = jnp.full((batch,), context - width, jnp.int32)
+    start = jnp.full((1,), context - width, jnp.int32)
     rest = (start, jnp.zeros_like(start), jnp.int32(context))
-    seconds = interleaved({"chain": lambda: [chain(q, caches, *rest) for _ in range(5)]}, args.repeats)["chain"]
+    seconds = interleaved({"chain": lambda: [chain(q, caches, *rest) for _ in range(5)]}, REPEATS)["chain"]
     return min(seconds) / 5 / layers
+
+
+def live_bytes(shape: str, context: int) -> int:
+    """Bytes of the keys and values that a call looks at."""
+    _, kv_heads, head_dim = SHAPES[shape]
+    return 2 * kv_heads * context * head_dim * jnp.dtype(DTYPE).itemsize
 
 
 # -- the part ----------------------------------------------------------------------------------------------
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The part's flags."""
-    group = parser.add_argument_group("attention (needs an NVIDIA GPU)")
-    group.add_argument("--shapes", default=",".join(SHAPES), help=f"comma-separated, of {', '.join(SHAPES)}")
-    group.add_argument("--routes", default="kernel,xla", help=f"comma-separated, of {', '.join(ROUTES)}")
-    group.add_argument("--contexts", type=_numbers, default=[1024, 4096, 16384, 32768], help="live cache lengths")
-    group.add_argument("--widths", type=_numbers, default=[1, 8, 72], help="window widths")
-    group.add_argument("--batch", type=int, default=1)
-    group.add_argument("--capacity", type=int, default=32768, help="of the caches, in positions")
-    group.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raises ValueError: a flag that cannot be served, or no GPU that the routes can run on."""
-    for flag, known in (("shapes", SHAPES), ("routes", ROUTES)):
-        if unknown := [name for name in getattr(args, flag).split(",") if name not in known]:
-            raise ValueError(f"--{flag}: {unknown[0]!r} is none of {', '.join(known)}")
-    if min(args.contexts) < max(args.widths) or max(args.contexts) > args.capacity:
-        raise ValueError("--contexts: each must hold the widest window and fit into --capacity")
-    device = jax.devices()[0]
-    if device.platform != "gpu":
+def check() -> None:
+    """Raises ValueError if there is no GPU."""
+    platform = jax.devices()[0].platform
+    if platform != "gpu":
         raise ValueError(
-            f"--parts attention: no GPU here (JAX runs on {device.platform}). Without one, tests/kernels/test_gpu.py "
+            f"--parts attention: no GPU here (JAX runs on {platform}). Without one, tests/kernels/test_gpu.py "
             "simulates the kernel and tests/test_gpu_compile.py compiles it"
         )
-    if "kernel" not in args.routes.split(","):
-        return
-    for name in args.shapes.split(","):
-        heads, kv_heads, head_dim = SHAPES[name]
-        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": args.capacity}
-        reason = gpu.supports(width=max(args.widths), dtype=args.dtype, device=device, **sizes)
-        if reason:
-            raise ValueError(f"--routes kernel, {name}: {reason} (--routes cudnn,xla works on other GPUs)")
 
 
-def all_numerics(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
-    """`numerics` of every route, shape and width, and whether all are right."""
+def routes_of(shape: str) -> list[str]:
+    """What can attend to such heads on this GPU: the kernel is for some of them only."""
+    heads, kv_heads, head_dim = SHAPES[shape]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": max(CONTEXTS)}
+    reason = gpu.supports(width=max(WIDTHS), dtype=DTYPE, device=jax.devices()[0], **sizes)
+    if reason:
+        print(f"attention, {shape}: without the kernel: {reason}", file=sys.stderr)
+    return ["xla"] if reason else ["kernel", "xla"]
+
+
+def all_numerics(routes: dict[str, list[str]]) -> tuple[list[dict[str, Any]], bool]:
+    """`numerics` of every shape, route and width, and whether all are right."""
     checks, ok = [], True
-    shapes, routes = args.shapes.split(","), args.routes.split(",")
-    cases = [(name, shape, width) for name in routes for shape in shapes for width in args.widths]
-    for index, (name, shape, width) in enumerate(tqdm(cases, desc="numerics", unit="case")):
+    cases = [(shape, name, width) for shape, names in routes.items() for name in names for width in WIDTHS]
+    for index, (shape, name, width) in enumerate(tqdm(cases, desc="numerics", unit="case")):
         block_size = (1, 32)[index % 2]
-        case = {"heads": SHAPES[shape], "width": width, "dtype": args.dtype, "block_size": block_size}
+        case = {"heads": SHAPES[shape], "width": width, "dtype": DTYPE, "block_size": block_size}
         found = numerics(route(name, block_size), capacity=4096, seed=index, **case)
         checks.append({"route": name, "shape": shape, "width": width, "block_size": block_size} | found)
         kept = name != "kernel" or (found["same_live"] and found["same_start"])
@@ -174,38 +159,34 @@ def all_numerics(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     return checks, ok
 
 
-def all_times(args: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
+def all_times(routes: dict[str, list[str]], bandwidth: float) -> list[dict[str, Any]]:
     """Seconds of every shape, context and width by route, and `floor`: the live cache at the bandwidth of a copy."""
     rows = []
-    shapes, routes = args.shapes.split(","), args.routes.split(",")
-    cases = [(shape, context, width) for shape in shapes for context in args.contexts for width in args.widths]
+    cases = [(shape, context, width) for shape in routes for context in CONTEXTS for width in WIDTHS]
     for shape, context, width in tqdm(cases, desc="timing", unit="case"):
-        heads = SHAPES[shape]
-        floor = 2 * args.batch * heads[1] * context * heads[2] * jnp.dtype(args.dtype).itemsize / bandwidth
-        taken = {name: time_call(route(name, 1), shape, width, context, args) for name in routes}
+        taken = {name: time_call(route(name, 1), shape, width, context) for name in routes[shape]}
+        floor = live_bytes(shape, context) / bandwidth
         rows.append({"shape": shape, "context": context, "width": width, "floor": floor, "seconds": taken})
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The times as Markdown."""
-    routes = list(rows[0]["seconds"])
-    head = ["shape", "context", "rows", "floor us", *(f"{name} us (ratio)" for name in routes)]
     cells = []
     for row in rows:
-        floor, times = row["floor"], row["seconds"].values()
-        shown = [f"{seconds * 1e6:.1f} ({seconds / floor:.2f})" for seconds in times]
-        cells.append([row["shape"], row["context"], row["width"], f"{floor * 1e6:.1f}", *shown])
-    return markdown(head, cells)
+        floor, times = row["floor"], row["seconds"].items()
+        shown = ", ".join(f"{name} {seconds * 1e6:.1f} ({seconds / floor:.2f})" for name, seconds in times)
+        cells.append([row["shape"], row["context"], row["width"], f"{floor * 1e6:.1f}", shown])
+    return markdown(["shape", "context", "rows", "floor us", "us (over floor)"], cells)
 
 
-def report(args: argparse.Namespace) -> dict[str, Any]:
+def report() -> dict[str, Any]:
     """Everything that the part finds; `numerics_ok` is False if the kernel is wrong."""
-    checks, ok = all_numerics(args)
+    routes = {shape: routes_of(shape) for shape in SHAPES}
+    checks, ok = all_numerics(routes)
     worst = max(check["error"] for check in checks)
     print(f"numerics: {len(checks)} cases, largest error {worst:.1e}, {'ok' if ok else 'WRONG'}", file=sys.stderr)
     bandwidth = platforms.bandwidth(2**30)["copy"]
-    rows = all_times(args, bandwidth)
+    rows = all_times(routes, bandwidth)
     print(f"copies move {bandwidth / 1e9:.0f} GB/s\n\n{table(rows)}\n", file=sys.stderr)
-    found = {"copy_bytes_per_second": bandwidth, "numerics": checks, "numerics_ok": ok, "times": rows}
-    return {"dtype": args.dtype, "batch": args.batch, "capacity": args.capacity, **found}
+    return {"dtype": DTYPE, "copy_bytes_per_second": bandwidth, "numerics": checks, "numerics_ok": ok, "times": rows}

@@ -1,4 +1,4 @@
-"""The benchmarks' clock: things that are compared take turns, and the median of their paired ratios is reported.
+"""The benchmarks' clock: things that are compared take turns, and medians are reported.
 
 A machine's speed drifts within minutes by more than most differences, so that two runs one after the other say little.
 """
@@ -15,35 +15,22 @@ import numpy as np
 Key = TypeVar("Key", bound=Hashable)
 
 
-def seconds_of(action: Callable[[], Any]) -> float:
-    """Seconds of one call, until the arrays that it returns are ready."""
-    start = time.perf_counter()
-    jax.block_until_ready(action())
-    return time.perf_counter() - start
-
-
-def interleaved(actions: Mapping[Key, Callable[[], Any]], repeats: int, warm_ups: int = 1) -> dict[Key, list[float]]:
+def interleaved(actions: Mapping[Key, Callable[[], Any]], repeats: int) -> dict[Key, list[float]]:
     """Seconds of each action, turn by turn, so that equal indices were timed side by side.
 
     Args:
       actions: are waited for if they return arrays.
-      repeats: turns that count. Every other one runs in reversed order.
-      warm_ups: turns before them that do not count.
+      repeats: turns that count, behind one that does not. Every other one runs in reversed order.
     """
     seconds: dict[Key, list[float]] = {key: [] for key in actions}
-    for turn in range(-warm_ups, repeats):
+    for turn in range(repeats + 1):
         for key in list(actions)[:: -1 if turn % 2 else 1]:
-            took = seconds_of(actions[key])
-            if turn >= 0:
-                seconds[key].append(took)
-    return seconds
+            start = time.perf_counter()
+            jax.block_until_ready(actions[key]())
+            seconds[key].append(time.perf_counter() - start)
+    return {key: values[1:] for key, values in seconds.items()}
 
 
 def medians(seconds: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
     """The median of each action of `interleaved`."""
     return {key: float(np.median(values)) for key, values in seconds.items()}
-
-
-def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """Median of the ratios of what was timed side by side."""
-    return float(np.median(np.divide(numerator, denominator)))

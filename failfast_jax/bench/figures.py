@@ -11,48 +11,39 @@ import json
 import operator
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from failfast_jax.bench import report
+from failfast_jax.bench.extras import needed
 from failfast_jax.bench.journal import ANSWER, RECORDS
-from failfast_jax.bench.modelled import alpha_of, authors_latency, expected_speedup
+from failfast_jax.bench.modelled import LARGEST, alpha_of, authors_latencies, expected_speedup
 from failfast_jax.bench.published import appendix_b
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.files import Record, read_lines
 
 SENSITIVE = {"tau": "confidence threshold tau", "spec_len": "chunk length N", "max_spec_len": "longest draft"}
-GREY, BLUE = "#d5dbe3", "#1f5fa8"
 
 
 class NoData(Exception):
     """The records lack what a figure shows; the message says what."""
 
 
-def figure_class(flag: str = "--out") -> Any:
+def figure_class() -> Any:
     """Matplotlib's `Figure`, which without pyplot draws with Agg and needs no display.
 
     Raises:
       ValueError: matplotlib is not installed; the message names the extra.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        advice = "leave --out away" if flag == "--out" else f"{flag.replace('--', '--no-')}"
-        raise ValueError(
-            f'{flag}: the plot needs matplotlib ({error}): pip install -e ".[plot]", or {advice}'
-        ) from None
-    return Figure
+    return needed("matplotlib.figure", "figures", "plot").Figure
 
 
-def colours(labels: Sequence[str]) -> dict[str, Any]:
-    from matplotlib import colormaps
-
-    palette = colormaps["tab20" if len(labels) > 10 else "tab10"].colors
-    return {label: palette[index % len(palette)] for index, label in enumerate(labels)}
+def colours(labels: Sequence[str]) -> dict[str, str]:
+    """Matplotlib's colours, in turn."""
+    return {label: f"C{index}" for index, label in enumerate(labels)}
 
 
 class Records:
@@ -94,9 +85,9 @@ class Records:
         return {label: name for names in self.names.values() for label, name in names.items()}
 
 
-def panels(count: int, width: float = 5.5, height: float = 4.0) -> tuple[Any, list[Any]]:
+def panels(count: int, width: float = 5.5) -> tuple[Any, list[Any]]:
     """A figure of `count` panels side by side."""
-    figure = figure_class("--figures")(figsize=(width * count, height), layout="constrained")
+    figure = figure_class()(figsize=(width * count, 4), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
@@ -194,39 +185,29 @@ def acceptance_against_compute(records: Records) -> Any:
     return per_dataset(records, draw, "no variant drafted with a model", **labels)
 
 
-def calibration(found: Mapping[str, dict[str, Any]]) -> Any:
-    """Confidence against acceptance, two panels a variant, from `report.calibration`."""
-    figure = figure_class()(figsize=(11, 4 * len(found)), layout="constrained")
-    axes = figure.subplots(len(found), 2, squeeze=False)
-    for (left, right), (name, bins) in zip(axes, found.items()):
-        counts = left.twinx()
-        left.set_zorder(counts.get_zorder() + 1)  # the line in front of the bars
-        left.patch.set_visible(False)
-        middles = [(b["low"] + b["high"]) / 2 for b in bins["rounds"]]
-        counts.bar(middles, [b["count"] for b in bins["rounds"]], width=0.9 / report.BINS, color=GREY)
-        counts.set_ylabel("rounds (bars)")
-        counts.yaxis.get_major_locator().set_params(integer=True)
-        right.plot([0, 1], [0, 1], "--", color="#999999", label="calibrated")
-        for axis, kind in ((left, "rounds"), (right, "tokens")):
-            points = [(b["confidence"], b["accepted"]) for b in bins[kind] if b["count"]]
-            axis.plot(*zip(*points), "o-", color=BLUE, label=name)
-            axis.set_xlim(-0.02, 1.02)
-        left.set(title=f"{name}: accepted length", ylabel="mean accepted length (line)")
-        left.set_ylim(bottom=0)
-        left.set_xlabel("confidence of the first drafted token")
-        right.set(title=f"{name}: reliability, calibration error {report.shown(bins['ece'], 3)}", ylim=(-0.02, 1.02))
-        right.set(xlabel="confidence of a drafted token", ylabel="share accepted")
-        right.legend(loc="upper left")
-    return figure
-
-
-def calibration_of_all(records: Records) -> Any:
-    """`calibration` of every variant with a row, all datasets together."""
+def calibration(records: Records) -> Any:
+    """Confidence against acceptance, all datasets together, two panels for every variant with a row."""
     found = {name: report.calibration(records.answers, label) for label, name in records.labels().items()}
     found = {name: bins for name, bins in found.items() if bins["ece"] is not None}
     if not found:
         raise NoData("no variant drafted anything")
-    return calibration(found)
+    figure = figure_class()(figsize=(11, 4 * len(found)), layout="constrained")
+    for (left, right), (name, bins) in zip(figure.subplots(len(found), 2, squeeze=False), found.items()):
+        for axis, kind in ((left, "rounds"), (right, "tokens")):
+            points = [(b["confidence"], b["accepted"]) for b in bins[kind] if b["count"]]
+            axis.plot(*zip(*points), "o-")
+            axis.set_xlim(-0.02, 1.02)
+        left.set(title=f"{name}: accepted length", xlabel="confidence of the first drafted token")
+        left.set_ylabel("mean accepted length (line)")
+        left.set_ylim(bottom=0)
+        counts = left.twinx()
+        middles = [(b["low"] + b["high"]) / 2 for b in bins["rounds"]]
+        counts.bar(middles, [b["count"] for b in bins["rounds"]], width=0.9 / report.BINS, color="#99999944")
+        counts.set_ylabel("rounds (bars)")
+        right.plot([0, 1], [0, 1], "--", color="#999999")
+        right.set(title=f"{name}: reliability, calibration error {report.shown(bins['ece'], 3)}", ylim=(-0.02, 1.02))
+        right.set(xlabel="confidence of a drafted token", ylabel="share accepted")
+    return figure
 
 
 def easy_tokens(record: Record) -> list[bool]:
@@ -292,44 +273,28 @@ def theory_curves(lengths: Sequence[int]) -> dict[str, list[float]]:
     The autoregressive one takes a pass a token, the block-diffusion one a pass for each eight and one more, for its
     cache. Each has the acceptance rate of Appendix B, freed of the length at which it was measured.
     """
-    name = "Qwen2.5-32B-Instruct"
-    cost = authors_latency(name)
+    cost = authors_latencies()[LARGEST]
     step = cost.draft_pass / cost.target_step
     found = {}
     for label, method, passes in (
         ("autoregressive drafter", "ar", lambda n: n),
         ("block-diffusion drafter, one pass", "failfast", lambda n: -(-n // 8) + 1),
     ):
-        row = appendix_b()[name][method]["MATH"]
+        row = appendix_b()[LARGEST][method]["MATH"]
         alpha = alpha_of(row["acceptance_rate"], row["mean_speculated"])
         found[label] = [expected_speedup(alpha, n, step * passes(n)) for n in lengths]
     return found
 
 
 def theory(records: Records) -> Any:
-    """Expected speedup over the draft length, and where the measured variants lie."""
+    """Expected speedup over the draft length; it needs no records."""
     figure, (axis,) = panels(1, 7)
     lengths = range(2, 61)
-    for (name, values), colour in zip(theory_curves(lengths).items(), ("#74a5d8", BLUE)):
+    for name, values in theory_curves(lengths).items():
         best = int(np.argmax(values))
-        axis.plot(lengths, values, color=colour, label=f"{name}: {values[best]:.1f} x at {lengths[best]}")
-    colour = colours(list(records.labels()))
-    for dataset, marker in zip(records.datasets, "osD^vP*X" * len(records.datasets)):
-        for label, name in records.names[dataset].items():
-            row = records.tables[dataset][label]
-            if row["drafted_per_round"] and row["speedup"] is not None:
-                axis.plot(
-                    row["drafted_per_round"],
-                    row["speedup"],
-                    marker,
-                    color=colour[label],
-                    label=f"measured here: {name}, {dataset}",
-                )
-    axis.set(
-        xlabel="speculated tokens a round",
-        ylabel="speedup over vanilla decoding",
-        title="Theorem 3.8 at the paper's acceptance and latencies (32B, MATH)",
-    )
+        axis.plot(lengths, values, label=f"{name}: {values[best]:.1f} x at {lengths[best]}")
+    title = "Theorem 3.8 at the paper's acceptance and latencies (32B, MATH)"
+    axis.set(xlabel="speculated tokens a round", ylabel="speedup over vanilla decoding", title=title)
     axis.legend(fontsize="small")
     return figure
 
@@ -338,31 +303,26 @@ FIGURES: dict[str, Callable[[Records], Any]] = {
     "speedup": speedup_bars,
     "length_cdf": length_cdf,
     "acceptance_compute": acceptance_against_compute,
-    "calibration": calibration_of_all,
+    "calibration": calibration,
     "easy_regions": easy_regions,
     **{f"sensitivity_{key}": lambda records, key=key: sensitivity(records, key) for key in SENSITIVE},
     "theory": theory,
 }
 
 
-def save(figure: Any, folder: Path, name: str) -> list[Path]:
-    """Writes a figure as PNG and SVG."""
-    files = [folder / f"{name}.png", folder / f"{name}.svg"]
-    figure.savefig(files[0], dpi=120)
-    figure.set_layout_engine("none")  # what was laid out stays: doing it again would take as long as drawing
-    figure.savefig(files[1])
-    return files
-
-
 def draw_all(source: Path, folder: Path) -> list[Path]:
     """Draws what the records of `source` can fill into `folder`; says on stderr what they cannot."""
     records = Records(source)
-    figure_class("--figures")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, draw in FIGURES.items():
         try:
-            written += save(draw(records), folder, name)
+            figure = draw(records)
         except NoData as reason:
             print(f"figure {name}: left out: {reason}", file=sys.stderr)
+            continue
+        written += [folder / f"{name}.png", folder / f"{name}.svg"]
+        figure.savefig(written[-2], dpi=120)
+        figure.set_layout_engine("none")  # what was laid out stays: doing it again would take as long as drawing
+        figure.savefig(written[-1])
     return written

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+from failfast_jax.bench.variants import value_of
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters.failfast import FailfastOptions
 from failfast_jax.drafters.hybrid import Hybrid
@@ -15,11 +16,11 @@ from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
 from failfast_jax.options import check_value, flag_of
 
-KINDS = {"schedule": str, "spec_len": int, "max_spec_len": int, "lookup_min": int, "min_gain": float, "tau": float}
+TUNED = ("schedule", "spec_len", "max_spec_len", "lookup_min", "min_gain", "tau")
 """The options that are tuned. `tau` comes last: settings that differ in nothing else share their programs."""
 
 Grid = dict[str, tuple[Any, ...]]
-"""Values of each option of `KINDS`, ascending; of `max_spec_len` None, which leaves it open, and the largest first."""
+"""Values of each option of `TUNED`, ascending; of `max_spec_len` None, which leaves it open, and the largest first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,7 @@ def default_grid(engine: FailFast) -> Grid:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that replace lists of the grid."""
     values = parser.add_argument_group("grid", "values separated by commas; none leaves --max-spec-len open")
-    for name in KINDS:
+    for name in TUNED:
         values.add_argument(flag_of(name), metavar="a,b,...")
 
 
@@ -132,17 +133,11 @@ def parse_values(name: str, text: str) -> tuple[Any, ...]:
       OptionError: one that the option does not take, or none at all.
     """
     field = next(field for field in dataclasses.fields(FailfastOptions) if field.name == name)
-    values = set()
-    for word in filter(None, map(str.strip, text.split(","))):
-        try:
-            value = None if name == "max_spec_len" and word.lower() == "none" else KINDS[name](word)
-        except ValueError:
-            said = "integers" if KINDS[name] is int else "numbers"
-            raise OptionError(f"{flag_of(name)} {text}: must be {said} separated by commas") from None
-        check_value(field, value)
-        values.add(value)
+    values = {value_of(word.strip()) for word in text.split(",") if word.strip()}
     if not values:
         raise OptionError(f"{flag_of(name)} {text!r}: holds no value")
+    for value in values:
+        check_value(field, value)
     if name == "max_spec_len":
         return tuple(sorted(values, key=lambda cap: (cap is not None, -(cap or 0))))
     return tuple(sorted(values))
@@ -150,5 +145,5 @@ def parse_values(name: str, text: str) -> tuple[Any, ...]:
 
 def parse(args: argparse.Namespace, default: Grid) -> Grid:
     """The default grid with the lists that were given."""
-    given = {name: getattr(args, name) for name in KINDS}
-    return {n: default[n] if given[n] is None else parse_values(n, given[n]) for n in KINDS}
+    given = {name: getattr(args, name) for name in TUNED}
+    return {n: default[n] if given[n] is None else parse_values(n, given[n]) for n in TUNED}

@@ -7,16 +7,13 @@ compile or read a program is a warm-up: it is thrown away and given again. Whate
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from failfast_jax.bench.datasets import Dataset, Question
+from failfast_jax.bench.datasets import Dataset, Question, stamp
 from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.journal import ANSWER, DIFFERENCE, Journal, Record, key_of
 from failfast_jax.bench.variants import BASELINE, CORPUS, VANILLA, Variant
@@ -32,31 +29,9 @@ BLOCK = 6
 """Variants that are compared with one answer of `vanilla`: their programs, and its own, are kept at once."""
 
 
-class Stopwatch:
-    """Seconds spent outside the engine: what the harness itself costs."""
-
-    def __init__(self) -> None:
-        self._since = time.perf_counter()
-        self._outside = 0.0
-
-    @contextmanager
-    def engine(self) -> Iterator[None]:
-        self._outside += time.perf_counter() - self._since
-        try:
-            yield
-        finally:
-            self._since = time.perf_counter()
-
-    def take(self) -> float:
-        """Seconds since the last call."""
-        now = time.perf_counter()
-        outside, self._outside, self._since = self._outside + now - self._since, 0.0, now
-        return outside
-
-
 def to_record(result: Result) -> Record:
     """What is kept of an answer. Rounds of `vanilla` are one token each and are left out."""
-    stats = result.stats
+    kept = ("decode_s", "prefill_s", "rounds", "drafted", "accepted", "drafter_passes", "target_passes")
     detail = [
         {
             "drafted": len(entry.drafted),
@@ -70,31 +45,19 @@ def to_record(result: Result) -> Record:
     ]
     return {
         "method": result.method,
-        "decode_s": stats.decode_s,
-        "prefill_s": stats.prefill_s,
+        **{name: getattr(result.stats, name) for name in kept},
         "prompt_tokens": len(result.prompt_ids),
         "tokens": len(result.output_ids),
-        "rounds": stats.rounds,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "drafter_passes": stats.drafter_passes,
-        "target_passes": stats.target_passes,
         "finish_reason": result.finish_reason,
         "output_ids": result.output_ids,
         "detail": [] if result.method == BASELINE else detail,
     }
 
 
-def prompt_stamp(ids: Sequence[int]) -> str:
-    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:16]
-
-
 def blocks(variants: Sequence[Variant]) -> list[tuple[str, list[Variant]]]:
     """Variants that run together, with a name that changes with their members."""
     parts = [list(variants[at : at + BLOCK]) for at in range(0, len(variants), BLOCK)]
-    return [
-        (hashlib.sha256(json.dumps([s.label for s in part]).encode()).hexdigest()[:8], part) for part in parts or [[]]
-    ]
+    return [(stamp([variant.label for variant in part]), part) for part in parts or [[]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +121,8 @@ class Comparison:
         self._questions = {(d.name, q.id): q for d in datasets for q in d.questions}
         self._ids: dict[tuple[str, str], list[int]] = {}
         self._warm: set[tuple] = set()
-        self.watch = Stopwatch()
+        self._idle_since = time.perf_counter()
+        """When the engine's last work ended: what follows is the harness's."""
         self._check_prompts()
 
     def engine(self, variant: Variant) -> FailFast:
@@ -169,43 +133,47 @@ class Comparison:
     def _check_prompts(self) -> None:
         stamps = {(a["dataset"], a["question"]): a["prompt_stamp"] for a in self.journal.answers.values()}
         for dataset in self.datasets:
-            for index, question in enumerate(dataset.questions):
-                if question.follows is not None:
-                    continue
-                ids = self.encode(dataset, question)
-                if len(ids) >= self.engines.max_seq_len:
-                    raise PromptError(
-                        f"{dataset.name}: prompt {index} has {len(ids)} tokens, the models have room for "
-                        f"{self.engines.max_seq_len}"
-                    )
-                if stamps.get((dataset.name, question.id), prompt_stamp(ids)) != prompt_stamp(ids):
-                    raise ValueError(
-                        f"{self.journal.path}: made with other settings (prompt {question.id} of {dataset.name}); "
-                        "name another --out"
-                    )
+            for question in dataset.questions:
+                if question.follows is None:
+                    own = stamp(self.encode(dataset, question))
+                    if stamps.get((dataset.name, question.id), own) != own:
+                        raise ValueError(
+                            f"{self.journal.path}: made with other settings (prompt {question.id} of {dataset.name}); "
+                            "name another --out"
+                        )
+
+    def _said(self, dataset: Dataset, question: Question) -> list[int]:
+        """`vanilla`'s answer, of which all have the same tokens."""
+        place = dataset.name, question.id, BASELINE
+        answers = self.journal.answers.values()
+        return next(a["output_ids"] for a in answers if (a["dataset"], a["question"], a["setting"]) == place)
 
     def messages(self, dataset: Dataset, question: Question) -> Prompt:
         """The prompt, behind the turns that it follows and `vanilla`'s answers to them."""
         if question.follows is None:
             return question.prompt
         before = self._questions[dataset.name, question.follows]
-        said = next(
-            record
-            for record in self.journal.answers.values()
-            if (record["dataset"], record["question"], record["setting"]) == (dataset.name, before.id, BASELINE)
-        )
         earlier = self.messages(dataset, before)
         turns = [{"role": "user", "content": earlier}] if isinstance(earlier, str) else list(earlier)
-        answer = self.engines.base.tokenizer.decode(said["output_ids"], skip_special_tokens=True)
+        answer = self.engines.base.tokenizer.decode(self._said(dataset, before), skip_special_tokens=True)
         return [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": question.prompt}]
 
     def encode(self, dataset: Dataset, question: Question) -> list[int]:
-        key = dataset.name, question.id
+        """Token ids of the prompt, and of the turns before it.
+
+        Raises:
+          PromptError: there is no room for them.
+        """
+        key, room = (dataset.name, question.id), self.engines.max_seq_len
         if key not in self._ids:
+            where = f"{dataset.name}, question {question.id}"
             try:
-                self._ids[key] = self.engines.base.encode(self.messages(dataset, question))
+                ids = self.engines.base.encode(self.messages(dataset, question))
             except PromptError as error:
-                raise PromptError(f"{dataset.name}, question {question.id}: {error}") from None
+                raise PromptError(f"{where}: {error}") from None
+            if len(ids) >= room:
+                raise PromptError(f"{where}: its {len(ids)} tokens leave no room, the models have it for {room}")
+            self._ids[key] = ids
         return self._ids[key]
 
     def _in_order(self, dataset: Dataset) -> list[Question]:
@@ -227,15 +195,10 @@ class Comparison:
         engine.corpus = None
         if CORPUS in variant.options:
             engine.corpus = Corpus(variant.options[CORPUS])
-            said = {
-                record["question"]: record["output_ids"]
-                for record in self.journal.answers.values()
-                if record["setting"] == BASELINE and record["dataset"] == dataset.name
-            }
             for other in self._in_order(dataset):
                 if other == question:
                     break
-                engine.corpus.add(self.encode(dataset, other) + said[other.id])
+                engine.corpus.add(self.encode(dataset, other) + self._said(dataset, other))
         return engine
 
     def answer(self, variant: Variant, dataset: Dataset, question: Question) -> Result:
@@ -243,11 +206,14 @@ class Comparison:
         engine, config = self.engine_for(variant, dataset, question), self.configs[variant.label]
         prompt = self.encode(dataset, question)
         bucket = (variant.label, (len(prompt) + config.max_new_tokens).bit_length())
-        with self.watch.engine():
-            if bucket not in self._warm:
-                next(engine.stream([prompt], config))  # compiles everything, and stops after one round
-                self._warm.add(bucket)
-            return answer(engine, prompt, config)
+        if bucket not in self._warm:
+            next(engine.stream([prompt], config))  # compiles everything, and stops after one round
+            self._warm.add(bucket)
+        return answer(engine, prompt, config)
+
+    def _idle(self) -> float:
+        """Seconds of the harness since the engine's last work."""
+        return time.perf_counter() - self._idle_since
 
     def _pending(self, turn: Turn) -> list[Variant]:
         """Variants of a turn that have no record. `vanilla` is one of them if others need it."""
@@ -271,7 +237,6 @@ class Comparison:
         ]
         missing = sum(len(self._pending(turn)) for turn in turns)
         total = sum(1 + len(turn.variants) for turn in turns)
-        self.watch.take()
         with tqdm(total=total, initial=total - missing, desc="bench", unit="answer", file=sys.stderr) as bar:
             for turn in turns:
                 self._answer_all(turn, bar)
@@ -282,17 +247,14 @@ class Comparison:
         dataset, question = turn.dataset, turn.question
         pending = self._pending(turn)
         ids = self.encode(dataset, question) if pending else []
-        if len(ids) >= self.engines.max_seq_len:
-            raise PromptError(
-                f"{dataset.name}, question {question.id}: with the answers before it the prompt has {len(ids)} "
-                f"tokens, the models have room for {self.engines.max_seq_len}; lower --max-new-tokens"
-            )
         order = [VANILLA, *turn.variants][:: -1 if turn.reverse else 1]
         for position, variant in enumerate(order):
             if variant not in pending:
                 continue
             bar.set_postfix_str(f"{dataset.name}, {variant.label}", refresh=False)
+            harness_s = self._idle()
             result = self.answer(variant, dataset, question)
+            self._idle_since = time.perf_counter()
             record = {
                 "kind": ANSWER,
                 "dataset": dataset.name,
@@ -303,11 +265,11 @@ class Comparison:
                 "block": turn.block,
                 "position": position,
                 "session": self.journal.session,
-                "prompt_stamp": prompt_stamp(ids),
+                "prompt_stamp": stamp(ids),
                 "compared": promises_equality(self.configs[variant.label]),
+                "harness_s": harness_s,
                 **to_record(result),
             }
-            record["harness_s"] = self.watch.take()
             self.journal.append(record)
             bar.update()
 
@@ -324,8 +286,9 @@ class Comparison:
             if at is None:
                 continue
             engine, ids = self.engine(variant), self.encode(dataset, question)
-            with self.watch.engine():
-                gap = logit_gap(engine, ids + baseline["output_ids"][:at])
+            harness_s = self._idle()
+            gap = logit_gap(engine, ids + baseline["output_ids"][:at])
+            self._idle_since = time.perf_counter() - harness_s
             place = {name: record[name] for name in ("dataset", "question", "repeat", "setting")}
             self.journal.append({"kind": DIFFERENCE, **place, "first_difference": at, "logit_gap": gap})
             verdict = NEAR_TIE if gap < self.near_tie and not self.common.exact else DIFFERENT

@@ -68,12 +68,12 @@ class Journal(files.Journal):
             if record["setting"] == BASELINE or baseline is None:
                 out.append(record)
                 continue
-            where = self.lines[DIFFERENCE].get(key_of(DIFFERENCE, record))
-            verdict = EQUAL
-            if baseline["output_ids"] != record["output_ids"]:
-                excused = where is not None and not exact and where["logit_gap"] < near_tie
-                verdict = NEAR_TIE if excused else DIFFERENT if record["compared"] else OTHER_SAMPLE
-            found = where or {"first_difference": None, "logit_gap": 0.0}
-            place = {name: found[name] for name in ("first_difference", "logit_gap")}
-            out.append({**record, "verdict": verdict, **place})
+            noted = self.lines[DIFFERENCE].get(key_of(DIFFERENCE, record))
+            if baseline["output_ids"] == record["output_ids"]:
+                verdict = EQUAL
+            elif noted is not None and not exact and noted["logit_gap"] < near_tie:
+                verdict = NEAR_TIE
+            else:
+                verdict = DIFFERENT if record["compared"] else OTHER_SAMPLE
+            out.append({**record, "verdict": verdict})
         return out

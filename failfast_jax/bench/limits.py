@@ -8,12 +8,12 @@ follows. Nothing here is measured.
 from __future__ import annotations
 
 from failfast_jax.bench.public_models import CONFIGS, pass_bytes, weight_bytes
-from failfast_jax.bench.published import DATASETS, Statistics, published_for
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.bench.published import CHUNK, DATASETS, Statistics, published_for
 from failfast_jax.tables import markdown
 
 PASSES = 1.7
 """Drafter passes a round for which the project's limits are stated; the paper's own code spends 3.1 to 3.6."""
+CONTEXT = 1024
 
 
 def speedup_limit(accepted: float, passes: float, target: float, drafter: float) -> float:
@@ -28,11 +28,6 @@ def speedup_limit(accepted: float, passes: float, target: float, drafter: float)
     return (accepted + 1) * target / (target + passes * drafter)
 
 
-def memory_limit(target: ModelConfig, drafter: ModelConfig, accepted: float, passes: float) -> float:
-    """`speedup_limit` where a pass costs all of a model's weights, and nothing else."""
-    return speedup_limit(accepted, passes, weight_bytes(target), weight_bytes(drafter))
-
-
 def papers_speedup(statistics: Statistics) -> float:
     """What the paper publishes: its statistics and its authors' latency constants, which are modelled, too."""
     return speedup_limit(
@@ -40,28 +35,22 @@ def papers_speedup(statistics: Statistics) -> float:
     )
 
 
-def table(drafter: str = "fast-dllm-v2-1.5b", context: int = 1024) -> str:
+def table() -> str:
     """The predictions as Markdown."""
-    head = (
-        *("target", "dataset", "accepted / drafted", "paper's speedup"),
-        *(f"limit, {PASSES} passes", "limit, paper's passes", f"limit, one pass a chunk, context {context}"),
-    )
-    rows = []
-    small = CONFIGS[drafter]
+    head = ["target", "dataset", "accepted / drafted", "paper's speedup", f"limit, {PASSES} passes"]
+    head += ["limit, paper's passes", f"limit, one pass a chunk, context {CONTEXT}"]
+    rows, drafter = [], CONFIGS["fast-dllm-v2-1.5b"]
     for name in ("qwen2.5-32b", "qwen2.5-14b", "qwen2.5-7b"):
+        weights = weight_bytes(CONFIGS[name]), weight_bytes(drafter)
+        read = pass_bytes(CONFIGS[name], CONTEXT), pass_bytes(drafter, CONTEXT)
         for dataset in DATASETS:
-            found, target = published_for(name, dataset), CONFIGS[name]
+            found = published_for(name, dataset)
             accepted, passes = found.mean_accepted, found.drafter_passes
-            # `wide` spends one pass a chunk of ten: commits ride along.
-            chunks = found.mean_speculated / 10
-            own = speedup_limit(accepted, chunks, pass_bytes(target, context), pass_bytes(small, context))
-            rows.append(
-                (
-                    *(name, dataset + ("" if found.same_target else " (14B's)")),
-                    *(f"{accepted} / {found.mean_speculated}", f"{papers_speedup(found):.2f}"),
-                    f"{memory_limit(target, small, accepted, PASSES):.2f}",
-                    f"{memory_limit(target, small, accepted, passes):.2f} ({passes})",
-                    f"{own:.2f} ({chunks:.2f})",
-                )
-            )
+            # `wide` spends one pass a chunk: commits ride along.
+            chunks = found.mean_speculated / CHUNK
+            row = [name, dataset + ("" if found.same_target else " (14B's)"), f"{accepted} / {found.mean_speculated}"]
+            row += [f"{papers_speedup(found):.2f}", f"{speedup_limit(accepted, PASSES, *weights):.2f}"]
+            row += [f"{speedup_limit(accepted, passes, *weights):.2f} ({passes})"]
+            row += [f"{speedup_limit(accepted, chunks, *read):.2f} ({chunks:.2f})"]
+            rows.append(row)
     return markdown(head, rows)

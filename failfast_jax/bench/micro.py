@@ -15,7 +15,6 @@ Timings of things that are compared are interleaved, and medians are reported.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import math
@@ -34,11 +33,12 @@ from failfast_jax import platforms
 from failfast_jax.bench import attention, hf_reference
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.prompts import PROMPTS
-from failfast_jax.bench.public_models import nbytes
-from failfast_jax.bench.round_costs import RepeatedRounds, long_enough
+from failfast_jax.bench.public_models import hollow, nbytes
+from failfast_jax.bench.replay_programs import Models, OnDevice, compiled, start_of, verify_program
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.plan import Plan, buffer_length
 from failfast_jax.defaults import load_pair
 from failfast_jax.engine import FailFast
 from failfast_jax.files import write_atomically
@@ -47,18 +47,27 @@ from failfast_jax.models.transformer import Decoder
 
 PARTS = ("speed", "widths", "overhead", "passes", "reuse", "startup", "attention")
 WIDTHS = (1, 4, 8, 16, 32, 64)
+CONTEXT = 256
+"""Live cache length of the verify timings."""
+STEPS = 20
+"""Verifies in a timed run."""
+REPEATS = 9
+"""Timed turns of the verifies, and three times those of whole answers."""
+TOKENS = 64
+"""New tokens of an answer."""
 
 
-def widths_report(engine: FailFast, repeats: int, context: int) -> dict[str, Any]:
+def widths_report(engine: FailFast) -> dict[str, Any]:
     """Milliseconds of a verify by width, and the cost of each in one-row steps."""
-    tokens = np.random.default_rng(0).integers(0, engine.target.config.vocab_size, context).tolist()
-    rounds = RepeatedRounds(engine.target, Drafter(), tokens, context, max(WIDTHS))
-    acts = {width: functools.partial(rounds.run, Drafter(), width) for width in WIDTHS}
-    steps = {width: long_enough(act) for width, act in acts.items()}
-    found = medians(interleaved({width: functools.partial(acts[width], steps[width]) for width in WIDTHS}, repeats))
-    seconds = {width: found[width] / steps[width] for width in WIDTHS}
+    target, capacity = engine.target, CONTEXT + max(WIDTHS) + 1
+    tokens = np.random.default_rng(0).integers(0, target.config.vocab_size, CONTEXT)
+    length = buffer_length(capacity, Drafter(), Plan((max(WIDTHS),), (max(WIDTHS),), (max(WIDTHS),)))
+    device = OnDevice(Models(target, None), (target.init_cache(1, length),), start_of(tokens))
+    programs = {width: compiled(verify_program, capacity=capacity, width=width) for width in WIDTHS}
+    acts = {width: functools.partial(device.run, program, np.int32(STEPS)) for width, program in programs.items()}
+    seconds = {width: found / STEPS for width, found in medians(interleaved(acts, REPEATS)).items()}
     return {
-        "context": context,
+        "context": CONTEXT,
         "ms": {width: 1e3 * seconds[width] for width in WIDTHS},
         "one_row_steps": {width: seconds[width] / seconds[1] for width in WIDTHS},
     }
@@ -71,73 +80,60 @@ def overhead_report(engine: FailFast) -> dict[str, Any]:
     round's time is bookkeeping, and the passes of those models. Once with a vocabulary of 512, and once
     with the real one, which adds the argmax and confidence over the logits.
     """
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
     out = {}
+    tokenizers = {"tokenizer": engine.tokenizer, "drafter_tokenizer": engine.tokenizer}  # one row more is no mismatch
     for vocab in (512, engine.target.config.vocab_size):
-        config = dataclasses.replace(
-            engine.target.config, head_dim=16, tie_embeddings=True, vocab_size=vocab, eos_token_ids=(), **sizes
-        )
-        target = Decoder(config, rngs=nnx.Rngs(0))
-        # The drafter has one row more, its mask: with a tokenizer on both sides that is no mismatch.
-        tiny = FailFast(
-            target, as_untrained_drafter(target), tokenizer=engine.tokenizer, drafter_tokenizer=engine.tokenizer
-        )
+        target = Decoder(hollow(engine.target.config, vocab), rngs=nnx.Rngs(0))
+        tiny = FailFast(target, as_untrained_drafter(target), **tokenizers)
         for method in ("vanilla", "lookup", "failfast"):
-            seconds = []
-            for _ in range(4):
-                result = tiny.generate([list(range(100, 164))], method=method, max_new_tokens=128, ignore_eos=True)[0]
-                seconds.append(result.stats.decode_s / result.stats.rounds)
-            out[f"{method}_round_ms_vocab_{vocab}"] = 1e3 * float(np.median(seconds[1:]))
+            config = GenerationConfig(method, max_new_tokens=128, ignore_eos=True)
+            stats = [tiny.generate([list(range(100, 164))], config)[0].stats for _ in range(4)]
+            seconds = float(np.median([one.decode_s / one.rounds for one in stats[1:]]))
+            out[f"{method}_round_ms_vocab_{vocab}"] = 1e3 * seconds
     return out
 
 
-def speed_report(engine: FailFast, repeats: int, tokens: int) -> dict[str, Any]:
+def speed_report(engine: FailFast) -> dict[str, Any]:
     """Tokens a second of `vanilla` and of transformers on the same prompts, prefill excluded from both."""
-    ids = [engine.encode(prompt) for prompt in PROMPTS]
-    config = GenerationConfig(method="vanilla", max_new_tokens=tokens, ignore_eos=True)
-    ours: list[float] = []
-    theirs: list[float] = []
-    try:
-        model = hf_reference.load_smollm2(default_target_path())
-    except ModuleNotFoundError as error:
-        model, missing = None, str(error)
-    for turn in range(repeats + 1):
-        for prompt in ids:
-            speed = engine.generate([prompt], config)[0].stats.tokens_per_s
-            if turn:
-                ours.append(speed)
-            if model is not None:
-                whole = hf_reference.greedy(model, prompt, tokens, stop_at_eos=False)[2]
-                first = hf_reference.greedy(model, prompt, 1, stop_at_eos=False)[2]
-                if turn:
-                    theirs.append((tokens - 1) / (whole - first))
-    bandwidth = platforms.bandwidth(2**29)["read"]
-    size = nbytes(engine.target)
-    out = {
-        "vanilla_tokens_per_s": float(np.median(ours)),
+    config = GenerationConfig(method="vanilla", max_new_tokens=TOKENS, ignore_eos=True)
+    bandwidth, size = platforms.bandwidth(2**29)["read"], nbytes(engine.target)
+    out: dict[str, Any] = {
         "weight_bytes": size,
         "read_bandwidth_bytes_per_s": bandwidth,
         "memory_limit_tokens_per_s": bandwidth / size,
     }
+    try:
+        model = hf_reference.load_smollm2(default_target_path())
+    except ModuleNotFoundError as error:
+        model, out["transformers"] = None, str(error)
+    ours, theirs = [], []
+    for turn in range(REPEATS // 3 + 1):
+        for prompt in map(engine.encode, PROMPTS):
+            speed = engine.generate([prompt], config)[0].stats.tokens_per_s
+            ours += [speed] if turn else []
+            if model is not None:
+                whole = hf_reference.greedy(model, prompt, TOKENS, stop_at_eos=False)[2]
+                first = hf_reference.greedy(model, prompt, 1, stop_at_eos=False)[2]
+                theirs += [(TOKENS - 1) / (whole - first)] if turn else []
+    out["vanilla_tokens_per_s"] = float(np.median(ours))
     out["share_of_memory_limit"] = out["vanilla_tokens_per_s"] / out["memory_limit_tokens_per_s"]
-    if model is None:
-        out["transformers"] = missing
-    else:
+    if theirs:
         out["transformers_tokens_per_s"] = float(np.median(theirs))
         out["vanilla_over_transformers"] = out["vanilla_tokens_per_s"] / out["transformers_tokens_per_s"]
     return out
 
 
-def passes_report(engine: FailFast, tokens: int) -> dict[str, Any]:
+def passes_report(engine: FailFast) -> dict[str, Any]:
     """Drafter passes a round of `wide` against `ceil(draft length / N)`."""
-    passes, least, rounds = 0, 0, 0
+    rounds = []
     for prompt in PROMPTS:
         for tau in (0.45, 0.0):
-            result = engine.generate([prompt], method="failfast", max_new_tokens=tokens, tau=tau)[0]
-            passes += sum(r.passes for r in result.rounds)
-            least += sum(math.ceil(len(r.drafted) / 10) for r in result.rounds)
-            rounds += len(result.rounds)
-    return {"rounds": rounds, "passes_per_round": passes / rounds, "least_per_round": least / rounds}
+            rounds += engine.generate([prompt], method="failfast", max_new_tokens=TOKENS, tau=tau)[0].rounds
+    return {
+        "rounds": len(rounds),
+        "passes_per_round": sum(r.passes for r in rounds) / len(rounds),
+        "least_per_round": sum(math.ceil(len(r.drafted) / 10) for r in rounds) / len(rounds),
+    }
 
 
 def reuse_report(engine: FailFast) -> dict[str, Any]:
@@ -150,14 +146,14 @@ def reuse_report(engine: FailFast) -> dict[str, Any]:
     return counts
 
 
-def startup_report(runs: int) -> dict[str, Any]:
+def startup_report() -> dict[str, Any]:
     """Seconds from process start to the first printed token, per method, compile cache warm."""
     import pty
 
     out = {}
     for method in ("vanilla", "lookup", "failfast"):
         seconds = []
-        for _ in range(runs + 1):
+        for _ in range(3):
             reader, writer = pty.openpty()  # a terminal, so that the answer streams
             start = time.perf_counter()
             process = subprocess.Popen(
@@ -192,16 +188,16 @@ def work(args: argparse.Namespace) -> int:
     if unknown := [part for part in wanted if part not in PARTS]:
         raise ValueError(f"--parts: {', '.join(unknown)}: must be among {', '.join(PARTS)}")
     if "attention" in wanted:
-        attention.check(args)
+        attention.check()
     engine = functools.cache(small_engine)
     jobs = {
-        "speed": lambda: speed_report(engine(), max(args.repeats // 3, 1), args.tokens),
-        "widths": lambda: widths_report(engine(), args.repeats, args.context),
+        "speed": lambda: speed_report(engine()),
+        "widths": lambda: widths_report(engine()),
         "overhead": lambda: overhead_report(engine()),
-        "passes": lambda: passes_report(engine(), args.tokens),
+        "passes": lambda: passes_report(engine()),
         "reuse": lambda: reuse_report(engine()),
-        "startup": lambda: startup_report(2),
-        "attention": lambda: attention.report(args),
+        "startup": startup_report,
+        "attention": attention.report,
     }
     report: dict[str, Any] = {"machine": platforms.machine()}
     for part in wanted:
@@ -219,8 +215,4 @@ def work(args: argparse.Namespace) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--parts", help=f"comma-separated, of {', '.join(PARTS)} (default: what can be run here)")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--context", type=int, default=256, help="live cache length of the verify timings")
     parser.add_argument("--out", type=Path, help="write the JSON there")
-    attention.add_arguments(parser)

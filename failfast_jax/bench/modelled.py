@@ -11,11 +11,12 @@ import dataclasses
 
 from scipy.optimize import brentq
 
-from failfast_jax.bench.limits import speedup_limit
-from failfast_jax.bench.published import appendix_b
+from failfast_jax.bench.limits import papers_speedup, speedup_limit
+from failfast_jax.bench.published import DATASETS, appendix_b, published_for
 from failfast_jax.tables import markdown
 
 METHOD_NAMES = {"ar": "AR drafter", "fast_dllm": "Fast-dLLM", "failfast": "FailFast"}
+LARGEST = "Qwen2.5-32B-Instruct"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,59 +38,45 @@ class Latency:
         return speedup_limit(tokens / rounds - 1, passes / rounds, self.target_step, self.draft_pass)
 
 
-def authors_latency(target: str) -> Latency:
-    """The authors' constants for a target, by its name without the organisation."""
+def authors_latencies() -> dict[str, Latency]:
+    """The authors' constants, by the target's name without the organisation."""
     constants = appendix_b()["authors_latency_ms"]
-    return Latency(constants["drafter_pass"], constants["target_step"][target], f"A6000, {target}")
+    steps = constants["target_step"].items()
+    return {name: Latency(constants["drafter_pass"], step, f"A6000, {name}") for name, step in steps}
 
 
 def parse_latency(text: str) -> Latency:
-    """`DRAFT:TARGET` in ms, or a target of the paper, as a whole or by its size (`32B`).
+    """`DRAFT:TARGET` in ms, or the size of a target of the paper (`32B`).
 
     Raises:
       ValueError: neither.
     """
-    names = appendix_b()["authors_latency_ms"]["target_step"]
-    found = [name for name in names if text in (name, name.split("-")[1])]
-    if found:
-        return authors_latency(found[0])
+    sizes = {name.split("-")[1]: latency for name, latency in authors_latencies().items()}
+    if text in sizes:
+        return sizes[text]
     try:
         draft, target = (float(part) for part in text.split(":"))
         if draft < 0 or target <= 0:
             raise ValueError
     except ValueError:
-        raise ValueError(
-            f"--modelled {text}: must be DRAFT:TARGET in ms a pass, or one of {', '.join(names)}"
-        ) from None
+        raise ValueError(f"--modelled {text}: must be DRAFT:TARGET in ms, or one of {', '.join(sizes)}") from None
     return Latency(draft, target, f"{draft:g} ms a drafter pass, {target:g} ms a target step")
 
 
 def latency_for(target: str | None) -> Latency:
-    """The constants of the paper's target that a model's name contains; else of Qwen2.5-32B-Instruct."""
-    names = list(appendix_b()["authors_latency_ms"]["target_step"])
-    return authors_latency(next((n for n in names if n.lower() in str(target).lower()), "Qwen2.5-32B-Instruct"))
-
-
-def paper_speedup(target: str, method: str, dataset: str) -> float:
-    """The paper's speedup, from its statistics: every round emits its accepted tokens and one of the target's."""
-    row = appendix_b()[target][method][dataset]
-    return authors_latency(target).speedup(
-        tokens=row["rounds"] * (row["mean_accepted"] + 1),
-        rounds=row["rounds"],
-        passes=row["rounds"] * row["drafter_passes_per_round"],
-    )
+    """The constants of the paper's target that a model's name contains; else of the largest."""
+    found = authors_latencies()
+    return found[next((name for name in found if name.lower() in str(target).lower()), LARGEST)]
 
 
 def table() -> str:
-    """All of them as Markdown. Appendix B has the 32B and the 14B target."""
-    targets = [key for key in appendix_b() if key.startswith("Qwen")]
-    columns = list(appendix_b()[targets[0]]["failfast"])
-    rows = [
-        [target, name, *(f"{paper_speedup(target, method, column):.2f}" for column in columns)]
-        for target in targets
-        for method, name in METHOD_NAMES.items()
-    ]
-    return markdown(["target", "method", *columns], rows)
+    """All speedups of the paper as Markdown. Appendix B has the 32B and the 14B target."""
+    rows = []
+    for target in ("qwen2.5-32b", "qwen2.5-14b"):
+        for method, name in METHOD_NAMES.items():
+            found = [published_for(target, dataset, method) for dataset in DATASETS]
+            rows.append([target, name, *(f"{papers_speedup(statistics):.2f}" for statistics in found)])
+    return markdown(["target", "method", *DATASETS], rows)
 
 
 # -- Leviathan et al., Theorem 3.8 ---------------------------------------------------------------------------
@@ -105,7 +92,7 @@ def expected_speedup(alpha: float, length: float, draft_cost: float) -> float:
 
 
 def alpha_of(acceptance_rate: float, length: float) -> float:
-    """The `alpha` at which drafts of `length` tokens have that share of accepted tokens.
+    """The `alpha` at which drafts of `length` tokens have that share of accepted tokens, which is below 1.
 
     Accepted are alpha + alpha^2 + ... + alpha^length tokens of `length`.
     """
@@ -113,5 +100,4 @@ def alpha_of(acceptance_rate: float, length: float) -> float:
     def excess(alpha: float) -> float:
         return alpha * (1 - alpha**length) / (1 - alpha) / length - acceptance_rate
 
-    almost_one = 1 - 1e-9
-    return 1.0 if excess(almost_one) <= 0 else brentq(excess, 0.0, almost_one)
+    return brentq(excess, 0.0, 1 - 1e-9)

@@ -33,14 +33,14 @@ ROUNDS_SAVED = 0.16
 SAMPLES = 2000
 
 DATASETS = ("MATH", "AIME", "GSM8K", "GPQA", "HumanEval")
-_PUBLISHED = {"qwen2.5-32b": "Qwen2.5-32B-Instruct", "qwen2.5-14b": "Qwen2.5-14B-Instruct"}
-_STEP = {"qwen2.5-7b": "Qwen2.5-7B-Instruct"}
-_STAND_IN = "Qwen2.5-14B-Instruct"
+_NAMES = {size: f"Qwen2.5-{size}-Instruct" for size in ("32B", "14B", "7B")}
+_STAND_IN = "14B"
+"""Whose statistics serve for targets of which the paper has none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """One column of the paper's table for FailFast."""
+    """One column of the paper's table for a method."""
 
     target: str
     """Whose statistics they are."""
@@ -49,7 +49,6 @@ class Statistics:
     dataset: str
     mean_accepted: float
     mean_speculated: float
-    max_accepted: int
     max_speculated: int
     drafter_passes: float
     """A round, of the authors' code."""
@@ -65,8 +64,8 @@ def appendix_b() -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def published_for(target: str, dataset: str) -> Statistics:
-    """The paper's statistics for a name of `shapes.SHAPES`; 14B's for targets that it lacks.
+def published_for(target: str, dataset: str, method: str = "failfast") -> Statistics:
+    """The paper's statistics for a name of `public_models.CONFIGS`; 14B's for targets that it lacks.
 
     Raises:
       ValueError: an unknown dataset.
@@ -74,14 +73,15 @@ def published_for(target: str, dataset: str) -> Statistics:
     names = {name.lower(): name for name in DATASETS}
     if dataset.lower() not in names:
         raise ValueError(f"--dataset {dataset}: must be among {', '.join(names)}")
-    dataset, table = names[dataset.lower()], appendix_b()
-    source = _PUBLISHED.get(target, _STAND_IN)
-    row, latency = table[source]["failfast"][dataset], table["authors_latency_ms"]
-    same = ("mean_accepted", "mean_speculated", "max_accepted", "max_speculated")
+    table, size = appendix_b(), target.rpartition("-")[2].upper()
+    same = _NAMES.get(size) in table
+    source = _NAMES[size if same else _STAND_IN]
+    row, latency = table[source][method][names[dataset.lower()]], table["authors_latency_ms"]
+    kept = ("mean_accepted", "mean_speculated", "max_speculated")
     return Statistics(
-        *(source, target in _PUBLISHED, dataset, *(row[name] for name in same)),
+        *(source, same, names[dataset.lower()], *(row[name] for name in kept)),
         drafter_passes=row["drafter_passes_per_round"],
-        target_step_ms=latency["target_step"][_STEP.get(target, source)],
+        target_step_ms=latency["target_step"][_NAMES.get(size, source)],
         drafter_pass_ms=latency["drafter_pass"],
     )
 
@@ -98,7 +98,9 @@ class Law:
 
     def chunks(self) -> np.ndarray:
         """Probability of 1, 2, ... `most_chunks` chunks."""
-        return _chunks(self.extended, self.grows, self.most_chunks)
+        longer = self.extended * self.grows ** np.arange(self.most_chunks - 1)
+        longer[:-1] *= 1 - self.grows
+        return np.append(1 - self.extended, longer)
 
     def joint(self) -> np.ndarray:
         """Probability `[most_chunks, CHUNK * most_chunks + 1]` of each (chunks, accepted)."""
@@ -109,23 +111,14 @@ class Law:
             out[row, : length + 1] = share * powers * np.append(np.full(length, 1 - agrees), 1.0)
         return out
 
-    def means(self) -> tuple[float, float]:
-        """Mean drafted and mean accepted tokens a round."""
-        joint = self.joint()
-        drafted = CHUNK * np.arange(1, self.most_chunks + 1)
-        return float(joint.sum(1) @ drafted), float(joint.sum(0) @ np.arange(joint.shape[1]))
+    def drafted(self) -> float:
+        """Mean drafted tokens a round."""
+        return float(self.chunks() @ (CHUNK * np.arange(1, self.most_chunks + 1)))
 
-
-def _chunks(extended: float, grows: float, most: int) -> np.ndarray:
-    """A draft of k + 1 chunks for k >= 1: `extended`, k - 1 times `grows`, and then no more."""
-    tail = extended * grows ** np.arange(most - 1)
-    stop = np.append(np.full(most - 2, 1 - grows), 1.0)
-    return np.concatenate([[1 - extended], tail * stop])
-
-
-def _agreed(p: float, after: int, until: int) -> float:
-    """Mean accepted tokens among positions `after + 1 .. until` of a draft, if each token agrees with probability p."""
-    return float(np.sum(p ** np.arange(after + 1, until + 1)))
+    def accepted(self, behind: int = 0) -> float:
+        """Mean accepted tokens a round, of those behind the first `behind`."""
+        accepted = self.joint().sum(0)
+        return float(accepted @ np.maximum(np.arange(len(accepted)) - behind, 0))
 
 
 def solve(function: Callable[[float], float], wanted: float, what: str) -> float:
@@ -144,18 +137,13 @@ def solve(function: Callable[[float], float], wanted: float, what: str) -> float
 def _shared() -> tuple[float, float]:
     """`grows` and `agrees_long`, from what the paper says about Qwen2.5-32B on MATH."""
     math = published_for("qwen2.5-32b", "MATH")
-    most = math.max_speculated // CHUNK
-    lengths = CHUNK * np.arange(1, most + 1)
-    grows = solve(lambda g: float(_chunks(EXTENDED, g, most) @ lengths), math.mean_speculated, "the draft length")
-    share = _chunks(EXTENDED, grows, most)
+    law = functools.partial(Law, math.max_speculated // CHUNK, EXTENDED)
+    grows = solve(lambda g: law(g, 0.0, 0.0).drafted(), math.mean_speculated, "the draft length")
     # Without extension a round emits that much less; what is lost are the tokens behind the first chunk.
-    behind = ROUNDS_SAVED * (math.mean_accepted + 1)
-    agrees = solve(
-        lambda p: sum(s * _agreed(p, CHUNK, n) for s, n in zip(share[1:], lengths[1:].tolist())),
-        behind,
-        "the tokens accepted behind the first chunk",
+    lost = ROUNDS_SAVED * (math.mean_accepted + 1)
+    return grows, solve(
+        lambda p: law(grows, 0.0, p).accepted(CHUNK), lost, "the tokens accepted behind the first chunk"
     )
-    return grows, agrees
 
 
 def fit(statistics: Statistics) -> Law:
@@ -165,17 +153,11 @@ def fit(statistics: Statistics) -> Law:
       ValueError: no such law exists.
     """
     grows, long = _shared()
-    most = statistics.max_speculated // CHUNK
-    lengths = CHUNK * np.arange(1, most + 1)
-    extended = solve(
-        lambda e: float(_chunks(e, grows, most) @ lengths), statistics.mean_speculated, "the mean draft length"
-    )
-    share = _chunks(extended, grows, most)
-    from_long = sum(s * _agreed(long, 0, n) for s, n in zip(share[1:], lengths[1:].tolist()))
-    short = solve(
-        lambda p: share[0] * _agreed(p, 0, CHUNK) + from_long, statistics.mean_accepted, "the mean accepted length"
-    )
-    return Law(most_chunks=most, extended=extended, grows=grows, agrees_short=short, agrees_long=long)
+    law = functools.partial(Law, statistics.max_speculated // CHUNK)
+    drafted, accepted = statistics.mean_speculated, statistics.mean_accepted
+    extended = solve(lambda e: law(e, grows, 0.0, long).drafted(), drafted, "the mean draft length")
+    short = solve(lambda p: law(extended, grows, p, long).accepted(), accepted, "the mean accepted length")
+    return law(extended, grows, short, long)
 
 
 def draw(law: Law, rounds: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -188,7 +170,7 @@ def draw(law: Law, rounds: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     columns = joint.shape[1]
     cumulative = np.cumsum(joint.ravel())
     cumulative /= cumulative[-1]
-    drafted, accepted = law.means()
+    drafted, accepted = law.drafted(), law.accepted()
     rng = np.random.default_rng(seed)
     best, least = None, np.inf
     for _ in range(SAMPLES):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,31 +13,34 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from failfast_jax.bench.limits import PASSES, memory_limit, papers_speedup
+from failfast_jax.bench.clock import interleaved, medians
+from failfast_jax.bench.limits import papers_speedup
 from failfast_jax.bench.public_models import (
     CONFIGS,
     abstract_caches,
     abstract_model,
-    cache_bytes,
     check_memory,
+    hollow,
     nbytes,
     pass_bytes,
     random_arrays,
-    weight_bytes,
 )
 from failfast_jax.bench.published import CHUNK, Law, Statistics, draw, extra_passes, fit, published_for
 from failfast_jax.bench.replay_programs import (
     Caches,
     Draws,
+    Models,
+    OnDevice,
     Schedule,
     Start,
+    compiled,
     pass_program,
     replay_program,
     schedule,
+    start_of,
     vanilla_program,
     verify_program,
 )
-from failfast_jax.decoding import round
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.plan import ACCELERATOR_ROWS, Plan, buffer_length, make_plan
 from failfast_jax.decoding.state import RoundLog
@@ -68,10 +71,6 @@ class ReplayOptions:
     """Attention kernel; None: the platform's."""
     seed: int
     repeats: int
-    copy_mib: int
-
-
-# -- cases ------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +84,26 @@ class Case:
     draws: Draws
     schedule: Schedule
 
-    @property
-    def name(self) -> str:
-        return f"{self.statistics.dataset}, {self.passes}"
+    def check(self, log: RoundLog) -> None:
+        """Whether the rounds did what was drawn.
+
+        Raises:
+          RuntimeError: a round drafted, accepted, emitted or passed otherwise.
+        """
+        rounds = len(self.draws.accepted)
+        expected = {
+            "draft_length": self.draws.chunks * CHUNK,
+            "accepted": self.draws.accepted,
+            "emitted": self.draws.accepted + 1,
+            "passes": self.schedule.passes,
+        }
+        for name, values in expected.items():
+            wrong = np.flatnonzero(np.asarray(getattr(log, name))[0, :rounds] != np.asarray(values))
+            if wrong.size or int(log.round) != rounds:
+                at = int(wrong[0]) if wrong.size else int(log.round)
+                raise RuntimeError(
+                    f"{self.statistics.dataset}, {self.passes}: round {at} of {rounds} left the draws ({name})"
+                )
 
 
 def make_cases(target: str, drafter: Wide, plan: Plan, options: ReplayOptions) -> list[Case]:
@@ -107,279 +123,160 @@ def make_cases(target: str, drafter: Wide, plan: Plan, options: ReplayOptions) -
     return cases
 
 
-def hollow(config: ModelConfig) -> ModelConfig:
-    """A model that costs next to nothing: a round around two of these is bookkeeping."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
-    vocab = min(config.vocab_size, 512)
-    mask = vocab - 1 if config.is_diffusion else None
-    return dataclasses.replace(config, head_dim=16, vocab_size=vocab, mask_token_id=mask, tie_embeddings=True, **sizes)
-
-
-# -- measuring ---------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Timed:
-    """A compiled program that threads the caches through, and the seconds of its calls."""
-
-    run: Callable[[Caches], tuple[Caches, Any]]
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    result: Any = None
-
-    def __call__(self, caches: Caches) -> Caches:
-        start = time.perf_counter()
-        caches, self.result = self.run(caches)
-        jax.block_until_ready((caches, self.result))
-        self.seconds.append(time.perf_counter() - start)
-        return caches
-
-    @property
-    def median(self) -> float:
-        """Of all calls but the first."""
-        return float(np.median(self.seconds[1:]))
+def abstract_pair(target: ModelConfig, drafter: ModelConfig, options: ReplayOptions) -> Models:
+    """A target, and a `wide` drafter around its model, of shapes."""
+    shapes = [abstract_model(config, options.dtype) for config in (target, drafter)]
+    for shape in shapes:
+        shape.execution = Execution(kernel=options.kernel)
+    wide = Wide(model=shapes[1], vocab=target.vocab_size, rule=Never(), spec_len=CHUNK, max_spec_len=LONGEST)
+    models = Models(shapes[0], wide)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), models)
 
 
 Key = tuple[str | int, ...]
-"""Name of a program or of a timing: `("vanilla",)`, `("replay", "wide")`, `("verify", 72)`, `("pass", 32)`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A function of `models`, the caches, a `Start` and one thing more: steps, or draws."""
-
-    function: Callable
-    models: tuple[str, ...]
-    static: dict[str, Any]
-
-    def compile(self, models: dict[str, Any], caches: Caches, start: Start, last: Any) -> Any:
-        """The executable for arrays or shapes; it reuses the caches' memory."""
-        function = jax.jit(functools.partial(self.function, **self.static), donate_argnums=len(self.models))
-        return function.lower(*(models[name] for name in self.models), caches, start, last).compile()
-
-
-def check_log(case: Case, log: RoundLog) -> None:
-    """Whether the rounds did what was drawn.
-
-    Raises:
-      RuntimeError: a round drafted, accepted, emitted or passed otherwise.
-    """
-    rounds = len(case.draws.accepted)
-    expected = {
-        "draft_length": case.draws.chunks * CHUNK,
-        "accepted": case.draws.accepted,
-        "emitted": case.draws.accepted + 1,
-        "passes": case.schedule.passes,
-    }
-    for name, values in expected.items():
-        found = np.asarray(getattr(log, name))[0, :rounds]
-        wrong = np.flatnonzero(found != values)
-        if wrong.size or int(log.round) != rounds:
-            at = int(wrong[0]) if wrong.size else int(log.round)
-            raise RuntimeError(f"{case.name}: round {at} of {rounds} left the draws ({name})")
+"""What is timed: `("vanilla",)`, `("replay", 0)` (a case), `("verify", 72)`, `("pass", 32)`, `("bookkeeping",)`."""
 
 
 class ReplayedPair:
-    """One target and drafter on the device, with every program that is timed on them.
+    """One target and drafter, with every program that is timed on them. Nothing is allocated before `measure`.
 
-    The constructor compiles from shapes first and allocates only what is known to fit.
-
-    Raises (from the constructor):
-      MisfitError: the device's memory cannot hold them.
+    Attributes:
+      programs: by what is timed, a compiled function of models, caches, start and steps or draws, and the latter.
+      seconds: medians, once measured.
     """
 
-    def __init__(self, target: str, options: ReplayOptions, bar: tqdm):
-        self.options, self.bar = options, bar
-        self.configs = {"model": CONFIGS[target], "drafter": CONFIGS[options.drafter]}
-        models = self._models(self.configs)
-        drafter = models["drafter"]
+    def __init__(self, name: str, options: ReplayOptions):
+        self.name, self.options = name, options
+        self.configs = CONFIGS[name], CONFIGS[options.drafter]
+        drafter = abstract_pair(*self.configs, options).drafter
         self.plan = make_plan(drafter, platform=options.platform)
-        self.cases = make_cases(target, drafter, self.plan, options)
+        self.cases = make_cases(name, drafter, self.plan, options)
+        self.capacity = options.context + max(case.schedule.tokens for case in self.cases) + LONGEST + 1
+        self.length = buffer_length(self.capacity, drafter, self.plan)
         self.steps = {"vanilla": self.cases[0].schedule.tokens, "part": max(options.rounds // 2, 2)}
-        capacity = options.context + max(case.schedule.tokens for case in self.cases) + LONGEST + 1
-        self.length = buffer_length(capacity, drafter, self.plan)
-        caches = abstract_caches(self.configs.values(), self.length, options.dtype)
+        self.verify_widths, self.pass_widths = self._widths(drafter)
+        self.programs = self._programs()
+        self.seconds: dict[Key, float] = {}
 
-        logits = 4 * self.configs["model"].vocab_size * self.plan.widths[-1]
-        check_memory(nbytes((models, caches)) + logits, "weights, caches and logits")
-        start = time.perf_counter()
-        programs, executables = self._programs(drafter, capacity), {}
-        for name, program in programs.items():
-            bar.set_postfix_str("compiling " + " ".join(map(str, name)))
-            last = self.cases[0].draws if name[0] == "replay" else np.int32(0)
-            executables[name] = program.compile(models, caches, self._start(self.configs), last)
-        self.compile_s = time.perf_counter() - start
-        analyses = [executable.memory_analysis() for executable in executables.values()]
-        self.needed = nbytes((models, caches)) + max((a.temp_size_in_bytes for a in analyses if a), default=0)
-        check_memory(self.needed, "weights, caches and the largest program's temporaries")
+    def _widths(self, drafter: Wide) -> tuple[list[int], list[int]]:
+        """Of verifies: those of the rounds and, where widths are not a ladder, the one for a draft of 60. Of passes."""
+        verify = set(self.plan.widths)
+        if self.options.platform != "cpu":
+            verify.add(round_up(DEFAULT_CAP + 1, ACCELERATOR_ROWS))
+        return sorted(verify), list(range(drafter.block, drafter.window + 1, drafter.block))
 
-        bar.set_postfix_str("making weights")
-        self.models, self.caches = random_arrays((models, caches), options.seed)
-        jax.block_until_ready((self.models, self.caches))
-        counts = {kind: np.int32(count) for kind, count in self.steps.items()}
-        self.timed = {("vanilla",): self._timed(executables["vanilla",], programs["vanilla",], counts["vanilla"])}
-        for index, case in enumerate(self.cases):
-            name = ("replay", case.passes)
-            self.timed["replay", index] = self._timed(executables[name], programs[name], jax.device_put(case.draws))
-        for name in programs:
-            if name[0] in ("verify", "pass"):
-                self.timed[name] = self._timed(executables[name], programs[name], counts["part"])
-        self.timed["bookkeeping",] = self._bookkeeping(capacity)
-
-    def _models(self, configs: dict[str, ModelConfig]) -> dict[str, Any]:
-        """Shapes of the target and of the drafter around its model."""
-        shapes = {name: abstract_model(config, self.options.dtype) for name, config in configs.items()}
-        for shape in shapes.values():
-            shape.execution = Execution(kernel=self.options.kernel)
-        drafter = Wide(
-            model=shapes["drafter"],
-            vocab=configs["model"].vocab_size,
-            rule=Never(),
-            spec_len=CHUNK,
-            max_spec_len=LONGEST,
-        )
-        models = {"model": shapes["model"], "drafter": drafter}
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), models)
-
-    def _start(self, configs: dict[str, ModelConfig]) -> Start:
-        """A random context, and the engine's settings for greedy decoding without stop tokens."""
-        rng = np.random.default_rng(self.options.seed)
-        vocab = min(config.vocab_size for config in configs.values())
-        tokens = rng.integers(0, vocab, (1, self.options.context))
-        eos = jnp.asarray(round.stop_tokens(()))
-        return Start(jnp.asarray(tokens, jnp.int32), round.greedy_sampling(1), eos)
-
-    def _programs(self, drafter: Wide, capacity: int) -> dict[Key, Program]:
-        """Everything that is compiled for the pair."""
-        room = {"capacity": capacity}
+    def _programs(self) -> dict[Key, tuple[Callable, Any]]:
+        room, part = {"capacity": self.capacity}, np.int32(self.steps["part"])
         plain = make_plan(Drafter(), platform=self.options.platform)
-        programs: dict[Key, Program] = {("vanilla",): Program(vanilla_program, ("model",), room | {"plan": plain})}
-        for passes in self.options.passes:
-            static = room | {"plan": self.plan, "extra": passes == "paper"}
-            programs["replay", passes] = Program(replay_program, ("model", "drafter"), static)
+        programs: dict[Key, tuple[Callable, Any]] = {
+            ("vanilla",): (compiled(vanilla_program, **room, plan=plain), np.int32(self.steps["vanilla"]))
+        }
+        replays = {
+            passes: compiled(replay_program, **room, plan=self.plan, extra=passes == "paper")
+            for passes in ("wide", "paper")
+        }
+        programs |= {("replay", at): (replays[case.passes], case.draws) for at, case in enumerate(self.cases)}
+        programs["bookkeeping",] = replays["wide"], self.cases[0].draws
         for width in self.verify_widths:
-            programs["verify", width] = Program(verify_program, ("model",), room | {"width": width})
-        for width in range(drafter.block, drafter.window + 1, drafter.block):
-            programs["pass", width] = Program(pass_program, ("drafter",), {"width": width})
+            programs["verify", width] = compiled(verify_program, **room, width=width), part
+        for width in self.pass_widths:
+            programs["pass", width] = compiled(pass_program, width=width), part
         return programs
 
-    @property
-    def verify_widths(self) -> tuple[int, ...]:
-        """Those of the rounds and, where widths are not a ladder, the one that serves a draft of 60."""
-        widths = set(self.plan.widths)
-        if self.options.platform != "cpu":
-            widths.add(round_up(DEFAULT_CAP + 1, ACCELERATOR_ROWS))
-        return tuple(sorted(widths))
+    def shapes(self, target: ModelConfig, drafter: ModelConfig) -> tuple[Models, Caches, Start]:
+        """What the programs take: shapes of models and caches, and a random context to begin with."""
+        rng = np.random.default_rng(self.options.seed)
+        start = start_of(rng.integers(0, min(target.vocab_size, drafter.vocab_size), self.options.context))
+        caches = abstract_caches((target, drafter), self.length, self.options.dtype)
+        return abstract_pair(target, drafter, self.options), caches, start
 
-    def _timed(self, executable: Any, program: Program, last: Any) -> Timed:
-        models, start = [self.models[name] for name in program.models], self._start(self.configs)
-        return Timed(lambda caches: executable(*models, caches, start, last))
+    def _fill(self, target: ModelConfig, drafter: ModelConfig) -> OnDevice:
+        models, caches, start = self.shapes(target, drafter)
+        return OnDevice(*random_arrays((models, caches), self.options.seed), start)
 
-    def _bookkeeping(self, capacity: int) -> Timed:
-        """The first case's rounds around hollow models, which have caches of their own."""
-        configs = {name: hollow(config) for name, config in self.configs.items()}
-        caches = abstract_caches(configs.values(), self.length, self.options.dtype)
-        models, caches = random_arrays((self._models(configs), caches), self.options.seed)
-        own = list(caches)
-        static = {"capacity": capacity, "plan": self.plan, "extra": False}
-        program = Program(replay_program, ("model", "drafter"), static)
-        start, draws = self._start(configs), jax.device_put(self.cases[0].draws)
-        executable = program.compile(models, tuple(own), start, draws)
-
-        def run(caches: Caches) -> tuple[Caches, RoundLog]:
-            own[:], log = executable(models["model"], models["drafter"], tuple(own), start, draws)
-            return caches, log
-
-        return Timed(run)
+    def needed_bytes(self) -> int:
+        """Of weights, caches and logits."""
+        models, caches, _ = self.shapes(*self.configs)
+        return nbytes((models, caches)) + 4 * self.configs[0].vocab_size * self.plan.widths[-1]
 
     def measure(self) -> None:
-        """Runs everything in turn, once to warm up and then `repeats` times, and checks the replays' logs."""
-        for _ in range(self.options.repeats + 1):
-            for name, timed in self.timed.items():
-                self.bar.set_postfix_str("timing " + " ".join(map(str, name)))
-                self.caches = timed(self.caches)
-                self.bar.update()
-        for index, case in enumerate(self.cases):
-            check_log(case, self.timed["replay", index].result)
+        """Runs everything in turn, once to warm up and then `repeats` times, and checks the replays' logs.
 
-    def report(self, name: str, speed: dict[str, float]) -> dict[str, Any]:
-        """Everything that is known about the target after `measure`."""
-        rate, itemsize = speed["copy"], jnp.dtype(self.options.dtype).itemsize
-        target, drafter = self.configs["model"], self.configs["drafter"]
-        context, steps = self.options.context, self.steps["vanilla"]
+        Raises:
+          MisfitError: the device's memory cannot hold the pair.
+        """
+        check_memory(self.needed_bytes(), "weights, caches and logits")
+        real = self._fill(*self.configs)
+        small = self._fill(*map(hollow, self.configs))
+        results = {}
+        turns = len(self.programs) * (self.options.repeats + 1)
+        with tqdm(desc=f"replay {self.name}", unit="run", total=turns, file=sys.stderr) as bar:
 
-        def timing(seconds: float, moved: float) -> dict[str, float]:
-            return {"ms": 1e3 * seconds, "floor_ms": 1e3 * moved / rate, "over_floor": seconds * rate / moved}
+            def run(key: Key) -> None:
+                bar.set_postfix_str(" ".join(map(str, key)))
+                results[key] = (small if key == ("bookkeeping",) else real).run(*self.programs[key])
+                bar.update()
 
-        def part(kind: str, width: int, config: ModelConfig, live: int) -> dict[str, float]:
-            return timing(self.timed[kind, width].median / self.steps["part"], pass_bytes(config, live, itemsize))
+            acts = {key: functools.partial(run, key) for key in self.programs}
+            self.seconds = medians(interleaved(acts, self.options.repeats))
+        for at, case in enumerate(self.cases):
+            case.check(results["replay", at])
 
-        runs = self.timed["vanilla",]
-        vanilla = timing(runs.median / steps, pass_bytes(target, context + (steps - 1) / 2, itemsize))
-        verify = {width: part("verify", width, target, context + width - 1) for width in self.verify_widths}
-        for found in verify.values():
-            found["over_vanilla"] = found["ms"] / vanilla["ms"]
-        begin = (context - 1) // drafter.block_size * drafter.block_size
-        widths = [key[1] for key in self.timed if key[0] == "pass"]
+    # -- the report ----------------------------------------------------------------------------------------
+
+    def report(self, speed: dict[str, float]) -> dict[str, Any]:
+        """Everything that is known about the target after `measure`; `speed`: `platforms.bandwidth`."""
+        itemsize = jnp.dtype(self.options.dtype).itemsize
+        (target, drafter), context, steps = self.configs, self.options.context, self.steps["vanilla"]
+
+        def timing(key: Key, repeats: int, config: ModelConfig, live: float) -> dict[str, float]:
+            seconds, floor = self.seconds[key] / repeats, pass_bytes(config, live, itemsize) / speed["copy"]
+            return {"ms": 1e3 * seconds, "floor_ms": 1e3 * floor, "over_floor": seconds / floor}
+
+        part, begin = self.steps["part"], (context - 1) // drafter.block_size * drafter.block_size
+        vanilla = timing(("vanilla",), steps, target, context + (steps - 1) / 2)
+        execution, dtype = Execution(kernel=self.options.kernel), jnp.dtype(self.options.dtype)
         record = {
-            "target": name,
-            "kernel": self.models["model"].execution.resolved(self.models["model"].dtype, target.head_dim),
+            "target": self.name,
+            "kernel": execution.resolved(dtype, target.head_dim),
             "bandwidth_bytes_per_s": speed,
-            "weight_bytes": {"target": weight_bytes(target, itemsize), "drafter": weight_bytes(drafter, itemsize)},
-            "cache_bytes_per_position": {
-                "target": cache_bytes(target, 1, itemsize),
-                "drafter": cache_bytes(drafter, 1, itemsize),
-            },
-            "needed_bytes": self.needed,
-            "compile_s": self.compile_s,
-            "verify_widths": list(self.plan.widths),
-            "vanilla": {"steps": steps, **vanilla, "tokens_per_s": 1e3 / vanilla["ms"], "runs_s": runs.seconds[1:]},
-            "verify": verify,
-            "drafter_pass": {width: part("pass", width, drafter, begin + width) for width in widths},
-            "bookkeeping_ms": 1e3 * self.timed["bookkeeping",].median / self.options.rounds,
+            "needed_bytes": self.needed_bytes(),
+            "vanilla": {"steps": steps, **vanilla, "tokens_per_s": 1e3 / vanilla["ms"]},
+            "verify": {w: timing(("verify", w), part, target, context + w - 1) for w in self.verify_widths},
+            "drafter_pass": {w: timing(("pass", w), part, drafter, begin + w) for w in self.pass_widths},
+            "bookkeeping_ms": 1e3 * self.seconds["bookkeeping",] / self.options.rounds,
         }
-        return record | {"cases": [self._case(index, record, rate, itemsize) for index in range(len(self.cases))]}
+        cases = [self._case(at, record, itemsize) for at in range(len(self.cases))]
+        return record | {"cases": cases}
 
-    def _case(self, index: int, record: dict[str, Any], rate: float, itemsize: int) -> dict[str, Any]:
-        case, timed, rounds = self.cases[index], self.timed["replay", index], self.options.rounds
-        target, drafter = self.configs["model"], self.configs["drafter"]
-        statistics, planned = case.statistics, case.schedule
-        floor = planned.bytes_moved(target, drafter, itemsize) / rate
+    def _case(self, index: int, record: dict[str, Any], itemsize: int) -> dict[str, Any]:
+        case, rounds, seconds = self.cases[index], self.options.rounds, self.seconds["replay", index]
+        planned, vanilla = case.schedule, record["vanilla"]
+        floor = planned.bytes_moved(*self.configs, itemsize) / record["bandwidth_bytes_per_s"]["copy"]
         by_target, by_drafter = planned.counts()
         parts = {
             "drafter": sum(n * record["drafter_pass"][width]["ms"] for width, n in by_drafter.items()) / rounds,
             "verify": sum(n * record["verify"][width]["ms"] for width, n in by_target.items()) / rounds,
             "bookkeeping": record["bookkeeping_ms"],
         }
-        round_ms = 1e3 * timed.median / rounds
-        spent = sum(planned.passes) / rounds
-        accepted = statistics.mean_accepted
+        round_ms = 1e3 * seconds / rounds
+        drawn = {field.name: getattr(case.draws, field.name).tolist() for field in dataclasses.fields(case.draws)}
         return {
-            "dataset": statistics.dataset,
+            "dataset": case.statistics.dataset,
             "passes": case.passes,
-            "statistics": dataclasses.asdict(statistics),
-            "law": {
-                **dataclasses.asdict(case.law),
-                "means": dict(zip(("drafted", "accepted"), case.law.means())),
-                "seed": self.options.seed,
-                "chunks": case.draws.chunks.tolist(),
-                "accepted": case.draws.accepted.tolist(),
-                "extra_passes": case.draws.extra.tolist(),
-            },
+            "statistics": dataclasses.asdict(case.statistics),
+            "law": {**dataclasses.asdict(case.law), "seed": self.options.seed, **drawn},
             "rounds": rounds,
             "tokens": planned.tokens,
             "drafted_per_round": float(np.mean(case.draws.chunks)) * CHUNK,
             "accepted_per_round": float(np.mean(case.draws.accepted)),
-            "passes_per_round": spent,
-            "passes_by_width": dict(by_drafter),
+            "passes_per_round": sum(planned.passes) / rounds,
             "round_ms": round_ms,
             "floor_ms": 1e3 * floor / rounds,
-            "over_floor": timed.median / floor,
+            "over_floor": seconds / floor,
             "parts_ms": parts | {"rest": round_ms - sum(parts.values())},
-            "runs_s": timed.seconds[1:],
-            "tokens_per_s": planned.tokens / timed.median,
-            "speedup": planned.tokens * record["vanilla"]["ms"] / (1e3 * timed.median),
-            "speedup_at_floor": planned.tokens * record["vanilla"]["floor_ms"] / (1e3 * floor),
-            "memory_limit": memory_limit(target, drafter, accepted, spent),
-            f"memory_limit_{PASSES}_passes": memory_limit(target, drafter, accepted, PASSES),
-            "papers_speedup": papers_speedup(statistics),
+            "tokens_per_s": planned.tokens / seconds,
+            "speedup": planned.tokens * vanilla["ms"] / (1e3 * seconds),
+            "speedup_at_floor": planned.tokens * vanilla["floor_ms"] / (1e3 * floor),
+            "papers_speedup": papers_speedup(case.statistics),
         }

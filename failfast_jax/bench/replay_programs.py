@@ -7,8 +7,11 @@ tokens agrees. Every pass of both models is executed, and nothing leaves the dev
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -18,12 +21,11 @@ from jaxtyping import Array, Int
 
 from failfast_jax.bench.public_models import pass_bytes
 from failfast_jax.bench.published import CHUNK
-from failfast_jax.bench.round_costs import repeated_rounds, state_at
 from failfast_jax.decoding import round
 from failfast_jax.decoding.accept import argmax_and_confidence
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.plan import Plan
-from failfast_jax.decoding.state import DecodeState, Draft, RoundLog, Sampling, Verified
+from failfast_jax.decoding.state import RUNNING, DecodeState, Draft, RoundLog, Sampling, Verified
 from failfast_jax.decoding.stopping import AtLength
 from failfast_jax.decoding.windows import gather_window
 from failfast_jax.drafters.block_diffusion import BlockState
@@ -34,6 +36,13 @@ from failfast_jax.models.transformer import Decoder
 
 Caches = tuple[KVCache, ...]
 """The target's, then the drafter's."""
+
+
+class Models(NamedTuple):
+    """A pair; every program takes it, its caches, a `Start`, and the number of steps or the draws."""
+
+    target: Decoder
+    drafter: Wide | None
 
 
 @flax.struct.dataclass
@@ -58,11 +67,44 @@ class Start:
     eos: Int[Array, "B N"]
 
 
+def start_of(tokens: np.ndarray) -> Start:
+    """As in the engine: greedy decoding without stop tokens, by arguments of the program."""
+    return Start(jnp.asarray(tokens[None], jnp.int32), round.greedy_sampling(1), jnp.asarray(round.stop_tokens(())))
+
+
+class OnDevice:
+    """A pair's weights and caches, which each run takes over from the one before."""
+
+    def __init__(self, models: Models, caches: Caches, start: Start):
+        # All in the same place from the first run on: what moved would be compiled for again.
+        self.models, self.caches, self.start = jax.device_put((models, caches, start), jax.devices()[0])
+
+    def run(self, program: Callable, last: Any) -> Any:
+        """The result of a compiled program, which takes over the caches."""
+        self.caches, result = program(self.models, self.caches, self.start, last)
+        return jax.block_until_ready(result)
+
+
+def compiled(function: Callable, **static: Any) -> Callable:
+    """A program of this module, which takes over the memory of its caches."""
+    return jax.jit(functools.partial(function, **static), donate_argnums=1)
+
+
 def begin(target: Decoder, drafter: Drafter, caches: Caches, start: Start, capacity: int, plan: Plan) -> DecodeState:
     """A state whose prompt is committed and cached: `caches` hold anything."""
     length = jnp.full((start.tokens.shape[0],), start.tokens.shape[1], jnp.int32)
-    state = state_at(target, drafter, start.tokens, length, capacity, plan)
-    state = state.replace(target=caches[0], sampling=start.sampling, eos=start.eos)
+    state = round.init_state(
+        target,
+        drafter,
+        tokens=start.tokens,
+        prompt_length=length,
+        max_new_tokens=jnp.full_like(length, capacity),
+        eos=start.eos,
+        sampling=start.sampling,
+        capacity=capacity,
+        plan=plan,
+    )
+    state = state.replace(target=caches[0])
     if len(caches) > 1:
         state = state.replace(drafter=BlockState(cache=caches[1], cached=drafter.whole_blocks(length)))
     return state
@@ -117,55 +159,62 @@ def replay_step(
 
 
 def replay_program(
-    target: Decoder,
-    drafter: Wide,
-    caches: Caches,
-    start: Start,
-    draws: Draws,
-    *,
-    capacity: int,
-    plan: Plan,
-    extra: bool,
+    models: Models, caches: Caches, start: Start, draws: Draws, *, capacity: int, plan: Plan, extra: bool
 ) -> tuple[Caches, RoundLog]:
     """All rounds in one loop, as `round.generate` makes them."""
     rounds = draws.accepted.shape[0]
     state = jax.lax.while_loop(
         lambda s: jnp.any(s.running) & (s.log.round < rounds),
-        lambda s: replay_step(target, drafter, s, draws, plan=plan, extra=extra),
-        begin(target, drafter, caches, start, capacity, plan),
+        lambda s: replay_step(*models, s, draws, plan=plan, extra=extra),
+        begin(*models, caches, start, capacity, plan),
     )
     return (state.target, state.drafter.cache), state.log
 
 
 def vanilla_program(
-    target: Decoder, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, plan: Plan
+    models: Models, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, plan: Plan
 ) -> tuple[Caches, RoundLog]:
     """Plain decoding: the engine's own loop around the drafter that proposes nothing."""
-    drafter = Drafter()
-    state = begin(target, drafter, caches[:1], start, capacity, plan)
-    state = round.generate(target, drafter, state, steps, plan=plan)
+    state = begin(models.target, Drafter(), caches[:1], start, capacity, plan)
+    state = round.generate(models.target, Drafter(), state, steps, plan=plan)
     return (state.target, *caches[1:]), state.log
 
 
 def verify_program(
-    target: Decoder, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, width: int
+    models: Models, caches: Caches, start: Start, steps: Int[Array, ""], *, capacity: int, width: int
 ) -> tuple[Caches, Int[Array, "B T"]]:
-    """`steps` rounds at the same place that verify `width` rows."""
-    drafter = Drafter()
-    state = begin(target, drafter, caches[:1], start, capacity, Plan((width,), (width,), (width,)))
-    state = repeated_rounds(target, drafter, state, steps, width=width)
+    """`steps` rounds at the same place, each of which verifies `width` rows and commits; nothing is drafted."""
+    plan, drafter = Plan((width,), (width,), (width,)), Drafter()
+    proposal = Draft.empty(start.tokens.shape[0], drafter.max_draft)
+
+    def repeat(_, state: DecodeState) -> DecodeState:
+        place = state.length
+        verified, state = round.verify(models.target, drafter, state, proposal, plan=plan)
+        state = round.commit(drafter, state, proposal, verified)
+        # Again from the same place, behind another token, so that no pass can be left out.
+        last = jnp.arange(state.tokens.shape[1]) == place[:, None] - 1
+        log = state.log.replace(round=jnp.zeros_like(state.log.round), rounds=jnp.zeros_like(state.log.rounds))
+        return state.replace(
+            tokens=jnp.where(last, verified.picks[:, :1], state.tokens),
+            length=place,
+            finish=jnp.full_like(state.finish, RUNNING),
+            log=log,
+        )
+
+    state = begin(models.target, drafter, caches[:1], start, capacity, plan)
+    state = jax.lax.fori_loop(0, steps, repeat, state)
     return (state.target, *caches[1:]), state.tokens
 
 
 def pass_program(
-    drafter: Wide, caches: Caches, start: Start, steps: Int[Array, ""], *, width: int
+    models: Models, caches: Caches, start: Start, steps: Int[Array, ""], *, width: int
 ) -> tuple[Caches, Int[Array, "B W"]]:
     """`steps` drafter passes over a window of `width` that begins where a round's first pass begins."""
     batch, context = start.tokens.shape
-    at = drafter.whole_blocks(jnp.full((batch,), context, jnp.int32))
+    at = models.drafter.whole_blocks(jnp.full((batch,), context, jnp.int32))
 
     def body(_, carry):
-        return drafter_pass(drafter, *carry, at)
+        return drafter_pass(models.drafter, *carry, at)
 
     window = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
     cache, window = jax.lax.fori_loop(0, steps, body, (caches[1], window))
@@ -188,9 +237,9 @@ class Schedule:
         own = sum(pass_bytes(target, live, itemsize) for _, live in self.target)
         return own + sum(pass_bytes(drafter, live, itemsize) for _, live in self.drafter)
 
-    def counts(self) -> tuple[collections.Counter, collections.Counter]:
+    def counts(self) -> tuple[Counter, Counter]:
         """Number of the target's and of the drafter's passes by width."""
-        return collections.Counter(w for w, _ in self.target), collections.Counter(w for w, _ in self.drafter)
+        return Counter(width for width, _ in self.target), Counter(width for width, _ in self.drafter)
 
 
 def schedule(drafter: Wide, draws: Draws, context: int, widths: tuple[int, ...]) -> Schedule:

@@ -72,34 +72,27 @@ def report(summary: dict[str, Any]) -> str:
 
 
 def plot(summary: dict[str, Any], folder: Path) -> None:
-    """Writes `replay.png` and `replay.svg`: where a round's time goes, and speedups beside limit and paper."""
+    """Writes `replay.png` and `replay.svg`: where a round's time goes, and speedups."""
     bars = [(r["target"], case) for r in summary["targets"] if "skipped" not in r for case in r["cases"]]
     if not bars:
         return
-    figure = figure_class()(figsize=(13, 2.4 + 0.5 * len(bars)), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    figure.suptitle(f"Replay: injected acceptance, random weights ({summary['machine']['device']})")
-    places = list(range(len(bars), 0, -1))
-    begun = np.zeros(len(bars))
+    figure = figure_class()(figsize=(8, 2.4 + 0.5 * len(bars)), layout="constrained")
+    axis = figure.subplots()
+    places, begun = range(len(bars), 0, -1), np.zeros(len(bars))
     for part, colour in PARTS.items():
         values = np.maximum([case["parts_ms"][part] for _, case in bars], 0)
-        left.barh(places, values, left=begun, color=colour, label=part, height=0.6)
+        axis.barh(places, values, left=begun, color=colour, label=part, height=0.6)
         begun += values
-    mark = {"linestyle": "none", "color": "black", "markersize": 14, "markeredgewidth": 2}
-    left.plot([case["floor_ms"] for _, case in bars], places, marker="|", label="memory floor", **mark)
-    whole = [case["round_ms"] for _, case in bars]
-    left.plot(whole, places, marker="|", label="measured round", **mark | {"color": "#b3261e"})
-    left.set(xlabel="ms a round, each part timed apart", title="where a round's time goes")
-    right.barh(places, [case["speedup"] for _, case in bars], color="#1f5fa8", height=0.6, label="replay")
-    right.plot([case["speedup_at_floor"] for _, case in bars], places, marker="|", label="at the memory floor", **mark)
-    paper = [case["papers_speedup"] for _, case in bars]
-    right.plot(paper, places, "D", color="#e0912f", label="the paper's own (modelled latencies)")
-    right.set(xlabel="speedup over vanilla in the same run", title="speedup")
-    for axis, side in ((left, "left"), (right, "right")):
-        axis.set_yticks(places, [f"{target} {case['dataset']}\npasses: {case['passes']}" for target, case in bars])
-        axis.tick_params(axis="y", labelsize=8)
-        axis.set_xlim(left=0)
-        handles, labels = axis.get_legend_handles_labels()
-        figure.legend(handles, labels, fontsize=8, ncols=3, loc=f"outside lower {side}")
+    for name, label, colour in (("floor_ms", "memory floor", "black"), ("round_ms", "measured round", "#b3261e")):
+        axis.plot([case[name] for _, case in bars], places, "|", markersize=14, color=colour, label=label)
+    names = [
+        f"{target} {case['dataset']}, passes: {case['passes']}\n{case['speedup']:.2f} x, at the floor "
+        f"{case['speedup_at_floor']:.2f} x, the paper's {case['papers_speedup']:.2f} x"
+        for target, case in bars
+    ]
+    axis.set_yticks(places, names, fontsize=8)
+    axis.set(xlabel="ms a round, each part timed apart", xlim=(0, None))
+    axis.set_title(f"Replay: injected acceptance, random weights ({summary['machine']['device']})")
+    figure.legend(fontsize=8, ncols=3, loc="outside lower center")
     figure.savefig(folder / "replay.png", dpi=120)
     figure.savefig(folder / "replay.svg")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.bench.journal import Record
-from failfast_jax.bench.modelled import Latency
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.tables import markdown
@@ -30,43 +28,14 @@ def accepted_of(entry: Record) -> int:
     return min(entry["accepted"], entry["emitted"])
 
 
-def _speedups(rows: list[Record], baselines: Mapping[tuple, float]) -> dict[str, float]:
-    """By question: `vanilla`'s seconds over this variant's, repeats added, each beside the answer timed with it."""
-    own: dict[str, float] = defaultdict(float)
-    other: dict[str, float] = defaultdict(float)
+def by_question(rows: list[Record], baselines: Mapping[tuple, float]) -> dict[str, float]:
+    """How the questions' speedups over `vanilla` spread; repeats are added, each beside the answer timed with it."""
+    seconds: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
     for row in rows:
-        own[row["question"]] += row["decode_s"]
-        other[row["question"]] += baselines[row["question"], row["repeat"], row["block"]]
-    return {question: other[question] / own[question] for question in own}
-
-
-def spread(values: Sequence[float]) -> dict[str, float | None]:
-    """Median, quartiles and extremes."""
-    if not values:
-        return dict.fromkeys(("median", "low", "high", "min", "max"))
-    low, median, high = (float(np.quantile(values, share)) for share in (0.25, 0.5, 0.75))
-    return {"median": median, "low": low, "high": high, "min": min(values), "max": max(values)}
-
-
-def drafts_of(rows: list[Record]) -> dict[str, Any]:
-    """What became of a variant's drafts, over all its rounds."""
-    entries = [entry for row in rows for entry in row["detail"]]
-    rounds, drafted, passes = (sum(row[name] for row in rows) for name in ("rounds", "drafted", "drafter_passes"))
-    drafting = sum(entry["drafted"] > 0 for entry in entries)
-    accepted = [accepted_of(entry) for entry in entries]
-    return {
-        "drafting_rounds": drafting,
-        "acceptance_rate": ratio(sum(accepted), drafted),
-        "accepted_per_round": ratio(sum(accepted), rounds),
-        "accepted_per_drafting_round": ratio(sum(accepted), drafting),
-        "max_accepted": max(accepted, default=None),
-        "draft_length": ratio(drafted, drafting),
-        "drafted_per_round": ratio(drafted, rounds),
-        "max_drafted": max((entry["drafted"] for entry in entries), default=None),
-        "passes": passes,
-        "passes_per_round": ratio(passes, rounds),
-        "drafting_share": ratio(drafting, rounds),
-    }
+        seconds[row["question"]] += baselines[row["question"], row["repeat"], row["block"]], row["decode_s"]
+    speedups = [beside / own for beside, own in seconds.values()]
+    names = ("min", "low", "median", "high", "max")
+    return dict(zip(names, np.quantile(speedups, (0, 0.25, 0.5, 0.75, 1)).tolist()))
 
 
 def totals(records: Iterable[Record], labels: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -80,21 +49,29 @@ def totals(records: Iterable[Record], labels: Sequence[str]) -> dict[str, dict[s
     table = {}
     for label in (BASELINE, *(label for label in labels if label != BASELINE)):
         rows = [r for r in records if r["setting"] == label]
-        seconds, tokens, rounds = (sum(r[name] for r in rows) for name in ("decode_s", "tokens", "rounds"))
+        names = ("decode_s", "tokens", "rounds", "drafted", "drafter_passes", "harness_s")
+        seconds, tokens, rounds, drafted, passes, harness = (sum(r.get(name, 0) for r in rows) for name in names)
         beside = sum(baselines[r["question"], r["repeat"], r["block"]] for r in rows)
+        entries = [entry for r in rows for entry in r["detail"]]
+        accepted = [accepted_of(entry) for entry in entries]
         verdicts = [r.get("verdict", EQUAL) for r in rows]
         table[label] = {
             "answers": len(rows),
             "tokens": tokens,
             "decode_s": seconds,
-            "harness_s": sum(r.get("harness_s", 0.0) for r in rows),
+            "harness_s": harness,
             "tokens_per_s": ratio(tokens, seconds),
             "speedup": ratio(beside, seconds),
-            "prompt_speedup": spread(list(_speedups(rows, baselines).values())),
+            "prompt_speedup": by_question(rows, baselines),
             "rounds": rounds,
             "rounds_per_answer": ratio(rounds, len(rows)),
-            "tokens_per_round": ratio(tokens, rounds),
-            **drafts_of(rows),
+            "acceptance_rate": ratio(sum(accepted), drafted),
+            "accepted_per_round": ratio(sum(accepted), rounds),
+            "max_accepted": max(accepted, default=None),
+            "drafted_per_round": ratio(drafted, rounds),
+            "max_drafted": max((entry["drafted"] for entry in entries), default=None),
+            "passes": passes,
+            "passes_per_round": ratio(passes, rounds),
             "verdicts": {verdict: verdicts.count(verdict) for verdict in VERDICTS},
         }
     return table
@@ -139,20 +116,12 @@ def calibration(records: Iterable[Record], label: str) -> dict[str, Any]:
     return {"rounds": rounds, "tokens": tokens, "positions": positions, "ece": ratio(error, len(judged))}
 
 
-# -- models, sweeps ------------------------------------------------------------------------------------------
-
-
-def add_modelled(table: dict[str, dict[str, Any]], latency: Latency) -> None:
-    """Adds to each variant of `totals` the speedup of the paper's model with given latencies."""
-    for row in table.values():
-        used = {"tokens": row["tokens"], "rounds": row["rounds"], "passes": row["passes"]}
-        row["modelled"] = latency.speedup(**used) if row["rounds"] else None
+# -- what is fastest -------------------------------------------------------------------------------------------
 
 
 def best_of(table: Mapping[str, Mapping[str, Any]], labels: Iterable[str]) -> str | None:
     """The fastest of several variants, by total decode time against `vanilla`."""
-    timed = [label for label in labels if table[label]["speedup"] is not None]
-    return max(timed, key=lambda label: table[label]["speedup"], default=None)
+    return max(labels, key=lambda label: table[label]["speedup"], default=None)
 
 
 def verdict_on_speed(table: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]) -> str | None:
@@ -194,22 +163,21 @@ def percent(value: float | None) -> str:
 
 def calibration_table(found: Mapping[str, dict[str, Any]]) -> str:
     """`calibration` of several variants as Markdown: a column each."""
-    cells = {name: [_bin(b) for b in bins["rounds"]] for name, bins in found.items()}
-    ranges = [f"{index / BINS:.1f}-{(index + 1) / BINS:.1f}" for index in range(BINS)]
-    rows = [[where, *(column[index] for column in cells.values())] for index, where in enumerate(ranges)]
-    errors = [
-        f"{shown(bins['ece'], 3)} over {sum(b['count'] for b in bins['tokens'])} tokens" for bins in found.values()
+
+    def cell(b: Mapping[str, Any]) -> str:
+        if not b["count"]:
+            return "-"
+        mean, first = shown(b["confidence"]), percent(b["first_accepted"])
+        return f"{b['count']}: mean {mean}, first token {first}, accepted {shown(b['accepted'])}"
+
+    rows = [
+        [f"{index / BINS:.1f}-{(index + 1) / BINS:.1f}", *(cell(bins["rounds"][index]) for bins in found.values())]
+        for index in range(BINS)
     ]
-    return markdown(
-        ["first token's confidence: rounds", *found], [*rows, ["calibration error of all judged tokens", *errors]]
-    )
-
-
-def _bin(found: Mapping[str, Any]) -> str:
-    if not found["count"]:
-        return "-"
-    mean, first = shown(found["confidence"]), percent(found["first_accepted"])
-    return f"{found['count']}: mean {mean}, first token {first}, accepted {shown(found['accepted'])}"
+    judged = {name: sum(b["count"] for b in bins["tokens"]) for name, bins in found.items()}
+    errors = [f"{shown(bins['ece'], 3)} over {judged[name]} tokens" for name, bins in found.items()]
+    rows.append(["calibration error of all judged tokens", *errors])
+    return markdown(["first token's confidence: rounds", *found], rows)
 
 
 def positions_table(found: Mapping[str, dict[str, Any]]) -> str:
@@ -224,27 +192,18 @@ def positions_table(found: Mapping[str, dict[str, Any]]) -> str:
     return markdown(["accepted up to position", *map(str, positions)], rows)
 
 
-def per_round(row: Mapping[str, Any]) -> str:
-    return f"{shown(row['accepted_per_round'])} / {shown(row['drafted_per_round'], 1)}"
-
-
-def by_question(row: Mapping[str, Any]) -> str:
-    speeds = {key: shown(value) for key, value in row["prompt_speedup"].items()}
-    return "{median} ({low} to {high}; {min} to {max})".format(**speeds)
-
-
 SUMMARY_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "tokens/s": lambda row: shown(row["tokens_per_s"], 1),
     "speedup": lambda row: shown(row["speedup"]),
-    "by question: median (quartiles; extremes)": by_question,
+    "by question: median (quartiles; extremes)": lambda row: (
+        "{median:.2f} ({low:.2f} to {high:.2f}; {min:.2f} to {max:.2f})".format(**row["prompt_speedup"])
+    ),
     "acceptance": lambda row: percent(row["acceptance_rate"]),
-    "accepted / speculated a round": per_round,
-    "accepted / speculated a draft": lambda row: (
-        f"{shown(row['accepted_per_drafting_round'])} / {shown(row['draft_length'], 1)}"
+    "accepted / speculated a round": lambda row: (
+        f"{shown(row['accepted_per_round'])} / {shown(row['drafted_per_round'], 1)}"
     ),
     "longest": lambda row: f"{row['max_accepted']} / {row['max_drafted']}",
     "rounds": lambda row: shown(row["rounds_per_answer"], 1),
-    "with a draft": lambda row: percent(row["drafting_share"]),
     "passes/round": lambda row: shown(row["passes_per_round"]),
     "modelled": lambda row: shown(row["modelled"]),
     "equal / near-tie / different": lambda row: " / ".join(str(row["verdicts"][v]) for v in VERDICTS),
@@ -254,9 +213,14 @@ OF_BASELINE = ("tokens/s", "speedup", "rounds", "score")
 """What is said of `vanilla`: its rounds draft nothing and it is compared with itself."""
 
 
-def summary_table(table: Mapping[str, Mapping[str, Any]], names: Mapping[str, str], latency: Latency) -> str:
-    """One dataset's variants as Markdown. `names`: label to what its row is called, in order."""
-    head = [f"modelled ({latency.name})" if name == "modelled" else name for name in SUMMARY_COLUMNS]
+def summary_table(table: Mapping[str, Mapping[str, Any]], names: Mapping[str, str], latency: str) -> str:
+    """One dataset's variants as Markdown.
+
+    Args:
+      names: label to what its row is called, in order.
+      latency: whose the modelled latencies are.
+    """
+    head = [f"modelled ({latency})" if name == "modelled" else name for name in SUMMARY_COLUMNS]
     rows = [
         [name]
         + [
@@ -268,16 +232,16 @@ def summary_table(table: Mapping[str, Mapping[str, Any]], names: Mapping[str, st
     return markdown(["method", *head], rows)
 
 
-def sweep_table(table: Mapping[str, Mapping[str, Any]], labels: Sequence[str], best: str | None) -> str:
+def sweep_table(table: Mapping[str, Mapping[str, Any]], points: Sequence[str], best: str) -> str:
     """The points of a sweep as Markdown, the best one in bold."""
     columns = {"median": lambda row: shown(row["prompt_speedup"]["median"]), **SUMMARY_COLUMNS}
     head = ["speedup", "median", "acceptance", "accepted / speculated a round", "passes/round"]
     rows = [
         [f"**{label}**" if label == best else label] + [columns[name](table[label]) for name in head]
-        for label in labels
+        for label in points
     ]
     alike: dict[tuple, list[str]] = {}
-    for label in labels:
+    for label in points:
         row = table[label]
         counts = tuple(row[name] for name in ("rounds_per_answer", "accepted_per_round", "drafted_per_round"))
         alike.setdefault((*counts, row["passes_per_round"]), []).append(f"`{label}`")
@@ -286,24 +250,18 @@ def sweep_table(table: Mapping[str, Mapping[str, Any]], labels: Sequence[str], b
     return markdown(["variant", *head], rows) + note
 
 
-def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values under keys joined by dots."""
-    out: dict[str, Any] = {}
-    for key, value in row.items():
-        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return out
-
-
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as CSV; columns in order of first appearance."""
+    """Rows as CSV; nested values stand under keys joined by dots."""
+
+    def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for key, value in row.items():
+            out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        return out
+
     flats = [flat(row) for row in rows]
-    columns = list(dict.fromkeys(key for row in flats for key in row))
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer = csv.DictWriter(text, list(flats[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(flats)
     return text.getvalue()
-
-
-def to_json(value: Any) -> str:
-    return json.dumps(value, indent=1) + "\n"

@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench.datasets import SOURCES, Dataset, load_dataset
+from failfast_jax.bench.extras import needed
 from failfast_jax.bench.variants import (
     BASELINE,
     SWEPT,
-    Sweep,
     Variant,
     check_labels,
+    check_option,
     make_variant,
-    option_fields,
-    parse_methods,
-    parse_values,
+    option_names,
+    parse_method,
+    parse_options,
+    parse_sweep,
     split_methods,
+    sweep,
+    sweep_values,
 )
 from failfast_jax.drafters import METHODS
 from failfast_jax.models.attention import KERNELS
@@ -37,7 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "data": [],
     "limit": None,
     "max_new_tokens": 256,
-    "set": [],
+    "set": {},
     "exact": False,
     "repeats": 1,
     "near_tie": 1e-3,
@@ -48,6 +52,7 @@ DEFAULTS: dict[str, Any] = {
     "figures": True,
 }
 """What flags and the file of `--config` may say; the file's `options` is a mapping for `--set`."""
+LISTS = ("dataset", "methods", "sweep", "data")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--max-new-tokens", metavar="n", type=int)
     what.add_argument(
-        "--set", metavar="key=value", nargs="+", action="extend", help=f"for all methods: {', '.join(option_fields())}"
+        "--set", metavar="key=value", nargs="+", action="extend", help=f"for all methods: {', '.join(option_names())}"
     )
     what.add_argument("--repeats", metavar="n", type=int, help="answers a question and method")
     models = parser.add_argument_group("models", "without any of them, the default pair")
@@ -104,50 +109,42 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
       ValueError: it cannot be read, is no mapping or has an unknown key; the message names file and key.
     """
-    try:
-        import yaml
-    except ImportError as error:
-        raise ValueError(f'--config: needs PyYAML ({error}): pip install -e ".[bench]"') from None
+    yaml = needed("yaml", "--config")
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: must be a mapping")
-    renamed = {"datasets": "dataset", "options": "set"}
     config = {}
     for key, value in found.items():
-        name = renamed.get(key, str(key).replace("-", "_"))
-        if name not in DEFAULTS or key == "set":
-            raise ValueError(f"{path}: unknown key {key!r} (keys: {', '.join([*DEFAULTS, *renamed])})")
-        expected = type(DEFAULTS[name])
-        if expected in (bool, int, float) and not (isinstance(value, expected) or (expected is float and value == 0)):
-            raise ValueError(f"{path}: {key} {value!r}: must be of type {expected.__name__}")
-        if name in ("dataset", "methods", "sweep", "data") and not isinstance(value, list):
+        name = {"datasets": "dataset", "options": "set"}.get(key, str(key).replace("-", "_"))
+        if name not in DEFAULTS:
+            raise ValueError(f"{path}: unknown key {key!r} (keys: {', '.join(DEFAULTS)}, datasets, options)")
+        default = DEFAULTS[name]
+        kinds = (int, float) if isinstance(default, float) else type(default)
+        if name in LISTS and not isinstance(value, list):
             value = [value]
+        elif default is not None and not isinstance(value, kinds):
+            raise ValueError(f"{path}: {key} {value!r}: must be of type {type(default).__name__}")
         config[name] = value
-    if config.get("limit") is not None and not isinstance(config["limit"], int):
-        raise ValueError(f"{path}: limit {config['limit']!r}: must be an integer")
-    options = config.get("set", {})
-    if not isinstance(options, dict):
-        raise ValueError(f"{path}: options: must be a mapping")
-    config["set"] = [f"{key}={'none' if value is None else value}" for key, value in options.items()]
+    for name in config.get("set", {}):
+        check_option(f"{path}: options", name)
     return config
 
 
 def merged(args: argparse.Namespace) -> argparse.Namespace:
     """Flags over the file of `--config` over defaults."""
-    found = dict(DEFAULTS)
-    if args.config is not None:
-        found |= read_config(args.config)
     given = {name: value for name, value in vars(args).items() if name in DEFAULTS and value is not None}
     if "methods" in given:
         given["methods"] = split_methods(given["methods"])
     if "dataset" in given:
         given["dataset"] = [name for text in given["dataset"] for name in text.split(",") if name]
-    found |= given
+    if "set" in given:
+        given["set"] = parse_options("--set", given["set"])
+    found = DEFAULTS | (read_config(args.config) if args.config is not None else {}) | given
     if found["exact"]:
-        found["set"] = [*found["set"], "exact=true"]
+        found["set"] = {**found["set"], "exact": True}
     return argparse.Namespace(**found)
 
 
@@ -173,10 +170,12 @@ def read_datasets(args: argparse.Namespace) -> list[Dataset]:
             raise ValueError(f"datasets: {entry!r} must be a name, or have the keys name, data, limit, template")
         name = str(entry["name"])
         data = entry.get("data") or files.pop(name, None) or files.pop(None, None)
+        if type(limit := entry.get("limit", args.limit)) not in (int, type(None)):
+            raise ValueError(f"datasets: limit of {name}: must be an integer, got {limit!r}")
         dataset = load_dataset(
             name,
             data=Path(data) if data is not None else None,
-            limit=entry.get("limit", args.limit),
+            limit=limit,
             template=entry.get("template"),
         )
         if dataset.name in datasets:
@@ -187,43 +186,38 @@ def read_datasets(args: argparse.Namespace) -> list[Dataset]:
     return list(datasets.values())
 
 
-def read_entry(entry: Any) -> tuple[list[Variant], list[Sweep]]:
-    """The variant, or the sweeps, of a mapping in the file's `methods`."""
+def read_entry(entry: Any) -> list[Variant]:
+    """The variant, or the points of the sweeps, of a mapping in the file's `methods`."""
     if not isinstance(entry, Mapping) or entry.keys() - {"method", "label", "options", "sweep"}:
         raise ValueError(f"methods: {entry!r} must be text, or have the keys method, label, options, sweep")
     method, shown = str(entry.get("method")), f"methods: {entry!r}"
-    variant = make_variant(method, entry.get("options"), entry.get("label"), shown=shown)
+    label, options = entry.get("label"), entry.get("options")
     if "sweep" not in entry:
-        return [variant], []
-    sweeps = []
+        return [make_variant(method, options, label, shown=shown)]
+    points = []
     for key, values in dict(entry["sweep"]).items():
         if not isinstance(values, (str, list)):
             raise ValueError(f'{shown}: values of a sweep must be a list, or a range in quotes like "3:20"')
-        values = parse_values(shown, key, values, method) if isinstance(values, str) else tuple(values)
-        sweeps.append(Sweep(f"{entry.get('label') or method}:{key}", method, key, values, variant.options))
-    return [], sweeps
+        values = sweep_values(shown, values) if isinstance(values, str) else values
+        points += sweep(f"{label or method}:{key}", method, key, values, options, shown=shown)
+    return points
 
 
-def read_variants(args: argparse.Namespace) -> tuple[list[Variant], list[Sweep], set[str]]:
-    """Variants (sweeps' points among them), sweeps, and the labels that only `all` asked for.
+def read_variants(args: argparse.Namespace) -> tuple[list[Variant], set[str]]:
+    """Variants (sweeps' points among them), and the labels that only `all` asked for.
 
     Raises:
       ValueError: an unknown method or option; the message names the flag or the file's entry.
     """
-    texts = [entry for entry in args.methods if isinstance(entry, str)]
-    read = [read_entry(entry) for entry in args.methods if not isinstance(entry, str)]
-    extra, swept = ([found for entry in read for found in entry[kind]] for kind in (0, 1))
-    named = [text for text in texts if text != ALL]
-    everything = len(named) < len(texts)
-    if everything:
-        bare = any("=" not in text for text in args.sweep)
-        rest = [m for m in (*METHODS, *(m for m in SWEPT if bare and m not in METHODS)) if m != BASELINE]
-        texts = [*named, *(m for m in rest if m not in named)]
-    variants, sweeps = parse_methods(texts, [str(text) for text in args.sweep])
-    variants, sweeps = [*variants, *extra], [*swept, *sweeps]
-    optional = set()
-    if everything:
-        asked = {*named, *(v.label for v in extra)}
-        optional |= {v.label for v in variants if v.label not in asked}
-        optional |= {v.label for w in sweeps if w.name not in asked and ":" not in w.name for v in w.variants()}
-    return check_labels([*variants, *(v for w in sweeps for v in w.variants())]), sweeps, optional
+    lengths = next((text for text in args.sweep if "=" not in text), None)
+    texts = [entry for entry in args.methods if isinstance(entry, str) and entry != ALL]
+    named = [variant for text in texts for variant in parse_method(text, lengths)]
+    named += [v for entry in args.methods if not isinstance(entry, str) for v in read_entry(entry)]
+    named += [variant for text in args.sweep if "=" in text for variant in parse_sweep(text)]
+    rest = []
+    if ALL in args.methods:
+        others = [*METHODS, *(name for name in SWEPT if lengths is not None and name not in METHODS)]
+        rest = [v for name in others if name not in (*texts, BASELINE) for v in parse_method(name, lengths)]
+    if lengths is not None and not {v.sweep.partition(":")[0] for v in (*named, *rest)} & SWEPT.keys():
+        raise ValueError(f"--sweep {lengths}: is for {' and '.join(SWEPT)}; --methods names neither")
+    return check_labels([*named, *rest]), {v.label for v in rest} - {v.label for v in named}

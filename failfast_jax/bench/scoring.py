@@ -7,7 +7,6 @@ refusing `socket` module everywhere). That contains accidents of a language mode
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
@@ -112,17 +111,6 @@ def boxed_letter(answer: str) -> str | None:
     return found[-1].upper() if found else None
 
 
-def needs(scoring: str | None) -> None:
-    """Raises ValueError if what a way of scoring needs is not installed; the message names it."""
-    if scoring == "math":
-        try:
-            import math_verify  # noqa: F401
-        except ImportError as error:
-            raise ValueError(
-                f'scores need math-verify ({error}): pip install -e ".[bench]", or leave them out with --no-scores'
-            ) from None
-
-
 def is_right(scoring: str, answer: str, reference: Mapping[str, Any]) -> bool:
     """Whether an answer's text is right.
 
@@ -134,13 +122,7 @@ def is_right(scoring: str, answer: str, reference: Mapping[str, Any]) -> bool:
         return run_program(humaneval_program(answer, reference))
     if scoring == "choice":
         return boxed_letter(answer) == reference["answer"]
-    if scoring == "math":
-        import math_verify
+    import math_verify
 
-        gold = math_verify.parse(f"${reference['answer']}$")
-        return bool(math_verify.verify(gold, math_verify.parse(answer)))
-    raise ValueError(f"no way of scoring is called {scoring!r}")
-
-
-def text_stamp(answer: str) -> str:
-    return hashlib.sha256(answer.encode("utf-8", "replace")).hexdigest()[:16]
+    gold = math_verify.parse(f"${reference['answer']}$")
+    return bool(math_verify.verify(gold, math_verify.parse(answer)))

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench import grid
-from failfast_jax.bench.datasets import read_prompts
+from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.tuner import LOOKUP, SEARCH, VERIFY, Tuner
 from failfast_jax.checkpoints.drafter import DECODING_OPTIONS, is_drafter_folder, write_decoding
-from failfast_jax.checkpoints.tuned import TunedOptions, model_key, read_settings, write_settings
+from failfast_jax.checkpoints.tuned import TunedOptions, model_key, write_settings
 from failfast_jax.command import deadline_after
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.errors import OptionError
@@ -54,12 +54,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(head, cells)
 
 
-def store(tuner: Tuner, chosen: str, args: argparse.Namespace) -> dict[str, Any]:
+def store(tuner: Tuner, chosen: str, args: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
     """Writes the options where the engine reads them; returns what is reported of them."""
     options = tuner.settings[chosen].options()
     report = {
         "prompts": len(tuner.prompts),
-        "prompt_source": " ".join(args.prompts),
+        "prompt_source": args.prompts,
         "max_new_tokens": args.max_new_tokens,
         "lookup_speedup": tuner.report(LOOKUP, VERIFY)["measured_speedup"],
         **tuner.report(chosen, VERIFY),
@@ -73,10 +73,9 @@ def store(tuner: Tuner, chosen: str, args: argparse.Namespace) -> dict[str, Any]
         report=report,
     )
     write_settings(tuned)
-    read_settings(tuned.path)
-    if args.write is not None:
+    if folder is not None:
         defaults = {name: value for name, value in options.items() if name in DECODING_OPTIONS}
-        write_decoding(args.write, tuner.engine.platform, defaults)
+        write_decoding(folder, tuner.engine.platform, defaults)
     return report
 
 
@@ -92,17 +91,23 @@ def show(tuner: Tuner, chosen: str, rows: list[dict[str, Any]], report: dict[str
             print(f"tune: {method} was faster, {said}: on texts like these, use --method {method}", file=sys.stderr)
 
 
-def run(args: argparse.Namespace) -> None:
-    """The whole command, on checked arguments."""
+def work(args: argparse.Namespace) -> None:
+    """Tunes; exit status 3 if `--minutes` ended it."""
+    for name in ("verify", "repeats", "max_new_tokens"):
+        if getattr(args, name) < 1:
+            raise OptionError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     deadline = deadline_after(args.minutes)
-    prompts = read_prompts(args.prompts, args.limit)
-    engine = load_pair(args.target, args.drafter, method="failfast", dtype=args.dtype, max_seq_len=args.max_seq_len)
+    folder = Path(args.drafter or embedded_drafter()) if args.write else None
+    if folder is not None and not is_drafter_folder(folder):
+        raise OptionError(f"--write: {folder} is not a drafter's folder that can hold defaults; use {TUNED}")
+    prompts = [question.prompt for question in load_dataset(args.prompts, limit=args.limit).questions]
+    engine = load_pair(args.target, args.drafter, method="failfast", dtype=args.dtype)
     engine.decoding = {}  # what a folder recommends is one setting of many here
     values = grid.parse(args, grid.default_grid(engine))
     encoded = [engine.encode(prompt) for prompt in prompts]
     tuner = Tuner(engine, encoded, values, args.max_new_tokens, args.out, args.verify, deadline)
     chosen = tuner.verify(tuner.search(args.full_sweep)[: args.verify], args.repeats)
-    report, rows = store(tuner, chosen, args), rows_of(tuner)
+    report, rows = store(tuner, chosen, args, folder), rows_of(tuner)
     summary = {
         "machine": tuner.machine,
         "tuner_s": tuner.seconds(),
@@ -114,37 +119,16 @@ def run(args: argparse.Namespace) -> None:
     show(tuner, chosen, rows, report, args.out / TUNED)
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raises OptionError: an option out of its range, or a folder that cannot be written to."""
-    for name in ("verify", "repeats", "max_new_tokens"):
-        if getattr(args, name) < 1:
-            raise OptionError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
-    deadline_after(args.minutes)
-    if args.write:
-        folder = Path(args.drafter or embedded_drafter())
-        if not is_drafter_folder(folder):
-            raise OptionError(f"--write: {folder} is not a drafter's folder that can hold defaults; use {TUNED}")
-    args.write = folder if args.write else None
-
-
-def work(args: argparse.Namespace) -> None:
-    """Tunes; exit status 3 if `--minutes` ended it."""
-    check(args)
-    run(args)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--target", metavar="P", help="as of failfast_jax.generate (default: the embedded pair)")
     parser.add_argument("--drafter", metavar="P")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
-    parser.add_argument("--max-seq-len", metavar="n", type=int)
     parser.add_argument(
         "--prompts",
-        nargs="+",
-        default=["humaneval"],
-        metavar="humaneval|FILE.jsonl|selfgen FILE.npz",
-        help="calibration set (default: HumanEval)",
+        default="humaneval",
+        metavar="D",
+        help="calibration set: a dataset of bench run, or a file of prompts (default: humaneval)",
     )
     parser.add_argument("--limit", metavar="n", type=int, default=16, help="first n prompts (default 16)")
     parser.add_argument("--max-new-tokens", metavar="n", type=int, default=128)

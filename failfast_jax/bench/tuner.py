@@ -5,7 +5,6 @@ It begins with a coarse grid and goes on with the neighbours of the best, until 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import sys
@@ -18,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from failfast_jax.bench import grid as grids
-from failfast_jax.bench.clock import paired_ratio
+from failfast_jax.bench.datasets import stamp
 from failfast_jax.bench.grid import Grid, Setting
 from failfast_jax.bench.harness import answer
 from failfast_jax.checkpoints.tuned import model_key
@@ -85,7 +84,7 @@ class Tuner:
             "target": model_key(engine.target),
             "drafter": model_key(engine.drafter),
             "dtype": str(np.dtype(engine.target.dtype)),
-            "prompts": hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16],
+            "prompts": stamp(self.prompts),
             "max_new_tokens": tokens,
             "machine": {key: self.machine[key] for key in ("platform", "device", "processor", "cores", "jax")},
         }
@@ -144,8 +143,8 @@ class Tuner:
         """Over plain decoding: the median prompt's, of which the median turn's."""
         ratios = []
         for number in prompts:
-            own, plain = zip(*self.pairs[phase, label][number])
-            ratios.append(paired_ratio([one["decode_s"] for one in plain], [one["decode_s"] for one in own]))
+            turns = self.pairs[phase, label][number]
+            ratios.append(np.median([plain["decode_s"] / own["decode_s"] for own, plain in turns]))
         return float(np.median(ratios))
 
     def report(self, label: str, phase: str = SEARCH) -> dict[str, Any]:

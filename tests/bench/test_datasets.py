@@ -1,10 +1,10 @@
 """Questions from files, from the Hub's cache and from a package."""
 
-import gzip
 import json
 import sys
 import types
 
+import numpy as np
 import pytest
 
 from failfast_jax.bench import datasets
@@ -68,18 +68,25 @@ def test_files_of_every_kind(tmp_path):
     rows = [{"problem": f"{i}?", "answer": str(i)} for i in range(3)]
     write(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.json").write_text(json.dumps(rows))
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    stamps = {
-        load_dataset("math", data=tmp_path / f"a.{kind}").stamp for kind in ("jsonl", "json", "jsonl.gz", "parquet")
-    }
-    assert len(stamps) == 1
-    assert [q.id for q in load_dataset("math-500", data=tmp_path / "a.json", limit=2).questions] == ["0", "1"]
-    prompts = write(
-        tmp_path / "mine.jsonl", [{"prompt": "x"}, [1, 2], {"messages": [{"role": "user", "content": "y"}]}]
-    )
-    mine = load_dataset(str(prompts))
+    files = [tmp_path / f"a.{kind}" for kind in ("jsonl", "json", "parquet")]
+    assert len({load_dataset("math500", data=file).stamp for file in files}) == 1
+    assert [q.id for q in load_dataset("math500", data=files[1], limit=2).questions] == ["0", "1"]
+    chat = {"messages": [{"role": "user", "content": "y"}]}
+    mine = load_dataset(str(write(tmp_path / "mine.jsonl", [{"prompt": "x"}, [1, 2], chat])))
     assert mine.name == "mine.jsonl" and mine.scoring is None and mine.questions[1].prompt == [1, 2]
+
+
+def test_prompts_in_token_ids(tmp_path):
+    path, flat = tmp_path / "held_out.npz", np.asarray([5, 6, 7, 9, 8], np.uint16)
+    np.savez(path, prompt=flat, prompt_len=np.asarray([3, 2], np.int32))
+    assert [q.prompt for q in load_dataset(str(path)).questions] == [[5, 6, 7], [9, 8]]
+    np.savez(path, prompt=flat, prompt_len=np.asarray([3], np.int32))
+    with pytest.raises(ValueError, match="sums to 3"):
+        load_dataset(str(path))
+    np.savez(path, answer=flat)
+    with pytest.raises(ValueError, match="prompt_len"):
+        load_dataset(str(path))
 
 
 def test_from_the_hub(monkeypatch):
@@ -97,7 +104,7 @@ def test_from_the_hub(monkeypatch):
     with pytest.raises(ValueError, match=r"HuggingFaceH4/MATH-500 is neither in the Hub's cache.*--data FILE"):
         load_dataset("math500")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"needs the package datasets.*\.\[bench\]"):
+    with pytest.raises(ValueError, match=r"needs datasets.*\.\[bench\]"):
         load_dataset("aime")
 
 
@@ -108,43 +115,50 @@ def test_humaneval_works_offline():
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "message"),
+    ("name", "content", "message"),
     [
-        ("gsm8k", [{"question": "?"}], "row 0 of gsm8k: needs a field 'answer', has 'question'"),
-        ("math500", ["text"], "row 0 of math500: is no object"),
-        ("mtbench", [{"turns": "one"}], "row 0 of mtbench: needs a list of turns"),
-        ("aime", [ROWS["aime"], ROWS["aime"]], "two rows of aime have the id '60'"),
-        ("aime", [], "holds no rows"),
+        ("gsm8k", '{"question": "?"}', "row 0 of gsm8k: needs a field 'answer', has 'question'"),
+        ("math500", '"text"', "row 0 of math500: is no object"),
+        ("mtbench", '{"turns": "one"}', "row 0 of mtbench: needs a list of turns"),
+        ("aime", 2 * (json.dumps(ROWS["aime"]) + "\n"), "two rows of aime have the id '60'"),
+        ("aime", "", "holds no rows"),
+        ("aime", "{", "line 1 is not JSON"),
     ],
 )
-def test_bad_rows(name, rows, message, tmp_path):
-    file = write(tmp_path / "bad.jsonl", rows)
+def test_bad_rows(name, content, message, tmp_path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text(content)
     with pytest.raises(ValueError) as error:
         load_dataset(name, data=file)
     assert message in str(error.value) and str(file) in str(error.value)
 
 
-def test_bad_sources(tmp_path):
-    file = write(tmp_path / "x.jsonl", [ROWS["aime"]])
-    cases = [
-        ({"name": "mbpp"}, "--dataset mbpp: must be one of math500"),
-        ({"name": "aime", "data": tmp_path / "no.jsonl"}, "no.jsonl: no such file"),
-        ({"name": "aime", "data": tmp_path}, "no such file"),
-        ({"name": "aime", "data": file, "limit": 0}, "--limit 0: must be at least 1"),
-        ({"name": "aime", "data": file, "template": "{question}"}, "unknown field 'question'"),
-        ({"name": str(file), "data": file}, "names a file already"),
-        ({"name": str(file), "template": "{problem}"}, "takes no template"),
-    ]
-    for name, content in (("a.txt", "x"), ("a.json", "{}"), ("b.json", "{"), ("a.parquet", "x"), ("a.jsonl", "{")):
-        (tmp_path / name).write_text(content)
-    cases += [
-        ({"name": "aime", "data": tmp_path / "a.txt"}, "must be a .jsonl"),
-        ({"name": "aime", "data": tmp_path / "a.json"}, "must hold a list"),
-        ({"name": "aime", "data": tmp_path / "b.json"}, "not JSON"),
-        ({"name": "aime", "data": tmp_path / "a.parquet"}, "not a Parquet file"),
-        ({"name": "aime", "data": tmp_path / "a.jsonl"}, "line 1 is not JSON"),
-    ]
-    for options, message in cases:
-        with pytest.raises(ValueError) as error:
-            load_dataset(**options)
-        assert message in str(error.value)
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("a.txt", "x", "must be a .jsonl"),
+        ("a.json", "{}", "must hold a list"),
+        ("a.json", "{", "is not JSON"),
+        ("a.parquet", "x", "not a Parquet file"),
+        ("no/a.jsonl", None, "no such file"),
+    ],
+)
+def test_bad_files(file, content, message, tmp_path):
+    if content is not None:
+        (tmp_path / file).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_dataset("aime", data=tmp_path / file)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("mbpp", {}, "mbpp: must be one of math500"),
+        ("aime", {"limit": 0}, "--limit 0: must be at least 1"),
+        ("humaneval", {"template": "{question}"}, "unknown field 'question'"),
+        ("my.jsonl", {"template": "{problem}"}, "takes no --data and no template"),
+    ],
+)
+def test_bad_requests(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        load_dataset(name, **options)

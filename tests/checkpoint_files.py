@@ -96,23 +96,25 @@ def default_target() -> Path:
         pytest.skip(str(error))
 
 
-def run_python(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs Python on a CPU from the root of the repository."""
+def run_python(*arguments: object, without: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess:
+    """Runs Python on a CPU from the root of the repository, with and without some variables of the environment."""
     root = Path(__file__).parents[1]
     paths = [str(root), str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)} | variables
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)},
+        env={name: value for name, value in environment.items() if name not in without},
         cwd=root,
         capture_output=True,
         text=True,
         check=False,
+        timeout=900,
     )
 
 
-def logits(model: Any, ids: np.ndarray = IDS) -> np.ndarray:
-    """A model's logits `[1, L, V]`; the model may be a path."""
-    return np.asarray((load_model(model) if isinstance(model, Path) else model).logits(ids))
+def logits(model: Any, ids: np.ndarray = IDS, **options: Any) -> np.ndarray:
+    """A model's logits `[1, L, V]`; the model may be a path, which is loaded with the options."""
+    return np.asarray((load_model(model, **options) if isinstance(model, Path) else model).logits(ids))
 
 
 def golden_cases(name: str) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -14,8 +14,10 @@ os.environ.setdefault(
 
 # Programs compile in a quarter of the time with XLA's older code generator and without LLVM's optimisations; commands
 # that tests start inherit it. With FAILFAST_TEST_OPTIMIZED=1 they are those that users run.
-if not os.environ.get("FAILFAST_TEST_OPTIMIZED"):
+OPTIMIZED = bool(os.environ.get("FAILFAST_TEST_OPTIMIZED"))
+if not OPTIMIZED:
     quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    quick += " --xla_llvm_disable_expensive_passes=true"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
 
 import jax
@@ -29,8 +31,11 @@ from hypothesis import settings
 
 from failfast_jax import load_model
 from failfast_jax.compilation import enable_compile_cache
+from failfast_jax.decoding import plan
 
 enable_compile_cache()
+if not OPTIMIZED:  # a program has a pass of each width in it
+    plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 16, 64), (32, 128)
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("repeatable")
 
@@ -46,6 +51,16 @@ def golden_model():
         return models[name]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def few_widths():
+    """Widths that suit short texts and drafts: each is compiled, and checked under `exact`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "CPU_LADDER", (1, 8, 16))
+        patch.setattr(plan, "CPU_PREFILL_WIDTHS", (32,))
+        patch.setattr(plan, "EXACT_WIDTH", 24)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from tiny_engines import diffusion_engine, engine, new_engine
+from tiny_engines import diffusion_engine, engine, lossless, new_engine
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
+from failfast_jax.compilation import Executables
 from failfast_jax.decoding import plan as plans
 from failfast_jax.decoding.exact import interchangeable_widths
 from failfast_jax.errors import NonFiniteError, PromptError
@@ -31,19 +30,17 @@ CASES = {
     "vanilla": (engine, {"method": "vanilla"}),
     "failfast": (engine, {"method": "failfast", **DRAFTS}),
     "dllm": (diffusion_engine, DLLM),
-    "dllm with a cache of the block": (diffusion_engine, DLLM | {"block_cache": True}),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_rows_of_a_batch_equal_single_answers(case):
-    make, options = CASES[case]
-    for prompt, row in zip(RAGGED, make().generate(RAGGED, max_new_tokens=40, **options)):
-        (alone,) = make().generate([prompt], max_new_tokens=40, **options)
+def test_rows_of_a_batch_equal_single_answers():
+    """As `test_runtime` has for other methods, and for `dllm` with a cache of the block."""
+    for prompt, row in zip(RAGGED, diffusion_engine().generate(RAGGED, max_new_tokens=40, **DLLM)):
+        (alone,) = diffusion_engine().generate([prompt], max_new_tokens=40, **DLLM)
         assert alone.output_ids == row.output_ids and alone.finish_reason == row.finish_reason
         assert [(r.drafted, r.passes) for r in alone.rounds] == [(r.drafted, r.passes) for r in row.rounds]
         assert alone.stats.target_passes == row.stats.target_passes
-        assert row.prompt_ids == prompt and row.method == options["method"]
+        assert row.prompt_ids == prompt and row.method == "dllm"
 
 
 def test_a_diffusion_answer_has_whole_blocks():
@@ -55,7 +52,7 @@ def test_a_diffusion_answer_has_whole_blocks():
 # Streams.
 
 
-@pytest.mark.parametrize("case", list(CASES)[:3])
+@pytest.mark.parametrize("case", CASES)
 def test_a_stream_says_what_generate_says(case):
     make, options = CASES[case]
     expected = make().generate(RAGGED, max_new_tokens=40, **options)
@@ -92,18 +89,6 @@ def test_the_context_ends_the_output(caplog):
     assert [result.finish_reason for result in results] == ["length"] * 3
     with pytest.raises(PromptError, match=r"prompt of 64 tokens does not fit.*64 tokens"):
         small.generate([[7] * 64], **options)
-
-
-def test_stop_tokens():
-    options = {"method": "vanilla", "max_new_tokens": 60}
-    (free,) = engine().generate([[5, 6, 7]], ignore_eos=True, **options)
-    (stopped,) = engine().generate([[5, 6, 7]], **options)
-    assert free.finish_reason == "length" and len(free.output_ids) == 60
-    if 1 in free.output_ids:
-        assert stopped.output_ids == free.output_ids[: free.output_ids.index(1) + 1]
-        assert stopped.finish_reason == "eos"
-    else:
-        assert stopped.output_ids == free.output_ids
 
 
 # Counts.
@@ -168,20 +153,6 @@ def test_a_stream_waits_once_in_a_few_rounds():
     assert slices <= last.result.stats.host_syncs <= slices + 4
 
 
-def test_statistics_add_up():
-    for result in engine().generate(RAGGED, method="failfast", max_new_tokens=40, **DRAFTS):
-        stats, rounds = result.stats, result.rounds
-        assert stats.rounds == len(rounds)
-        assert stats.drafted == sum(len(r.drafted) for r in rounds)
-        assert stats.accepted == sum(r.accepted for r in rounds)
-        assert stats.drafter_passes == sum(r.passes for r in rounds)
-        assert [token for r in rounds for token in r.emitted] == result.output_ids
-        for r in rounds[:-1]:
-            assert r.emitted[:-1] == r.drafted[: r.accepted] and len(r.emitted) == r.accepted + 1
-            assert len(r.confidence) == len(r.drafted) and all(0 <= c <= 1 + 1e-6 for c in r.confidence)
-            assert r.accepted == len(r.drafted) or r.drafted[r.accepted] != r.emitted[-1]
-
-
 # Methods that are not named.
 
 
@@ -196,36 +167,6 @@ def test_the_default_method(caplog):
     ]
 
 
-# Profiles.
-
-
-PROFILE = """
-import sys
-from pathlib import Path
-from tiny_models import random_model, tiny_config
-from failfast_jax import FailFast
-
-def files():
-    return sorted(path for path in Path(sys.argv[1]).rglob("*") if path.is_file())
-
-engine = FailFast(random_model(tiny_config()))
-options = {"method": "vanilla", "max_new_tokens": 8}
-with engine.profile(sys.argv[1]):
-    engine.generate([[3] * 10], **options)
-written = files()
-engine.generate([[3] * 10], **options)
-assert written and files() == written, (written, files())
-"""
-
-
-def test_a_profile_is_written_for_the_answers_inside(tmp_path):
-    """In a process without accelerators' plugins: one of another version than JAX crashes its profiler."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", PROFILE, str(tmp_path / "trace")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
 # Numbers that are none.
 
 
@@ -235,36 +176,34 @@ def with_bad_weights(model: Decoder, value: float) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("value", [np.nan, 3e38])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", ["vanilla", "lookup"])
-def test_no_token_comes_from_logits_that_are_not_finite(method, temperature, value):
-    broken = FailFast(with_bad_weights(random_model(tiny_config()), value))
-    with pytest.raises(NonFiniteError, match="the target model: the logits for position 3 are not finite.*--dtype"):
-        broken.generate([[5, 6, 7]], method=method, max_new_tokens=20, temperature=temperature)
+def test_no_token_comes_from_logits_that_are_not_finite(method):
+    programs = Executables()
+    for value, temperature in itertools.product((np.nan, 3e38), (0.0, 0.8)):
+        broken = FailFast(with_bad_weights(random_model(tiny_config(num_layers=1)), value), programs=programs)
+        with pytest.raises(NonFiniteError, match="the target model: the logits for position 3 are not finite.*--dtype"):
+            broken.generate([[5, 6, 7]], method=method, max_new_tokens=20, temperature=temperature)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("block_cache", [False, True])
-def test_no_diffusion_token_comes_from_logits_that_are_not_finite(block_cache, temperature):
+def test_no_diffusion_token_comes_from_logits_that_are_not_finite(block_cache):
     broken = FailFast(with_bad_weights(random_model(diffusion_config()), np.nan))
-    options = {"method": "dllm", "small_block_size": 4, "block_cache": block_cache, "temperature": temperature}
-    with pytest.raises(NonFiniteError, match="the target model: the logits for position 3 of prompt 0 are not finite"):
-        list(broken.stream([[5, 6, 7]] * 2, max_new_tokens=20, **options))
+    options = DLLM | {"block_cache": block_cache, "max_new_tokens": 20}
+    for temperature in (0.0, 0.8):
+        with pytest.raises(NonFiniteError, match="the target model: the logits for position 3 of prompt 0 are not"):
+            list(broken.stream([[5, 6, 7]] * 2, temperature=temperature, **options))
 
 
 # Buffers.
 
 
-@pytest.mark.parametrize("max_seq_len", [240, 232])
-def test_a_diffusion_prefill_stays_within_its_buffer(max_seq_len):
+def test_a_diffusion_prefill_stays_within_its_buffer():
     """A chunk of 132 positions, the smallest of whole blocks of 12, would have reached beyond a buffer of 256."""
-    model = random_model(diffusion_config(12, num_layers=2), seed=2)
+    model = random_model(diffusion_config(12), seed=2)
     prompt = np.random.default_rng(3).integers(2, VOCAB - 1, 217).tolist()
     options = {"method": "dllm", "max_new_tokens": 12, "small_block_size": 4, "ignore_eos": True}
-    (want,) = FailFast(model).generate(prompt, **options)
-    (got,) = FailFast(model, max_seq_len=max_seq_len).generate(prompt, **options)
-    assert got.output_ids == want.output_ids
+    answers = [FailFast(model, max_seq_len=most).generate(prompt, **options)[0] for most in (256, 240)]
+    assert answers[0].output_ids == answers[1].output_ids
 
 
 # Exactness where rows depend on the width of their pass.
@@ -285,16 +224,13 @@ def depends_on_width(monkeypatch, width_matters) -> None:
 def test_exact_leaves_out_widths_that_matter(monkeypatch, caplog, narrowest, warned):
     """Narrow widths differ from wide ones: they are not used. All differ: one constant width serves."""
     depends_on_width(monkeypatch, lambda w: w < 17 if narrowest == 17 else w not in (64, 72))
-    monkeypatch.setattr(plans, "CPU_LADDER", (1, 4, 8, 16, 32, 64))
-    monkeypatch.setattr(plans, "CPU_PREFILL_WIDTHS", (32, 128))
+    monkeypatch.setattr(plans, "CPU_LADDER", (1, 8, 32))
+    monkeypatch.setattr(plans, "CPU_PREFILL_WIDTHS", (32,))
     fresh = new_engine()
-    options = {"max_new_tokens": 30, "ignore_eos": True, "exact": True}
     with caplog.at_level(logging.WARNING, logger="failfast_jax"):
-        vanilla = fresh.generate([[5, 6, 7]], **(options | {"method": "vanilla"}))[0]
-        drafted = fresh.generate([[5, 6, 7]], **(options | {"method": "failfast"} | DRAFTS))[0]
-    assert vanilla.output_ids == drafted.output_ids
+        lossless(fresh, [[5, 6, 7]], max_new_tokens=30, ignore_eos=True, exact=True, **DRAFTS)
     assert ("every step runs at 72 rows" in caplog.text) is warned
     plan = fresh.runtime.plan(fresh.build_drafter(GenerationConfig(method="vanilla")), exact=True)
     assert plan.constant is warned
-    narrowest_fine = 72 if warned else min(interchangeable_widths(fresh.target, (32, 64)))  # 32 on most machines
+    narrowest_fine = 72 if warned else min(interchangeable_widths(fresh.target, (32, 72)))  # 32 on most machines
     assert plan.widths == (narrowest_fine,)

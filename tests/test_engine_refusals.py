@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_engines import BytePieces, diffusion_engine, engine, new_engine
+from tiny_engines import ROWS, BytePieces, conditioned_engine, diffusion_engine, engine, new_engine
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.errors import OptionError, PromptError
+from failfast_jax.errors import ConfigError, OptionError, PromptError
 from failfast_jax.models.borrowed import as_untrained_drafter
 
 DRAFTS = {"spec_len": 3, "max_spec_len": 6, "tau": 0.3}
@@ -42,26 +41,65 @@ def test_the_block_size_is_an_option():
 # Refusals; those that the command line shows are in `test_generate_cli`.
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"tau": float("nan")}, "--tau nan"),
-        ({"spec_len": 0}, "--spec-len 0"),
-        ({"max_spec_len": 0}, "--max-spec-len 0"),
-        ({"top_k": -1}, "--top-k"),
-        ({"schedule": "tall"}, "--schedule tall"),
-        ({"threshold": 2.0}, "--threshold"),
-        ({"block_size": 1}, "--block-size 1"),
-        ({"small_block_size": 0}, "--small-block-size 0"),
-        ({"max_new_tokens": "5"}, "--max-new-tokens '5': must be an integer"),
-        ({"spec_len": 2.5}, "--spec-len 2.5: must be an integer"),
-        ({"tau": "high"}, "--tau 'high': must be a number"),
-    ],
-)
-def test_options_out_of_range(options, message):
-    with pytest.raises(OptionError) as error:
-        engine().generate([[3]], **options)
-    assert message in str(error.value)
+SPEC_LEN_9, STEPS = {"spec_len": 9, "max_spec_len": 9}, {"method": "specdiff"}
+TREE, ALIGNED = {"tree_budget": 16}, {"schedule": "aligned"}
+REJECTION = {"acceptance": "rejection"}
+REFUSED = [
+    ({"tau": float("nan")}, "--tau nan"),
+    ({"spec_len": 0}, "--spec-len 0"),
+    ({"max_spec_len": 0}, "--max-spec-len 0"),
+    ({"top_k": -1}, "--top-k"),
+    ({"schedule": "tall"}, "--schedule tall"),
+    ({"threshold": 2.0}, "--threshold"),
+    ({"block_size": 1}, "--block-size 1"),
+    ({"small_block_size": 0}, "--small-block-size 0"),
+    ({"max_new_tokens": "5"}, "--max-new-tokens '5': must be an integer"),
+    ({"spec_len": 2.5}, "--spec-len 2.5: must be an integer"),
+    ({"tau": "high"}, "--tau 'high': must be a number"),
+    ({"min_gain": 1.0}, "--min-gain 1.0: needs --lookup-min"),
+    ({"lookup_min": -1}, "--lookup-min -1"),
+    ({"lookup_min": 33}, "--lookup-min 33"),
+    ({"lookup_min": 2, "min_gain": -0.5}, "--min-gain -0.5"),
+    (ALIGNED | {"lookup_min": 2}, "--lookup-min 2: not with --schedule aligned"),
+    ({"method": "suffix", "lookup_min": 0}, "--lookup-min 0: must be in"),
+    (STEPS | {"steps": 11}, "--steps 11: must be at most --spec-len 10"),
+    (STEPS | {"steps": 0}, "--steps 0: must be at least 1"),
+    (ALIGNED | {"reuse": True}, "--reuse: not with --schedule aligned"),
+    (SPEC_LEN_9 | {"reuse": True}, "--reuse: drafts of --spec-len 9 leave no room"),
+    ({"tree_budget": 0}, "--tree-budget 0: must be in"),
+    (TREE | ALIGNED, "--tree-budget 16: not with --schedule aligned"),
+    (TREE | {"exact": True}, "--tree-budget 16: no --exact"),
+    (TREE | {"lookup_min": 2}, "--tree-budget 16: a lookup knows no alternatives"),
+    (TREE | {"min_gain": 1.0}, "--min-gain 1.0: needs --lookup-min"),
+    (TREE | {"reuse": True}, "--tree-budget 16: a draft that is reused has no alternatives"),
+    (TREE | {"max_spec_len": 20}, "--tree-budget 16: must be at least the longest draft, 20 tokens"),
+    # Drafts that are not sampled from left to right.
+    (REJECTION | TREE, "--acceptance rejection: .*--tree-budget 16"),
+    (REJECTION | {"method": "vanilla"}, "--acceptance rejection: "),
+    (REJECTION | {"method": "lookup"}, "--acceptance rejection: "),
+    (REJECTION | {"method": "dllm"}, "--acceptance rejection: "),
+    (REJECTION | {"method": "fast-dllm", "small_block_size": 4}, "--acceptance rejection: "),
+    (REJECTION | ALIGNED | {"small_block_size": 4}, "--acceptance rejection: "),
+    (REJECTION | {"lookup_min": 2}, "--acceptance rejection: "),
+    (REJECTION | {"reuse": True}, "--acceptance rejection: "),
+    (REJECTION | STEPS | {"steps": 2}, "--acceptance rejection: "),
+    (REJECTION | {"exact": True, "temperature": 0.5}, "--acceptance rejection: "),
+]
+REFUSED_CONDITIONED = [
+    ({"spec_len": ROWS + 1}, "--spec-len 6: this drafter fills up to 5"),
+    ({"method": "fast-dllm", "spec_len": ROWS + 1}, "--spec-len 6: this drafter fills up to 5"),
+    (STEPS | {"steps": 4, "spec_len": 3}, "--steps 4: must be at most --spec-len 3"),
+    (ALIGNED, "--schedule aligned: needs a standalone"),
+    ({"block_size": 8}, "--block-size 8"),
+    ({"reuse": True}, f"--reuse: drafts of --spec-len {ROWS} leave no room"),
+]
+CASES = [(engine, *case) for case in REFUSED] + [(conditioned_engine, *case) for case in REFUSED_CONDITIONED]
+
+
+@pytest.mark.parametrize("make, options, message", CASES)
+def test_options_that_cannot_be_served(make, options, message):
+    with pytest.raises((OptionError, ConfigError), match=message):
+        make().generate([[3, 1, 4]], **options)
 
 
 @pytest.mark.parametrize(
@@ -79,14 +117,6 @@ def test_prompts_that_cannot_be_served(prompt, message):
         engine().generate(prompt, method="vanilla")
 
 
-def test_arrays_of_ids_are_prompts():
-    options = {"method": "vanilla", "max_new_tokens": 3}
-    want = engine().generate([[3, 4], [5, 6]], **options)
-    for prompts in (np.asarray([[3, 4], [5, 6]]), jnp.asarray([[3, 4], [5, 6]])):
-        assert [r.output_ids for r in engine().generate(prompts, **options)] == [r.output_ids for r in want]
-    assert engine().generate(jnp.asarray([3, 4]), **options)[0].output_ids == want[0].output_ids
-
-
 def test_text_needs_a_tokenizer():
     with pytest.raises(PromptError, match="has no tokenizer: give token ids"):
         diffusion_engine().generate("hello", method="dllm")
@@ -95,10 +125,12 @@ def test_text_needs_a_tokenizer():
 def test_prompts_may_be_text_or_ids():
     text = "A prompt."
     ids = [ord(c) % VOCAB for c in text]
+    batch = [ids, ids[::-1]]
     options = {"method": "vanilla", "max_new_tokens": 3}
-    for prompt in (text, [text], ids, [ids], np.asarray(ids), [np.asarray(ids)]):
-        (result,) = engine().generate(prompt, **options)
-        assert result.prompt_ids == ids
+    for prompt in (text, [text], ids, [ids], np.asarray(ids), [np.asarray(ids)], jnp.asarray(ids)):
+        assert [result.prompt_ids for result in engine().generate(prompt, **options)] == [ids]
+    for prompts in (np.asarray(batch), jnp.asarray(batch)):
+        assert [result.prompt_ids for result in engine().generate(prompts, **options)] == batch
 
 
 def test_models_with_other_tokens():
@@ -126,7 +158,3 @@ def test_ids_that_the_target_lacks_are_never_drafted():
 def test_a_context_length_out_of_range(length):
     with pytest.raises(OptionError, match=f"--max-seq-len {length}: must be between 2 and the context of 600"):
         new_engine(max_seq_len=length)
-
-
-def test_the_default_platform_is_the_one_that_runs():
-    assert engine().platform == jax.default_backend()

@@ -1,15 +1,15 @@
 """The command line: its JSON, its files, and its answers to bad input."""
 
+import contextlib
 import io
 import json
 import shlex
-import subprocess
 import sys
 from itertools import chain
 
 import numpy as np
 import pytest
-from checkpoint_files import GOLDEN, hf_folder
+from checkpoint_files import GOLDEN, run_python
 
 from failfast_jax.generate import main
 
@@ -22,31 +22,34 @@ STATS = {
 }
 
 
-def run_json(capsys, *args: str) -> dict:
-    assert main([*args, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def run_json(*args: str) -> dict:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*args, "--json"]) == 0
+    return json.loads(out.getvalue())
+
+
+SHORT = ["--spec-len", "5", "--max-spec-len", "15"]
+COMMON = ["--target", TARGET, "--token-ids", PROMPT, "--max-new-tokens", "40"]
+
+
+@pytest.fixture(scope="module")
+def vanilla() -> dict:
+    return run_json(*COMMON, "--method", "vanilla")
 
 
 @pytest.mark.parametrize(
     "args",
     [
-        ["--drafter", DRAFTER],
-        ["--drafter", DRAFTER, "--schedule", "aligned"],
-        ["--drafter", DRAFTER, "--method", "fast-dllm"],
-        ["--drafter", TARGET, "--method", "ar"],
+        ["--drafter", DRAFTER, *SHORT],
         ["--drafter", TARGET, "--method", "ar", "--dynamic", "--tau", "0.3", "--max-spec-len", "7"],
-        ["--drafter", DRAFTER, "--reuse", "--max-spec-len", "15"],
         ["--method", "suffix", "--max-spec-len", "7"],
-        ["--method", "lookup"],
         ["--method", "vanilla", "--exact"],
     ],
-    ids=["wide", "aligned", "fast-dllm", "ar", "dynamic", "reuse", "suffix", "lookup", "exact"],
+    ids=["wide", "dynamic", "suffix", "exact"],
 )
-def test_methods_agree(args, capsys):
-    common = ["--target", TARGET, "--token-ids", PROMPT, "--max-new-tokens", "40"]
-    expected = run_json(capsys, *common, "--method", "vanilla")
-    result = run_json(capsys, *common, *args)
-    assert result["output_ids"] == expected["output_ids"]
+def test_methods_agree(args, vanilla):
+    result = run_json(*COMMON, *args)
+    assert result["output_ids"] == vanilla["output_ids"]
     assert set(result) == {"prompt_ids", "output_ids", "text", "finish_reason", "method", "stats", "rounds"}
     assert result["prompt_ids"] == [7, 12, 100, 5] and result["text"] is None
     assert result["finish_reason"] == "length" and set(result["stats"]) == STATS
@@ -59,26 +62,26 @@ def test_methods_agree(args, capsys):
     assert stats["tokens_per_s"] == pytest.approx(40 / stats["decode_s"])
 
 
-def test_standalone_diffusion_reproduces_the_golden_file(capsys):
+def test_standalone_diffusion_reproduces_the_golden_file():
     with np.load(GOLDEN / "fast_dllm_v2_untied" / "golden.npz") as data:
         expected = data["gen_5_0.9_nobc"].reshape(-1).tolist()
     ids = ",".join(map(str, expected[:5]))
-    args = ["--method", "dllm", "--target", DRAFTER, "--token-ids", ids, "--max-new-tokens", "64", "--threshold", "0.9"]
-    result = run_json(capsys, *args)
+    result = run_json(*["--method", "dllm", "--target", DRAFTER, "--token-ids", ids, "--max-new-tokens", "64"])
     assert result["output_ids"] == expected[5:] and result["stats"]["target_passes"] == 60
 
 
-def test_stdout_is_json_alone_and_stderr_has_the_summary():
-    command = [sys.executable, "-m", "failfast_jax.generate", "--target", TARGET, "--method", "lookup", "--json"]
-    command += ["--token-ids", PROMPT, "--max-new-tokens", "8"]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_stdout_is_json_alone_and_stderr_has_the_summary(tmp_path):
+    """In a process of its own; with a profile, which another version's plugin of an accelerator would crash."""
+    command = ["--target", TARGET, "--method", "lookup", "--json", "--token-ids", PROMPT, "--max-new-tokens", "8"]
+    done = run_python("-m", "failfast_jax.generate", *command, "--profile", tmp_path / "profile")
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["output_ids"]) == 8
     assert "lookup: 8 tokens" in done.stderr and "accepted per round" in done.stderr
+    assert any(path.is_file() for path in (tmp_path / "profile").rglob("*"))
 
 
 def test_traces(tmp_path, capsys):
-    common = ["--target", TARGET, "--drafter", DRAFTER, "--token-ids", PROMPT, "--max-new-tokens", "20"]
+    common = [*COMMON, "--drafter", DRAFTER, *SHORT]
     assert main([*common, "--trace", str(tmp_path / "rounds.jsonl")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     printed = [int(token) for token in capsys.readouterr().out.split(",")]
@@ -94,13 +97,9 @@ BAD = {
     f"{T} {IDS} --method suffix --tau 1.5": "--tau 1.5: must be in [0, 1]",
     f"{LOOKUP} {IDS} --tau 0.3": "--tau 0.3: --method lookup has no such option, only failfast, ar, suffix",
     f"{LOOKUP} {IDS} --steps 2": "--steps 2: --method lookup has no such option, only specdiff",
-    f"{LOOKUP} {IDS} --tree-budget 9": "--tree-budget 9: --method lookup has no such option, only failfast",
-    f"{LOOKUP} {IDS} --acceptance rejection": "--acceptance rejection: exact only for drafts sampled",
     f"{T} {IDS} --method failfast --spec-len 20 --max-spec-len 10": "--max-spec-len 10: must be at least --spec-len 20",
     f"{T} {D} {IDS} --max-spec-len 5": "--max-spec-len 5: must be at least --spec-len 10",
     f"{T} {D} {IDS} --method fast-dllm --small-block-size 5": "--small-block-size 5: must divide the block size 32",
-    f"{LOOKUP} {IDS} --dynamic": "--dynamic: --method lookup has no such option, only ar",
-    f"{LOOKUP} {IDS} --reuse": "--reuse: --method lookup has no such option, only failfast",
     f"{LOOKUP} {IDS} --temperature -1": "--temperature -1.0",
     f"{LOOKUP} {IDS} --top-p 0": "--top-p 0.0: must be in (0, 1]",
     f"{LOOKUP} {IDS} --max-new-tokens 0": "--max-new-tokens 0: must be at least 1",
@@ -110,14 +109,10 @@ BAD = {
     f"{T} --token-ids ,": "--token-ids: the prompt is empty",
     f"{T} --token-ids a,b": "expected integers separated by commas",
     f"{LOOKUP} --token-ids 5,160": "token id 160 is outside the vocabulary of 160",
-    f"{LOOKUP} --token-ids=-1": "token id -1 is outside",
     f"{LOOKUP} --token-ids {','.join(['3'] * 2048)}": "the prompt of 2048 tokens does not fit",
-    f"{LOOKUP} {IDS} --max-seq-len 4": "the prompt of 4 tokens does not fit",
-    f"{LOOKUP} {IDS} --max-seq-len 4000": "must be between 2 and the context of 2048",
     f"{LOOKUP} --prompt hi": "has no tokenizer",
     f"{T} {IDS} --drafter {GOLDEN / 'fast_dllm_v2_tied'}": "qwen2_target_160 and drafter",
     f"{T} {IDS} --method failfast": "--method failfast: needs --drafter",
-    f"{T} {IDS} --method ar": "--method ar: needs --drafter",
     f"{T} {IDS} --drafter {TARGET}": (
         "method failfast needs a drafter of kind block-diffusion or conditioned, this one is autoregressive"
     ),
@@ -141,12 +136,6 @@ def test_bad_input(words, message, capsys):
     assert captured.out == ""
     errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and message in errors[0], captured.err
-
-
-def test_wrong_model_type(tmp_path, capsys):
-    folder = hf_folder(tmp_path / "model", "qwen2_target_160", model_type="gemma")
-    assert main(["--target", str(folder), "--method", "lookup", "--token-ids", "1"]) == 2
-    assert "model_type 'gemma' is not supported" in capsys.readouterr().err
 
 
 def test_prompt_from_stdin(monkeypatch, capsys):

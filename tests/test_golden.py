@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_files import GOLDEN, GOLDEN_NAMES
-from tiny_models import prefilled
+from tiny_models import committed
 
-from failfast_jax import FailFast, decoding
+from failfast_jax import FailFast
 from failfast_jax.decoding import BelowThreshold
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.wide import Wide
@@ -19,11 +19,7 @@ pytestmark = pytest.mark.optimized
 
 DIFFUSION = [name for name in GOLDEN_NAMES if name.startswith("fast_dllm")]
 TARGETS = [name for name in GOLDEN_NAMES if name not in DIFFUSION]
-CAPACITY = 256
-
-
-def entries(name: str, kind: str) -> list[dict]:
-    return json.loads((GOLDEN / name / f"drafts_{kind}.json").read_text())
+CAPACITY, PREFILL = 256, 128
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -60,50 +56,44 @@ def test_standalone_generation(name, block_cache, golden_model):
             assert [t for r in result.rounds for t in r.emitted] == result.output_ids
 
 
-@functools.partial(jax.jit, static_argnames=("drafter_type", "spec_len", "max_spec_len", "small_block"))
-def first_draft(target, model, tokens, length, tau, threshold, *, drafter_type, spec_len, max_spec_len, small_block):
-    """Prefill and first draft; `tokens` is padded, so that all prompts share the program."""
-    options = {"threshold": threshold, "small_block": small_block} if drafter_type is Aligned else {}
-    drafter = drafter_type(
-        model=model,
-        vocab=target.config.vocab_size,
-        rule=BelowThreshold(tau),
-        spec_len=spec_len,
-        max_spec_len=max_spec_len,
-        **options,
-    )
-    plan = decoding.make_plan(drafter, platform="cpu")
-    # Of the buffer, 128 tokens are prompts.
-    state = prefilled(target, drafter, plan, tokens[:, :128], length, jnp.full_like(length, 64), capacity=CAPACITY)
-    return decoding.draft(drafter, state)[0]
+@jax.jit
+def prefill(drafter, now):
+    features = jnp.zeros((1, PREFILL, 0, drafter.model.config.hidden_size))
+    return drafter.prefill(drafter.init(1, CAPACITY + 128), now, jnp.int32(0), PREFILL, features)
+
+
+first_draft = jax.jit(lambda drafter, state, now: drafter.draft(state, now)[0])
 
 
 @pytest.mark.parametrize("kind", ["wide", "aligned"])
 @pytest.mark.parametrize("name", DIFFUSION)
 def test_drafts(name, kind, golden_model):
+    """Prefill and first draft; texts are padded, so that all share a program."""
     model = golden_model(name)
-    target = golden_model(f"qwen2_target_{model.config.vocab_size}")
-    checked = 0
-    for entry in entries(name, kind):
-        context = entry["context"]
-        tokens = np.zeros((1, CAPACITY), np.int32)
-        tokens[0, : len(context)] = context
-        draft = first_draft(
-            target,
-            model,
-            tokens,
-            np.asarray([len(context)], np.int32),
-            np.float32(entry["tau"]),
-            np.float32(entry.get("drafter_threshold", 0)),
-            drafter_type=Wide if kind == "wide" else Aligned,
+    vocab = golden_model(f"qwen2_target_{model.config.vocab_size}").config.vocab_size
+    entries = json.loads((GOLDEN / name / f"drafts_{kind}.json").read_text())
+    assert len(entries) >= 7
+    make = functools.partial(Wide if kind == "wide" else Aligned, model=model, vocab=vocab)
+    any_lengths = {"spec_len": 1, "max_spec_len": 1, "rule": BelowThreshold(np.float32(0))}
+    for entry in entries:
+        aligned = {}
+        if kind == "aligned":
+            aligned = {
+                "threshold": np.float32(entry["drafter_threshold"]),
+                "small_block": entry["small_block_size"],
+            }
+        length = len(entry["context"])
+        now = committed([entry["context"]], CAPACITY, CAPACITY - length - 1)
+        state = prefill(make(**any_lengths, **aligned), now)
+        drafter = make(
+            rule=BelowThreshold(np.float32(entry["tau"])),
             spec_len=entry.get("spec_len", entry.get("initial_spec_len")),
             max_spec_len=entry["max_spec_len"],
-            small_block=entry.get("small_block_size"),
+            **aligned,
         )
-        length = int(draft.length[0])
-        assert draft.tokens[0, :length].tolist() == entry["draft"], len(context)
-        assert int(draft.passes[0]) == entry["passes"], len(context)
+        draft = first_draft(drafter, state, now)
+        drafted = int(draft.length[0])
+        assert draft.tokens[0, :drafted].tolist() == entry["draft"], length
+        assert int(draft.passes[0]) == entry["passes"], length
         if kind == "wide":
-            np.testing.assert_allclose(draft.confidence[0, :length], entry["confidence"], atol=2e-4)
-        checked += 1
-    assert checked >= 7
+            np.testing.assert_allclose(draft.confidence[0, :drafted], entry["confidence"], atol=2e-4)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from checkpoint_files import run_python
 
 
 def missing() -> bool:
@@ -23,20 +22,11 @@ def missing() -> bool:
 
 
 pytestmark = pytest.mark.skipif(missing(), reason='needs XLA for CUDA and ptxas: pip install -e ".[aot-gpu]"')
-ROOT = Path(__file__).parent.parent
 
 
 def compiled(what: str, argument: str) -> tuple[list[dict], str]:
     """The reports, and everything that the compilers said."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "gpu_compile.py"), what, argument],
-        env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_python("tests/gpu_compile.py", what, argument, without=("XLA_FLAGS", "JAX_PLATFORMS"))
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], output

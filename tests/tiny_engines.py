@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 from tiny_models import VOCAB, diffusion_config, random_bound, random_model, tiny_config
 
 from failfast_jax import FailFast
+from failfast_jax.engine import Result
 from failfast_jax.models.transformer import Decoder
 
 ROWS = 5
@@ -44,7 +46,16 @@ def conditioned_engine() -> FailFast:
 
 @functools.cache
 def standalone_engine() -> FailFast:
-    return FailFast(deep_target(), random_model(diffusion_config(), seed=2))
+    return FailFast(random_model(tiny_config(num_layers=1)), random_model(diffusion_config(), seed=2))
+
+
+def lossless(engine: FailFast, prompts: list[list[int]], **options: Any) -> list[Result]:
+    """What a method answers: its text is vanilla's."""
+    taken = {"max_new_tokens", "ignore_eos", "temperature", "seed", "exact"} & options.keys()
+    plain = engine.generate(prompts, method="vanilla", **{name: options[name] for name in taken})
+    results = engine.generate(prompts, **options)
+    assert [result.output_ids for result in results] == [result.output_ids for result in plain]
+    return results
 
 
 class BytePieces:

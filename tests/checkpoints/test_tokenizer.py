@@ -192,37 +192,39 @@ def config(vocab_size: int) -> ModelConfig:
     return dataclasses.replace(ModelConfig.from_dict(config_of("qwen2_untied")), vocab_size=vocab_size)
 
 
-def test_vocabularies_that_differ_only_in_padding_may_be_shared():
-    same = Vocabulary("a", "b", "c")
-    assert check_same_tokens(same, same, config(152), config(140)) == 140
-    assert check_same_tokens(same, same, config(140), config(152)) == 140
+ABC, WITH_MASK = Vocabulary("a", "b", "c"), Vocabulary("a", "b", "c", mask=3)
 
 
-def test_tokens_that_one_side_adds_are_no_conflict():
-    target, drafter = Vocabulary("a", "b", "c"), Vocabulary("a", "b", "c", mask=3)
-    assert check_same_tokens(target, drafter, config(8), config(8)) == 8
-    assert check_same_tokens(drafter, target, config(8), config(8)) == 8
-    # Beyond the smaller embedding nothing can be drafted.
-    assert check_same_tokens(Vocabulary("a", "b", "x"), Vocabulary("a", "b", "y"), config(2), config(8)) == 2
+@pytest.mark.parametrize(
+    "target, drafter, sizes, shared",
+    [
+        (ABC, ABC, (152, 140), 140),  # padding alone
+        (ABC, ABC, (140, 152), 140),
+        (ABC, WITH_MASK, (8, 8), 8),  # what one side adds is no conflict
+        (WITH_MASK, ABC, (8, 8), 8),
+        (ABC, Vocabulary("a", "b", "y"), (2, 8), 2),  # beyond the smaller embedding nothing can be drafted
+        (None, None, (160, 160), 160),  # without both tokenizers sizes must be equal
+        (ABC, None, (160, 160), 160),
+    ],
+)
+def test_vocabularies_that_may_be_shared(target, drafter, sizes, shared):
+    assert check_same_tokens(target, drafter, *map(config, sizes)) == shared
 
 
-def test_a_differing_id_is_named_with_both_models():
-    target, drafter = Vocabulary("a", "b", "c", "tool"), Vocabulary("a", "b", "d", mask=3)
-    with pytest.raises(ValueError, match="2 of 4 ids differ") as error:
-        check_same_tokens(target, drafter, config(8), config(8), "big/model", "small/model")
-    for part in ("big/model", "small/model", "id 2 is 'c' in the target and 'd' in the drafter"):
-        assert part in str(error.value)
-
-
-def test_vocabularies_without_a_common_id():
-    with pytest.raises(ValueError, match="no token id in common"):
-        check_same_tokens(Vocabulary("a"), Vocabulary(b=5), config(8), config(8))
-
-
-def test_without_both_tokenizers_sizes_must_be_equal():
-    assert check_same_tokens(None, None, config(160), config(160)) == 160
-    assert check_same_tokens(Vocabulary("a"), None, config(160), config(160)) == 160
-    with pytest.raises(ValueError, match="target T and drafter D .* the drafter has no tokenizer.*160 and 211"):
-        check_same_tokens(Vocabulary("a"), None, config(160), config(211), "T", "D")
-    with pytest.raises(ValueError, match="the target has no tokenizer"):
-        check_same_tokens(None, Vocabulary("a"), config(160), config(211))
+@pytest.mark.parametrize(
+    "target, drafter, sizes, message",
+    [
+        (Vocabulary("a"), Vocabulary(b=5), (8, 8), "no token id in common"),
+        (ABC, None, (160, 211), "target T and drafter D .* the drafter has no tokenizer.*160 and 211"),
+        (None, ABC, (160, 211), "the target has no tokenizer"),
+        (
+            Vocabulary("a", "b", "c", "tool"),
+            Vocabulary("a", "b", "d", mask=3),
+            (8, 8),
+            "T.* D.*2 of 4 ids differ.*id 2 is 'c' in the target and 'd' in the drafter",
+        ),
+    ],
+)
+def test_vocabularies_that_may_not_be_shared(target, drafter, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        check_same_tokens(target, drafter, *map(config, sizes), "T", "D")

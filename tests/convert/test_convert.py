@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -18,33 +15,27 @@ import pytest
 from checkpoint_files import (
     GOLDEN,
     GOLDEN_NAMES,
-    IDS,
     cast,
-    default_target,
     gguf_tokenizer,
     hf_folder,
+    logits,
     refuses,
     run_python,
     shard,
     tensors_of,
     write_gguf,
 )
+from gguf import GGMLQuantizationType as Quant
 
 from convert import conversion, fast_dllm, gguf, qwen2, qwen3, sdar
 from failfast_jax.checkpoints import native
 from failfast_jax.checkpoints.loading import load_model
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 
-ROOT = Path(__file__).parents[2]
-
 
 def converter_of(name: str):
     others = {"field/qwen3_a": qwen3, "field/sdar_a": sdar}
     return fast_dllm if name.startswith("fast_dllm") else others.get(name, qwen2)
-
-
-def logits(path, **options) -> np.ndarray:
-    return np.asarray(load_model(path, **options).logits(IDS))
 
 
 @pytest.fixture
@@ -113,25 +104,22 @@ def test_gguf(tmp_path, out, name):
     assert load_tokenizer(out).chat_template == "{{ messages[0].content }}"
 
 
-def test_gguf_rope_divisors_survive(tmp_path, out):
+def rounded_where_it_fits(key: str, value: np.ndarray) -> Quant:
+    return Quant.Q8_0 if value.ndim == 2 and value.shape[1] % 32 == 0 else Quant.F32
+
+
+def test_rope_divisors_and_quantised_weights_survive(tmp_path, out):
     divisors = np.asarray([1, 1.7, 8, 8], np.float32)
-    extra = {"extra": gguf_tokenizer, "extra_tensors": {"rope_freqs.weight": divisors}}
-    path = write_gguf(tmp_path / "model.gguf", "llama_tied", **extra)
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        "llama_tied",
+        quantise=rounded_where_it_fits,
+        extra=gguf_tokenizer,
+        extra_tensors={"rope_freqs.weight": divisors},
+    )
     assert gguf.main([str(path), str(out), "--dtype", "bfloat16"]) == 0
     assert load_model(out).config.rope.divisors == pytest.approx(divisors)
     assert np.array_equal(logits(out, dtype="bfloat16"), logits(path, dtype="bfloat16"))
-
-
-def test_smollm2(out):
-    source = default_target()
-    assert gguf.main([str(source), str(out), "--dtype", "bfloat16"]) == 0
-    found, expected = load_model(out, dtype="bfloat16"), load_model(source, dtype="bfloat16")
-    assert np.array_equal(np.asarray(found.embed[...]), np.asarray(expected.embed[...]))
-    layer = found.layers[29].attention.qkv.weight[...]
-    assert np.array_equal(np.asarray(layer), np.asarray(expected.layers[29].attention.qkv.weight[...]))
-    tokenizer = load_tokenizer(out)
-    assert tokenizer.encode("<|im_start|>user\nHello 12") == load_tokenizer(source).encode("<|im_start|>user\nHello 12")
-    assert tokenizer.chat_template == load_tokenizer(source).chat_template
 
 
 # Refusals: exit status 2, one line on stderr, nothing left behind.
@@ -286,19 +274,18 @@ def test_damaged_results_are_refused(out):
     refuses("incomplete: params/ is missing", out)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "fast_dllm", "gguf"])
-def test_command_line(name, out):
-    command = [sys.executable, "-m", f"convert.{name}"]
-    environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
-    environment = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "check": False}
-    shown = subprocess.run([*command, "--help"], **environment)
-    assert shown.returncode == 0 and "--dtype" in shown.stdout and "SRC" in shown.stdout
-    source = {"qwen2": "llama_tied", "fast_dllm": "fast_dllm_v2_tied"}.get(name, "absent.gguf")
-    run = subprocess.run([*command, str(GOLDEN / source), str(out)], **environment)
-    if name == "gguf":
-        assert run.returncode == 2 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
-    else:
-        assert (run.returncode, run.stderr) == (0, "") and run.stdout.startswith(f"{out}: ")
+@pytest.mark.parametrize("module", [qwen2, fast_dllm, gguf])
+def test_help(module, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        module.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "--dtype" in shown and "SRC" in shown
+
+
+def test_command_line(out):
+    """On the machine's own devices: nothing but the result is said."""
+    run = run_python("-m", "convert.fast_dllm", GOLDEN / "fast_dllm_v2_tied", out, without=("JAX_PLATFORMS",))
+    assert (run.returncode, run.stderr) == (0, "") and run.stdout.startswith(f"{out}: ")
 
 
 def test_a_half_precision_folder_widens_while_it_is_read(tmp_path):

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import functools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
+from tiny_models import VOCAB, diffusion_config, fond_of, random_model, tiny_config
 
 from failfast_jax import FailFast, drafters
-from failfast_jax.decoding import plan
 from failfast_jax.engine import Result
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("few_widths")]
 
 FAVOURITE = 7
 SMALL = {"spec_len": 3, "max_spec_len": 9, "tau": 0.3, "small_block_size": 4}
@@ -27,6 +25,7 @@ VARIANTS = {
     "failfast, aligned": {"method": "failfast", "schedule": "aligned"},
     "failfast, hybrid": {"method": "failfast", "lookup_min": 2},
     "failfast, reuse": {"method": "failfast", "reuse": True, "tau": 0.999},
+    "specdiff, two steps": {"method": "specdiff", "steps": 2},
     "ar, dynamic": {"method": "ar", "dynamic": True, "spec_len": 1},
 }
 OPTIONS = {name: {"method": name} for name in drafters.METHODS} | VARIANTS
@@ -41,35 +40,16 @@ CAPACITY = 88
 FILTERS = {0: {}, 1: {"top_k": 6, "top_p": 0.9}}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_widths():
-    """Each width is compiled and checked; drafts are short here. Alone, sequences are verified at several widths; in
-    a batch of four, whose rows differ between widths on CPU, at the constant one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "CPU_LADDER", (1, 4, 8, 16))
-        patch.setattr(plan, "CPU_PREFILL_WIDTHS", (32,))
-        yield
-
-
-def fond_of(model, strength: float):
-    """Pulls every prediction towards one token; the rest of the distribution still depends on the context."""
-    model.embed[...] = jnp.asarray(model.embed[...]).at[:, 0].set(4.0)
-    head = model.head.weight
-    head[...] = jnp.asarray(head[...]).at[FAVOURITE, 0].add(strength)
-    return model
-
-
 @functools.cache
 def target():
-    return fond_of(random_model(tiny_config(num_layers=1), seed=1, gain=2.0), 2.0)
+    return fond_of(random_model(tiny_config(num_layers=1), seed=1, gain=2.0), {FAVOURITE: 2.0})
 
 
 @functools.cache
 def engine(kind: str | None) -> FailFast:
-    if kind == "autoregressive":
-        engine_ = FailFast(target(), fond_of(random_model(tiny_config(num_layers=1), seed=3, gain=2.0), 3.0))
-    else:
-        engine_ = FailFast(target(), fond_of(random_model(diffusion_config(), seed=2, gain=2.0), 4.0))
+    ar = kind == "autoregressive"
+    drafter = random_model(tiny_config(num_layers=1) if ar else diffusion_config(), seed=3 if ar else 2, gain=2.0)
+    engine_ = FailFast(target(), fond_of(drafter, {FAVOURITE: 3.0 if ar else 4.0}))
     engine_.runtime.max_seq_len = CAPACITY
     return engine_
 

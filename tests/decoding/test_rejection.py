@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from distributions import chi_square, filtered_probability
-from tiny_engines import engine
-from tiny_models import diffusion_config, prefilled, random_model, tiny_config
+from tiny_models import diffusion_config, prefilled, random_model, sampling, tiny_config
 
 from failfast_jax import decoding
 from failfast_jax.decoding import accept
-from failfast_jax.decoding.state import Sampling
 from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.wide import Wide
-from failfast_jax.errors import OptionError
 
 pytestmark = pytest.mark.optimized
 
-SAMPLES = 200_000
+SAMPLES = 200_000 if os.environ.get("FAILFAST_TEST_OPTIMIZED") else 60_000
 VOCAB, DRAFT, TOKENS = 5, 2, 3
 """Two tokens are drafted a round; the first three that are emitted are looked at."""
 SETTINGS = (0.8, 4, 0.93)
@@ -40,48 +38,48 @@ def one_pass_logits(last):
     return jnp.moveaxis(jnp.asarray(ONE_PASS)[:, last], 0, 1)
 
 
-def one_pass_drafts(last, positions, sampling):
-    return accept.sample_draft(one_pass_logits(last), positions, sampling)
+def one_pass_drafts(last, positions, options):
+    return accept.sample_draft(one_pass_logits(last), positions, options)
 
 
-def left_to_right_drafts(last, positions, sampling):
+def left_to_right_drafts(last, positions, options):
     tokens, qs = [last], []
     for index in range(DRAFT):
         logits = jnp.asarray(LEFT_TO_RIGHT)[tokens[-1]][:, None]
-        token, q = accept.sample_draft(logits, positions[:, index, None], sampling)
+        token, q = accept.sample_draft(logits, positions[:, index, None], options)
         tokens.append(token[:, 0])
         qs.append(q[:, 0])
     return jnp.stack(tokens[1:], 1), jnp.stack(qs, 1)
 
 
-def argmax_drafts(last, positions, sampling):
+def argmax_drafts(last, positions, options):
     """For the rule that compares with the target's own picks; there is no `q`."""
     return jnp.argmax(one_pass_logits(last), -1), jnp.zeros((*positions.shape, VOCAB))
 
 
-def drafts_with_unfiltered_q(last, positions, sampling):
+def drafts_with_unfiltered_q(last, positions, options):
     """Wrong: the tokens come from the filtered distribution, `q` is the unfiltered one."""
     unfiltered = jax.nn.softmax(one_pass_logits(last) / SETTINGS[0], -1)
-    return one_pass_drafts(last, positions, sampling)[0], unfiltered
+    return one_pass_drafts(last, positions, options)[0], unfiltered
 
 
-def drafts_in_confidence_order(last, positions, sampling):
+def drafts_in_confidence_order(last, positions, options):
     """Wrong: of two samples the more confident one stays, and the other is drawn again with that one in view."""
-    first, q = one_pass_drafts(last, positions, sampling)
+    first, q = one_pass_drafts(last, positions, options)
     probability = jnp.take_along_axis(q, first[..., None], -1)[..., 0]
     kept = jnp.argmax(probability, 1)[:, None]
     other = 1 - kept
     seen = jnp.take_along_axis(first, kept, 1)
     logits = jnp.asarray(LEFT_TO_RIGHT)[seen] + jnp.asarray(ONE_PASS)[other, last[:, None]]
-    again, new_q = accept.sample_draft(logits, jnp.take_along_axis(positions, other, 1) + 50, sampling)
+    again, new_q = accept.sample_draft(logits, jnp.take_along_axis(positions, other, 1) + 50, options)
     refilled = jnp.arange(DRAFT) == other
     return jnp.where(refilled, again, first), jnp.where(refilled[..., None], new_q, q)
 
 
-def drafts_with_the_noise_of_resampling(last, positions, sampling):
+def drafts_with_the_noise_of_resampling(last, positions, options):
     """Wrong: one stream of randomness for drafting and for what replaces a rejected token."""
-    filtered = accept.filtered_for(one_pass_logits(last), sampling)
-    noise = accept.gumbel_noise(sampling, positions, VOCAB, accept.RESAMPLING)
+    filtered = accept.filtered_for(one_pass_logits(last), options)
+    noise = accept.gumbel_noise(options, positions, VOCAB, accept.RESAMPLING)
     return accept.argmax(filtered + noise), jax.nn.softmax(filtered, -1)
 
 
@@ -93,14 +91,7 @@ PART = 20_000
 @jax.jit
 def part_of_texts(which, first):
     """The first tokens of `PART` sequences, each decoded in rounds with randomness of its own."""
-    temperature, top_k, top_p = SETTINGS
-    sampling = Sampling(
-        temperature=jnp.full(PART, temperature),
-        top_k=jnp.full(PART, top_k),
-        top_p=jnp.full(PART, top_p),
-        seed=jnp.full(PART, 7, jnp.uint32),
-        sequence=first + jnp.arange(PART),
-    )
+    options = sampling(PART, *SETTINGS, seed=7, sequence=first + jnp.arange(PART))
     text = jnp.zeros((PART, 1 + TOKENS + DRAFT), jnp.int32)
     drafted = jnp.broadcast_to(jnp.arange(DRAFT + 1) < DRAFT, (PART, DRAFT + 1))
 
@@ -108,14 +99,14 @@ def part_of_texts(which, first):
         text, length = carry
         last = jnp.take_along_axis(text, length[:, None] - 1, 1)[:, 0]
         positions = length[:, None] + jnp.arange(DRAFT + 1)
-        branches = [functools.partial(make, last, positions[:, :DRAFT], sampling) for make in RIGHT + WRONG]
+        branches = [functools.partial(make, last, positions[:, :DRAFT], options) for make in RIGHT + WRONG]
         draft, q = jax.lax.switch(which, branches)
         logits = jnp.asarray(TARGET)[jnp.concatenate([last[:, None], draft], 1)]
         draft_and_bonus, q = jnp.pad(draft, ((0, 0), (0, 1))), jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
         picks = jax.lax.cond(
             which == RIGHT.index(argmax_drafts),
-            lambda: accept.pick(logits, positions, sampling),
-            lambda: accept.pick_or_reject(logits, positions, sampling, draft_and_bonus, q, drafted),
+            lambda: accept.pick(logits, positions, options),
+            lambda: accept.pick_or_reject(logits, positions, options, draft_and_bonus, q, drafted),
         )
         accepted = accept.agreeing_prefix(draft, jnp.full_like(length, DRAFT), picks)
         columns = jnp.where(jnp.arange(DRAFT + 1) <= accepted[:, None], positions, text.shape[1])
@@ -157,17 +148,16 @@ def test_wrong_rules_are_noticed(drafts):
 @jax.jit
 def simple_cases():
     """Tokens of one drafter beside what the rule makes of them, under `q` of several widths and with q = p."""
-    sampling = decoding.greedy_sampling(1).replace(temperature=jnp.ones(1))
-    count = 1000
+    options, count = sampling(1), 1000
     positions, drafted = jnp.arange(count)[None], jnp.ones((1, count), bool)
     logits = jnp.broadcast_to(jnp.asarray(TARGET[0]), (1, count, VOCAB))
-    draft, q = accept.sample_draft(logits.at[..., 3:].set(-jnp.inf), positions, sampling)
+    draft, q = accept.sample_draft(logits.at[..., 3:].set(-jnp.inf), positions, options)
     picks = [
-        accept.pick_or_reject(logits, positions, sampling, draft, resized, drafted)
+        accept.pick_or_reject(logits, positions, options, draft, resized, drafted)
         for resized in (q[..., :3], q, jnp.pad(q, ((0, 0), (0, 0), (0, 4))))
     ]
-    same, p = accept.sample_draft(logits, positions, sampling)
-    return draft, picks, same, accept.pick_or_reject(logits, positions, sampling, same, p, drafted)
+    same, p = accept.sample_draft(logits, positions, options)
+    return draft, picks, same, accept.pick_or_reject(logits, positions, options, same, p, drafted)
 
 
 def test_vocabularies_may_differ():
@@ -215,15 +205,9 @@ def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
 
     def answer(case):
         sequence, temperature = case
-        sampling = Sampling(
-            temperature=temperature[None],
-            top_k=jnp.asarray([top_k]),
-            top_p=jnp.asarray([top_p]),
-            seed=jnp.asarray([4], jnp.uint32),
-            sequence=sequence[None],
-        )
+        options = sampling(1, temperature, top_k, top_p, seed=4, sequence=sequence)
         lengths, limits = jnp.asarray([3]), jnp.asarray([TOKENS])
-        state = prefilled(target, drafter, plan, prompt, lengths, limits, sampling=sampling, capacity=8)
+        state = prefilled(target, drafter, plan, prompt, lengths, limits, sampling=options, capacity=8)
         state = decoding.generate(target, drafter, state, plan=plan)
         return state.tokens[0, 3 : 3 + TOKENS], state.log.accepted[0], state.log.draft_length[0]
 
@@ -248,25 +232,3 @@ def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
     assert np.unique(texts[samples:], axis=0).tolist() == [greedy_text]
     uniform = np.full(SMALL**TOKENS, SMALL ** -float(TOKENS))
     assert p_value(sampled, SMALL, uniform, least=5) < 1e-3
-
-
-# Options.
-
-
-REFUSED = {
-    "vanilla": {"method": "vanilla"},
-    "lookup": {"method": "lookup"},
-    "fast-dllm": {"method": "fast-dllm", "small_block_size": 4},
-    "aligned": {"method": "failfast", "schedule": "aligned", "small_block_size": 4},
-    "hybrid": {"method": "failfast", "lookup_min": 2},
-    "reuse": {"method": "failfast", "reuse": True},
-    "several steps": {"method": "specdiff", "steps": 2},
-    "exact": {"method": "failfast", "exact": True, "temperature": 0.5},
-    "dllm": {"method": "dllm"},
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_exact_is_refused(case):
-    with pytest.raises(OptionError, match="--acceptance rejection: "):
-        engine().generate([[3, 1, 4]], acceptance="rejection", **REFUSED[case])

@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_engines import engine
 from tiny_models import VOCAB, committed, diffusion_config, outcome, random_model, tiny_config
 
+from failfast_jax import GenerationConfig
 from failfast_jax.decoding import BelowThreshold, Drafter
 from failfast_jax.decoding.state import Committed
+from failfast_jax.decoding.unmask import most_confident
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.specdiff import SpecDiff
@@ -205,33 +208,32 @@ def test_a_drafter_that_missed_rounds_catches_up(kind, prompts, known):
 
 @pytest.mark.parametrize("kind", [*DIFFUSION, *AUTOREGRESSIVE])
 def test_a_draft_never_exceeds_what_it_announces(kind):
-    method = drafter(kind)
-    rng = np.random.default_rng(0)
-    for _ in range(10):
-        now = seen([rng.integers(0, VOCAB - 1, rng.integers(1, 140)).tolist() for _ in range(BATCH)])
+    """Nor the room, which one text has none of; the mask token is never drafted, and no hole where it is committed."""
+    method, rng = drafter(kind), np.random.default_rng(0)
+    pairs = [[rng.integers(0, MASK, rng.integers(1, 140)).tolist() for _ in range(BATCH)] for _ in range(10)]
+    for texts in (*pairs, [[3] * (CAPACITY - 1), [3] * 20], [[3, MASK, 4] * 5, [MASK] * 9]):
+        now = seen(texts)
         draft, _ = draft_of(method, prefill(method, now), now)
         assert draft.tokens.shape == (BATCH, method.max_draft)
-        assert (np.asarray(draft.length) <= np.minimum(method.max_draft, now.room)).all()
-        for row, length in enumerate(np.asarray(draft.length)):
-            assert length == now.room[row] or length in method.draft_lengths
-            assert MASK not in draft.tokens[row, :length].tolist()
+        for tokens, length, passes, room in zip(draft.tokens, np.asarray(draft.length), draft.passes, now.room):
+            assert length in (room, *method.draft_lengths) and length <= room
+            assert (length > 0) == (passes > 0) == (room > 0)
+            assert kind in AUTOREGRESSIVE or MASK not in tokens[:length].tolist()
 
 
-@pytest.mark.parametrize("kind", DIFFUSION)
-def test_without_room_nothing_is_drafted(kind):
-    method = drafter(kind)
-    now = seen([[3] * (CAPACITY - 1), [3] * 20])
-    draft, _ = draft_of(method, prefill(method, now), now)
-    assert draft.length[0] == 0 and draft.passes[0] == 0
-    assert draft.length[1] > 0
+def test_ties_are_filled_from_the_left():
+    confidence = np.asarray([[0.5, 0.9, 0.5, 0.9, 0.5]])
+    masked = np.asarray([[True, True, True, False, True]])
+    for count, expected in ((0, []), (1, [1]), (2, [0, 1]), (3, [0, 1, 2]), (9, [0, 1, 2, 4])):
+        assert np.flatnonzero(most_confident(confidence, masked, count)[0]).tolist() == expected
 
 
-def test_a_prompt_may_contain_the_mask_token():
-    """Committed tokens are never taken for holes, whatever their id."""
-    for kind in DIFFUSION:
-        method = drafter(kind)
-        now = seen([[3, MASK, 4] * 5, [MASK] * 9])
-        draft, _ = draft_of(method, prefill(method, now), now)
-        assert (np.asarray(draft.length) > 0).all()
-        for row in range(BATCH):
-            assert MASK not in draft.tokens[row, : draft.length[row]].tolist()
+def test_specdiff_of_one_step_is_one_pass_of_a_fixed_length():
+    def build(**options) -> Drafter:
+        return engine().build_drafter(GenerationConfig(method="specdiff", **options))
+
+    one = build(spec_len=6)
+    assert isinstance(one, Wide) and one.draft_lengths == (6,) and one.max_draft == 6 and not one.sampled
+    assert build(spec_len=6, acceptance="rejection").sampled
+    several = build(steps=4)
+    assert isinstance(several, SpecDiff) and several.max_draft == 10 and several.steps == 4

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_conditioned import looked_at
-from tiny_engines import DRAFT_IDS, ROWS, conditioned_engine, standalone_engine
+from test_lookup import continued, match_by_hand
+from tiny_engines import DRAFT_IDS, ROWS, conditioned_engine, lossless, standalone_engine
 
 from failfast_jax.decoding.state import Draft
 from failfast_jax.drafters.hybrid import FIRST_WAIT, LONGEST_WAIT, expected_accepted
 from failfast_jax.drafters.lookup import Lookup
-from failfast_jax.errors import OptionError
 
 OPTIONS = {"max_new_tokens": 40, "ignore_eos": True}
 LONGEST = 15
@@ -47,20 +47,10 @@ def with_short_match() -> list[int]:
 
 def found(ids: list[int], minimum: int) -> tuple[list[int], int]:
     """The lookup's draft and the length of its match, by plain search."""
-    best, behind = 0, 0
-    for end in range(1, len(ids)):
-        match = 0
-        while match < min(end, 32) and ids[end - 1 - match] == ids[-1 - match]:
-            match += 1
-        if match >= best and match:
-            best, behind = match, end
+    best, behind = match_by_hand(ids)
     if best < minimum:
         return [], 0
-    count = min(4 * 2 ** min(best - minimum, 14) - 1, LONGEST)
-    text = list(ids)
-    for offset in range(count):
-        text.append(text[behind + offset])
-    return text[len(ids) :], best
+    return continued(ids, behind, min(4 * 2 ** min(best - minimum, 14) - 1, LONGEST)), best
 
 
 def carried_on(engine, ids: list[int], begun: list[int]) -> tuple[list[int], list[float]]:
@@ -73,9 +63,7 @@ def carried_on(engine, ids: list[int], begun: list[int]) -> tuple[list[int], lis
 @pytest.mark.parametrize("min_gain", [0.0, 0.4])
 def test_a_draft_is_the_lookups_and_then_the_networks(conditioned, min_gain):
     prompt = with_short_match()
-    options = OPTIONS | {"tau": 1.0, "lookup_min": 2, "min_gain": min_gain}
-    result = conditioned.generate([prompt], **options)[0]
-    assert result.output_ids == conditioned.generate([prompt], method="vanilla", **OPTIONS)[0].output_ids
+    (result,) = lossless(conditioned, [prompt], tau=1.0, lookup_min=2, min_gain=min_gain, **OPTIONS)
     ids, wait, patience, need, kinds = list(prompt), 0, FIRST_WAIT, 2, set()
     for round in result.rounds:
         begun, match = found(ids, 2)
@@ -110,10 +98,7 @@ def test_a_draft_is_the_lookups_and_then_the_networks(conditioned, min_gain):
 def test_no_token_changes_in_a_batch(request, kind, temperature):
     engine = request.getfixturevalue(kind)
     prompts = [with_short_match(), repetitive(9, seed=3), [7]]
-    options = OPTIONS | {"temperature": temperature, "seed": 5}
-    plain = engine.generate(prompts, method="vanilla", **options)
-    hybrid = engine.generate(prompts, lookup_min=2, tau=0.3, **options)
-    assert [r.output_ids for r in hybrid] == [r.output_ids for r in plain]
+    hybrid = lossless(engine, prompts, lookup_min=2, tau=0.3, temperature=temperature, seed=5, **OPTIONS)
     assert sum(r.stats.accepted for r in hybrid) > 0
     begun, _ = found(prompts[0], 2)
     first = hybrid[0].rounds[0].drafted
@@ -148,15 +133,3 @@ def test_expected_accepted():
         passes=jnp.zeros((2,), jnp.int32),
     )
     np.testing.assert_allclose(expected_accepted(draft), [0.5 + 0.25 + 0.25, 0.9])
-
-
-def test_options(conditioned, standalone):
-    for options, message in (
-        ({"lookup_min": -1}, "--lookup-min -1"),
-        ({"lookup_min": 33}, "--lookup-min 33"),
-        ({"lookup_min": 2, "min_gain": -0.5}, "--min-gain -0.5"),
-    ):
-        with pytest.raises(OptionError, match=message):
-            conditioned.generate([[1, 2]], **options)
-    with pytest.raises(OptionError, match="--lookup-min 2: not with --schedule aligned"):
-        standalone.generate([[1, 2]], lookup_min=2, schedule="aligned")

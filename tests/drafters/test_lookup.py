@@ -34,6 +34,14 @@ def match_by_hand(text: list[int]) -> tuple[int, int]:
     return best, behind
 
 
+def continued(text: list[int], behind: int, count: int) -> list[int]:
+    """What follows a place of the text; at the text's end, what was drafted so far."""
+    grown = list(text)
+    for offset in range(count):
+        grown.append(grown[behind + offset])
+    return grown[len(text) :]
+
+
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=48) | st.builds(
     lambda unit, times: (unit * times)[:90],
     st.lists(st.integers(0, 9), min_size=1, max_size=7),
@@ -53,35 +61,16 @@ def test_longest_match_equals_brute_force(batch):
 
 
 @settings(max_examples=200)
-@given(batch=st.lists(texts, min_size=2, max_size=2))
-def test_drafts_continue_the_match(batch):
+@given(batch=st.lists(texts, min_size=2, max_size=2), room=st.sampled_from([0, 1, 2, 9, ROOM]))
+def test_drafts_continue_the_match(batch, room):
     drafter = Lookup(max_spec_len=15)
-    draft = draft_of(drafter, seen(batch))
+    draft = draft_of(drafter, seen(batch, room))
     assert draft.tokens.shape == (2, 15) and not draft.passes.any()
     for row, text in enumerate(batch):
         best, behind = match_by_hand(text)
-        length = {0: 0, 1: 0, 2: 3, 3: 7}.get(best, 15)
+        length = min({0: 0, 1: 0, 2: 3, 3: 7}.get(best, 15), room)
         assert draft.length[row] == length
-        # A continuation that reaches the end of the text goes on with what it has drafted.
-        grown = list(text)
-        for offset in range(length):
-            grown.append(grown[behind + offset])
-        assert draft.tokens[row, :length].tolist() == grown[len(text) :]
-
-
-@pytest.mark.parametrize("text, length", [([5, 6], 0), ([5], 0), ([5, 6, 5], 0), ([5, 6, 9, 5, 6], 3), ([4] * 40, 15)])
-def test_draft_lengths(text, length):
-    assert draft_of(Lookup(max_spec_len=15), seen([text])).length.tolist() == [length]
-
-
-def test_a_period_is_continued():
-    draft = draft_of(Lookup(max_spec_len=15), seen([[1, 2, 3] * 5]))
-    assert draft.tokens.tolist() == [[1, 2, 3] * 5]
-
-
-@pytest.mark.parametrize("room", [0, 1, 2, 9])
-def test_drafts_fit_the_room(room):
-    assert draft_of(Lookup(max_spec_len=15), seen([[4] * 40], room)).length.tolist() == [room]
+        assert draft.tokens[row, :length].tolist() == continued(text, behind, length)
 
 
 def test_finished_sequences_are_not_drafted_for():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from types import SimpleNamespace
 
 import jax
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export
+from tiny_models import attention_by_hand
 
 from failfast_jax.kernels import gpu
 
@@ -27,19 +27,6 @@ INTERPRET = jax.default_backend() != "gpu"
 """Where there is a Hopper GPU the numerics are checked on it."""
 
 
-def dense(q, k, v, start, until, block_size):
-    """The formula, in float64, by a full softmax."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    group = q.shape[2] // k.shape[1]
-    k, v = (np.repeat(x, group, axis=1) for x in (k, v))
-    scores = np.einsum("bwnh,bnsh->bnws", q, k) / np.sqrt(q.shape[3])
-    positions = np.asarray(start)[:, None] + np.arange(q.shape[1])
-    last = np.maximum((positions // block_size + 1) * block_size - 1, np.asarray(until)[:, None])
-    visible = np.arange(k.shape[2]) <= last[:, None, :, None]
-    weights = np.where(visible, np.exp(scores - scores.max(-1, keepdims=True)), 0)
-    return np.einsum("bnws,bnsh->bwnh", weights / weights.sum(-1, keepdims=True), v)
-
-
 def arrays(shape, seed):
     batch, width, heads, kv_heads, capacity, head_dim, dtype, _, _ = shape
     draw = np.random.default_rng(seed)
@@ -48,12 +35,10 @@ def arrays(shape, seed):
     return tuple(jnp.asarray(x, dtype) for x in (q, k, v))
 
 
-def program(shape):
+@functools.cache
+def compiled(shape):
     *_, block_size, splits = shape
     return jax.jit(functools.partial(gpu.window_attention, block_size=block_size, interpret=INTERPRET, splits=splits))
-
-
-compiled = functools.cache(program)
 
 
 def relative_error(out, expected):
@@ -75,11 +60,11 @@ def lengths(draw, shape):
     return start, until, draw(st.integers(live_of(shape, start, until), capacity)), draw(st.integers(0, 99))
 
 
-def check(run, shape, start, until, live, seed):
+def check(shape, start, until, live, seed):
     q, k, v = arrays(shape, seed)
-    out = run(q, k, v, jnp.asarray(start), jnp.asarray(until), jnp.int32(live))
+    out = compiled(shape)(q, k, v, jnp.asarray(start), jnp.asarray(until), jnp.int32(live))
     assert out.dtype == q.dtype and out.shape == q.shape
-    assert relative_error(out, dense(q, k, v, start, until, shape[-2])) < 2e-2
+    assert relative_error(out, attention_by_hand(q, k, v, start, shape[-2], until)) < 2e-2
 
 
 @pytest.mark.parametrize("shape", [CAUSAL, BLOCKS], ids=["causal", "blocks"])
@@ -87,13 +72,13 @@ def test_the_kernel_is_a_softmax_over_what_each_row_sees(shape):
     @settings(max_examples=6)
     @given(lengths(shape))
     def run(case):
-        check(compiled(shape), shape, *case)
+        check(shape, *case)
 
     run()
 
 
 def test_many_rows_share_the_tiles():
-    check(compiled(MANY_ROWS), MANY_ROWS, [340], [0], 384, 0)
+    check(MANY_ROWS, [340], [0], 384, 0)
 
 
 def test_warpgroups_do_not_overwrite_what_others_read(monkeypatch):
@@ -105,12 +90,6 @@ def test_warpgroups_do_not_overwrite_what_others_read(monkeypatch):
     attend = jax.jit(functools.partial(gpu.attend_splits, splits=1, interpret=True))
     jax.block_until_ready(attend(jnp.asarray([6]), last, rows, cache, cache))
     assert not interpret_pallas_call.get_races().races_found
-
-
-def test_a_broken_mask_is_noticed(monkeypatch):
-    monkeypatch.setattr(gpu, "last_visible", lambda start, width, *_: start[:, None] + jnp.arange(width))
-    with pytest.raises(AssertionError, match="relative_error"):
-        check(program(BLOCKS), BLOCKS, [64], [0], 384, 0)
 
 
 def test_a_row_depends_neither_on_live_nor_on_where_its_window_began():
@@ -161,12 +140,9 @@ def test_splits_are_combined_in_groups():
 @pytest.mark.parametrize(
     "width, heads, kv_heads, head_dim, dtype",
     [
-        (8, 40, 8, 128, "bfloat16"),
         (72, 28, 4, 128, "bfloat16"),
         (1, 10, 2, 128, "float16"),
         (128, 7, 1, 64, "bfloat16"),
-        (32, 14, 2, 64, "float16"),
-        (16, 8, 8, 64, "bfloat16"),
     ],
 )
 def test_lowers_for_cuda(width, heads, kv_heads, head_dim, dtype):
@@ -209,13 +185,6 @@ def test_refuses_what_it_cannot_do():
     rest = (start, start, jnp.int32(1))
     with pytest.raises(ValueError, match="tf32"):
         gpu.window_attention(q, k, v, *rest, block_size=1, interpret=True)
-    unchecked = inspect.unwrap(gpu.window_attention)  # annotations are checked in tests alone
-    with pytest.raises(ValueError, match="two caches"):
-        unchecked(q, k, v[:, :, :128], *rest, block_size=1)
-    with pytest.raises(ValueError, match="batch or head_dim"):
-        unchecked(q[:1], k, v, *rest, block_size=1)
-    with pytest.raises(ValueError, match="'cudnn' or 'xla'"):
-        inspect.unwrap(gpu.dense_window_attention)(q, k, v, *rest, block_size=1, implementation="flash")
     with pytest.raises(ValueError, match="not float32"):
         gpu.dense_window_attention(q, k, v, *rest, block_size=1, implementation="cudnn")
 
@@ -234,4 +203,4 @@ def test_the_dense_route_agrees(dtype, tolerance):
     start, until = np.asarray([0, 77]), np.asarray([200, 0])
     rest = (jnp.asarray(start), jnp.asarray(until), jnp.int32(256))
     out = gpu.dense_window_attention(q, k, v, *rest, block_size=32, implementation="xla")
-    assert relative_error(out, dense(q, k, v, start, until, 32)) < tolerance
+    assert relative_error(out, attention_by_hand(q, k, v, start, 32, until)) < tolerance

@@ -24,9 +24,11 @@ ANSWER = 16
 
 
 @pytest.mark.parametrize("family", ["conditioned", "dspark", "standalone"])
-def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, family):
+def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, family, monkeypatch):
     objective = make_objective(family, target, documents)
     optimization = loop.Optimization(steps=12, batch=2, accumulate=2, learning_rate=1e-3, warmup=3)
+    step = loop.make_step(objective, optimization)
+    monkeypatch.setattr(loop, "make_step", lambda *_: step)  # one function: compiled once for all three runs
     dataset = data.batches(documents, length=LENGTH, batch=4, seed=0)
 
     class Killed(Exception):
@@ -132,6 +134,7 @@ def test_training_makes_a_drafter_that_loads_and_drafts(own_answers, target, tmp
     optimization = loop.Optimization(steps=80, batch=12, learning_rate=1e-2, warmup=5, ema=0.9)
     measure = Evaluation(target, objective, own_answers, prompts=12, tokens=ANSWER, spec_len=4)
     measure.engine.eos_token_ids = ()
+    measure.options["max_spec_len"] = 4
     before = measure(objective.trainable)
     dataset = data.batches(own_answers, length=24, batch=12, seed=0)
     state, _ = loop.train(objective, dataset, optimization, tmp_path, evaluate=measure)

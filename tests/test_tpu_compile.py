@@ -28,7 +28,12 @@ def compiled(topology: str, *methods: str) -> dict:
     "topology, device, methods",
     [
         ("v5e:1x1", "TPU v5 lite", ("failfast", "hybrid", "reuse", "trees", "lookup", "suffix")),
-        pytest.param("v6e:1x1", "TPU v6 lite", ("failfast", "trees"), marks=pytest.mark.long),
+        pytest.param(
+            "v6e:1x1",
+            "TPU v6 lite",
+            ("failfast", "hybrid", "reuse", "trees", "lookup", "suffix"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_whole_answer_is_one_program_on_the_chip(topology, device, methods):

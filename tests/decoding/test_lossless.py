@@ -97,7 +97,13 @@ stops = st.lists(st.integers(0, 60), max_size=2)
 
 
 @pytest.mark.parametrize(
-    "seed, batch, lengths, room", [(0, 1, {"spec_len": 3, "max_spec_len": 9}, 96), (2, 2, LENGTHS, 512)]
+    "seed, batch, lengths, room",
+    [
+        (0, 1, {"spec_len": 3, "max_spec_len": 9}, 96),
+        (2, 2, LENGTHS, 512),
+        pytest.param(1, 2, {"spec_len": 4, "max_spec_len": 12}, 512, marks=pytest.mark.long),
+        pytest.param(2, 1, {"spec_len": 4, "max_spec_len": 12}, 96, marks=pytest.mark.long),
+    ],
 )
 @settings(max_examples=6)
 @given(data=st.data(), stops=stops, new_tokens=st.integers(1, 60), tau=st.sampled_from([0.0, 0.02, 0.45, 1.0]))
@@ -107,12 +113,13 @@ def test_greedy(seed, batch, lengths, room, data, stops, new_tokens, tau):
     check_all(seed, "float32", data.draw(texts_of(batch)), options, stops)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
 @settings(max_examples=4)
 @given(data=st.data(), stops=stops, tau=st.sampled_from([0.0, 0.45]))
-def test_exact(data, stops, tau):
-    """In bfloat16; `test_long_acceptance` has float32."""
+def test_exact(dtype, data, stops, tau):
+    """`test_long_acceptance` has float32, too."""
     options = {"max_new_tokens": 30, "tau": tau, "exact": True, **LENGTHS}
-    check_all(1, "bfloat16", data.draw(texts_of(3)), options, stops)
+    check_all(1, dtype, data.draw(texts_of(3)), options, stops)
 
 
 def test_exact_drafts_longer_than_the_constant_width():

@@ -74,8 +74,13 @@ _LAYER = (
 )
 
 
+def layer_rows(prefix: str, column: int = 0) -> tuple[Row, ...]:
+    """The rows of a layer; `prefix` goes before its names. Column 0 has Hugging Face's names, column 1 llama.cpp's."""
+    return tuple(Row(prefix + line[column], "layers.{layer}." + line[2], line[3]) for line in _LAYER)
+
+
 def _table(column: int, layer: str, embed: str, norm: str, head: str, ignored: str) -> Table:
-    rows = [Row(layer + line[column], "layers.{layer}." + line[2], line[3]) for line in _LAYER]
+    rows = layer_rows(layer, column)
     ends = (Row(norm, "norm.weight"), Row(head, "head.weight"))
     return Table((Row(embed, "embed"), *rows, *ends), ignored)
 

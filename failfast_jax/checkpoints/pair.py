@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,12 +12,32 @@ import jax
 from jax.sharding import Mesh
 
 from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder, load_drafter
+from failfast_jax.checkpoints.eagle import ARCHITECTURES, is_eagle_folder, load_eagle
+from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.loading import as_dtype, open_source
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.errors import OptionError
+from failfast_jax.files import read_json
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.attention import refusal
 from failfast_jax.models.transformer import Decoder
+
+PUBLISHED = dict.fromkeys(ARCHITECTURES, load_eagle)
+"""Loaders of drafters that read their target's features, by `architectures` in `config.json`."""
+
+
+def published_loader(source: str | os.PathLike) -> Callable | None:
+    """The loader `(folder, target, target_name) -> model` of a published drafter; None for a whole model.
+
+    Raises:
+      CheckpointError: nothing is there.
+    """
+    config = resolve_source(source) / "config.json"
+    if not config.is_file():
+        return None
+    raw = read_json(config)
+    found = next((PUBLISHED[name] for name in raw.get("architectures") or () if name in PUBLISHED), None)
+    return found or (load_eagle if is_eagle_folder(raw) else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +104,9 @@ def read_pair(
         decoding = decoding_defaults(drafter, jax.default_backend())
         drafter = load_drafter(drafter, target, names["target_name"])
         drafter_tokenizer = tokenizer  # it drafts in its target's tokens
+    if _is_path(drafter) and (load := published_loader(drafter)):
+        drafter = load(resolve_source(drafter), target, names["target_name"])
+        drafter_tokenizer = tokenizer
     if _is_path(drafter):
         drafter, loaded = load_with_tokenizer(drafter, dtype, mesh, drafter=True, quantize=quantize_drafter)
         drafter_tokenizer = drafter_tokenizer or loaded

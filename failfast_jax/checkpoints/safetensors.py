@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,26 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+INTEGERS = {
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "BOOL": np.dtype(np.bool_),
+}
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def folder_tensors(folder: Path) -> dict[str, StoredTensor]:
+def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dict[str, StoredTensor]:
     """Tensors of a Hugging Face folder: `model.safetensors`, or the shards that the index names.
+
+    Args:
+      dtypes: those that it may hold.
 
     Raises:
       CheckpointError: no weights, only pickled ones, a missing shard, or a damaged file.
     """
     if (folder / WEIGHTS).is_file():
-        return file_tensors(folder / WEIGHTS)
+        return file_tensors(folder / WEIGHTS, dtypes)
     if not (folder / INDEX).is_file():
         raise CheckpointError(_no_weights(folder))
     weight_map = read_json(folder / INDEX).get("weight_map")
@@ -46,7 +55,7 @@ def folder_tensors(folder: Path) -> dict[str, StoredTensor]:
         path = folder / shard
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file, but {INDEX} names it; download the checkpoint again")
-        for name, tensor in file_tensors(path).items():
+        for name, tensor in file_tensors(path, dtypes).items():
             if weight_map.get(name) != shard:
                 raise CheckpointError(f"{path}: holds tensor {name}, which {INDEX} does not place there")
             tensors[name] = tensor
@@ -56,11 +65,11 @@ def folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def file_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Tensors of one file, from its header.
+def file_tensors(path: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dict[str, StoredTensor]:
+    """Tensors of one file, from its header; `dtypes`: see `folder_tensors`.
 
     Raises:
-      CheckpointError: the file is truncated, is no safetensors file, or holds non-float tensors.
+      CheckpointError: the file is truncated, is no safetensors file, or holds tensors of other dtypes.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -74,19 +83,19 @@ def file_tensors(path: Path) -> dict[str, StoredTensor]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is no JSON object: corrupt or not a safetensors file")
     header.pop("__metadata__", None)
-    return {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    return {name: _tensor(path, name, entry, 8 + length, size, dtypes) for name, entry in header.items()}
 
 
-def _tensor(path: Path, name: str, entry: Any, base: int, size: int) -> StoredTensor:
+def _tensor(path: Path, name: str, entry: Any, base: int, size: int, dtypes: Mapping[str, np.dtype]) -> StoredTensor:
     try:
         shape = tuple(int(n) for n in entry["shape"])
         low, high = (int(n) for n in entry["data_offsets"])
         stored = str(entry["dtype"])
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{path}: the header entry of tensor {name} is corrupt") from None
-    if stored not in DTYPES:
-        raise CheckpointError(f"{path}: tensor {name} has dtype {stored} (supported: {', '.join(DTYPES)})")
-    dtype = DTYPES[stored]
+    if stored not in dtypes:
+        raise CheckpointError(f"{path}: tensor {name} has dtype {stored} (supported: {', '.join(dtypes)})")
+    dtype = dtypes[stored]
     if high - low != math.prod(shape) * dtype.itemsize or low < 0:
         raise CheckpointError(f"{path}: the header entry of tensor {name} is corrupt: {high - low} bytes for {shape}")
     if base + high > size:

@@ -122,9 +122,13 @@ class RoundLog:
     """Forward passes of the drafter over the batch, prefill not counted."""
     round: Int[Array, ""]
     """Rounds of the batch so far."""
+    tree_tokens: Int[Array, "B rounds n"] | None = None
+    """The nodes of verified trees, as in `Tree`; None where drafts are rows of tokens."""
+    tree_parent: Int[Array, "B rounds n"] | None = None
+    tree_size: Int[Array, "B rounds"] | None = None
 
     @classmethod
-    def zeros(cls, batch: int, rounds: int, max_draft: int) -> RoundLog:
+    def zeros(cls, batch: int, rounds: int, max_draft: int, *, trees: bool = False) -> RoundLog:
         def counts(*shape: int) -> Int[Array, "..."]:
             return jnp.zeros(shape, jnp.int32)
 
@@ -139,6 +143,9 @@ class RoundLog:
             target_passes=counts(batch),
             drafter_passes=counts(),
             round=counts(),
+            tree_tokens=counts(batch, rounds, max_draft) if trees else None,
+            tree_parent=counts(batch, rounds, max_draft) if trees else None,
+            tree_size=counts(batch, rounds) if trees else None,
         )
 
 

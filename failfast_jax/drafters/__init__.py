@@ -9,6 +9,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.dllm import DllmOptions
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.drafters.autoregressive import AutoregressiveOptions
+from failfast_jax.drafters.eagle3 import Eagle3Options
 from failfast_jax.drafters.failfast import FailfastOptions, refuse_rejection
 from failfast_jax.drafters.fast_dllm import FastDllmOptions
 from failfast_jax.drafters.lookup import LookupOptions
@@ -16,13 +17,14 @@ from failfast_jax.drafters.specdiff import SpecDiffOptions
 from failfast_jax.drafters.suffix import SuffixOptions
 from failfast_jax.drafters.vanilla import VanillaOptions
 from failfast_jax.errors import ConfigError, OptionError
-from failfast_jax.models.drafter_model import AUTOREGRESSIVE, CONDITIONED
+from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION
 from failfast_jax.options import MethodOptions, Site, flag_of
 
 METHODS: dict[str, type[MethodOptions]] = {
     "failfast": FailfastOptions,
     "fast-dllm": FastDllmOptions,
     "specdiff": SpecDiffOptions,
+    "eagle3": Eagle3Options,
     "ar": AutoregressiveOptions,
     "lookup": LookupOptions,
     "suffix": SuffixOptions,
@@ -121,13 +123,13 @@ def build_drafter(
     elif model is None:
         raise OptionError(f"--method {method}: needs --drafter, a model of kind {' or '.join(options.kinds)}")
     elif model.kind not in options.kinds:
-        other = "ar" if model.kind == AUTOREGRESSIVE else "failfast"
+        other = "ar" if model.kind == AUTOREGRESSIVE else getattr(model, "method", "failfast")
         raise ConfigError(
             f"{model_name}: method {method} needs a drafter of kind {' or '.join(options.kinds)}, this one is "
             f"{model.kind} (use --method {other})"
         )
     if block := getattr(options, "block_size", None):
-        if model.kind == CONDITIONED:
+        if model.kind != BLOCK_DIFFUSION:
             raise OptionError(f"--block-size {block}: {model_name} has no blocks of its own")
         model = model.with_block_size(block)
     sampled = config.acceptance == "rejection"

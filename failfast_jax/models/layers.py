@@ -78,13 +78,18 @@ its key and its value, not rotated) to the heads' output `[*R, Q, H]`, and whate
 
 class Attention(nnx.Module):
     """Grouped-query attention. `qkv` is `[K, (G + 2) * H, E]`: per KV head its G query heads, its key and its value,
-    so that a mesh axis can shard the leading axis."""
+    so that a mesh axis can shard the leading axis.
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+    Args:
+      in_size: of what it reads, where that is not the residual stream.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, in_size: int | None = None):
         self.config = config
         group = config.num_heads // config.num_kv_heads
         make = functools.partial(Linear, dtype=dtype, rngs=rngs)
-        self.qkv = make((config.num_kv_heads, (group + 2) * config.head_dim), config.hidden_size, bias=config.qkv_bias)
+        heads = (config.num_kv_heads, (group + 2) * config.head_dim)
+        self.qkv = make(heads, in_size or config.hidden_size, bias=config.qkv_bias)
         self.o = make((config.hidden_size,), config.num_heads * config.head_dim, bias=config.o_bias)
         norm = functools.partial(RMSNorm, config.head_dim, config.rms_norm_eps, dtype)
         self.q_norm, self.k_norm = (norm(), norm()) if config.qk_norm else (None, None)

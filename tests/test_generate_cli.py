@@ -94,7 +94,7 @@ BAD = {
     f"{T} {IDS} --method suffix --tau 1.5": "--tau 1.5: must be in [0, 1]",
     f"{LOOKUP} {IDS} --tau 0.3": "--tau 0.3: --method lookup has no such option, only failfast, ar, suffix",
     f"{LOOKUP} {IDS} --steps 2": "--steps 2: --method lookup has no such option, only specdiff",
-    f"{LOOKUP} {IDS} --tree-budget 9": "--tree-budget 9: --method lookup has no such option, only failfast",
+    f"{LOOKUP} {IDS} --tree-budget 9": "--tree-budget 9: --method lookup has no such option, only failfast, eagle3",
     f"{LOOKUP} {IDS} --acceptance rejection": "--acceptance rejection: exact only for drafts sampled",
     f"{T} {IDS} --method failfast --spec-len 20 --max-spec-len 10": "--max-spec-len 10: must be at least --spec-len 20",
     f"{T} {D} {IDS} --max-spec-len 5": "--max-spec-len 5: must be at least --spec-len 10",
@@ -119,7 +119,7 @@ BAD = {
     f"{T} {IDS} --method failfast": "--method failfast: needs --drafter",
     f"{T} {IDS} --method ar": "--method ar: needs --drafter",
     f"{T} {IDS} --drafter {TARGET}": (
-        "method failfast needs a drafter of kind block-diffusion or conditioned, this one is autoregressive"
+        "method failfast needs a drafter of kind block-diffusion or conditioned or eagle, this one is autoregressive"
     ),
     f"{T} {IDS} {D} --method ar": "method ar needs a drafter of kind autoregressive, this one is block-diffusion",
     f"--target {DRAFTER} {IDS} --method vanilla": "a block-diffusion model cannot verify drafts",

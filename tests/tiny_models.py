@@ -16,6 +16,7 @@ from failfast_jax.decoding.state import Committed, DecodeState, Draft, Outcome, 
 from failfast_jax.decoding.windows import gather_window
 from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig, bind
 from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
+from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
 from failfast_jax.models.transformer import Decoder
 
 VOCAB = 40
@@ -94,6 +95,31 @@ def random_bound(
     rng = np.random.default_rng(seed)
     values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.3, x.dtype), state)
     return bind(nnx.merge(graph, values), target, draft_ids)
+
+
+def random_eagle(
+    target: Decoder,
+    *,
+    seed: int = 0,
+    draft_ids: np.ndarray = ALL_IDS,
+    layers: tuple[int, ...] = (-1, 0),
+    **changes: Any,
+) -> BoundEagle:
+    """An EAGLE-3 drafter with random weights."""
+    config = EagleConfig(dataclasses.replace(target.config, num_layers=1), layers, len(draft_ids), **changes)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Eagle(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(seed)
+    values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.4, x.dtype), state)
+    return BoundEagle(nnx.merge(graph, values), target.embed[...], jnp.asarray(draft_ids, jnp.int32))
+
+
+def fond_eagle(target: Decoder, token: int, *, seed: int = 0, **changes: Any) -> BoundEagle:
+    """One whose every prediction is pulled towards a token, if the first of its target's features always is large."""
+    model = random_eagle(target, seed=seed, **changes)
+    row = int(np.flatnonzero(np.asarray(model.draft_ids) == token)[0])
+    for weight, at in ((model.network.fc.weight, 0), (model.network.head.weight, row)):
+        weight[...] = weight[...].at[at, 0].add(2.0)
+    return model
 
 
 def prefilled(target: Decoder, drafter: Drafter, plan: Plan, tokens, lengths, limits, **options) -> DecodeState:

@@ -96,13 +96,13 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(
-        self, x: Float[Array, "*R E"], attend: Attend, over: str | None = None
+        self, x: Float[Array, "*R I"], attend: Attend, over: str | None = None
     ) -> tuple[Float[Array, "*R E"], Any]:
         """What attention adds to the residual stream, and what `attend` carries; `over`: see `Linear`."""
         heads, carry = attend(self.heads(x))
         return self.output(heads, over), carry
 
-    def heads(self, x: Float[Array, "*R E"]) -> Float[Array, "*R K G2 H"]:
+    def heads(self, x: Float[Array, "*R I"]) -> Float[Array, "*R K G2 H"]:
         """Of each KV head its query heads, its key and its value, not rotated.
 
         A device may hold a part of the heads: the weight knows how many.

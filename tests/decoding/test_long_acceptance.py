@@ -10,7 +10,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
+from tiny_models import VOCAB, diffusion_config, fond_eagle, random_model, tiny_config
 
 from failfast_jax import FailFast, drafters
 from failfast_jax.decoding import plan
@@ -68,6 +68,8 @@ def target():
 def engine(kind: str | None) -> FailFast:
     if kind == "autoregressive":
         engine_ = FailFast(target(), fond_of(random_model(tiny_config(num_layers=1), seed=3, gain=2.0), 3.0))
+    elif kind == "eagle":
+        engine_ = FailFast(target(), fond_eagle(target(), FAVOURITE, seed=4))
     else:
         engine_ = FailFast(target(), fond_of(random_model(diffusion_config(), seed=2, gain=2.0), 4.0))
     engine_.runtime.max_seq_len = CAPACITY
@@ -78,7 +80,7 @@ def engine(kind: str | None) -> FailFast:
 def answers(method: str, batch: int, temperature: float, seed: int, stop: int | None = None) -> list[Result]:
     options = {"max_new_tokens": 80} | FILTERS[seed] | OPTIONS[method]
     kinds = drafters.METHODS[options["method"]].kinds
-    pair = engine("autoregressive" if kinds == ("autoregressive",) else "diffusion")
+    pair = engine(kinds[0] if kinds in (("autoregressive",), ("eagle",)) else "diffusion")
     pair.eos_token_ids = () if stop is None else (stop,)
     return pair.generate(PROMPTS[:batch], temperature=temperature, seed=seed, exact=True, **options)
 

@@ -265,7 +265,7 @@ REFUSED = {
     "gain": ({"min_gain": 1.0}, "--min-gain 1.0: needs --lookup-min"),
     "reuse": ({"reuse": True}, "--tree-budget 16: a draft that is reused has no alternatives"),
     "aligned": ({"schedule": "aligned"}, "--tree-budget 16: not with --schedule aligned"),
-    "method": ({"method": "specdiff"}, "--tree-budget 16: --method specdiff has no such option, only failfast"),
+    "method": ({"method": "specdiff"}, "--tree-budget 16: --method specdiff has no such option, only failfast, eagle3"),
     "longer draft": ({"max_spec_len": 20}, "--tree-budget 16: must be at least the longest draft, 20 tokens"),
     "zero": ({"tree_budget": 0}, "--tree-budget 0: must be in"),
 }

@@ -109,7 +109,12 @@ def random_eagle(
     config = EagleConfig(dataclasses.replace(target.config, num_layers=1), layers, len(draft_ids), **changes)
     graph, state = nnx.split(nnx.eval_shape(lambda: Eagle(config, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(seed)
-    values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.4, x.dtype), state)
+
+    def value(leaf):
+        noise = rng.standard_normal(leaf.shape)
+        return jnp.asarray(1 + 0.1 * noise if len(leaf.shape) == 1 else 0.4 * noise, leaf.dtype)
+
+    values = jax.tree.map(value, state)
     return BoundEagle(nnx.merge(graph, values), target.embed[...], jnp.asarray(draft_ids, jnp.int32))
 
 
@@ -117,8 +122,9 @@ def fond_eagle(target: Decoder, token: int, *, seed: int = 0, **changes: Any) ->
     """One whose every prediction is pulled towards a token, if the first of its target's features always is large."""
     model = random_eagle(target, seed=seed, **changes)
     row = int(np.flatnonzero(np.asarray(model.draft_ids) == token)[0])
-    for weight, at in ((model.network.fc.weight, 0), (model.network.head.weight, row)):
-        weight[...] = weight[...].at[at, 0].add(2.0)
+    fc, head = model.network.fc.weight, model.network.head.weight
+    fc[...] = (0.3 * fc[...]).at[0].set(0.0).at[0, 0].set(2.0)
+    head[...] = head[...].at[row, 0].add(1.6)
     return model
 
 

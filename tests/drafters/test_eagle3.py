@@ -33,7 +33,7 @@ WAYS = {
 def engine() -> FailFast:
     target = random_model(tiny_config(num_layers=2), seed=1, gain=2.0)
     target.embed[...] = target.embed[...].at[:, 0].set(4.0)
-    target.head.weight[...] = target.head.weight[...].at[FAVOURITE, 0].add(2.0)
+    target.head.weight[...] = target.head.weight[...].at[FAVOURITE, 0].add(1.5)
     made = FailFast(target, fond_eagle(target, FAVOURITE, seed=4, draft_ids=DRAFT_IDS, layers=(-1, 0, 1)))
     made.runtime.max_seq_len = CAPACITY
     return made
@@ -107,7 +107,7 @@ def test_only_final_pairs_stay(way):
     fresh = jax.device_get(session.prefill([Request(text, 10) for text in texts]).drafter)
     np.testing.assert_allclose(found.hidden, fresh.hidden, atol=2e-4)
     for row, length in enumerate(lengths):
-        assert length == len(texts[row]) > 12
+        assert length == len(texts[row]) > 15
         for one, other in ((found.cache.k, fresh.cache.k), (found.cache.v, fresh.cache.v)):
             np.testing.assert_allclose(one[0][row, :, : length - 1], other[0][row, :, : length - 1], atol=2e-4)
 

@@ -439,16 +439,8 @@ def _rounds_of(log: RoundLog, row: int, output: list[int]) -> list[Round]:
                 accepted=int(log.accepted[row, index]),
                 emitted=output[done : done + emitted],
                 passes=int(log.passes[row, index]),
-                tree=_tree_of(log, row, index),
+                tree=log.tree_of(row, index),
             )
         )
         done += emitted
     return found
-
-
-def _tree_of(log: RoundLog, row: int, index: int) -> dict[str, list[int]] | None:
-    if log.tree_size is None:
-        return None
-    nodes = slice(int(log.tree_size[row, index]))
-    parent = log.tree_parent[row, index, nodes] - 1
-    return {"tokens": log.tree_tokens[row, index, nodes].tolist(), "parent": parent.tolist()}

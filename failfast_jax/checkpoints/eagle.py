@@ -35,7 +35,8 @@ DRAFT_IDS, TARGET_IDS = "d2t", "t2d"
 def is_eagle_folder(raw_config: Mapping[str, Any]) -> bool:
     """Whether this is the `config.json` of an EAGLE-3 drafter."""
     # SafeAILab's first folders call themselves Llama; a Llama has no draft vocabulary.
-    return _architecture(raw_config) in ARCHITECTURES or "draft_vocab_size" in raw_config
+    renamed = raw_config.get("model_type") == "llama" and "draft_vocab_size" in raw_config
+    return renamed or any(name in ARCHITECTURES for name in raw_config.get("architectures") or ())
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:

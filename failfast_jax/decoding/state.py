@@ -148,6 +148,13 @@ class RoundLog:
             tree_size=counts(batch, rounds) if trees else None,
         )
 
+    def tree_of(self, row: int, index: int) -> dict[str, list[int]] | None:
+        """`results.Round.tree` of a row's round, from a log on the host."""
+        if self.tree_size is None:
+            return None
+        nodes = row, index, slice(int(self.tree_size[row, index]))
+        return {"tokens": self.tree_tokens[nodes].tolist(), "parent": (self.tree_parent[nodes] - 1).tolist()}
+
 
 @flax.struct.dataclass
 class Committed:

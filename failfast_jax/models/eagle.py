@@ -209,8 +209,9 @@ class BoundEagle:
         return self.replace(network=quantization.with_rounded_matrices(self.network))
 
     def shape_key(self) -> dict[str, Any]:
-        config = dataclasses.asdict(self.config)
-        return {**self.config.base.shape_key(), **{name: config[name] for name in config if name != "base"}}
+        config = dataclasses.asdict(self.config) | {"feature_layers": list(self.feature_layers)}
+        del config["base"]
+        return {**self.config.base.shape_key(), **config}
 
     def own_parameters(self) -> list[jax.Array]:
         return jax.tree.leaves((self.network, self.embed if self.own_embed else None))

@@ -30,10 +30,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     models = parser.add_argument_group("models")
     models.add_argument("--target", metavar="P", help="Hugging Face folder, .gguf file, converted folder or Hub id")
-    models.add_argument("--drafter", metavar="P", help="likewise; failfast, fast-dllm, specdiff and ar draft with it")
+    models.add_argument("--drafter", metavar="P", help="likewise; or a drafter that reads the target's features")
     models.add_argument(
         "--method",
-        help=f"one of {', '.join(all_options())} (default: failfast; lookup for a --target without --drafter)",
+        help=f"one of {', '.join(all_options())} (default: a published drafter's own, else failfast; lookup for a "
+        "--target without --drafter)",
     )
     models.add_argument("--dtype", choices=DTYPES, help="of the weights")
     prompt = parser.add_argument_group("prompt").add_mutually_exclusive_group()
@@ -121,17 +122,29 @@ def _summary(result) -> str:
     )
 
 
+def _default_method(args: argparse.Namespace) -> str | None:
+    """The method where none is named; None: the drafter's own, which it says once it is there."""
+    if args.drafter is None and args.target is not None:
+        return "lookup"
+    if args.drafter is None or args.settings is not None:
+        return "failfast"
+    from failfast_jax.checkpoints.pair import published_loader
+
+    return None if published_loader(args.drafter) else "failfast"
+
+
 def _config(args: argparse.Namespace) -> GenerationConfig:
     """The request. Checked before models are read: a typo should not cost seconds."""
     common = [field.name for field in dataclasses.fields(GenerationConfig) if field.name not in ("options", "method")]
     names = {name for options in all_options().values() for name in options.names()}
-    method = args.method or ("lookup" if args.target is not None and args.drafter is None else "failfast")
+    method = args.method or _default_method(args)
     config = GenerationConfig(
         method,
         **{name: getattr(args, name) for name in common},
         options={name: getattr(args, name) for name in sorted(names)},
     )
-    options_of(config, "cpu")
+    if method is not None:
+        options_of(config, "cpu")
     if args.trace is not None and not args.trace.resolve().parent.is_dir():
         raise ValueError(f"--trace {args.trace}: no such folder")
     if method == "ar" and args.drafter is None:

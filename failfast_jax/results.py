@@ -15,6 +15,16 @@ class Round:
     accepted: int
     emitted: list[int]
     passes: int
+    tree: dict[str, list[int]] | None = None
+    """What was verified, if that was a tree: `tokens` of its nodes, and of each its `parent` (-1: the last token before
+    the round). `drafted` is then its longest path, with the accepted one over its beginning."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; rounds without a tree have no key of that name."""
+        found = dataclasses.asdict(self)
+        if self.tree is None:
+            del found["tree"]
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +60,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form: what `--json` prints."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "rounds": [entry.to_dict() for entry in self.rounds]}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -439,6 +439,7 @@ def _rounds_of(log: RoundLog, row: int, output: list[int]) -> list[Round]:
                 accepted=int(log.accepted[row, index]),
                 emitted=output[done : done + emitted],
                 passes=int(log.passes[row, index]),
+                tree=log.tree_of(row, index),
             )
         )
         done += emitted

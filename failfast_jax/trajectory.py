@@ -72,8 +72,5 @@ def write_trace(result: Result, path: Path, tokenizer: Any = None) -> None:
     if path.suffix.lower() in (".html", ".htm"):
         path.write_text(to_html(result, tokenizer), encoding="utf-8")
         return
-    rows = (
-        {"round": number, **{key: getattr(entry, key) for key in entry.__dataclass_fields__}}
-        for number, entry in enumerate(result.rounds, 1)
-    )
+    rows = ({"round": number, **entry.to_dict()} for number, entry in enumerate(result.rounds, 1))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

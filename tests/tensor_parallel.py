@@ -15,7 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 from checkpoint_files import GOLDEN
-from tiny_models import diffusion_config, random_bound, random_model, tiny_config
+from tiny_models import diffusion_config, random_bound, random_eagle, random_model, tiny_config
 
 from failfast_jax import FailFast
 from failfast_jax.errors import OptionError
@@ -84,6 +84,12 @@ def main() -> None:
     conditioned = FailFast(target, bound, tensor_parallel=4)
     options = {"max_new_tokens": 20, "ignore_eos": True, "lookup_min": 2, "max_spec_len": 4}
     report["target-conditioned"] = conditioned.generate(PROMPTS[:1], **options)[0].output_ids == expected[1][0]
+
+    spread = FailFast(target, random_eagle(target), tensor_parallel=4)
+    for name, options in (("chain", {"spec_len": 3}), ("tree", {"tree_budget": 7, "tree_depth": 2, "tree_top_k": 2})):
+        options = {"max_new_tokens": 20, "ignore_eos": True} | options
+        expected = answers(engines["1"], "vanilla", 1)[0]
+        report[f"EAGLE, {name}"] = spread.generate(PROMPTS[:1], **options)[0].output_ids == expected
 
     report["errors"] = []
     for options, prompts in (

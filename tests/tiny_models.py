@@ -18,6 +18,7 @@ from failfast_jax.models import dspark
 from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig, bind
 from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
 from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel
+from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
 from failfast_jax.models.transformer import Decoder
 
 VOCAB = 40
@@ -152,6 +153,37 @@ def sampling(batch: int, temperature=1.0, top_k=0, top_p=1.0, seed=0, sequence=N
         seed=jnp.full(batch, seed, jnp.uint32),
         sequence=jnp.full(batch, sequence, jnp.int32),
     )
+
+
+def random_eagle(
+    target: Decoder,
+    *,
+    seed: int = 0,
+    draft_ids: np.ndarray = ALL_IDS,
+    layers: tuple[int, ...] = (-1, 0),
+    **changes: Any,
+) -> BoundEagle:
+    """An EAGLE-3 drafter with random weights."""
+    config = EagleConfig(dataclasses.replace(target.config, num_layers=1), layers, len(draft_ids), **changes)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Eagle(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(seed)
+
+    def value(leaf):
+        noise = rng.standard_normal(leaf.shape)
+        return jnp.asarray(1 + 0.1 * noise if len(leaf.shape) == 1 else 0.4 * noise, leaf.dtype)
+
+    values = jax.tree.map(value, state)
+    return BoundEagle(nnx.merge(graph, values), target.embed[...], jnp.asarray(draft_ids, jnp.int32))
+
+
+def fond_eagle(target: Decoder, token: int, *, seed: int = 0, **changes: Any) -> BoundEagle:
+    """One whose every prediction is pulled towards a token, if the first of its target's features always is large."""
+    model = random_eagle(target, seed=seed, **changes)
+    row = int(np.flatnonzero(np.asarray(model.draft_ids) == token)[0])
+    fc, head = model.network.fc.weight, model.network.head.weight
+    fc[...] = (0.3 * fc[...]).at[0].set(0.0).at[0, 0].set(2.0)
+    head[...] = head[...].at[row, 0].add(1.6)
+    return model
 
 
 def prefilled(target: Decoder, drafter: Drafter, plan: Plan, tokens, lengths, limits, **options) -> DecodeState:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder, load_drafter
 from failfast_jax.checkpoints.dspark import DEEPSPEC, ZLAB, load_dspark
+from failfast_jax.checkpoints.eagle import ARCHITECTURES, is_eagle_folder, load_eagle
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.loading import as_dtype, open_source
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
@@ -22,7 +23,7 @@ from failfast_jax.models import quantization, sharding
 from failfast_jax.models.attention import refusal
 from failfast_jax.models.transformer import Decoder
 
-PUBLISHED = {ZLAB: load_dspark, DEEPSPEC: load_dspark}
+PUBLISHED = {ZLAB: load_dspark, DEEPSPEC: load_dspark} | dict.fromkeys(ARCHITECTURES, load_eagle)
 """Loaders of drafters that read their target's features, by `architectures` in `config.json`."""
 
 
@@ -33,8 +34,11 @@ def published_loader(source: str | os.PathLike) -> Callable | None:
       CheckpointError: nothing is there.
     """
     config = resolve_source(source) / "config.json"
-    names = read_json(config).get("architectures") if config.is_file() else None
-    return next((PUBLISHED[name] for name in names or () if name in PUBLISHED), None)
+    if not config.is_file():
+        return None
+    raw = read_json(config)
+    found = next((PUBLISHED[name] for name in raw.get("architectures") or () if name in PUBLISHED), None)
+    return found or (load_eagle if is_eagle_folder(raw) else None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,11 +131,19 @@ def _no_weights(folder: Path) -> str:
     if pickled := names("*.bin", "*.pt", "*.pth", "*.ckpt"):
         return (
             f"{folder}: only pickled weights ({', '.join(pickled[:3])}), which are refused because unpickling runs "
-            "whatever code the file contains; use a safetensors version of the model, or convert the file with "
-            "safetensors.torch.save_file on a machine where you trust it"
+            "whatever code the file contains; use a safetensors version of the model, or convert the file without "
+            f"running its code: {conversion(folder / pickled[0])}"
         )
     if gguf := names("*.gguf"):
         return f"{folder}: no {WEIGHTS}, but GGUF files; pass the path of one, such as {folder / gguf[0]}"
     if loose := names("*.safetensors"):
         return f"{folder}: {loose[0]} is there, but neither {WEIGHTS} nor {INDEX}"
-    return f"{folder}: no weights (looked for {WEIGHTS}, {INDEX})"
+    return f"{folder}: no weights (looked for {WEIGHTS}, {INDEX}; pickled ones are neither downloaded nor read)"
+
+
+def conversion(pickled: Path) -> str:
+    """The command that makes `model.safetensors` of a pickled file of tensors; anything but tensors stops it."""
+    read = f"torch.load({str(pickled)!r}, map_location='cpu', weights_only=True)"
+    tensors = "{name: tensor.clone().contiguous() for name, tensor in " + read + ".items()}"
+    save = f"safetensors.torch.save_file({tensors}, {str(pickled.with_name(WEIGHTS))!r})"
+    return f'python -c "import torch, safetensors.torch; {save}"'

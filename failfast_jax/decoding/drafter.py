@@ -22,7 +22,7 @@ class Drafter:
 
     @property
     def max_draft(self) -> int:
-        """Static width of `Draft.tokens`."""
+        """Static width of `Draft.tokens`; where drafts are trees, of `Draft.tree`, and the tokens may be fewer."""
         return 0
 
     @property

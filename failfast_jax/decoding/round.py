@@ -66,7 +66,7 @@ def init_state(
         sampling=sampling,
         target=target.init_cache(batch, length),
         drafter=drafter.init(batch, length),
-        log=RoundLog.zeros(batch, capacity, drafter.max_draft),
+        log=RoundLog.zeros(batch, capacity, drafter.max_draft, trees=drafter.drafts_trees),
         capacity=capacity,
     )
 
@@ -182,9 +182,14 @@ def _logged(log: RoundLog, running: Array, proposal: Draft, verified: Verified, 
             buffer = jax.lax.dynamic_update_slice(buffer, value[row : row + 1, None], at)
         return buffer
 
-    drafted = proposal.tokens
-    if proposal.tree is not None:  # the accepted path over the beginning of the draft
+    drafted, tree = proposal.tokens, proposal.tree
+    if tree is not None:  # the accepted path over the beginning of the draft
         drafted = jnp.where(_below(verified.accepted, drafted), verified.picks[:, :-1], drafted)
+        log = log.replace(
+            tree_tokens=put(log.tree_tokens, tree.tokens),
+            tree_parent=put(log.tree_parent, tree.parent),
+            tree_size=put(log.tree_size, tree.size),
+        )
     return log.replace(
         drafted=put(log.drafted, drafted),
         confidence=put(log.confidence, proposal.confidence),

@@ -122,9 +122,13 @@ class RoundLog:
     """Forward passes of the drafter over the batch, prefill not counted."""
     round: Int[Array, ""]
     """Rounds of the batch so far."""
+    tree_tokens: Int[Array, "B rounds n"] | None = None
+    """The nodes of verified trees, as in `Tree`; None where drafts are rows of tokens."""
+    tree_parent: Int[Array, "B rounds n"] | None = None
+    tree_size: Int[Array, "B rounds"] | None = None
 
     @classmethod
-    def zeros(cls, batch: int, rounds: int, max_draft: int) -> RoundLog:
+    def zeros(cls, batch: int, rounds: int, max_draft: int, *, trees: bool = False) -> RoundLog:
         def counts(*shape: int) -> Int[Array, "..."]:
             return jnp.zeros(shape, jnp.int32)
 
@@ -139,7 +143,17 @@ class RoundLog:
             target_passes=counts(batch),
             drafter_passes=counts(),
             round=counts(),
+            tree_tokens=counts(batch, rounds, max_draft) if trees else None,
+            tree_parent=counts(batch, rounds, max_draft) if trees else None,
+            tree_size=counts(batch, rounds) if trees else None,
         )
+
+    def tree_of(self, row: int, index: int) -> dict[str, list[int]] | None:
+        """`results.Round.tree` of a row's round, from a log on the host."""
+        if self.tree_size is None:
+            return None
+        nodes = row, index, slice(int(self.tree_size[row, index]))
+        return {"tokens": self.tree_tokens[nodes].tolist(), "parent": (self.tree_parent[nodes] - 1).tolist()}
 
 
 @flax.struct.dataclass

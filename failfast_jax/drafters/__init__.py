@@ -10,6 +10,7 @@ from failfast_jax.decoding.dllm import DllmOptions
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.drafters.autoregressive import AutoregressiveOptions
 from failfast_jax.drafters.dspark import DFlashOptions, DSparkOptions
+from failfast_jax.drafters.eagle3 import Eagle3Options
 from failfast_jax.drafters.failfast import FailfastOptions, refuse_rejection
 from failfast_jax.drafters.fast_dllm import FastDllmOptions
 from failfast_jax.drafters.lookup import LookupOptions
@@ -26,6 +27,7 @@ METHODS: dict[str, type[MethodOptions]] = {
     "specdiff": SpecDiffOptions,
     "dflash": DFlashOptions,
     "dspark": DSparkOptions,
+    "eagle3": Eagle3Options,
     "ar": AutoregressiveOptions,
     "lookup": LookupOptions,
     "suffix": SuffixOptions,

@@ -11,6 +11,7 @@ from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.dspark import DSparkDrafter
+from failfast_jax.drafters.eagle3 import EagleChain
 from failfast_jax.drafters.feature_block import ConditionedDrafter
 from failfast_jax.drafters.hybrid import Hybrid
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup
@@ -18,7 +19,7 @@ from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.drafters.tree import ALTERNATIVES, TreeDrafter
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
-from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, CONDITIONED, FEATURE_BLOCK
+from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, CONDITIONED, EAGLE, FEATURE_BLOCK
 from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, flag_of, option, require
 
 SPEC_LEN, MAX_SPEC_LEN, ALIGNED_THRESHOLD = 10, 60, 0.05
@@ -32,7 +33,7 @@ class FailfastOptions(MethodOptions):
     """Options of `failfast`: a block-diffusion draft that grows while it is confident."""
 
     summary = "a block-diffusion model; one pass a chunk, and on while it is confident (the paper's method)"
-    kinds = (BLOCK_DIFFUSION, CONDITIONED, FEATURE_BLOCK)
+    kinds = (BLOCK_DIFFUSION, CONDITIONED, FEATURE_BLOCK, EAGLE)
     samples = True
 
     spec_len: int | None = option(None, "tokens drafted per expansion (10)", least=1, most=LONGEST_DRAFT)
@@ -87,6 +88,8 @@ class FailfastOptions(MethodOptions):
     def build(self, site: Site) -> Drafter:
         if site.sampled:
             self._check_sampled()
+        if site.model.kind == EAGLE:
+            return self._eagle(site)
         if self.schedule == "aligned":
             return self._aligned(site)
         if self.tree_budget:
@@ -113,6 +116,20 @@ class FailfastOptions(MethodOptions):
             refuse_rejection("--reuse goes on with given tokens")
         if self.tree_budget:
             refuse_rejection(f"--tree-budget {self.tree_budget} puts alternatives beside a draft")
+
+    def _eagle(self, site: Site) -> EagleChain | Hybrid:
+        """Chains of `eagle3` that grow while they are confident, a token at a time."""
+        only = "an EAGLE drafter has no blocks to fill"
+        require(self.schedule == "wide", f"--schedule {self.schedule}", only)
+        require(not self.reuse, "--reuse", f"{only} in front of given tokens")
+        require(not self.tree_budget, f"--tree-budget {self.tree_budget}", "trees of an EAGLE drafter: --method eagle3")
+        spec_len, longest = lengths(self.spec_len, self.max_spec_len, 1, 20)
+        rule = BelowThreshold(np.float32(self.tau))
+        drafter = EagleChain(model=site.model, rule=rule, spec_len=spec_len, max_spec_len=longest, sampled=site.sampled)
+        if not self.lookup_min:
+            return drafter
+        lookup = Lookup.on(site.platform, self.max_spec_len, min_match=self.lookup_min)
+        return Hybrid(lookup=lookup, model=drafter, min_gain=np.float32(self.min_gain))
 
     def _aligned(self, site: Site) -> Aligned:
         if site.model.kind != BLOCK_DIFFUSION:

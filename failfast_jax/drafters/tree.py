@@ -12,6 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from failfast_jax.decoding.drafter import Drafter, Wrapper
 from failfast_jax.decoding.state import Draft, Tree
@@ -50,18 +51,38 @@ def grow(draft: Draft, budget: int) -> Tree:
     tokens = jnp.where(opens, draft.alternatives.tokens[:, fork, rank], draft.tokens[:, position])
     tokens = jnp.concatenate([draft.tokens, tokens], axis=1)
 
-    nodes = min(budget, value.shape[1])
+    tree, _ = best_nodes(value, tokens, jnp.broadcast_to(parent, value.shape), budget)
+    return tree
+
+
+def best_nodes(
+    value: Float[Array, "B C"], tokens: Int[Array, "B C"], parent: Int[Array, "B C"], budget: int
+) -> tuple[Tree, Int[Array, "B n"]]:
+    """The tree of the best candidates, up to `budget`, in the candidates' order.
+
+    Args:
+      value: -inf: no candidate. No candidate may be worth more than its parent; of equals, the first are taken.
+      parent: number of each candidate's parent, which comes before it; -1: the root.
+
+    Returns:
+      The tree, and the number of each of its nodes (C behind the last).
+    """
+    count = value.shape[1]
+    nodes = min(budget, count)
     value, chosen = jax.lax.top_k(value, nodes)
-    chosen = jnp.sort(jnp.where(value > -jnp.inf, chosen, parent.size), axis=1)
-    size = jnp.sum(chosen < parent.size, axis=1)
-    chosen_parent = jnp.asarray(parent)[jnp.minimum(chosen, parent.size - 1)]
-    slot = jnp.argmax(chosen_parent[..., None] == chosen[:, None], axis=-1) + 1
+    chosen = jnp.sort(jnp.where(value > -jnp.inf, chosen, count), axis=1)
+
+    def of_nodes(values: Array) -> Array:
+        return jnp.take_along_axis(values, jnp.minimum(chosen, count - 1), axis=1)
+
+    slot = jnp.argmax(of_nodes(parent)[..., None] == chosen[:, None], axis=-1) + 1
     spare = ((0, 0), (0, budget - nodes))
-    return Tree(
-        tokens=jnp.pad(jnp.take_along_axis(tokens, jnp.minimum(chosen, parent.size - 1), axis=1), spare),
-        parent=jnp.pad(jnp.where(chosen_parent < 0, 0, slot), spare),
-        size=size,
+    tree = Tree(
+        tokens=jnp.pad(of_nodes(tokens), spare),
+        parent=jnp.pad(jnp.where(of_nodes(parent) < 0, 0, slot), spare),
+        size=jnp.sum(chosen < count, axis=1),
     )
+    return tree, chosen
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)

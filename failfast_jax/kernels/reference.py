@@ -59,25 +59,26 @@ def tree_attention(
     q: Queries,
     k_cache: Cache,
     v_cache: Cache,
-    start: PerSequence,
-    visible: Bool[Array, "B W W"],
+    first: PerSequence,
+    visible: Bool[Array, "B W C"],
     live: Scalar,
     *,
     tile: int,
 ) -> Queries:
-    """Like `window_attention`, for a window that holds a tree of tokens.
+    """Like `window_attention`, for queries that are a tree of tokens, or one level of it.
 
     Args:
-      start: cache slot of each window's first query; the others follow. Every query sees all slots in front.
-      visible: which of the window's slots each query sees.
+      first: cache slot of the tree's first token. Every query sees all slots in front.
+      visible: which of the C slots from there on each query sees; it sees none behind them.
     """
-    batch, width = q.shape[:2]
+    batch, width, slots_of_tree = visible.shape
     group = q.shape[2] // k_cache.shape[1]
 
     def seen(slots):
-        inside = slots - start[:, None]
-        columns = jnp.broadcast_to(jnp.clip(inside, 0, width - 1)[:, None], (batch, width, slots.shape[0]))
-        mask = jnp.take_along_axis(visible, columns, axis=2) & (inside < width)[:, None]
+        inside = slots - first[:, None]
+        columns = jnp.clip(inside, 0, slots_of_tree - 1)[:, None]
+        columns = jnp.broadcast_to(columns, (batch, width, slots.shape[0]))
+        mask = jnp.take_along_axis(visible, columns, axis=2) & (inside < slots_of_tree)[:, None]
         return jnp.tile(mask | (inside < 0)[:, None], (1, group, 1))[:, None]
 
     return _tiled_attention(q, k_cache, v_cache, live, tile, seen)

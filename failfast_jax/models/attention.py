@@ -63,8 +63,11 @@ class Window:
     """Number of leading cache slots that any token may see; tiles beyond are not read."""
     until: Int[Array, " B"] | None = None
     """Every token sees at least the positions up to this one; None: the mask rule alone."""
-    visible: Bool[Array, "B W W"] | None = None
-    """Which of the window's tokens each one sees, where they are a tree; see `TreeMask`."""
+    visible: Bool[Array, "B W C"] | None = None
+    """Which of the slots from `first` on each token sees, where they hold a tree; all slots in front are seen, none
+    behind. See `TreeMask`."""
+    first: PerSequence | None = None
+    """Cache slot of the tree's first token; None: the window's, which then holds the whole tree."""
     block_size: int = flax.struct.field(pytree_node=False, default=1)
     """Mask rule: causal (1) or block-causal; see `kernels.reference.visible_until`."""
     back: int | None = flax.struct.field(pytree_node=False, default=None)
@@ -109,7 +112,8 @@ def attend(
     q, k, v = rotated_heads(qkv, window.cos, window.sin)
     cache = write_windows(*cache, k, v, start, kernel=kernel)
     if window.visible is not None:
-        return reference.tree_attention(q, *cache, start, window.visible, live, tile=TILE), cache
+        first = start if window.first is None else window.first
+        return reference.tree_attention(q, *cache, first, window.visible, live, tile=TILE), cache
     if window.back is not None:
         mask = {"block_size": block_size, "tile": TILE, "back": window.back}
         return reference.window_attention(q, *cache, start, until, live, **mask), cache

@@ -84,26 +84,31 @@ its key and its value, not rotated) to the heads' output `[*R, Q, H]`, and whate
 
 class Attention(nnx.Module):
     """Grouped-query attention. `qkv` is `[K, (G + 2) * H, E]`: per KV head its G query heads, its key and its value,
-    so that a mesh axis can shard the leading axis."""
+    so that a mesh axis can shard the leading axis.
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+    Args:
+      in_size: of what it reads, where that is not the residual stream.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, in_size: int | None = None):
         self.config = config
         group = config.num_heads // config.num_kv_heads
         make = functools.partial(Linear, dtype=dtype, rngs=rngs)
-        self.qkv = make((config.num_kv_heads, (group + 2) * config.head_dim), config.hidden_size, bias=config.qkv_bias)
+        heads = (config.num_kv_heads, (group + 2) * config.head_dim)
+        self.qkv = make(heads, in_size or config.hidden_size, bias=config.qkv_bias)
         self.o = make((config.hidden_size,), config.num_heads * config.head_dim, bias=config.o_bias)
         norm = functools.partial(RMSNorm, config.head_dim, config.rms_norm_eps, dtype)
         self.q_norm, self.k_norm = (norm(), norm()) if config.qk_norm else (None, None)
 
     @jax.named_scope("attention")
     def __call__(
-        self, x: Float[Array, "*R E"], attend: Attend, over: str | None = None
+        self, x: Float[Array, "*R I"], attend: Attend, over: str | None = None
     ) -> tuple[Float[Array, "*R E"], Any]:
         """What attention adds to the residual stream, and what `attend` carries; `over`: see `Linear`."""
         heads, carry = attend(self.heads(x))
         return self.output(heads, over), carry
 
-    def heads(self, x: Float[Array, "*R E"]) -> Float[Array, "*R K G2 H"]:
+    def heads(self, x: Float[Array, "*R I"]) -> Float[Array, "*R K G2 H"]:
         """Of each KV head its query heads, its key and its value, not rotated.
 
         A device may hold a part of the heads: the weight knows how many.

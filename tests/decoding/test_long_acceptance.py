@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 import pytest
-from tiny_models import VOCAB, diffusion_config, fond_of, random_model, tiny_config
+from tiny_models import VOCAB, diffusion_config, fond_eagle, fond_of, random_model, tiny_config
 
 from failfast_jax import FailFast, drafters
 from failfast_jax.engine import Result
@@ -47,9 +47,13 @@ def target():
 
 @functools.cache
 def engine(kind: str | None) -> FailFast:
-    ar = kind == "autoregressive"
-    drafter = random_model(tiny_config(num_layers=1) if ar else diffusion_config(), seed=3 if ar else 2, gain=2.0)
-    engine_ = FailFast(target(), fond_of(drafter, {FAVOURITE: 3.0 if ar else 4.0}))
+    if kind == "eagle":
+        drafter = fond_eagle(target(), FAVOURITE, seed=4)
+    else:
+        ar = kind == "autoregressive"
+        drafter = random_model(tiny_config(num_layers=1) if ar else diffusion_config(), seed=3 if ar else 2, gain=2.0)
+        drafter = fond_of(drafter, {FAVOURITE: 3.0 if ar else 4.0})
+    engine_ = FailFast(target(), drafter)
     engine_.runtime.max_seq_len = CAPACITY
     return engine_
 
@@ -58,7 +62,7 @@ def engine(kind: str | None) -> FailFast:
 def answers(method: str, batch: int, temperature: float, seed: int, stop: int | None = None) -> list[Result]:
     options = {"max_new_tokens": 80} | FILTERS[seed] | OPTIONS[method]
     kinds = drafters.METHODS[options["method"]].kinds
-    pair = engine("autoregressive" if kinds == ("autoregressive",) else "diffusion")
+    pair = engine(kinds[0] if kinds in (("autoregressive",), ("eagle",)) else "diffusion")
     pair.eos_token_ids = () if stop is None else (stop,)
     return pair.generate(PROMPTS[:batch], temperature=temperature, seed=seed, exact=True, **options)
 

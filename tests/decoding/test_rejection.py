@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from distributions import chi_square, filtered_probability
-from tiny_models import diffusion_config, prefilled, random_model, sampling, tiny_config
+from tiny_models import diffusion_config, prefilled, random_eagle, random_model, sampling, tiny_config
 
 from failfast_jax import decoding
 from failfast_jax.decoding import accept
 from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.autoregressive import Autoregressive
+from failfast_jax.drafters.eagle3 import EagleChain
 from failfast_jax.drafters.wide import Wide
 
 pytestmark = pytest.mark.optimized
@@ -188,6 +189,9 @@ def sampling_drafter(kind: str):
     if kind == "ar":
         model = random_model(tiny_config(vocab_size=SMALL, num_layers=1), seed=5)
         return Autoregressive(model=model, vocab=SMALL, spec_len=2, sampled=True)
+    if kind == "eagle3":
+        model = random_eagle(small_target(), seed=3, draft_ids=np.asarray([0, 2, 3, 5]))
+        return EagleChain(model=model, spec_len=2, max_spec_len=2, sampled=True)
     config = diffusion_config(block_size=4, vocab_size=SMALL + 1, mask_token_id=SMALL)
     model = random_model(config, seed=2, gain=2.0)
     rule = BelowThreshold(np.float32(0.55))
@@ -195,7 +199,7 @@ def sampling_drafter(kind: str):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["wide", "ar"])
+@pytest.mark.parametrize("kind", ["wide", "ar", "eagle3"])
 def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
     """From prompt to text: chunks, expansion, caches, bonus tokens; and at temperature 0 the greedy text."""
     target, drafter = small_target(), sampling_drafter(kind)

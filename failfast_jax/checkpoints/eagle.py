@@ -1,0 +1,195 @@
+"""Folders of EAGLE-3 drafters as they are published.
+
+SafeAILab's, AngelSlim's and SpecForge's (`LlamaForCausalLMEagle3`): the layer is `midlayer` or `layers.0`, and the
+embedding is the target's. DeepSpec's (`Qwen3Eagle3Model`): q/k norm, the target's layers by number, copies of its
+embedding and head. vLLM's speculators (`speculators_model_type` is `eagle3`): the layer's settings lie in
+`transformer_layer_config`.
+
+`d2t` says what the draft tokens are: target id = draft id + d2t[draft id]; `t2d` says the same the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from failfast_jax.checkpoints import mapping, safetensors
+from failfast_jax.checkpoints.mapping import Row, StoredTensor
+from failfast_jax.checkpoints.parameters import Skeleton
+from failfast_jax.errors import CheckpointError, ConfigError
+from failfast_jax.files import read_json
+from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
+from failfast_jax.models.transformer import Decoder
+
+LLAMA, DEEPSPEC = "LlamaForCausalLMEagle3", "Qwen3Eagle3Model"
+ARCHITECTURES = (LLAMA, DEEPSPEC, "Eagle3Speculator", "Eagle3DraftModel")
+DRAFT_IDS, TARGET_IDS = "d2t", "t2d"
+
+
+def is_eagle_folder(raw_config: Mapping[str, Any]) -> bool:
+    """Whether this is the `config.json` of an EAGLE-3 drafter."""
+    # SafeAILab's first folders call themselves Llama; a Llama has no draft vocabulary.
+    renamed = raw_config.get("model_type") == "llama" and "draft_vocab_size" in raw_config
+    return renamed or any(name in ARCHITECTURES for name in raw_config.get("architectures") or ())
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    named = raw.get("architectures")
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else LLAMA
+
+
+def load_eagle(folder: Path, target: Decoder, target_name: str = "the target") -> BoundEagle:
+    """Reads a drafter, in the dtype of the target that it drafts for.
+
+    Raises:
+      CheckpointError: missing, unexpected, mis-shaped or damaged tensors, or only pickled ones.
+      ConfigError: a configuration that cannot be served, or a drafter of another target.
+    """
+    config = parse_config(read_json(folder / "config.json"), target.config, folder, target_name)
+    tensors = safetensors.folder_tensors(folder, safetensors.DTYPES | safetensors.INTEGERS)
+    draft_ids = _draft_ids(config, tensors, folder)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in (DRAFT_IDS, TARGET_IDS)}
+    dtype = np.dtype(target.dtype)
+    skeleton = Skeleton.made_by(lambda: Eagle(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    shapes = dict(skeleton.shapes)
+    if "embed_tokens.weight" in tensors:
+        shapes["embed"] = target.embed.shape
+    prefix = "midlayer." if any(name.startswith("midlayer.") for name in tensors) else "layers.{layer}."
+    plan = mapping.make_plan(_table(prefix), shapes, tensors, config.base, folder)
+    values = {name: jax.device_put(plan.assemble(name, shape, dtype)) for name, shape in skeleton.shapes.items()}
+    embed, own_embed = target.embed[...], False
+    if "embed" in shapes:
+        stored = plan.assemble("embed", shapes["embed"], dtype)
+        own_embed = not np.array_equal(stored, np.asarray(embed))
+        embed = jax.device_put(stored) if own_embed else embed
+    return BoundEagle(skeleton.filled(values), embed, jax.device_put(draft_ids), own_embed)
+
+
+def _table(prefix: str) -> mapping.Table:
+    return mapping.Table(
+        (
+            Row("embed_tokens.weight", "embed"),
+            Row("fc.weight", "fc.weight"),
+            *mapping.layer_rows(prefix),
+            Row(prefix + "hidden_norm.weight", "layers.{layer}.hidden_norm.weight"),
+            Row("norm.weight", "norm.weight"),
+            Row("lm_head.weight", "head.weight"),
+        ),
+        ignored=r".*rotary_emb\.inv_freq",
+    )
+
+
+def _draft_ids(config: EagleConfig, tensors: Mapping[str, StoredTensor], folder: Path) -> np.ndarray:
+    """Token id of each draft token."""
+    count, vocab = config.draft_vocab, config.base.vocab_size
+    ids = np.arange(count, dtype=np.int64)
+    stored = tensors.get(DRAFT_IDS)
+    if stored is None:
+        if count < vocab:
+            raise CheckpointError(
+                f"{folder}: tensor {DRAFT_IDS} is missing: it says which of the {vocab} tokens the {count} are that "
+                "this drafter drafts"
+            )
+        return ids.astype(np.int32)
+    if stored.shape != (count,) or stored.dtype not in (np.int64, np.int32):
+        raise CheckpointError(
+            f"{stored.file}: tensor {DRAFT_IDS} is {stored.dtype} {list(stored.shape)}, not {count} integers"
+        )
+    ids = ids + stored.read(0, count)
+    if ids.min() < 0 or ids.max() >= vocab or len(np.unique(ids)) < count:
+        raise CheckpointError(f"{stored.file}: tensor {DRAFT_IDS} does not name {count} of {vocab} tokens")
+    return ids.astype(np.int32)
+
+
+def parse_config(raw: Mapping[str, Any], target: ModelConfig, folder: Path, target_name: str) -> EagleConfig:
+    """Reads `config.json`.
+
+    Raises:
+      ConfigError: a key is missing, or has a value that cannot be served; or the drafter is one of another target.
+    """
+    where = str(folder / "config.json")
+    architecture = _architecture(raw)
+    if "transformer_layer_config" in raw:
+        inner, layers = _speculators(raw, target, where)
+    elif architecture == DEEPSPEC:
+        inner, layers = dict(raw), _layer_ids(raw, "target_layer_ids", where)
+    else:
+        # What a Llama of this name may say of layers is its target's number of them; there is always one.
+        inner, layers = {**raw, "model_type": "llama", "num_hidden_layers": 1}, _default_layers(target)
+        named = raw.get("eagle_config")
+        if isinstance(named, Mapping) and named.get("eagle_aux_hidden_state_layer_ids"):
+            layers = _layer_ids(named, "eagle_aux_hidden_state_layer_ids", where)
+    base = ModelConfig.from_dict({**inner, "tie_word_embeddings": False, "use_sliding_window": False}, where)
+    if base.num_layers != 1:
+        raise ConfigError(f"{where}: {base.num_layers} layers; an EAGLE-3 drafter has one")
+    _check_target(base, layers, raw, target, f"{folder}", target_name)
+    count = raw.get("draft_vocab_size") or base.vocab_size
+    if type(count) is not int or not 1 <= count <= base.vocab_size:
+        raise ConfigError(f"{where}: draft_vocab_size {count!r}: must be between 1 and {base.vocab_size}")
+    chain = raw.get("ttt_length") if architecture == DEEPSPEC else _proposed(raw)
+    if chain is not None and (type(chain) is not int or chain < 1):
+        raise ConfigError(f"{where}: a chain of {chain!r} tokens: must be a positive integer")
+    return EagleConfig(base, layers, count, chain, normed_residual=bool(raw.get("norm_before_residual", False)))
+
+
+def _default_layers(target: ModelConfig) -> tuple[int, ...]:
+    """What EAGLE-3 reads unless told otherwise: the inputs of layers 2, N // 2 and N - 3 of N."""
+    count = target.num_layers
+    return 1, count // 2 - 1, count - 4
+
+
+def _speculators(raw: Mapping[str, Any], target: ModelConfig, where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+    inner, key = raw["transformer_layer_config"], "eagle_aux_hidden_state_layer_ids"
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"{where}: key 'transformer_layer_config' must be an object, got {inner!r}")
+    for name in ("norm_before_fc", "fc_norm"):
+        if raw.get(name):
+            raise ConfigError(f"{where}: {name}=true is not supported")
+    if raw.get(key) is None:
+        return dict(inner), _default_layers(target)
+    # vLLM counts the embedding as 0: its id is the number of the layer that the output goes into.
+    return dict(inner), tuple(layer - 1 for layer in _layer_ids(raw, key, where))
+
+
+def _proposed(raw: Mapping[str, Any]) -> int | None:
+    """Of vLLM's speculators: how long the chains are that the drafter was trained to propose."""
+    settings = raw.get("speculators_config")
+    methods = settings.get("proposal_methods") if isinstance(settings, Mapping) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    return first.get("speculative_tokens") if isinstance(first, Mapping) else None
+
+
+def _layer_ids(raw: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
+    layers = raw.get(key)
+    if not isinstance(layers, list) or not layers or not all(type(layer) is int and layer >= -1 for layer in layers):
+        raise ConfigError(f"{where}: key {key!r} must be a list of layer numbers, got {layers!r}")
+    return tuple(layers)
+
+
+def _check_target(
+    base: ModelConfig,
+    layers: tuple[int, ...],
+    raw: Mapping[str, Any],
+    target: ModelConfig,
+    name: str,
+    target_name: str,
+) -> None:
+    """Raises ConfigError: a drafter that was made for another target; both are named."""
+    for what, here, there in (
+        ("hidden size", raw.get("target_hidden_size") or base.hidden_size, target.hidden_size),
+        ("hidden size", base.hidden_size, target.hidden_size),
+        ("layers", raw.get("num_target_layers") or target.num_layers, target.num_layers),
+        ("vocabulary", base.vocab_size, target.vocab_size),
+    ):
+        if here != there:
+            raise ConfigError(f"{name}: drafts for a target with {what} {here}; {target_name} has {there}")
+    if max(layers) >= target.num_layers or min(layers) < -1:
+        raise ConfigError(
+            f"{name}: reads the target's layers {', '.join(map(str, layers))}; {target_name} has {target.num_layers}"
+        )

@@ -1,0 +1,365 @@
+"""The method `eagle3`: chains and dynamic trees of an EAGLE-3 drafter (arXiv:2503.01840, the tree is EAGLE-2's).
+
+The newest pair with known features, (last committed token, features before it), is computed when a round is
+committed, together with the pairs of whatever was accepted: a draft begins with its hidden state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from failfast_jax.decoding.branches import when
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.expand import Chunk, Growth, expand
+from failfast_jax.decoding.proposal import no_extras, propose, refuse_begun
+from failfast_jax.decoding.state import Committed, Draft
+from failfast_jax.decoding.stopping import Never, StopRule
+from failfast_jax.decoding.windows import gather_rows, gather_window
+from failfast_jax.drafters.tree import best_nodes
+from failfast_jax.errors import OptionError
+from failfast_jax.models.cache import KVCache
+from failfast_jax.models.drafter_model import EAGLE
+from failfast_jax.models.eagle import BoundEagle, Level
+from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option, require
+
+TREE_BUDGET, TREE_DEPTH, TREE_TOP_K = 59, 5, 10
+"""SafeAILab's: 60 tokens with the root."""
+
+
+@flax.struct.dataclass
+class EagleState:
+    """State of the drafter."""
+
+    cache: KVCache
+    """Of the pairs at positions 0 .. length - 2, all with their features; anything behind."""
+    hidden: Float[Array, "B E"]
+    """What the network made of the last of these pairs; anything where there is none (length 1)."""
+    memory: Any
+    """The stopping rule's."""
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class EagleDrafter(Drafter):
+    """What chains and trees share: the model, and pairs that are final once the target has seen their tokens."""
+
+    model: BoundEagle
+    rule: StopRule = Never()
+
+    @property
+    def has_model(self) -> bool:
+        return True
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.model.feature_layers
+
+    def init(self, batch, capacity):
+        return EagleState(
+            cache=self.model.init_cache(batch, capacity),
+            hidden=jnp.zeros((batch, self.model.config.base.hidden_size), self.model.dtype),
+            memory=self.rule.init(batch),
+        )
+
+    def prefill(self, state, committed, start, width, features):
+        starts = jnp.full_like(committed.length, start)
+        # The last chunk may end with the buffer, and its last pair's token lies behind.
+        tokens = gather_window(jnp.pad(committed.tokens, ((0, 0), (0, 1))), starts + 1, width)
+        return self._seen(state, tokens, features, starts, start + width, committed.length - 2 - start)
+
+    def commit(self, state, outcome):
+        before, after = outcome.before, outcome.after
+        width, starts = outcome.features.shape[1], before.length - 1
+        tokens = gather_window(after.tokens, before.length, width)
+        live = jnp.max(jnp.where(before.running, starts + width, 0))
+        state = state.replace(memory=self.rule.learn(state.memory, outcome))
+        return self._seen(state, tokens, outcome.features, starts, live, after.length - before.length - 1)
+
+    def _seen(
+        self,
+        state: EagleState,
+        tokens: Int[Array, "B W"],
+        features: Float[Array, "B W F E"],
+        start: Int[Array, " B"],
+        live: Int[Array, ""],
+        newest: Int[Array, " B"],
+    ) -> EagleState:
+        """With the pairs at positions `start ...`; `newest` is the last final one of them, if it is one of them."""
+        model, width = self.model, tokens.shape[1]
+        out, cache = model.network.pairs(model.embed[tokens], model.network.fused(features), state.cache, start, live)
+        inside = (newest >= 0) & (newest < width)
+        hidden = gather_rows(out, jnp.clip(newest, 0, width - 1)[:, None])[:, 0]
+        return state.replace(cache=cache, hidden=jnp.where(inside[:, None], hidden, state.hidden))
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class EagleChain(EagleDrafter):
+    """Drafts one token a pass: `spec_len` tokens, and on while its rule lets it and another chunk fits `max_spec_len`.
+
+    Greedy at every temperature, unless `sampled`.
+    """
+
+    spec_len: int = flax.struct.field(pytree_node=False)
+    max_spec_len: int = flax.struct.field(pytree_node=False)
+    sampled: bool = flax.struct.field(pytree_node=False, default=False)
+    """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
+
+    @property
+    def max_draft(self) -> int:
+        return self.draft_lengths[-1]
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        return tuple(range(self.spec_len, self.max_spec_len + 1, self.spec_len))
+
+    @property
+    def window(self) -> int:
+        return self.max_draft + 1
+
+    def draft(self, state, committed, begun=None):
+        """As the interface says, but a begun draft stays as it is: its pairs would have to be made one by one."""
+        refuse_begun(begun, sampled=self.sampled, alternatives=0)
+        drafting = committed.running & (committed.length > 1)
+        if begun is not None:
+            drafting &= begun.length == 0
+        batch, vocab = committed.length.shape[0], self.model.embed.shape[0]
+
+        def one_pass(growth: Growth) -> tuple[Chunk, tuple[KVCache, Array]]:
+            # All drafts that grow have the same length: the first token comes of what is known.
+            behind_first = jnp.any(growth.growing & (growth.drafted > 0))
+            model = when(behind_first, functools.partial(self._over_newest, committed, growth), growth.model)
+            logits = self.model.network.logits_of(model[1])[:, None]
+            if self.sampled:  # of the target's ids, as the distributions are
+                logits = jnp.full((batch, 1, vocab), -jnp.inf).at[..., self.model.draft_ids].set(logits)
+            positions = (committed.length + growth.drafted)[:, None]
+            tokens, confidence, extras = propose(logits, positions, committed.sampling, sampled=self.sampled)
+            if not self.sampled:
+                tokens = self.model.draft_ids[tokens]
+            return Chunk(tokens, confidence, jnp.ones_like(growth.drafted), extras), model
+
+        draft, (cache, _) = expand(
+            one_pass,
+            self.rule,
+            state.memory,
+            (state.cache, state.hidden),
+            committed.replace(running=drafting),
+            begun=Draft.empty(batch, 0),
+            chunk=self.spec_len,
+            longest=self.max_draft,
+            extras=no_extras(batch, self.max_draft, vocab, sampled=self.sampled),
+        )
+        return draft, state.replace(cache=cache)
+
+    def _over_newest(
+        self, committed: Committed, growth: Growth, carry: tuple[KVCache, Float[Array, "B E"]]
+    ) -> tuple[KVCache, Float[Array, "B E"]]:
+        """The pass over each draft's newest token."""
+        cache, hidden = carry
+        newest = jnp.maximum(growth.drafted - 1, 0)  # a draft of no tokens must not touch final pairs
+        start = committed.length - 1 + newest
+        tokens = jnp.take_along_axis(growth.tokens, newest[:, None], axis=1)
+        live = jnp.max(jnp.where(growth.growing, start + 1, 0))
+        out, cache = self.model.network.pairs(self.model.embed[tokens], hidden[:, None], cache, start, live)
+        return cache, out[:, 0]
+
+
+@flax.struct.dataclass
+class _Growing:
+    """A tree while it grows: the carry of its passes. Candidates are numbered as they are made."""
+
+    tokens: Int[Array, "B C"]
+    parent: Int[Array, "B C"]
+    """Number of a candidate's parent; -1: the root."""
+    score: Float[Array, "B C"]
+    """Log-probability of the path that ends there."""
+    probability: Float[Array, "B C"]
+    """Of the token behind its parent."""
+    beams: Int[Array, "B k"]
+    """Candidates that the next pass goes over, by falling score."""
+    hidden: Float[Array, "B k E"]
+    """What each beam's parent made: the beams' hidden states."""
+    sees: Bool[Array, "B k S"]
+    """Slots of the tree that each beam sees."""
+    cache: KVCache
+
+    def with_candidates(
+        self, at: int | Int[Array, ""], ids: Array, parent: Array, score: Array, probability: Array
+    ) -> _Growing:
+        """With new candidates `[B, n]` from number `at` on."""
+
+        def put(buffer: Array, new: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), at, axis=1)
+
+        return self.replace(
+            tokens=put(self.tokens, ids),
+            parent=put(self.parent, parent),
+            score=put(self.score, score),
+            probability=put(self.probability, probability),
+        )
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class EagleTree(EagleDrafter):
+    """Drafts a tree: the `top_k` best first tokens, then `depth` passes, each over the `top_k` best nodes that the pass
+    before made. Of all that came up, the `budget` most probable nodes are verified."""
+
+    budget: int = flax.struct.field(pytree_node=False)
+    """Nodes without the root."""
+    depth: int = flax.struct.field(pytree_node=False)
+    top_k: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def max_draft(self) -> int:
+        """All nodes: the verify pass is as wide."""
+        return self.budget
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        return (self.budget,)
+
+    @property
+    def longest(self) -> int:
+        """Most nodes of a path."""
+        return min(self.depth + 1, self.budget)
+
+    @property
+    def window(self) -> int:
+        return max(self.depth * self.top_k, self.longest + 1)
+
+    @property
+    def drafts_trees(self) -> bool:
+        return True
+
+    @property
+    def _levels(self) -> np.ndarray:
+        """Depth of each candidate; the root's children have 1."""
+        return np.repeat(np.arange(self.depth + 1) + 1, [self.top_k, *[self.top_k**2] * self.depth])
+
+    def draft(self, state, committed, begun=None):
+        self._refuse(begun)
+        grown = jax.lax.fori_loop(
+            0, self.depth, functools.partial(self._pass, committed.length - 1), self._first(state, committed)
+        )
+        room = jnp.where(committed.running & (committed.length > 1), committed.room, 0)
+        value = jnp.where(self._levels <= room[:, None], grown.score, -jnp.inf)
+        tree, chosen = best_nodes(value, grown.tokens, grown.parent, self.budget)
+        tokens, confidence, length = self._path(grown, chosen)
+        passes = jnp.where(length > 0, self.depth + 1, 0)
+        draft = Draft(tokens=tokens, confidence=confidence, length=length, passes=passes, tree=tree)
+        return draft, state.replace(cache=grown.cache)
+
+    def _first(self, state: EagleState, committed: Committed) -> _Growing:
+        """The root's children."""
+        batch, k, count = committed.length.shape[0], self.top_k, self._levels.size
+        score, ids = self._best(state.hidden)
+        growing = _Growing(
+            tokens=jnp.zeros((batch, count), jnp.int32),
+            parent=jnp.full((batch, count), -1),
+            score=jnp.zeros((batch, count)),
+            probability=jnp.zeros((batch, count)),
+            beams=jnp.broadcast_to(jnp.arange(k), (batch, k)),
+            hidden=jnp.broadcast_to(state.hidden[:, None], (batch, k, state.hidden.shape[-1])),
+            sees=jnp.broadcast_to(jnp.eye(k, self.depth * k, dtype=bool), (batch, k, self.depth * k)),
+            cache=state.cache,
+        )
+        return growing.with_candidates(0, ids, jnp.full((batch, k), -1), score, jnp.exp(score))
+
+    def _best(self, hidden: Float[Array, "*R E"]) -> tuple[Float[Array, "*R k"], Int[Array, "*R k"]]:
+        """Log-probabilities and token ids of what most probably comes next, by falling probability."""
+        logits = jax.nn.log_softmax(self.model.network.logits_of(hidden), -1)
+        score, ids = jax.lax.top_k(logits, self.top_k)
+        return score, self.model.draft_ids[ids]
+
+    def _pass(self, first: Int[Array, " B"], index: Int[Array, ""], growing: _Growing) -> _Growing:
+        """One pass over the beams. `first`: the position, and the slot, of the root's children."""
+        batch, k = growing.beams.shape
+        start = first + index * k
+        level = Level(jnp.broadcast_to((first + index)[:, None], (batch, k)), first, growing.sees)
+        embedded = self.model.embed[jnp.take_along_axis(growing.tokens, growing.beams, axis=1)]
+        hidden, cache = self.model.network.pairs(
+            embedded, growing.hidden, growing.cache, start, jnp.max(start) + k, level
+        )
+        score, ids = self._best(hidden)
+        probability = jnp.exp(score).reshape(batch, -1)
+        score = (jnp.take_along_axis(growing.score, growing.beams, axis=1)[..., None] + score).reshape(batch, -1)
+        number = k + index * k * k
+        growing = growing.with_candidates(
+            number, ids.reshape(batch, -1), jnp.repeat(growing.beams, k, axis=1), score, probability
+        )
+        _, chosen = jax.lax.top_k(score, k)
+        parent = chosen // k
+        own_slots = jnp.arange(self.depth * k) == ((index + 1) * k + jnp.arange(k))[:, None]
+        return growing.replace(
+            beams=number + chosen,
+            hidden=gather_rows(hidden, parent),
+            sees=jnp.take_along_axis(growing.sees, parent[..., None], axis=1) | own_slots,
+            cache=cache,
+        )
+
+    def _path(
+        self, grown: _Growing, chosen: Int[Array, "B n"]
+    ) -> tuple[Int[Array, "B M"], Float[Array, "B M"], Int[Array, " B"]]:
+        """Tokens, confidences and length of the tree's longest path; of several, the one that was made first."""
+        levels = jnp.asarray([*self._levels, 0])
+        depth = levels[chosen]
+        length = jnp.max(depth, axis=1)
+        node = jnp.take_along_axis(chosen, jnp.argmax(depth, axis=1)[:, None], axis=1)
+        tokens, confidence = [], []
+        for level in range(self.longest, 0, -1):
+            here = levels[node] == level
+            at = jnp.minimum(node, self._levels.size - 1)
+            parent, *found = (
+                jnp.take_along_axis(of, at, axis=1) for of in (grown.parent, grown.tokens, grown.probability)
+            )
+            tokens.append(jnp.where(here, found[0], 0))
+            confidence.append(jnp.where(here, found[1], 0.0))
+            # The root has no level: -1 is the last of them.
+            node = jnp.where(here, jnp.where(parent < 0, self._levels.size, parent), node)
+        return jnp.concatenate(tokens[::-1], axis=1), jnp.concatenate(confidence[::-1], axis=1), length
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Options(MethodOptions):
+    """Options of `eagle3`."""
+
+    summary = "an EAGLE-3 drafter: chains of tokens, or trees of the most probable ones"
+    kinds = (EAGLE,)
+    samples = True
+
+    spec_len: int | None = option(
+        None, "draft chains of n tokens (where the drafter was trained for them, as many; else trees)", least=1, most=64
+    )
+    tree_budget: int | None = option(None, f"verify a tree of n tokens ({TREE_BUDGET})", least=1, most=LONGEST_DRAFT)
+    tree_depth: int | None = option(
+        None, f"passes behind the first that a tree grows by ({TREE_DEPTH})", least=1, most=32
+    )
+    tree_top_k: int | None = option(None, f"nodes that each of them goes over ({TREE_TOP_K})", least=1, most=64)
+
+    @property
+    def _asks_for_a_tree(self) -> bool:
+        return bool(self.tree_budget or self.tree_depth or self.tree_top_k)
+
+    def check(self) -> None:
+        said = "a chain has no --tree-budget, --tree-depth or --tree-top-k"
+        require(not (self.spec_len and self._asks_for_a_tree), f"--spec-len {self.spec_len}", said)
+
+    def build(self, site: Site) -> EagleDrafter:
+        length = self.spec_len or (None if self._asks_for_a_tree else site.model.config.chain)
+        if length:
+            return EagleChain(model=site.model, spec_len=length, max_spec_len=length, sampled=site.sampled)
+        if site.sampled:
+            raise OptionError("--acceptance rejection: a tree is not sampled from left to right; --spec-len n: a chain")
+        said = "a tree's keys lie at other places of the cache than vanilla's; --spec-len n drafts chains"
+        require(not site.exact, "--exact", said)
+        depth, top_k = self.tree_depth or TREE_DEPTH, self.tree_top_k or TREE_TOP_K
+        most = site.model.config.draft_vocab
+        require(top_k <= most, f"--tree-top-k {top_k}", f"this drafter drafts {most} different tokens")
+        budget = min(self.tree_budget or TREE_BUDGET, top_k + depth * top_k**2)
+        return EagleTree(model=site.model, budget=budget, depth=depth, top_k=top_k)

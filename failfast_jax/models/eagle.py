@@ -1,0 +1,217 @@
+"""EAGLE-3's drafter network (arXiv:2503.01840): one layer that predicts from pairs of a token and a hidden state.
+
+The pair at position i is (token i + 1, h_i) and predicts token i + 2. h_i is made of the target's features at i where
+they are known; where they are not it is the network's own output for the pair that proposed token i + 1. So a draft
+grows by one pass a token, and once the target has seen the tokens their pairs are computed again.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from failfast_jax.models import quantization
+from failfast_jax.models.attention import LayerCache, Window, attend
+from failfast_jax.models.cache import KVCache
+from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.drafter_model import EAGLE, Kind
+from failfast_jax.models.layers import MLP, Attend, Attention, Linear, RMSNorm
+from failfast_jax.models.rope import rotary
+from failfast_jax.models.sharding import ONE_DEVICE, Execution
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleConfig:
+    """Shape of an EAGLE-3 drafter.
+
+    Attributes:
+      base: sizes of its one layer, rotary embedding, and the vocabulary of its target.
+      feature_layers: target layers (0-based; -1: the embedding) whose outputs are a pair's features.
+      draft_vocab: tokens that it may draft.
+      chain: tokens of the chains that training unrolled; None: its publishers draft trees.
+      normed_residual: whether the normed hidden state, and not the hidden state itself, is the layer's residual.
+    """
+
+    base: ModelConfig
+    feature_layers: tuple[int, ...]
+    draft_vocab: int
+    chain: int | None = None
+    normed_residual: bool = False
+
+
+class EagleLayer(nnx.Module):
+    """A decoder layer whose attention reads token and hidden state side by side; named like `layers.Layer`."""
+
+    def __init__(self, config: EagleConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        base = config.base
+        norm = functools.partial(RMSNorm, base.hidden_size, base.rms_norm_eps, dtype)
+        self.normed_residual = config.normed_residual
+        self.input_norm, self.hidden_norm, self.post_norm = norm(), norm(), norm()
+        self.attention = Attention(base, dtype, rngs, in_size=2 * base.hidden_size)
+        self.mlp = MLP(base, dtype, rngs)
+
+    @jax.named_scope("layer")
+    def __call__(
+        self, embedded: Float[Array, "*R E"], hidden: Float[Array, "*R E"], attend: Attend
+    ) -> tuple[Float[Array, "*R E"], Any]:
+        """The hidden states of the next pairs, and what `attend` carries."""
+        normed = self.hidden_norm(hidden)
+        mixed, carry = self.attention(jnp.concatenate([self.input_norm(embedded), normed], -1), attend)
+        x = (normed if self.normed_residual else hidden) + mixed
+        return x + self.mlp(self.post_norm(x)), carry
+
+
+@flax.struct.dataclass
+class Level:
+    """Where the pairs of one pass stand if they are a level of a tree: their positions are not their slots."""
+
+    positions: Int[Array, "B W"]
+    first: Int[Array, " B"]
+    """Cache slot of the tree's first pair."""
+    visible: Bool[Array, "B W C"]
+    """Which of the slots from there on each pair sees: its ancestors and itself."""
+
+
+class Eagle(nnx.Module):
+    """The drafter's own parameters; see the module's docstring."""
+
+    def __init__(self, config: EagleConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        size = config.base.hidden_size
+        make = functools.partial(Linear, bias=False, dtype=dtype, rngs=rngs)
+        self.config = config
+        self.execution = ONE_DEVICE
+        self.fc = make((size,), size * len(config.feature_layers))
+        self.layers = nnx.List([EagleLayer(config, dtype, rngs)])
+        self.norm = RMSNorm(size, config.base.rms_norm_eps, dtype)
+        self.head = make((config.draft_vocab,), size)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.norm.weight[...].dtype
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache.zeros(self.config.base, batch, capacity, self.dtype)
+
+    @jax.named_scope("fuse")
+    def fused(self, features: Float[Array, "*R F E"]) -> Float[Array, "*R E"]:
+        """Hidden states of pairs whose features are known."""
+        return self.fc(features.reshape(*features.shape[:-2], -1).astype(self.dtype))
+
+    def pairs(
+        self,
+        embedded: Float[Array, "B W E"],
+        hidden: Float[Array, "B W E"],
+        cache: KVCache,
+        start: Int[Array, " B"],
+        live: Int[Array, ""],
+        level: Level | None = None,
+    ) -> tuple[Float[Array, "B W E"], KVCache]:
+        """One pass over pairs at slots `start .. start + W - 1` of each sequence, whose keys and values it writes.
+
+        Args:
+          embedded: embeddings of the pairs' tokens.
+          live: leading slots to read, at least `max(start) + W` over the rows whose result matters.
+          level: the pairs are a level of a tree; None: they stand at the positions `start ...`.
+
+        Returns:
+          Hidden states of the pairs behind (see `logits_of`), and the cache.
+        """
+        # A drafter as small as this is computed whole on every device of a mesh.
+        run = self.execution.per_device(Eagle._pairs, P(), P())
+        return run(self, embedded, hidden, cache, start, live, level)
+
+    def _pairs(self, embedded, hidden, cache, start, live, level):
+        base = self.config.base
+        positions = start[:, None] + jnp.arange(embedded.shape[1]) if level is None else level.positions
+        tree = {} if level is None else {"first": level.first, "visible": level.visible}
+        window = Window(*rotary(base, positions), start, live, **tree)
+        layer_cache: LayerCache = (cache.k[0], cache.v[0])
+        kernel = self.execution.resolved(self.dtype, base.head_dim)
+        here = functools.partial(attend, cache=layer_cache, window=window, kernel=kernel)
+        out, (k, v) = self.layers[0](embedded.astype(self.dtype), hidden, here)
+        return out, KVCache(k=(k,), v=(v,))
+
+    @jax.named_scope("head")
+    def logits_of(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R v"]:
+        """Float32 logits over the draft vocabulary of hidden states that `pairs` returned."""
+        run = self.execution.per_device(lambda model, x: model.head(model.norm(x), jnp.float32), P(), P())
+        return run(self, hidden)
+
+
+@flax.struct.dataclass
+class BoundEagle:
+    """An EAGLE-3 drafter with an embedding and the tokens it drafts; a `drafter_model.DrafterModel`."""
+
+    network: Eagle
+    embed: Float[Array, "V E"] | None
+    """Its target's, if its own is the same or there is none."""
+    draft_ids: Int[Array, " v"]
+    """Token id of each row of the head."""
+    own_embed: bool = flax.struct.field(pytree_node=False, default=False)
+    """Whether the embedding is not its target's."""
+    kind: ClassVar[Kind] = EAGLE
+    method: ClassVar[str] = "eagle3"
+    context: ClassVar[None] = None
+    rows: ClassVar[None] = None
+
+    @property
+    def config(self) -> EagleConfig:
+        return self.network.config
+
+    @property
+    def execution(self) -> Execution:
+        return self.network.execution
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.network.dtype
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.config.feature_layers
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        return self.network.init_cache(batch, capacity)
+
+    def shares_tokens(self, target: ModelConfig) -> bool:
+        return True
+
+    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = True) -> BoundEagle:
+        """With its execution set, whole on every device of a mesh; a target's embedding stays spread like it."""
+        network = copy.copy(self.network)
+        network.execution = Execution(kernel=kernel, mesh=mesh)
+        model = self.replace(network=network)
+        if mesh is None:
+            return model
+        everywhere = NamedSharding(mesh, P())
+        if self.own_embed:
+            return jax.device_put(model, everywhere)
+        return jax.device_put(model.replace(embed=None), everywhere).replace(embed=self.embed)
+
+    def quantized(self, scheme: str = "int8") -> BoundEagle:
+        """With the matrices of its network quantised, not its embedding.
+
+        Raises:
+          OptionError: see `quantization.check`.
+        """
+        quantization.check(scheme)
+        return self.replace(network=quantization.with_rounded_matrices(self.network))
+
+    def shape_key(self) -> dict[str, Any]:
+        config = dataclasses.asdict(self.config) | {"feature_layers": list(self.feature_layers)}
+        del config["base"]
+        return {**self.config.base.shape_key(), **config}
+
+    def own_parameters(self) -> list[jax.Array]:
+        return jax.tree.leaves((self.network, self.embed if self.own_embed else None))

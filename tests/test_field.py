@@ -1,15 +1,20 @@
 """Published models and drafters against what the public code computed on them (see tests/fixtures/golden/README.md)."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
+from safetensors.numpy import load_file, save_file
 
 from failfast_jax import FailFast, load_model
+from failfast_jax.checkpoints.dspark import load_dspark
+from failfast_jax.checkpoints.pair import read_pair
 from failfast_jax.decoding import BelowThreshold
 from failfast_jax.drafters.wide import Wide
-from failfast_jax.errors import OptionError
+from failfast_jax.errors import CheckpointError, ConfigError, OptionError
+from failfast_jax.generate import main
 from failfast_jax.runtime import Request, Runtime
 
 pytestmark = pytest.mark.optimized
@@ -139,3 +144,73 @@ def test_block_drafters_draft_as_published(name, key):
         for ours, theirs in zip(result.rounds, rounds):
             assert ours.drafted == theirs["draft"] and ours.accepted == theirs["accepted"]
             np.testing.assert_allclose(ours.confidence, theirs.get("confidence", ours.confidence), atol=2e-4)
+
+
+@pytest.mark.parametrize("name, key", [("dflash_qwen3_a", None), ("dspark_gated_qwen3_a", "threshold_0.5")])
+def test_the_command_line_says_the_same(name, key, capsys):
+    prompt, output, rounds = published_rounds(name, key)[1]
+    ids = ",".join(map(str, prompt))
+    cut = ["--confidence-threshold", "0.5"] if key else []
+    command = ["--target", str(FIELD / "qwen3_a"), "--drafter", str(FIELD / name), "--token-ids", ids, *cut]
+    assert main([*command, "--max-new-tokens", "80", "--ignore-eos", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["method"] == name.split("_")[0] and said["output_ids"][: len(output)] == output
+    assert [round["drafted"] for round in said["rounds"][: len(rounds)]] == [round["draft"] for round in rounds]
+
+
+def drafter_folder(tmp_path, name: str, tensors: dict | None = None, **changes) -> Path:
+    """A copy of a published folder, with other tensors or keys of `config.json`; None removes a key."""
+    config = json.loads((FIELD / name / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps({key: v for key, v in config.items() if v is not None}))
+    save_file(load_file(FIELD / name / "model.safetensors") if tensors is None else tensors, tmp_path / WEIGHTS)
+    return tmp_path
+
+
+WEIGHTS = "model.safetensors"
+BAD_KEYS = [
+    ("dspark_qwen3_a", {"num_target_layers": 36}, "a target with layers 36; the target model has 8"),
+    ("dspark_qwen3_a", {"vocab_size": 151936}, "a target with vocabulary 151936; the target model has 160"),
+    ("dflash_qwen3_a", {"hidden_size": 128}, "a target with hidden size 128; the target model has 64"),
+    ("dspark_qwen3_a", {"target_layer_ids": [0, 8]}, "reads the target's layer 8; the target model has 8"),
+    ("dspark_qwen3_a", {"target_layer_ids": "all"}, "key 'target_layer_ids' must be a list of layer numbers"),
+    ("dflash_qwen3_a", {"dflash_config": None}, "key 'dflash_config.target_layer_ids' must be a list"),
+    ("dflash_qwen3_a", {"block_size": 1}, "key 'block_size' must be an integer of at least 2, got 1"),
+    ("dspark_qwen3_a", {"block_size": "7"}, "key 'block_size' must be an integer of at least 1, got '7'"),
+    ("dspark_qwen3_a", {"mask_token_id": 160}, "mask token 160 is outside the vocabulary of 160"),
+    ("dspark_qwen3_a", {"markov_head_type": "lstm"}, "markov_head_type 'lstm' is not supported"),
+    ("dspark_qwen3_a", {"markov_rank": 0}, "confidence_head_with_markov needs a Markov head"),
+    ("dspark_qwen3_a", {"markov_rank": 8}, "markov_head.markov_w1.weight is .160, 16.*not .160, 8"),
+    ("dspark_qwen3_a", {"layer_types": ["sliding_attention"] * 2}, "sliding_window must be a positive integer"),
+    ("dspark_qwen3_a", {"layer_types": ["full_attention"]}, "layer_types must name .* for 2 layers"),
+    ("dspark_qwen3_a", {"draft_vocab_size": 96}, "draft_vocab_size 96 needs the tensor d2t"),
+]
+
+
+@pytest.mark.parametrize("name, changes, message", BAD_KEYS)
+def test_bad_configurations_are_named(tmp_path, qwen3, name, changes, message):
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        read_pair(qwen3, drafter_folder(tmp_path, name, **changes), tokenizer=None)
+
+
+def test_damaged_folders_are_named(tmp_path, qwen3):
+    tensors = load_file(FIELD / "dspark_qwen3_a" / WEIGHTS)
+    for changed, message in (
+        ({k: v for k, v in tensors.items() if k != "fc.weight"}, "missing tensors: fc.weight"),
+        (tensors | {"gate.weight": tensors["norm.weight"]}, "unexpected tensors: gate.weight"),
+        (tensors | {"norm.weight": tensors["norm.weight"] * np.nan}, "tensor norm.weight holds NaN"),
+        (tensors | {"lm_head.weight": tensors["lm_head.weight"][1:]}, "lm_head.weight is .159, 64.*not .160, 64"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_dspark(drafter_folder(tmp_path, "dspark_qwen3_a", changed), qwen3)
+    file = drafter_folder(tmp_path, "dspark_qwen3_a") / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="truncated: tensor .* download it again"):
+        load_dspark(tmp_path, qwen3)
+    file.rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"only pickled weights .*weights_only=True"):
+        load_dspark(tmp_path, qwen3)
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    return load_model(FIELD / "qwen3_a")

@@ -39,7 +39,9 @@ def compiled(topology: str, method: str) -> dict:
     return json.loads(run("tests/tpu_compile.py", topology, method).splitlines()[-1])
 
 
-@pytest.mark.parametrize("method", ["failfast", "hybrid", "reuse", "trees", "lookup", "suffix"])
+@pytest.mark.parametrize(
+    "method", ["failfast", "hybrid", "reuse", "trees", "eagle-chain", "eagle-tree", "lookup", "suffix"]
+)
 @pytest.mark.parametrize("topology, device", [("v5e:1x1", "TPU v5 lite"), ("v6e:1x1", "TPU v6 lite")])
 def test_a_whole_answer_is_one_program_on_the_chip(topology, device, method):
     report = compiled(topology, method)

@@ -15,7 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 from checkpoint_files import GOLDEN
-from tiny_models import diffusion_config, random_bound, random_eagle, random_model, tiny_config
+from tiny_models import diffusion_config, random_bound, random_dspark, random_eagle, random_model, tiny_config
 
 from failfast_jax import FailFast
 from failfast_jax.errors import OptionError
@@ -43,6 +43,23 @@ def collectives(engine: FailFast) -> dict[str, int]:
     tokens, start = jax.numpy.zeros((1, 8), int), jax.numpy.zeros((1,), int)
     hlo = jax.jit(run, donate_argnums=1).lower(target, cache, tokens, start).compile().as_text()
     return {kind: len(re.findall(rf" {kind}(?:-start)?\(", hlo)) for kind in KINDS}
+
+
+def readers_of_features(target, expected: list[int]) -> dict[str, bool]:
+    """Whether drafters that are computed whole on every device lead to the expected text."""
+    makers = random_bound, random_eagle, random_dspark
+    bound, eagle, spark = (FailFast(target, make(target), tensor_parallel=4) for make in makers)
+    cases = {
+        "target-conditioned": (bound, {"lookup_min": 2}),
+        "DSpark": (spark, {}),
+        "EAGLE, chain": (eagle, {"spec_len": 3}),
+        "EAGLE, tree": (eagle, {"tree_budget": 7, "tree_depth": 2, "tree_top_k": 2}),
+    }
+    common = {"max_new_tokens": 20, "ignore_eos": True}
+    return {
+        name: engine.generate(PROMPTS[:1], **common, **options)[0].output_ids == expected
+        for name, (engine, options) in cases.items()
+    }
 
 
 def main() -> None:
@@ -80,16 +97,7 @@ def main() -> None:
     rounding = quantization.rounder(float_weight.sharding, 2).lower(float_weight).compile().as_text()
     report["rounding gathers"] = [kind for kind in KINDS if re.search(rf" {kind}(?:-start)?\(", rounding)]
 
-    bound = random_bound(target)
-    conditioned = FailFast(target, bound, tensor_parallel=4)
-    options = {"max_new_tokens": 20, "ignore_eos": True, "lookup_min": 2, "max_spec_len": 4}
-    report["target-conditioned"] = conditioned.generate(PROMPTS[:1], **options)[0].output_ids == expected[1][0]
-
-    spread = FailFast(target, random_eagle(target), tensor_parallel=4)
-    for name, options in (("chain", {"spec_len": 3}), ("tree", {"tree_budget": 7, "tree_depth": 2, "tree_top_k": 2})):
-        options = {"max_new_tokens": 20, "ignore_eos": True} | options
-        expected = answers(engines["1"], "vanilla", 1)[0]
-        report[f"EAGLE, {name}"] = spread.generate(PROMPTS[:1], **options)[0].output_ids == expected
+    report |= readers_of_features(target, expected[1][0])
 
     report["errors"] = []
     for options, prompts in (

@@ -24,20 +24,18 @@ def compiled(topology: str, *methods: str) -> dict:
     return json.loads(run("tests/tpu_compile.py", topology, *methods).splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    "topology, device, methods",
-    [
-        ("v5e:1x1", "TPU v5 lite", ("failfast", "hybrid", "reuse", "trees", "lookup", "suffix")),
-        pytest.param(
-            "v6e:1x1",
-            "TPU v6 lite",
-            ("failfast", "hybrid", "reuse", "trees", "lookup", "suffix"),
-            marks=pytest.mark.long,
-        ),
-    ],
+METHODS = (
+    *("failfast", "hybrid", "reuse", "trees", "ar", "lookup", "suffix"),
+    *("dspark", "dspark-failfast", "eagle-chain", "eagle-tree"),
 )
-def test_a_whole_answer_is_one_program_on_the_chip(topology, device, methods):
-    for method, report in compiled(topology, *methods).items():
+
+
+@pytest.mark.parametrize(
+    "topology, device",
+    [("v5e:1x1", "TPU v5 lite"), pytest.param("v6e:1x1", "TPU v6 lite", marks=pytest.mark.long)],
+)
+def test_a_whole_answer_is_one_program_on_the_chip(topology, device):
+    for method, report in compiled(topology, *METHODS).items():
         assert report["device"] == device, method
         assert report["entries"] == 1 and report["loops"] >= 2, method
         assert report["host_transfers"] == [] and report["host_bytes"] == 0, method

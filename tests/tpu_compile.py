@@ -94,8 +94,11 @@ VARIANTS = {
     "reuse": {"method": "failfast", "reuse": True},
     "trees": {"method": "failfast", "tree_budget": 63},
     "sampled": {"method": "failfast", "acceptance": "rejection"},
+    "dspark-failfast": {"method": "failfast", "max_spec_len": 14},
+    "eagle-chain": {"method": "eagle3", "spec_len": 7},
+    "eagle-tree": {"method": "eagle3"},
 }
-"""Options of `failfast` by the name under which a loop is asked for; other names are methods."""
+"""Requests by the name under which a loop is asked for; other names are methods."""
 
 
 def models(platform: str, method: str):
@@ -106,6 +109,8 @@ def models(platform: str, method: str):
 
     from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
     from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
+    from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel
+    from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
     from failfast_jax.models.sharding import Execution
     from failfast_jax.models.transformer import Decoder
 
@@ -118,14 +123,24 @@ def models(platform: str, method: str):
     sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "qkv_bias": True}
     config = ModelConfig("qwen2", **sizes)
     target = abstract(Decoder, config)
+    embed = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((128,), jnp.int32)
+    if method.startswith("eagle"):
+        eagle = EagleConfig(dataclasses.replace(config, num_layers=1, qkv_bias=False), (-1, 0, 1), 128)
+        return target, BoundEagle(network=abstract(Eagle, eagle), embed=embed, draft_ids=ids)
+    if method.startswith("dspark"):
+        base = dataclasses.replace(config, model_type="qwen3", qkv_bias=False, qk_norm=True)
+        options = {"markov": "rnn", "markov_rank": 128, "confidence": True, "confidence_sees_markov": True}
+        spark = DSparkConfig(base, 7, 511, (-1, 0, 1), 2, **options)
+        return target, DSparkModel(network=abstract(DSpark, spark), embed=embed, head=embed)
+    if method == "ar":
+        return target, target
     if method != "hybrid":
         return target, abstract(Decoder, ModelConfig(FAST_DLLM_MODEL_TYPE, **sizes, block_size=32, mask_token_id=511))
     # A drafter of one layer that reads the target's features.
     base = dataclasses.replace(config, num_layers=1)
     bound = ConditionedConfig(base, context_layers=(0,), fused_layers=(0, 1), rows=15, vocab=128)
     head = jax.ShapeDtypeStruct((bound.vocab, base.hidden_size), jnp.bfloat16)
-    ids = jax.ShapeDtypeStruct((bound.vocab,), jnp.int32)
-    embed = jax.ShapeDtypeStruct((config.vocab_size, base.hidden_size), jnp.bfloat16)
     return target, BoundConditioned(network=abstract(Conditioned, bound), embed=embed, head=head, draft_ids=ids)
 
 

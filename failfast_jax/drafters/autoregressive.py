@@ -53,8 +53,8 @@ class Autoregressive(Drafter):
     spec_len: int = flax.struct.field(pytree_node=False, default=10)
     max_spec_len: int | None = flax.struct.field(pytree_node=False, default=None)
     """Longest draft; None: all have `spec_len` tokens."""
-    first_width: int = flax.struct.field(pytree_node=False, default=4)
-    """Width of a pass over two tokens: the narrowest that the hardware likes."""
+    widths: tuple[int, ...] = flax.struct.field(pytree_node=False, default=(1, 4))
+    """Widths of a pass over one token and over two: the narrowest that the hardware likes."""
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
     """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
 
@@ -72,7 +72,7 @@ class Autoregressive(Drafter):
 
     @property
     def window(self) -> int:
-        return self.max_draft + self.first_width
+        return self.max_draft + self.widths[-1]
 
     def init(self, batch, capacity):
         return AutoregressiveState(
@@ -111,7 +111,7 @@ class Autoregressive(Drafter):
             # After a fully accepted draft two tokens are new, else one.
             two = jnp.any(growth.growing & (front - cached > 1))
             nothing = jnp.zeros((batch, 1, self.model.config.hidden_size), self.model.dtype)
-            hidden, cache = one_of(two, [over(1), over(self.first_width)], (nothing, cache))
+            hidden, cache = one_of(two, [over(width) for width in self.widths], (nothing, cache))
             logits = forbid(self.model.logits_of(hidden), None, self.vocab)
             tokens, confidence, extras = propose(logits, front[:, None], committed.sampling, sampled=self.sampled)
             model = growth.model.replace(cache=cache, cached=jnp.where(growth.growing, front, cached))
@@ -156,7 +156,7 @@ class AutoregressiveOptions(MethodOptions):
         common = {
             "model": site.model,
             "vocab": site.vocab,
-            "first_width": 4 if site.platform == "cpu" else 8,
+            "widths": (1, 4) if site.platform == "cpu" else (8,),
             "sampled": site.sampled,
         }
         if not self.dynamic:

@@ -27,7 +27,7 @@ from failfast_jax.drafters.tree import best_nodes
 from failfast_jax.errors import OptionError
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.drafter_model import EAGLE
-from failfast_jax.models.eagle import BoundEagle, Level
+from failfast_jax.models.eagle import ROWS, BoundEagle, Level
 from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option, require
 
 TREE_BUDGET, TREE_DEPTH, TREE_TOP_K = 59, 5, 10
@@ -121,7 +121,7 @@ class EagleChain(EagleDrafter):
 
     @property
     def window(self) -> int:
-        return self.max_draft + 1
+        return self.max_draft + ROWS
 
     def draft(self, state, committed, begun=None):
         """As the interface says, but a begun draft stays as it is: its pairs would have to be made one by one."""
@@ -231,7 +231,7 @@ class EagleTree(EagleDrafter):
 
     @property
     def window(self) -> int:
-        return max(self.depth * self.top_k, self.longest + 1)
+        return max(self.depth * self.top_k, self.longest + 1) + ROWS
 
     @property
     def drafts_trees(self) -> bool:

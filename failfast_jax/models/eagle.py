@@ -30,6 +30,9 @@ from failfast_jax.models.layers import MLP, Attend, Attention, Linear, RMSNorm
 from failfast_jax.models.rope import rotary
 from failfast_jax.models.sharding import ONE_DEVICE, Execution
 
+ROWS = 8
+"""On accelerators passes are padded to multiples of this."""
+
 
 @dataclasses.dataclass(frozen=True)
 class EagleConfig:
@@ -119,6 +122,8 @@ class Eagle(nnx.Module):
     ) -> tuple[Float[Array, "B W E"], KVCache]:
         """One pass over pairs at slots `start .. start + W - 1` of each sequence, whose keys and values it writes.
 
+        Up to `ROWS - 1` slots behind them are overwritten, too: accelerators compute whole tiles of rows.
+
         Args:
           embedded: embeddings of the pairs' tokens.
           live: leading slots to read, at least `max(start) + W` over the rows whose result matters.
@@ -132,15 +137,23 @@ class Eagle(nnx.Module):
         return run(self, embedded, hidden, cache, start, live, level)
 
     def _pairs(self, embedded, hidden, cache, start, live, level):
-        base = self.config.base
+        base, width = self.config.base, embedded.shape[1]
+        kernel = self.execution.resolved(self.dtype, base.head_dim)
+        if kernel != "reference" and width % ROWS:
+
+            def padded(x: Array) -> Array:
+                return jnp.pad(x, ((0, 0), (0, -width % ROWS), *[(0, 0)] * (x.ndim - 2)))
+
+            embedded, hidden = padded(embedded), padded(hidden)
+            if level is not None:
+                level = level.replace(positions=padded(level.positions), visible=padded(level.visible))
         positions = start[:, None] + jnp.arange(embedded.shape[1]) if level is None else level.positions
         tree = {} if level is None else {"first": level.first, "visible": level.visible}
         window = Window(*rotary(base, positions), start, live, **tree)
         layer_cache: LayerCache = (cache.k[0], cache.v[0])
-        kernel = self.execution.resolved(self.dtype, base.head_dim)
         here = functools.partial(attend, cache=layer_cache, window=window, kernel=kernel)
         out, (k, v) = self.layers[0](embedded.astype(self.dtype), hidden, here)
-        return out, KVCache(k=(k,), v=(v,))
+        return out[:, :width], KVCache(k=(k,), v=(v,))
 
     @jax.named_scope("head")
     def logits_of(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R v"]:

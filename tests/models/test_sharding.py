@@ -24,7 +24,7 @@ def report() -> dict:
 
 def test_every_split_gives_the_tokens_of_one_device(report):
     verdicts = {name: equal for name, equal in report.items() if isinstance(equal, bool)}
-    assert len(verdicts) == 7 and all(verdicts.values()), verdicts
+    assert len(verdicts) == 10 and all(verdicts.values()), verdicts
 
 
 def test_a_layer_costs_two_sums_over_devices_and_nothing_else(report):

@@ -30,15 +30,13 @@ def load_pair(
     target: str | os.PathLike | None = None,
     drafter: str | os.PathLike | None = None,
     *,
-    method: str | None,
+    method: str,
     schedule: str | None = None,
     share: FailFast | None = None,
     settings: str | os.PathLike | None = None,
     **options: Any,
 ) -> FailFast:
     """An engine for `method`, with the embedded models where none are named; loads no drafter it will not use.
-
-    None stands for the method of a drafter that is named.
 
     The embedded drafter drafts up to 7 tokens. The schedule `aligned` needs whole blocks and a cache of its own: with
     it the embedded target itself drafts, run block-causally and not trained to.
@@ -52,7 +50,7 @@ def load_pair(
     Raises:
       ValueError: a model is missing, unreadable or does not fit; the message names it.
     """
-    kinds = check_method(method or "failfast").kinds
+    kinds = check_method(method).kinds
     if settings is not None:
         if method != "failfast":
             raise OptionError(f"--settings {settings}: only --method failfast takes tuned settings, not {method}")

@@ -218,7 +218,7 @@ class FailFast:
         if config.method is not None:
             return config
         if self.drafter is not None:
-            return dataclasses.replace(config, method=getattr(self.drafter, "method", "failfast"))
+            return dataclasses.replace(config, method=self.drafter.method)
         if not self._said_default:
             logger.warning("no drafter and no method were named: --method lookup")
             self._said_default = True

@@ -122,15 +122,13 @@ def _summary(result) -> str:
     )
 
 
-def _default_method(args: argparse.Namespace) -> str | None:
-    """The method where none is named; None: the drafter's own, which it says once it is there."""
-    if args.drafter is None and args.target is not None:
-        return "lookup"
-    if args.drafter is None or args.settings is not None:
-        return "failfast"
-    from failfast_jax.checkpoints.pair import published_loader
+def _default_method(args: argparse.Namespace) -> str:
+    """The method where none is named."""
+    if args.drafter is None:
+        return "failfast" if args.target is None else "lookup"
+    from failfast_jax.checkpoints.pair import own_method
 
-    return None if published_loader(args.drafter) else "failfast"
+    return own_method(args.drafter)[1]
 
 
 def _config(args: argparse.Namespace) -> GenerationConfig:
@@ -143,8 +141,7 @@ def _config(args: argparse.Namespace) -> GenerationConfig:
         **{name: getattr(args, name) for name in common},
         options={name: getattr(args, name) for name in sorted(names)},
     )
-    if method is not None:
-        options_of(config, "cpu")
+    options_of(config, "cpu")
     if args.trace is not None and not args.trace.resolve().parent.is_dir():
         raise ValueError(f"--trace {args.trace}: no such folder")
     if method == "ar" and args.drafter is None:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.eagle import load_eagle
-from failfast_jax.checkpoints.pair import published_loader
+from failfast_jax.checkpoints.pair import own_method
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 from failfast_jax.generate import main
 
@@ -167,7 +167,7 @@ def test_layouts(copy):
     assert same(load(copy(tensors=renamed)), published)
     assert same(load(copy(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]})), published)
     assert same(load(copy(architectures=["LlamaForCausalLM"], num_hidden_layers=8)), published)
-    assert published_loader(copy(architectures=["LlamaForCausalLM"])) is load_eagle
+    assert own_method(copy(architectures=["LlamaForCausalLM"])) == ("eagle", "eagle3")
     inner = json.loads((FIELD / TREE / "config.json").read_text())
     del inner["architectures"], inner["draft_vocab_size"]
     proposals = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}]}

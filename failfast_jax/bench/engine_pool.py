@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench.datasets import stamp
-from failfast_jax.bench.variants import BASELINE, Variant
+from failfast_jax.bench.variants import BASELINE, DRAFTER, Variant
 from failfast_jax.checkpoints.hub import default_target_path
+from failfast_jax.checkpoints.pair import own_method
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
-from failfast_jax.models.drafter_model import AUTOREGRESSIVE
+from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK
 
 
 def model_stamp(source: str | os.PathLike) -> dict[str, Any]:
@@ -57,18 +58,29 @@ class EnginePool:
         return {**stamps, **self.options}
 
     def missing(self, variant: Variant) -> str | None:
-        """Which drafter a variant would need and nobody named; None: nothing is missing."""
-        kinds = METHODS[variant.method].kinds
-        if not kinds or self._source(kinds) is not None:
+        """Which drafter a variant would need, where there is none or another one; None: nothing is missing."""
+        kinds, source = METHODS[variant.method].kinds, self._source(variant)
+        if not kinds:
             return None
-        if AUTOREGRESSIVE in kinds:
+        wanted = f"a model of kind {' or '.join(kinds)}"
+        if source is None and AUTOREGRESSIVE in kinds:
             return "needs --ar-drafter, an autoregressive model with the target's tokens"
-        if self.sources["target"] is not None:
-            return f"needs --drafter, a model of kind {' or '.join(kinds)}"
-        return None
+        if source is None and self.sources["target"] is not None:
+            return f"needs --drafter, {wanted}"
+        if source is None and BLOCK_DIFFUSION in kinds:
+            return None  # the default pair has one
+        if source is None:
+            return f"needs {variant.method}:drafter=P, {wanted} for this target"
+        kind, method = own_method(source)
+        if kind in kinds and (kind not in (FEATURE_BLOCK, EAGLE) or variant.method in (method, "failfast")):
+            return None
+        return f"needs {variant.method}:drafter=P, {wanted}; {source} is a drafter for {method}"
 
-    def _source(self, kinds: tuple[str, ...]) -> str | os.PathLike | None:
-        return self.sources["ar_drafter" if AUTOREGRESSIVE in kinds else "drafter"]
+    def _source(self, variant: Variant) -> str | os.PathLike | None:
+        """The drafter that was named for a variant."""
+        kinds = METHODS[variant.method].kinds
+        named = self.sources["ar_drafter" if AUTOREGRESSIVE in kinds else "drafter"] if kinds else None
+        return variant.options.get(DRAFTER, named)
 
     def get(self, variant: Variant, config: GenerationConfig) -> FailFast:
         """The engine that answers a variant's requests.
@@ -76,11 +88,10 @@ class EnginePool:
         Raises:
           ValueError: its drafter is missing, unreadable or does not fit.
         """
-        kinds = METHODS[variant.method].kinds
-        source = self._source(kinds) if kinds else None
+        kinds, source = METHODS[variant.method].kinds, self._source(variant)
         # A drafter that was named serves all methods of its kind; of the default pair's, these options choose.
         chosen = {"method": config.method, "schedule": config.options.get("schedule")}
-        key = None if not kinds else source if source is not None else tuple(chosen.items())
+        key = None if not kinds else str(source) if source is not None else tuple(chosen.items())
         if key not in self._built:
             missing = self.missing(variant)
             if missing is not None:

@@ -40,6 +40,7 @@ def to_record(result: Result) -> Record:
             "passes": entry.passes,
             # Rounded: float32 has no tenths, and 0.7 belongs to the bin that starts there.
             "confidence": [round(value, 6) for value in entry.confidence],
+            **({"nodes": len(entry.tree["tokens"])} if entry.tree else {}),
         }
         for entry in result.rounds
     ]

@@ -67,8 +67,12 @@ def totals(records: Iterable[Record], labels: Sequence[str]) -> dict[str, dict[s
             "rounds_per_answer": ratio(rounds, len(rows)),
             "acceptance_rate": ratio(sum(accepted), drafted),
             "accepted_per_round": ratio(sum(accepted), rounds),
+            "tau": ratio(sum(accepted) + rounds, rounds),
             "max_accepted": max(accepted, default=None),
             "drafted_per_round": ratio(drafted, rounds),
+            "verified_per_round": ratio(
+                sum(entry.get("nodes", entry["drafted"]) for entry in entries) + rounds, rounds
+            ),
             "max_drafted": max((entry["drafted"] for entry in entries), default=None),
             "passes": passes,
             "passes_per_round": ratio(passes, rounds),
@@ -202,6 +206,8 @@ SUMMARY_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "accepted / speculated a round": lambda row: (
         f"{shown(row['accepted_per_round'])} / {shown(row['drafted_per_round'], 1)}"
     ),
+    "tau (accepted + 1)": lambda row: shown(row["tau"]),
+    "rows verified a round": lambda row: shown(row["verified_per_round"], 1),
     "longest": lambda row: f"{row['max_accepted']} / {row['max_drafted']}",
     "rounds": lambda row: shown(row["rounds_per_answer"], 1),
     "passes/round": lambda row: shown(row["passes_per_round"]),

@@ -19,6 +19,9 @@ SWEPT = {"ar": "ar", "fast-dllm+": "fast-dllm"}
 """Names in `--methods` whose draft length a bare `--sweep a:b` chooses, and their methods."""
 CORPUS = "corpus"
 """Option of `suffix` here: tokens of a corpus of earlier questions and answers, which the run fills as it goes."""
+DRAFTER = "drafter"
+"""Option of methods with a model here: the variant's own drafter, a path or Hub id."""
+OURS = (CORPUS, DRAFTER)
 
 
 # -- options of requests and of methods ----------------------------------------------------------------------------
@@ -30,6 +33,7 @@ def option_names(method: str | None = None) -> list[str]:
     """Names of the options of every request (`max_new_tokens` has a flag of its own) and of a method, or of all."""
     kinds = METHODS.values() if method is None else (METHODS[method],)
     own = [name for kind in kinds for name in kind.names()] + ([CORPUS] if method == "suffix" else [])
+    own += [DRAFTER] if method is not None and METHODS[method].kinds else []
     return list(dict.fromkeys([*(name for name in _REQUEST if name != "max_new_tokens"), *own]))
 
 
@@ -91,7 +95,7 @@ class Variant:
     Attributes:
       label: names it in records, tables and figures; unique in a run.
       method: of `METHODS`.
-      options: of the request and of the method, where they differ from the run's common ones, and `corpus`.
+      options: of the request and of the method, where they differ from the run's common ones, `corpus` and `drafter`.
       sweep: the sweep that it is a point of, whose best point stands for it in the summary; empty for none.
     """
 
@@ -110,7 +114,7 @@ class Variant:
         # Common options are for the methods that take them.
         values = {name: getattr(common, name) for name in _REQUEST}
         values |= {name: value for name, value in common.options.items() if name in fields}
-        values |= {name: value for name, value in self.options.items() if name != CORPUS}
+        values |= {name: value for name, value in self.options.items() if name not in OURS}
         config = GenerationConfig(self.method, **values)
         try:
             config.validate()

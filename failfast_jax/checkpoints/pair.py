@@ -6,14 +6,15 @@ import dataclasses
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder, load_drafter
-from failfast_jax.checkpoints.dspark import DEEPSPEC, ZLAB, load_dspark
-from failfast_jax.checkpoints.eagle import ARCHITECTURES, is_eagle_folder, load_eagle
+from failfast_jax.checkpoints.dspark import DEEPSPEC, ZLAB, load_dspark, parse_config
+from failfast_jax.checkpoints.eagle import is_eagle_folder, load_eagle
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.loading import as_dtype, open_source
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
@@ -21,14 +22,22 @@ from failfast_jax.errors import OptionError
 from failfast_jax.files import read_json
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.attention import refusal
+from failfast_jax.models.drafter_model import (
+    AUTOREGRESSIVE,
+    BLOCK_DIFFUSION,
+    CONDITIONED,
+    EAGLE,
+    FEATURE_BLOCK,
+    Kind,
+)
 from failfast_jax.models.transformer import Decoder
 
-PUBLISHED = {ZLAB: load_dspark, DEEPSPEC: load_dspark} | dict.fromkeys(ARCHITECTURES, load_eagle)
-"""Loaders of drafters that read their target's features, by `architectures` in `config.json`."""
+LOADERS: dict[Kind, Callable] = {FEATURE_BLOCK: load_dspark, EAGLE: load_eagle}
+"""Of published drafters that read their target's features: `(folder, target, target_name) -> model`."""
 
 
-def published_loader(source: str | os.PathLike) -> Callable | None:
-    """The loader `(folder, target, target_name) -> model` of a published drafter; None for a whole model.
+def published_kind(source: str | os.PathLike) -> Kind | None:
+    """The kind of a published drafter that reads its target's features; None for a whole model.
 
     Raises:
       CheckpointError: nothing is there.
@@ -37,8 +46,28 @@ def published_loader(source: str | os.PathLike) -> Callable | None:
     if not config.is_file():
         return None
     raw = read_json(config)
-    found = next((PUBLISHED[name] for name in raw.get("architectures") or () if name in PUBLISHED), None)
-    return found or (load_eagle if is_eagle_folder(raw) else None)
+    if any(name in (ZLAB, DEEPSPEC) for name in raw.get("architectures") or ()):
+        return FEATURE_BLOCK
+    return EAGLE if is_eagle_folder(raw) else None
+
+
+def own_method(source: str | os.PathLike) -> tuple[Kind, str]:
+    """The kind of any drafter, and the method that drafts with it unless another is named; no tensor is read.
+
+    Raises:
+      CheckpointError, ConfigError: nothing is there, or a configuration that cannot be served.
+    """
+    if is_drafter_folder(source):
+        conditioned = read_json(Path(source).expanduser() / "config.json").get("family") == CONDITIONED
+        return (CONDITIONED if conditioned else BLOCK_DIFFUSION), "failfast"
+    kind = published_kind(source)
+    if kind == EAGLE:
+        return kind, "eagle3"
+    if kind == FEATURE_BLOCK:
+        file = resolve_source(source) / "config.json"
+        return kind, parse_config(read_json(file), str(file)).method
+    diffusion = open_source(source).config.is_diffusion
+    return (BLOCK_DIFFUSION, "failfast") if diffusion else (AUTOREGRESSIVE, "ar")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +134,10 @@ def read_pair(
         decoding = decoding_defaults(drafter, jax.default_backend())
         drafter = load_drafter(drafter, target, names["target_name"])
         drafter_tokenizer = tokenizer  # it drafts in its target's tokens
-    if _is_path(drafter) and (load := published_loader(drafter)):
+    if _is_path(drafter) and (kind := published_kind(drafter)):
         folder = resolve_source(drafter)
         decoding = decoding_defaults(folder, jax.default_backend())
-        drafter, drafter_tokenizer = load(folder, target, names["target_name"]), tokenizer
+        drafter, drafter_tokenizer = LOADERS[kind](folder, target, names["target_name"]), tokenizer
     if _is_path(drafter):
         drafter, loaded = load_with_tokenizer(drafter, dtype, mesh, drafter=True, quantize=quantize_drafter)
         drafter_tokenizer = drafter_tokenizer or loaded

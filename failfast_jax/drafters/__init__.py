@@ -18,7 +18,7 @@ from failfast_jax.drafters.specdiff import SpecDiffOptions
 from failfast_jax.drafters.suffix import SuffixOptions
 from failfast_jax.drafters.vanilla import VanillaOptions
 from failfast_jax.errors import ConfigError, OptionError
-from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION
+from failfast_jax.models.drafter_model import BLOCK_DIFFUSION
 from failfast_jax.options import MethodOptions, Site, flag_of
 
 METHODS: dict[str, type[MethodOptions]] = {
@@ -126,10 +126,9 @@ def build_drafter(
     elif model is None:
         raise OptionError(f"--method {method}: needs --drafter, a model of kind {' or '.join(options.kinds)}")
     elif model.kind not in options.kinds:
-        other = "ar" if model.kind == AUTOREGRESSIVE else getattr(model, "method", "failfast")
         raise ConfigError(
             f"{model_name}: method {method} needs a drafter of kind {' or '.join(options.kinds)}, this one is "
-            f"{model.kind} (use --method {other})"
+            f"{model.kind} (use --method {model.method})"
         )
     if block := getattr(options, "block_size", None):
         if model.kind != BLOCK_DIFFUSION:

@@ -236,6 +236,7 @@ class BoundConditioned:
     draft_ids: Int[Array, " v"]
     """Token id of each row of `head`."""
     kind: ClassVar[Kind] = "conditioned"
+    method: ClassVar[str] = "failfast"
     context: ClassVar[None] = None
 
     @property

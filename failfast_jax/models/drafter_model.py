@@ -24,9 +24,7 @@ FEATURE_BLOCK, EAGLE = "feature-block", "eagle"
 Kind = Literal["autoregressive", "block-diffusion", "conditioned", "feature-block", "eagle"]
 """`autoregressive`: predicts one token a pass. `block-diffusion`: fills masked positions, many a pass, from its own
 cache of the text. `conditioned`: likewise, up to `rows` of them, from the target's hidden states. `feature-block`: so,
-too, as DFlash and DSpark do it. `eagle`: one token a pass, from the target's hidden states and then from its own.
-
-A model may have an attribute `method`: the method that drafts with it unless a request names one; else `failfast`."""
+too, as DFlash and DSpark do it. `eagle`: one token a pass, from the target's hidden states and then from its own."""
 
 
 @runtime_checkable
@@ -35,6 +33,10 @@ class DrafterModel(Protocol):
 
     @property
     def kind(self) -> Kind: ...
+
+    @property
+    def method(self) -> str:
+        """The method that drafts with it unless a request names another."""
 
     @property
     def rows(self) -> int | None:

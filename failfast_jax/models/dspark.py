@@ -77,6 +77,11 @@ class DSparkConfig:
         """Tokens that one block drafts."""
         return self.block_size - self.own_row
 
+    @property
+    def method(self) -> str:
+        """The method that a drafter of this shape was published with."""
+        return "dspark" if self.markov or self.confidence else "dflash"
+
 
 class MarkovHead(nnx.Module):
     """Corrects each row's logits for the token that was drafted before it; from left to right over a block."""
@@ -268,8 +273,7 @@ class DSparkModel:
 
     @property
     def method(self) -> str:
-        """The method that it was published with."""
-        return "dspark" if self.config.markov or self.config.confidence else "dflash"
+        return self.config.method
 
     @property
     def config(self) -> DSparkConfig:

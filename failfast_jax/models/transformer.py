@@ -296,6 +296,10 @@ class Decoder(nnx.Module):
         return "block-diffusion" if self.config.is_diffusion else "autoregressive"
 
     @property
+    def method(self) -> str:
+        return "failfast" if self.config.is_diffusion else "ar"
+
+    @property
     def context(self) -> int:
         return self.config.max_position_embeddings
 

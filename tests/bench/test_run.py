@@ -25,6 +25,7 @@ PROMPTS = ["first prompt", "second", "third prompt, the longest"]
 def stub(monkeypatch):
     engine = StubEngine()
     monkeypatch.setattr(run, "EnginePool", lambda *sources, **_: StubEnginePool(engine, **dict(zip(NAMES, sources))))
+    monkeypatch.setattr(engine_pool, "own_method", lambda _: ("autoregressive", "ar"))
     return engine
 
 
@@ -131,9 +132,10 @@ def test_sweeps_report_the_best(bench, out, capsys, monkeypatch):
 def test_all_leaves_out_what_cannot_run(stub, bench, tmp_path, capsys):
     assert bench("all") == 0
     captured = capsys.readouterr()
-    assert "left out: ar: needs --ar-drafter" in captured.err and "Left out: `ar`" in captured.out
+    assert "left out: ar: needs --ar-drafter" in captured.err and "`ar` (needs" in captured.out
     methods = {method for method, *_ in stub.given}
-    assert methods == {m for m in METHODS if "autoregressive" not in METHODS[m].kinds}
+    served = {None, "block-diffusion"}
+    assert methods == {m for m in METHODS if served & {*(METHODS[m].kinds or (None,))}}
     # Asked for by name, it is an error.
     assert bench("ar,lookup") == 2
     assert "error: ar: needs --ar-drafter" in capsys.readouterr().err
@@ -141,7 +143,7 @@ def test_all_leaves_out_what_cannot_run(stub, bench, tmp_path, capsys):
     assert bench("lookup", "--target", "t") == 2
     assert "other settings (target name: 'SmolLM2-135M-Instruct.Q4_1.gguf' there, 't' here)" in capsys.readouterr().err
     assert bench("failfast", "--target", "t", to=tmp_path / "other") == 2
-    assert "failfast: needs --drafter, a model of kind block-diffusion or conditioned" in capsys.readouterr().err
+    assert "failfast: needs --drafter, a model of kind block-diffusion or conditioned or" in capsys.readouterr().err
 
 
 def test_differences(stub, bench, out, tmp_path, capsys):
@@ -336,6 +338,8 @@ def test_engines_share_their_target(monkeypatch, tmp_path):
         return StubEngine(max_seq_len=100 * len(loaded))
 
     monkeypatch.setattr(engine_pool, "load_pair", load_pair)
+    kinds = {"small": ("autoregressive", "ar")}
+    monkeypatch.setattr(engine_pool, "own_method", lambda drafter: kinds.get(drafter, ("block-diffusion", "failfast")))
     common = GenerationConfig()
     settings = [Variant(m, m) for m in ("lookup", "failfast", "fast-dllm", "ar")]
     settings.insert(2, Variant("aligned", "failfast", {"schedule": "aligned"}))

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from checkpoint_files import GOLDEN
 from tiny_models import diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast
@@ -113,3 +114,25 @@ def test_what_the_engine_refuses(prompt, options, message, answers, tmp_path, ca
     assert main(args) == 2
     assert message in capsys.readouterr().err
     assert not answers and not out.exists()
+
+
+def test_all_drafters_of_one_target(tmp_path, capsys):
+    """Each variant with its own drafter, beside those that draft with none; the others are left out by name."""
+    field, prompts = GOLDEN / "field", tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps([3, 17, 40]) + "\n")
+    published = {"dflash": "dflash_qwen3_a", "dspark": "dspark_qwen3_a", "eagle3": "deepspec_eagle3_qwen3_a"}
+    methods = ",".join(f"{method}:drafter={field / name}" for method, name in published.items())
+    args = ["--dataset", str(prompts), "--target", str(field / "qwen3_a"), "--max-new-tokens", "12", "--no-figures"]
+    assert main([*args, "--methods", methods, "--out", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out" / "summary.json").read_text())["datasets"]["prompts.jsonl"]["settings"]
+    for method, name in published.items():
+        row = found[f"{method}:drafter={field / name}"]
+        assert row["tau"] == pytest.approx(row["accepted_per_round"] + 1) and row["tau"] > 1 and row["verified_per_round"] > 1
+        assert row["verdicts"]["equal"] == 1 and row["passes_per_round"] > 0
+    capsys.readouterr()
+    drafter = ["--drafter", str(field / published["dspark"])]
+    assert main([*args, *drafter, "--methods", "all", "--out", str(tmp_path / "all")]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "| dspark |" in text and "| failfast |" in text
+    for method in ("fast-dllm", "specdiff", "dflash", "eagle3"):
+        assert f"`{method}` (needs {method}:drafter=P, a model of kind" in text, method

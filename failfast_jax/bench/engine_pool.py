@@ -106,6 +106,8 @@ class EnginePool:
           ValueError: the message names the variant.
         """
         try:
+            if (missing := self.missing(variant)) is not None:
+                raise ValueError(missing)
             engine = self.get(variant, config)
             engine.build_drafter(engine.resolve(config))
         except ValueError as error:

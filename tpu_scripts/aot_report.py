@@ -41,7 +41,15 @@ from tqdm import tqdm
 
 from failfast_jax import decoding, platforms
 from failfast_jax.bench import hlo, limits
-from failfast_jax.bench.public_models import CONFIGS, DRAFTERS, TARGETS, abstract_model, cache_bytes
+from failfast_jax.bench.public_models import (
+    CONFIGS,
+    DRAFTERS,
+    READERS,
+    TARGETS,
+    abstract_model,
+    abstract_reader,
+    cache_bytes,
+)
 from failfast_jax.bench.published import published_for
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding import accept
@@ -51,6 +59,7 @@ from failfast_jax.errors import OptionError
 from failfast_jax.kernels import tpu
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.cache import KVCache, round_up
+from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.tables import markdown
 
@@ -70,7 +79,8 @@ class Case:
     drafter: str = "fast-dllm-v2-1.5b"
 
     def __str__(self) -> str:
-        return f"{self.target} {self.topology} tp{self.tp}" + (f" dp{self.dp}" if self.dp > 1 else "")
+        readers = f" {self.drafter.partition('-')[0]}" if self.drafter in READERS else ""
+        return f"{self.target}{readers} {self.topology} tp{self.tp}" + (f" dp{self.dp}" if self.dp > 1 else "")
 
 
 CASES = (
@@ -81,7 +91,14 @@ CASES = (
     *(Case("qwen2.5-32b", "v6e:2x4", 8, batch=batch) for batch in (1, 32)),
     *(Case("qwen2.5-32b", *place) for place in (("v6e:2x2", 4), ("v5p:2x2x2", 8), ("tpu7x:2x2x1", 8))),
     Case("qwen2.5-32b", "v6e:4x4", 8, dp=2, batch=2),
+    *(
+        Case("qwen3-8b", f"{chip}:{grid}", tp, drafter=drafter)
+        for drafter in READERS
+        for chip in ("v5e", "v6e")
+        for grid, tp in (("1x1", 1), ("2x2", 4))
+    ),
 )
+"""An 8B target in bfloat16 is more than a v5e chip holds: that case shows by how much (`--quantize int8` fits)."""
 
 
 class Compiler:
@@ -99,7 +116,7 @@ class Compiler:
         self.mesh = sharding.mesh_of(topology.devices[: case.tp * case.dp], case.dp)
         self.chip = platforms.CHIPS[topology.devices[0].device_kind]
         self.target = self.model(case.target)
-        self.drafter = self.model(case.drafter, drafter=True)
+        self.drafter = self.reader() if case.drafter in READERS else self.model(case.drafter, drafter=True)
         if quantize is not None:
             self.target = self.target.quantized(quantize)
             self.drafter = self.drafter.quantized(quantize)
@@ -115,13 +132,21 @@ class Compiler:
         model = abstract_model(config, "bfloat16").with_execution(execution)
         return jax.tree.map(self.array, model, sharding.parameter_specs(model, execution))
 
+    def reader(self) -> DrafterModel:
+        """A drafter that reads the target's hidden states: its own parameters whole on every chip."""
+        _, config = READERS[self.case.drafter]
+        if self.layers:  # of a target that was cut, it reads what is left
+            config = dataclasses.replace(config, feature_layers=tuple(range(-1, self.layers)))
+        model = abstract_reader(config, self.target, sharding.Execution(kernel="tpu", mesh=self.mesh))
+        return jax.tree.map(lambda leaf: leaf if leaf.sharding is not None else self.array(leaf, P()), model)
+
     def array(self, shape: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(self.mesh, spec))
 
     def whole_answer(self) -> tuple[Any, Any]:
         """The loop over rounds, compiled, and its abstract state."""
         case = self.case
-        config, vocab = GenerationConfig(method="failfast"), self.target.config.vocab_size
+        config, vocab = GenerationConfig(method=self.drafter.method), self.target.config.vocab_size
         drafter = build_drafter(config, model=self.drafter, model_name=case.drafter, vocab=vocab, platform="tpu")
         plan = decoding.make_plan(drafter, platform="tpu")
         keep = StatePlacement(self.target, self.drafter)
@@ -287,7 +312,7 @@ def report(
         "quantize": quantize,
         **compiled_loop(compiler),
     }
-    if not costs:
+    if not costs or case.drafter in READERS:
         return result
     block = compiler.drafter.config.block_size
     try:
@@ -342,7 +367,7 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the table, a line a case as it is ready; exit status 1 if a case does not compile or fit."""
     parser = argparse.ArgumentParser(prog="aot_report.py", description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=TARGETS)
-    parser.add_argument("--drafter", choices=DRAFTERS, default="fast-dllm-v2-1.5b")
+    parser.add_argument("--drafter", choices=(*DRAFTERS, *READERS), help="default: fast-dllm-v2-1.5b, or the target's")
     parser.add_argument("--topology", help="such as v5e:2x4, v6e:2x2, v5p:2x2x1, tpu7x:2x2x1")
     parser.add_argument("--tp", type=int, help="tensor-parallel devices")
     parser.add_argument("--dp", type=int, help="groups of them")
@@ -359,11 +384,13 @@ def main(argv: list[str] | None = None) -> int:
     except OptionError as error:
         parser.error(str(error))
     if args.target and args.topology and args.tp:
-        chosen = [Case(args.target, args.topology, args.tp, args.dp or 1, args.batch or args.dp or 1)]
+        drafter = args.drafter or next((n for n, (of, _) in READERS.items() if of == args.target), Case.drafter)
+        rest = {"dp": args.dp or 1, "batch": args.batch or args.dp or 1, "drafter": drafter}
+        chosen = [Case(args.target, args.topology, args.tp, **rest)]
     else:
-        wanted = {name: getattr(args, name) for name in ("target", "topology", "tp", "dp", "batch")}
+        wanted = {name: getattr(args, name) for name in ("target", "topology", "tp", "dp", "batch", "drafter")}
         chosen = [c for c in CASES if all(value in (None, getattr(c, name)) for name, value in wanted.items())]
-    chosen = [dataclasses.replace(case, capacity=args.capacity, drafter=args.drafter) for case in chosen]
+    chosen = [dataclasses.replace(case, capacity=args.capacity) for case in chosen]
     if not chosen:
         parser.error("no such case among the known ones: give --target, --topology and --tp")
     found, failed = [], False

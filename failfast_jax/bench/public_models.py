@@ -15,6 +15,10 @@ from jaxtyping import Array
 from failfast_jax import platforms
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.config import FAST_DLLM_MASK_TOKEN, FAST_DLLM_MODEL_TYPE, ModelConfig, RopeConfig
+from failfast_jax.models.drafter_model import DrafterModel
+from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel
+from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
+from failfast_jax.models.sharding import Execution
 from failfast_jax.models.transformer import Decoder
 
 
@@ -37,6 +41,7 @@ def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
 
 _SMALL = {"vocab_size": 151_936, "tie_embeddings": True}
 _DIFFUSION = {"model_type": FAST_DLLM_MODEL_TYPE, "block_size": 32}
+_QWEN3 = {"model_type": "qwen3", "qkv_bias": False, "qk_norm": True, "vocab_size": 151_936}
 _TINY = {"head_dim": 8, "vocab_size": 96}
 
 CONFIGS: dict[str, ModelConfig] = {
@@ -46,10 +51,28 @@ CONFIGS: dict[str, ModelConfig] = {
     "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8),
     "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8),
     "fast-dllm-v2-1.5b": _qwen2(1536, 8960, 28, 12, 2, **_SMALL, **_DIFFUSION, mask_token_id=FAST_DLLM_MASK_TOKEN),
+    "qwen3-8b": _qwen2(4096, 12288, 36, 32, 8, **_QWEN3),
     "tiny": _qwen2(16, 24, 1, 4, 2, **_TINY),
     "tiny-drafter": _qwen2(16, 24, 1, 2, 1, **_TINY, **_DIFFUSION, mask_token_id=95, tie_embeddings=True),
 }
-"""Qwen2.5 and Fast-dLLM v2 as published on the Hugging Face Hub; the tiny pair is for trying things out."""
+"""Qwen2.5, Qwen3 and Fast-dLLM v2 as published on the Hugging Face Hub; the tiny pair is for trying things out."""
+
+_FIVE = (1, 9, 17, 25, 33)
+READERS: dict[str, tuple[str, DSparkConfig | EagleConfig]] = {
+    "dspark-qwen3-8b": (
+        "qwen3-8b",
+        DSparkConfig(
+            dataclasses.replace(CONFIGS["qwen3-8b"], num_layers=5),
+            *(7, 151_669, _FIVE, 36),
+            **{"markov": "vanilla", "markov_rank": 256, "confidence": True, "confidence_sees_markov": True},
+        ),
+    ),
+    "eagle3-qwen3-8b": (
+        "qwen3-8b",
+        EagleConfig(dataclasses.replace(CONFIGS["qwen3-8b"], num_layers=1), (1, 17, 32), 32_000),
+    ),
+}
+"""Drafters that read their target's hidden states: the target, and the shape of DeepSpec's DSpark and of an EAGLE-3."""
 
 
 def hollow(config: ModelConfig, vocab: int = 512) -> ModelConfig:
@@ -104,6 +127,17 @@ class MisfitError(Exception):
 def abstract_model(config: ModelConfig, dtype: str) -> Decoder:
     """A decoder of shapes without arrays: enough to compile for."""
     return nnx.eval_shape(lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+
+
+def abstract_reader(config: DSparkConfig | EagleConfig, target: Decoder, execution: Execution) -> DrafterModel:
+    """A drafter of shapes that reads the hidden states of a target of shapes, in its dtype, and borrows from it."""
+    make = DSpark if isinstance(config, DSparkConfig) else Eagle
+    embed = target.embed.get_value()
+    network = nnx.eval_shape(lambda: make(config, dtype=embed.dtype, rngs=nnx.Rngs(0)))
+    network.execution = execution
+    if make is DSpark:
+        return DSparkModel(network, embed, target.head.weight.get_value())
+    return BoundEagle(network, embed, jax.ShapeDtypeStruct((config.draft_vocab,), jnp.int32))
 
 
 def abstract_caches(configs: Iterable[ModelConfig], length: int, dtype: str) -> tuple[KVCache, ...]:

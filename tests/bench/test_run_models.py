@@ -127,7 +127,11 @@ def test_all_drafters_of_one_target(tmp_path, capsys):
     found = json.loads((tmp_path / "out" / "summary.json").read_text())["datasets"]["prompts.jsonl"]["settings"]
     for method, name in published.items():
         row = found[f"{method}:drafter={field / name}"]
-        assert row["tau"] == pytest.approx(row["accepted_per_round"] + 1) and row["tau"] > 1 and row["verified_per_round"] > 1
+        assert (
+            row["tau"] == pytest.approx(row["accepted_per_round"] + 1)
+            and row["tau"] > 1
+            and row["verified_per_round"] > 1
+        )
         assert row["verdicts"]["equal"] == 1 and row["passes_per_round"] > 0
     capsys.readouterr()
     drafter = ["--drafter", str(field / published["dspark"])]

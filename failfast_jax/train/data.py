@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,11 +62,18 @@ class Documents:
 
 
 def load_documents(
-    paths: Sequence[Path], *, vocab_size: int, shortest: int, longest: int, skip_short: bool = False
+    paths: Sequence[Path],
+    *,
+    vocab_size: int,
+    shortest: int,
+    longest: int,
+    skip_short: bool = False,
+    read: Mapping[str, Callable[[Path], list[Document]]] | None = None,
 ) -> Documents:
     """Reads `.npz` files, and folders of them, in the order of their names.
 
     Args:
+      read: readers of files of other kinds, by suffix.
       shortest: tokens (prompt and answer) that a document needs: a block.
       longest: documents are cut to this many tokens.
       skip_short: leave out documents below `shortest` instead of refusing the file.
@@ -77,7 +84,8 @@ def load_documents(
     tokens: list[np.ndarray] = []
     prompts: list[int] = []
     for file in _files(paths):
-        for number, (prompt, answer) in enumerate(read_documents(file, vocab_size)):
+        found = read[file.suffix](file) if read and file.suffix in read else read_documents(file, vocab_size)
+        for number, (prompt, answer) in enumerate(found):
             document = np.concatenate([prompt, answer]).astype(np.int32)[:longest]
             if len(document) < shortest or len(prompt) + 1 >= len(document):
                 if skip_short:

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.checkpoints.dspark import save_dspark
+from failfast_jax.errors import OptionError
 from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel, MarkovHead, bind
 from failfast_jax.models.layers import Layer
 from failfast_jax.models.transformer import Decoder
@@ -86,6 +87,28 @@ def _scale_norms(layer: Layer) -> None:
     size = jnp.sqrt(jnp.sum((weight * layer.input_norm.weight[...]) ** 2, -1))  # [K, G + 2, H]
     attention.q_norm.weight[...] = jnp.full_like(attention.q_norm.weight[...], jnp.sqrt(jnp.mean(size[:, :-2] ** 2)))
     attention.k_norm.weight[...] = jnp.full_like(attention.k_norm.weight[...], jnp.sqrt(jnp.mean(size[:, -2] ** 2)))
+
+
+def mask_token(given: int | None, tokenizer: Any) -> int:
+    """The id that stands for an unknown token: given, or one that no text has.
+
+    Raises:
+      OptionError: the tokenizer names none.
+    """
+    if given is not None:
+        return given
+    spare = [] if tokenizer is None else _unused(tokenizer)
+    if not spare:
+        raise OptionError("--mask-token: the target's tokenizer has no token to spare: name an id that no text has")
+    return spare[0]
+
+
+def _unused(tokenizer: Any) -> list[int]:
+    """Special tokens that no text has: the mask's, then those that begin or end neither texts nor turns, last first."""
+    used = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token}
+    names = [tokenizer.mask_token, *reversed([str(token) for token in tokenizer.added_tokens_decoder.values()])]
+    template = tokenizer.chat_template or ""
+    return [tokenizer.convert_tokens_to_ids(n) for n in names if n and n not in used and n not in template]
 
 
 def loss(

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,12 @@ from failfast_jax.models.dspark import MARKOV_HEADS, DSparkConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train import align, data, dspark, loop
 from failfast_jax.train.adapt import Adaptation, AdaptationOptions
+from failfast_jax.train.conversations import read_conversations
 from failfast_jax.train.corruption import KINDS, Corruption
 from failfast_jax.train.evaluate import Evaluation
 from failfast_jax.train.features import FeatureCache
 from failfast_jax.train.fit import fit_inputs
+from failfast_jax.train.publish import push
 from failfast_jax.train.resume import begin
 
 FIRST_SHARE, SECOND_SHARE = 1 / 3, 2 / 3  # depth of the features that are fused by default, beside the last layer's
@@ -51,14 +54,16 @@ DEFAULTS = {"conditioned": {"kl_weight": 0.5, "draft_vocab": 8192, "prefix_fract
 """Of options whose default depends on the family; the other families' are zeros."""
 RUN_ONLY = (
     *("out", "minutes", "save_every", "eval_every", "eval_prompts", "eval_tokens", "eval_spec_len", "storage"),
-    *("data", "cache_layers"),  # the documents themselves are compared, not where they lie
+    *("data", "cache_layers", "push_to_hub"),  # the documents themselves are compared, not where they lie
 )
 """Options that do not change what is learned."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help=".npz files, or folders of them")
+    parser.add_argument(
+        "--data", type=Path, nargs="+", required=True, help=".npz files, folders of them, or .jsonl of chats"
+    )
     parser.add_argument("--target", help="model to draft for; default: SmolLM2-135M-Instruct")
     parser.add_argument("--family", choices=FAMILIES, default="conditioned")
     parser.add_argument(
@@ -128,6 +133,9 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--eval-tokens", type=int, default=64)
     run.add_argument("--eval-spec-len", metavar="N", type=int, help="tokens a draft there; default: --rows, or 10")
     run.add_argument("--minutes", type=float, help="stop with a checkpoint after this time (exit status 3)")
+    run.add_argument(
+        "--push-to-hub", metavar="NAME", help="upload the finished drafter to this Hugging Face repository"
+    )
     run.add_argument("--storage", choices=STORAGES, default="bfloat16")
 
 
@@ -240,9 +248,8 @@ def work(args: argparse.Namespace) -> None:
     layers = _check_target(args, source, config)
     loop.check_devices(optimization)
     shortest = args.block_size if args.family == "standalone" else args.rows + 2
-    documents = data.load_documents(
-        args.data, vocab_size=config.vocab_size, shortest=shortest, longest=args.seq_len, skip_short=args.skip_short
-    )
+    limits = {"shortest": shortest, "longest": args.seq_len, "skip_short": args.skip_short}
+    documents = data.load_documents(args.data, vocab_size=config.vocab_size, read=_readers(source, config), **limits)
     settings = {name: value for name, value in vars(args).items() if name not in RUN_ONLY} | {
         "feature_cache": args.feature_cache is not None,
         "target": str(args.target or DEFAULT_TARGET[1].partition(".")[0]),
@@ -255,6 +262,8 @@ def work(args: argparse.Namespace) -> None:
     begin(args.out / SETTINGS_FILE, settings, foreign="*")
     if (report := _finished(args.out / "drafter", optimization.steps, args.storage)) is not None:
         print(json.dumps(report))
+        if args.push_to_hub is not None:
+            push(args.out / "drafter", args.push_to_hub)
         return
     data.write_documents(args.out / HELD_OUT, held_out.pairs(), config.vocab_size)
     enable_compile_cache(None)
@@ -269,6 +278,11 @@ def work(args: argparse.Namespace) -> None:
     figures = {"prompts": args.eval_prompts, "tokens": args.eval_tokens, "spec_len": args.eval_spec_len}
     measure = Evaluation(target, objective, held_out, **figures)
     _train(args, optimization, objective, measure, train, settings, deadline)
+
+
+def _readers(source: Any, config: ModelConfig) -> dict[str, Callable[[Path], list[data.Document]]]:
+    """Of conversations in JSON lines; the tokenizer is read once there are any."""
+    return {".jsonl": lambda file: read_conversations(file, load_tokenizer(source), config.vocab_size)}
 
 
 def _train(
@@ -292,6 +306,8 @@ def _train(
     print(json.dumps(_report(args.out / "drafter", training)))
     if not done:
         raise OutOfTime
+    if args.push_to_hub is not None:
+        push(args.out / "drafter", args.push_to_hub)
 
 
 def _report(drafter: Path, training: dict[str, Any]) -> dict[str, Any]:
@@ -366,7 +382,7 @@ def _dspark(
     config = DSparkConfig(
         base=base,
         block_size=args.rows,
-        mask_token_id=_mask_token(args.mask_token, source),
+        mask_token_id=dspark.mask_token(args.mask_token, load_tokenizer(source)),
         feature_layers=layers.read,
         num_target_layers=target.config.num_layers,
         markov=args.markov if heads else None,
@@ -387,29 +403,6 @@ def _dspark(
     model = dspark.initial(target, config, layers.own, args.seed)
     how = {"compute_dtype": args.compute_dtype, "cache": cache, "borrow": args.borrow}
     return dspark.DSparkObjective(model, target, draft_ids, options, **how)
-
-
-def _mask_token(given: int | None, source: Any) -> int:
-    """The id that stands for an unknown token: given, or one that no text has.
-
-    Raises:
-      OptionError: the tokenizer names none.
-    """
-    if given is not None:
-        return given
-    tokenizer = load_tokenizer(source)
-    spare = [] if tokenizer is None else _unused(tokenizer)
-    if not spare:
-        raise OptionError("--mask-token: the target's tokenizer has no token to spare: name an id that no text has")
-    return spare[0]
-
-
-def _unused(tokenizer: Any) -> list[int]:
-    """Special tokens that no text has: the mask's, then those that begin or end neither texts nor turns, last first."""
-    used = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token}
-    names = [tokenizer.mask_token, *reversed([str(token) for token in tokenizer.added_tokens_decoder.values()])]
-    template = tokenizer.chat_template or ""
-    return [tokenizer.convert_tokens_to_ids(n) for n in names if n and n not in used and n not in template]
 
 
 def _adaptation(args: argparse.Namespace, target: Decoder, layers: _Layers) -> Adaptation:

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from distributions import chi_square, filtered_probability
-from tiny_models import diffusion_config, prefilled, random_eagle, random_model, sampling, tiny_config
+from tiny_models import diffusion_config, prefilled, random_dspark, random_eagle, random_model, sampling, tiny_config
 
 from failfast_jax import decoding
 from failfast_jax.decoding import accept
 from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.autoregressive import Autoregressive
+from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.drafters.eagle3 import EagleChain
 from failfast_jax.drafters.wide import Wide
 
@@ -192,6 +193,12 @@ def sampling_drafter(kind: str):
     if kind == "eagle3":
         model = random_eagle(small_target(), seed=3, draft_ids=np.asarray([0, 2, 3, 5]))
         return EagleChain(model=model, spec_len=2, max_spec_len=2, sampled=True)
+    if kind in ("dspark", "dflash"):
+        heads = {} if kind == "dspark" else {"markov": None, "markov_rank": 0, "confidence": False}
+        heads |= {"confidence_sees_markov": False, "feature_layers": (0,)}
+        model = random_dspark(small_target(), rows=2, seed=3, draft_ids=np.asarray([0, 2, 3, 5]), **heads)
+        # The cut depends on drafted tokens, as the confidence head's does: never on the token that it is about.
+        return DSparkDrafter(model=model, spec_len=2, max_spec_len=2, cut=np.float32(0.4), sampled=True)
     config = diffusion_config(block_size=4, vocab_size=SMALL + 1, mask_token_id=SMALL)
     model = random_model(config, seed=2, gain=2.0)
     rule = BelowThreshold(np.float32(0.55))
@@ -199,7 +206,7 @@ def sampling_drafter(kind: str):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["wide", "ar", "eagle3"])
+@pytest.mark.parametrize("kind", ["wide", "ar", "eagle3", "dspark", "dflash"])
 def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
     """From prompt to text: chunks, expansion, caches, bonus tokens; and at temperature 0 the greedy text."""
     target, drafter = small_target(), sampling_drafter(kind)

@@ -65,12 +65,13 @@ def prefill(drafter, now):
 first_draft = jax.jit(lambda drafter, state, now: drafter.draft(state, now)[0])
 
 
-@pytest.mark.parametrize("kind", ["wide", "aligned"])
-@pytest.mark.parametrize("name", DIFFUSION)
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, kind) for name in DIFFUSION for kind in ("wide", "aligned")), ("field/sdar_a", "wide")]
+)
 def test_drafts(name, kind, golden_model):
-    """Prefill and first draft; texts are padded, so that all share a program."""
+    """Prefill and first draft; texts are padded, so that all share a program. SDAR has no token shift."""
     model = golden_model(name)
-    vocab = golden_model(f"qwen2_target_{model.config.vocab_size}").config.vocab_size
+    vocab = model.config.vocab_size
     entries = json.loads((GOLDEN / name / f"drafts_{kind}.json").read_text())
     assert len(entries) >= 7
     make = functools.partial(Wide if kind == "wide" else Aligned, model=model, vocab=vocab)
@@ -82,8 +83,9 @@ def test_drafts(name, kind, golden_model):
                 "threshold": np.float32(entry["drafter_threshold"]),
                 "small_block": entry["small_block_size"],
             }
-        length = len(entry["context"])
-        now = committed([entry["context"]], CAPACITY, CAPACITY - length - 1)
+        context = entry["text" if "text" in entry else "context"]
+        length = len(context)
+        now = committed([context], CAPACITY, CAPACITY - length - 1)
         state = prefill(make(**any_lengths, **aligned), now)
         drafter = make(
             rule=BelowThreshold(np.float32(entry["tau"])),

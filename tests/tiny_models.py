@@ -155,6 +155,19 @@ def sampling(batch: int, temperature=1.0, top_k=0, top_p=1.0, seed=0, sequence=N
     )
 
 
+def fond_dspark(target: Decoder, kind: str, *, rows: int = 4, seed: int = 4) -> DSparkModel:
+    """A DSpark or DFlash drafter whose hidden states begin with a large number, to which its target's head listens."""
+    heads = {} if kind == "dspark" else {"markov": None, "markov_rank": 0, "confidence": False, "own_row": True}
+    heads |= {"confidence_sees_markov": kind == "dspark"}
+    model = random_dspark(target, rows=rows + (kind == "dflash"), seed=seed, **heads)
+    layer, norm = model.network.layers[0], model.network.norm.weight
+    down = layer.mlp.down.weight
+    down[...] = 0.1 * down[...]
+    embed = (0.1 * model.embed).at[:, 0].set(2.0)
+    norm[...] = jnp.abs(norm[...]).at[0].set(1.5)
+    return model.replace(embed=embed, shared=("head",))
+
+
 def random_eagle(
     target: Decoder,
     *,

@@ -52,8 +52,8 @@ def test_totals():
     vanilla, failfast = report.summary_table(table, names, latency.name).splitlines()[2:]
     assert vanilla.startswith("| vanilla | 2.0 | 1.00 | - |")
     assert failfast == (
-        "| fast | 5.0 | 2.50 | 3.00 (2.50 to 3.50; 2.00 to 4.00) | 43 % | 0.75 / 1.8 | 2 / 3 | 4.0 "
-        "| 2.00 | 2.08 | 1 / 1 / 0 | - |"
+        "| fast | 5.0 | 2.50 | 3.00 (2.50 to 3.50; 2.00 to 4.00) | 43 % | 0.75 / 1.8 | 1.75 | 2.8 | 2 / 3 "
+        "| 4.0 | 2.00 | 2.08 | 1 / 1 / 0 | - |"
     )
 
 

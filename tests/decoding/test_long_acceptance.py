@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 import pytest
-from tiny_models import VOCAB, diffusion_config, fond_eagle, fond_of, random_model, tiny_config
+from tiny_models import VOCAB, diffusion_config, fond_dspark, fond_eagle, fond_of, random_model, tiny_config
 
 from failfast_jax import FailFast, drafters
 from failfast_jax.engine import Result
@@ -46,11 +46,13 @@ def target():
 
 
 @functools.cache
-def engine(kind: str | None) -> FailFast:
-    if kind == "eagle":
+def engine(kind: str) -> FailFast:
+    if kind == "eagle3":
         drafter = fond_eagle(target(), FAVOURITE, seed=4)
+    elif kind in ("dspark", "dflash"):
+        drafter = fond_dspark(target(), kind)
     else:
-        ar = kind == "autoregressive"
+        ar = kind == "ar"
         drafter = random_model(tiny_config(num_layers=1) if ar else diffusion_config(), seed=3 if ar else 2, gain=2.0)
         drafter = fond_of(drafter, {FAVOURITE: 3.0 if ar else 4.0})
     engine_ = FailFast(target(), drafter)
@@ -61,8 +63,8 @@ def engine(kind: str | None) -> FailFast:
 @functools.cache
 def answers(method: str, batch: int, temperature: float, seed: int, stop: int | None = None) -> list[Result]:
     options = {"max_new_tokens": 80} | FILTERS[seed] | OPTIONS[method]
-    kinds = drafters.METHODS[options["method"]].kinds
-    pair = engine(kinds[0] if kinds in (("autoregressive",), ("eagle",)) else "diffusion")
+    own = options["method"] in ("ar", "eagle3", "dspark", "dflash")
+    pair = engine(options["method"] if own else "diffusion")
     pair.eos_token_ids = () if stop is None else (stop,)
     return pair.generate(PROMPTS[:batch], temperature=temperature, seed=seed, exact=True, **options)
 

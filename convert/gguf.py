@@ -7,7 +7,7 @@ from convert import conversion
 CONVERTER = conversion.Converter(
     command="convert.gguf",
     description="Convert a GGUF file (llama, qwen2 and qwen3 architectures, every quantisation that the gguf package "
-    "dequantises), with the tokenizer inside it.",
+    "dequantises), with the tokenizer inside it (SentencePiece's or byte-level BPE).",
     source_help="a .gguf file",
     kinds=("gguf",),
     model_types=("qwen2", "qwen3", "llama"),

@@ -94,14 +94,18 @@ def test_configuration_of_the_result(out):
     assert files_in(out) == ["added_tokens.json", "config.json", "generation_config.json", "params"]
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "qwen2_untied"])
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2_untied", "field/qwen3_a"])
 def test_gguf(tmp_path, out, name):
     path = write_gguf(tmp_path / "model.gguf", name, extra=gguf_tokenizer)
     assert gguf.main([str(path), str(out)]) == 0
     assert np.array_equal(logits(out), logits(path))
     assert load_model(out).config == load_model(path).config
-    assert load_tokenizer(out).get_vocab() == load_tokenizer(path).get_vocab()
-    assert load_tokenizer(out).chat_template == "{{ messages[0].content }}"
+    tokenizer, again = load_tokenizer(path), load_tokenizer(out)
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert again.chat_template == "{{ messages[0].content }}"
+    ids = again.encode("abé 12\n<|end|>x")
+    assert ids == tokenizer.encode("abé 12\n<|end|>x") and again.eos_token_id in ids
+    assert again.decode(ids) == tokenizer.decode(ids) == "abé 12\n<|end|>x"
 
 
 def rounded_where_it_fits(key: str, value: np.ndarray) -> Quant:

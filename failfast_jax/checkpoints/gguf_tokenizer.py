@@ -1,0 +1,262 @@
+"""Tokenizers that the metadata of a GGUF file describes: SentencePiece's BPE and byte-level BPE.
+
+Both are put together from parts of the `tokenizers` library. Where llama.cpp and the models' own `tokenizer.json`
+differ (llama.cpp never normalises Unicode, say), the latter counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from failfast_jax.checkpoints.gguf import GGUFFile
+from failfast_jax.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Values of `gguf.TokenType`.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+_SPACE = "\u2581"
+"""SentencePiece writes a space so."""
+
+# How text is cut into words, which are merged each on their own.
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_DIGIT = r"\p{N}"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CL100K = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|DIGITS| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
+_SEED_CODER = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_TAIL}"
+_LOWER, _UPPER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}", r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+SUFFIX|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*SUFFIX|DIGITS"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}"
+)
+_DEEPSEEK_V3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
+    + _TAIL
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PreTokenizer:
+    """What llama.cpp's name of a pre-tokenizer stands for.
+
+    Attributes:
+      splits: regular expressions; each cuts what the one before it left.
+      whole_words: a word that is a token is taken without merging.
+      add_bos: where the metadata do not say.
+      nfc: text is brought to Unicode's normal form C.
+    """
+
+    splits: tuple[str, ...]
+    whole_words: bool = False
+    add_bos: bool = False
+    nfc: bool = False
+
+
+_DEFAULT = _PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
+_WORDS = _PreTokenizer((_GPT2,))
+_DIGITS_AND_WORDS = _PreTokenizer((_DIGIT, _GPT2))
+_QWEN2 = _PreTokenizer((_CL100K.replace("DIGITS", r"\p{N}"),), nfc=True)
+_LLAMA3 = _PreTokenizer((_CL100K.replace("DIGITS", r"\p{N}{1,3}"),), whole_words=True, add_bos=True)
+_PRE_TOKENIZERS = {
+    "default": _DEFAULT,
+    **dict.fromkeys(("gpt-2", "a.x-4.0", "gigachat", "mellum", "trillion"), _WORDS),
+    **dict.fromkeys(("smollm", "minerva-7b", "refact", "starcoder"), _DIGITS_AND_WORDS),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "megrez": dataclasses.replace(_QWEN2, nfc=False),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral"), _LLAMA3),
+    "tekken": _PreTokenizer(
+        (_O200K.replace("SUFFIX", "").replace("DIGITS", r"\p{N}"),), whole_words=True, add_bos=True
+    ),
+    "gpt-4o": _PreTokenizer((_O200K.replace("SUFFIX", f"{_CONTRACTIONS}?").replace("DIGITS", r"\p{N}{1,3}"),)),
+    "seed-coder": _PreTokenizer((_SEED_CODER,)),
+    "deepseek-coder": _PreTokenizer(
+        ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", _DIGIT)
+    ),
+    "deepseek-v3": _PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_V3)),
+}
+
+
+def fast_tokenizer_arguments(file: GGUFFile) -> dict[str, Any]:
+    """Builds the tokenizer of a GGUF file, as the arguments of `PreTrainedTokenizerFast`.
+
+    Raises:
+      CheckpointError: a kind of tokenizer other than `llama` (SentencePiece's BPE) and `gpt2` (byte-level BPE), an
+        unknown pre-tokenizer, or metadata that are missing or inconsistent.
+    """
+    kind = file.need("tokenizer.ggml.model")
+    if kind not in ("llama", "gpt2"):
+        raise CheckpointError(
+            f"{file.path}: tokenizer model {kind!r} is not supported (supported: 'llama', SentencePiece's BPE; 'gpt2', "
+            "byte-level BPE); use the model's Hugging Face folder"
+        )
+    vocabulary = _Vocabulary.of(file, {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {})
+    try:
+        backend = _sentencepiece(vocabulary) if kind == "llama" else _byte_level(vocabulary)
+        _add_tokens(backend, vocabulary)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the Rust library raises bare Exceptions
+        raise CheckpointError(f"{file.path}: its tokenizer cannot be built ({error})") from error
+    architecture = file.metadata.get("general.architecture")
+    return {
+        "tokenizer_object": backend,
+        "bos_token": vocabulary.special("bos"),
+        "eos_token": vocabulary.special("eos"),
+        "unk_token": vocabulary.special("unknown"),
+        "pad_token": vocabulary.special("padding"),
+        "chat_template": file.metadata.get("tokenizer.chat_template"),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": file.metadata.get(f"{architecture}.context_length"),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Vocabulary:
+    """Tokens, their types and ids, and the special ones, from the metadata of `file`."""
+
+    file: GGUFFile
+    tokens: list[str]
+    types: list[int]
+    ids: dict[str, int]
+    defaults: dict[str, int]
+
+    @classmethod
+    def of(cls, file: GGUFFile, defaults: dict[str, int]) -> _Vocabulary:
+        """Reads the vocabulary; `defaults` are special tokens' ids where the metadata name none."""
+        tokens = file.need("tokenizer.ggml.tokens")
+        types = file.metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+        if len(types) < len(tokens):
+            raise CheckpointError(f"{file.path}: its tokenizer has {len(tokens)} tokens and {len(types)} token types")
+        # Unused entries pad the vocabulary to the embedding's size; they are no tokens.
+        used = [(token, id) for id, (token, type) in enumerate(zip(tokens, types)) if token and type != _UNUSED]
+        ids = dict(used)
+        if len(ids) < len(used):
+            twice = next(token for token, id in used if ids[token] != id)
+            raise CheckpointError(f"{file.path}: its tokenizer has the token {twice!r} twice")
+        return cls(file, tokens, types, ids, defaults)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the tokenizer's metadata."""
+        return self.file.metadata.get(f"tokenizer.ggml.{key}", default)
+
+    def special(self, name: str) -> str | None:
+        """A special token, or None where the model has none of that name."""
+        id = self.get(f"{name}_token_id", self.defaults.get(name))
+        token = self.tokens[id] if id is not None and id < len(self.tokens) else None
+        return token if token in self.ids else None
+
+    def merges(self) -> list[tuple[str, ...]]:
+        """The merges that the metadata list."""
+        return [tuple(merge.split(" ", 1)) for merge in self.file.need("tokenizer.ggml.merges")]
+
+
+def _add_tokens(backend: Tokenizer, vocabulary: _Vocabulary) -> None:
+    """Makes tokens that stand in the text as they are known to the tokenizer."""
+    from tokenizers import AddedToken
+
+    backend.add_tokens(
+        [
+            AddedToken(token, special=vocabulary.types[id] != _USER_DEFINED, normalized=False)
+            for token, id in vocabulary.ids.items()
+            if vocabulary.types[id] in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        ]
+    )
+
+
+def _frame(vocabulary: _Vocabulary, add_bos: bool):
+    """The post-processor that adds first and last tokens; None where there are none to add."""
+    from tokenizers.processors import TemplateProcessing
+
+    bos = vocabulary.special("bos") if vocabulary.get("add_bos_token", add_bos) else None
+    eos = vocabulary.special("eos") if vocabulary.get("add_eos_token", False) else None
+    if bos is None and eos is None:
+        return None
+    single, pair = (
+        [token for name in names for token in (bos, name, eos) if token is not None] for names in (["$A"], ["$A", "$B"])
+    )
+    ends = {token: vocabulary.ids[token] for token in (bos, eos) if token is not None}
+    return TemplateProcessing(single=single, pair=pair, special_tokens=list(ends.items()))
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
+    """SentencePiece's BPE, as in Llama 2 and Mistral; what is no piece is spelt in bytes.
+
+    As in llama.cpp, a space goes in front of the text and of what follows each special token.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    model = models.BPE(
+        vocab=vocabulary.ids,
+        merges=_merges_by_score(vocabulary),
+        unk_token=vocabulary.special("unknown"),
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = Tokenizer(model)
+    steps, undo = [normalizers.Replace(" ", _SPACE)], [decoders.Replace(_SPACE, " ")]
+    undo += [decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.get("add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend(_SPACE))
+        undo.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(steps)
+    backend.decoder = decoders.Sequence(undo)
+    frame = _frame(vocabulary, add_bos=True)
+    if frame is not None:
+        backend.post_processor = frame
+    return backend
+
+
+def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, ...]]:
+    """All pairs of pieces that make a piece, the better its score the earlier.
+
+    SentencePiece merges the pair whose whole has the best score. Where all scores are equal, the converter had none:
+    the file may have merges instead, or else ids are in the order of training.
+    """
+    scores = vocabulary.file.need("tokenizer.ggml.scores")
+    if len(scores) < len(vocabulary.tokens):
+        raise CheckpointError(
+            f"{vocabulary.file.path}: its tokenizer has {len(vocabulary.tokens)} tokens and {len(scores)} scores"
+        )
+    # Only these are looked up; bytes and control tokens are never the result of a merge.
+    pieces = {token: id for token, id in vocabulary.ids.items() if vocabulary.types[id] == _NORMAL}
+    if vocabulary.get("merges") and len({scores[id] for id in pieces.values()}) == 1:
+        return vocabulary.merges()
+    found = [
+        (-scores[id], id, len(piece) - cut, piece[:cut], piece[cut:])
+        for piece, id in pieces.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in pieces and piece[cut:] in pieces
+    ]
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
+    """Byte-level BPE, as in Llama 3 and Qwen2."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    name, path = vocabulary.get("pre", "default"), vocabulary.file.path
+    if name not in _PRE_TOKENIZERS:
+        raise CheckpointError(
+            f"{path}: pre-tokenizer {name!r} is not supported (supported: {', '.join(_PRE_TOKENIZERS)}); "
+            "use the model's Hugging Face folder"
+        )
+    rule = _PRE_TOKENIZERS[name]
+    model = models.BPE(vocab=vocabulary.ids, merges=vocabulary.merges(), ignore_merges=rule.whole_words)
+    backend = Tokenizer(model)
+    if rule.nfc:
+        backend.normalizer = normalizers.NFC()
+    splits = [
+        pre_tokenizers.Digits(individual_digits=True)
+        if split == _DIGIT
+        else pre_tokenizers.Split(Regex(split), behavior="isolated")
+        for split in rule.splits
+    ]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = _frame(vocabulary, rule.add_bos) or processors.ByteLevel(trim_offsets=False)
+    return backend

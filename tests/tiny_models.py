@@ -131,14 +131,20 @@ def fond_of(model: Decoder, favourites: dict[int, float]) -> Decoder:
     return model
 
 
-def attention_by_hand(q, k, v, start, block_size: int, until=0) -> np.ndarray:
-    """Queries `[B, W, N, H]` over keys and values `[B, K, S, H]`: a full softmax, in float64."""
+def attention_by_hand(q, k, v, start, block_size: int, until=0, back: int | None = None) -> np.ndarray:
+    """Queries `[B, W, N, H]` over keys and values `[B, K, S, H]`: a full softmax, in float64.
+
+    Args:
+      back: positions that a query sees up to its own; None: all.
+    """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[2] // k.shape[1], axis=1) for x in (k, v))
     scores = np.einsum("bwnh,bnsh->bnws", q, k) / np.sqrt(q.shape[3])
     positions = np.asarray(start)[:, None] + np.arange(q.shape[1])
     last = np.maximum((positions // block_size + 1) * block_size - 1, np.reshape(until, (-1, 1)))
-    visible = np.arange(k.shape[2]) <= last[:, None, :, None]
+    first = positions - (positions.max() if back is None else back - 1)
+    columns = np.arange(k.shape[2])
+    visible = (columns <= last[:, None, :, None]) & (columns >= first[:, None, :, None])
     weights = np.where(visible, np.exp(scores - scores.max(-1, keepdims=True)), 0)
     return np.einsum("bnws,bnsh->bwnh", weights / weights.sum(-1, keepdims=True), v)
 

@@ -61,6 +61,25 @@ def test_equals_dense_attention(shape, seed, starts, block_size):
     np.testing.assert_allclose(attend(q, k, v, start, live, block_size), expected, atol=2e-5)
 
 
+@settings(max_examples=10)
+@given(seed=st.integers(0, 99), start=st.integers(0, 300), back=st.sampled_from([1, 3, 40, 129]), whole=st.booleans())
+def test_a_sliding_window_sees_its_last_positions(seed, start, back, whole):
+    """Causal rows, or rows that see their whole block, as drafters of either publisher have them."""
+    q, k, v = arrays(seed, 1, 8, 4, 2)
+    starts, until = np.asarray([start], np.int32), np.asarray([start + 5 if whole else 0], np.int32)
+    got = sliding(q, k, v, starts, until, np.int32(start + 8), back)
+    expected = attention_by_hand(q, k, v, starts, 1, until, back)
+    np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+sliding = jax.jit(
+    lambda q, k, v, start, until, live, back: reference.window_attention(
+        q, k, v, start, until, live, block_size=1, tile=TILE, back=back
+    ),
+    static_argnums=6,
+)
+
+
 @settings(max_examples=30)
 @cases
 def test_what_lies_behind_the_live_part_does_not_matter(shape, seed, starts, block_size):

@@ -189,3 +189,11 @@ def test_damaged_folders_are_named(tmp_path, qwen3):
 @pytest.fixture(scope="module")
 def qwen3():
     return load_model(FIELD / "qwen3_a")
+
+
+def test_what_is_not_read_is_named(tmp_path, qwen3):
+    folder = drafter_folder(tmp_path, "dspark_qwen3_a", architectures=["DFlash2DraftModel"])
+    with pytest.raises(ConfigError, match="drafters of architecture DFlash2DraftModel are not read .read are DFlash"):
+        read_pair(qwen3, folder)
+    with pytest.raises(ConfigError, match="a drafter, which cannot be a target; name it with --drafter"):
+        read_pair(FIELD / "dflash_qwen3_a")

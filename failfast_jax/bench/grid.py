@@ -111,9 +111,9 @@ def default_grid(engine: FailFast) -> Grid:
     plain = engine.build_drafter(GenerationConfig(method="failfast", schedule="wide"))
     schedules, chunks, caps = ("wide", "aligned"), (5, 8, 10, 15, 20), (None, 40, 20)
     if plain.feature_layers:
-        rows = plain.max_draft
+        rows = engine.drafter.rows or plain.max_draft
         schedules, chunks = ("wide",), tuple(sorted({min(n, rows) for n in (2, 3, 4, 5, 7, 10, 15, rows)}))
-        caps = (None, *(n for n in (15, 10, 7, 5, 3) if n < rows))
+        caps = (None, *(n for n in (15, 10, 7, 5, 3) if n < plain.max_draft))
     hybrid = {"lookup_min": (0, 2, 3, 4), "min_gain": (0.0, 0.5, 1.0, 1.5)}
     taus = (0.3, 0.45, 0.6, 0.75, 0.9)
     return {"schedule": schedules, "spec_len": chunks, "max_spec_len": caps, **hybrid, "tau": taus}

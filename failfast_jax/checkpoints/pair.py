@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,11 +15,11 @@ from jax.sharding import Mesh
 
 from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder, load_drafter
 from failfast_jax.checkpoints.dspark import DEEPSPEC, ZLAB, load_dspark, parse_config
-from failfast_jax.checkpoints.eagle import is_eagle_folder, load_eagle
+from failfast_jax.checkpoints.eagle import ARCHITECTURES, is_eagle_folder, load_eagle
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.loading import as_dtype, open_source
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
-from failfast_jax.errors import OptionError
+from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.files import read_json
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.attention import refusal
@@ -41,14 +42,21 @@ def published_kind(source: str | os.PathLike) -> Kind | None:
 
     Raises:
       CheckpointError: nothing is there.
+      ConfigError: a drafter of another architecture than those that are read.
     """
     config = resolve_source(source) / "config.json"
     if not config.is_file():
         return None
     raw = read_json(config)
-    if any(name in (ZLAB, DEEPSPEC) for name in raw.get("architectures") or ()):
+    names = [str(name) for name in raw.get("architectures") or ()]
+    if {ZLAB, DEEPSPEC} & {*names}:
         return FEATURE_BLOCK
-    return EAGLE if is_eagle_folder(raw) else None
+    if is_eagle_folder(raw):
+        return EAGLE
+    if names and re.search("DFlash|DSpark|Eagle|Draft", names[0]):
+        read = ", ".join((ZLAB, DEEPSPEC, *ARCHITECTURES))
+        raise ConfigError(f"{source}: drafters of architecture {names[0]} are not read (read are {read})")
+    return None
 
 
 def own_method(source: str | os.PathLike) -> tuple[Kind, str]:
@@ -128,6 +136,8 @@ def read_pair(
     names = {"target_name": _name(target, "target"), "drafter_name": _name(drafter, "drafter")}
     decoding: dict[str, Any] = {}
     if _is_path(target):
+        if published_kind(target):
+            raise ConfigError(f"{target}: a drafter, which cannot be a target; name it with --drafter, and its target")
         target, loaded = load_with_tokenizer(target, dtype, mesh, quantize=quantize)
         tokenizer = tokenizer or loaded
     if _is_path(drafter) and is_drafter_folder(drafter):

@@ -32,7 +32,10 @@ ONLY_WIDE = ("lookup_min", "min_gain", "reuse", "tree_budget")
 class FailfastOptions(MethodOptions):
     """Options of `failfast`: a block-diffusion draft that grows while it is confident."""
 
-    summary = "a block-diffusion model; one pass a chunk, and on while it is confident (the paper's method)"
+    summary = (
+        "a block-diffusion model, or any drafter that reads its target's features; one pass a chunk, and on while it "
+        "is confident (the paper's method)"
+    )
     kinds = (BLOCK_DIFFUSION, CONDITIONED, FEATURE_BLOCK, EAGLE)
     samples = True
 

@@ -313,3 +313,10 @@ def test_records_of_other_models_are_refused(command, capsys, tmp_path):
     (tmp_path / "out" / RECORDS).write_text('{"kind": "run", "session": 0, "identity": {"dtype": "bfloat16"}}\n')
     assert command()[0] == 2
     assert "made with other settings (dtype" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["dspark_qwen3_a", "dflash_qwen3_a", "deepspec_eagle3_qwen3_a"])
+def test_published_drafters_have_a_grid(name):
+    engine = FailFast(GOLDEN / "field" / "qwen3_a", GOLDEN / "field" / name)
+    found = grid.settings_of(grid.default_grid(engine) | {"tau": (0.45,), "lookup_min": (0,)}, engine)
+    assert len({setting.spec_len for setting in found}) >= 4 and {setting.schedule for setting in found} == {"wide"}

@@ -1,4 +1,4 @@
-"""The page on adding a method, done as it says: its one file and its one line, and nothing else."""
+"""The page on adding a method, done as it says: its one file and its registration, and nothing else."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ def module_of(code: str, monkeypatch) -> dict:
     return vars(module)
 
 
-def test_one_file_and_one_line(monkeypatch, capsys):
-    names = module_of(block("file: failfast_jax/drafters/repeat.py"), monkeypatch)
+def test_one_file_and_its_registration(monkeypatch, capsys):
+    module_of(block("file: failfast_jax/drafters/repeat.py"), monkeypatch)
+    monkeypatch.setitem(sys.modules, "failfast_jax.drafters.repeat", sys.modules["written_by_a_reader"])
+    names: dict = {}
+    exec(block("import"), names)
     for method, options in eval(f"{{{block('line')}}}", names).items():
         monkeypatch.setitem(drafters.METHODS, method, options)
 

@@ -10,7 +10,6 @@ behind the row's number.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,17 @@ import jax
 import numpy as np
 from flax import nnx
 
-from failfast_jax.checkpoints import mapping, safetensors
-from failfast_jax.checkpoints.loading import DTYPES
+from failfast_jax.checkpoints import deepspec, mapping, safetensors
 from failfast_jax.checkpoints.mapping import Row
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import CheckpointError, ConfigError
-from failfast_jax.files import read_json, write_atomically
+from failfast_jax.files import read_json
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.dspark import MARKOV_HEADS, DSpark, DSparkConfig, DSparkModel
 from failfast_jax.models.transformer import Decoder
 
 NUM_ANCHORS = 512
 """What DeepSpec's own training takes; its model refuses a configuration without it."""
-STORAGES = ("bfloat16", "float32")
 ZLAB, DEEPSPEC = "DFlashDraftModel", "Qwen3DSparkModel"
 TABLE = mapping.Table(
     (
@@ -191,23 +188,15 @@ def save_dspark(
       ConfigError: z-lab's layout, or a rotary embedding without a name in `config.json`.
       ValueError: an unknown storage.
     """
-    from safetensors.numpy import save
-
-    if storage not in STORAGES:
-        raise ValueError(f"storage {storage!r}: must be one of {', '.join(STORAGES)}")
     config = config_dict(model.config, target, storage)
     params = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model.network))}
     if not borrow:
         params |= {"embed": model.embed, "head": model.head}
-    params = {name: np.asarray(jax.device_get(value)).astype(DTYPES[storage]) for name, value in params.items()}
-    tensors = mapping.stored_tensors(TABLE, params, model.config.base)
+    tensors = mapping.stored_tensors(TABLE, deepspec.stored(params, storage), model.config.base)
     if model.draft_ids is not None:
         ids = np.asarray(model.draft_ids, np.int64)
         tensors["d2t"] = ids - np.arange(len(ids))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").unlink(missing_ok=True)
-    write_atomically(folder / safetensors.WEIGHTS, save(tensors))  # `save_file` makes a file that others may not read
-    write_atomically(folder / "config.json", json.dumps({**config, **extra}, indent=1) + "\n")
+    deepspec.write_folder(folder, config, tensors, extra)
 
 
 def config_dict(config: DSparkConfig, target: ModelConfig, storage: str) -> dict[str, Any]:
@@ -220,44 +209,17 @@ def config_dict(config: DSparkConfig, target: ModelConfig, storage: str) -> dict
         raise ConfigError(
             "drafters are written in DeepSpec's layout, whose rows draft the token behind their own place"
         )
-    base, eos = config.base, list(target.eos_token_ids)
-    markov = {"markov_head_type": config.markov} if config.markov else {}
-    confidence = {"confidence_head_with_markov": config.confidence_sees_markov} if config.confidence else {}
-    narrowed = {} if config.draft_vocab is None else {"draft_vocab_size": config.draft_vocab}
-    return {
-        "architectures": [DEEPSPEC],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
+    settings = {
         "block_size": config.block_size,
-        "bos_token_id": None,
-        **confidence,
-        "dtype": storage,
         "enable_confidence_head": config.confidence,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "head_dim": base.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": base.hidden_size,
-        "initializer_range": 0.02,
-        "intermediate_size": base.intermediate_size,
-        "layer_types": ["full_attention"] * base.num_layers,
-        **markov,
         "markov_rank": config.markov_rank,
         "mask_token_id": config.mask_token_id,
-        "max_position_embeddings": base.max_position_embeddings,
-        "model_type": "qwen3",
         "num_anchors": NUM_ANCHORS,
-        "num_attention_heads": base.num_heads,
-        "num_hidden_layers": base.num_layers,
-        "num_key_value_heads": base.num_kv_heads,
-        "num_target_layers": config.num_target_layers,
-        "pad_token_id": None,
-        "rms_norm_eps": base.rms_norm_eps,
-        "rope_parameters": base.rope.to_dict(),
-        "sliding_window": None,
-        "target_layer_ids": list(config.feature_layers),
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": base.vocab_size,
-        **narrowed,
     }
+    if config.markov:
+        settings["markov_head_type"] = config.markov
+    if config.confidence:
+        settings["confidence_head_with_markov"] = config.confidence_sees_markov
+    if config.draft_vocab is not None:
+        settings["draft_vocab_size"] = config.draft_vocab
+    return deepspec.config_dict(DEEPSPEC, config.base, target, config.feature_layers, storage) | settings

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from failfast_jax.checkpoints import mapping, safetensors
+from failfast_jax.checkpoints import deepspec, mapping, safetensors
 from failfast_jax.checkpoints.mapping import Row, StoredTensor
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import CheckpointError, ConfigError
@@ -30,6 +30,8 @@ from failfast_jax.models.transformer import Decoder
 LLAMA, DEEPSPEC = "LlamaForCausalLMEagle3", "Qwen3Eagle3Model"
 ARCHITECTURES = (LLAMA, DEEPSPEC, "Eagle3Speculator", "Eagle3DraftModel")
 DRAFT_IDS, TARGET_IDS = "d2t", "t2d"
+STEP_DECAY = 0.8
+"""DeepSpec's: its model refuses a configuration without it."""
 
 
 def is_eagle_folder(raw_config: Mapping[str, Any]) -> bool:
@@ -193,3 +195,55 @@ def _check_target(
         raise ConfigError(
             f"{name}: reads the target's layers {', '.join(map(str, layers))}; {target_name} has {target.num_layers}"
         )
+
+
+def save_eagle(
+    folder: Path,
+    model: BoundEagle,
+    target: ModelConfig,
+    *,
+    storage: str = "bfloat16",
+    borrow: bool = False,
+    **extra: Any,
+) -> None:
+    """Writes a drafter in DeepSpec's layout; `config.json` comes last, so that an unfinished folder is none.
+
+    Args:
+      storage: dtype of the tensors, `bfloat16` or `float32`.
+      borrow: leave out the embedding, which is its target's: smaller, and not what DeepSpec's own code reads.
+      extra: further keys of `config.json`, JSON-ready; they replace those of `config_dict`.
+
+    Raises:
+      ConfigError: see `config_dict`.
+      ValueError: an unknown storage.
+    """
+    config = config_dict(model.config, target, storage)
+    params = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model.network))}
+    if not borrow:
+        params["embed"] = model.embed
+    tensors = mapping.stored_tensors(_table("layers.{layer}."), deepspec.stored(params, storage), model.config.base)
+    ids, vocab = np.asarray(model.draft_ids, np.int64), target.vocab_size
+    if not np.array_equal(ids, np.arange(vocab)):
+        drafted = np.zeros(vocab, np.bool_)
+        drafted[ids] = True
+        config["draft_vocab_size"] = len(ids)
+        tensors |= {DRAFT_IDS: ids - np.arange(len(ids)), TARGET_IDS: drafted}
+    deepspec.write_folder(folder, config, tensors, extra)
+
+
+def config_dict(config: EagleConfig, target: ModelConfig, storage: str) -> dict[str, Any]:
+    """DeepSpec's `config.json` of a drafter of all tokens.
+
+    Raises:
+      ConfigError: a drafter for which this layout has no words.
+    """
+    base = config.base
+    biased = base.qkv_bias or base.o_bias or base.mlp_bias
+    if config.chain is None or config.normed_residual or biased or not base.qk_norm:
+        said = "with q/k norms, a ttt_length and no biases, and the hidden state itself is the residual"
+        raise ConfigError(f"drafters are written in DeepSpec's layout: {said}")
+    return deepspec.config_dict(DEEPSPEC, base, target, config.feature_layers, storage) | {
+        "draft_num_hidden_layers": 1,
+        "step_loss_decay": STEP_DECAY,
+        "ttt_length": config.chain,
+    }

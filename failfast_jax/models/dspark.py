@@ -238,13 +238,14 @@ class DSpark(nnx.Module):
 
 def block_attention(
     q: Float[Array, "B A R Q H"],
-    k: Float[Array, "B A R K H"],
-    v: Float[Array, "B A R K H"],
+    k: Float[Array, "B A S K H"],
+    v: Float[Array, "B A S K H"],
     context_k: Float[Array, "B L K H"],
     context_v: Float[Array, "B L K H"],
     anchors: Int[Array, "B A"],
 ) -> Float[Array, "B A R Q H"]:
-    """Attention of many blocks of one text: each sees itself in both directions, and the context before its anchor."""
+    """Attention of many blocks of one text: every row sees its block's keys (mostly the rows' own, in both directions)
+    and the context before its anchor."""
     group = q.shape[3] // k.shape[3]
     rows = q.reshape(*q.shape[:3], -1, group, q.shape[4]) * q.shape[4] ** -0.5
     visible = (jnp.arange(context_k.shape[1]) < anchors[..., None])[:, None, None, :, None, :]  # [B, 1, 1, A, 1, L]

@@ -67,16 +67,21 @@ def sample_blocks(
       rows: of a block.
       options: with `anchors` and `prefix_fraction`.
     """
-    shape = (batch["tokens"].shape[0], options.anchors)
     where, which, how = jax.random.split(key, 3)
+    anchors = sample_anchors(where, batch, options.anchors)
+    longer = jax.random.uniform(which, anchors.shape) < options.prefix_fraction
+    known = jax.random.randint(how, anchors.shape, 2, max(rows, 2) + 1)
+    return anchors, jnp.where(longer, jnp.minimum(known, rows), 1)
+
+
+def sample_anchors(key: Array, batch: dict[str, Array], count: int) -> Int[Array, "B A"]:
+    """Random positions from which a token of the answer is predicted, at least 1; `count` in each document."""
+    shape = (batch["tokens"].shape[0], count)
     # The first anchor is the prompt's last token; the token behind the last one must exist.
     first = jnp.maximum(batch["prompt_length"] - 1, 1)[:, None]
     last = batch["length"][:, None] - 2
-    anchors = first + jnp.floor(jax.random.uniform(where, shape) * (last - first + 1)).astype(jnp.int32)
-    anchors = jnp.clip(anchors, first, last)
-    longer = jax.random.uniform(which, shape) < options.prefix_fraction
-    known = jax.random.randint(how, shape, 2, max(rows, 2) + 1)
-    return anchors, jnp.where(longer, jnp.minimum(known, rows), 1)
+    anchors = first + jnp.floor(jax.random.uniform(key, shape) * (last - first + 1)).astype(jnp.int32)
+    return jnp.clip(anchors, first, last)
 
 
 def loss(

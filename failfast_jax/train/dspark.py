@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from failfast_jax.checkpoints.dspark import save_dspark
 from failfast_jax.errors import OptionError
 from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel, MarkovHead, bind
-from failfast_jax.models.layers import Layer
+from failfast_jax.models.layers import Attention
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.align import captured_layers, sample_blocks
 from failfast_jax.train.features import FeatureCache, target_features
@@ -59,32 +59,34 @@ def initial(
       source_layers: the target layer that each drafter layer starts from.
     """
     model = DSpark(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed))
-
-    def copied(module: nnx.Module, source: nnx.Module) -> None:
-        theirs = dict(nnx.to_flat_state(nnx.state(source)))
-        for path, mine in nnx.to_flat_state(nnx.state(module)):
-            if path in theirs:  # not the target's biases, nor its missing norms
-                mine[...] = jnp.array(theirs[path][...], dtype)
-
     for layer, source in zip(model.layers, source_layers):
-        copied(layer, target.layers[source])
+        copy_parameters(layer, target.layers[source])
         if target.layers[source].attention.q_norm is None:
-            _scale_norms(layer)
-    copied(model.norm, target.norm)
+            scale_norms(layer.attention, layer.input_norm.weight[...])
+    copy_parameters(model.norm, target.norm)
     if (before := source_layers[0] - 1) in config.feature_layers:
         size, at = config.base.hidden_size, config.feature_layers.index(before)
         model.fc.weight[...] = jnp.eye(size, model.fc.weight.shape[1], at * size, dtype)
-        copied(model.hidden_norm, target.layers[source_layers[0]].input_norm)
+        copy_parameters(model.hidden_norm, target.layers[source_layers[0]].input_norm)
     if model.markov is not None:
         model.markov.w2.weight[...] = jnp.zeros_like(model.markov.w2.weight[...])
     return model
 
 
-def _scale_norms(layer: Layer) -> None:
-    """Gives queries and keys of a layer that had no norms the size that they had, if its inputs have no direction."""
-    attention, config = layer.attention, layer.attention.config
-    weight = attention.qkv.weight[...].reshape(config.num_kv_heads, -1, config.head_dim, config.hidden_size)
-    size = jnp.sqrt(jnp.sum((weight * layer.input_norm.weight[...]) ** 2, -1))  # [K, G + 2, H]
+def copy_parameters(module: nnx.Module, source: nnx.Module) -> None:
+    """Sets a module's parameters to those of another, as far as it has them: not its biases, nor its missing norms."""
+    theirs = dict(nnx.to_flat_state(nnx.state(source)))
+    for path, mine in nnx.to_flat_state(nnx.state(module)):
+        if path in theirs:
+            mine[...] = jnp.array(theirs[path][...], mine[...].dtype)
+
+
+def scale_norms(attention: Attention, weights: Float[Array, " I"]) -> None:
+    """Gives queries and keys of projections that had no norms the size that they had, if their inputs, scaled by the
+    weights of a norm, have no direction."""
+    config, qkv = attention.config, attention.qkv.weight[...]
+    weight = qkv.reshape(config.num_kv_heads, -1, config.head_dim, qkv.shape[-1])
+    size = jnp.sqrt(jnp.sum((weight * weights) ** 2, -1))  # [K, G + 2, H]
     attention.q_norm.weight[...] = jnp.full_like(attention.q_norm.weight[...], jnp.sqrt(jnp.mean(size[:, :-2] ** 2)))
     attention.k_norm.weight[...] = jnp.full_like(attention.k_norm.weight[...], jnp.sqrt(jnp.mean(size[:, -2] ** 2)))
 

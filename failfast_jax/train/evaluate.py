@@ -1,4 +1,4 @@
-"""The one number that matters: mean accepted length of one-pass drafts on held-out prompts, by the engine itself."""
+"""The one number that matters: mean accepted length of drafts on held-out prompts, by the engine itself."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import jax
 import numpy as np
 
 from failfast_jax.engine import FailFast
+from failfast_jax.models.drafter_model import EAGLE
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.data import Documents
 
 
 class Evaluation:
-    """Answers held-out prompts with the engine, drafting one pass a round.
+    """Answers held-out prompts with the engine, drafting one pass a round; a chain of passes with an EAGLE drafter.
 
     Args:
       objective: makes a drafter of parameters (`drafter`).
@@ -36,9 +37,11 @@ class Evaluation:
         spec_len: int | None = None,
     ):
         self.objective = objective
-        # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
-        self.options = {"method": "failfast", "tau": 1.0, "max_new_tokens": tokens, "spec_len": spec_len}
         self.engine = FailFast(target, objective.drafter(objective.trainable))
+        # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
+        whole = self.engine.drafter.kind == EAGLE
+        method = {"method": "eagle3"} if whole else {"method": "failfast", "tau": 1.0}
+        self.options = {**method, "max_new_tokens": tokens, "spec_len": spec_len}
         self.prompts = [prompt.tolist() for prompt, _ in held_out.pairs()[:prompts]]
         self.last: dict[str, float] | None = None
 

@@ -1,10 +1,10 @@
 """`python -m failfast_jax.train run`: make a drafter for a target, from the target.
 
-Four families. `dspark` and `dflash` drafters (a few layers that read the target's hidden states, with or without Markov
-and confidence heads) are written in DeepSpec's layout, which other engines serve, too. `conditioned` ones are this
-project's own kind of them, with a start in closed form that suits little data. `standalone` ones are block diffusion as
-in Fast-dLLM v2, over the whole model or a subset of its layers. A run lives in one folder and continues from its last
-checkpoint when it is started again.
+Five families. `dspark` and `dflash` drafters (a few layers that read the target's hidden states, with or without Markov
+and confidence heads) and `eagle3` ones (one layer, which goes on from its own hidden states) are written in DeepSpec's
+layout, which other engines serve, too. `conditioned` ones are this project's own kind of block drafters; they start in
+closed form, which suits little data. `standalone` ones are block diffusion as in Fast-dLLM v2, over all layers of the
+model or some. A run lives in one folder and continues from its last checkpoint when it is started again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from failfast_jax.checkpoints import dspark as dspark_folders
+from failfast_jax.checkpoints import deepspec
 from failfast_jax.checkpoints.drafter import STORAGES
 from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path
 from failfast_jax.checkpoints.loading import load_model, open_source
@@ -29,29 +28,27 @@ from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.errors import OptionError
 from failfast_jax.files import read_json
-from failfast_jax.models.conditioned import ConditionedConfig
 from failfast_jax.models.config import ModelConfig
-from failfast_jax.models.dspark import MARKOV_HEADS, DSparkConfig
-from failfast_jax.models.transformer import Decoder
-from failfast_jax.train import align, data, dspark, loop
-from failfast_jax.train.adapt import Adaptation, AdaptationOptions
+from failfast_jax.models.dspark import MARKOV_HEADS
+from failfast_jax.train import data, loop
 from failfast_jax.train.conversations import read_conversations
-from failfast_jax.train.corruption import KINDS, Corruption
+from failfast_jax.train.corruption import KINDS
 from failfast_jax.train.evaluate import Evaluation
-from failfast_jax.train.features import FeatureCache
-from failfast_jax.train.fit import fit_inputs
+from failfast_jax.train.objectives import Layers, make_objective
 from failfast_jax.train.publish import push
 from failfast_jax.train.resume import begin
 
 FIRST_SHARE, SECOND_SHARE = 1 / 3, 2 / 3  # depth of the features that are fused by default, beside the last layer's
-HEAD_CHUNK = 1024
-"""Rows whose logits over the whole vocabulary are in memory at a time."""
 SETTINGS_FILE = "train.json"
 HELD_OUT = "held_out.npz"
 """In the run's folder: documents never trained on, for measurements of what was made."""
-FAMILIES = ("conditioned", "dspark", "dflash", "standalone")
+FAMILIES = ("conditioned", "dspark", "dflash", "eagle3", "standalone")
+PUBLISHED = ("dspark", "dflash", "eagle3")
+"""Families in DeepSpec's layout."""
 DEFAULTS = {"conditioned": {"kl_weight": 0.5, "draft_vocab": 8192, "prefix_fraction": 0.25}}
 """Of options whose default depends on the family; the other families' are zeros."""
+LONGEST_CHAIN = 64
+"""As long as `--spec-len` of `eagle3` may be."""
 RUN_ONLY = (
     *("out", "minutes", "save_every", "eval_every", "eval_prompts", "eval_tokens", "eval_spec_len", "storage"),
     *("data", "cache_layers", "push_to_hub"),  # the documents themselves are compared, not where they lie
@@ -67,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="model to draft for; default: SmolLM2-135M-Instruct")
     parser.add_argument("--family", choices=FAMILIES, default="conditioned")
     parser.add_argument(
-        "--layers", metavar="i,j", help="target layers to start from; default: the last two, all (standalone)"
+        "--layers",
+        metavar="i,j",
+        help="target layers to start from; default: the last two, the last (eagle3), all (standalone)",
     )
     both = parser.add_argument_group("what all families learn from")
     both.add_argument("--seq-len", type=int, default=320, help="documents are cut to this many tokens")
@@ -82,13 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of KL(target || drafter) in the loss; default: 0.5 (conditioned), 0 (standalone)",
     )
     block = parser.add_argument_group("all but standalone drafters")
-    block.add_argument("--rows", type=int, default=7, help="tokens that one pass drafts")
+    block.add_argument("--rows", type=int, default=7, help="tokens that one pass drafts (not eagle3)")
     block.add_argument(
         "--draft-vocab",
         type=int,
         help="draft only the n most frequent tokens of the answers; 0: all; default: 8192 (conditioned), 0",
     )
-    block.add_argument("--anchors", type=int, default=64, help="blocks per document and step")
+    block.add_argument("--anchors", type=int, default=64, help="blocks, or chains, per document and step")
     block.add_argument(
         "--prefix-fraction", type=float, help="blocks that begin with known tokens; default: 0.25 (conditioned), 0"
     )
@@ -96,12 +95,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     block.add_argument(
         "--cache-layers", metavar="i,j", help="target layers to store for other runs, too, beside what this one reads"
     )
+    _add_family_arguments(parser)
+    _add_run_arguments(parser)
+
+
+def _add_family_arguments(parser: argparse.ArgumentParser) -> None:
     conditioned = parser.add_argument_group("conditioned drafters")
     conditioned.add_argument(
         "--fused", metavar="i,j", help="target layers that enter each row; default: 1/3, 2/3, last"
     )
     conditioned.add_argument("--no-fit", action="store_true", help="random input projections, not a ridge regression")
-    published = parser.add_argument_group("dspark and dflash drafters")
+    published = parser.add_argument_group("dspark, dflash and eagle3 drafters")
     published.add_argument(
         "--features", metavar="i,j", help="target layers whose outputs it reads; default: five, evenly spread"
     )
@@ -111,13 +115,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     published.add_argument("--ce-weight", type=float, default=0.1, help="of the cross-entropy with the answers")
     published.add_argument("--l1-weight", type=float, default=0.9, help="of the distance from the target's choices")
     published.add_argument("--confidence-weight", type=float, default=1.0, help="of the confidence head's loss")
-    published.add_argument("--borrow", action="store_true", help="do not store the target's embedding and head again")
+    published.add_argument(
+        "--borrow", action="store_true", help="do not store the target's embedding again, nor its head (not eagle3)"
+    )
+    published.add_argument("--ttt-length", type=int, default=7, help="passes that training unrolls (eagle3)")
+    published.add_argument("--step-decay", type=float, default=0.8, help="k-th pass weighs x ** (k-1) (eagle3)")
     standalone = parser.add_argument_group("standalone drafters")
     standalone.add_argument("--block-size", type=int, default=32)
     standalone.add_argument("--corruption", choices=KINDS, default="mixed")
     standalone.add_argument("--draft-fraction", type=float, default=0.5, help="blocks that look like drafting (mixed)")
     standalone.add_argument("--no-complementary", action="store_true", help="one mask a document, not it and its rest")
-    _add_run_arguments(parser)
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +138,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--eval-every", type=int, default=0, help="steps between measurements; 0: only at the end")
     run.add_argument("--eval-prompts", type=int, default=16, help="held-out documents to measure on")
     run.add_argument("--eval-tokens", type=int, default=64)
-    run.add_argument("--eval-spec-len", metavar="N", type=int, help="tokens a draft there; default: --rows, or 10")
+    run.add_argument("--eval-spec-len", metavar="N", type=int, help="tokens a draft there; default: as trained, or 10")
     run.add_argument("--minutes", type=float, help="stop with a checkpoint after this time (exit status 3)")
     run.add_argument(
         "--push-to-hub", metavar="NAME", help="upload the finished drafter to this Hugging Face repository"
@@ -161,6 +168,8 @@ def check(args: argparse.Namespace) -> loop.Optimization:
         "ce_weight": args.ce_weight >= 0,
         "l1_weight": args.l1_weight >= 0,
         "confidence_weight": args.confidence_weight >= 0,
+        "ttt_length": 1 <= args.ttt_length <= LONGEST_CHAIN,
+        "step_decay": 0 < args.step_decay <= 1,
         "anchors": args.anchors >= 1,
         "prefix_fraction": 0 <= args.prefix_fraction <= 1,
         "position_decay": args.position_decay >= 0,
@@ -176,24 +185,14 @@ def check(args: argparse.Namespace) -> loop.Optimization:
     loop.check_ranges(args, rules)
     if args.cache_layers and not args.feature_cache:
         raise OptionError(f"--cache-layers {args.cache_layers}: needs --feature-cache, where they are stored")
-    if args.family != "standalone" and (args.eval_spec_len or 0) > args.rows:
+    if args.family not in ("standalone", "eagle3") and (args.eval_spec_len or 0) > args.rows:
         raise OptionError(f"--eval-spec-len {args.eval_spec_len}: a pass drafts at most --rows {args.rows} tokens")
-    if args.family in ("dspark", "dflash") and args.storage not in dspark_folders.STORAGES:
-        said = f"{args.family} drafters are stored as {' or '.join(dspark_folders.STORAGES)}"
+    if args.family in PUBLISHED and args.storage not in deepspec.STORAGES:
+        said = f"{args.family} drafters are stored as {' or '.join(deepspec.STORAGES)}"
         raise OptionError(f"--storage {args.storage}: {said}")
     if args.family == "standalone" and args.seq_len % args.block_size:
         raise OptionError(f"--seq-len {args.seq_len}: must be a multiple of --block-size {args.block_size}")
     return optimization
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layers:
-    """Numbers of target layers: those that the drafter starts from, reads (of a conditioned drafter: in every row), and
-    stores for other runs."""
-
-    own: tuple[int, ...]
-    read: tuple[int, ...]
-    cached: tuple[int, ...]
 
 
 def _parse_layers(text: str | None, flag: str, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
@@ -211,7 +210,7 @@ def _parse_layers(text: str | None, flag: str, count: int, default: tuple[int, .
     return layers
 
 
-def _check_target(args: argparse.Namespace, source: Any, config: ModelConfig) -> _Layers:
+def _check_target(args: argparse.Namespace, source: Any, config: ModelConfig) -> Layers:
     """Checks the options against the target, and names its layers."""
     if config.is_diffusion:
         raise OptionError(f"--target {source}: a block-diffusion model; drafters are made from autoregressive targets")
@@ -223,17 +222,19 @@ def _check_target(args: argparse.Namespace, source: Any, config: ModelConfig) ->
         raise OptionError(f"--seq-len {args.seq_len}: the target's context is {config.max_position_embeddings}")
     if args.mask_token is not None and not 0 <= args.mask_token < config.vocab_size:
         raise OptionError(f"--mask-token {args.mask_token}: the target's vocabulary has {config.vocab_size} tokens")
-    first = 0 if args.family == "standalone" else max(last - 1, 1)
+    first = {"standalone": 0, "eagle3": last}.get(args.family, max(last - 1, 1))
     own = _parse_layers(args.layers, "--layers", last + 1, tuple(range(min(first, last), last + 1)))
     if conditioned and min(own) == 0:
         raise OptionError(f"--layers {args.layers}: layer 0 has no layer before it whose output a drafter could read")
+    if args.family == "eagle3" and len(own) > 1:
+        raise OptionError(f"--layers {args.layers}: an EAGLE-3 drafter has one layer")
     # What enters the first of its own layers, and others at even distances.
     spread = {round(last * share) for share in (0.05, 0.3, 0.55, 0.8)} | {max(own[0] - 1, 0)}
     flag, read, default = "--features", args.features, tuple(sorted(spread))
     if conditioned:
         flag, read = "--fused", args.fused
         default = tuple(dict.fromkeys((round(last * FIRST_SHARE), round(last * SECOND_SHARE), last)))
-    return _Layers(
+    return Layers(
         own,
         _parse_layers(read, flag, last + 1, default),
         _parse_layers(args.cache_layers, "--cache-layers", last + 1, ()),
@@ -247,7 +248,8 @@ def work(args: argparse.Namespace) -> None:
     config = open_source(source).config
     layers = _check_target(args, source, config)
     loop.check_devices(optimization)
-    shortest = args.block_size if args.family == "standalone" else args.rows + 2
+    # A chain that the text cuts short teaches, too; a pair and what it predicts are three tokens.
+    shortest = {"standalone": args.block_size, "eagle3": 3}.get(args.family, args.rows + 2)
     limits = {"shortest": shortest, "longest": args.seq_len, "skip_short": args.skip_short}
     documents = data.load_documents(args.data, vocab_size=config.vocab_size, read=_readers(source, config), **limits)
     settings = {name: value for name, value in vars(args).items() if name not in RUN_ONLY} | {
@@ -269,12 +271,7 @@ def work(args: argparse.Namespace) -> None:
     enable_compile_cache(None)
     # From here on nothing is cheap: all that can be refused has been.
     target = load_model(source)
-    if args.family == "standalone":
-        objective = _adaptation(args, target, layers)
-    elif args.family == "conditioned":
-        objective = _alignment(args, target, train, layers, deadline)
-    else:
-        objective = _dspark(args, target, source, train, layers, deadline)
+    objective = make_objective(args, target, source, train, layers, deadline)
     figures = {"prompts": args.eval_prompts, "tokens": args.eval_tokens, "spec_len": args.eval_spec_len}
     measure = Evaluation(target, objective, held_out, **figures)
     _train(args, optimization, objective, measure, train, settings, deadline)
@@ -322,95 +319,3 @@ def _finished(drafter: Path, steps: int, storage: str) -> dict[str, Any] | None:
     if (training.get("steps_done"), training.get("storage")) != (steps, storage):
         return None
     return _report(drafter, training)
-
-
-def _alignment(
-    args: argparse.Namespace, target: Decoder, train: data.Documents, layers: _Layers, deadline: float
-) -> align.Alignment:
-    base = dataclasses.replace(target.config, num_layers=len(layers.own))
-    config = ConditionedConfig(base, tuple(i - 1 for i in layers.own), layers.read, args.rows, args.draft_vocab)
-    draft_ids = data.frequent_tokens(train, target.config.vocab_size, args.draft_vocab, target.config.eos_token_ids)
-    cache = _feature_cache(args, target, train, config.feature_layers, layers, deadline)
-    model = align.initial(target, config, layers.own, args.seed)
-    options = align.AlignmentOptions(
-        anchors=args.anchors,
-        prefix_fraction=args.prefix_fraction,
-        position_decay=args.position_decay or None,
-        kl_weight=args.kl_weight,
-    )
-
-    def objective() -> align.Alignment:
-        return align.Alignment(model, target, draft_ids, options, compute_dtype=args.compute_dtype, cache=cache)
-
-    untrained = objective()
-    if args.no_fit or loop.has_checkpoint(args.out):
-        return untrained
-    dataset = data.batches(train, length=args.seq_len, batch=8, seed=args.seed)
-    batches = (dataset[i] for i in range(max(min(len(train) // 8, 64), 1)))
-    batches = ({**batch, "features": np.asarray(untrained.features(batch))} for batch in batches)
-    share = fit_inputs(model, target, layers.own[0], batches, untrained.captured)
-    print(f"input projections fitted: they explain {share:.1%} of the residual stream's variance", file=sys.stderr)
-    return objective()
-
-
-def _feature_cache(
-    args: argparse.Namespace,
-    target: Decoder,
-    train: data.Documents,
-    read: tuple[int, ...],
-    layers: _Layers,
-    deadline: float,
-) -> FeatureCache | None:
-    if not args.feature_cache:
-        return None
-    captured = align.captured_layers(read, target.config.num_layers)
-    options = {"also": layers.cached, "deadline": deadline, "flag": "--feature-cache"}
-    return FeatureCache(args.feature_cache, train, target, captured, **options)
-
-
-def _dspark(
-    args: argparse.Namespace, target: Decoder, source: Any, train: data.Documents, layers: _Layers, deadline: float
-) -> dspark.DSparkObjective:
-    base = dataclasses.replace(
-        target.config,
-        model_type="qwen3",
-        num_layers=len(layers.own),
-        qk_norm=True,
-        **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "tie_embeddings"), False),
-    )
-    heads = args.family == "dspark"
-    config = DSparkConfig(
-        base=base,
-        block_size=args.rows,
-        mask_token_id=dspark.mask_token(args.mask_token, load_tokenizer(source)),
-        feature_layers=layers.read,
-        num_target_layers=target.config.num_layers,
-        markov=args.markov if heads else None,
-        markov_rank=args.markov_rank if heads else 0,
-        confidence=heads,
-        confidence_sees_markov=heads,
-        draft_vocab=args.draft_vocab or None,
-    )
-    draft_ids = None
-    if args.draft_vocab:
-        draft_ids = data.frequent_tokens(train, base.vocab_size, args.draft_vocab, target.config.eos_token_ids)
-    cache = _feature_cache(args, target, train, layers.read, layers, deadline)
-    options = dspark.DSparkOptions(
-        position_decay=args.position_decay or None,
-        **{name: getattr(args, name) for name in ("anchors", "prefix_fraction", "ce_weight", "l1_weight")},
-        confidence_weight=args.confidence_weight if heads else 0.0,
-    )
-    model = dspark.initial(target, config, layers.own, args.seed)
-    how = {"compute_dtype": args.compute_dtype, "cache": cache, "borrow": args.borrow}
-    return dspark.DSparkObjective(model, target, draft_ids, options, **how)
-
-
-def _adaptation(args: argparse.Namespace, target: Decoder, layers: _Layers) -> Adaptation:
-    corruption = Corruption(args.corruption, args.draft_fraction, complementary=not args.no_complementary)
-    options = AdaptationOptions(
-        corruption=corruption,
-        position_decay=args.position_decay or None,
-        kl_weight=args.kl_weight,
-        head_chunk=HEAD_CHUNK,
-    )
-    return Adaptation(target, layers.own, args.block_size, options, compute_dtype=args.compute_dtype)

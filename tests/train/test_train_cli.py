@@ -12,7 +12,7 @@ import pytest
 from checkpoint_files import GOLDEN
 
 from failfast_jax import FailFast, load_model
-from failfast_jax.checkpoints.drafter import decoding_defaults, write_decoding
+from failfast_jax.checkpoints.drafter import FAMILIES, decoding_defaults, write_decoding
 from failfast_jax.train import run
 from failfast_jax.train.__main__ import main
 from failfast_jax.train.data import load_documents
@@ -51,6 +51,7 @@ def arguments(data, out, *more: str) -> list[str]:
     [
         ["--family", "conditioned", "--rows", "3", "--draft-vocab", "50", "--fused", "0,1"],
         ["--family", "dspark", "--rows", "3", "--markov-rank", "8", "--mask-token", "1", "--features", "0,1"],
+        ["--family", "eagle3", "--ttt-length", "3", "--draft-vocab", "60", "--features", "0,1"],
         ["--family", "standalone", "--layers", "1", "--block-size", "16", "--kl-weight", "0.5"],
     ],
     ids=lambda flags: flags[1],
@@ -69,7 +70,8 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     report = json.loads(capsys.readouterr().out)
     assert report["steps"] == 4 and report["rounds"] > 0
     config = json.loads((out / "drafter" / "config.json").read_text())
-    assert config.get("family", "dspark") == family[1] and config["training"]["steps_done"] == 4
+    assert config.get("family") == (family[1] if family[1] in FAMILIES else None)
+    assert config["training"]["family"] == family[1] and config["training"]["steps_done"] == 4
     assert config["training"]["held_out_figures"]["accepted_per_round"] == report["accepted_per_round"]
     engine = FailFast(TARGET, out / "drafter")
     options = {"max_new_tokens": 8, "ignore_eos": True}
@@ -105,6 +107,10 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
         (["--family", "dspark", "--features", "5"], "--features 5: the target's layers are 0 to"),
         (["--family", "dspark", "--mask-token", "999"], "--mask-token 999: the target's vocabulary has"),
         (["--family", "dspark", "--storage", "int8"], "--storage int8: dspark drafters are stored as bfloat16"),
+        (["--family", "eagle3", "--storage", "int8"], "--storage int8: eagle3 drafters are stored as bfloat16"),
+        (["--family", "eagle3", "--layers", "0,1"], "--layers 0,1: an EAGLE-3 drafter has one layer"),
+        (["--family", "eagle3", "--ttt-length", "0"], "--ttt-length 0: out of range"),
+        (["--step-decay", "1.5"], "--step-decay 1.5: out of range"),
         (["--cache-layers", "0"], "--cache-layers 0: needs --feature-cache"),
     ],
 )

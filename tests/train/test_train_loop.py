@@ -14,6 +14,7 @@ from training_runs import LENGTH, make_objective
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.drafter import load_drafter
+from failfast_jax.checkpoints.eagle import load_eagle
 from failfast_jax.command import deadline_after
 from failfast_jax.errors import OptionError
 from failfast_jax.train import align, data, loop
@@ -23,7 +24,7 @@ from failfast_jax.train.resume import begin, is_begun
 ANSWER = 16
 
 
-@pytest.mark.parametrize("family", ["conditioned", "dspark", "standalone"])
+@pytest.mark.parametrize("family", ["conditioned", "dspark", "eagle3", "standalone"])
 def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, family, monkeypatch):
     objective = make_objective(family, target, documents)
     optimization = loop.Optimization(steps=12, batch=2, accumulate=2, learning_rate=1e-3, warmup=3)
@@ -127,21 +128,23 @@ def own_answers(documents, target):
     return data.Documents(tokens, documents.prompt_length)
 
 
-@pytest.mark.parametrize("family", ["conditioned", "standalone"])
+@pytest.mark.parametrize("family", ["conditioned", "eagle3", "standalone"])
 def test_training_makes_a_drafter_that_loads_and_drafts(own_answers, target, tmp_path, family):
     """Overfits a few documents: the drafter then predicts some of the target's own answers."""
     objective = make_objective(family, target, own_answers)
     optimization = loop.Optimization(steps=80, batch=12, learning_rate=1e-2, warmup=5, ema=0.9)
     measure = Evaluation(target, objective, own_answers, prompts=12, tokens=ANSWER, spec_len=4)
     measure.engine.eos_token_ids = ()
-    measure.options["max_spec_len"] = 4
+    if measure.options["method"] == "failfast":
+        measure.options["max_spec_len"] = 4
     before = measure(objective.trainable)
     dataset = data.batches(own_answers, length=24, batch=12, seed=0)
     state, _ = loop.train(objective, dataset, optimization, tmp_path, evaluate=measure)
     assert measure.last["accepted_per_round"] > before["accepted_per_round"] + 0.3
     objective.save(state["ema"], tmp_path / "drafter", storage="float32")
     # A drafter of the same shapes: the programs of the measurement serve it, too.
-    measure.engine.drafter = load_drafter(tmp_path / "drafter", target)
+    load = load_eagle if family == "eagle3" else load_drafter
+    measure.engine.drafter = load(tmp_path / "drafter", target)
     drafted = measure.engine.generate(measure.prompts, **measure.options)
     assert [r.output_ids for r in drafted] == [answer.tolist() for _, answer in own_answers.pairs()]
     assert np.mean([log.accepted for r in drafted for log in r.rounds]) == measure.last["accepted_per_round"]

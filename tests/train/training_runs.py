@@ -8,7 +8,8 @@ import numpy as np
 from tiny_models import random_dspark
 
 from failfast_jax.models.conditioned import ConditionedConfig
-from failfast_jax.train import align, data, dspark
+from failfast_jax.models.eagle import EagleConfig
+from failfast_jax.train import align, data, dspark, eagle
 from failfast_jax.train.adapt import Adaptation, AdaptationOptions
 from failfast_jax.train.corruption import Corruption
 
@@ -33,6 +34,19 @@ def load(path, **options):
     return data.load_documents([path], **({"vocab_size": VOCAB, "shortest": 8, "longest": LENGTH} | options))
 
 
+def eagle_config(target, layers: tuple[int, ...], vocab: int = VOCAB, chain: int = 4) -> EagleConfig:
+    """In DeepSpec's layout."""
+    base = dataclasses.replace(target.config, model_type="qwen3", num_layers=1, qk_norm=True, qkv_bias=False)
+    return EagleConfig(base, layers, vocab, chain)
+
+
+def make_eagle(target, layers: tuple[int, ...], draft_ids, **options) -> eagle.EagleObjective:
+    """Of chains of 4, from the start that training has."""
+    config = eagle_config(target, layers, VOCAB if draft_ids is None else len(draft_ids))
+    model = eagle.initial(target, config, 2, 0)
+    return eagle.EagleObjective(model, target, draft_ids, eagle.EagleOptions(**options))
+
+
 def make_objective(family: str, target, documents):
     if family == "standalone":
         options = AdaptationOptions(
@@ -42,6 +56,8 @@ def make_objective(family: str, target, documents):
     if family == "dspark":
         model = random_dspark(target, feature_layers=(0, 1), seed=5)
         return dspark.DSparkObjective(model.network, target, None, dspark.DSparkOptions(anchors=3))
+    if family == "eagle3":
+        return make_eagle(target, (0, 1, 2), None, anchors=8)
     base = dataclasses.replace(target.config, num_layers=1)
     config = ConditionedConfig(base, (1,), (0, 2), 4, 20)
     ids = data.frequent_tokens(documents, VOCAB, 20, (1,))

@@ -1,0 +1,82 @@
+"""What all folders of drafters in DeepSpec's layout have in common, and how they are written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from failfast_jax.checkpoints import safetensors
+from failfast_jax.checkpoints.loading import DTYPES
+from failfast_jax.files import write_atomically
+from failfast_jax.models.config import ModelConfig
+
+STORAGES = ("bfloat16", "float32")
+
+
+def config_dict(
+    architecture: str, base: ModelConfig, target: ModelConfig, feature_layers: tuple[int, ...], storage: str
+) -> dict[str, Any]:
+    """The keys that every drafter has in its `config.json`.
+
+    Raises:
+      ConfigError: a rotary embedding without a name in `config.json`.
+    """
+    eos = list(target.eos_token_ids)
+    return {
+        "architectures": [architecture],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "dtype": storage,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "head_dim": base.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": base.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": base.intermediate_size,
+        "layer_types": ["full_attention"] * base.num_layers,
+        "max_position_embeddings": base.max_position_embeddings,
+        "model_type": "qwen3",
+        "num_attention_heads": base.num_heads,
+        "num_hidden_layers": base.num_layers,
+        "num_key_value_heads": base.num_kv_heads,
+        "num_target_layers": target.num_layers,
+        "pad_token_id": None,
+        "rms_norm_eps": base.rms_norm_eps,
+        "rope_parameters": base.rope.to_dict(),
+        "sliding_window": None,
+        "target_layer_ids": list(feature_layers),
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": base.vocab_size,
+    }
+
+
+def stored(params: Mapping[str, Any], storage: str) -> dict[str, np.ndarray]:
+    """Parameters on the host, in the dtype in which they are stored.
+
+    Raises:
+      ValueError: an unknown storage.
+    """
+    if storage not in STORAGES:
+        raise ValueError(f"storage {storage!r}: must be one of {', '.join(STORAGES)}")
+    return {name: np.asarray(jax.device_get(value)).astype(DTYPES[storage]) for name, value in params.items()}
+
+
+def write_folder(
+    folder: Path, config: Mapping[str, Any], tensors: dict[str, np.ndarray], extra: Mapping[str, Any]
+) -> None:
+    """Writes a drafter; `config.json`, with `extra` in it, comes last, so that an unfinished folder is none."""
+    from safetensors.numpy import save
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").unlink(missing_ok=True)
+    write_atomically(folder / safetensors.WEIGHTS, save(tensors))  # `save_file` makes a file that others may not read
+    text = json.dumps({**dict(sorted(config.items())), **extra}, indent=1)
+    write_atomically(folder / "config.json", text + "\n")

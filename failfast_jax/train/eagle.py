@@ -1,0 +1,235 @@
+"""An EAGLE-3 drafter (`models.eagle`) learns to go on from the target's features and from its own hidden states.
+
+The loss is EAGLE-3's "training-time test" as DeepSpec has it: chains of `ttt_length` pairs, unrolled like the engine's
+own drafts but with the text's tokens, learn the target's distribution over the draft vocabulary by cross-entropy; each
+pass weighs less than the one before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from failfast_jax.checkpoints.eagle import save_eagle
+from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.train.align import captured_layers, sample_anchors
+from failfast_jax.train.dspark import copy_parameters, scale_norms
+from failfast_jax.train.features import FeatureCache, target_features
+from failfast_jax.train.loop import layer_weights
+
+HEAD = nnx.PathContains("head")
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleOptions:
+    """Static options of `loss`.
+
+    Attributes:
+      anchors: chains per sequence, from random places of its answer.
+      step_decay: the k-th pair of a chain weighs step_decay ** (k - 1).
+    """
+
+    anchors: int = 64
+    step_decay: float = 0.8
+
+
+def initial(target: Decoder, config: EagleConfig, source_layer: int, seed: int, dtype: Any = jnp.float32) -> Eagle:
+    """A drafter whose layer and final norm are copies of the target's.
+
+    `fc` picks out what enters that layer of the target, or else the deepest features; the layer reads nothing but
+    these at first, as it does there.
+    """
+    model = Eagle(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed))
+    layer, source, size = model.layers[0], target.layers[source_layer], config.base.hidden_size
+    for mine, theirs in (
+        (model.norm, target.norm),
+        (layer.hidden_norm, source.input_norm),
+        (layer.post_norm, source.post_norm),
+        (layer.mlp, source.mlp),
+        (layer.attention.o, source.attention.o),
+    ):
+        copy_parameters(mine, theirs)
+    qkv = jnp.asarray(source.attention.qkv.weight[...], dtype)
+    layer.attention.qkv.weight[...] = jnp.concatenate([jnp.zeros_like(qkv), qkv], -1)
+    if source.attention.q_norm is None:
+        if config.base.qk_norm:
+            scale_norms(layer.attention, jnp.tile(layer.hidden_norm.weight[...], 2))
+    else:
+        copy_parameters(layer.attention.q_norm, source.attention.q_norm)
+        copy_parameters(layer.attention.k_norm, source.attention.k_norm)
+    layers = config.feature_layers
+    at = layers.index(source_layer - 1 if source_layer - 1 in layers else max(layers))
+    model.fc.weight[...] = jnp.eye(size, model.fc.weight.shape[1], at * size, dtype)
+    return model
+
+
+def loss(
+    model: Eagle, constants: dict[str, Any], batch: dict[str, Array], key: Array, options: EagleOptions
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Weighted cross-entropy of random chains with the target's distributions.
+
+    Args:
+      model: with as many steps as its configuration's `chain`.
+      constants: `target` (Decoder), `lookup` `[V]` (draft id of a token, -1 outside the draft vocabulary).
+      batch: `tokens` `[B, T]`, `prompt_length`, `length` `[B]`, `features` `[B, T, C, E]` of `captured_layers`.
+
+    Returns:
+      The loss; metrics: `accepted` (mean length of the agreeing prefix of the chains), `first` (agreement of their
+      first token), `ce_first` (cross-entropy there, unweighted).
+    """
+    anchors = sample_anchors(key, batch, options.anchors)
+    return loss_of_chains(model, constants, batch, anchors, options)
+
+
+def loss_of_chains(
+    model: Eagle,
+    constants: dict[str, Any],
+    batch: dict[str, Array],
+    anchors: Int[Array, "B A"],
+    options: EagleOptions,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """`loss` for given anchors, the positions of the last known tokens."""
+    at = anchors[..., None] + jnp.arange(model.config.chain)  # [B, A, S]: positions of the pairs' tokens
+    exists = at + 1 < batch["length"][:, None, None]
+    clipped = jnp.minimum(at, batch["tokens"].shape[1] - 2)
+    everyone = jnp.arange(at.shape[0])[:, None, None]
+    ce, best = _compared(model, constants, hidden_states(model, constants, batch, anchors), batch, clipped)
+
+    weights = exists * options.step_decay ** jnp.arange(model.config.chain)
+    labels = constants["lookup"][batch["tokens"][everyone, clipped + 1]]
+    right = (best == labels) & exists
+    accepted = jnp.cumprod(right.astype(jnp.int32), -1).sum(-1)
+    metrics = {
+        "ce_first": jnp.sum((ce * exists)[..., 0]) / jnp.maximum(exists[..., 0].sum(), 1),
+        "accepted": jnp.mean(accepted),
+        "first": jnp.mean(right[..., 0]),
+    }
+    return jnp.sum(ce * weights) / jnp.maximum(weights.sum(), 1e-6), metrics
+
+
+def hidden_states(
+    model: Eagle, constants: dict[str, Any], batch: dict[str, Array], anchors: Int[Array, "B A"]
+) -> Float[Array, "B A S E"]:
+    """What the drafter makes of each pair of its chains, if the tokens that it drafts are the text's."""
+    target, layers = constants["target"], model.config.feature_layers
+    captured = captured_layers(layers, target.config.num_layers)
+    mine = batch["features"][:, :, np.asarray([captured.index(layer) for layer in layers])]
+    return model.chains(target.embed[...][batch["tokens"]], mine, anchors, model.config.chain)
+
+
+def _compared(
+    model: Eagle,
+    constants: dict[str, Any],
+    hidden: Float[Array, "B A S E"],
+    batch: dict[str, Array],
+    at: Int[Array, "B A S"],
+) -> tuple[Float[Array, "B A S"], Int[Array, "B A S"]]:
+    """Of each pair the cross-entropy with the target's distribution, and the draft id that the drafter prefers.
+
+    Args:
+      at: positions where the target predicts the same token.
+    """
+    target = constants["target"]
+    captured = captured_layers(model.config.feature_layers, target.config.num_layers)
+    last = batch["features"][:, :, captured.index(target.config.num_layers - 1)]
+    everyone = jnp.arange(at.shape[0])[:, None]
+
+    # The logits of one step at a time are in memory: the vocabulary may be large.
+    @jax.checkpoint
+    def step(hidden: Float[Array, "B A E"], at: Int[Array, "B A"]) -> tuple[Array, Array]:
+        seen = target.norm(last[everyone, at].astype(target.dtype)).astype(hidden.dtype)
+        p = jax.lax.stop_gradient(jax.nn.softmax(model.head(seen, jnp.float32), -1))
+        log_q = jax.nn.log_softmax(model.logits_of(hidden), -1)
+        return -jnp.sum(p * log_q, -1), jnp.argmax(log_q, -1)
+
+    ce, best = jax.lax.map(lambda of: step(*of), (jnp.moveaxis(hidden, 2, 0), jnp.moveaxis(at, 2, 0)))
+    return jnp.moveaxis(ce, 0, 2), jnp.moveaxis(best, 0, 2)
+
+
+class EagleObjective:
+    """`loop.Objective` of an EAGLE-3 drafter: target, embedding and head frozen, features computed or cached on the
+    host.
+
+    Args:
+      model: its head is replaced by the target's.
+      draft_ids: tokens that it may draft, ascending; None: all.
+      compute_dtype: of the drafter's and the target's arithmetic (parameters stay float32).
+      cache: features of the training documents; None: computed anew for each batch.
+      borrow: see `save_eagle`.
+    """
+
+    def __init__(
+        self,
+        model: Eagle,
+        target: Decoder,
+        draft_ids: np.ndarray | None,
+        options: EagleOptions,
+        *,
+        compute_dtype: Any = jnp.float32,
+        cache: FeatureCache | None = None,
+        borrow: bool = False,
+    ):
+        self.config, self.options, self.cache, self.borrow = model.config, options, cache, borrow
+        self.graph, head, self.trainable = nnx.split(model, HEAD, ...)
+        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.captured = captured_layers(model.config.feature_layers, target.config.num_layers)
+        vocab = target.config.vocab_size
+        ids = np.arange(vocab, dtype=np.int32) if draft_ids is None else np.asarray(draft_ids, np.int32)
+        lookup = np.full(vocab, -1, np.int32)
+        lookup[ids] = np.arange(len(ids))
+        rows = target.head_weight if draft_ids is None else target.head_weight[ids]
+        head = jax.tree.map(lambda _: rows, head)
+        self.bound = BoundEagle(model, target.embed[...], jnp.asarray(ids))
+        self.constants = {"target": target, "head": head, "lookup": jnp.asarray(lookup)}
+
+    def features(self, batch: dict[str, np.ndarray]) -> Any:
+        """Captured features `[B, T, C, E]` of a batch."""
+        if self.cache is not None:
+            return self.cache.batch(batch)
+        return target_features(self.constants["target"], batch["tokens"], self.captured)
+
+    def prepare(self, batch):
+        return {name: batch[name] for name in ("tokens", "prompt_length", "length")} | {
+            "features": self.features(batch)
+        }
+
+    def model(self, trainable: Any, head: Any) -> Eagle:
+        return nnx.merge(self.graph, head, trainable)
+
+    def loss(self, trainable, constants, batch, key):
+        own = jax.tree.map(lambda x: x.astype(self.compute_dtype), (trainable, constants["head"]))
+        batch = {**batch, "features": batch["features"].astype(self.compute_dtype)}
+        return loss(self.model(*own), constants, batch, key, self.options)
+
+    def tokens(self, batch):
+        return batch["tokens"].shape[0] * self.options.anchors * self.config.chain
+
+    def flops(self, batch):
+        base, slots = self.config.base, self.tokens(batch)
+        size, head, kv = base.hidden_size, base.head_dim, base.num_kv_heads
+        span = batch["tokens"].shape[1] + self.config.chain
+        wider = size * head * (base.num_heads + 2 * kv)  # attention reads two vectors, not one
+        per_slot = 6 * (layer_weights(base) + wider) + 12 * base.num_heads * head * span
+        per_slot += 6 * size * self.config.draft_vocab  # the head is frozen; the target's logits
+        per_position = 6 * 2 * size * 2 * kv * head + 6 * size * size * len(self.config.feature_layers)
+        return float(slots * per_slot + batch["tokens"].size * per_position)
+
+    def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
+        """Writes the drafter's folder; `extra` joins its `config.json` (`decoding`, `training`)."""
+        model = self.bound.replace(network=self.model(trainable, self.constants["head"]))
+        extra = {"step_loss_decay": self.options.step_decay, **extra}
+        save_eagle(folder, model, self.constants["target"].config, storage=storage, borrow=self.borrow, **extra)
+
+    def drafter(self, trainable: Any) -> BoundEagle:
+        """The drafter as an engine takes it."""
+        dtype = self.constants["target"].dtype
+        own = jax.tree.map(lambda x: x.astype(dtype), (trainable, self.constants["head"]))
+        return self.bound.replace(network=self.model(*own))

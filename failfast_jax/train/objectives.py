@@ -1,0 +1,168 @@
+"""What a run trains: the objective of each family, made of the command's options."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import Any
+
+import numpy as np
+
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.models.conditioned import ConditionedConfig
+from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.dspark import DSparkConfig
+from failfast_jax.models.eagle import EagleConfig
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.train import align, data, dspark, eagle, loop
+from failfast_jax.train.adapt import Adaptation, AdaptationOptions
+from failfast_jax.train.corruption import Corruption
+from failfast_jax.train.features import FeatureCache
+from failfast_jax.train.fit import fit_inputs
+
+HEAD_CHUNK = 1024
+"""Rows whose logits over the whole vocabulary are in memory at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """Numbers of target layers: those that the drafter starts from, reads (of a conditioned drafter: in every row), and
+    stores for other runs."""
+
+    own: tuple[int, ...]
+    read: tuple[int, ...]
+    cached: tuple[int, ...]
+
+
+def make_objective(
+    args: argparse.Namespace, target: Decoder, source: Any, train: data.Documents, layers: Layers, deadline: float
+) -> loop.Objective:
+    """The family's objective.
+
+    Args:
+      args: the options, checked.
+      source: where the target's tokenizer lies.
+      train: the documents; their features are computed here where there is a `--feature-cache`.
+
+    Raises:
+      DataError, OptionError: see `FeatureCache` and `dspark.mask_token`.
+      OutOfTime: at the deadline.
+    """
+    if args.family == "standalone":
+        return _adaptation(args, target, layers)
+    if args.family == "conditioned":
+        return _alignment(args, target, train, layers, deadline)
+    if args.family == "eagle3":
+        return _eagle(args, target, train, layers, deadline)
+    return _dspark(args, target, source, train, layers, deadline)
+
+
+def _alignment(
+    args: argparse.Namespace, target: Decoder, train: data.Documents, layers: Layers, deadline: float
+) -> align.Alignment:
+    base = dataclasses.replace(target.config, num_layers=len(layers.own))
+    config = ConditionedConfig(base, tuple(i - 1 for i in layers.own), layers.read, args.rows, args.draft_vocab)
+    draft_ids = data.frequent_tokens(train, target.config.vocab_size, args.draft_vocab, target.config.eos_token_ids)
+    cache = _feature_cache(args, target, train, config.feature_layers, layers, deadline)
+    model = align.initial(target, config, layers.own, args.seed)
+    options = align.AlignmentOptions(
+        anchors=args.anchors,
+        prefix_fraction=args.prefix_fraction,
+        position_decay=args.position_decay or None,
+        kl_weight=args.kl_weight,
+    )
+
+    def objective() -> align.Alignment:
+        return align.Alignment(model, target, draft_ids, options, compute_dtype=args.compute_dtype, cache=cache)
+
+    untrained = objective()
+    if args.no_fit or loop.has_checkpoint(args.out):
+        return untrained
+    dataset = data.batches(train, length=args.seq_len, batch=8, seed=args.seed)
+    batches = (dataset[i] for i in range(max(min(len(train) // 8, 64), 1)))
+    batches = ({**batch, "features": np.asarray(untrained.features(batch))} for batch in batches)
+    share = fit_inputs(model, target, layers.own[0], batches, untrained.captured)
+    print(f"input projections fitted: they explain {share:.1%} of the residual stream's variance", file=sys.stderr)
+    return objective()
+
+
+def _feature_cache(
+    args: argparse.Namespace,
+    target: Decoder,
+    train: data.Documents,
+    read: tuple[int, ...],
+    layers: Layers,
+    deadline: float,
+) -> FeatureCache | None:
+    if not args.feature_cache:
+        return None
+    captured = align.captured_layers(read, target.config.num_layers)
+    options = {"also": layers.cached, "deadline": deadline, "flag": "--feature-cache"}
+    return FeatureCache(args.feature_cache, train, target, captured, **options)
+
+
+def _dspark(
+    args: argparse.Namespace, target: Decoder, source: Any, train: data.Documents, layers: Layers, deadline: float
+) -> dspark.DSparkObjective:
+    base = _qwen3(target.config, len(layers.own))
+    heads = args.family == "dspark"
+    config = DSparkConfig(
+        base=base,
+        block_size=args.rows,
+        mask_token_id=dspark.mask_token(args.mask_token, load_tokenizer(source)),
+        feature_layers=layers.read,
+        num_target_layers=target.config.num_layers,
+        markov=args.markov if heads else None,
+        markov_rank=args.markov_rank if heads else 0,
+        confidence=heads,
+        confidence_sees_markov=heads,
+        draft_vocab=args.draft_vocab or None,
+    )
+    draft_ids = _draft_ids(args, target.config, train)
+    cache = _feature_cache(args, target, train, layers.read, layers, deadline)
+    options = dspark.DSparkOptions(
+        position_decay=args.position_decay or None,
+        **{name: getattr(args, name) for name in ("anchors", "prefix_fraction", "ce_weight", "l1_weight")},
+        confidence_weight=args.confidence_weight if heads else 0.0,
+    )
+    model = dspark.initial(target, config, layers.own, args.seed)
+    how = {"compute_dtype": args.compute_dtype, "cache": cache, "borrow": args.borrow}
+    return dspark.DSparkObjective(model, target, draft_ids, options, **how)
+
+
+def _qwen3(target: ModelConfig, layers: int) -> ModelConfig:
+    """The layers of DeepSpec's drafters, of a target's sizes."""
+    without = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "tie_embeddings"), False)
+    return dataclasses.replace(target, model_type="qwen3", num_layers=layers, qk_norm=True, **without)
+
+
+def _draft_ids(args: argparse.Namespace, target: ModelConfig, train: data.Documents) -> np.ndarray | None:
+    """Tokens that a drafter in DeepSpec's layout may draft; None: all."""
+    if not args.draft_vocab:
+        return None
+    return data.frequent_tokens(train, target.vocab_size, args.draft_vocab, target.eos_token_ids)
+
+
+def _eagle(
+    args: argparse.Namespace, target: Decoder, train: data.Documents, layers: Layers, deadline: float
+) -> eagle.EagleObjective:
+    base = _qwen3(target.config, 1)
+    config = EagleConfig(base, layers.read, args.draft_vocab or base.vocab_size, chain=args.ttt_length)
+    draft_ids = _draft_ids(args, target.config, train)
+    cache = _feature_cache(args, target, train, layers.read, layers, deadline)
+    model = eagle.initial(target, config, layers.own[0], args.seed)
+    options = eagle.EagleOptions(anchors=args.anchors, step_decay=args.step_decay)
+    how = {"compute_dtype": args.compute_dtype, "cache": cache, "borrow": args.borrow}
+    return eagle.EagleObjective(model, target, draft_ids, options, **how)
+
+
+def _adaptation(args: argparse.Namespace, target: Decoder, layers: Layers) -> Adaptation:
+    corruption = Corruption(args.corruption, args.draft_fraction, complementary=not args.no_complementary)
+    options = AdaptationOptions(
+        corruption=corruption,
+        position_decay=args.position_decay or None,
+        kl_weight=args.kl_weight,
+        head_chunk=HEAD_CHUNK,
+    )
+    return Adaptation(target, layers.own, args.block_size, options, compute_dtype=args.compute_dtype)

@@ -91,17 +91,16 @@ def scale_norms(attention: Attention, weights: Float[Array, " I"]) -> None:
     attention.k_norm.weight[...] = jnp.full_like(attention.k_norm.weight[...], jnp.sqrt(jnp.mean(size[:, -2] ** 2)))
 
 
-def mask_token(given: int | None, tokenizer: Any) -> int:
-    """The id that stands for an unknown token: given, or one that no text has.
+def spare_token(tokenizer: Any) -> int:
+    """An id that no text has: what stands for an unknown token.
 
     Raises:
       OptionError: the tokenizer names none.
     """
-    if given is not None:
-        return given
     spare = [] if tokenizer is None else _unused(tokenizer)
     if not spare:
-        raise OptionError("--mask-token: the target's tokenizer has no token to spare: name an id that no text has")
+        why = "the target has no tokenizer" if tokenizer is None else "the target's tokenizer has no token to spare"
+        raise OptionError(f"--mask-token: {why}: name an id that no text has")
     return spare[0]
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from failfast_jax.engine import FailFast
-from failfast_jax.models.drafter_model import EAGLE
+from failfast_jax.models.drafter_model import EAGLE, FEATURE_BLOCK
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.data import Documents
 
@@ -38,9 +38,13 @@ class Evaluation:
     ):
         self.objective = objective
         self.engine = FailFast(target, objective.drafter(objective.trainable))
+        model = self.engine.drafter
         # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
-        whole = self.engine.drafter.kind == EAGLE
-        method = {"method": "eagle3"} if whole else {"method": "failfast", "tau": 1.0}
+        method = {"method": "failfast", "tau": 1.0}
+        if model.kind == EAGLE:
+            method = {"method": "eagle3"}
+        elif model.kind == FEATURE_BLOCK:  # tau cuts its drafts, too: a block, whole
+            method = {"method": "failfast", "tau": 0.0, "max_spec_len": spec_len or model.rows}
         self.options = {**method, "max_new_tokens": tokens, "spec_len": spec_len}
         self.prompts = [prompt.tolist() for prompt, _ in held_out.pairs()[:prompts]]
         self.last: dict[str, float] | None = None

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.models.conditioned import ConditionedConfig
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.dspark import DSparkConfig
@@ -110,7 +109,7 @@ def _dspark(
     config = DSparkConfig(
         base=base,
         block_size=args.rows,
-        mask_token_id=dspark.mask_token(args.mask_token, load_tokenizer(source)),
+        mask_token_id=args.mask_token,
         feature_layers=layers.read,
         num_target_layers=target.config.num_layers,
         markov=args.markov if heads else None,

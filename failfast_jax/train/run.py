@@ -33,6 +33,7 @@ from failfast_jax.models.dspark import MARKOV_HEADS
 from failfast_jax.train import data, loop
 from failfast_jax.train.conversations import read_conversations
 from failfast_jax.train.corruption import KINDS
+from failfast_jax.train.dspark import spare_token
 from failfast_jax.train.evaluate import Evaluation
 from failfast_jax.train.objectives import Layers, make_objective
 from failfast_jax.train.publish import push
@@ -136,7 +137,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("the run")
     run.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     run.add_argument("--eval-every", type=int, default=0, help="steps between measurements; 0: only at the end")
-    run.add_argument("--eval-prompts", type=int, default=16, help="held-out documents to measure on")
+    run.add_argument("--eval-prompts", type=int, help="held-out documents to measure on; default: 16, or all of fewer")
     run.add_argument("--eval-tokens", type=int, default=64)
     run.add_argument("--eval-spec-len", metavar="N", type=int, help="tokens a draft there; default: as trained, or 10")
     run.add_argument("--minutes", type=float, help="stop with a checkpoint after this time (exit status 3)")
@@ -156,6 +157,8 @@ def check(args: argparse.Namespace) -> loop.Optimization:
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.compute_dtype = args.compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    if args.eval_prompts is None:
+        args.eval_prompts = min(16, args.held_out)
     fields = dataclasses.fields(loop.Optimization)
     optimization = loop.Optimization(**{field.name: getattr(args, field.name) for field in fields})
     optimization.validate()
@@ -252,6 +255,8 @@ def work(args: argparse.Namespace) -> None:
     shortest = {"standalone": args.block_size, "eagle3": 3}.get(args.family, args.rows + 2)
     limits = {"shortest": shortest, "longest": args.seq_len, "skip_short": args.skip_short}
     documents = data.load_documents(args.data, vocab_size=config.vocab_size, read=_readers(source, config), **limits)
+    if args.family in ("dspark", "dflash") and args.mask_token is None:
+        args.mask_token = spare_token(load_tokenizer(source))
     settings = {name: value for name, value in vars(args).items() if name not in RUN_ONLY} | {
         "feature_cache": args.feature_cache is not None,
         "target": str(args.target or DEFAULT_TARGET[1].partition(".")[0]),

@@ -68,7 +68,7 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     assert first["steps"] == 1
     assert main(whole) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["steps"] == 4 and report["rounds"] > 0
+    assert report["steps"] == 4 and report["rounds"] > 0 and report["drafted_per_round"] > 0
     config = json.loads((out / "drafter" / "config.json").read_text())
     assert config.get("family") == (family[1] if family[1] in FAMILIES else None)
     assert config["training"]["family"] == family[1] and config["training"]["steps_done"] == 4
@@ -105,6 +105,7 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
         (["--eval-prompts", "9"], "--eval-prompts 9: out of range"),
         (["--eval-spec-len", "8"], "--eval-spec-len 8: a pass drafts at most --rows 7 tokens"),
         (["--family", "dspark", "--features", "5"], "--features 5: the target's layers are 0 to"),
+        (["--family", "dspark"], "--mask-token: the target has no tokenizer: name an id that no text has"),
         (["--family", "dspark", "--mask-token", "999"], "--mask-token 999: the target's vocabulary has"),
         (["--family", "dspark", "--storage", "int8"], "--storage int8: dspark drafters are stored as bfloat16"),
         (["--family", "eagle3", "--storage", "int8"], "--storage int8: eagle3 drafters are stored as bfloat16"),

@@ -31,7 +31,7 @@ from failfast_jax.models.cache import round_up
 from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.results import Result, Round, Stats, StreamEvent
-from failfast_jax.runtime import Progress, Request, RowLog, Runtime, Session
+from failfast_jax.runtime import DraftSession, Progress, Request, RowLog, Runtime, Session
 
 __all__ = ["FailFast", "Message", "Prompt", "Result", "Round", "Stats", "StreamEvent"]
 
@@ -59,6 +59,7 @@ class FailFast:
       quantize_drafter: likewise the drafter's.
       settings: a file of `python -m failfast_jax.bench tune`, made for this pair.
       programs: a store of compiled programs to share, `other.runtime.programs`.
+      costs: for `policy="auto"`, a file that says what rounds cost; None: they are measured when first needed.
 
     Attributes:
       runtime: the models and everything compiled for them; see `Runtime`.
@@ -68,6 +69,7 @@ class FailFast:
       eos_token_ids: stop tokens; the target's own unless replaced.
       corpus: earlier texts that `suffix` drafts from, too; None, or a `drafters.suffix.Corpus` to be filled between
         requests.
+      time_rounds: whether every round is waited for and timed (`Round.took`).
       decoding: options that take these values where a request leaves them at None; from `settings`, else from the
         drafter's folder.
 
@@ -92,6 +94,7 @@ class FailFast:
         quantize_drafter: str | None = None,
         settings: str | os.PathLike | None = None,
         programs: Executables | None = None,
+        costs: str | os.PathLike | None = None,
     ):
         enable_compile_cache(compile_cache)
         start = time.perf_counter()
@@ -110,7 +113,7 @@ class FailFast:
             quantize=quantize,
             quantize_drafter=quantize_drafter,
         )
-        self.runtime = Runtime(pair.target, pair.drafter, max_seq_len=max_seq_len, programs=programs)
+        self.runtime = Runtime(pair.target, pair.drafter, max_seq_len=max_seq_len, programs=programs, costs=costs)
         self.target_name, self.drafter_name = pair.target_name, pair.drafter_name
         self.tokenizer, self.vocab = pair.tokenizer, pair.vocab
         self.eos_token_ids, self.decoding = pair.target.config.eos_token_ids, pair.decoding
@@ -121,13 +124,14 @@ class FailFast:
         self.corpus: Corpus | None = None
         self._profile: Path | None = None
         self._said_default = False
+        self.time_rounds = False
 
     def _take_tuned(self, tuned: Any) -> None:
         check_models(tuned, self.target, self.drafter, (self.target_name, self.drafter_name))
         here = {"platform": self.platform, "device": str(jax.devices()[0].device_kind), "cores": os.cpu_count()}
         if others := other_machine(tuned, here):
             logger.warning("%s: tuned on another machine, %s: tune again here", tuned.path, ", ".join(others))
-        self.decoding = tuned.decoding
+        self.decoding = {"policy": "fixed", **tuned.decoding}
 
     @property
     def target(self) -> Decoder:
@@ -302,29 +306,37 @@ class FailFast:
         # While the loop, the largest program, may still be compiling.
         state = session.prefill([self.request(prompt, config, row) for row, prompt in enumerate(prompts)])
         jax.block_until_ready(state)
-        times = {"prefill_s": time.perf_counter() - start, "decode_s": 0.0}
+        times = {"prefill_s": time.perf_counter() - start}
         session.wait()
         times["compile_s"] = programs.seconds - compile_before
+        weighs = isinstance(session, DraftSession) and session.drafter.weighs
+        session, costs = self.runtime.costs.price(session) if weighs else (session, None)
+        took: list[float] = []
         syncs = 1
         with contextlib.nullcontext() if self._profile is None else jax.profiler.trace(self._profile):
             while True:
                 start = time.perf_counter()
                 # The first slice is one round: the first words should not wait for the next ones.
                 rounds = (session.stream_rounds if syncs > 1 else 1) if stream else None
-                state = session.advance(state, rounds)
+                state = session.advance(state, 1 if self.time_rounds else rounds)
                 progress = session.read(state)
-                times["decode_s"] += time.perf_counter() - start
+                took.append(time.perf_counter() - start)
                 syncs += 1
                 if RUNNING not in progress.finish:
                     break
                 if stream:
                     yield progress.ids
         self._check_finite(prompts, progress)
-        logs = session.rounds(state)
+        times["decode_s"], logs = sum(took), session.rounds(state)
+        if weighs:
+            expected = max(sum(entry.seconds for entry in log.rounds) for log in logs)
+            self.runtime.costs.check(session, expected, times["decode_s"])
+        if self.time_rounds:
+            logs = [dataclasses.replace(log, rounds=_timed(log.rounds, took)) for log in logs]
         used = compile_counts().since(counts)
         counted = {"compiles": used.compiles, "cache_hits": used.cache_hits, "host_syncs": syncs + 1}
         yield [
-            self._result(config, prompt, ids, finish, log, counted | times)
+            self._result(config, prompt, ids, finish, log, counted | times | {"costs": costs})
             for prompt, ids, finish, log in zip(prompts, progress.ids, progress.finish, logs)
         ]
 
@@ -381,3 +393,8 @@ class FailFast:
         if self.corpus.tokens.max() >= self.target.config.vocab_size:
             raise PromptError(f"the corpus holds token id {self.corpus.tokens.max()}, which {self.target_name} lacks")
         return drafter.with_corpus(self.corpus.tokens)
+
+
+def _timed(rounds: Sequence[Round], took: Sequence[float]) -> list[Round]:
+    """Rounds with the times of the batch's; a row runs from the first of these on."""
+    return [dataclasses.replace(entry, took=seconds) for entry, seconds in zip(rounds, took)]

@@ -65,6 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
     drafting.add_argument(
         "--settings", metavar="FILE", type=Path, help="failfast: what `failfast_jax.bench tune` found for this pair"
     )
+    drafting.add_argument(
+        "--costs", metavar="FILE", help="--policy auto: what rounds cost, as in --json's stats (default: measured)"
+    )
     engine = parser.add_argument_group("engine")
     engine.add_argument("--exact", action="store_true", help="bit-identical output whatever the method")
     engine.add_argument("--max-seq-len", metavar="n", type=int, help="most tokens of prompt and output together")
@@ -169,6 +172,7 @@ def _load(args: argparse.Namespace, config: GenerationConfig):
         method=config.method,
         schedule=args.schedule,
         settings=args.settings,
+        costs=args.costs,
         dtype=args.dtype,
         max_seq_len=args.max_seq_len,
         compile_cache=args.compile_cache,
@@ -192,6 +196,7 @@ def _run(args: argparse.Namespace) -> None:
     prompt = _read_prompt(args)
     config = _config(args)
     engine = _load(args, config)
+    engine.time_rounds = args.trace is not None
     with contextlib.nullcontext() if args.profile is None else engine.profile(args.profile):
         if args.json or not sys.stdout.isatty():
             result = engine.generate([prompt], config)[0]

@@ -146,6 +146,44 @@ class MethodOptions:
         return {**defaults, **given}
 
 
+@dataclasses.dataclass(frozen=True)
+class WeighedOptions(MethodOptions):
+    """Options of a method that can draft and verify by measured costs (`drafters.economic`).
+
+    Class attributes:
+      auto: whether it does so where no option is given.
+      with_auto: options that go with it.
+    """
+
+    auto: ClassVar[bool] = True
+    with_auto: ClassVar[tuple[str, ...]] = ("spec_len", "max_spec_len", "lookup_min")
+
+    policy: str | None = option(
+        None,
+        "auto: draft and verify what promises most tokens a second, by measured costs; fixed: as the other options "
+        "say (fixed where one of these is given)",
+        choices=("auto", "fixed"),
+    )
+
+    def sources(self, site: Site) -> tuple[Any, Any]:
+        """Under `auto`: the drafter whose drafts cost no pass, and the one that a model makes; either may be None."""
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, given, platform, defaults=None, *, sampled=False):
+        given = {name: value for name, value in given.items() if value is not None}
+        stored = (defaults or {}).get("policy")
+        policy = given.get("policy") or stored or ("auto" if cls.auto and not given and not sampled else "fixed")
+        if policy == "auto":
+            require(not sampled, "--policy auto", "drafts are cut by what was drawn: no --acceptance rejection")
+            for name, value in given.items():
+                if value is not False and name not in (*cls.with_auto, "policy"):
+                    taken = flag_of(name) if value is True else f"{flag_of(name)} {value}"
+                    raise OptionError(f"{taken}: not with --policy auto, which decides that by measured costs")
+            defaults = {}
+        return super().of({**given, "policy": policy}, platform, defaults, sampled=sampled)
+
+
 def flag_of(name: str) -> str:
     """`spec_len` as `--spec-len`."""
     return "--" + name.replace("_", "-")

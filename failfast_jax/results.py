@@ -18,13 +18,17 @@ class Round:
     tree: dict[str, list[int]] | None = None
     """What was verified, if that was a tree: `tokens` of its nodes, and of each its `parent` (-1: the last token before
     the round). `drafted` is then its longest path, with the accepted one over its beginning."""
+    expected: float | None = None
+    """Under `--policy auto`: tokens that the round was expected to emit, and (`seconds`) how long it was expected to take
+    the batch."""
+    seconds: float | None = None
+    took: float | None = None
+    """Seconds that the round took, where rounds were timed one by one (`--trace`)."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; rounds without a tree have no key of that name."""
+        """JSON-ready form, without keys of what there is not."""
         found = dataclasses.asdict(self)
-        if self.tree is None:
-            del found["tree"]
-        return found
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +48,9 @@ class Stats:
     compiles: int
     cache_hits: int
     host_syncs: int
+    costs: dict[str, Any] | None = None
+    """Under `--policy auto`: seconds of a round by rows verified (`verify`), of a drafter pass (`draft`), and where the
+    figures come from (`source`)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ the same models come from `Runtime.compile`.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -28,10 +29,12 @@ from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.exact import WidthCheck
 from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.decoding.plan import Plan, make_plan
+from failfast_jax.dllm_session import DiffusionSession
 from failfast_jax.errors import OptionError, PromptError
 from failfast_jax.models import sharding
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.sessions import DiffusionSession, DraftSession, Progress, Request, RowLog, Session
+from failfast_jax.pricing import CostBook
+from failfast_jax.sessions import DraftSession, Progress, Request, RowLog, Session
 
 __all__ = ["DiffusionSession", "DraftSession", "Progress", "Request", "RowLog", "Runtime", "Session"]
 
@@ -50,10 +53,12 @@ class Runtime:
         one device or spread already.
       max_seq_len: most tokens of prompt and output together; None: the models' context.
       programs: a store of compiled programs to share with another runtime.
+      costs: a file that says what rounds cost; None: they are measured when first needed.
 
     Attributes:
       platform: `cpu`, `gpu` or `tpu`.
       programs: the store; `programs.seconds` is the time spent on compiling.
+      costs: what rounds cost here, for drafters that decide by it.
       width_check: what is known of the target's widths under `exact`; runtimes of one target may share it.
 
     Raises:
@@ -68,6 +73,7 @@ class Runtime:
         max_seq_len: int | None = None,
         *,
         programs: Executables | None = None,
+        costs: str | os.PathLike | None = None,
     ):
         if mesh is not None:
             target = target.spread(mesh, drafter=False)
@@ -81,6 +87,7 @@ class Runtime:
             raise OptionError(f"--max-seq-len {max_seq_len}: must be between 2 and the context of {context}")
         self.max_seq_len = max_seq_len or context
         self.programs = programs or Executables()
+        self.costs = CostBook(costs)
         self.width_check = WidthCheck(target)
 
     @property
@@ -150,7 +157,8 @@ class Runtime:
     def session(self, drafter: Drafter, *, batch: int = 1, capacity: int, plan: Plan | None = None) -> DraftSession:
         """The programs that decode `batch` requests of up to `capacity` tokens, prompt included, with a drafter.
 
-        They compile side by side in other threads; the first call of each waits for it.
+        They compile side by side in other threads; the first call of each waits for it. A drafter that decides by costs
+        takes all widths to cost the same until `costs.price` tells the session what they do.
         """
         plan = plan or self.plan(drafter, batch=batch)
         return DraftSession(self.programs, self.placement(batch), self.target, drafter, batch, capacity, plan)

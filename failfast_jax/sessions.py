@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,8 @@ import numpy as np
 
 from failfast_jax import decoding
 from failfast_jax.compilation import Compilation, Executables, Program
-from failfast_jax.decoding import dllm
 from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.economics import Costs
 from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.decoding.plan import Plan, prefill_schedule
 from failfast_jax.decoding.state import DecodeState, Draft, RoundLog, Sampling, Verified
@@ -74,6 +75,7 @@ class Session:
 
     Attributes:
       batch, capacity: as said.
+      models: what every program takes first: the target and the drafter, or the model that writes.
       placement: see `Runtime.placement`.
       stream_rounds: rounds (of `dllm`: passes) between two looks at the state that suit a stream.
     """
@@ -91,7 +93,7 @@ class Session:
         advance: Callable,
     ):
         self.batch, self.capacity, self.placement = batch, capacity, placement
-        self._programs, self._models = programs, models
+        self._programs, self.models = programs, models
         self._start = functools.partial(start, capacity=capacity, placement=self.placement)
         inputs = self._inputs(self._any_requests(batch))
         [self._starting] = self._compile((self._start, (*models, inputs)))
@@ -110,7 +112,7 @@ class Session:
         raise NotImplementedError
 
     def _loop_args(self, state: State, most: int) -> tuple:
-        return *self._models, state, np.int32(most)
+        return *self.models, state, np.int32(most)
 
     def _view(self, state: State) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Token ids, start and end of each row's output in them, and why it ended."""
@@ -130,7 +132,7 @@ class Session:
         """
         if len(requests) != self.batch:
             raise ValueError(f"{len(requests)} requests for {self.batch} rows")
-        return self._starting.wait()(*self._models, self._inputs(requests))
+        return self._starting.wait()(*self.models, self._inputs(requests))
 
     def prepare(self, prompt_tokens: int) -> None:
         """Compiles what prefilling prompts of up to that many tokens needs, and waits for it."""
@@ -157,7 +159,7 @@ class Session:
         state = self.start(requests)
         yield state
         for compilation, at in zip(compilations, starts):
-            state = compilation.wait()(*self._models, state, np.int32(at))
+            state = compilation.wait()(*self.models, state, np.int32(at))
             yield state
 
     def insert(self, state: State, row: int, one: State) -> State:
@@ -197,7 +199,7 @@ class Session:
 
     @property
     def _mesh(self) -> jax.sharding.Mesh | None:
-        return self._models[0].execution.mesh
+        return self.models[0].execution.mesh
 
     @staticmethod
     def _any_requests(batch: int) -> list[Request]:
@@ -208,8 +210,8 @@ class Session:
 
     def _compile_chunks(self, prompt_tokens: int) -> tuple[list[Compilation], list[int]]:
         chunks = self._chunks(prompt_tokens)
-        args = (*self._models, self._empty, np.int32(0))
-        compilations = self._compile(*((function, args) for function, _ in chunks), donate=(len(self._models),))
+        args = (*self.models, self._empty, np.int32(0))
+        compilations = self._compile(*((function, args) for function, _ in chunks), donate=(len(self.models),))
         return compilations, [at for _, at in chunks]
 
     def _placed(self, shapes: State) -> State:
@@ -229,7 +231,7 @@ class Session:
         def lengths(groups: int) -> list[tuple[int, ...]]:
             batch = groups if self._mesh is None else groups * self._mesh.shape[DATA]
             inputs = self._inputs(self._any_requests(batch))
-            return [leaf.shape[:1] for leaf in jax.tree.leaves(jax.eval_shape(self._start, *self._models, inputs))]
+            return [leaf.shape[:1] for leaf in jax.tree.leaves(jax.eval_shape(self._start, *self.models, inputs))]
 
         return tuple(one != two for one, two in zip(lengths(1), lengths(2)))
 
@@ -274,9 +276,22 @@ class DraftSession(Session):
         capacity: int,
         plan: Plan,
     ):
-        self.drafter, self.plan = drafter, plan
+        self.drafter, self.plan = drafter.planned(plan.widths), plan
         start, advance = (functools.partial(function, plan=plan) for function in (_start, _advance))
-        super().__init__(programs, placement, (target, drafter), batch, capacity, start, advance)
+        super().__init__(programs, placement, (target, self.drafter), batch, capacity, start, advance)
+
+    def with_costs(self, costs: Costs) -> DraftSession:
+        """The same programs, with a drafter that decides by these costs (see `pricing`). Nothing is compiled.
+
+        Raises:
+          ValueError: the drafter decides nothing by costs.
+        """
+        if not self.drafter.weighs:
+            raise ValueError(f"{type(self.drafter).__name__} decides nothing by costs")
+        other = copy.copy(self)
+        other.drafter = self.drafter.with_costs(costs)
+        other.models = (self.models[0], other.drafter)
+        return other
 
     def _inputs(self, requests):
         limits = np.asarray([request.max_new_tokens for request in requests], np.int32)
@@ -311,7 +326,7 @@ class DraftSession(Session):
     def verify(self, state: DecodeState, proposal: Draft) -> tuple[Verified, DecodeState]:
         """The target's own tokens along a proposal, which may be anybody's."""
         function = functools.partial(_verify, plan=self.plan, placement=self.placement)
-        args = (*self._models, state, proposal)
+        args = (*self.models, state, proposal)
         return self._programs.compile(function, *args, donate=(2,))(*args)
 
     def commit(self, state: DecodeState, proposal: Draft, verified: Verified) -> DecodeState:
@@ -319,61 +334,6 @@ class DraftSession(Session):
         function = functools.partial(_commit, placement=self.placement)
         args = (self.drafter, state, proposal, verified)
         return self._programs.compile(function, *args, donate=(1,))(*args)
-
-
-class DiffusionSession(Session):
-    """A block-diffusion model that writes on its own."""
-
-    stream_rounds = 8
-
-    def __init__(
-        self,
-        programs: Executables,
-        placement: StatePlacement,
-        model: Decoder,
-        batch: int,
-        capacity: int,
-        threshold: float,
-        **static: int | bool | None,
-    ):
-        self.config, self.block = model.config, model.config.block_size
-        self.threshold = np.float32(threshold)
-        advance = functools.partial(_advance_diffusion, **static)
-        super().__init__(programs, placement, (model,), batch, capacity, _start_diffusion, advance)
-
-    def _inputs(self, requests):
-        blocks = [
-            dllm.blocks_to_write(self.config, len(request.prompt), request.max_new_tokens, self.capacity)
-            for request in requests
-        ]
-        if not all(blocks):
-            raise PromptError(f"no whole block of {self.block} fits behind the prompt within {self.capacity} tokens")
-        return self._prompts(requests) | {"max_blocks": np.asarray(blocks, np.int32)}
-
-    def _chunks(self, prompt_tokens):
-        width, starts = dllm.prefill_starts(prompt_tokens, self.config, self._empty.text.shape[1])
-        return [(functools.partial(_prefill_diffusion, width=width, placement=self.placement), at) for at in starts]
-
-    def _loop_args(self, state, most):
-        return *self._models, state, self.threshold, np.int32(most)
-
-    def _view(self, state):
-        return state.text, state.prompt_length, state.end, state.finish
-
-    def rounds(self, state):
-        """Each row's blocks so far: with a token shift, a block emits its own tokens and the next one's first."""
-        passes, text, begin, end, _ = jax.device_get((state.block_passes, *self._view(state)))
-        return [self._blocks(passes[row], text[row], int(begin[row]), int(end[row])) for row in range(self.batch)]
-
-    def _blocks(self, passes: np.ndarray, text: np.ndarray, begin: int, end: int) -> RowLog:
-        first_end = (begin // self.block + 1) * self.block + self.config.token_shift
-        found, at = [], begin
-        while at < end:
-            stop = min(first_end + len(found) * self.block, end)
-            found.append(Round([], [], 0, text[at:stop].tolist(), int(passes[len(found)])))
-            at = stop
-        prefill = int(begin >= self.block)
-        return RowLog(found, 0, sum(entry.passes for entry in found) + prefill)
 
 
 # The programs. What is static is bound to them by keyword.
@@ -406,19 +366,6 @@ def _commit(drafter, state, proposal, verified, *, placement):
     return placement(decoding.commit(drafter, state, proposal, verified))
 
 
-def _start_diffusion(model, inputs, *, capacity, placement):
-    return placement(dllm.init_state(model, capacity=capacity, **inputs))
-
-
-def _prefill_diffusion(model, state, at, *, width, placement):
-    with jax.named_scope("prefill"):
-        return placement(dllm.prefill_chunk(model, state, at, width=width))
-
-
-def _advance_diffusion(model, state, threshold, most, *, placement, **static):
-    return placement(dllm.generate(model, state, threshold, most, **static))
-
-
 def _insert(state, one, row, *, by_row, placement):
     leaves, structure = jax.tree.flatten(state)
     new = [
@@ -440,6 +387,7 @@ def _rounds_of(log: RoundLog, row: int, output: list[int]) -> list[Round]:
                 emitted=output[done : done + emitted],
                 passes=int(log.passes[row, index]),
                 tree=log.tree_of(row, index),
+                **log.weighed(row, index),
             )
         )
         done += emitted

@@ -36,6 +36,7 @@ LAYERS = (
     {"checkpoints", "decoding"},
     {"drafters"},
     {"sessions"},
+    {"pricing", "dllm_session"},
     {"runtime"},
     {"engine"},
     {"__init__", "defaults", "trajectory"},

@@ -35,7 +35,7 @@ CONDITIONED, STANDALONE = "conditioned", "standalone"
 FAMILIES = (CONDITIONED, STANDALONE)
 STORAGES = ("bfloat16", "int8", "float32")
 DRAFT_IDS = "draft_ids"
-DECODING_OPTIONS = ("spec_len", "tau", "max_spec_len", "lookup_min", "min_gain")
+DECODING_OPTIONS = ("spec_len", "tau", "max_spec_len", "lookup_min", "min_gain", "policy")
 _SCALE = ".scale"
 
 

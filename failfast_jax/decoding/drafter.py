@@ -51,6 +51,11 @@ class Drafter:
         return False
 
     @property
+    def weighs(self) -> bool:
+        """Whether drafts come with what they are expected to bring and to cost (`drafters.economic`)."""
+        return False
+
+    @property
     def feature_layers(self) -> tuple[int, ...]:
         """Target layers whose residual stream `prefill` and `commit` receive."""
         return ()
@@ -58,6 +63,11 @@ class Drafter:
     def with_corpus(self, tokens: Int[Array, " corpus"]) -> Drafter:
         """The drafter, knowing earlier texts (-1 behind each), if it has a use for them."""
         del tokens
+        return self
+
+    def planned(self, widths: tuple[int, ...]) -> Drafter:
+        """The drafter, knowing the widths of verifies, if it has a use for them."""
+        del widths
         return self
 
     def init(self, batch: int, capacity: int) -> Any:

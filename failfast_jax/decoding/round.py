@@ -66,7 +66,7 @@ def init_state(
         sampling=sampling,
         target=target.init_cache(batch, length),
         drafter=drafter.init(batch, length),
-        log=RoundLog.zeros(batch, capacity, drafter.max_draft, trees=drafter.drafts_trees),
+        log=RoundLog.zeros(batch, capacity, drafter.max_draft, trees=drafter.drafts_trees, weighed=drafter.weighs),
         capacity=capacity,
     )
 
@@ -190,6 +190,9 @@ def _logged(log: RoundLog, running: Array, proposal: Draft, verified: Verified, 
             tree_parent=put(log.tree_parent, tree.parent),
             tree_size=put(log.tree_size, tree.size),
         )
+    if proposal.expected is not None:
+        seconds = jnp.broadcast_to(proposal.seconds, running.shape)
+        log = log.replace(expected=put(log.expected, proposal.expected), seconds=put(log.seconds, seconds))
     return log.replace(
         drafted=put(log.drafted, drafted),
         confidence=put(log.confidence, proposal.confidence),

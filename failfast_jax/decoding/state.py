@@ -71,6 +71,9 @@ class Draft:
     tree: Tree | None = None
     """Verified instead of `tokens`, which are one of its paths. The log shows `tokens` with the accepted path put over
     their beginning."""
+    expected: Float[Array, " B"] | None = None
+    """Tokens that the round is expected to emit, and (`seconds`) to take; None where nothing was weighed."""
+    seconds: Float[Array, ""] | None = None
 
     @classmethod
     def empty(cls, batch: int, width: int) -> Draft:
@@ -126,9 +129,12 @@ class RoundLog:
     """The nodes of verified trees, as in `Tree`; None where drafts are rows of tokens."""
     tree_parent: Int[Array, "B rounds n"] | None = None
     tree_size: Int[Array, "B rounds"] | None = None
+    expected: Float[Array, "B rounds"] | None = None
+    """As in `Draft`; None where nothing is weighed."""
+    seconds: Float[Array, "B rounds"] | None = None
 
     @classmethod
-    def zeros(cls, batch: int, rounds: int, max_draft: int, *, trees: bool = False) -> RoundLog:
+    def zeros(cls, batch: int, rounds: int, max_draft: int, *, trees: bool = False, weighed: bool = False) -> RoundLog:
         def counts(*shape: int) -> Int[Array, "..."]:
             return jnp.zeros(shape, jnp.int32)
 
@@ -146,7 +152,15 @@ class RoundLog:
             tree_tokens=counts(batch, rounds, max_draft) if trees else None,
             tree_parent=counts(batch, rounds, max_draft) if trees else None,
             tree_size=counts(batch, rounds) if trees else None,
+            expected=jnp.zeros((batch, rounds)) if weighed else None,
+            seconds=jnp.zeros((batch, rounds)) if weighed else None,
         )
+
+    def weighed(self, row: int, index: int) -> dict[str, float]:
+        """`expected` and `seconds` of a row's round, from a log on the host; none where nothing was weighed."""
+        if self.expected is None:
+            return {}
+        return {"expected": float(self.expected[row, index]), "seconds": float(self.seconds[row, index])}
 
     def tree_of(self, row: int, index: int) -> dict[str, list[int]] | None:
         """`results.Round.tree` of a row's round, from a log on the host."""

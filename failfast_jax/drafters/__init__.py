@@ -11,6 +11,7 @@ from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.drafters.autoregressive import AutoregressiveOptions
 from failfast_jax.drafters.dspark import DFlashOptions, DSparkOptions
 from failfast_jax.drafters.eagle3 import Eagle3Options
+from failfast_jax.drafters.economic import Economic
 from failfast_jax.drafters.failfast import FailfastOptions, refuse_rejection
 from failfast_jax.drafters.fast_dllm import FastDllmOptions
 from failfast_jax.drafters.lookup import LookupOptions
@@ -19,7 +20,7 @@ from failfast_jax.drafters.suffix import SuffixOptions
 from failfast_jax.drafters.vanilla import VanillaOptions
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION
-from failfast_jax.options import MethodOptions, Site, flag_of
+from failfast_jax.options import MethodOptions, Site, WeighedOptions, flag_of
 
 METHODS: dict[str, type[MethodOptions]] = {
     "failfast": FailfastOptions,
@@ -80,9 +81,8 @@ def options_of(config: GenerationConfig, platform: str, defaults: Mapping[str, A
     if config.acceptance == "rejection" and not kind.samples:
         refuse_rejection(f"--method {config.method} has none")
     given = {name: value for name, value in config.options.items() if name in kind.names()}
-    if kind is not FailfastOptions:
-        return kind.of(given, platform)
-    return kind.of(given, platform, defaults, sampled=config.acceptance == "rejection")
+    mine = defaults if kind is FailfastOptions else None
+    return kind.of(given, platform, mine, sampled=config.acceptance == "rejection")
 
 
 def check_defaults(defaults: Mapping[str, Any], where: str) -> None:
@@ -135,6 +135,7 @@ def build_drafter(
             raise OptionError(f"--block-size {block}: {model_name} has no blocks of its own")
         model = model.with_block_size(block)
     sampled = config.acceptance == "rejection"
-    return options.build(
-        Site(model=model, model_name=model_name, vocab=vocab, platform=platform, sampled=sampled, exact=config.exact)
-    )
+    site = Site(model=model, model_name=model_name, vocab=vocab, platform=platform, sampled=sampled, exact=config.exact)
+    if isinstance(options, WeighedOptions) and options.policy == "auto":
+        return Economic.of(*options.sources(site))
+    return options.build(site)

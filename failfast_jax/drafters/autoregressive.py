@@ -23,7 +23,7 @@ from failfast_jax.drafters.failfast import check_lengths, lengths
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option, require
+from failfast_jax.options import LONGEST_DRAFT, Site, WeighedOptions, option, require
 
 
 @flax.struct.dataclass
@@ -135,12 +135,13 @@ class Autoregressive(Drafter):
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoregressiveOptions(MethodOptions):
+class AutoregressiveOptions(WeighedOptions):
     """Options of `ar`."""
 
     summary = "a small autoregressive model, token by token (classic speculative decoding)"
     kinds = (AUTOREGRESSIVE,)
     samples = True
+    auto = False
 
     spec_len: int | None = option(None, "tokens drafted per round (5; --dynamic: 1)", least=1, most=LONGEST_DRAFT)
     dynamic: bool = option(False, "draft on, --spec-len tokens at a time, while confident")
@@ -149,8 +150,12 @@ class AutoregressiveOptions(MethodOptions):
 
     def check(self) -> None:
         check_lengths(self.spec_len, self.max_spec_len)
+        growing = self.dynamic or self.policy == "auto"
         for flag, value in (("--tau", self.tau), ("--max-spec-len", self.max_spec_len)):
-            require(self.dynamic or value is None, f"{flag} {value}", "--method ar needs --dynamic for it")
+            require(growing or value is None, f"{flag} {value}", "--method ar needs --dynamic for it")
+
+    def sources(self, site: Site) -> tuple[None, Autoregressive]:
+        return None, dataclasses.replace(self, policy="fixed", dynamic=True).build(site)
 
     def build(self, site: Site) -> Autoregressive:
         common = {

@@ -24,7 +24,7 @@ from failfast_jax.errors import ConfigError
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.drafter_model import FEATURE_BLOCK
 from failfast_jax.models.dspark import DSparkModel
-from failfast_jax.options import MethodOptions, Site, option
+from failfast_jax.options import Site, WeighedOptions, option
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -198,12 +198,17 @@ def build(site: Site, **settings: Any) -> DSparkDrafter:
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashOptions(MethodOptions):
+class DFlashOptions(WeighedOptions):
     """Options of `dflash`."""
 
     summary = "a DFlash drafter: a whole block each round, in one pass over the target's features"
     kinds = (FEATURE_BLOCK,)
     samples = True
+    auto = False
+    with_auto = ()
+
+    def sources(self, site: Site) -> tuple[None, Drafter]:
+        return None, self.build(site)
 
     def build(self, site: Site) -> Drafter:
         _check_method("dflash", site)
@@ -211,16 +216,21 @@ class DFlashOptions(MethodOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class DSparkOptions(MethodOptions):
+class DSparkOptions(WeighedOptions):
     """Options of `dspark`."""
 
     summary = "a DSpark drafter: a block in one pass, corrected row after row, cut where its confidence head doubts"
     kinds = (FEATURE_BLOCK,)
     samples = True
+    auto = False
+    with_auto = ()
 
     confidence_threshold: float = option(
         0.0, "a draft ends before its first token with a lower confidence", least=0, most=1
     )
+
+    def sources(self, site: Site) -> tuple[None, Drafter]:
+        return None, self.build(site)
 
     def build(self, site: Site) -> Drafter:
         _check_method("dspark", site)

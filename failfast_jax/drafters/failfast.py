@@ -20,7 +20,7 @@ from failfast_jax.drafters.tree import ALTERNATIVES, TreeDrafter
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, CONDITIONED, EAGLE, FEATURE_BLOCK
-from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, flag_of, option, require
+from failfast_jax.options import LONGEST_DRAFT, Site, WeighedOptions, flag_of, option, require
 
 SPEC_LEN, MAX_SPEC_LEN, ALIGNED_THRESHOLD = 10, 60, 0.05
 """The released code's."""
@@ -29,7 +29,7 @@ ONLY_WIDE = ("lookup_min", "min_gain", "reuse", "tree_budget")
 
 
 @dataclasses.dataclass(frozen=True)
-class FailfastOptions(MethodOptions):
+class FailfastOptions(WeighedOptions):
     """Options of `failfast`: a block-diffusion draft that grows while it is confident."""
 
     summary = (
@@ -45,8 +45,11 @@ class FailfastOptions(MethodOptions):
     schedule: str = option(
         "wide", "wide: one pass a chunk; aligned: as the authors' released code", choices=("wide", "aligned")
     )
-    lookup_min: int = option(
-        0, "begin drafts with what followed the last n tokens before; 0: off", least=0, most=LONGEST_MATCH
+    lookup_min: int | None = option(
+        None,
+        "begin drafts with what followed the last n tokens before; 0: off (1 under --policy auto, else 0)",
+        least=0,
+        most=LONGEST_MATCH,
     )
     min_gain: float = option(0.0, "with --lookup-min: verify drafts that expect x accepted tokens; 0: all", least=0)
     reuse: bool = option(False, "go on like the rejected part of the last draft where it fits")
@@ -64,7 +67,7 @@ class FailfastOptions(MethodOptions):
                 given = flag_of(name) if value is True else f"{flag_of(name)} {value}"
                 raise OptionError(f"{given}: not with --schedule {other}")
         check_lengths(self.spec_len, self.max_spec_len)
-        require(not self.min_gain or self.lookup_min > 0, f"--min-gain {self.min_gain}", "needs --lookup-min")
+        require(not self.min_gain or self.lookup_min, f"--min-gain {self.min_gain}", "needs --lookup-min")
         if self.tree_budget:
             flag = f"--tree-budget {self.tree_budget}"
             require(not self.lookup_min, flag, "a lookup knows no alternatives (--lookup-min 0 turns it off)")
@@ -87,6 +90,19 @@ class FailfastOptions(MethodOptions):
         if (longest := given.get("max_spec_len")) and unset.get("spec_len", 0) > longest:
             unset["spec_len"] = longest
         return {**unset, **given}
+
+    def sources(self, site: Site) -> tuple[Lookup | None, Drafter]:
+        if site.model.kind == EAGLE:
+            spec_len, longest = lengths(self.spec_len, self.max_spec_len, 1, 20)
+            model: Drafter = EagleChain(model=site.model, spec_len=spec_len, max_spec_len=longest)
+        else:
+            model = one_pass_drafter(self, site)
+        if site.model.kind in (CONDITIONED, FEATURE_BLOCK):
+            model = model.replace(deferred=True)
+        if site.model.kind == FEATURE_BLOCK:
+            model = model.replace(cut=None)  # the policy cuts
+        off = self.lookup_min == 0
+        return None if off else Lookup.whole(site.platform, self.lookup_min), model
 
     def build(self, site: Site) -> Drafter:
         if site.sampled:

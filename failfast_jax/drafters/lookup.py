@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import flax.struct
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jaxtyping import Array, Int
 
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.state import Committed, Draft
-from failfast_jax.options import LONGEST_DRAFT, ByPlatform, MethodOptions, Site, option
+from failfast_jax.options import LONGEST_DRAFT, ByPlatform, Site, WeighedOptions, option
 
 LONGEST_MATCH = 32
 """Matches beyond this length are told apart no more."""
@@ -41,6 +42,8 @@ def longest_match(committed: Committed) -> tuple[Int[Array, " B"], Int[Array, " 
 class Lookup(Drafter):
     """Drafts from the sequence itself; the longer the match, the longer the draft.
 
+    A token's confidence is m / (m + 1) for the m tokens before it that match, drafted ones included.
+
     A round without a match of at least `min_match` tokens is a plain step of the target.
     """
 
@@ -59,6 +62,12 @@ class Lookup(Drafter):
         if platform == "cpu":
             return cls(max_spec_len=longest or 15, shortest=15, **options)
         return cls(max_spec_len=longest or 63, **options)
+
+    @classmethod
+    def whole(cls, platform: str, min_match: int | None = None, longest: int | None = None) -> Lookup:
+        """For `--policy auto`, which decides how much of a draft to verify: as long as it can be, whatever matched."""
+        longest = longest or cls.on(platform).max_spec_len
+        return cls(max_spec_len=longest, shortest=longest, min_match=min_match or 1)
 
     @property
     def max_draft(self) -> int:
@@ -93,10 +102,11 @@ class Lookup(Drafter):
         period = jnp.maximum(committed.length - behind, 1)
         offsets = behind[:, None] + jnp.arange(self.max_draft) % period[:, None]
         tokens = jnp.take_along_axis(committed.tokens, offsets, axis=1)
-        confidence = (match / (match + 1.0))[:, None]
+        # Where the first tokens are accepted, the match was as much longer.
+        matched = jnp.minimum(match[:, None] + jnp.arange(self.max_draft), LONGEST_MATCH)
         draft = Draft(
             tokens=tokens,
-            confidence=jnp.broadcast_to(confidence, tokens.shape),
+            confidence=jnp.where(match[:, None] > 0, matched / (matched + 1.0), 0.0),
             length=length,
             passes=jnp.zeros_like(length),
         )
@@ -104,12 +114,17 @@ class Lookup(Drafter):
 
 
 @dataclasses.dataclass(frozen=True)
-class LookupOptions(MethodOptions):
+class LookupOptions(WeighedOptions):
     """Options of `lookup`."""
 
     summary = "the text itself: continues the longest earlier match of at least --lookup-min tokens; no model"
+    with_auto: ClassVar[tuple[str, ...]] = ("max_spec_len",)
+
     max_spec_len: int = option(ByPlatform(cpu=15, other=63), "longest draft", least=1, most=LONGEST_DRAFT)
     lookup_min: int = option(2, "shortest match that it drafts from", least=1, most=LONGEST_MATCH)
+
+    def sources(self, site: Site) -> tuple[Lookup, None]:
+        return Lookup.whole(site.platform, longest=self.max_spec_len), None
 
     def build(self, site: Site) -> Lookup:
         return Lookup.on(site.platform, self.max_spec_len, min_match=self.lookup_min)

@@ -1,0 +1,156 @@
+"""What a round costs and what it will bring: the two sides of `--policy auto`.
+
+Costs are measured seconds. What a draft brings follows from calibrated chances: of each drafted token, that the target
+agrees with it given that it agreed with those before. A round is worth its expected tokens per second, and a purse
+bounds what wrong expectations can cost: see docs/economics.md.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from failfast_jax.decoding.accept import agreeing_prefix
+from failfast_jax.decoding.state import Draft
+
+EDGES = (-2.0, -1.0, -0.4, 0.2, 0.9, 1.25, 1.5, 1.9, 2.4, 3.0, 3.44)
+"""Log-odds between two bins of confidence. Those of a lookup are the logarithm of its match: 1, 2, 3, 4, 5, 7, 11, 21
+and 32 tokens begin a bin."""
+BINS = len(EDGES) + 1
+TEXT_CHANCES = (0.1, 0.15, 0.2, 0.2, 0.45, 0.5, 0.55, 0.65, 0.75, 0.9, 0.95, 0.98)
+"""Prior chances of what followed earlier places of the text, by bin: counted on answers of SmolLM2-135M-Instruct to
+GSM8K and MATH-500 questions."""
+MODEL_CHANCES = (0.1, 0.17, 0.28, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.87, 0.9, 0.95)
+"""Likewise of a model's drafts: a little below what the confidence says."""
+PRIOR_TRIALS = 4.0
+"""Trials of its own after which a sequence believes itself as much as the prior."""
+MEMORY = 0.99
+"""What is left of a trial after another round with trials in its bin's source."""
+STAKE = 0.01
+"""Share of the time that may be lost to drafts that fail."""
+CREDIT = 2.0
+"""Steps that may be lost before anything was won."""
+GAMBLE = 0.1
+"""Share of the purse that a draft of the model may lose, which nobody knows before it is made."""
+RECENT = 0.3
+"""Weight of the newest draft in what is hoped of the next one."""
+CURIOSITY = 0.002
+"""By how much hopes rise with each round without a draft of the model."""
+
+
+@flax.struct.dataclass
+class Costs:
+    """Seconds that a batch's rounds take on a machine. Traced: other costs need no compilation."""
+
+    verify: Float[Array, " widths"]
+    """A whole round that verifies each of the plan's widths, in which no model is asked for drafts."""
+    draft: Float[ArrayLike, ""]
+    """What a pass of the drafter adds to it."""
+    rows: Int[ArrayLike, ""]
+    """For measuring: verify so many rows in every round; 0: those that pay."""
+    ask: Int[ArrayLike, ""]
+    """For measuring: 1 asks the model in every round, -1 in none; 0: where it pays."""
+
+    @property
+    def steps(self) -> Costs:
+        """In plain steps: rounds that verify one row."""
+        return self.replace(verify=self.verify / self.verify[0], draft=self.draft / self.verify[0])
+
+    @classmethod
+    def flat(cls, widths: int) -> Costs:
+        """Of a machine on which every width costs the same, and drafts nothing."""
+        return cls(np.ones(widths, np.float32), np.float32(0), np.int32(0), np.int32(0))
+
+
+@flax.struct.dataclass
+class Calibration:
+    """How often tokens of each confidence were accepted, given those before them: of one source, by sequence."""
+
+    accepted: Float[Array, "B bins"]
+    tried: Float[Array, "B bins"]
+    prior: Float[Array, " bins"]
+
+    @classmethod
+    def of(cls, batch: int, prior: tuple[float, ...]) -> Calibration:
+        """Nothing tried."""
+        zeros = jnp.zeros((batch, BINS))
+        return cls(accepted=zeros, tried=zeros, prior=jnp.asarray(prior, jnp.float32))
+
+    def chance(self, confidence: Float[Array, "B M"]) -> Float[Array, "B M"]:
+        """Of acceptance, given that everything before is accepted."""
+        chances = (self.accepted + PRIOR_TRIALS * self.prior) / (self.tried + PRIOR_TRIALS)
+        return jnp.sum(_bins(confidence) * chances[:, None], axis=-1)
+
+    def learned(self, draft: Draft, emitted: Int[Array, "B M"], count: Int[Array, " B"]) -> Calibration:
+        """After a round that emitted the first `count` tokens of `emitted`, whether the draft was verified or not."""
+        length = jnp.minimum(draft.length, count)
+        agreed = agreeing_prefix(draft.tokens, length, emitted)
+        columns, bins = jnp.arange(draft.tokens.shape[1]), _bins(draft.confidence)
+        tried = bins * (columns < jnp.minimum(agreed + 1, length)[:, None])[..., None]
+        accepted = bins * (columns < agreed[:, None])[..., None]
+        left = jnp.where(length > 0, MEMORY, 1.0)[:, None]
+        return self.replace(accepted=self.accepted * left + accepted.sum(1), tried=self.tried * left + tried.sum(1))
+
+
+def _bins(confidence: Float[Array, "B M"]) -> Float[Array, "B M bins"]:
+    """One-hot."""
+    bounds = 1 / (1 + np.exp(-np.asarray((*EDGES, np.inf), np.float32)))
+    above = confidence[..., None] >= jnp.asarray(np.append(-np.inf, bounds[:-1]))
+    below = confidence[..., None] < jnp.asarray(np.append(bounds[:-1], np.inf))
+    return (above & below).astype(jnp.float32)
+
+
+def expected_tokens(
+    chance: Float[Array, "B M"], length: Int[Array, " B"], widths: tuple[int, ...]
+) -> Float[Array, "B widths"]:
+    """Tokens that each sequence expects of a round that verifies the beginning of its draft, by width."""
+    inside = jnp.arange(chance.shape[1]) < length[:, None]
+    reached = jnp.cumsum(jnp.cumprod(jnp.where(inside, chance, 0.0), axis=1), axis=1)
+    reached = jnp.pad(reached, ((0, 0), (1, 0)))
+    return 1 + reached[:, np.minimum(np.asarray(widths) - 1, chance.shape[1])]
+
+
+@flax.struct.dataclass
+class Purse:
+    """What the policy of a batch has won and hopes for. Time is in plain steps of the batch."""
+
+    steps: Float[Array, ""]
+    """Won over plain decoding, plus the stake: what drafts may lose at worst."""
+    tokens: Float[Array, ""]
+    """What each sequence expected of rounds whose drafts were the model's, of late; 0: it was never asked."""
+    cost: Float[Array, ""]
+    """Steps that such a round took."""
+
+    @classmethod
+    def full(cls) -> Purse:
+        """Before the first round."""
+        return cls(jnp.float32(CREDIT), jnp.float32(0), jnp.float32(0))
+
+    def allows(
+        self, cost: Float[Array, "*widths"], gain: Float[ArrayLike, "*widths"], share: float = 1.0
+    ) -> Bool[Array, "*widths"]:
+        """Whether a share of the purse covers what a round of that cost risks.
+
+        Args:
+          gain: tokens that each sequence expects beyond a plain step's. The more of them it takes to break even, the
+            more of the extra time is at risk.
+        """
+        extra = cost - 1
+        risk = jnp.clip(extra / jnp.maximum(gain, 1e-6), 0, 1)
+        return extra * risk <= share * self.steps
+
+    def hoping(self, asked: Bool[Array, ""], tokens: Float[Array, ""], cost: Float[Array, ""]) -> Purse:
+        """After a draft of the model that expects `tokens` of a round of that cost, or a round without one."""
+        weight = jnp.where(self.tokens > 0, RECENT, 1.0)
+        newer = [old + weight * (new - old) for old, new in ((self.tokens, tokens), (self.cost, cost))]
+        return self.replace(
+            tokens=jnp.where(asked, newer[0], self.tokens),
+            cost=jnp.where(asked, newer[1], self.cost * (1 - CURIOSITY)),
+        )
+
+    def paid(self, cost: Float[Array, ""], tokens: Float[Array, ""]) -> Purse:
+        """After a round of that cost, in which each sequence emitted so many tokens."""
+        return self.replace(steps=self.steps + tokens - (1 - STAKE) * cost)

@@ -1,0 +1,84 @@
+"""The session of a block-diffusion model that writes on its own (method `dllm`). Made by a `Runtime`."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+
+from failfast_jax.compilation import Executables
+from failfast_jax.decoding import dllm
+from failfast_jax.decoding.placement import StatePlacement
+from failfast_jax.errors import PromptError
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.results import Round
+from failfast_jax.sessions import RowLog, Session
+
+
+class DiffusionSession(Session):
+    """A block-diffusion model that writes on its own."""
+
+    stream_rounds = 8
+
+    def __init__(
+        self,
+        programs: Executables,
+        placement: StatePlacement,
+        model: Decoder,
+        batch: int,
+        capacity: int,
+        threshold: float,
+        **static: int | bool | None,
+    ):
+        self.config, self.block = model.config, model.config.block_size
+        self.threshold = np.float32(threshold)
+        advance = functools.partial(_advance_diffusion, **static)
+        super().__init__(programs, placement, (model,), batch, capacity, _start_diffusion, advance)
+
+    def _inputs(self, requests):
+        blocks = [
+            dllm.blocks_to_write(self.config, len(request.prompt), request.max_new_tokens, self.capacity)
+            for request in requests
+        ]
+        if not all(blocks):
+            raise PromptError(f"no whole block of {self.block} fits behind the prompt within {self.capacity} tokens")
+        return self._prompts(requests) | {"max_blocks": np.asarray(blocks, np.int32)}
+
+    def _chunks(self, prompt_tokens):
+        width, starts = dllm.prefill_starts(prompt_tokens, self.config, self._empty.text.shape[1])
+        return [(functools.partial(_prefill_diffusion, width=width, placement=self.placement), at) for at in starts]
+
+    def _loop_args(self, state, most):
+        return *self.models, state, self.threshold, np.int32(most)
+
+    def _view(self, state):
+        return state.text, state.prompt_length, state.end, state.finish
+
+    def rounds(self, state):
+        """Each row's blocks so far: with a token shift, a block emits its own tokens and the next one's first."""
+        passes, text, begin, end, _ = jax.device_get((state.block_passes, *self._view(state)))
+        return [self._blocks(passes[row], text[row], int(begin[row]), int(end[row])) for row in range(self.batch)]
+
+    def _blocks(self, passes: np.ndarray, text: np.ndarray, begin: int, end: int) -> RowLog:
+        first_end = (begin // self.block + 1) * self.block + self.config.token_shift
+        found, at = [], begin
+        while at < end:
+            stop = min(first_end + len(found) * self.block, end)
+            found.append(Round([], [], 0, text[at:stop].tolist(), int(passes[len(found)])))
+            at = stop
+        prefill = int(begin >= self.block)
+        return RowLog(found, 0, sum(entry.passes for entry in found) + prefill)
+
+
+def _start_diffusion(model, inputs, *, capacity, placement):
+    return placement(dllm.init_state(model, capacity=capacity, **inputs))
+
+
+def _prefill_diffusion(model, state, at, *, width, placement):
+    with jax.named_scope("prefill"):
+        return placement(dllm.prefill_chunk(model, state, at, width=width))
+
+
+def _advance_diffusion(model, state, threshold, most, *, placement, **static):
+    return placement(dllm.generate(model, state, threshold, most, **static))

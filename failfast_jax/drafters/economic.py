@@ -1,0 +1,227 @@
+"""`--policy auto`: draft from the source, and verify of the draft what promises the most tokens per second."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from failfast_jax.decoding.accept import agreeing_prefix
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.economics import (
+    GAMBLE,
+    MODEL_CHANCES,
+    TEXT_CHANCES,
+    Calibration,
+    Costs,
+    Purse,
+    expected_tokens,
+)
+from failfast_jax.decoding.state import Committed, Draft, Outcome
+from failfast_jax.decoding.stopping import Worthwhile
+from failfast_jax.decoding.windows import gather_window
+
+
+@flax.struct.dataclass
+class EconomicState:
+    """State of the drafter."""
+
+    text: Any
+    model: Any
+    """The two sources' own."""
+    text_chances: Calibration
+    model_chances: Calibration
+    purse: Purse
+    text_draft: Draft
+    model_draft: Draft
+    """What the sources drafted in this round, verified or not."""
+    cost: Float[Array, ""]
+    """Of this round, in plain steps of the batch, as expected."""
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class Economic(Drafter):
+    """Drafts from the text or of a model, where they pay; a plain step where none does.
+
+    The batch decides as one, as its rows share every pass: whether to ask the model, and how many rows to verify.
+    """
+
+    text: Drafter | None
+    """A source whose drafts cost no pass."""
+    model: Drafter | None
+    costs: Costs
+    widths: tuple[int, ...] = flax.struct.field(pytree_node=False, default=(1,))
+    """The plan's."""
+
+    @classmethod
+    def of(cls, text: Drafter | None, model: Drafter | None) -> Economic:
+        """For a machine on which every width costs the same, until it is told another's costs."""
+        return cls(text=text, model=model, costs=Costs.flat(1)).planned((1,))
+
+    # What the sources ask for.
+
+    @property
+    def _sources(self) -> tuple[Drafter, ...]:
+        return tuple(source for source in (self.text, self.model) if source is not None)
+
+    @property
+    def max_draft(self) -> int:
+        return max(source.max_draft for source in self._sources)
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        return tuple(range(self.max_draft + 1))
+
+    @property
+    def window(self) -> int:
+        return max(source.window for source in self._sources)
+
+    @property
+    def chunk_multiple(self) -> int:
+        return 1 if self.model is None else self.model.chunk_multiple
+
+    @property
+    def has_model(self) -> bool:
+        return self.model is not None
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return () if self.model is None else self.model.feature_layers
+
+    def with_corpus(self, tokens):
+        return self if self.text is None else self.replace(text=self.text.with_corpus(tokens))
+
+    @property
+    def weighs(self) -> bool:
+        return True
+
+    def planned(self, widths):
+        return self.replace(widths=widths).with_costs(Costs.flat(len(widths)))
+
+    def with_costs(self, costs: Costs) -> Economic:
+        """Deciding by these, of the plan's widths."""
+        if self.model is None:
+            return self.replace(costs=costs)
+        return self.replace(costs=costs, model=self.model.replace(rule=Worthwhile(costs.steps, self.widths)))
+
+    def init(self, batch, capacity):
+        return EconomicState(
+            text=() if self.text is None else self.text.init(batch, capacity),
+            model=() if self.model is None else self.model.init(batch, capacity),
+            text_chances=Calibration.of(batch, TEXT_CHANCES),
+            model_chances=Calibration.of(batch, MODEL_CHANCES),
+            purse=Purse.full(),
+            text_draft=Draft.empty(batch, self.max_draft),
+            model_draft=Draft.empty(batch, self.max_draft),
+            cost=jnp.float32(0),
+        )
+
+    def prefill(self, state, committed, start, width, features):
+        if self.model is None:
+            return state
+        return state.replace(model=self.model.prefill(state.model, committed, start, width, features))
+
+    # A round.
+
+    def draft(self, state, committed, begun=None):
+        self._refuse(begun)
+        costs, running = self.costs.steps, committed.running.sum()
+        text, text_state = self._from_text(state, committed)
+        by_text = self._tokens(state.text_chances, text, committed)
+        asked = self._asks(state.purse, by_text.sum(0), running)
+        own, model_state = self._from_model(state, committed, asked)
+        by_model = self._tokens(state.model_chances, own, committed)
+        # Each row takes what promises more at the common width.
+        tokens = jnp.maximum(by_model, by_text)
+        spent = costs.draft * jnp.max(own.passes)
+        rung = self._best(state.purse, tokens.sum(0), spent)
+        cost = costs.verify[rung] + spent
+        draft = _chosen((by_model > by_text)[:, rung], own, text)
+        rows = jnp.where(costs.rows > 0, costs.rows, jnp.asarray(self.widths)[rung])
+        whole = jnp.where(costs.rows > 0, jnp.minimum(self.max_draft, committed.room), draft.length)
+        draft = draft.replace(
+            length=jnp.where(committed.running, jnp.minimum(whole, rows - 1), 0),
+            passes=own.passes,
+            expected=tokens[:, rung],
+            seconds=cost * self.costs.verify[0],
+        )
+        purse = state.purse.hoping(asked, by_model[:, rung].sum() / jnp.maximum(running, 1), cost)
+        made = {"text": text_state, "model": model_state, "text_draft": text, "model_draft": own}
+        return draft, state.replace(**made, cost=cost, purse=purse)
+
+    def _from_text(self, state: EconomicState, committed: Committed) -> tuple[Draft, Any]:
+        if self.text is None:
+            return self._nothing(committed), state.text
+        draft, text_state = self.text.draft(state.text, committed)
+        return self._padded(draft), text_state
+
+    def _from_model(self, state: EconomicState, committed: Committed, asked: Bool[Array, ""]) -> tuple[Draft, Any]:
+        if self.model is None:
+            return self._nothing(committed), state.model
+        # What is known of its confidences is what its rule goes by.
+        known = state.model.replace(memory=state.model_chances)
+        draft, model_state = self.model.draft(known, committed.replace(running=committed.running & asked))
+        return self._padded(draft), model_state
+
+    def _nothing(self, committed: Committed) -> Draft:
+        return Draft.empty(committed.length.shape[0], self.max_draft)
+
+    def _padded(self, draft: Draft) -> Draft:
+        spare = ((0, 0), (0, self.max_draft - draft.tokens.shape[1]))
+        return draft.replace(tokens=jnp.pad(draft.tokens, spare), confidence=jnp.pad(draft.confidence, spare))
+
+    def _tokens(self, chances: Calibration, draft: Draft, committed: Committed) -> Float[Array, "B widths"]:
+        tokens = expected_tokens(chances.chance(draft.confidence), draft.length, self.widths)
+        return jnp.where(committed.running[:, None], tokens, 0.0)
+
+    def _best(self, purse: Purse, tokens: Float[Array, " widths"], spent: Float[ArrayLike, ""] = 0.0) -> Int[Array, ""]:
+        """The width with the most tokens a step, of those that the purse allows; `spent` is spent anyway."""
+        verify = self.costs.steps.verify
+        affordable = purse.allows(verify, tokens / jnp.maximum(tokens[0], 1e-6) - 1)
+        return jnp.argmax(jnp.where(affordable, tokens / (verify + spent), 0.0))
+
+    def _asks(self, purse: Purse, tokens: Float[Array, " widths"], running: Int[Array, ""]) -> Bool[Array, ""]:
+        """Whether a draft of the model promises more than the `tokens` that are at hand without it."""
+        if self.model is None:
+            return jnp.bool_(False)
+        costs = self.costs.steps
+        at_hand = (tokens / costs.verify)[self._best(purse, tokens)]
+        unknown = purse.tokens == 0
+        cost = jnp.where(unknown, costs.draft + costs.verify[-1], purse.cost)
+        pays = unknown | (purse.tokens * running > at_hand * cost)
+        pays &= purse.allows(cost, 0.0, GAMBLE)
+        return jnp.where(costs.ask == 0, pays, costs.ask > 0)
+
+    def commit(self, state: EconomicState, outcome: Outcome) -> EconomicState:
+        running = outcome.before.running
+        emitted = jnp.where(running, outcome.after.length - outcome.before.length, 0)
+        text = gather_window(outcome.after.tokens, outcome.before.length, self.max_draft)
+        mean = emitted.sum() / jnp.maximum(running.sum(), 1)
+        state = state.replace(purse=state.purse.paid(state.cost, mean))
+        if self.text is not None:
+            state = state.replace(
+                text=self.text.commit(state.text, outcome),
+                text_chances=state.text_chances.learned(state.text_draft, text, emitted),
+            )
+        if self.model is not None:
+            kept = agreeing_prefix(state.model_draft.tokens, jnp.minimum(state.model_draft.length, emitted), text)
+            told = outcome.replace(draft=state.model_draft, agreed=kept)
+            state = state.replace(
+                model=self.model.commit(state.model, told),
+                model_chances=state.model_chances.learned(state.model_draft, text, emitted),
+            )
+        return state
+
+
+def _chosen(first: Bool[Array, " B"], one: Draft, other: Draft) -> Draft:
+    """The rows of `one` where `first`, else of `other`."""
+
+    def of(mine: Array, theirs: Array) -> Array:
+        return jnp.where(first.reshape(-1, *[1] * (mine.ndim - 1)), mine, theirs)
+
+    fields = ("tokens", "confidence", "length")
+    return one.replace(**{name: of(getattr(one, name), getattr(other, name)) for name in fields})

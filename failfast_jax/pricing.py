@@ -1,0 +1,186 @@
+"""What rounds cost here: measured once in the compiled loop itself, remembered, and checked against every answer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from failfast_jax.decoding.economics import Costs
+from failfast_jax.errors import ConfigError, OptionError
+from failfast_jax.files import read_json, write_atomically
+from failfast_jax.platforms import machine
+from failfast_jax.sessions import NO_LIMIT, DraftSession, Request
+
+logger = logging.getLogger("failfast_jax")
+
+REPEATS, ROUNDS = 3, 4
+"""Turns in which each kind of round is timed, and rounds of one kind in a row."""
+DRIFT, STRIKES = 1.4, 3
+"""By what factor answers may take longer or less than expected, and how many in a row, before costs are taken anew."""
+FILE = "failfast_costs.json"
+THIS_MACHINE = ("device", "processor", "cores")
+
+Entry = dict[str, Any]
+"""JSON-ready costs: `verify` (seconds by rows), `draft`, `machine`, `date`."""
+
+
+def measure(session: DraftSession) -> Costs:
+    """Costs of a session's rounds, with half of its capacity live: medians of interleaved turns. Takes some seconds."""
+    widths, live = session.plan.widths, session.capacity // 2
+    request = Request([(7 * at) % 31 for at in range(live)], NO_LIMIT)
+    kinds = [(width, -1) for width in widths]
+    if session.drafter.has_model:
+        kinds.append((widths[0], 1))
+    times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
+    passes = 1.0
+    for turn in range(REPEATS + 1):
+        for rows, ask in kinds:
+            flat = Costs.flat(len(widths)).replace(rows=np.int32(rows), ask=np.int32(ask))
+            timed = session.with_costs(flat)
+            state = jax.block_until_ready(timed.start([request] * session.batch))
+            begin = time.perf_counter()
+            state = jax.block_until_ready(timed.advance(state, ROUNDS))
+            if turn:  # the first one warms up
+                times[rows, ask].append((time.perf_counter() - begin) / ROUNDS)
+            if ask > 0:
+                passes = max(float(state.log.drafter_passes) / ROUNDS, 1.0)
+    medians = {kind: float(np.median(found)) for kind, found in times.items()}
+    # More rows never cost less: where they seem to, it is noise.
+    verify = np.maximum.accumulate([medians[width, -1] for width in widths])
+    draft = max(medians.get((widths[0], 1), 0.0) - medians[widths[0], -1], 0.0) / passes
+    return _costs(verify, draft)
+
+
+def _costs(verify: Any, draft: float) -> Costs:
+    return Costs(np.asarray(verify, np.float32), np.float32(draft), np.int32(0), np.int32(0))
+
+
+def entry_of(costs: Costs, widths: tuple[int, ...]) -> Entry:
+    """Costs as `--json` shows and a file keeps them."""
+    return {
+        "verify": {str(width): float(value) for width, value in zip(widths, costs.verify)},
+        "draft": float(costs.draft),
+    }
+
+
+def costs_of(entry: Mapping[str, Any], widths: tuple[int, ...], where: str) -> Costs:
+    """Costs of these widths; between the rows that an entry names they are interpolated.
+
+    Raises:
+      ConfigError: no such costs.
+    """
+    verify, draft = entry.get("verify"), entry.get("draft", 0.0)
+    fine = isinstance(verify, dict) and verify and isinstance(draft, (int, float)) and draft >= 0
+    try:
+        known = sorted((int(rows), float(seconds)) for rows, seconds in verify.items()) if fine else []
+    except (TypeError, ValueError):
+        known = []
+    if not known or known[0][0] < 1 or not all(0 < seconds < math.inf for _, seconds in known):
+        raise ConfigError(f'{where}: costs are {{"verify": {{rows: seconds, ...}}, "draft": seconds}}, all positive')
+    if widths[-1] > known[-1][0]:
+        raise ConfigError(f"{where}: 'verify' ends at {known[-1][0]} rows, and up to {widths[-1]} are verified here")
+    return _costs(np.interp(widths, *zip(*known)), float(draft))
+
+
+class CostBook:
+    """Costs of the sessions of one process.
+
+    They are kept beside the compile cache, for the next process on this machine, unless `fixed` names a file that says
+    them.
+
+    Raises:
+      OptionError: no such file.
+      ConfigError: not a file of costs.
+    """
+
+    def __init__(self, fixed: str | os.PathLike | None = None):
+        self.fixed = None if fixed is None else Path(fixed).expanduser()
+        if self.fixed is not None:
+            if not self.fixed.is_file():
+                raise OptionError(f"--costs {self.fixed}: no such file")
+            costs_of(read_json(self.fixed), (1,), str(self.fixed))
+        self._known: dict[str, tuple[Costs, str]] = {}
+        self._strikes: dict[str, int] = {}
+        self._warned = False
+
+    def price(self, session: DraftSession) -> tuple[DraftSession, Entry]:
+        """The session with its costs, and what to say of them. Call it while nothing else is compiled."""
+        widths, key = session.plan.widths, _key(session)
+        if key not in self._known:
+            self._known[key] = self._found(session, key)
+        costs, source = self._known[key]
+        return session.with_costs(costs), {**entry_of(costs, widths), "source": source}
+
+    def _found(self, session: DraftSession, key: str) -> tuple[Costs, str]:
+        widths = session.plan.widths
+        if self.fixed is not None:
+            return costs_of(read_json(self.fixed), widths, str(self.fixed)), str(self.fixed)
+        stored = self._stored()
+        if key in stored:
+            return costs_of(stored[key], widths, str(self._path())), f"measured {stored[key].get('date', 'earlier')}"
+        begin = time.perf_counter()
+        costs = measure(session)
+        logger.info("costs of a round measured in %.1f s", time.perf_counter() - begin)
+        here = machine()
+        if (path := self._path()) is not None:
+            mine = {name: here[name] for name in THIS_MACHINE}
+            entry = {**entry_of(costs, widths), "date": here["date"]}
+            write_atomically(path, json.dumps({"machine": mine, "costs": {**stored, key: entry}}, indent=1) + "\n")
+        return costs, f"measured {here['date']}"
+
+    @staticmethod
+    def _path() -> Path | None:
+        folder = jax.config.jax_compilation_cache_dir
+        return None if folder is None else Path(folder) / FILE
+
+    def _stored(self) -> dict[str, Entry]:
+        """What is on file for this machine."""
+        path = self._path()
+        if path is None or not path.exists():
+            return {}
+        try:
+            file = read_json(path)
+        except ConfigError as error:
+            logger.warning("%s: ignored", error)
+            return {}
+        here = machine()
+        others = [name for name in THIS_MACHINE if file.get("machine", {}).get(name) != here[name]]
+        if others:
+            if not self._warned:
+                logger.warning("%s: ignored: measured on another machine (%s)", path, ", ".join(others))
+            self._warned = True
+            return {}
+        return file.get("costs", {})
+
+    def check(self, session: DraftSession, expected: float, took: float) -> None:
+        """Compares an answer's time with what its rounds were expected to take. Where several in a row differ much, the
+        next session is measured again."""
+        key = _key(session)
+        far = expected > 0 and not 1 / DRIFT < took / expected < DRIFT
+        self._strikes[key] = self._strikes.get(key, 0) + 1 if far else 0
+        if self._strikes[key] < STRIKES or self.fixed is not None:
+            return
+        self._strikes[key] = 0
+        self._known.pop(key, None)
+        path, stored = self._path(), self._stored()
+        if stored.pop(key, None) is not None:
+            write_atomically(path, json.dumps({**read_json(path), "costs": stored}, indent=1) + "\n")
+        logger.info("rounds take %.2f x what was measured: measured again", took / expected)
+
+
+def _key(session: DraftSession) -> str:
+    """Names a session's programs: everything that is compiled, by kinds and shapes."""
+    leaves, structure = jax.tree.flatten((session.models, session.plan))
+    shapes = [(np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves]
+    named = repr((structure, shapes, session.batch, session.capacity, jax.__version__))
+    return hashlib.sha256(named.encode()).hexdigest()[:16]

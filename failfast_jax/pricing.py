@@ -127,25 +127,26 @@ class CostBook:
             return costs_of(read_json(self.fixed), widths, str(self.fixed)), str(self.fixed)
         stored = self._stored()
         if key in stored:
-            return costs_of(stored[key], widths, str(self._path())), f"measured {stored[key].get('date', 'earlier')}"
+            return costs_of(stored[key], widths, str(self.path())), f"measured {stored[key].get('date', 'earlier')}"
         begin = time.perf_counter()
         costs = measure(session)
         logger.info("costs of a round measured in %.1f s", time.perf_counter() - begin)
         here = machine()
-        if (path := self._path()) is not None:
+        if (path := self.path()) is not None:
             mine = {name: here[name] for name in THIS_MACHINE}
             entry = {**entry_of(costs, widths), "date": here["date"]}
             write_atomically(path, json.dumps({"machine": mine, "costs": {**stored, key: entry}}, indent=1) + "\n")
         return costs, f"measured {here['date']}"
 
     @staticmethod
-    def _path() -> Path | None:
+    def path() -> Path | None:
+        """The file beside the compile cache; None: that is off."""
         folder = jax.config.jax_compilation_cache_dir
         return None if folder is None else Path(folder) / FILE
 
     def _stored(self) -> dict[str, Entry]:
         """What is on file for this machine."""
-        path = self._path()
+        path = self.path()
         if path is None or not path.exists():
             return {}
         try:
@@ -162,6 +163,10 @@ class CostBook:
             return {}
         return file.get("costs", {})
 
+    def forget(self) -> None:
+        """Looks costs up again, or measures them, when they are next needed."""
+        self._known.clear()
+
     def check(self, session: DraftSession, expected: float, took: float) -> None:
         """Compares an answer's time with what its rounds were expected to take. Where several in a row differ much, the
         next session is measured again."""
@@ -172,7 +177,7 @@ class CostBook:
             return
         self._strikes[key] = 0
         self._known.pop(key, None)
-        path, stored = self._path(), self._stored()
+        path, stored = self.path(), self._stored()
         if stored.pop(key, None) is not None:
             write_atomically(path, json.dumps({**read_json(path), "costs": stored}, indent=1) + "\n")
         logger.info("rounds take %.2f x what was measured: measured again", took / expected)

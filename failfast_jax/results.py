@@ -19,8 +19,8 @@ class Round:
     """What was verified, if that was a tree: `tokens` of its nodes, and of each its `parent` (-1: the last token before
     the round). `drafted` is then its longest path, with the accepted one over its beginning."""
     expected: float | None = None
-    """Under `--policy auto`: tokens that the round was expected to emit, and (`seconds`) how long it was expected to take
-    the batch."""
+    """Under `--policy auto`: tokens that the round was expected to emit, and (`seconds`) how long the whole batch was
+    expected to take for it."""
     seconds: float | None = None
     took: float | None = None
     """Seconds that the round took, where rounds were timed one by one (`--trace`)."""
@@ -67,7 +67,10 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form: what `--json` prints."""
-        return {**dataclasses.asdict(self), "rounds": [entry.to_dict() for entry in self.rounds]}
+        found = {**dataclasses.asdict(self), "rounds": [entry.to_dict() for entry in self.rounds]}
+        if self.stats.costs is None:
+            del found["stats"]["costs"]
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ if not OPTIMIZED:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
 
 import jax
+import numpy as np
 import type_checks
 
 # Annotations are checked in every test: this comes before the first import of the package.
@@ -29,9 +30,10 @@ type_checks.install("failfast_jax")
 from checkpoint_files import GOLDEN
 from hypothesis import settings
 
-from failfast_jax import load_model
+from failfast_jax import load_model, pricing
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.decoding import plan
+from failfast_jax.decoding.economics import Costs
 
 enable_compile_cache()
 if not OPTIMIZED:  # a program has a pass of each width in it
@@ -51,6 +53,21 @@ def golden_model():
         return models[name]
 
     return get
+
+
+@pytest.fixture(scope="session", autouse=True)
+def same_costs_everywhere(request):
+    """What rounds cost is not measured, but for tests of that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pricing, "measure", lambda session: cheap_rows(session.plan.widths))
+        patch.setattr(pricing.CostBook, "path", staticmethod(lambda: None))
+        yield
+
+
+def cheap_rows(widths: tuple[int, ...]) -> Costs:
+    """A row costs a hundredth of a step."""
+    rows = np.asarray(widths, np.float32)
+    return Costs(1 + rows / 100, np.float32(0.1), np.int32(0), np.int32(0))
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ def store(tuner: Tuner, chosen: str, args: argparse.Namespace, folder: Path | No
     )
     write_settings(tuned)
     if folder is not None:
-        defaults = {name: value for name, value in options.items() if name in DECODING_OPTIONS}
+        defaults = {"policy": "fixed"} | {name: value for name, value in options.items() if name in DECODING_OPTIONS}
         write_decoding(folder, tuner.engine.platform, defaults)
     return report
 

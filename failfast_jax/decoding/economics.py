@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.decoding.accept import agreeing_prefix
 from failfast_jax.decoding.state import Draft
 
-EDGES = (-2.0, -1.0, -0.4, 0.2, 0.9, 1.25, 1.5, 1.9, 2.4, 3.0, 3.44)
+EDGES = (-2.0, -1.0, -0.4, 0.2, 0.9, 1.25, 1.5, 1.9, 2.35, 3.0, 3.44)
 """Log-odds between two bins of confidence. Those of a lookup are the logarithm of its match: 1, 2, 3, 4, 5, 7, 11, 21
 and 32 tokens begin a bin."""
 BINS = len(EDGES) + 1
@@ -57,7 +57,8 @@ class Costs:
     @property
     def steps(self) -> Costs:
         """In plain steps: rounds that verify one row."""
-        return self.replace(verify=self.verify / self.verify[0], draft=self.draft / self.verify[0])
+        verify = jnp.asarray(self.verify)
+        return self.replace(verify=verify / verify[0], draft=self.draft / verify[0])
 
     @classmethod
     def flat(cls, widths: int) -> Costs:

@@ -67,7 +67,7 @@ class FailfastOptions(WeighedOptions):
                 given = flag_of(name) if value is True else f"{flag_of(name)} {value}"
                 raise OptionError(f"{given}: not with --schedule {other}")
         check_lengths(self.spec_len, self.max_spec_len)
-        require(not self.min_gain or self.lookup_min, f"--min-gain {self.min_gain}", "needs --lookup-min")
+        require(not self.min_gain or bool(self.lookup_min), f"--min-gain {self.min_gain}", "needs --lookup-min")
         if self.tree_budget:
             flag = f"--tree-budget {self.tree_budget}"
             require(not self.lookup_min, flag, "a lookup knows no alternatives (--lookup-min 0 turns it off)")

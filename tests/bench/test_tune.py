@@ -254,7 +254,7 @@ def test_the_choice_is_written_into_the_folder(command, scripted, tmp_path, caps
     folder = tmp_path / "drafter"
     shutil.copytree(tune.embedded_drafter(), folder)
     assert command("--drafter", str(folder), "--write")[0] == 0
-    assert json.loads((folder / "config.json").read_text())["decoding"]["cpu"] == BEST
+    assert json.loads((folder / "config.json").read_text())["decoding"]["cpu"] == {"policy": "fixed", **BEST}
     assert command("--drafter", str(tmp_path), "--write")[0] == 2
     assert f"--write: {tmp_path} is not a drafter's folder" in capsys.readouterr().err
 
@@ -268,7 +268,7 @@ def test_a_real_pair(command, conditioned, tmp_path):
         assert equal == answers and int(answers) >= 2 == row["measured_prompts"]
         assert row["measured_speedup"] > 0 and row["measured_tokens"] >= row["measured_rounds"] > 0
     engine = FailFast(conditioned.target, conditioned.drafter, settings=tmp_path / "out" / tune.TUNED)
-    assert engine.decoding == {k: v for k, v in summary["chosen"].items() if k in engine.decoding}
+    assert engine.decoding == {"policy": "fixed"} | {k: v for k, v in summary["chosen"].items() if k in engine.decoding}
 
 
 def test_settings_that_come_to_the_same(conditioned, standalone):

@@ -257,7 +257,7 @@ def test_a_folder_brings_its_decoding_defaults(target, folder):
     config["decoding"] = {"any": {"spec_len": 2, "tau": 1.0}, "cpu": {"spec_len": 4}}
     (folder / "config.json").write_text(json.dumps(config))
     engine = FailFast(target, folder)
-    assert engine.build_drafter(GenerationConfig(method="failfast")).spec_len == 4
+    assert engine.build_drafter(GenerationConfig(method="failfast", policy="fixed")).spec_len == 4
     assert engine.build_drafter(GenerationConfig(method="failfast", spec_len=3)).spec_len == 3
 
 

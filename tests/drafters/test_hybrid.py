@@ -69,7 +69,7 @@ def test_a_draft_is_the_lookups_and_then_the_networks(conditioned, min_gain):
         begun, match = found(ids, 2)
         if match < need:
             begun = []
-        tokens, confidence = list(begun), [match / (match + 1)] * len(begun)
+        tokens, confidence = list(begun), [m / (m + 1) for m in (min(match + i, 32) for i in range(len(begun)))]
         asked = len(begun) < ROWS and wait == 0
         if asked:
             more, sure = carried_on(conditioned, ids, begun)

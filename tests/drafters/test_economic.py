@@ -1,0 +1,260 @@
+"""`--policy auto`: the choice of each round, its limits, and that it changes no token."""
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import Array, Float, Int
+from tiny_engines import conditioned_engine, engine, lossless
+
+from failfast_jax import pricing
+from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.economics import (
+    BINS,
+    CREDIT,
+    EDGES,
+    MODEL_CHANCES,
+    TEXT_CHANCES,
+    Calibration,
+    Costs,
+    Purse,
+    expected_tokens,
+)
+from failfast_jax.decoding.state import Committed, Draft, Outcome
+from failfast_jax.drafters.economic import Economic
+from failfast_jax.errors import OptionError
+
+WIDTHS = (1, 4, 8, 16)
+LONGEST = 15
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class Given(Drafter):
+    """Drafts that are given."""
+
+    confidence: Float[Array, "B M"]
+    length: Int[Array, " B"]
+    cost: int = flax.struct.field(pytree_node=False, default=0)
+    rule: None = None
+
+    @property
+    def max_draft(self) -> int:
+        return LONGEST
+
+    def init(self, batch, capacity):
+        return Memory(())
+
+    def draft(self, state, committed, begun=None):
+        length = jnp.where(committed.running, self.length, 0)
+        tokens = jnp.full(self.confidence.shape, 7 + self.cost)
+        return Draft(tokens, self.confidence, length, jnp.where(committed.running, self.cost, 0)), state
+
+
+@flax.struct.dataclass
+class Memory:
+    memory: object
+
+
+def committed(batch: int, length: int = 20, capacity: int = 64) -> Committed:
+    lengths = jnp.full((batch,), length)
+    return Committed(
+        tokens=jnp.arange(batch * capacity).reshape(batch, capacity),
+        length=lengths,
+        prompt_length=lengths,
+        room=jnp.full((batch,), capacity - length - 1),
+        running=jnp.ones((batch,), bool),
+        eos=jnp.full((batch, 8), -1),
+    )
+
+
+def costs(verify, draft=0.0) -> Costs:
+    return Costs(np.asarray(verify, np.float32), np.float32(draft), np.int32(0), np.int32(0))
+
+
+def economic(text: Drafter | None, model: Drafter | None, table: Costs) -> Economic:
+    return Economic.of(text, model).replace(widths=WIDTHS, costs=table)
+
+
+draw = jax.jit(lambda drafter, state, committed: drafter.draft(state, committed))
+UNIT = st.floats(2**-6, 0.9990234375, width=32)
+
+
+@settings(max_examples=60)
+@given(
+    chances=st.lists(st.lists(UNIT, min_size=LONGEST, max_size=LONGEST), min_size=2, max_size=2),
+    lengths=st.lists(st.integers(0, LONGEST), min_size=2, max_size=2),
+    steps=st.lists(st.floats(0, 2, width=32), min_size=3, max_size=3),
+    purse=st.floats(0, 20, width=32),
+)
+def test_the_choice_is_the_best_by_brute_force(chances, lengths, steps, purse):
+    verify = np.cumsum([1.0, *steps])
+    drafter = economic(Given(confidence=jnp.asarray(chances), length=jnp.asarray(lengths)), None, costs(verify * 0.02))
+    state = drafter.init(2, 64)
+    state = state.replace(purse=state.purse.replace(steps=jnp.float32(purse)))
+    draft, _ = draw(drafter, state, committed(2))
+
+    sure = np.asarray(state.text_chances.chance(jnp.asarray(chances)))
+    values = []
+    for width, cost in zip(WIDTHS, verify):
+        tokens = sum(1 + np.cumprod(sure[row][: min(lengths[row], width - 1)]).sum() for row in range(2))
+        risk = min((cost - 1) / max(tokens / 2 - 1, 1e-6), 1)
+        values.append(tokens / cost if (cost - 1) * risk <= purse - 1e-4 or width == 1 else 0)
+    chosen = max(draft.length.tolist())
+    needed = next(at for at, width in enumerate(WIDTHS) if width > chosen)
+    expected = float(draft.expected.sum())
+    assert expected / float(draft.seconds) * 0.02 >= 0.999 * max(values)
+    assert 0.02 * verify[needed] <= float(draft.seconds) * 1.001
+    kept = [min(length, chosen) for length in lengths]
+    assert draft.length.tolist() == kept
+    assert expected == pytest.approx(sum(1 + np.cumprod(sure[row][: kept[row]]).sum() for row in range(2)), rel=1e-4)
+
+
+def test_expected_tokens_are_sums_of_products():
+    chance = jnp.asarray([[0.5, 0.5, 0.5, 0.9]])
+    got = expected_tokens(chance, jnp.asarray([3]), (1, 2, 3, 4, 8))
+    np.testing.assert_allclose(got[0], [1, 1.5, 1.75, 1.875, 1.875], rtol=1e-6)
+
+
+def test_bins_of_a_lookup_begin_at_whole_matches():
+    matches = np.asarray([1, 2, 3, 4, 5, 7, 11, 21, 32], np.float32)
+    first = np.searchsorted(EDGES, np.log(matches), side="right")
+    assert first.tolist() == list(range(3, BINS))
+    chance = Calibration.of(1, TEXT_CHANCES).chance(jnp.asarray(matches / (matches + 1))[None])
+    np.testing.assert_allclose(chance[0], TEXT_CHANCES[3:], rtol=1e-6)
+
+
+def test_a_calibration_learns_what_happens_and_nothing_else():
+    """Of tokens behind a wrong one, and behind what was emitted, nothing is known."""
+    chances = Calibration.of(1, MODEL_CHANCES)
+    draft = Draft(
+        jnp.asarray([[5, 6, 7, 8]]), jnp.asarray([[0.55, 0.99, 0.99, 0.3]]), jnp.asarray([4]), jnp.asarray([1])
+    )
+    wrong = chances.learned(draft, jnp.asarray([[5, 9, 7, 8]]), jnp.asarray([4]))
+    at = [int(np.searchsorted(EDGES, np.log(c / (1 - c)), side="right")) for c in (0.55, 0.99, 0.3)]
+    assert wrong.tried[0, at].tolist() == [1, 1, 0] and wrong.accepted[0, at].tolist() == [1, 0, 0]
+    short = chances.learned(draft, jnp.asarray([[5, 6, 7, 8]]), jnp.asarray([1]))
+    assert float(short.tried.sum()) == 1 and float(short.accepted.sum()) == 1
+    often = chances
+    for _ in range(300):
+        often = often.learned(draft, jnp.asarray([[5, 6, 9, 9]]), jnp.asarray([3]))
+    assert float(often.chance(jnp.asarray([[0.55]]))[0, 0]) > 0.97
+    assert abs(float(often.chance(jnp.asarray([[0.99]]))[0, 0]) - 0.5) < 0.05
+
+
+def run(drafter: Economic, agrees: bool, rounds: int) -> tuple[list[int], list[float], list[int]]:
+    """Lengths and costs of rounds whose drafts are all right, or all wrong, and the model's passes."""
+    state, at = drafter.init(1, 4096), 20
+    lengths, seconds, passes = [], [], []
+
+    @jax.jit
+    def one(state, before, after, token):
+        draft, state = drafter.draft(state, before)
+        count = jnp.where(token, draft.length + 1, 1)
+        tokens = jnp.full_like(before.tokens, jnp.where(token, 7, 3))
+        tokens = jnp.where(token & (draft.passes[:, None] > 0), 8, tokens)
+        after = after.replace(tokens=tokens, length=before.length + count)
+        outcome = Outcome(before, after, draft, draft.length * token, jnp.zeros((1, 1, 0, 1)))
+        return draft, drafter.commit(state, outcome)
+
+    for _ in range(rounds):
+        before = committed(1, at, 4096)
+        draft, state = one(state, before, before, agrees)
+        lengths.append(int(draft.length[0]))
+        seconds.append(float(draft.seconds))
+        passes.append(int(draft.passes[0]))
+        at += lengths[-1] + 1 if agrees else 1
+    return lengths, seconds, passes
+
+
+def sources(confidence: float = 0.9) -> tuple[Given, Given]:
+    sure = jnp.full((1, LONGEST), confidence)
+    length = jnp.asarray([LONGEST])
+    return Given(confidence=sure, length=length), Given(confidence=sure, length=length, cost=1)
+
+
+@pytest.mark.parametrize("table", [[1, 1.7, 1.9, 2.6], [1, 3, 4, 5], [1, 1, 1, 1]])
+def test_what_always_fails_costs_at_most_the_purse(table):
+    """Plain decoding of as many rounds takes as many steps."""
+    _, seconds, _ = run(economic(*sources(), costs(table, 0.3)), False, 200)
+    assert sum(seconds) <= 200 + CREDIT + 0.01 * 200 * 1.1 + max(table)
+    assert sum(seconds[100:]) <= 104  # it learns
+
+
+def test_what_always_succeeds_is_verified_whole():
+    lengths, _, _ = run(economic(sources()[0], None, costs([1, 1.7, 1.9, 2.6])), True, 30)
+    assert lengths[-10:] == [LONGEST] * 10
+
+
+def test_a_model_is_asked_where_it_is_cheap_and_right():
+    _, model = sources()
+    assert sum(run(economic(None, model, costs([1, 1.02, 1.05, 1.1], 0.05)), True, 20)[2]) >= 18
+    # Where it is always wrong, hardly ever: neither on a cheap nor on a dear machine.
+    assert sum(run(economic(None, model, costs([1, 1.02, 1.05, 1.1], 0.05)), False, 100)[2]) < 60
+    assert sum(run(economic(None, model, costs([1, 2, 3, 4], 1.0)), False, 100)[2]) <= 2
+
+
+def test_a_batch_drafts_only_what_pays_for_all():
+    """One row's good draft does not pay where a verify of all rows costs many steps."""
+    sure = jnp.full((4, LONGEST), 0.8)
+    table = costs([1, 2, 3, 4])
+    alone = Given(confidence=sure, length=jnp.asarray([LONGEST, 0, 0, 0]))
+    drafter = economic(alone, None, table)
+    rich = drafter.init(4, 64).replace(purse=Purse.full().replace(steps=jnp.float32(50)))
+    assert draw(drafter, rich, committed(4))[0].length.tolist() == [0] * 4
+    all_sure = economic(Given(confidence=jnp.full((4, LONGEST), 0.97), length=jnp.full((4,), LONGEST)), None, table)
+    assert draw(all_sure, rich, committed(4))[0].length.tolist() == [LONGEST] * 4
+
+
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], list(range(3, 23)), [9]]
+
+
+@pytest.mark.parametrize("draft", [0.05, 5.0])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3}, {"exact": True}, {"spec_len": 4}])
+@pytest.mark.parametrize("make", [engine, conditioned_engine])
+def test_no_token_changes(make, options, draft, monkeypatch):
+    model = make()
+    monkeypatch.setattr(pricing, "measure", lambda session: table_for(session, draft))
+    model.runtime.costs.forget()
+    results = lossless(model, PROMPTS, method="failfast", policy="auto", max_new_tokens=40, ignore_eos=True, **options)
+    assert all(result.stats.costs["draft"] == pytest.approx(draft) for result in results)
+    rounds = [entry for result in results for entry in result.rounds]
+    assert all(entry.expected >= 1 and entry.seconds > 0 for entry in rounds)
+    assert any(entry.drafted for entry in rounds)
+    again = model.generate(PROMPTS, method="failfast", policy="auto", max_new_tokens=40, ignore_eos=True, **options)
+    assert [result.rounds for result in again] == [result.rounds for result in results]
+    model.runtime.costs.forget()
+
+
+def table_for(session, draft: float) -> Costs:
+    rows = np.asarray(session.plan.widths, np.float32)
+    return costs(1 + (rows - rows[0]) / 30, draft)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tau": 0.3}, "--tau 0.3: not with --policy auto"),
+        ({"reuse": True}, "--reuse: not with --policy auto"),
+        ({"schedule": "aligned"}, "--schedule aligned: not with --policy auto"),
+        ({"acceptance": "rejection"}, "--policy auto: .* no --acceptance rejection"),
+    ],
+)
+def test_what_the_policy_decides_cannot_be_said(options, message):
+    with pytest.raises(OptionError, match=message):
+        engine().resolve(GenerationConfig("failfast"), policy="auto", **options)
+
+
+def test_the_policy_is_the_default_where_no_option_is_given():
+    def made(**options):
+        return type(engine().build_drafter(GenerationConfig("failfast", **options)))
+
+    assert made() is Economic and made(policy="auto", max_spec_len=20) is Economic
+    assert Economic not in (made(tau=0.3), made(policy="fixed"), made(acceptance="rejection"), made(spec_len=4))
+    drafter = engine().build_drafter(GenerationConfig("failfast", policy="auto", lookup_min=0))
+    assert drafter.text is None and drafter.model is not None

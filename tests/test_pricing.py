@@ -1,0 +1,166 @@
+"""Costs of rounds: measured in the loop itself, remembered for this machine, taken anew when they drift."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from tiny_engines import conditioned_engine
+
+from failfast_jax import FailFast, pricing
+from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding.economics import Costs
+from failfast_jax.errors import ConfigError, OptionError
+from failfast_jax.generate import main
+from failfast_jax.pricing import CostBook, costs_of, entry_of
+
+CAPACITY = 256
+MEASURE = pricing.measure
+
+
+def session(batch: int = 1):
+    model = conditioned_engine()
+    drafter = model.build_drafter(GenerationConfig("failfast"))
+    return model.runtime.session(drafter, batch=batch, capacity=CAPACITY)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Where costs are kept, and how often they were measured."""
+    monkeypatch.setattr(CostBook, "path", staticmethod(lambda: tmp_path / pricing.FILE))
+    counted = []
+
+    def measured(session):
+        counted.append(session.batch)
+        return Costs(np.arange(1, len(session.plan.widths) + 1, dtype=np.float32), np.float32(0.5), 0, 0)
+
+    monkeypatch.setattr(pricing, "measure", measured)
+    return tmp_path / pricing.FILE, counted
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rounds_of_each_kind_are_timed(batch):
+    work = session(batch)
+    widths = work.plan.widths
+    found = MEASURE(work)
+    assert found.verify.shape == (len(widths),) and (np.diff(found.verify) >= 0).all() and found.verify[0] > 0
+    assert found.draft >= 0 and int(found.rows) == int(found.ask) == 0
+
+
+def test_what_is_timed_is_what_is_meant():
+    from failfast_jax.runtime import Request
+
+    work = session()
+    request = [Request([3, 4, 5], 100)]
+    for rows, ask in [*((width, -1) for width in work.plan.widths), (1, 1)]:
+        flat = Costs.flat(len(work.plan.widths)).replace(rows=np.int32(rows), ask=np.int32(ask))
+        timed = work.with_costs(flat)
+        (log,) = timed.rounds(timed.advance(timed.start(request), 3))
+        drafted = min(rows - 1, work.drafter.max_draft)
+        assert [len(entry.drafted) for entry in log.rounds] == [drafted] * 3
+        assert [entry.passes for entry in log.rounds] == [int(ask > 0)] * 3
+
+
+def test_costs_are_remembered_for_this_machine(cache, caplog):
+    path, counted = cache
+    work = session()
+    priced, said = CostBook().price(work)
+    assert (
+        said["source"].startswith("measured") and said["draft"] == 0.5 and len(said["verify"]) == len(work.plan.widths)
+    )
+    np.testing.assert_array_equal(priced.drafter.costs.verify, list(said["verify"].values()))
+    assert CostBook().price(work)[1] == said and len(counted) == 1
+    CostBook().price(session(batch=2))
+    assert counted == [1, 2] and len(json.loads(path.read_text())["costs"]) == 2
+
+    file = json.loads(path.read_text())
+    file["machine"]["processor"] = "Another 9000"
+    path.write_text(json.dumps(file))
+    with caplog.at_level(logging.WARNING):
+        book = CostBook()
+        book.price(work)
+        book.price(session(batch=2))
+    assert counted == [1, 2, 1, 2]
+    assert [r.message for r in caplog.records] == [f"{path}: ignored: measured on another machine (processor)"]
+    assert json.loads(path.read_text())["machine"] != file["machine"]
+
+
+def test_a_damaged_file_is_no_hindrance(cache, caplog):
+    path, counted = cache
+    path.write_text("{")
+    CostBook().price(session())
+    assert len(counted) == 1 and "not valid JSON" in caplog.text
+
+
+def test_costs_that_drift_are_measured_again(cache):
+    _, counted = cache
+    book, work = CostBook(), session()
+    book.price(work)
+    for took in (1.9, 2.0, 1.0, 2.0, 0.5):  # two in a row do not count
+        book.check(work, 1.0, took)
+        book.price(work)
+    assert len(counted) == 1
+    book.check(work, 1.0, 2.0)
+    book.price(work)
+    assert len(counted) == 2
+    CostBook().price(work)
+    assert len(counted) == 2  # and kept
+
+
+def test_a_file_can_say_the_costs(tmp_path, cache):
+    _, counted = cache
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"verify": {"1": 0.01, "101": 0.03}, "draft": 0.002}))
+    costs = costs_of(json.loads(path.read_text()), (1, 51, 101), "here")
+    np.testing.assert_allclose(costs.verify, [0.01, 0.02, 0.03], rtol=1e-6)
+    assert entry_of(costs, (1, 51, 101))["verify"]["51"] == pytest.approx(0.02)
+    model = conditioned_engine()
+    said = FailFast(model.target, model.drafter, costs=path).generate([[3, 4, 5]], max_new_tokens=4)[0].stats.costs
+    assert said["source"] == str(path) and said["draft"] == pytest.approx(0.002) and not counted
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "--costs .*costs.json: no such file"),
+        ("{}", "costs.json: costs are"),
+        ('{"verify": {"1": -1}}', "costs.json: costs are"),
+        ('{"verify": {"one": 1}}', "costs.json: costs are"),
+        ('{"verify": {"1": 1}, "draft": "x"}', "costs.json: costs are"),
+        ("[", "costs.json: not valid JSON"),
+    ],
+)
+def test_bad_files_are_named(content, message, tmp_path):
+    path = tmp_path / "costs.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises((OptionError, ConfigError), match=message):
+        CostBook(path)
+
+
+def test_a_file_must_reach_the_widest_verify(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text('{"verify": {"1": 1.0}}')
+    with pytest.raises(ConfigError, match="'verify' ends .* rows"):
+        CostBook(path).price(session())
+
+
+def test_only_drafters_that_decide_take_costs():
+    model = conditioned_engine()
+    work = model.runtime.session(model.build_drafter(GenerationConfig("vanilla")), capacity=CAPACITY)
+    with pytest.raises(ValueError, match="decides nothing by costs"):
+        work.with_costs(Costs.flat(1))
+
+
+def test_a_trace_shows_what_rounds_were_expected_to_bring_and_what_they_took(tmp_path, capsys):
+    from checkpoint_files import GOLDEN
+
+    trace = tmp_path / "rounds.jsonl"
+    target = str(GOLDEN / "qwen2_target_160")
+    args = ["--target", target, "--method", "lookup", "--token-ids", "7,12,100,5", "--max-new-tokens", "24"]
+    assert main([*args, "--json", "--trace", str(trace)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert len(rows) == result["stats"]["rounds"] and result["stats"]["costs"]["verify"]
+    assert all(row["expected"] >= 1 and row["seconds"] > 0 and row["took"] > 0 for row in rows)
+    assert sum(row["took"] for row in rows) == pytest.approx(result["stats"]["decode_s"])

@@ -45,7 +45,12 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument("--max-new-tokens", metavar="n", type=int, default=256)
     output.add_argument("--ignore-eos", action="store_true", help="go on after stop tokens")
     output.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    output.add_argument("--trace", metavar="FILE", type=Path, help="write the rounds: a page if .html, else JSON lines")
+    output.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="write the rounds: a page if .html, a picture if .svg, else JSON lines",
+    )
     output.add_argument("--profile", metavar="DIR", type=Path, help="write a jax.profiler trace of the answer")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--temperature", metavar="t", type=float, default=0.0, help="0 (default) is greedy")

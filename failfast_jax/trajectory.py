@@ -45,6 +45,29 @@ def to_terminal(result: Result, tokenizer: Any = None) -> str:
     return "\n".join(lines)
 
 
+def strip(result: Result) -> str:
+    """The rounds from left to right as an SVG: rows that were verified (outlined), tokens that were emitted (filled),
+    under `--policy auto` how many were expected (a dot), and below which rounds asked a model (a tick)."""
+    wide, high, step, left = 9, 8, 3, 8
+    tallest = max((max(len(entry.drafted) + 1, len(entry.emitted)) for entry in result.rounds), default=1)
+    floor = high * tallest + 6
+    marks = []
+    for number, entry in enumerate(result.rounds):
+        at = left + number * (wide + step)
+
+        def box(rows: int, style: str, at: int = at) -> str:
+            return f'<rect x="{at}" y="{floor - high * rows}" width="{wide}" height="{high * rows}" {style}/>'
+
+        marks.append(box(len(entry.emitted), 'fill="#7cc48a"'))
+        marks.append(box(len(entry.drafted) + 1, 'fill="none" stroke="#667"'))
+        if entry.expected is not None:
+            marks.append(f'<circle cx="{at + wide / 2}" cy="{floor - high * entry.expected:.1f}" r="2.5" fill="#c33"/>')
+        if entry.passes:
+            marks.append(f'<rect x="{at}" y="{floor + 4}" width="{wide}" height="3" fill="#36c"/>')
+    size = f'width="{2 * left + len(result.rounds) * (wide + step)}" height="{floor + 10}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(marks)}</svg>'
+
+
 def to_html(result: Result, tokenizer: Any = None) -> str:
     """A self-contained page; hovering a drafted token shows its confidence."""
     decode = _decoder(tokenizer)
@@ -57,18 +80,25 @@ def to_html(result: Result, tokenizer: Any = None) -> str:
             for kind, token, c in row
         )
         passes = f"{entry.passes} drafter passes"
+        if entry.expected is not None:
+            took = "" if entry.took is None else f", took {1e3 * entry.took:.1f}"
+            passes += f", expected {entry.expected:.2f} tokens in {1e3 * entry.seconds:.1f} ms{took}"
         body.append(f"<pre><small>{number}: {entry.accepted}/{len(entry.drafted)}, {passes}</small>\n{tokens}</pre>")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>FailFast trajectory</title>'
         f"<style>{_STYLE}</style><body><h1>{html.escape(result.method)}</h1>"
         f"<p>{len(result.output_ids)} tokens in {stats.rounds} rounds, {stats.accepted} of {stats.drafted} drafted "
-        f'tokens accepted. <span class="accepted">accepted</span> <span class="target">the target\'s own</span> '
+        f"tokens accepted.</p>{strip(result)}<p>"
+        f'<span class="accepted">accepted</span> <span class="target">the target\'s own</span> '
         f'<span class="rejected">rejected</span></p>{"".join(body)}</body></html>\n'
     )
 
 
 def write_trace(result: Result, path: Path, tokenizer: Any = None) -> None:
-    """Writes `path`: a page if it ends in .html, else one JSON object a round."""
+    """Writes `path`: a page if it ends in .html, the `strip` if in .svg, else one JSON object a round."""
+    if path.suffix.lower() == ".svg":
+        path.write_text(strip(result) + "\n", encoding="utf-8")
+        return
     if path.suffix.lower() in (".html", ".htm"):
         path.write_text(to_html(result, tokenizer), encoding="utf-8")
         return

@@ -1,4 +1,4 @@
-"""`python -m failfast_jax.bench {run,tune,replay,micro}`: measurements; without a command, `run`."""
+"""`python -m failfast_jax.bench {run,tune,simulate,replay,micro}`: measurements; without a command, `run`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from failfast_jax import command
 COMMANDS = {
     "run": "compare methods on datasets",
     "tune": "find a pair's fastest options on this machine",
+    "simulate": "the policy against fixed settings, on machines that there are not",
     "replay": "time rounds at real sizes, with the paper's acceptance",
     "micro": "time parts of the engine and its kernels",
 }

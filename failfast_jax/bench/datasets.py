@@ -236,7 +236,7 @@ def load_dataset(
         prompts = _read_prompts(path)[:limit]
         if not prompts:
             raise ValueError(f"{path}: holds no prompts")
-        return Dataset(path.name, tuple(Question(str(i), prompt) for i, prompt in enumerate(prompts)))
+        return Dataset(path.name, tuple(question for i, prompt in enumerate(prompts) for question in _turns(prompt, i)))
     if data is not None:
         rows, where = [row for _, row in read_rows(data)], str(data)
     elif name == "humaneval":
@@ -276,9 +276,19 @@ def _read_prompts(path: Path) -> list[Prompt]:
     return [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])]
 
 
-def _as_prompt(value: Any, where: str) -> Prompt:
+def _as_prompt(value: Any, where: str) -> Prompt | Mapping[str, Any]:
+    """A prompt, or the object with its turns."""
+    if isinstance(value, Mapping) and "turns" in value:
+        turns = value["turns"]
+        if not (isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns)):
+            raise ValueError(f"{where}: 'turns' must be a list of texts")
+        return value
     if isinstance(value, Mapping):
         value = value.get("prompt", value.get("messages"))
     if not (isinstance(value, (str, list)) and value):
-        raise ValueError(f"{where} needs a prompt: text, token ids, or an object with 'prompt' or 'messages'")
+        raise ValueError(f"{where} needs a prompt: text, token ids, or an object with 'prompt', 'turns' or 'messages'")
     return value
+
+
+def _turns(prompt: Prompt | Mapping[str, Any], index: int) -> list[Question]:
+    return _mtbench(prompt, index, "{problem}") if isinstance(prompt, Mapping) else [Question(str(index), prompt)]

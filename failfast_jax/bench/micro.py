@@ -4,6 +4,7 @@
   against the memory limit (bytes of weights over the measured read bandwidth);
 - widths: what a verify of W rows costs, in one-row steps;
 - overhead: what a round spends outside model passes;
+- plain: what a round costs that drafts nothing, by method, in those of `vanilla`;
 - passes: drafter passes per round of the schedule `wide`;
 - reuse: programs compiled by a first and by a second answer;
 - startup: seconds from the start of a second process to its first token, with a warm compile cache;
@@ -38,14 +39,16 @@ from failfast_jax.bench.replay_programs import Models, OnDevice, compiled, start
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.economics import Costs
 from failfast_jax.decoding.plan import Plan, buffer_length
 from failfast_jax.defaults import load_pair
 from failfast_jax.engine import FailFast
 from failfast_jax.files import write_atomically
 from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.runtime import Request, Session
 
-PARTS = ("speed", "widths", "overhead", "passes", "reuse", "startup", "attention")
+PARTS = ("speed", "widths", "overhead", "plain", "passes", "reuse", "startup", "attention")
 WIDTHS = (1, 4, 8, 16, 32, 64)
 CONTEXT = 256
 """Live cache length of the verify timings."""
@@ -91,6 +94,29 @@ def overhead_report(engine: FailFast) -> dict[str, Any]:
             seconds = float(np.median([one.decode_s / one.rounds for one in stats[1:]]))
             out[f"{method}_round_ms_vocab_{vocab}"] = 1e3 * seconds
     return out
+
+
+def plain_report() -> dict[str, Any]:
+    """Milliseconds of a round that drafts nothing, because it would not pay; medians of interleaved turns."""
+    engine, turns = load_pair(method="failfast"), 3 * REPEATS
+    request = Request(engine.encode(PROMPTS[0]), STEPS * (turns + 2))
+    capacity = engine.runtime.capacity(len(request.prompt), request.max_new_tokens, 16)
+    acts = {}
+    for method in ("vanilla", "lookup", "failfast"):
+        session = engine.runtime.session(engine.build_drafter(GenerationConfig(method)), capacity=capacity)
+        if session.drafter.weighs:
+            dear = np.asarray([1.0, *[1e3] * (len(session.plan.widths) - 1)], np.float32)
+            session = session.with_costs(Costs(dear, np.float32(1e3), np.int32(0), np.int32(0)))
+        acts[method] = functools.partial(_go_on, session, [session.prefill([request])])
+    times = interleaved(acts, turns)
+    ratios = {method: float(np.median(np.divide(times[method], times["vanilla"]))) for method in acts}
+    return {"ms": {m: 1e3 * s / STEPS for m, s in medians(times).items()}, "in_steps_of_vanilla": ratios}
+
+
+def _go_on(session: Session, place: list[Any]) -> jax.Array:
+    """`STEPS` more rounds of the state in `place`."""
+    place[0] = session.advance(place[0], STEPS)
+    return place[0].length
 
 
 def speed_report(engine: FailFast) -> dict[str, Any]:
@@ -194,6 +220,7 @@ def work(args: argparse.Namespace) -> int:
         "speed": lambda: speed_report(engine()),
         "widths": lambda: widths_report(engine()),
         "overhead": lambda: overhead_report(engine()),
+        "plain": plain_report,
         "passes": lambda: passes_report(engine()),
         "reuse": lambda: reuse_report(engine()),
         "startup": startup_report,

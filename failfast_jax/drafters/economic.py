@@ -190,10 +190,9 @@ class Economic(Drafter):
             return jnp.bool_(False)
         costs = self.costs.steps
         at_hand = (tokens / costs.verify)[self._best(purse, tokens)]
-        unknown = purse.tokens == 0
-        cost = jnp.where(unknown, costs.draft + costs.verify[-1], purse.cost)
-        pays = unknown | (purse.tokens * running > at_hand * cost)
-        pays &= purse.allows(cost, 0.0, GAMBLE)
+        pays = (purse.tokens == 0) | (purse.tokens * running > at_hand * purse.cost)
+        # The pass alone is at risk here: what it drafts need not be verified.
+        pays &= purse.allows(1 + costs.draft, 0.0, GAMBLE)
         return jnp.where(costs.ask == 0, pays, costs.ask > 0)
 
     def commit(self, state: EconomicState, outcome: Outcome) -> EconomicState:

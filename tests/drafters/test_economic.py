@@ -143,7 +143,7 @@ def test_a_calibration_learns_what_happens_and_nothing_else():
     often = chances
     for _ in range(300):
         often = often.learned(draft, jnp.asarray([[5, 6, 9, 9]]), jnp.asarray([3]))
-    assert float(often.chance(jnp.asarray([[0.55]]))[0, 0]) > 0.97
+    assert float(often.chance(jnp.asarray([[0.55]]))[0, 0]) > 0.95
     assert abs(float(often.chance(jnp.asarray([[0.99]]))[0, 0]) - 0.5) < 0.05
 
 

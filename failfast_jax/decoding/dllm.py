@@ -179,24 +179,18 @@ def _propose(
     config = model.config
     logits = acceptance.forbid(model.logits_of(hidden), config.mask_token_id, config.vocab_size)
 
-    def greedy():
+    def greedy(logits):
         tokens, confidence = acceptance.argmax_and_confidence(logits)
         return tokens, confidence, jnp.isfinite(confidence)
 
-    def sampled():
-        tokens = acceptance.pick(logits, positions, sampling)
-
-        def spread(x):
-            return jnp.broadcast_to(x[:, None], positions.shape)
-
-        filtered = acceptance.filtered_logits(
-            logits, spread(sampling.temperature), spread(sampling.top_k), spread(sampling.top_p)
-        )
+    def sampled(sampling, logits, positions):
+        filtered = acceptance.filtered_for(logits, sampling)
+        noise = acceptance.gumbel_noise(sampling, positions, logits.shape[-1])
+        tokens = acceptance.target_argmax(filtered + noise)
         probability = jnp.take_along_axis(jax.nn.softmax(filtered, -1), tokens[..., None], -1)[..., 0]
-        _, confidence, finite = greedy()
-        return tokens, jnp.where(sampling.temperature[:, None] > 0, probability, confidence), finite
+        return tokens, probability, greedy(logits)[2]
 
-    return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, greedy)
+    return acceptance.where_sampled(sampled, greedy, sampling, model.execution, logits, positions)
 
 
 def _denoise(

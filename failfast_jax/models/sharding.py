@@ -58,6 +58,11 @@ class Execution:
             return function
         return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
 
+    def rows_spec(self, width: int) -> P:
+        """Of `[B, W, ...]` arrays: rows spread over the devices of a group, if there are as many for each."""
+        even = self.mesh is not None and width % self.mesh.shape[TENSOR] == 0
+        return P(self.batch, TENSOR if even else None)
+
 
 ONE_DEVICE = Execution()
 

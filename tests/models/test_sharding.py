@@ -24,7 +24,7 @@ def report() -> dict:
 
 def test_every_split_gives_the_tokens_of_one_device(report):
     verdicts = {name: equal for name, equal in report.items() if isinstance(equal, bool)}
-    assert len(verdicts) == 10 and all(verdicts.values()), verdicts
+    assert len(verdicts) == 11 and all(verdicts.values()), verdicts
 
 
 def test_a_layer_costs_two_sums_over_devices_and_nothing_else(report):
@@ -36,6 +36,12 @@ def test_a_layer_costs_two_sums_over_devices_and_nothing_else(report):
         "collective-permute": 0,
         "reduce-scatter": 0,
     }
+
+
+def test_sampling_moves_the_logits_once_and_sums_nothing_over_devices(report):
+    # The two sums are those of the greedy branch: the maximum and its place.
+    wanted = {"all-reduce": 2, "all-gather": 0, "all-to-all": 1, "collective-permute": 0, "reduce-scatter": 0}
+    assert report["collectives of picks"] == wanted
 
 
 def test_weights_load_into_their_shards(report):

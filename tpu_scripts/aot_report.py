@@ -58,7 +58,7 @@ from failfast_jax.drafters import build_drafter
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import tpu
 from failfast_jax.models import quantization, sharding
-from failfast_jax.models.cache import KVCache, round_up
+from failfast_jax.models.cache import TPU_TILE, KVCache, round_up
 from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.tables import markdown
@@ -178,7 +178,7 @@ class Compiler:
 
     def one_pass(self, model: Decoder, width: int, rows: int) -> Any:
         """A window of `width` positions and the scores of its last `rows`, compiled."""
-        batch, capacity = self.case.batch, round_up(self.case.capacity, 128)
+        batch, capacity = self.case.batch, round_up(self.case.capacity + max(WIDTHS), TPU_TILE)
         execution = model.execution
         # A verify picks, a drafter is also asked how sure it is.
         choose = accept.argmax_and_confidence if model is self.drafter else accept.argmax

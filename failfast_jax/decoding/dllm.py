@@ -25,7 +25,7 @@ from failfast_jax.decoding.branches import when
 from failfast_jax.decoding.state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
 from failfast_jax.decoding.unmask import BlockPass
 from failfast_jax.decoding.windows import gather_rows, gather_window
-from failfast_jax.models.cache import TILE, KVCache, round_up
+from failfast_jax.models.cache import TILE, TPU_TILE, KVCache, round_up
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.options import MethodOptions, option, require
@@ -120,7 +120,8 @@ def init_state(
     """Prompts followed by masks, and an empty cache; `capacity` positions hold prompt and output."""
     block = model.config.block_size
     batch, width = tokens.shape
-    length = round_up(capacity + 2 * block, TILE)
+    kernel = model.execution.resolved(model.dtype, model.config.head_dim)
+    length = round_up(capacity + 2 * block, TPU_TILE if kernel == "tpu" else TILE)
     text = jnp.full((batch, length), model.config.mask_token_id, jnp.int32).at[:, :width].set(tokens)
     text = jnp.where(jnp.arange(length) < prompt_length[:, None], text, model.config.mask_token_id)
     return DiffusionState(

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import platform
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +82,53 @@ class Chip:
     """Cycles a second: peak operations over those of the matrix units a cycle."""
     ici: float
     """Bytes a second between chips, all links together."""
+    compiler_options: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    """What XLA is told for every program."""
+    init_args: str = ""
+    """What libtpu must be told when it is loaded."""
+    pci_device: str = ""
 
 
+# v6e: half of the usual limit leaves more fast memory to weights that are fetched ahead. TPU7x: else each call of the
+# loop brings every large matrix into another layout first.
 CHIPS = {
     chip.kind: chip
     for chip in (
         Chip("TPU v5 lite", 16, 819e9, 197e12 / (4 * 128 * 128 * 2), 200e9),
-        Chip("TPU v6 lite", 32, 1638e9, 918e12 / (4 * 256 * 256 * 2), 448e9),
+        Chip(
+            *("TPU v6 lite", 32, 1638e9, 918e12 / (4 * 256 * 256 * 2), 448e9),
+            compiler_options={"xla_tpu_scoped_vmem_limit_kib": "16384"},
+        ),
         Chip("TPU v5", 95, 2765e9, 459e12 / (8 * 128 * 128 * 2), 600e9),
-        Chip("TPU7x", 96, 3690e9, 1153e12 / (4 * 256 * 256 * 2), 600e9),
+        Chip(
+            *("TPU7x", 96, 3690e9, 1153e12 / (4 * 256 * 256 * 2), 600e9),
+            init_args="--xla_tpu_impure_enable_large_2nd_minor_layout=false",
+            pci_device="0x0076",
+        ),
     )
 }
+
+
+def chips_here(pci: Path = Path("/sys/bus/pci/devices")) -> list[Chip]:
+    """Chips of this machine that libtpu must be told something about, known without loading it."""
+    found = {path.read_text().strip() for path in pci.glob("*/device")}
+    return [chip for chip in CHIPS.values() if chip.pci_device in found]
+
+
+def tell_libtpu(chips: Iterable[Chip]) -> None:
+    """Adds the chips' arguments to those of libtpu, unless the user has set them; of no use once JAX has devices."""
+    given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    new = [chip.init_args for chip in chips if chip.init_args and chip.init_args.split("=")[0] not in given]
+    if new:  # an argument that another libtpu does not know would end the process
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *new]).strip()
+
+
+def compiler_options(device: Any) -> dict[str, str]:
+    """Options of `jax.stages.Lowered.compile` for programs on a device."""
+    chip = CHIPS.get(device.device_kind)
+    return chip.compiler_options if chip is not None else {}
+
+
 HOP_S = 1e-6
 """Assumed latency of a message between neighbours; the compiler has no figure."""
 

@@ -71,11 +71,9 @@ def test_the_report_on_every_generation(topology, device, tmp_path):
     (report,) = json.loads((tmp_path / "report.json").read_text())
     assert report["device"] == device
     assert 0 < report["hbm_gb"] < report["hbm_capacity_gb"]
-    if "unreadable" in report:  # compiled, but with instructions that this JAX cannot read back
-        assert device == "TPU7x", report["unreadable"]
-        return
+    assert report["temporary_mb"] < 100  # no second copy of a weight
     assert report["executables"] == 1 and report["host_transfers"] == [] and report["cache_copies"] == []
-    assert report["collectives_in_the_loop"]["all-gather"] == 0
+    assert report["collectives_in_the_loop"]["all-gather"] == 1  # the picks, in the branch that samples
     if costs:
         return
     for name, found in report["passes"].items():

@@ -155,6 +155,7 @@ def compiled_loop(device, method: str):
     from failfast_jax import decoding
     from failfast_jax.config import GenerationConfig
     from failfast_jax.drafters import build_drafter
+    from failfast_jax.platforms import compiler_options
 
     platform = "tpu" if device.platform == "tpu" else "gpu"
     config = GenerationConfig(**VARIANTS.get(method, {"method": method}))
@@ -185,7 +186,8 @@ def compiled_loop(device, method: str):
     chip = SingleDeviceSharding(device)
     shapes = (target, drafter, jax.eval_shape(init, target, drafter), np.int32(0))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip), shapes)
-    return jax.jit(generate, donate_argnums=2).lower(*shapes).compile(), shapes
+    lowered = jax.jit(generate, donate_argnums=2).lower(*shapes)
+    return lowered.compile(compiler_options=compiler_options(device)), shapes
 
 
 def report(device, method: str) -> dict:

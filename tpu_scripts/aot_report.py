@@ -63,6 +63,8 @@ from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.tables import markdown
 
+platforms.tell_libtpu(platforms.CHIPS.values())
+
 CONTEXT = 1024
 """Live positions at which passes are costed."""
 WIDTHS = (8, 72)
@@ -174,7 +176,7 @@ class Compiler:
             lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else self.array(np.asarray(leaf), P()), drafter
         )
         lowered = jax.jit(rounds, donate_argnums=2).lower(self.target, drafter, state, most)
-        return lowered.compile(), state
+        return lowered.compile(compiler_options=self.chip.compiler_options), state
 
     def one_pass(self, model: Decoder, width: int, rows: int) -> Any:
         """A window of `width` positions and the scores of its last `rows`, compiled."""
@@ -190,7 +192,8 @@ class Compiler:
         cache = jax.eval_shape(lambda: KVCache.zeros(model.config, batch, capacity, jnp.bfloat16))
         cache = jax.tree.map(lambda leaf: self.array(leaf, P(execution.batch, execution.heads)), cache)
         rest = (self.array(jax.ShapeDtypeStruct(shape, jnp.int32), P()) for shape in ((batch, width), (batch,), ()))
-        return jax.jit(run, donate_argnums=1).lower(model, cache, *rest).compile()
+        lowered = jax.jit(run, donate_argnums=1).lower(model, cache, *rest)
+        return lowered.compile(compiler_options=self.chip.compiler_options)
 
     def cost(self, model: Decoder, width: int, rows: int) -> dict[str, Any]:
         """Estimated time of a pass at `CONTEXT`, in milliseconds, and its floor: weights and live cache once."""
@@ -257,6 +260,7 @@ def compiled_loop(compiler: Compiler) -> dict[str, Any]:
     found = {
         "compile_s": seconds,
         "hbm_gb": used / 1e9,
+        "temporary_mb": memory.temp_size_in_bytes / 1e6,
         "hbm_capacity_gb": compiler.chip.hbm_gb,
         "drafter": {
             axis: getattr(compiler.drafter.execution, axis) is not None or case.tp == 1

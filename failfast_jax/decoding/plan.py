@@ -10,8 +10,10 @@ from failfast_jax.models.cache import TILE, TPU_TILE, round_up
 CPU_LADDER = (1, 4, 8, 16, 32, 64, 96, 128)
 """Widths that XLA's CPU matmul likes: compute bounds a step there, so a verify is as narrow as it can be."""
 CPU_PREFILL_WIDTHS = (32, 128, 512)
+TPU_LADDER = (16, 32, 64)
+"""Memory bounds a step there, and 8 rows cost what 16 do; but 64 cost a sixth more, and most drafts are short."""
 ACCELERATOR_ROWS = 8
-"""On TPU and GPU memory bounds a step: verifies are padded to a multiple of this and have one width."""
+"""On TPU and GPU verifies are padded to a multiple of this; on GPU they have one width."""
 EXACT_WIDTH = 72
 """The constant width of every target step under `exact`."""
 
@@ -52,12 +54,13 @@ def make_plan(drafter: Drafter, *, platform: str, exact: bool = False, interchan
         return _with_features(drafter, Plan((EXACT_WIDTH,), (EXACT_WIDTH,), drafter_prefill, True, tile))
     if platform == "cpu":
         ladder = interchangeable if exact else cpu_ladder(longest)
-        needed = {min(w for w in ladder if w > length) for length in (*drafter.draft_lengths, drafter.max_draft)}
-        widths = tuple(sorted(needed))
         prefill = tuple(w for w in CPU_PREFILL_WIDTHS if not exact or w in interchangeable)
     else:
-        widths = (round_up(longest, ACCELERATOR_ROWS),)
+        widest = round_up(longest, ACCELERATOR_ROWS)
+        ladder = (*(w for w in TPU_LADDER if platform == "tpu" and w < widest), widest)
         prefill = (128, 512, 2048)
+    needed = {min(w for w in ladder if w > length) for length in (*drafter.draft_lengths, drafter.max_draft)}
+    widths = tuple(sorted(needed))
     drafter_prefill = tuple(round_up(w, multiple) for w in prefill)
     return _with_features(drafter, Plan(widths, prefill if exact else drafter_prefill, drafter_prefill, tile=tile))
 

@@ -343,6 +343,21 @@ def test_plans_hold_every_draft(kind, platform, exact):
     assert all(width % drafter.chunk_multiple == 0 for width in plan.drafter_prefill_widths)
 
 
+@pytest.mark.parametrize(
+    "platform, longest, widths",
+    [("tpu", 60, (16, 32, 64)), ("tpu", 20, (16, 24)), ("tpu", 80, (16, 32, 64, 88)), ("gpu", 60, (64,))],
+)
+def test_a_tpu_verifies_at_a_few_widths(platform, longest, widths):
+    drafter = make_drafter("wide").replace(spec_len=10, max_spec_len=longest)
+    assert decoding.make_plan(drafter, platform=platform).widths == widths
+    assert decoding.make_plan(drafter, platform=platform, exact=True).widths == (EXACT_WIDTH,)
+    assert decoding.make_plan(Drafter(), platform=platform).widths == (8,)
+    assert all(
+        tpu.supports(width=w, heads=40, kv_heads=8, capacity=512, head_dim=128, dtype=jnp.bfloat16) is None
+        for w in widths
+    )
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("platform, tile", [("cpu", 128), ("gpu", 128), ("tpu", 512)])
 def test_buffers_are_whole_tiles_of_the_kernel(exact, platform, tile):

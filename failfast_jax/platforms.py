@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from failfast_jax.errors import DeviceMemoryError
 
 
 def machine() -> dict[str, Any]:
@@ -43,6 +47,40 @@ def free_memory() -> int:
         if found is not None:
             return int(found.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def bytes_on_a_device(tree: Any) -> int:
+    """Bytes of a pytree of arrays or shapes on one of the devices that it is spread over."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
+    places = [getattr(leaf, "sharding", None) for leaf in leaves]
+    shapes = [leaf.shape if place is None else place.shard_shape(leaf.shape) for leaf, place in zip(leaves, places)]
+    return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves))
+
+
+@contextlib.contextmanager
+def memory_explained(doing: str, needs: Callable[[], Mapping[str, int]] = dict) -> Iterator[None]:
+    """Says what took the memory, and what to do, where XLA ran out of it.
+
+    Args:
+      needs: bytes on one device, by what takes them.
+
+    Raises:
+      DeviceMemoryError: in the place of XLA's error.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        device = jax.devices()[0]
+        size = (device.memory_stats() or {}).get("bytes_limit")
+        parts = ", ".join(f"{name} {number / 1e9:.2f} GB" for name, number in needs().items())
+        raise DeviceMemoryError(
+            f"{doing}: does not fit the memory of a {device.device_kind}{f', {size / 1e9:.1f} GB' if size else ''}"
+            f"{f' ({parts}, and what programs need besides)' if parts else ''}. Lower --max-seq-len, --max-new-tokens "
+            "or the batch, choose --quantize int8, or spread the models over more devices with --tensor-parallel. "
+            f"XLA says: {str(error).strip().splitlines()[0][:300]}"
+        ) from error
 
 
 def bandwidth(nbytes: int, repeats: int = 5, turns: int = 10) -> dict[str, float]:

@@ -84,7 +84,7 @@ def readers_of_features(target, expected: list[int]) -> dict[str, bool]:
 
 def main() -> None:
     report: dict[str, object] = {}
-    config = tiny_config(num_heads=16, num_kv_heads=4, hidden_size=64, intermediate_size=64)
+    config = tiny_config(num_heads=12, num_kv_heads=4, hidden_size=64, intermediate_size=64)
     target, drafter = random_model(config), random_model(diffusion_config(num_heads=4, num_kv_heads=2))
     one = FailFast(target, drafter)
     splits = {"4x1": (4, 1), "8x1": (8, 1), "4x2": (4, 2)}

@@ -120,6 +120,10 @@ class Chip:
     """Cycles a second: peak operations over those of the matrix units a cycle."""
     ici: float
     """Bytes a second between chips, all links together."""
+    links: int
+    streaming: float
+    """Share of the bandwidth at which the compiler expects to stream weights: read from its estimates of large matrix
+    products (TPU7x: assumed to be v5p's)."""
     compiler_options: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     """What XLA is told for every program."""
     init_args: str = ""
@@ -132,14 +136,14 @@ class Chip:
 CHIPS = {
     chip.kind: chip
     for chip in (
-        Chip("TPU v5 lite", 16, 819e9, 197e12 / (4 * 128 * 128 * 2), 200e9),
+        Chip("TPU v5 lite", 16, 819e9, 197e12 / (4 * 128 * 128 * 2), 200e9, 4, 0.7),
         Chip(
-            *("TPU v6 lite", 32, 1638e9, 918e12 / (4 * 256 * 256 * 2), 448e9),
+            *("TPU v6 lite", 32, 1638e9, 918e12 / (4 * 256 * 256 * 2), 448e9, 4, 0.8),
             compiler_options={"xla_tpu_scoped_vmem_limit_kib": "16384"},
         ),
-        Chip("TPU v5", 95, 2765e9, 459e12 / (8 * 128 * 128 * 2), 600e9),
+        Chip("TPU v5", 95, 2765e9, 459e12 / (8 * 128 * 128 * 2), 600e9, 6, 0.85),
         Chip(
-            *("TPU7x", 96, 3690e9, 1153e12 / (4 * 256 * 256 * 2), 600e9),
+            *("TPU7x", 96, 3690e9, 1153e12 / (4 * 256 * 256 * 2), 600e9, 6, 0.85),
             init_args="--xla_tpu_impure_enable_large_2nd_minor_layout=false",
             pci_device="0x0076",
         ),
@@ -172,7 +176,8 @@ HOP_S = 1e-6
 
 
 def allreduce_s(chip: Chip, devices: int, size: int) -> float:
-    """Time of a ring all-reduce of `size` bytes, both directions used: assumed, not estimated by the compiler."""
+    """Time of an all-reduce of `size` bytes around one ring, as compiled programs say (`StrategyRing`, one color): two
+    of a chip's links are used. That and the latency are assumed, not estimated by the compiler."""
     if devices == 1:
         return 0.0
-    return 2 * (devices - 1) / devices * size / chip.ici + 2 * (devices // 2) * HOP_S
+    return 2 * (devices - 1) / devices * size / (2 * chip.ici / chip.links) + 2 * (devices // 2) * HOP_S

@@ -18,6 +18,8 @@ import numpy as np
 from jax import monitoring
 from jax.sharding import SingleDeviceSharding
 
+from failfast_jax.platforms import chips_here, compiler_options, tell_libtpu
+
 CACHE_VARIABLE = "FAILFAST_COMPILE_CACHE"
 """Environment variable: a folder for compiled programs, or `off`."""
 
@@ -94,6 +96,7 @@ def _on_event(event: str, **_: Any) -> None:
 
 monitoring.register_event_duration_secs_listener(_on_duration)
 monitoring.register_event_listener(_on_event)
+tell_libtpu(chips_here())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +221,7 @@ class Executables:
         if known is None or (known.future.done() and known.future.exception() is not None):
             lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
             shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
-            known = Compilation(self._pool.submit(lowered.compile), shapes, self)
+            options = compiler_options(jax.devices()[0])
+            known = Compilation(self._pool.submit(lowered.compile, compiler_options=options), shapes, self)
         self._programs[key] = known
         return known

@@ -46,7 +46,7 @@ class DiffusionSession(Session):
         return self._prompts(requests) | {"max_blocks": np.asarray(blocks, np.int32)}
 
     def _chunks(self, prompt_tokens):
-        width, starts = dllm.prefill_starts(prompt_tokens, self.config, self._empty.text.shape[1])
+        width, starts = dllm.prefill_starts(prompt_tokens, self.config, self.shapes.text.shape[1])
         return [(functools.partial(_prefill_diffusion, width=width, placement=self.placement), at) for at in starts]
 
     def _loop_args(self, state, most):

@@ -30,6 +30,7 @@ from failfast_jax.models import sharding
 from failfast_jax.models.cache import round_up
 from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.platforms import bytes_on_a_device, memory_explained
 from failfast_jax.results import Result, Round, Stats, StreamEvent
 from failfast_jax.runtime import DraftSession, Progress, Request, RowLog, Runtime, Session
 
@@ -102,17 +103,18 @@ class FailFast:
         if tuned is not None:
             drafters.check_defaults(tuned.decoding, str(tuned.path))
         one_device = tensor_parallel == data_parallel == 1
-        pair = read_pair(
-            target,
-            drafter,
-            tokenizer=tokenizer,
-            drafter_tokenizer=drafter_tokenizer,
-            dtype=dtype,
-            mesh=None if one_device else sharding.make_mesh(tensor_parallel, data_parallel),
-            attention=attention,
-            quantize=quantize,
-            quantize_drafter=quantize_drafter,
-        )
+        with memory_explained(f"loading {target if isinstance(target, str) else 'the models'}"):
+            pair = read_pair(
+                target,
+                drafter,
+                tokenizer=tokenizer,
+                drafter_tokenizer=drafter_tokenizer,
+                dtype=dtype,
+                mesh=None if one_device else sharding.make_mesh(tensor_parallel, data_parallel),
+                attention=attention,
+                quantize=quantize,
+                quantize_drafter=quantize_drafter,
+            )
         self.runtime = Runtime(pair.target, pair.drafter, max_seq_len=max_seq_len, programs=programs, costs=costs)
         self.target_name, self.drafter_name = pair.target_name, pair.drafter_name
         self.tokenizer, self.vocab = pair.tokenizer, pair.vocab
@@ -183,7 +185,7 @@ class FailFast:
           One result a prompt, in order.
 
         Raises:
-          ValueError: a bad option (`OptionError`) or prompt (`PromptError`).
+          ValueError: a bad option (`OptionError`) or prompt (`PromptError`), too little memory (`DeviceMemoryError`).
         """
         *_, last = self._run(self._encode_all(prompts), self.resolve(config, **options), stream=False)
         return last
@@ -301,31 +303,31 @@ class FailFast:
         programs = self.runtime.programs
         counts, compile_before = compile_counts(), programs.seconds
         session = self.session(prompts, config)
-        session.prepare(max(map(len, prompts)))
-        start = time.perf_counter()
-        # While the loop, the largest program, may still be compiling.
-        state = session.prefill([self.request(prompt, config, row) for row, prompt in enumerate(prompts)])
-        jax.block_until_ready(state)
-        times = {"prefill_s": time.perf_counter() - start}
-        session.wait()
-        times["compile_s"] = programs.seconds - compile_before
-        weighs = isinstance(session, DraftSession) and session.drafter.weighs
-        session, costs = self.runtime.costs.price(session) if weighs else (session, None)
-        took: list[float] = []
-        syncs = 1
-        with contextlib.nullcontext() if self._profile is None else jax.profiler.trace(self._profile):
-            while True:
-                start = time.perf_counter()
-                # The first slice is one round: the first words should not wait for the next ones.
-                rounds = (session.stream_rounds if syncs > 1 else 1) if stream else None
-                state = session.advance(state, 1 if self.time_rounds else rounds)
-                progress = session.read(state)
-                took.append(time.perf_counter() - start)
-                syncs += 1
-                if RUNNING not in progress.finish:
-                    break
-                if stream:
-                    yield progress.ids
+        with memory_explained(f"{len(prompts)} x {session.capacity} tokens", lambda: self._memory(session)):
+            session.prepare(max(map(len, prompts)))
+            start = time.perf_counter()
+            # While the loop, the largest program, may still be compiling.
+            state = session.prefill([self.request(prompt, config, row) for row, prompt in enumerate(prompts)])
+            jax.block_until_ready(state)
+            times = {"prefill_s": time.perf_counter() - start}
+            session.wait()
+            times["compile_s"] = programs.seconds - compile_before
+            weighs = isinstance(session, DraftSession) and session.drafter.weighs
+            session, costs = self.runtime.costs.price(session) if weighs else (session, None)
+            took, syncs = [], 1
+            with contextlib.nullcontext() if self._profile is None else jax.profiler.trace(self._profile):
+                while True:
+                    start = time.perf_counter()
+                    # The first slice is one round: the first words should not wait for the next ones.
+                    rounds = (session.stream_rounds if syncs > 1 else 1) if stream else None
+                    state = session.advance(state, 1 if self.time_rounds else rounds)
+                    progress = session.read(state)
+                    took.append(time.perf_counter() - start)
+                    syncs += 1
+                    if RUNNING not in progress.finish:
+                        break
+                    if stream:
+                        yield progress.ids
         self._check_finite(prompts, progress)
         times["decode_s"], logs = sum(took), session.rounds(state)
         if weighs:
@@ -339,6 +341,10 @@ class FailFast:
             self._result(config, prompt, ids, finish, log, counted | times | {"costs": costs})
             for prompt, ids, finish, log in zip(prompts, progress.ids, progress.finish, logs)
         ]
+
+    def _memory(self, session: Session) -> dict[str, int]:
+        trees = {self.target_name: self.target, self.drafter_name: self.drafter, "caches": session.shapes}
+        return {name: bytes_on_a_device(tree) for name, tree in trees.items() if tree is not None}
 
     def _check_finite(self, prompts: list[list[int]], progress: Progress) -> None:
         for row, (prompt, ids, finish) in enumerate(zip(prompts, progress.ids, progress.finish)):

@@ -19,3 +19,7 @@ class CheckpointError(ValueError):
 
 class NonFiniteError(ValueError):
     """Logits that are NaN or infinite where a token was to be picked: no token can be right."""
+
+
+class DeviceMemoryError(ValueError):
+    """Models, programs or answers that do not fit the devices' memory."""

@@ -73,6 +73,11 @@ def build_parser() -> argparse.ArgumentParser:
     drafting.add_argument(
         "--costs", metavar="FILE", help="--policy auto: what rounds cost, as in --json's stats (default: measured)"
     )
+    _add_engine_flags(parser)
+    return parser
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--exact", action="store_true", help="bit-identical output whatever the method")
     engine.add_argument("--max-seq-len", metavar="n", type=int, help="most tokens of prompt and output together")
@@ -83,7 +88,6 @@ def build_parser() -> argparse.ArgumentParser:
     engine.add_argument(
         "--compile-cache", metavar="DIR|off", help="folder of compiled programs (or set FAILFAST_COMPILE_CACHE)"
     )
-    return parser
 
 
 def _parse_ids(text: str) -> list[int]:

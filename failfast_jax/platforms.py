@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import os
 import platform
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from failfast_jax.errors import DeviceMemoryError
 
 
 def machine() -> dict[str, Any]:
@@ -42,6 +47,40 @@ def free_memory() -> int:
         if found is not None:
             return int(found.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def bytes_on_a_device(tree: Any) -> int:
+    """Bytes of a pytree of arrays or shapes on one of the devices that it is spread over."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
+    places = [getattr(leaf, "sharding", None) for leaf in leaves]
+    shapes = [leaf.shape if place is None else place.shard_shape(leaf.shape) for leaf, place in zip(leaves, places)]
+    return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves))
+
+
+@contextlib.contextmanager
+def memory_explained(doing: str, needs: Callable[[], Mapping[str, int]] = dict) -> Iterator[None]:
+    """Says what took the memory, and what to do, where XLA ran out of it.
+
+    Args:
+      needs: bytes on one device, by what takes them.
+
+    Raises:
+      DeviceMemoryError: in the place of XLA's error.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        device = jax.devices()[0]
+        size = (device.memory_stats() or {}).get("bytes_limit")
+        parts = ", ".join(f"{name} {number / 1e9:.2f} GB" for name, number in needs().items())
+        raise DeviceMemoryError(
+            f"{doing}: does not fit the memory of a {device.device_kind}{f', {size / 1e9:.1f} GB' if size else ''}"
+            f"{f' ({parts}, and what programs need besides)' if parts else ''}. Lower --max-seq-len, --max-new-tokens "
+            "or the batch, choose --quantize int8, or spread the models over more devices with --tensor-parallel. "
+            f"XLA says: {str(error).strip().splitlines()[0][:300]}"
+        ) from error
 
 
 def bandwidth(nbytes: int, repeats: int = 5, turns: int = 10) -> dict[str, float]:
@@ -81,23 +120,64 @@ class Chip:
     """Cycles a second: peak operations over those of the matrix units a cycle."""
     ici: float
     """Bytes a second between chips, all links together."""
+    links: int
+    streaming: float
+    """Share of the bandwidth at which the compiler expects to stream weights: read from its estimates of large matrix
+    products (TPU7x: assumed to be v5p's)."""
+    compiler_options: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    """What XLA is told for every program."""
+    init_args: str = ""
+    """What libtpu must be told when it is loaded."""
+    pci_device: str = ""
 
 
+# v6e: half of the usual limit leaves more fast memory to weights that are fetched ahead. TPU7x: else each call of the
+# loop brings every large matrix into another layout first.
 CHIPS = {
     chip.kind: chip
     for chip in (
-        Chip("TPU v5 lite", 16, 819e9, 197e12 / (4 * 128 * 128 * 2), 200e9),
-        Chip("TPU v6 lite", 32, 1638e9, 918e12 / (4 * 256 * 256 * 2), 448e9),
-        Chip("TPU v5", 95, 2765e9, 459e12 / (8 * 128 * 128 * 2), 600e9),
-        Chip("TPU7x", 96, 3690e9, 1153e12 / (4 * 256 * 256 * 2), 600e9),
+        Chip("TPU v5 lite", 16, 819e9, 197e12 / (4 * 128 * 128 * 2), 200e9, 4, 0.7),
+        Chip(
+            *("TPU v6 lite", 32, 1638e9, 918e12 / (4 * 256 * 256 * 2), 448e9, 4, 0.8),
+            compiler_options={"xla_tpu_scoped_vmem_limit_kib": "16384"},
+        ),
+        Chip("TPU v5", 95, 2765e9, 459e12 / (8 * 128 * 128 * 2), 600e9, 6, 0.85),
+        Chip(
+            *("TPU7x", 96, 3690e9, 1153e12 / (4 * 256 * 256 * 2), 600e9, 6, 0.85),
+            init_args="--xla_tpu_impure_enable_large_2nd_minor_layout=false",
+            pci_device="0x0076",
+        ),
     )
 }
+
+
+def chips_here(pci: Path = Path("/sys/bus/pci/devices")) -> list[Chip]:
+    """Chips of this machine that libtpu must be told something about, known without loading it."""
+    found = {path.read_text().strip() for path in pci.glob("*/device")}
+    return [chip for chip in CHIPS.values() if chip.pci_device in found]
+
+
+def tell_libtpu(chips: Iterable[Chip]) -> None:
+    """Adds the chips' arguments to those of libtpu, unless the user has set them; of no use once JAX has devices."""
+    given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    new = [chip.init_args for chip in chips if chip.init_args and chip.init_args.split("=")[0] not in given]
+    if new:  # an argument that another libtpu does not know would end the process
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *new]).strip()
+
+
+def compiler_options(device: Any) -> dict[str, str]:
+    """Options of `jax.stages.Lowered.compile` for programs on a device."""
+    chip = CHIPS.get(device.device_kind)
+    return chip.compiler_options if chip is not None else {}
+
+
 HOP_S = 1e-6
 """Assumed latency of a message between neighbours; the compiler has no figure."""
 
 
 def allreduce_s(chip: Chip, devices: int, size: int) -> float:
-    """Time of a ring all-reduce of `size` bytes, both directions used: assumed, not estimated by the compiler."""
+    """Time of an all-reduce of `size` bytes around one ring, as compiled programs say (`StrategyRing`, one color): two
+    of a chip's links are used. That and the latency are assumed, not estimated by the compiler."""
     if devices == 1:
         return 0.0
-    return 2 * (devices - 1) / devices * size / chip.ici + 2 * (devices // 2) * HOP_S
+    return 2 * (devices - 1) / devices * size / (2 * chip.ici / chip.links) + 2 * (devices // 2) * HOP_S

@@ -77,6 +77,7 @@ class Session:
       batch, capacity: as said.
       models: what every program takes first: the target and the drafter, or the model that writes.
       placement: see `Runtime.placement`.
+      shapes: a state of shapes, with their places.
       stream_rounds: rounds (of `dllm`: passes) between two looks at the state that suit a stream.
     """
 
@@ -97,9 +98,9 @@ class Session:
         self._start = functools.partial(start, capacity=capacity, placement=self.placement)
         inputs = self._inputs(self._any_requests(batch))
         [self._starting] = self._compile((self._start, (*models, inputs)))
-        self._empty = self._placed(self._starting.shapes)
+        self.shapes = self._placed(self._starting.shapes)
         advance = functools.partial(advance, placement=self.placement)
-        [self._advancing] = self._compile((advance, self._loop_args(self._empty, NO_LIMIT)), donate=(len(models),))
+        [self._advancing] = self._compile((advance, self._loop_args(self.shapes, NO_LIMIT)), donate=(len(models),))
 
     # What the two kinds of sessions differ in.
 
@@ -175,10 +176,10 @@ class Session:
         if not 0 <= row < self.batch:
             raise ValueError(f"row {row}: there are {self.batch}")
         rows = [
-            (1, *leaf.shape[1:]) for leaf, by_row in zip(jax.tree.leaves(self._empty), self._leaves_by_row) if by_row
+            (1, *leaf.shape[1:]) for leaf, by_row in zip(jax.tree.leaves(self.shapes), self._leaves_by_row) if by_row
         ]
         given = [leaf.shape for leaf, by_row in zip(jax.tree.leaves(one), self._leaves_by_row) if by_row]
-        if jax.tree.structure(one) != jax.tree.structure(self._empty) or given != rows:
+        if jax.tree.structure(one) != jax.tree.structure(self.shapes) or given != rows:
             raise ValueError("a row is taken from a session with batch 1 and the same drafter and capacity")
         insert = functools.partial(_insert, by_row=self._leaves_by_row, placement=self.placement)
         [compilation] = self._compile((insert, (state, one, np.int32(0))), donate=(0,))
@@ -210,7 +211,7 @@ class Session:
 
     def _compile_chunks(self, prompt_tokens: int) -> tuple[list[Compilation], list[int]]:
         chunks = self._chunks(prompt_tokens)
-        args = (*self.models, self._empty, np.int32(0))
+        args = (*self.models, self.shapes, np.int32(0))
         compilations = self._compile(*((function, args) for function, _ in chunks), donate=(len(self.models),))
         return compilations, [at for _, at in chunks]
 
@@ -298,7 +299,7 @@ class DraftSession(Session):
         return self._prompts(requests) | {"max_new_tokens": limits}
 
     def _chunks(self, prompt_tokens):
-        calls = prefill_schedule(prompt_tokens, self.drafter, self.plan, self._empty.tokens.shape[1])
+        calls = prefill_schedule(prompt_tokens, self.drafter, self.plan, self.shapes.tokens.shape[1])
         options = {"placement": self.placement}
         return [
             (functools.partial(_prefill, width=call.width, parts=call.parts, **options), call.start) for call in calls

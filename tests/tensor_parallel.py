@@ -18,8 +18,10 @@ from checkpoint_files import GOLDEN
 from tiny_models import diffusion_config, random_bound, random_dspark, random_eagle, random_model, tiny_config
 
 from failfast_jax import FailFast
+from failfast_jax.decoding import accept
+from failfast_jax.decoding.state import Sampling
 from failfast_jax.errors import OptionError
-from failfast_jax.models import quantization
+from failfast_jax.models import quantization, sharding
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [5] * 20]
 KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
@@ -45,6 +47,24 @@ def collectives(engine: FailFast) -> dict[str, int]:
     return {kind: len(re.findall(rf" {kind}(?:-start)?\(", hlo)) for kind in KINDS}
 
 
+def sampled_on_a_mesh(mesh) -> tuple[bool, dict[str, int]]:
+    """Whether picks from logits spread by vocabulary are those of one device, and what they cost to exchange."""
+    execution = sharding.Execution(mesh=mesh, vocab=sharding.TENSOR)
+    options = Sampling(
+        temperature=np.float32([0.8, 0.0, 1.2]),
+        top_k=np.int32([0, 3, 9]),
+        top_p=np.float32([0.9, 0.5, 1.0]),
+        seed=np.uint32([1, 2, 3]),
+        sequence=np.int32([0, 1, 2]),
+    )
+    logits = np.random.default_rng(0).normal(size=(3, 8, 64)).astype(np.float32)
+    positions = np.tile(np.arange(8), (3, 1))
+    spread = jax.device_put(logits, sharding.NamedSharding(mesh, sharding.P(None, None, sharding.TENSOR)))
+    program = jax.jit(accept.pick, static_argnums=3).lower(spread, positions, options, execution).compile()
+    same = np.array_equal(program(spread, positions, options), jax.jit(accept.pick)(logits, positions, options))
+    return same, {kind: len(re.findall(rf" {kind}(?:-start)?\(", program.as_text())) for kind in KINDS}
+
+
 def readers_of_features(target, expected: list[int]) -> dict[str, bool]:
     """Whether drafters that are computed whole on every device lead to the expected text."""
     makers = random_bound, random_eagle, random_dspark
@@ -64,7 +84,7 @@ def readers_of_features(target, expected: list[int]) -> dict[str, bool]:
 
 def main() -> None:
     report: dict[str, object] = {}
-    config = tiny_config(num_heads=16, num_kv_heads=4, hidden_size=64, intermediate_size=64)
+    config = tiny_config(num_heads=12, num_kv_heads=4, hidden_size=64, intermediate_size=64)
     target, drafter = random_model(config), random_model(diffusion_config(num_heads=4, num_kv_heads=2))
     one = FailFast(target, drafter)
     splits = {"4x1": (4, 1), "8x1": (8, 1), "4x2": (4, 2)}
@@ -97,6 +117,7 @@ def main() -> None:
     rounding = quantization.rounder(float_weight.sharding, 2).lower(float_weight).compile().as_text()
     report["rounding gathers"] = [kind for kind in KINDS if re.search(rf" {kind}(?:-start)?\(", rounding)]
 
+    report["picks of a spread vocabulary"], report["collectives of picks"] = sampled_on_a_mesh(engines["4x1"].mesh)
     report |= readers_of_features(target, expected[1][0])
 
     report["errors"] = []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, diffusion_config, random_model
 
+from failfast_jax import platforms
 from failfast_jax.compilation import Executables, Program, compile_counts, enable_compile_cache
 from failfast_jax.decoding.stopping import BelowThreshold, Never
 from failfast_jax.drafters.wide import Wide
@@ -168,3 +170,29 @@ def test_cache_folder(tmp_path, monkeypatch):
             enable_compile_cache(tmp_path / "file" / "sub")
     finally:
         enable_compile_cache(old)
+
+
+# What the compiler of a chip is told.
+
+
+def test_programs_are_compiled_with_the_options_of_their_device(monkeypatch):
+    monkeypatch.setitem(
+        platforms.CHIPS,
+        "cpu",
+        dataclasses.replace(platforms.CHIPS["TPU7x"], compiler_options={"xla_no_such_option": "1"}),
+    )
+    [started] = Executables().start(program(5))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        started.wait()
+
+
+def test_libtpu_is_told_about_the_chips_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--of_the_user=1")
+    (tmp_path / "0000:00:04.0").mkdir()
+    (tmp_path / "0000:00:04.0" / "device").write_text("0x006f\n")
+    platforms.tell_libtpu(platforms.chips_here(tmp_path))
+    assert os.environ["LIBTPU_INIT_ARGS"] == "--of_the_user=1"
+    (tmp_path / "0000:00:04.0" / "device").write_text("0x0076\n")
+    for _ in range(2):
+        platforms.tell_libtpu(platforms.chips_here(tmp_path))
+        assert os.environ["LIBTPU_INIT_ARGS"] == "--of_the_user=1 " + platforms.CHIPS["TPU7x"].init_args

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_files import GOLDEN
 from tiny_engines import ROWS, BytePieces, conditioned_engine, diffusion_engine, engine, new_engine
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.errors import ConfigError, OptionError, PromptError
+from failfast_jax.errors import ConfigError, DeviceMemoryError, OptionError, PromptError
 from failfast_jax.models.borrowed import as_untrained_drafter
+from failfast_jax.sessions import DraftSession
 
 DRAFTS = {"spec_len": 3, "max_spec_len": 6, "tau": 0.3}
 
@@ -158,3 +161,55 @@ def test_ids_that_the_target_lacks_are_never_drafted():
 def test_a_context_length_out_of_range(length):
     with pytest.raises(OptionError, match=f"--max-seq-len {length}: must be between 2 and the context of 600"):
         new_engine(max_seq_len=length)
+
+
+# Memory.
+
+EXHAUSTED = jax.errors.JaxRuntimeError(
+    "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.1G of 15.75G."
+)
+
+
+def fail(error):
+    def failing(*_, **__):
+        raise error
+
+    return failing
+
+
+@pytest.mark.parametrize("program", ["_start", "_prefill", "_advance"])
+def test_a_program_that_does_not_fit_is_explained(monkeypatch, program):
+    """As XLA says it when it compiles; other errors of XLA's stay what they are."""
+    ours, whole = new_engine(), jax.stages.Lowered.compile
+
+    def compiled(lowered, **options):
+        if f"@jit_{program} " in str(lowered.compiler_ir().operation):
+            raise EXHAUSTED
+        return whole(lowered, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
+    with pytest.raises(DeviceMemoryError) as caught:
+        ours.generate([[1, 2, 3]] * 2, max_new_tokens=4)
+    said = str(caught.value)
+    advice = "--max-seq-len", "--quantize int8", "--tensor-parallel"
+    for part in ("2 x 256 tokens", "the target model 0.00 GB", *advice, "Used 20.1G of 15.75G"):
+        assert part in said
+    assert caught.value.__cause__ is EXHAUSTED
+
+
+def test_an_answer_that_does_not_fit_is_explained(monkeypatch):
+    ours = new_engine()
+    for error, seen in (
+        (EXHAUSTED, DeviceMemoryError),
+        (jax.errors.JaxRuntimeError("INTERNAL: no"), jax.errors.JaxRuntimeError),
+    ):
+        monkeypatch.setattr(DraftSession, "advance", fail(error))
+        with pytest.raises(seen):
+            ours.generate([1, 2, 3], max_new_tokens=4)
+
+
+def test_models_that_do_not_fit_are_explained(monkeypatch):
+    monkeypatch.setattr(jax, "make_array_from_callback", fail(EXHAUSTED))
+    monkeypatch.setattr(jax, "device_put", fail(EXHAUSTED))
+    with pytest.raises(DeviceMemoryError, match="qwen2_target_160: 0.00 GB of parameters.*--quantize int8"):
+        FailFast(GOLDEN / "qwen2_target_160")

@@ -64,7 +64,9 @@ def kernels(topology_name: str) -> None:
         angles = (array(1, width, 1, 32, dtype="float32"),) * 2
         step = jax.jit(lambda *a: attend(*a, kernel="tpu"), donate_argnums=1)
         hlo = step.lower(qkv, (cache, cache), Window(*angles, array(1), array())).compile().as_text()
-        verdicts[f"prefill: {width} rows"] = "tpu_custom_call" in hlo
+        found = (map(int, dims.split(",")) for dims in re.findall(r"= (?:pred|s8|s32)\[([\d,]+)\]", hlo))
+        no_mask = all(math.prod(dims) < width * 4096 for dims in found)
+        verdicts[f"prefill: {width} rows"] = "tpu_custom_call" in hlo and no_mask
     print(json.dumps({"kernels": verdicts}))
 
 
@@ -155,6 +157,7 @@ def compiled_loop(device, method: str):
     from failfast_jax import decoding
     from failfast_jax.config import GenerationConfig
     from failfast_jax.drafters import build_drafter
+    from failfast_jax.platforms import compiler_options
 
     platform = "tpu" if device.platform == "tpu" else "gpu"
     config = GenerationConfig(**VARIANTS.get(method, {"method": method}))
@@ -185,7 +188,8 @@ def compiled_loop(device, method: str):
     chip = SingleDeviceSharding(device)
     shapes = (target, drafter, jax.eval_shape(init, target, drafter), np.int32(0))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip), shapes)
-    return jax.jit(generate, donate_argnums=2).lower(*shapes).compile(), shapes
+    lowered = jax.jit(generate, donate_argnums=2).lower(*shapes)
+    return lowered.compile(compiler_options=compiler_options(device)), shapes
 
 
 def report(device, method: str) -> dict:

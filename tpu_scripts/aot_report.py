@@ -3,9 +3,9 @@
     pip install -e ".[aot]" && python tpu_scripts/aot_report.py [--target qwen2.5-32b] [--topology v6e:2x4] [--tp 8]
 
 For each case the round loop (draft, expand, verify, accept, commit, and the loop over rounds) is compiled from
-abstract shapes, without weights in memory, and so are single passes: a verify of 8 and of 72 rows, and a window of the
-drafter. No TPU is needed, and nothing is run: times are estimates, made as `failfast_jax.bench.hlo` says. A `?`
-stands where this JAX cannot read the compiled program back.
+abstract shapes, without weights in memory, and so are single passes: verifies of 8, 16 and 64 rows, and a window of the
+drafter. No TPU is needed, and nothing is run: times are estimates, made as `failfast_jax.bench.hlo.timeline` says, and
+stand beside a floor, weights and live cache read once. A `?` stands where this JAX cannot read the program back.
 """
 
 from __future__ import annotations
@@ -58,14 +58,20 @@ from failfast_jax.drafters import build_drafter
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import tpu
 from failfast_jax.models import quantization, sharding
-from failfast_jax.models.cache import KVCache, round_up
+from failfast_jax.models.cache import TPU_TILE, KVCache, round_up
 from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.tables import markdown
 
-CONTEXT = 1024
-"""Live positions at which passes are costed."""
-WIDTHS = (8, 72)
+platforms.tell_libtpu(platforms.CHIPS.values())
+
+CONTEXTS = (1024, 8192, 32768)
+"""Live positions at which passes are costed; the table shows the first."""
+WIDTHS = (8, 16, 64)
+"""Rows: a step of plain decoding, a verify of a short draft, and of the longest one."""
+TILE_CYCLES, POSITION_CYCLES, WRITE_CYCLES = 514, 1.15, 4700
+"""Of the attention kernel, for a tile and for each position of it, and of the write: by the instruction bundles of the
+kernels compiled for 64 rows of 5 query heads (661 a tile of 128, 1,102 of 512); taken to grow with the rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,11 +180,11 @@ class Compiler:
             lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else self.array(np.asarray(leaf), P()), drafter
         )
         lowered = jax.jit(rounds, donate_argnums=2).lower(self.target, drafter, state, most)
-        return lowered.compile(), state
+        return lowered.compile(compiler_options=self.chip.compiler_options), state
 
     def one_pass(self, model: Decoder, width: int, rows: int) -> Any:
         """A window of `width` positions and the scores of its last `rows`, compiled."""
-        batch, capacity = self.case.batch, round_up(self.case.capacity, 128)
+        batch, capacity = self.case.batch, round_up(self.case.capacity + max(WIDTHS), TPU_TILE)
         execution = model.execution
         # A verify picks, a drafter is also asked how sure it is.
         choose = accept.argmax_and_confidence if model is self.drafter else accept.argmax
@@ -190,43 +196,66 @@ class Compiler:
         cache = jax.eval_shape(lambda: KVCache.zeros(model.config, batch, capacity, jnp.bfloat16))
         cache = jax.tree.map(lambda leaf: self.array(leaf, P(execution.batch, execution.heads)), cache)
         rest = (self.array(jax.ShapeDtypeStruct(shape, jnp.int32), P()) for shape in ((batch, width), (batch,), ()))
-        return jax.jit(run, donate_argnums=1).lower(model, cache, *rest).compile()
+        lowered = jax.jit(run, donate_argnums=1).lower(model, cache, *rest)
+        return lowered.compile(compiler_options=self.chip.compiler_options)
 
     def cost(self, model: Decoder, width: int, rows: int) -> dict[str, Any]:
-        """Estimated time of a pass at `CONTEXT`, in milliseconds, and its floor: weights and live cache once."""
+        """Estimated times of a pass in milliseconds, and their floors: weights and live cache once, at best."""
         text = self.one_pass(model, width, rows).as_text()
         config, execution, chip = model.config, model.execution, self.chip
-        batch = self.case.batch // self.case.dp
-        heads = self.case.tp if execution.heads else 1
-        sizes = {"batch": batch, "width": width, "kv_heads": config.num_kv_heads // heads}
-        sizes |= {"head_dim": config.head_dim, "itemsize": 2}
-        live = round_up(CONTEXT + width, tpu.LANES)
-        kernel, written = (
-            tpu.attention_cost(**sizes, heads=config.num_heads // heads, live=live),
-            tpu.write_cost(**sizes),
-        )
-        kernels = config.num_layers * (kernel.bytes_accessed + written.bytes_accessed)
-        traffic = hlo.hbm_traffic(text)
-        cycles = hlo.estimated_cycles(text)
-        found = hlo.collectives(text)
-        message = batch * width * config.hidden_size * 2
-        compute_s, memory_s = cycles / chip.clock, (traffic + kernels) / chip.bandwidth
-        sums_s = found["all-reduce"] * platforms.allreduce_s(chip, self.case.tp, message)
-        floor = (self.read_once(model) + batch * cache_bytes(config, CONTEXT) / heads) / chip.bandwidth
-        chips_s = max(compute_s + kernels / chip.bandwidth, memory_s)
+        batch, heads = self.case.batch // self.case.dp, self.case.tp if execution.heads else 1
+        sum_s = platforms.allreduce_s(chip, self.case.tp, batch * width * config.hidden_size * 2)
+        small_s = platforms.allreduce_s(chip, self.case.tp, batch * width * 4)  # the best logits of the parts
+
+        def spent(context: int, sums: bool, share: float = chip.streaming) -> float:
+            named = self.kernels(model, width, context) | {"psum": (sum_s * sums, 0), "all-reduce": (small_s * sums, 0)}
+            return hlo.timeline(
+                text,
+                clock=chip.clock,
+                rate=chip.bandwidth * share,
+                others=lambda name: next((found for start, found in named.items() if name.startswith(start)), (0, 0)),
+            )
+
+        def floor(context: int) -> float:
+            return (self.read_once(model) + batch * cache_bytes(config, context) / heads) / chip.bandwidth
+
         return {
-            "cycles_ms": 1e3 * compute_s,
-            "memory_ms": 1e3 * memory_s,
-            "sums_ms": 1e3 * sums_s,
-            "ms": 1e3 * (chips_s + sums_s),
-            "without_sums_ms": 1e3 * chips_s,
-            "floor_ms": 1e3 * floor,
-            "over_floor": chips_s / floor,
-            "collectives": found,
+            "ms": 1e3 * spent(CONTEXTS[0], True),
+            "without_sums_ms": 1e3 * spent(CONTEXTS[0], False),
+            "with_copies_at_peak_ms": 1e3 * spent(CONTEXTS[0], True, 1.0),
+            "floor_ms": 1e3 * floor(CONTEXTS[0]),
+            "at_contexts": {n: {"ms": 1e3 * spent(n, True), "floor_ms": 1e3 * floor(n)} for n in CONTEXTS},
+            "traffic_ms": 1e3 * hlo.hbm_traffic(text) / chip.bandwidth,
+            "cycles_ms": 1e3 * hlo.estimated_cycles(text) / chip.clock,
+            "collectives": hlo.collectives(text),
             "all_reduces_per_layer": sum(
                 1 for line in text.splitlines() if " all-reduce(" in line and "_layer_window" in line
             )
             / config.num_layers,
+        }
+
+    def kernels(self, model: Decoder, width: int, context: int) -> dict[str, tuple[float, float]]:
+        """Seconds and bytes of a call of each kernel: the time of its bytes, or of its instructions if longer."""
+        config, execution, chip = model.config, model.execution, self.chip
+        heads = self.case.tp if execution.heads else 1
+        kv_heads, batch = config.num_kv_heads // heads, self.case.batch // self.case.dp
+        shape = {"kv_heads": kv_heads, "group": config.num_heads // config.num_kv_heads, "head_dim": config.head_dim}
+        _, tile = tpu.tiles_of(capacity=TPU_TILE, width=width, **shape)
+        sizes = {"batch": batch, "width": width, "kv_heads": kv_heads, "head_dim": config.head_dim, "itemsize": 2}
+        live = round_up(context + width, tile)
+        moved = {
+            "window_attention": tpu.attention_cost(**sizes, heads=config.num_heads // heads, live=live),
+            "write_window": tpu.write_cost(**sizes),
+        }
+        tiles = batch * kv_heads * live // tile
+        cycles = {
+            "window_attention": tiles * (TILE_CYCLES + POSITION_CYCLES * tile) * shape["group"] * width / 320,
+            "write_window": batch * WRITE_CYCLES * width / 64,
+        }
+        rate = chip.bandwidth * chip.streaming
+        return {
+            name: (max(cost.bytes_accessed / rate, cycles[name] / chip.clock), cost.bytes_accessed)
+            for name, cost in moved.items()
         }
 
     def read_once(self, model: Decoder) -> int:
@@ -257,6 +286,7 @@ def compiled_loop(compiler: Compiler) -> dict[str, Any]:
     found = {
         "compile_s": seconds,
         "hbm_gb": used / 1e9,
+        "temporary_mb": memory.temp_size_in_bytes / 1e6,
         "hbm_capacity_gb": compiler.chip.hbm_gb,
         "drafter": {
             axis: getattr(compiler.drafter.execution, axis) is not None or case.tp == 1
@@ -284,7 +314,7 @@ def speedup_bound(case: Case, passes: dict[str, Any]) -> dict[str, Any]:
     # One step of plain decoding is a pass of 8 rows: narrower ones cost more here.
     found = published_for(case.target, "MATH")
     gain, drafts = found.mean_accepted + 1, found.mean_speculated / 10
-    spent = passes["verify(72)"]["ms"] + drafts * passes["drafter"]["ms"]
+    spent = passes["verify(64)"]["ms"] + drafts * passes["drafter"]["ms"]
     step = min(passes[f"verify({width})"]["ms"] for width in WIDTHS)  # estimates of wider passes may be lower
     return {
         "MATH": gain * step / spent,
@@ -321,7 +351,7 @@ def report(
     except jax.errors.JaxRuntimeError as error:
         return result | {"passes_unreadable": str(error).strip().splitlines()[0]}
     result["passes"] = passes
-    result["verify_ratio"] = passes["verify(72)"]["ms"] / passes["verify(8)"]["ms"]
+    result["verify_ratio"] = passes["verify(64)"]["ms"] / passes["verify(8)"]["ms"]
     if case.target != "qwen2.5-1.5b":
         result["speedup_bound"] = speedup_bound(case, passes)
     return result
@@ -337,13 +367,12 @@ COLUMNS = {
     "cache copies": lambda found: "?" if "unreadable" in found else len(found["cache_copies"]),
 }
 COST_COLUMNS = {
-    "all-reduce / layer": lambda found: f"{found['passes']['verify(72)']['all_reduces_per_layer']:g}",
+    "all-reduce / layer": lambda found: f"{found['passes']['verify(64)']['all_reduces_per_layer']:g}",
     "all-gather in loop": lambda found: found.get("collectives_in_the_loop", {}).get("all-gather", "?"),
-    "verify(8) ms": lambda found: f"{found['passes']['verify(8)']['ms']:.2f}",
-    "verify(72) / (8)": lambda found: f"{found['verify_ratio']:.3f}",
-    "verify / floor: chip, with sums": lambda found: over_floor(found["passes"]["verify(72)"]),
-    "drafter ms": lambda found: f"{found['passes']['drafter']['ms']:.2f}",
-    "drafter / floor: chip, with sums": lambda found: over_floor(found["passes"]["drafter"]),
+    "verify(8): floor, estimate ms": lambda found: floor_and_estimate(found["passes"]["verify(8)"]),
+    "verify(64): floor, estimate ms": lambda found: floor_and_estimate(found["passes"]["verify(64)"]),
+    "verify(64) / (8)": lambda found: f"{found['verify_ratio']:.3f}",
+    "drafter: floor, estimate ms": lambda found: floor_and_estimate(found["passes"]["drafter"]),
     "speedup bound": lambda found: f"{found['speedup_bound']['MATH']:.2f}" if "speedup_bound" in found else "",
 }
 """Of cases whose passes were costed."""
@@ -353,8 +382,8 @@ def case_of(found: dict[str, Any]) -> Case:
     return Case(**{k: v for k, v in found["case"].items() if k != "layers"})
 
 
-def over_floor(cost: dict[str, Any]) -> str:
-    return f"{cost['over_floor']:.2f}, {cost['ms'] / cost['floor_ms']:.2f}"
+def floor_and_estimate(cost: dict[str, Any]) -> str:
+    return f"{cost['floor_ms']:.2f}, {cost['ms']:.2f}"
 
 
 def row(found: dict[str, Any]) -> str:

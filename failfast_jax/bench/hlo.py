@@ -1,14 +1,14 @@
-"""What the TPU compiler's output says of a program: memory traffic, estimated cycles, collectives, host transfers.
+"""What the compiler's output says of a program: memory traffic, estimated cycles, collectives, host transfers.
 
-The estimates in the text leave out asynchronous copies and Pallas kernels. A pass of a model therefore costs the
-larger of two times, that of the estimated cycles and that of the bytes that move between HBM and the core, plus the
-kernels' own bytes, plus the sums over chips.
+The estimates in the text leave out asynchronous copies, Pallas kernels and collectives: `timeline` puts them in, in the
+order in which the program is scheduled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "s32": 4, "u32": 4, "f32": 4}
 KERNELS = ("window_attention", "write_window")
@@ -91,6 +91,60 @@ def hbm_traffic(hlo: str) -> int:
 def estimated_cycles(hlo: str) -> int:
     """Sum of the compiler's own estimates, each fusion once."""
     return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', hlo)))
+
+
+def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str], tuple[float, float]]) -> float:
+    """Seconds of the entry computation: one instruction after the other, asynchronous copies in flight beside them.
+
+    Copies move one after the other, with the bandwidth that the instruction under way leaves; what waits for one waits
+    until it has arrived.
+
+    Args:
+      clock: cycles a second.
+      rate: bytes a second that HBM really gives.
+      others: seconds, and bytes to and from HBM, of a collective or a kernel by its name: the text has no estimate.
+    """
+    instructions = entry_instructions(hlo)
+    by_name = {instruction.name: instruction for instruction in instructions}
+    now, flying, fetched = 0.0, {}, set()
+
+    def moved(size: float) -> None:
+        for name in [*flying]:
+            taken = min(size, flying[name])
+            flying[name], size = flying[name] - taken, size - taken
+
+    for instruction in instructions:
+        if instruction.op in ("copy-start", "slice-start"):
+            source = instruction.operands[0]
+            # A second copy of one source restores what the next run expects: the first of that run.
+            again = instruction.op == "copy-start" and source in fetched
+            fetched.add(source)
+            flying[instruction.name] = 0 if again else _moved_bytes(instruction)
+        elif instruction.op in ("copy-done", "slice-done"):
+            waited = 0.0
+            for name in [*flying]:
+                waited += flying.pop(name)
+                if name == instruction.operands[0]:
+                    break
+            now += waited / rate
+        elif instruction.op not in _FREE:
+            cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.text)
+            if cycles:
+                took, own = int(cycles.group(1)) / clock, 0.0
+                if "gather" not in instruction.name:
+                    read = [by_name[name].type for name in instruction.operands if name in by_name]
+                    own = sum(map(hbm_bytes_of, (*read, instruction.type)))
+            else:
+                took, own = others(instruction.name)
+            now += took
+            moved(max(took * rate - own, 0))
+    return now
+
+
+def _moved_bytes(instruction: _Instruction) -> int:
+    """Of a copy `(to, from, ...)`, or of the part `((whole), part, ...)` that a slice takes."""
+    place = 1 if instruction.op == "slice-start" else 0
+    return hbm_bytes_of(re.findall(r"\w+\[[\d,]*\]", instruction.type)[place])
 
 
 def collectives(hlo: str) -> dict[str, int]:

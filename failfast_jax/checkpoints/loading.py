@@ -28,6 +28,7 @@ from failfast_jax.files import read_json
 from failfast_jax.models import quantization
 from failfast_jax.models.config import ModelConfig, eos_ids, resolve_mask_token
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.platforms import memory_explained
 
 MASK_TOKEN = "|<MASK>|"
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
@@ -133,7 +134,8 @@ class Source:
         skeleton = _skeleton(self.config, dtype)
         self.__dict__.setdefault("shapes", skeleton.shapes)
         convert = None if quantize is None else quantization.converter(self.config)
-        values = self.read(dtype, place=place, convert=convert, progress=progress)
+        with memory_explained(f"{self.path}: {self.num_parameters() * dtype.itemsize / 1e9:.2f} GB of parameters"):
+            values = self.read(dtype, place=place, convert=convert, progress=progress)
         if quantize is not None:
             skeleton = Skeleton.of(skeleton.filled({}).quantized(quantize))
         return skeleton.filled(values)

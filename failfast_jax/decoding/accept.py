@@ -9,12 +9,15 @@ was drafted.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from failfast_jax.decoding.state import Sampling
+from failfast_jax.models.sharding import ONE_DEVICE, Execution
 
 DRAFTING, ACCEPTING, RESAMPLING = 1, 2, 3
 """Streams of a position's randomness that the second rule uses; the target's own picks have the key itself."""
@@ -69,26 +72,36 @@ def filtered_logits(
     """Logits of the tempered distribution, -inf outside top-k and then top-p (Hugging Face's order).
 
     Thresholds are found by bisection over the floats' bit patterns instead of a sort of the
-    vocabulary: exact, except that all tokens tied with the last kept one are kept.
+    vocabulary: exact, except that all tokens tied with the last kept one are kept. Only filters that
+    some row asks for are computed.
     """
     # Smaller temperatures would overflow; at 1e-30 sampling is argmax already.
     scaled = logits / jnp.where(temperature > 0, jnp.maximum(temperature, 1e-30), 1.0)[..., None]
-    shape = scaled.shape[:-1]
+    scaled = jax.lax.cond(jnp.any(top_k > 0), _best, lambda x, _: x, scaled, top_k)
+    return jax.lax.cond(jnp.any(top_p < 1.0), _nucleus, lambda x, _: x, scaled, top_p)
+
+
+def _best(scaled: Float[Array, "*R V"], top_k: Int[Array, "*R"]) -> Float[Array, "*R V"]:
+    """-inf outside the `top_k` best (0: all)."""
     bits = jax.lax.bitcast_convert_type(scaled, jnp.uint32)
     ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
     wanted = jnp.where(top_k > 0, top_k, scaled.shape[-1])
-    kth = _largest(32, lambda t: jnp.sum(ordered >= t[..., None], -1) >= wanted, shape)
-    scaled = jnp.where(ordered >= kth[..., None], scaled, -jnp.inf)
+    kth = _largest(32, lambda t: jnp.sum(ordered >= t[..., None], -1) >= wanted, scaled.shape[:-1])
+    return jnp.where(ordered >= kth[..., None], scaled, -jnp.inf)
+
+
+def _nucleus(scaled: Float[Array, "*R V"], top_p: Float[Array, "*R"]) -> Float[Array, "*R V"]:
+    """-inf outside the smallest set of the best that has the probability `top_p`."""
     probability = jax.nn.softmax(scaled, -1)
-    probability_bits = jax.lax.bitcast_convert_type(probability, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(probability, jnp.uint32)
 
     def mass_reached(t):
-        return jnp.sum(jnp.where(probability_bits >= t[..., None], probability, 0.0), -1) >= top_p
+        return jnp.sum(jnp.where(bits >= t[..., None], probability, 0.0), -1) >= top_p
 
-    floor = _largest(31, mass_reached, shape)
+    floor = _largest(31, mass_reached, scaled.shape[:-1])
     # Rounding may keep the whole mass just below top_p = 1: then the floor is 0 and everything stays.
     floor = jnp.where(top_p < 1.0, floor, 0)
-    return jnp.where(probability_bits >= floor[..., None], scaled, -jnp.inf)
+    return jnp.where(bits >= floor[..., None], scaled, -jnp.inf)
 
 
 def filtered_for(logits: Float[Array, "B W V"], sampling: Sampling) -> Float[Array, "B W V"]:
@@ -120,24 +133,55 @@ def gumbel_noise(
     return _draw(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32), sampling, positions, stream)
 
 
-def pick(logits: Float[Array, "B W V"], positions: Int[Array, "B W"], sampling: Sampling) -> Int[Array, "B W"]:
+def where_sampled(sampled: Callable, greedy: Callable, sampling: Sampling, execution: Execution, *arrays: Array) -> Any:
+    """`sampled(sampling, *arrays)` of the sequences that sample, `greedy(logits)` of the others.
+
+    Args:
+      arrays: the logits `[B, W, V]`, and others `[B, W, ...]`. Where a vocabulary is spread over devices, a row of it
+        is brought to one of them: no step of a search for a threshold is then a sum over devices.
+    """
+    columns = execution.rows_spec(arrays[0].shape[1])
+
+    def one(given):
+        sampling, *arrays = jax.tree.map(lambda x: x[None], given)
+        chosen = jax.lax.cond(sampling.temperature[0] > 0, sampled, lambda _, x, *rest: greedy(x), sampling, *arrays)
+        return jax.tree.map(lambda x: x[0], chosen)
+
+    def local(sampling, *arrays):
+        # One sequence after another: noise for a whole vocabulary is dear, and only some may need it.
+        return sampled(sampling, *arrays) if len(arrays[0]) == 1 else jax.lax.map(one, (sampling, *arrays))
+
+    places = (P(execution.batch), *[columns] * len(arrays))
+    local = execution.per_device(local, places, columns)
+    any_sampled = jnp.any(sampling.temperature > 0)
+    return jax.lax.cond(any_sampled, local, lambda _, x, *rest: greedy(x), sampling, *arrays)
+
+
+def pick(
+    logits: Float[Array, "B W V"],
+    positions: Int[Array, "B W"],
+    sampling: Sampling,
+    execution: Execution = ONE_DEVICE,
+) -> Int[Array, "B W"]:
     """The target's own token for each position (Gumbel-max; argmax at temperature 0), or V where logits are NaN.
 
     Args:
       logits: float32 logits that score `positions`.
       positions: absolute position of the token being picked.
+      execution: of the model that the logits are of.
     """
 
-    def sampled():
-        noisy = target_argmax(filtered_for(logits, sampling) + gumbel_noise(sampling, positions, logits.shape[-1]))
-        return jnp.where(sampling.temperature[:, None] > 0, noisy, target_argmax(logits))
+    def sampled(sampling, logits, positions):
+        return target_argmax(filtered_for(logits, sampling) + gumbel_noise(sampling, positions, logits.shape[-1]))
 
-    # Noise for the whole vocabulary is dear on CPU: only when some sequence samples.
-    return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, lambda: target_argmax(logits))
+    return where_sampled(sampled, target_argmax, sampling, execution, logits, positions)
 
 
 def sample_draft(
-    logits: Float[Array, "B W V"], positions: Int[Array, "B W"], sampling: Sampling
+    logits: Float[Array, "B W V"],
+    positions: Int[Array, "B W"],
+    sampling: Sampling,
+    execution: Execution = ONE_DEVICE,
 ) -> tuple[Int[Array, "B W"], Float[Array, "B W V"]]:
     """Draft tokens for `pick_or_reject`: samples of the drafter's tempered, filtered distribution (argmax at 0).
 
@@ -145,15 +189,15 @@ def sample_draft(
       The tokens, and the distribution that each was drawn from (anything at temperature 0).
     """
 
-    def sampled():
+    def sampled(sampling, logits, positions):
         filtered = filtered_for(logits, sampling)
-        noisy = argmax(filtered + gumbel_noise(sampling, positions, logits.shape[-1], DRAFTING))
-        return jnp.where(sampling.temperature[:, None] > 0, noisy, argmax(logits)), jax.nn.softmax(filtered, -1)
+        noise = gumbel_noise(sampling, positions, logits.shape[-1], DRAFTING)
+        return argmax(filtered + noise), jax.nn.softmax(filtered, -1)
 
-    def greedy():
+    def greedy(logits):
         return argmax(logits), jnp.zeros_like(logits)
 
-    return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, greedy)
+    return where_sampled(sampled, greedy, sampling, execution, logits, positions)
 
 
 def pick_or_reject(
@@ -163,6 +207,7 @@ def pick_or_reject(
     draft: Int[Array, "B W"],
     q: Float[Array, "B W U"],
     drafted: Bool[Array, "B W"],
+    execution: Execution = ONE_DEVICE,
 ) -> Int[Array, "B W"]:
     """The token for each position by rejection sampling: the drafted one with probability `min(1, p / q)`, else a
     sample of `max(p - q, 0)`, normalised; where nothing was drafted a sample of `p`.
@@ -180,10 +225,10 @@ def pick_or_reject(
     vocab = logits.shape[-1]
     q = jnp.pad(q[..., :vocab], ((0, 0), (0, 0), (0, max(vocab - q.shape[-1], 0))))
 
-    def probability_of(distribution):
-        return jnp.take_along_axis(distribution, draft[..., None], axis=-1)[..., 0]
+    def sampled(sampling, logits, positions, draft, q, drafted):
+        def probability_of(distribution):
+            return jnp.take_along_axis(distribution, draft[..., None], axis=-1)[..., 0]
 
-    def sampled():
         p = jax.nn.softmax(filtered_for(logits, sampling), -1)
         dice = _draw(lambda key: jax.random.uniform(key, (), jnp.float32), sampling, positions, ACCEPTING)
         keep = drafted & (dice * probability_of(q) < probability_of(p))
@@ -191,9 +236,9 @@ def pick_or_reject(
         # Where p and q are equal up to rounding nothing may be left to sample from.
         rest = jnp.where(drafted[..., None] & (rest > 0).any(-1, keepdims=True), rest, p)
         own = target_argmax(jnp.log(rest) + gumbel_noise(sampling, positions, vocab, RESAMPLING))
-        return jnp.where(sampling.temperature[:, None] > 0, jnp.where(keep, draft, own), target_argmax(logits))
+        return jnp.where(keep, draft, own)
 
-    return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, lambda: target_argmax(logits))
+    return where_sampled(sampled, target_argmax, sampling, execution, logits, positions, draft, q, drafted)
 
 
 def agreeing_prefix(

@@ -25,7 +25,7 @@ from failfast_jax.decoding.branches import when
 from failfast_jax.decoding.state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING, Sampling
 from failfast_jax.decoding.unmask import BlockPass
 from failfast_jax.decoding.windows import gather_rows, gather_window
-from failfast_jax.models.cache import TILE, KVCache, round_up
+from failfast_jax.models.cache import TILE, TPU_TILE, KVCache, round_up
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.options import MethodOptions, option, require
@@ -120,7 +120,8 @@ def init_state(
     """Prompts followed by masks, and an empty cache; `capacity` positions hold prompt and output."""
     block = model.config.block_size
     batch, width = tokens.shape
-    length = round_up(capacity + 2 * block, TILE)
+    kernel = model.execution.resolved(model.dtype, model.config.head_dim)
+    length = round_up(capacity + 2 * block, TPU_TILE if kernel == "tpu" else TILE)
     text = jnp.full((batch, length), model.config.mask_token_id, jnp.int32).at[:, :width].set(tokens)
     text = jnp.where(jnp.arange(length) < prompt_length[:, None], text, model.config.mask_token_id)
     return DiffusionState(
@@ -179,24 +180,18 @@ def _propose(
     config = model.config
     logits = acceptance.forbid(model.logits_of(hidden), config.mask_token_id, config.vocab_size)
 
-    def greedy():
+    def greedy(logits):
         tokens, confidence = acceptance.argmax_and_confidence(logits)
         return tokens, confidence, jnp.isfinite(confidence)
 
-    def sampled():
-        tokens = acceptance.pick(logits, positions, sampling)
-
-        def spread(x):
-            return jnp.broadcast_to(x[:, None], positions.shape)
-
-        filtered = acceptance.filtered_logits(
-            logits, spread(sampling.temperature), spread(sampling.top_k), spread(sampling.top_p)
-        )
+    def sampled(sampling, logits, positions):
+        filtered = acceptance.filtered_for(logits, sampling)
+        noise = acceptance.gumbel_noise(sampling, positions, logits.shape[-1])
+        tokens = acceptance.target_argmax(filtered + noise)
         probability = jnp.take_along_axis(jax.nn.softmax(filtered, -1), tokens[..., None], -1)[..., 0]
-        _, confidence, finite = greedy()
-        return tokens, jnp.where(sampling.temperature[:, None] > 0, probability, confidence), finite
+        return tokens, probability, greedy(logits)[2]
 
-    return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, greedy)
+    return acceptance.where_sampled(sampled, greedy, sampling, model.execution, logits, positions)
 
 
 def _denoise(

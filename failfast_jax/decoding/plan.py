@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.models.cache import TILE, round_up
+from failfast_jax.models.cache import TILE, TPU_TILE, round_up
 
 CPU_LADDER = (1, 4, 8, 16, 32, 64, 96, 128)
 """Widths that XLA's CPU matmul likes: compute bounds a step there, so a verify is as narrow as it can be."""
 CPU_PREFILL_WIDTHS = (32, 128, 512)
+TPU_LADDER = (16, 64)
+"""Memory bounds a step there, and 8 rows cost what 16 do; but 64 cost a sixth more, and most drafts are short."""
 ACCELERATOR_ROWS = 8
-"""On TPU and GPU memory bounds a step: verifies are padded to a multiple of this and have one width."""
+"""On TPU and GPU verifies are padded to a multiple of this; on GPU they have one width."""
 EXACT_WIDTH = 72
 """The constant width of every target step under `exact`."""
 
@@ -25,12 +27,14 @@ class Plan:
       prefill_widths: ascending chunk widths of the target's prefill.
       drafter_prefill_widths: the drafter's; where they are the same, one call serves both models.
       constant: `widths` is a single width that also serves drafts longer than it, in several passes.
+      tile: buffers are multiples of it.
     """
 
     widths: tuple[int, ...]
     prefill_widths: tuple[int, ...]
     drafter_prefill_widths: tuple[int, ...]
     constant: bool = False
+    tile: int = TILE
 
 
 def make_plan(drafter: Drafter, *, platform: str, exact: bool = False, interchangeable: tuple[int, ...] = ()) -> Plan:
@@ -44,19 +48,21 @@ def make_plan(drafter: Drafter, *, platform: str, exact: bool = False, interchan
     """
     multiple = drafter.chunk_multiple
     longest = drafter.max_draft + 1
+    tile = TPU_TILE if platform == "tpu" else TILE
     if exact and not interchangeable:
         drafter_prefill = (round_up(EXACT_WIDTH, multiple),)
-        return _with_features(drafter, Plan((EXACT_WIDTH,), (EXACT_WIDTH,), drafter_prefill, constant=True))
+        return _with_features(drafter, Plan((EXACT_WIDTH,), (EXACT_WIDTH,), drafter_prefill, True, tile))
     if platform == "cpu":
         ladder = interchangeable if exact else cpu_ladder(longest)
-        needed = {min(w for w in ladder if w > length) for length in (*drafter.draft_lengths, drafter.max_draft)}
-        widths = tuple(sorted(needed))
         prefill = tuple(w for w in CPU_PREFILL_WIDTHS if not exact or w in interchangeable)
     else:
-        widths = (round_up(longest, ACCELERATOR_ROWS),)
+        widest = round_up(longest, ACCELERATOR_ROWS)
+        ladder = (*(w for w in TPU_LADDER if platform == "tpu" and w < widest), widest)
         prefill = (128, 512, 2048)
+    needed = {min(w for w in ladder if w > length) for length in (*drafter.draft_lengths, drafter.max_draft)}
+    widths = tuple(sorted(needed))
     drafter_prefill = tuple(round_up(w, multiple) for w in prefill)
-    return _with_features(drafter, Plan(widths, drafter_prefill if not exact else prefill, drafter_prefill))
+    return _with_features(drafter, Plan(widths, prefill if exact else drafter_prefill, drafter_prefill, tile=tile))
 
 
 def _with_features(drafter: Drafter, plan: Plan) -> Plan:
@@ -77,7 +83,7 @@ def buffer_length(capacity: int, drafter: Drafter, plan: Plan) -> int:
     """Positions to allocate for `capacity` tokens: a window may reach beyond the last of them."""
     longest = round_up(drafter.max_draft + 1, plan.widths[-1])
     widest = max(longest, drafter.window + drafter.max_draft, plan.prefill_widths[0], plan.drafter_prefill_widths[0])
-    return round_up(capacity + widest, TILE)
+    return round_up(capacity + widest, plan.tile)
 
 
 @dataclasses.dataclass(frozen=True)

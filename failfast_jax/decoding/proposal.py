@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from failfast_jax.decoding.accept import argmax, argmax_and_confidence, sample_draft
 from failfast_jax.decoding.state import Alternatives, Draft, Sampling
+from failfast_jax.models.sharding import Execution
 
 Extras = dict[str, Any]
 """Further fields of `Draft`, each `[B, N, ...]`; none for argmax drafts."""
@@ -19,6 +20,7 @@ def propose(
     logits: Float[Array, "B N U"],
     positions: Int[Array, "B N"],
     sampling: Sampling | None,
+    execution: Execution,
     *,
     sampled: bool,
     alternatives: int = 0,
@@ -31,7 +33,7 @@ def propose(
     tokens, confidence = argmax_and_confidence(logits)
     extras: Extras = {}
     if sampled:
-        tokens, extras["q"] = sample_draft(logits, positions, sampling)
+        tokens, extras["q"] = sample_draft(logits, positions, sampling, execution)
     if alternatives:
         extras["alternatives"] = runners_up(logits, alternatives)
     return tokens, confidence, extras

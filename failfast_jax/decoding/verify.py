@@ -90,9 +90,10 @@ def verify_chain(
         logits = target.logits_of(hidden)
         positions = start[:, None] + 1 + jnp.arange(width)
         if proposal.q is None:
-            picks = accept.pick(logits, positions, state.sampling)
+            picks = accept.pick(logits, positions, state.sampling, target.execution)
         else:
-            picks = accept.pick_or_reject(logits, positions, state.sampling, *_part(proposal, offset, width, total))
+            drafted = _part(proposal, offset, width, total)
+            picks = accept.pick_or_reject(logits, positions, state.sampling, *drafted, target.execution)
         return _Rows(picks, picks < logits.shape[-1], features), cache
 
     batch = state.length.shape[0]
@@ -142,7 +143,7 @@ def verify_tree(
     hidden, cache, features = target.window(tokens, state.target, start, live, feature_layers, mask)
     logits = target.logits_of(hidden)
     # Siblings compete for one position: its noise is theirs together.
-    picks = accept.pick(logits, start[:, None] + 1 + mask.depth, state.sampling)
+    picks = accept.pick(logits, start[:, None] + 1 + mask.depth, state.sampling, target.execution)
     accepted, slots = tree.longest_path(proposal.tree, mask, tokens, picks)
     slots = slots[:, : proposal.tokens.shape[1] + 1]
     picks = jnp.take_along_axis(picks, slots, axis=1)

@@ -113,7 +113,9 @@ class Autoregressive(Drafter):
             nothing = jnp.zeros((batch, 1, self.model.config.hidden_size), self.model.dtype)
             hidden, cache = one_of(two, [over(width) for width in self.widths], (nothing, cache))
             logits = forbid(self.model.logits_of(hidden), None, self.vocab)
-            tokens, confidence, extras = propose(logits, front[:, None], committed.sampling, sampled=self.sampled)
+            tokens, confidence, extras = propose(
+                logits, front[:, None], committed.sampling, self.model.execution, sampled=self.sampled
+            )
             model = growth.model.replace(cache=cache, cached=jnp.where(growth.growing, front, cached))
             return Chunk(tokens, confidence, jnp.ones_like(front), extras), model
 

@@ -165,7 +165,7 @@ class DSparkDrafter(FeatureDrafter):
         narrow = ids is not None and not (self.sampled or self.alternatives)
         # What leaves a drafter beside tokens and confidences speaks of the target's ids.
         logits = logits if narrow else self.model.over_vocabulary(logits)
-        tokens, confidence, extras = propose(logits, positions, committed.sampling, **self._extra)
+        tokens, confidence, extras = propose(logits, positions, committed.sampling, self.model.execution, **self._extra)
         return ids[tokens] if narrow else tokens, confidence, extras
 
     def _markov_state(

@@ -139,7 +139,9 @@ class EagleChain(EagleDrafter):
             if self.sampled:  # of the target's ids, as the distributions are
                 logits = jnp.full((batch, 1, vocab), -jnp.inf).at[..., self.model.draft_ids].set(logits)
             positions = (committed.length + growth.drafted)[:, None]
-            tokens, confidence, extras = propose(logits, positions, committed.sampling, sampled=self.sampled)
+            tokens, confidence, extras = propose(
+                logits, positions, committed.sampling, self.model.execution, sampled=self.sampled
+            )
             if not self.sampled:
                 tokens = self.model.draft_ids[tokens]
             return Chunk(tokens, confidence, jnp.ones_like(growth.drafted), extras), model

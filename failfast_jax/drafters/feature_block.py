@@ -192,7 +192,9 @@ class ConditionedDrafter(FeatureDrafter):
             if extra["sampled"] or extra["alternatives"]:
                 # What leaves this drafter beside tokens speaks of the target's ids.
                 logits = self._spread(logits)
-            tokens, confidence, extras = propose(logits, committed.length[:, None] + front, committed.sampling, **extra)
+            tokens, confidence, extras = propose(
+                logits, committed.length[:, None] + front, committed.sampling, self.model.execution, **extra
+            )
             if not (extra["sampled"] or extra["alternatives"]):
                 tokens = self.model.draft_ids[tokens]
             count = jnp.minimum(self.spec_len, self.max_draft - growth.drafted)

@@ -49,7 +49,7 @@ class Wide(BlockDrafter):
             text = self.masked_text(committed, growth.tokens, growth.drafted)
             logits, behind, model = self.look(growth.model, text, front, growth.growing)
             positions = front[:, None] + jnp.arange(self.spec_len)
-            tokens, confidence, extras = propose(logits, positions, committed.sampling, **extra)
+            tokens, confidence, extras = propose(logits, positions, committed.sampling, self.model.execution, **extra)
             return Chunk(tokens, confidence, jnp.where(behind, 0, self.spec_len), extras), model
 
         return expand(

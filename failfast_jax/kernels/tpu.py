@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas.ops.tpu import splash_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -372,6 +373,10 @@ def _write_rotated(start, qkv_ref, *refs):
     _write(start, qkv_ref, None, None, *refs)
 
 
+def _sees(last: Array, positions: Array) -> Array:
+    return positions <= last
+
+
 def prefill_attention(
     q: Queries,
     k_cache: Cache,
@@ -385,25 +390,33 @@ def prefill_attention(
 ) -> Queries:
     """`window_attention` for the long windows of a prefill, by JAX's splash attention.
 
-    The mask is an array, from which splash attention finds the tiles to skip: what lies behind a window, and
-    with it dead capacity.
+    It is told the last position that each row sees, and which tiles to skip: those behind what any row of a tile sees,
+    and with them dead capacity.
     """
     del live
     batch, width, heads, head_dim = q.shape
     kv_heads, capacity = k_cache.shape[1:3]
     group = heads // kv_heads
     block = next(b for b in (512, 256, LANES) if capacity % b == 0)
-    sizes = splash_attention.BlockSizes(block_q=min(width, 256), block_kv=block, block_kv_compute=block)
+    sizes = splash.BlockSizes(block_q=min(width, 256), block_kv=block, block_kv_compute=block)
     if width % sizes.block_q or width % LANES:
         raise ValueError(f"a prefill window of {width} rows: a multiple of {LANES}, and of 256 beyond that")
     rows = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4) * (head_dim**-0.5)
 
+    tiles = jnp.arange(capacity // block)
+
     def one(rows, k, v, last):
-        mask = jnp.broadcast_to(jnp.arange(capacity) <= last[:, None], (group, width, capacity))
-        kernel = splash_attention.make_splash_mqa_single_device(mask, block_sizes=sizes, interpret=interpret)
-        # Under a jit this flag comes back as a traced array, and the kernel then cannot branch on it.
-        kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
-        return jax.vmap(kernel)(rows, k, v)
+        seen = last.reshape(1, -1, sizes.block_q).max(-1, keepdims=True) >= tiles * block
+        info = MaskInfo(
+            data_next=jnp.where(seen, tiles, 0),
+            mask_next=None,
+            block_mask=seen.astype(jnp.int32),
+            partial_mask_blocks=None,
+            q_sequence=last,
+        )
+        options = {"save_residuals": False, "mask_value": HIDDEN, "attn_logits_soft_cap": None, "interpret": interpret}
+        options |= {"is_mqa": True, "residual_checkpoint_name": None, "mask_function": _sees, "block_sizes": sizes}
+        return jax.vmap(splash.SplashAttentionKernel(info, None, None, **options))(rows, k, v)
 
     out = jax.vmap(one)(rows.astype(k_cache.dtype), k_cache, v_cache, last_visible(start, width, until, block_size))
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads, head_dim).astype(q.dtype)

@@ -13,6 +13,9 @@ from failfast_jax.models.config import ModelConfig
 TILE = 128
 """Attention reads the cache in tiles of this many positions, at absolute positions; capacities are multiples of it."""
 
+TPU_TILE = 512
+"""Capacities that the TPU kernel reads in tiles of so many positions: at half the time a position of 128."""
+
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

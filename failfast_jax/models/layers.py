@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from failfast_jax.models.cache import round_up
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import ONE_DEVICE, Execution, total
 
@@ -140,26 +141,44 @@ class Attention(nnx.Module):
         Args:
           config: of the result, with `copies` times the KV heads.
         """
-        clone, qkv = copy.copy(self), copy.copy(self.qkv)
+        clone = copy.copy(self)
+        clone.config, clone.qkv, clone.o = config, copy.copy(self.qkv), copy.copy(self.o)
+        queries = functools.partial(padded_queries, config=self.config, copies=copies)
         expand = functools.partial(kv_heads_copied, config=self.config, copies=copies)
-        for name in ("weight", "scale", "bias"):
-            if (parameter := getattr(qkv, name)) is None:
+        parts = [(clone.qkv, name, expand, P(axis)) for name in ("weight", "scale", "bias")]
+        for linear, name, change, place in (*parts, (clone.o, "weight", queries, P(None, axis))):
+            if (parameter := getattr(linear, name)) is None:
                 continue
             value = parameter.get_value()
             if isinstance(value, jax.ShapeDtypeStruct):
-                value = jax.eval_shape(expand, value)
+                value = jax.eval_shape(change, value)
             else:
-                value = jax.jit(expand, out_shardings=NamedSharding(mesh, P(axis)))(value)
-            setattr(qkv, name, parameter.replace(value))
-        clone.qkv, clone.config = qkv, config
+                value = jax.jit(change, out_shardings=NamedSharding(mesh, place))(value)
+            setattr(linear, name, parameter.replace(value))
         return clone
 
 
+def padded_group(config: ModelConfig, copies: int) -> int:
+    """Query heads a KV head, so that each of its `copies` has as many: heads of zeros make up what is missing."""
+    return round_up(config.num_heads // config.num_kv_heads, copies)
+
+
+def padded_queries(weight: Array, config: ModelConfig, copies: int) -> Array:
+    """`[E, Q * H]`, of the output projection, with columns of zeros for heads that only fill up a group."""
+    group = config.num_heads // config.num_kv_heads
+    weight = weight.reshape(weight.shape[0], config.num_kv_heads, group, config.head_dim)
+    more = padded_group(config, copies) - group
+    return jnp.pad(weight, ((0, 0), (0, 0), (0, more), (0, 0))).reshape(weight.shape[0], -1)
+
+
 def kv_heads_copied(weight: Array, config: ModelConfig, copies: int) -> Array:
-    """`[K, (G + 2) * H, ...]` as `[K * copies, (G / copies + 2) * H, ...]`: each key and value repeated."""
+    """`[K, (G + 2) * H, ...]` as `[K * copies, (G' / copies + 2) * H, ...]`: each key and value repeated, and G' of
+    `padded_group`."""
     group, head_dim = config.num_heads // config.num_kv_heads, config.head_dim
+    padded = padded_group(config, copies)
     weight = weight.reshape(config.num_kv_heads, group + 2, head_dim, *weight.shape[2:])
-    queries = weight[:, :group].reshape(config.num_kv_heads * copies, group // copies, *weight.shape[2:])
+    queries = jnp.pad(weight[:, :group], [(0, 0), (0, padded - group), *[(0, 0)] * (weight.ndim - 2)])
+    queries = queries.reshape(config.num_kv_heads * copies, padded // copies, *weight.shape[2:])
     shared = jnp.repeat(weight[:, group:], copies, axis=0)
     joined = jnp.concatenate([queries, shared], axis=1)
     return joined.reshape(joined.shape[0], -1, *joined.shape[3:])

@@ -58,6 +58,11 @@ class Execution:
             return function
         return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
 
+    def rows_spec(self, width: int) -> P:
+        """Of `[B, W, ...]` arrays: rows spread over the devices of a group, if there are as many for each."""
+        even = self.mesh is not None and width % self.mesh.shape[TENSOR] == 0
+        return P(self.batch, TENSOR if even else None)
+
 
 ONE_DEVICE = Execution()
 
@@ -140,8 +145,7 @@ def kv_copies(config: ModelConfig, tensor: int) -> int | None:
     if config.num_kv_heads % tensor == 0:
         return 1
     copies, rest = divmod(tensor, config.num_kv_heads)
-    group = config.num_heads // config.num_kv_heads
-    return copies if rest == 0 and group % copies == 0 else None
+    return copies if rest == 0 else None
 
 
 def execution_of(config: ModelConfig, mesh: Mesh, *, drafter: bool = False, kernel: str | None = None) -> Execution:
@@ -154,15 +158,17 @@ def execution_of(config: ModelConfig, mesh: Mesh, *, drafter: bool = False, kern
       OptionError: the target's heads or its MLP do not divide over the devices.
     """
     tensor, data = mesh.shape[TENSOR], mesh.shape[DATA]
-    heads = kv_copies(config, tensor) is not None
-    mlp = config.intermediate_size % tensor == 0
-    if not drafter and not heads:
-        raise OptionError(
-            f"--tensor-parallel {tensor}: {config.num_heads} query heads in {config.num_kv_heads} groups cannot be "
-            f"spread evenly over {tensor} devices"
+    heads, mlp = kv_copies(config, tensor) is not None, config.intermediate_size % tensor == 0
+    if not drafter and not (heads and mlp):
+        counts = range(1, 2 * max(tensor, config.num_kv_heads) + 1)
+        fine = [n for n in counts if kv_copies(config, n) is not None and config.intermediate_size % n == 0]
+        what = (
+            f"the MLP's {config.intermediate_size} features" if heads else f"{config.num_kv_heads} key and value heads"
         )
-    if not drafter and not mlp:
-        raise OptionError(f"--tensor-parallel {tensor}: does not divide the MLP's {config.intermediate_size} features")
+        raise OptionError(
+            f"--tensor-parallel {tensor}: {what} cannot be spread evenly over {tensor} devices; "
+            f"{', '.join(map(str, fine))} would do"
+        )
     spread = TENSOR if tensor > 1 else None
     return Execution(
         kernel=kernel,

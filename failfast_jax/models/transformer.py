@@ -26,7 +26,7 @@ from failfast_jax.models.attention import LayerCache, TreeMask, Window, attend
 from failfast_jax.models.cache import KVCache, move_slots, round_up
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.drafter_model import Kind
-from failfast_jax.models.layers import Layer, Linear, RMSNorm
+from failfast_jax.models.layers import Layer, Linear, RMSNorm, padded_group
 from failfast_jax.models.rope import rotary, rotated_heads
 from failfast_jax.models.sharding import (
     ONE_DEVICE,
@@ -237,7 +237,9 @@ class Decoder(nnx.Module):
         copies = kv_copies(self.config, execution.mesh.shape[TENSOR] if execution.heads else 1)
         if copies == 1:
             return model
-        model.config = dataclasses.replace(self.config, num_kv_heads=self.config.num_kv_heads * copies)
+        heads = self.config.num_kv_heads
+        sizes = {"num_kv_heads": heads * copies, "num_heads": heads * padded_group(self.config, copies)}
+        model.config = dataclasses.replace(self.config, **sizes)
         layers = [copy.copy(layer) for layer in self.layers]
         for layer in layers:
             layer.attention = layer.attention.with_kv_copies(model.config, copies, execution.mesh, execution.heads)

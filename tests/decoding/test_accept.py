@@ -85,6 +85,30 @@ def test_filters_at_their_ends():
     assert kept(0, 0.95) == [0, 1, 2]
 
 
+def searches(jaxpr, inside: bool = False) -> list[bool]:
+    """For each loop of a program: whether it lies in a branch."""
+    found = []
+    for equation in jaxpr.eqns:
+        found += [inside] if equation.primitive.name in ("while", "scan") else []
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            found += searches(inner, inside or equation.primitive.name == "cond")
+    return found
+
+
+def test_filters_that_nobody_asks_for_are_not_computed():
+    jaxpr = jax.make_jaxpr(accept.filtered_logits)(jnp.zeros((2, VOCAB)), jnp.ones(2), jnp.zeros(2, int), jnp.ones(2))
+    assert searches(jaxpr.jaxpr) == [True, True]
+
+
+def test_a_filter_of_one_row_leaves_the_others_alone():
+    rows = np.random.default_rng(0).normal(size=(3, VOCAB)).astype(np.float32)
+    options = np.float32([1, 0.7, 1.3]), np.int32([0, 4, 0]), np.float32([0.6, 1, 1])
+    together = FILTERED(rows, *options)
+    alone = [FILTERED(rows[i : i + 1], *(x[i : i + 1] for x in options))[0] for i in range(3)]
+    np.testing.assert_array_equal(together, alone)
+    assert np.isfinite(together).sum(-1).tolist()[1:] == [4, VOCAB]
+
+
 # Sampling.
 
 

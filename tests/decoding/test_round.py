@@ -26,6 +26,7 @@ from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.drafters.suffix import Suffix
 from failfast_jax.drafters.tree import TreeDrafter
 from failfast_jax.drafters.wide import Wide
+from failfast_jax.kernels import tpu
 
 pytestmark = pytest.mark.optimized
 
@@ -340,6 +341,32 @@ def test_plans_hold_every_draft(kind, platform, exact):
     else:
         assert plan.widths[-1] > drafter.max_draft
     assert all(width % drafter.chunk_multiple == 0 for width in plan.drafter_prefill_widths)
+
+
+@pytest.mark.parametrize(
+    "platform, longest, widths",
+    [("tpu", 60, (16, 64)), ("tpu", 20, (16, 24)), ("tpu", 80, (16, 64, 88)), ("gpu", 60, (64,))],
+)
+def test_a_tpu_verifies_at_a_few_widths(platform, longest, widths):
+    drafter = make_drafter("wide").replace(spec_len=10, max_spec_len=longest)
+    assert decoding.make_plan(drafter, platform=platform).widths == widths
+    assert decoding.make_plan(drafter, platform=platform, exact=True).widths == (EXACT_WIDTH,)
+    assert decoding.make_plan(Drafter(), platform=platform).widths == (8,)
+    assert all(
+        tpu.supports(width=w, heads=40, kv_heads=8, capacity=512, head_dim=128, dtype=jnp.bfloat16) is None
+        for w in widths
+    )
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("platform, tile", [("cpu", 128), ("gpu", 128), ("tpu", 512)])
+def test_buffers_are_whole_tiles_of_the_kernel(exact, platform, tile):
+    drafter = make_drafter("wide")
+    plan = decoding.make_plan(drafter, platform=platform, exact=exact)
+    buffer = decoding.buffer_length(8192, drafter, plan)
+    assert buffer == 8192 + tile
+    for group, kv_heads in ((5, 1), (7, 1), (6, 2), (5, 8)):  # of Qwen2.5 on several devices and on one
+        assert tpu.tiles_of(capacity=buffer, width=64, group=group, kv_heads=kv_heads, head_dim=128)[1] == tile
 
 
 @pytest.mark.parametrize("kind", ["wide", "vanilla"])

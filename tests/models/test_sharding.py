@@ -24,7 +24,7 @@ def report() -> dict:
 
 def test_every_split_gives_the_tokens_of_one_device(report):
     verdicts = {name: equal for name, equal in report.items() if isinstance(equal, bool)}
-    assert len(verdicts) == 10 and all(verdicts.values()), verdicts
+    assert len(verdicts) == 11 and all(verdicts.values()), verdicts
 
 
 def test_a_layer_costs_two_sums_over_devices_and_nothing_else(report):
@@ -36,6 +36,12 @@ def test_a_layer_costs_two_sums_over_devices_and_nothing_else(report):
         "collective-permute": 0,
         "reduce-scatter": 0,
     }
+
+
+def test_sampling_moves_the_logits_once_and_sums_nothing_over_devices(report):
+    # The two sums are those of the greedy branch: the maximum and its place.
+    wanted = {"all-reduce": 2, "all-gather": 0, "all-to-all": 1, "collective-permute": 0, "reduce-scatter": 0}
+    assert report["collectives of picks"] == wanted
 
 
 def test_weights_load_into_their_shards(report):
@@ -51,12 +57,14 @@ def test_int8_is_rounded_in_place_and_spread_like_its_floats(report):
 def test_what_cannot_be_spread_is_refused(report):
     devices, heads, batch = report["errors"]
     assert devices == "--tensor-parallel 16 (x 1 data-parallel): there are 8 cpu devices"
-    assert heads.startswith("--tensor-parallel 3: 16 query heads in 4 groups")
+    assert heads.startswith("--tensor-parallel 3: 4 key and value heads cannot") and heads.endswith(
+        "; 1, 2, 4, 8 would do"
+    )
     assert batch.startswith("a batch of 3 over 2 data-parallel groups")
 
 
 @pytest.mark.parametrize(
-    "kv_heads, heads, devices, copies", [(8, 40, 8, 1), (2, 12, 4, 2), (4, 28, 8, None), (3, 9, 2, None), (1, 8, 8, 8)]
+    "kv_heads, heads, devices, copies", [(8, 40, 8, 1), (2, 12, 4, 2), (4, 28, 8, 2), (3, 9, 2, None), (1, 8, 8, 8)]
 )
 def test_kv_heads_are_copied_where_there_are_fewer_than_devices(kv_heads, heads, devices, copies):
     assert sharding.kv_copies(tiny_config(num_heads=heads, num_kv_heads=kv_heads), devices) == copies

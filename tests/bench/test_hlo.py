@@ -1,0 +1,46 @@
+"""What is read from the text of a compiled program."""
+
+from __future__ import annotations
+
+import pytest
+
+from failfast_jax.bench import hlo
+
+PROGRAM = """HloModule program
+
+ENTRY %main (p: bf16[512], q: bf16[128]) -> f32[8] {
+  %p = bf16[512]{0:T(1024)} parameter(0)
+  %q = bf16[128]{0:T(1024)} parameter(1)
+  %copy-start = (bf16[512]{0:T(1024)S(1)}, bf16[512]{0:T(1024)}, u32[]{:S(2)}) copy-start(%p)
+  %fusion = f32[8]{0:T(1024)S(1)} fusion(%q), kind=kLoop, backend_config={"estimated_cycles":"100"}
+  %psum.1 = f32[8]{0:T(1024)S(1)} all-reduce(%fusion), to_apply=%add
+  %copy-done = bf16[512]{0:T(1024)S(1)} copy-done(%copy-start)
+  ROOT %fusion.1 = f32[8]{0:T(1024)S(1)} fusion(%copy-done, %psum.1), backend_config={"estimated_cycles":"50"}
+}
+"""
+"""1,024 bytes fetched beside a fusion that reads 256 bytes."""
+
+
+@pytest.mark.parametrize(
+    "rate, sum_s, expected",
+    [
+        (1e9, 0, 1.5),  # the copy has arrived long before it is waited for
+        (512, 0, 1 + 1.5 + 0.5),  # 512 - 256 bytes arrive beside the fusion, the rest is waited for
+        (512, 1, 1 + 1 + 0.5 + 0.5),  # 512 more beside the sum
+        (512, 3, 1 + 3 + 0.5),
+    ],
+)
+def test_copies_move_beside_what_computes(rate, sum_s, expected):
+    def others(name: str) -> tuple[float, float]:
+        return (sum_s, 0) if name.startswith("psum") else (0, 0)
+
+    assert hlo.timeline(PROGRAM, clock=100, rate=rate, others=others) == pytest.approx(expected)
+
+
+def test_kernels_leave_copies_what_they_do_not_read():
+    assert hlo.timeline(PROGRAM, clock=100, rate=512, others=lambda _: (1, 512)) == pytest.approx(1 + 1 + 1.5 + 0.5)
+
+
+def test_traffic_is_what_moves_between_hbm_and_the_core():
+    assert hlo.hbm_traffic(PROGRAM) == 1024 + 256
+    assert hlo.estimated_cycles(PROGRAM) == 150

@@ -48,11 +48,12 @@ def chunk(kind: str, ids: list[int], drafted: list[int], first: int) -> list[tup
     model, network = engine(kind).drafter, engine(kind).drafter.network
     config, known = network.config, [ids[-1], *drafted[:first]]
     count = -(-(first + ROWS + config.own_row) // config.block_size) * config.block_size
-    rows = known + [config.mask_token_id] * (count - len(known))
+    given, rows = np.arange(count) < len(known), np.resize(known, count)
     tokens = np.zeros((1, 64), np.int32)
     tokens[0, : len(ids)] = ids
     features = target_features(target(), tokens, config.feature_layers)
-    hidden = network.blocks(model.embed[np.asarray([[rows]])], features, np.asarray([[len(ids) - 1]]))[0, 0]
+    inputs = network.inputs(model.embed, rows[None, None], given[None, None], features[:, None, len(ids) - 2])
+    hidden = network.blocks(inputs, features, np.asarray([[len(ids) - 1]]))[0, 0]
     found, state, before = [], jnp.zeros(config.markov_rank), None
     for place, last in enumerate([ids[-1], *drafted[: first + ROWS - 1]]):
         here = hidden[place + config.own_row]

@@ -405,7 +405,9 @@ class DSparkModel:
 
     def shape_key(self) -> dict[str, Any]:
         config = dataclasses.asdict(self.config)
-        return config | config.pop("base")
+        del config["base"]
+        own = {name: list(value) if isinstance(value, tuple) else value for name, value in config.items()}
+        return self.config.base.shape_key() | own
 
     def own_parameters(self) -> list[jax.Array]:
         return jax.tree.leaves((self.network, [getattr(self, n) for n in ("embed", "head") if n not in self.shared]))

@@ -84,7 +84,7 @@ def test_files_of_other_pairs_are_refused(target, extended, standalone, tmp_path
         (deeper, random_extended(deeper, rows=ROWS), "the target T; the target model has num_layers 3, not 2"),
         (other, random_extended(other, rows=ROWS), "the target T; the target model has other weights"),
         (target, random_extended(target, rows=ROWS, seed=7), "the drafter D; the drafter model has other weights"),
-        (target, standalone.drafter, "the drafter D; the drafter model has context_layers None"),
+        (target, standalone.drafter, "the drafter D; the drafter model has block_size None"),
         (target, None, "no drafter is loaded"),
     ):
         with pytest.raises(ConfigError, match=rf"tuned.json.*{message}"):

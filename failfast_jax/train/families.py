@@ -113,6 +113,10 @@ def fill_in(args: argparse.Namespace) -> None:
     Raises:
       OptionError: one that the family does not take, or that the drafter at `--start` decides.
     """
+    start = started_from(args)
+    decided = (
+        DECIDED_BY_START if start is None or start.markov is None else (*DECIDED_BY_START, "markov", "markov_rank")
+    )
     for name, option in FAMILY_OPTIONS.items():
         value = getattr(args, name)
         given = flag_of(name) if value is True else f"{flag_of(name)} {value}"
@@ -121,9 +125,8 @@ def fill_in(args: argparse.Namespace) -> None:
         elif args.family not in option.families:
             takers = ", ".join(option.families)
             raise OptionError(f"{given}: --family {args.family} has no such option, only {takers}")
-        elif args.start is not None and name in DECIDED_BY_START:
+        elif start is not None and name in decided:
             raise OptionError(f"{given}: the drafter of --start {args.start} decides it")
-    start = started_from(args)
     if start is not None:
         args.rows, args.draft_vocab, args.mask_token = start.block_size, start.draft_vocab or 0, start.mask_token_id
     if args.prefix_fraction is None:

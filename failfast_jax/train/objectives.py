@@ -10,6 +10,7 @@ import numpy as np
 
 from failfast_jax.checkpoints.dspark import load_dspark
 from failfast_jax.checkpoints.hub import resolve_source
+from failfast_jax.errors import OptionError
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.dspark import DSparkConfig
 from failfast_jax.models.eagle import EagleConfig
@@ -45,7 +46,8 @@ def make_objective(
       train: the documents; their features are computed here where there is a `--feature-cache`.
 
     Raises:
-      DataError, OptionError: see `FeatureCache` and `dspark.mask_token`.
+      DataError: see `FeatureCache`.
+      OptionError: a drafter at `--start` that cannot be trained on.
       OutOfTime: at the deadline.
     """
     if args.family == "standalone":
@@ -80,6 +82,8 @@ def _dspark(
         draft_ids = _draft_ids(args, target.config, train)
     else:
         start = load_dspark(resolve_source(args.start), target)
+        if start.shared != ("embed", "head"):
+            raise OptionError(f"--start {args.start}: has an embedding or a head that is not its target's")
         model = dspark.continued(start.network, _with_heads(start.config, args), args.seed)
         draft_ids = None if start.draft_ids is None else np.asarray(start.draft_ids)
     config = model.config

@@ -177,12 +177,12 @@ def _check_target(args: argparse.Namespace, source: Any, config: ModelConfig) ->
     last = config.num_layers - 1
     if args.seq_len > config.max_position_embeddings:
         raise OptionError(f"--seq-len {args.seq_len}: the target's context is {config.max_position_embeddings}")
-    if args.mask_token is not None and not 0 <= args.mask_token < config.vocab_size:
-        raise OptionError(f"--mask-token {args.mask_token}: the target's vocabulary has {config.vocab_size} tokens")
     cached = _parse_layers(args.cache_layers, "--cache-layers", last + 1, ())
     if (start := started_from(args)) is not None:
         check_target(start, config, resolve_source(args.start), str(source))
         return Layers((), start.feature_layers, cached)
+    if args.mask_token is not None and not 0 <= args.mask_token < config.vocab_size:
+        raise OptionError(f"--mask-token {args.mask_token}: the target's vocabulary has {config.vocab_size} tokens")
     first = {"standalone": 0, "eagle3": last}.get(args.family, max(last - 1, 1))
     own = _parse_layers(args.layers, "--layers", last + 1, tuple(range(min(first, last), last + 1)))
     if args.family == "eagle3" and len(own) > 1:

@@ -20,7 +20,7 @@ from failfast_jax.train import run
 from failfast_jax.train.__main__ import main
 from failfast_jax.train.data import load_documents
 
-TARGET = str(GOLDEN / "llama_tied")
+TARGET, PUBLISHED = str(GOLDEN / "llama_tied"), str(GOLDEN / "field" / "dspark_qwen3_a")
 ENVIRONMENT = {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     "JAX_PLATFORMS": "cpu",
@@ -128,7 +128,10 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
         (["--row-features", "--features", "0"], "--features 0: not with --row-features"),
         (["--no-fit"], "--no-fit: only with --row-features"),
         (["--start", "nowhere/", "--layers", "1"], "--layers 1: not with --start"),
-        (["--start", "nowhere/", "--rows", "5"], "--rows 5: the drafter of --start nowhere/ decides it"),
+        (["--start", PUBLISHED, "--rows", "5"], f"--rows 5: the drafter of --start {PUBLISHED} decides it"),
+        (["--start", PUBLISHED, "--markov-rank", "5"], "--markov-rank 5: the drafter of --start"),
+        (["--start", PUBLISHED, "--family", "dflash"], "has a Markov or a confidence head: --family dspark"),
+        (["--start", PUBLISHED], "drafts for a target with hidden size 64; "),
         (["--start", TARGET], f"--start {TARGET}: not a dspark or dflash drafter"),
         (["--cache-layers", "0"], "--cache-layers 0: needs --feature-cache"),
     ],

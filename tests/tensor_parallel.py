@@ -15,7 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 from checkpoint_files import GOLDEN
-from tiny_models import diffusion_config, random_bound, random_dspark, random_eagle, random_model, tiny_config
+from tiny_models import diffusion_config, random_dspark, random_eagle, random_extended, random_model, tiny_config
 
 from failfast_jax import FailFast
 from failfast_jax.decoding import accept
@@ -67,10 +67,10 @@ def sampled_on_a_mesh(mesh) -> tuple[bool, dict[str, int]]:
 
 def readers_of_features(target, expected: list[int]) -> dict[str, bool]:
     """Whether drafters that are computed whole on every device lead to the expected text."""
-    makers = random_bound, random_eagle, random_dspark
-    bound, eagle, spark = (FailFast(target, make(target), tensor_parallel=4) for make in makers)
+    makers = random_extended, random_eagle, random_dspark
+    extended, eagle, spark = (FailFast(target, make(target), tensor_parallel=4) for make in makers)
     cases = {
-        "target-conditioned": (bound, {"lookup_min": 2}),
+        "extended": (extended, {"lookup_min": 2}),
         "DSpark": (spark, {}),
         "EAGLE, chain": (eagle, {"spec_len": 3}),
         "EAGLE, tree": (eagle, {"tree_budget": 7, "tree_depth": 2, "tree_top_k": 2}),

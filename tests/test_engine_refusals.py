@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
-from tiny_engines import ROWS, BytePieces, conditioned_engine, diffusion_engine, engine, new_engine
+from tiny_engines import ROWS, BytePieces, diffusion_engine, engine, extended_engine, new_engine
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
@@ -88,7 +88,7 @@ REFUSED = [
     (REJECTION | STEPS | {"steps": 2}, "--acceptance rejection: "),
     (REJECTION | {"exact": True, "temperature": 0.5}, "--acceptance rejection: "),
 ]
-REFUSED_CONDITIONED = [
+REFUSED_EXTENDED = [
     ({"spec_len": ROWS + 1}, "--spec-len 6: this drafter fills up to 5"),
     ({"method": "fast-dllm", "spec_len": ROWS + 1}, "--spec-len 6: this drafter fills up to 5"),
     (STEPS | {"steps": 4, "spec_len": 3}, "--steps 4: must be at most --spec-len 3"),
@@ -96,7 +96,7 @@ REFUSED_CONDITIONED = [
     ({"block_size": 8}, "--block-size 8"),
     ({"reuse": True}, f"--reuse: drafts of --spec-len {ROWS} leave no room"),
 ]
-CASES = [(engine, *case) for case in REFUSED] + [(conditioned_engine, *case) for case in REFUSED_CONDITIONED]
+CASES = [(engine, *case) for case in REFUSED] + [(extended_engine, *case) for case in REFUSED_EXTENDED]
 
 
 @pytest.mark.parametrize("make, options, message", CASES)

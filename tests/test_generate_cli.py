@@ -114,7 +114,7 @@ BAD = {
     f"{T} {IDS} --drafter {GOLDEN / 'fast_dllm_v2_tied'}": "qwen2_target_160 and drafter",
     f"{T} {IDS} --method failfast": "--method failfast: needs --drafter",
     f"{T} {IDS} --drafter {TARGET} --method failfast": (
-        "needs a drafter of kind block-diffusion or conditioned or feature-block or eagle, this one is autoregressive"
+        "needs a drafter of kind block-diffusion or feature-block or eagle, this one is autoregressive"
     ),
     f"{T} {IDS} {D} --method ar": "method ar needs a drafter of kind autoregressive, this one is block-diffusion",
     f"--target {DRAFTER} {IDS} --method vanilla": "a block-diffusion model cannot verify drafts",

@@ -5,7 +5,7 @@ import logging
 
 import numpy as np
 import pytest
-from tiny_engines import conditioned_engine
+from tiny_engines import extended_engine
 
 from failfast_jax import FailFast, pricing
 from failfast_jax.config import GenerationConfig
@@ -19,7 +19,7 @@ MEASURE = pricing.measure
 
 
 def session(batch: int = 1):
-    model = conditioned_engine()
+    model = extended_engine()
     drafter = model.build_drafter(GenerationConfig("failfast"))
     return model.runtime.session(drafter, batch=batch, capacity=CAPACITY)
 
@@ -114,7 +114,7 @@ def test_a_file_can_say_the_costs(tmp_path, cache):
     costs = costs_of(json.loads(path.read_text()), (1, 51, 101), "here")
     np.testing.assert_allclose(costs.verify, [0.01, 0.02, 0.03], rtol=1e-6)
     assert entry_of(costs, (1, 51, 101))["verify"]["51"] == pytest.approx(0.02)
-    model = conditioned_engine()
+    model = extended_engine()
     said = FailFast(model.target, model.drafter, costs=path).generate([[3, 4, 5]], max_new_tokens=4)[0].stats.costs
     assert said["source"] == str(path) and said["draft"] == pytest.approx(0.002) and not counted
 
@@ -146,7 +146,7 @@ def test_a_file_must_reach_the_widest_verify(tmp_path):
 
 
 def test_only_drafters_that_decide_take_costs():
-    model = conditioned_engine()
+    model = extended_engine()
     work = model.runtime.session(model.build_drafter(GenerationConfig("vanilla")), capacity=CAPACITY)
     with pytest.raises(ValueError, match="decides nothing by costs"):
         work.with_costs(Costs.flat(1))

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import numpy as np
-from tiny_models import VOCAB, diffusion_config, random_bound, random_model, tiny_config
+from tiny_models import VOCAB, diffusion_config, random_extended, random_model, tiny_config
 
 from failfast_jax import FailFast
 from failfast_jax.engine import Result
@@ -14,7 +14,7 @@ from failfast_jax.models.transformer import Decoder
 
 ROWS = 5
 DRAFT_IDS = np.arange(0, VOCAB, 2, dtype=np.int32)
-"""Of `conditioned_engine`: rows of a block, and what its drafter may say."""
+"""Of `extended_engine`: rows of a block, and what its drafter may say."""
 
 
 def new_engine(**options) -> FailFast:
@@ -38,10 +38,10 @@ def deep_target() -> Decoder:
 
 
 @functools.cache
-def conditioned_engine() -> FailFast:
+def extended_engine() -> FailFast:
     """Its drafter knows every second token."""
-    layers = {"context_layers": (1, 2), "fused_layers": (0, 2)}
-    return FailFast(deep_target(), random_bound(deep_target(), rows=ROWS, seed=1, draft_ids=DRAFT_IDS, **layers))
+    layers = {"context_layers": (1, 2), "row_features": (0, 2)}
+    return FailFast(deep_target(), random_extended(deep_target(), rows=ROWS, seed=1, draft_ids=DRAFT_IDS, **layers))
 
 
 @functools.cache

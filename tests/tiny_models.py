@@ -15,7 +15,6 @@ from failfast_jax.decoding import Drafter, Plan, accept
 from failfast_jax.decoding.state import Committed, DecodeState, Draft, Outcome, Sampling
 from failfast_jax.decoding.windows import gather_window
 from failfast_jax.models import dspark
-from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig, bind
 from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
 from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel
 from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
@@ -81,26 +80,14 @@ def random_model(config: ModelConfig, seed: int = 0, *, gain: float = 4.0, dtype
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
-def random_bound(
+def random_dspark(
     target: Decoder,
     *,
-    rows: int = 5,
+    rows: int = 4,
     seed: int = 0,
-    draft_ids: np.ndarray = ALL_IDS,
-    context_layers: tuple[int, ...] = (0,),
-    fused_layers: tuple[int, ...] = (0, 1),
-) -> BoundConditioned:
-    """A target-conditioned drafter with random weights."""
-    base = dataclasses.replace(target.config, num_layers=len(context_layers))
-    config = ConditionedConfig(base, context_layers, fused_layers, rows, len(draft_ids))
-    graph, state = nnx.split(nnx.eval_shape(lambda: Conditioned(config, rngs=nnx.Rngs(0))))
-    rng = np.random.default_rng(seed)
-    values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.3, x.dtype), state)
-    return bind(nnx.merge(graph, values), target, draft_ids)
-
-
-def random_dspark(
-    target: Decoder, *, rows: int = 4, seed: int = 0, draft_ids: np.ndarray | None = None, **changes: Any
+    draft_ids: np.ndarray | None = None,
+    scale: float = 0.4,
+    **changes: Any,
 ) -> DSparkModel:
     """A DSpark drafter with random weights; `changes` of its `DSparkConfig`."""
     base = dataclasses.replace(target.config, model_type="qwen3", num_layers=1, qk_norm=True, qkv_bias=False)
@@ -119,8 +106,30 @@ def random_dspark(
     config = DSparkConfig(**(settings | changes))
     graph, state = nnx.split(nnx.eval_shape(lambda: DSpark(config, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(seed)
-    values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.4, x.dtype), state)
+    values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * scale, x.dtype), state)
     return dspark.bind(nnx.merge(graph, values), target, draft_ids)
+
+
+def random_extended(
+    target: Decoder,
+    *,
+    rows: int = 5,
+    seed: int = 0,
+    draft_ids: np.ndarray | None = ALL_IDS,
+    context_layers: tuple[int, ...] = (0,),
+    row_features: tuple[int, ...] = (0, 1),
+    **changes: Any,
+) -> DSparkModel:
+    """A drafter with inputs and contexts of this project's own and random weights; `changes` may give it heads."""
+    settings = {
+        "base": dataclasses.replace(target.config, num_layers=len(context_layers), tie_embeddings=False),
+        "mask_token_id": None,
+        "feature_layers": tuple(sorted({*context_layers, *row_features})),
+        "row_features": row_features,
+        "context_layers": context_layers,
+    }
+    heads = {"markov": None, "markov_rank": 0, "confidence": False, "confidence_sees_markov": False}
+    return random_dspark(target, rows=rows, seed=seed, draft_ids=draft_ids, scale=0.3, **(heads | settings | changes))
 
 
 def fond_of(model: Decoder, favourites: dict[int, float]) -> Decoder:

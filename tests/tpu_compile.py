@@ -109,7 +109,6 @@ def models(platform: str, method: str):
     import jax.numpy as jnp
     from flax import nnx
 
-    from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig
     from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
     from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel
     from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
@@ -139,11 +138,11 @@ def models(platform: str, method: str):
         return target, target
     if method != "hybrid":
         return target, abstract(Decoder, ModelConfig(FAST_DLLM_MODEL_TYPE, **sizes, block_size=32, mask_token_id=511))
-    # A drafter of one layer that reads the target's features.
-    base = dataclasses.replace(config, num_layers=1)
-    bound = ConditionedConfig(base, context_layers=(0,), fused_layers=(0, 1), rows=15, vocab=128)
-    head = jax.ShapeDtypeStruct((bound.vocab, base.hidden_size), jnp.bfloat16)
-    return target, BoundConditioned(network=abstract(Conditioned, bound), embed=embed, head=head, draft_ids=ids)
+    # A drafter of one layer with inputs and contexts of this project's own.
+    base, own = dataclasses.replace(config, num_layers=1), {"context_layers": (0,), "row_features": (0, 1)}
+    extended = DSparkConfig(base, 15, None, (0, 1), 2, draft_vocab=128, **own)
+    head = jax.ShapeDtypeStruct((128, base.hidden_size), jnp.bfloat16)
+    return target, DSparkModel(network=abstract(DSpark, extended), embed=embed, head=head, draft_ids=ids)
 
 
 def compiled_loop(device, method: str):

@@ -5,6 +5,7 @@
 - widths: what a verify of W rows costs, in one-row steps;
 - overhead: what a round spends outside model passes;
 - plain: what a round costs that drafts nothing, by method, in those of `vanilla`;
+- batch: tokens a second of 4, 8 and 16 questions answered together, by policy, against `vanilla`;
 - passes: drafter passes per round of the schedule `wide`;
 - reuse: programs compiled by a first and by a second answer;
 - startup: seconds from the start of a second process to its first token, with a warm compile cache;
@@ -33,6 +34,7 @@ from flax import nnx
 from failfast_jax import platforms
 from failfast_jax.bench import attention, hf_reference
 from failfast_jax.bench.clock import interleaved, medians
+from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.prompts import PROMPTS
 from failfast_jax.bench.public_models import hollow, nbytes
 from failfast_jax.bench.replay_programs import Models, OnDevice, compiled, start_of, verify_program
@@ -48,7 +50,7 @@ from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.runtime import Request, Session
 
-PARTS = ("speed", "widths", "overhead", "plain", "passes", "reuse", "startup", "attention")
+PARTS = ("speed", "widths", "overhead", "plain", "batch", "passes", "reuse", "startup", "attention")
 WIDTHS = (1, 4, 8, 16, 32, 64)
 CONTEXT = 256
 """Live cache length of the verify timings."""
@@ -56,6 +58,7 @@ STEPS = 20
 """Verifies in a timed run."""
 REPEATS = 9
 """Timed turns of the verifies, and three times those of whole answers."""
+BATCHES = (4, 8, 16)
 TOKENS = 64
 """New tokens of an answer."""
 
@@ -117,6 +120,33 @@ def _go_on(session: Session, place: list[Any]) -> jax.Array:
     """`STEPS` more rounds of the state in `place`."""
     place[0] = session.advance(place[0], STEPS)
     return place[0].length
+
+
+def batch_report(source: str) -> dict[str, Any]:
+    """Tokens a second of the embedded pair, by batch: medians of interleaved answers to a dataset's first questions."""
+    engine, out = load_pair(method="failfast"), {}
+    prompts = [q.prompt for q in load_dataset(source, limit=max(BATCHES)).questions if q.follows is None]
+    ways = {
+        "vanilla": {"method": "vanilla"},
+        "auto": {"method": "failfast"},
+        "fixed": {"method": "failfast", "policy": "fixed"},
+    }
+    for batch in BATCHES:
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for turn in range(REPEATS // 2 + 1):
+            for name in list(ways)[:: -1 if turn % 2 else 1]:
+                results = engine.generate(prompts[:batch], max_new_tokens=TOKENS, ignore_eos=True, **ways[name])
+                seconds[name] += [results[0].stats.decode_s] if turn else []
+        ratios = {name: np.divide(seconds["vanilla"], found) for name, found in seconds.items()}
+        out[batch] = {
+            name: {
+                "tokens_per_s": batch * TOKENS / float(np.median(found)),
+                "speedup": float(np.median(ratios[name])),
+                "extremes": [float(ratios[name].min()), float(ratios[name].max())],
+            }
+            for name, found in seconds.items()
+        }
+    return out
 
 
 def speed_report(engine: FailFast) -> dict[str, Any]:
@@ -221,6 +251,7 @@ def work(args: argparse.Namespace) -> int:
         "widths": lambda: widths_report(engine()),
         "overhead": lambda: overhead_report(engine()),
         "plain": plain_report,
+        "batch": lambda: batch_report(args.dataset),
         "passes": lambda: passes_report(engine()),
         "reuse": lambda: reuse_report(engine()),
         "startup": startup_report,
@@ -242,4 +273,5 @@ def work(args: argparse.Namespace) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--parts", help=f"comma-separated, of {', '.join(PARTS)} (default: what can be run here)")
+    parser.add_argument("--dataset", default="humaneval", help="of `batch`: a dataset of `bench run`, or a file")
     parser.add_argument("--out", type=Path, help="write the JSON there")

@@ -23,7 +23,7 @@ from failfast_jax.bench import grid
 from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.tuner import LOOKUP, SEARCH, VERIFY, Tuner
 from failfast_jax.checkpoints.drafter import DECODING_OPTIONS, is_drafter_folder, write_decoding
-from failfast_jax.checkpoints.pair import published_kind
+from failfast_jax.checkpoints.pair import feature_kind
 from failfast_jax.checkpoints.tuned import TunedOptions, model_key, write_settings
 from failfast_jax.command import deadline_after
 from failfast_jax.defaults import embedded_drafter, load_pair
@@ -99,7 +99,7 @@ def work(args: argparse.Namespace) -> None:
             raise OptionError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     deadline = deadline_after(args.minutes)
     folder = Path(args.drafter or embedded_drafter()) if args.write else None
-    if folder is not None and not (folder.is_dir() and (is_drafter_folder(folder) or published_kind(folder))):
+    if folder is not None and not (folder.is_dir() and (is_drafter_folder(folder) or feature_kind(folder))):
         raise OptionError(f"--write: {folder} is not a drafter's folder that can hold defaults; use {TUNED}")
     prompts = [question.prompt for question in load_dataset(args.prompts, limit=args.limit).questions]
     engine = load_pair(args.target, args.drafter, method="failfast", dtype=args.dtype)

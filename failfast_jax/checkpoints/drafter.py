@@ -1,7 +1,7 @@
-"""Folders of drafters that `python -m failfast_jax.train` writes.
+"""Folders of standalone drafters that `python -m failfast_jax.train` writes, and decoding defaults of any drafter.
 
 config.json            family, the target it belongs to, its shape, decoding defaults, how it was trained
-drafter.safetensors    its own parameters (bfloat16, or int8 with a scale per row) and its draft vocabulary
+drafter.safetensors    its own parameters (bfloat16, or int8 with a scale per row)
 
 What a drafter borrows (embedding and head) stays with the target.
 """
@@ -25,16 +25,13 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.files import read_json, write_atomically
 from failfast_jax.models.borrowed import with_borrowed
-from failfast_jax.models.conditioned import BoundConditioned, Conditioned, ConditionedConfig, bind
 from failfast_jax.models.transformer import Decoder
 
 FORMAT_KEY = "failfast_drafter"
 FORMAT = 1
 WEIGHTS = "drafter.safetensors"
-CONDITIONED, STANDALONE = "conditioned", "standalone"
-FAMILIES = (CONDITIONED, STANDALONE)
+STANDALONE = "standalone"
 STORAGES = ("bfloat16", "int8", "float32")
-DRAFT_IDS = "draft_ids"
 DECODING_OPTIONS = ("spec_len", "tau", "max_spec_len", "lookup_min", "min_gain", "policy")
 _SCALE = ".scale"
 
@@ -46,22 +43,16 @@ class DrafterFolder:
     Attributes:
       config: `config.json`.
       params: parameter path -> float32 array.
-      draft_ids: token id of each row of the reduced head, ascending; None: the whole vocabulary.
     """
 
     path: Path
     config: dict[str, Any]
     params: dict[str, np.ndarray]
-    draft_ids: np.ndarray | None
 
     @property
     def where(self) -> str:
         """What errors about the configuration name."""
         return str(self.path / "config.json")
-
-    @property
-    def family(self) -> str:
-        return self.config["family"]
 
 
 def is_drafter_folder(path: str | os.PathLike) -> bool:
@@ -71,12 +62,12 @@ def is_drafter_folder(path: str | os.PathLike) -> bool:
 
 
 def save_drafter(
-    folder: Path, config: Mapping[str, Any], params: Mapping[str, Any], draft_ids: Any, *, storage: str = "bfloat16"
+    folder: Path, config: Mapping[str, Any], params: Mapping[str, Any], *, storage: str = "bfloat16"
 ) -> None:
     """Writes a drafter; `config.json` comes last, so that an unfinished folder is none.
 
     Args:
-      params, draft_ids: arrays, as in `DrafterFolder`.
+      params: arrays, as in `DrafterFolder`.
       storage: of matrices: `bfloat16`, `int8` (symmetric, a float32 scale per output row) or `float32`. Vectors
         are float32.
 
@@ -99,8 +90,6 @@ def save_drafter(
             scale = np.abs(value).max(-1, keepdims=True) / 127
             tensors[name] = np.rint(value / np.where(scale > 0, scale, 1)).astype(np.int8)
             tensors[name + _SCALE] = scale.astype(np.float32)
-    if draft_ids is not None:
-        tensors[DRAFT_IDS] = np.asarray(draft_ids, np.int32)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
     write_atomically(folder / WEIGHTS, save(tensors))  # `save_file` makes a file that others may not read
@@ -132,8 +121,10 @@ def read_drafter(path: str | os.PathLike) -> DrafterFolder:
     config = read_json(where)
     if config.get(FORMAT_KEY) != FORMAT:
         raise ConfigError(f"{where}: format {config.get(FORMAT_KEY)!r}, and this version reads {FORMAT}")
-    if config.get("family") not in FAMILIES:
-        raise ConfigError(f"{where}: family {config.get('family')!r} is not known (known: {', '.join(FAMILIES)})")
+    if config.get("family") != STANDALONE:
+        raise ConfigError(
+            f"{where}: family {config.get('family')!r} is not read (read is {STANDALONE}); train it again"
+        )
     for key in ("target", "network"):
         if not isinstance(config.get(key), dict):
             raise ConfigError(f"{where}: key {key!r} must be an object, got {config.get(key)!r}")
@@ -142,7 +133,6 @@ def read_drafter(path: str | os.PathLike) -> DrafterFolder:
     except (OSError, SafetensorError) as error:
         message = f"{path / WEIGHTS}: cannot be read ({error}); train or download the drafter again"
         raise CheckpointError(message) from None
-    draft_ids = tensors.pop(DRAFT_IDS, None)
     params = {}
     for name, value in tensors.items():
         if name.endswith(_SCALE):
@@ -154,12 +144,10 @@ def read_drafter(path: str | os.PathLike) -> DrafterFolder:
             params[name] = value * tensors[name + _SCALE] if name + _SCALE in tensors else value
         if not is_finite(params[name]):
             raise not_finite(name, path / WEIGHTS)
-    return DrafterFolder(path, config, params, draft_ids)
+    return DrafterFolder(path, config, params)
 
 
-def load_drafter(
-    path: str | os.PathLike, target: Decoder, target_name: str = "the target"
-) -> Decoder | BoundConditioned:
+def load_drafter(path: str | os.PathLike, target: Decoder, target_name: str = "the target") -> Decoder:
     """Loads a folder that `save_drafter` wrote, in the dtype of the target it borrows from.
 
     Raises:
@@ -170,31 +158,12 @@ def load_drafter(
     for key, ours in target.shape_key().items():
         if ours != (value := folder.config["target"].get(key)):
             raise ConfigError(
-                f"{folder.path}: this drafter was trained for a target with {key} {value!r}; {target_name} has {ours!r}"
+                f"{folder.path}: this drafter was trained for a target with {key} {value!r}; {target_name} has "
+                f"{ours!r}: give its own target with --target"
             )
     layers = folder.config["network"].get("num_layers")
     if type(layers) is not int or layers < 1:
         raise ConfigError(f"{folder.where}: key 'num_layers' must be a positive integer, got {layers!r}")
-    return (_conditioned if folder.family == CONDITIONED else _standalone)(folder, target, layers)
-
-
-def _conditioned(folder: DrafterFolder, target: Decoder, layers: int) -> BoundConditioned:
-    base = dataclasses.replace(target.config, num_layers=layers)
-    config = ConditionedConfig.from_dict(folder.config["network"], base, folder.where)
-    if max(config.feature_layers) >= target.config.num_layers:
-        raise ConfigError(
-            f"{folder.where}: reads the target's layer {max(config.feature_layers)}, "
-            f"and it has {target.config.num_layers}"
-        )
-    skeleton = Skeleton.made_by(lambda: Conditioned(config, dtype=target.dtype, rngs=nnx.Rngs(0)))
-    network = skeleton.filled(_parameters(folder, folder.params, skeleton.leaves, target.dtype))
-    ids = folder.draft_ids
-    if ids is None or len(ids) != config.vocab or ids.min() < 0 or ids.max() >= target.config.vocab_size:
-        raise CheckpointError(f"{folder.path}: {DRAFT_IDS} must be {config.vocab} ids of the target's vocabulary")
-    return bind(network, target, ids)
-
-
-def _standalone(folder: DrafterFolder, target: Decoder, layers: int) -> Decoder:
     block = folder.config["network"].get("block_size")
     if type(block) is not int or block < 2:
         raise ConfigError(f"{folder.where}: key 'block_size' must be an integer of at least 2, got {block!r}")

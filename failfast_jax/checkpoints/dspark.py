@@ -5,7 +5,8 @@ of the target's embedding and head, which are shared with it again where they ar
 
 Ours is DeepSpec's layout with two additions, each left out unless asked for: without `embed_tokens` and `lm_head` these
 are the target's; with `draft_vocab_size` the tensor `d2t` says, as EAGLE-3's does, how far each row's token id lies
-behind the row's number.
+behind the row's number. A network with inputs and contexts of our own (`row_feature_layer_ids`, `context_layer_ids`)
+has an architecture of its own, `FailFastDSparkModel`, lest others misread it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from failfast_jax.models.transformer import Decoder
 
 NUM_ANCHORS = 512
 """What DeepSpec's own training takes; its model refuses a configuration without it."""
-ZLAB, DEEPSPEC = "DFlashDraftModel", "Qwen3DSparkModel"
+ZLAB, DEEPSPEC, OURS = "DFlashDraftModel", "Qwen3DSparkModel", "FailFastDSparkModel"
 TABLE = mapping.Table(
     (
         Row("embed_tokens.weight", "embed"),
@@ -38,6 +39,11 @@ TABLE = mapping.Table(
         Row("lm_head.weight", "head"),
         Row("fc.weight", "fc.weight"),
         Row("hidden_norm.weight", "hidden_norm.weight"),
+        Row("row_token.weight", "row_inputs.token.weight"),
+        Row("row_fuse.weight", "row_inputs.fuse.weight"),
+        Row("row_norm.weight", "row_inputs.norm"),
+        Row("row_mask", "row_inputs.mask"),
+        Row("row_offsets", "row_inputs.offsets"),
         Row("markov_head.markov_w1.weight", "markov.w1"),
         Row("markov_head.markov_w2.weight", "markov.w2.weight"),
         Row("markov_head.gate_proj.{leaf}", "markov.gate.{leaf}"),
@@ -97,19 +103,24 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DSparkConfig:
       ConfigError: a key is missing, or has a value that cannot be served.
     """
     base = ModelConfig.from_dict({**raw, "use_sliding_window": False}, where)
-    zlab = (raw.get("architectures") or [None])[0] == ZLAB
+    architecture = (raw.get("architectures") or [None])[0]
+    zlab, ours = architecture == ZLAB, architecture == OURS
     settings = (raw.get("dflash_config") or {}) if zlab else raw
     inside = "dflash_config." if zlab else ""
 
     def integer(values: Mapping[str, Any], key: str, least: int, said: str = "") -> int:
-        value = values.get(key)
-        if type(value) is not int or value < least:
-            raise ConfigError(f"{where}: key '{said}{key}' must be an integer of at least {least}, got {value!r}")
+        if type(value := values.get(key)) is not int or value < least:
+            got = f"got {value!r}" if key in values else "and it is missing"
+            raise ConfigError(f"{where}: key '{said}{key}' must be an integer of at least {least}, {got}")
         return value
 
-    layers = settings.get("target_layer_ids")
-    if not isinstance(layers, list) or not layers or not all(type(layer) is int and layer >= -1 for layer in layers):
-        raise ConfigError(f"{where}: key '{inside}target_layer_ids' must be a list of layer numbers, got {layers!r}")
+    def numbers(values: Mapping[str, Any], key: str, said: str = "") -> tuple[int, ...]:
+        found = values.get(key)
+        if not isinstance(found, list) or not found or not all(type(layer) is int and layer >= -1 for layer in found):
+            got = f"got {found!r}" if key in values else "and it is missing"
+            raise ConfigError(f"{where}: key '{said}{key}' must be a list of layer numbers, {got}")
+        return tuple(found)
+
     if (scale := settings.get("input_embedding_scale", 1.0)) != 1.0:
         raise ConfigError(f"{where}: input_embedding_scale {scale!r} is not supported (supported: 1)")
     rank = 0 if zlab else integer(raw, "markov_rank", 0)
@@ -120,8 +131,8 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DSparkConfig:
     config = DSparkConfig(
         base=base,
         block_size=integer(raw, "block_size", 2 if zlab else 1),
-        mask_token_id=integer(settings, "mask_token_id", 0, inside),
-        feature_layers=tuple(layers),
+        feature_layers=numbers(settings, "target_layer_ids", inside),
+        mask_token_id=None if ours else integer(settings, "mask_token_id", 0, inside),
         num_target_layers=integer(raw, "num_target_layers", 1),
         own_row=zlab,
         markov=head,
@@ -131,8 +142,14 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DSparkConfig:
         draft_vocab=integer(raw, "draft_vocab_size", 1) if raw.get("draft_vocab_size") else None,
         sliding_windows=_sliding_windows(raw, base.num_layers, where),
         sliding_is_causal=zlab and bool(raw.get("is_causal", True)),
+        row_features=numbers(raw, "row_feature_layer_ids") if ours else (),
+        context_layers=numbers(raw, "context_layer_ids") if ours else (),
     )
-    if config.mask_token_id >= base.vocab_size:
+    if ours and {*config.row_features, *config.context_layers} - {*config.feature_layers}:
+        raise ConfigError(f"{where}: row_feature_layer_ids or context_layer_ids are not all among target_layer_ids")
+    if ours and len(config.context_layers) != base.num_layers:
+        raise ConfigError(f"{where}: context_layer_ids {[*config.context_layers]} for {base.num_layers} layers")
+    if (config.mask_token_id or 0) >= base.vocab_size:
         raise ConfigError(f"{where}: mask token {config.mask_token_id} is outside the vocabulary of {base.vocab_size}")
     if config.confidence_sees_markov and not rank:
         raise ConfigError(f"{where}: confidence_head_with_markov needs a Markov head, and markov_rank is 0")
@@ -161,10 +178,14 @@ def check_target(config: DSparkConfig, target: ModelConfig, folder: Path, target
         ("vocabulary", config.base.vocab_size, target.vocab_size),
     ):
         if here != there:
-            raise ConfigError(f"{folder}: drafts for a target with {what} {here}; {target_name} has {there}")
+            raise ConfigError(
+                f"{folder}: drafts for a target with {what} {here}; {target_name} has {there}: "
+                "give its own target with --target"
+            )
     if max(config.feature_layers) >= target.num_layers:
         raise ConfigError(
-            f"{folder}: reads the target's layer {max(config.feature_layers)}; {target_name} has {target.num_layers}"
+            f"{folder}: reads the target's layer {max(config.feature_layers)}; {target_name} has {target.num_layers}: "
+            "give its own target with --target"
         )
 
 
@@ -200,7 +221,7 @@ def save_dspark(
 
 
 def config_dict(config: DSparkConfig, target: ModelConfig, storage: str) -> dict[str, Any]:
-    """DeepSpec's `config.json` of a drafter.
+    """`config.json` of a drafter, DeepSpec's but for what DeepSpec's drafters lack.
 
     Raises:
       ConfigError: see `save_dspark`.
@@ -213,7 +234,6 @@ def config_dict(config: DSparkConfig, target: ModelConfig, storage: str) -> dict
         "block_size": config.block_size,
         "enable_confidence_head": config.confidence,
         "markov_rank": config.markov_rank,
-        "mask_token_id": config.mask_token_id,
         "num_anchors": NUM_ANCHORS,
     }
     if config.markov:
@@ -222,4 +242,11 @@ def config_dict(config: DSparkConfig, target: ModelConfig, storage: str) -> dict
         settings["confidence_head_with_markov"] = config.confidence_sees_markov
     if config.draft_vocab is not None:
         settings["draft_vocab_size"] = config.draft_vocab
-    return deepspec.config_dict(DEEPSPEC, config.base, target, config.feature_layers, storage) | settings
+    if config.row_features:
+        base = config.base
+        settings |= {"row_feature_layer_ids": [*config.row_features], "context_layer_ids": [*config.context_layers]}
+        settings |= {"model_type": base.model_type, "attention_bias": base.qkv_bias, "mlp_bias": base.mlp_bias}
+    else:
+        settings["mask_token_id"] = config.mask_token_id
+    architecture = OURS if config.row_features else DEEPSPEC
+    return deepspec.config_dict(architecture, config.base, target, config.feature_layers, storage) | settings

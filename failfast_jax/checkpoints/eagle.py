@@ -190,10 +190,14 @@ def _check_target(
         ("vocabulary", base.vocab_size, target.vocab_size),
     ):
         if here != there:
-            raise ConfigError(f"{name}: drafts for a target with {what} {here}; {target_name} has {there}")
+            raise ConfigError(
+                f"{name}: drafts for a target with {what} {here}; {target_name} has {there}: "
+                "give its own target with --target"
+            )
     if max(layers) >= target.num_layers or min(layers) < -1:
         raise ConfigError(
-            f"{name}: reads the target's layers {', '.join(map(str, layers))}; {target_name} has {target.num_layers}"
+            f"{name}: reads the target's layers {', '.join(map(str, layers))}; {target_name} has {target.num_layers}: "
+            "give its own target with --target"
         )
 
 

@@ -7,14 +7,13 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder, load_drafter
-from failfast_jax.checkpoints.dspark import DEEPSPEC, ZLAB, load_dspark, parse_config
+from failfast_jax.checkpoints.dspark import DEEPSPEC, OURS, ZLAB, load_dspark, parse_config
 from failfast_jax.checkpoints.eagle import ARCHITECTURES, is_eagle_folder, load_eagle
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.loading import as_dtype, open_source
@@ -23,22 +22,15 @@ from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.files import read_json
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.attention import refusal
-from failfast_jax.models.drafter_model import (
-    AUTOREGRESSIVE,
-    BLOCK_DIFFUSION,
-    CONDITIONED,
-    EAGLE,
-    FEATURE_BLOCK,
-    Kind,
-)
+from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK, Kind
 from failfast_jax.models.transformer import Decoder
 
 LOADERS: dict[Kind, Callable] = {FEATURE_BLOCK: load_dspark, EAGLE: load_eagle}
-"""Of published drafters that read their target's features: `(folder, target, target_name) -> model`."""
+"""Of drafters that read their target's features: `(folder, target, target_name) -> model`."""
 
 
-def published_kind(source: str | os.PathLike) -> Kind | None:
-    """The kind of a published drafter that reads its target's features; None for a whole model.
+def feature_kind(source: str | os.PathLike) -> Kind | None:
+    """The kind of a drafter that reads its target's features; None for a whole model.
 
     Raises:
       CheckpointError: nothing is there.
@@ -49,12 +41,12 @@ def published_kind(source: str | os.PathLike) -> Kind | None:
         return None
     raw = read_json(config)
     names = [str(name) for name in raw.get("architectures") or ()]
-    if {ZLAB, DEEPSPEC} & {*names}:
+    if {ZLAB, DEEPSPEC, OURS} & {*names}:
         return FEATURE_BLOCK
     if is_eagle_folder(raw):
         return EAGLE
     if names and re.search("DFlash|DSpark|Eagle|Draft", names[0]):
-        read = ", ".join((ZLAB, DEEPSPEC, *ARCHITECTURES))
+        read = ", ".join((ZLAB, DEEPSPEC, OURS, *ARCHITECTURES))
         raise ConfigError(f"{source}: drafters of architecture {names[0]} are not read (read are {read})")
     return None
 
@@ -66,9 +58,8 @@ def own_method(source: str | os.PathLike) -> tuple[Kind, str]:
       CheckpointError, ConfigError: nothing is there, or a configuration that cannot be served.
     """
     if is_drafter_folder(source):
-        conditioned = read_json(Path(source).expanduser() / "config.json").get("family") == CONDITIONED
-        return (CONDITIONED if conditioned else BLOCK_DIFFUSION), "failfast"
-    kind = published_kind(source)
+        return BLOCK_DIFFUSION, "failfast"
+    kind = feature_kind(source)
     if kind == EAGLE:
         return kind, "eagle3"
     if kind == FEATURE_BLOCK:
@@ -136,7 +127,7 @@ def read_pair(
     names = {"target_name": _name(target, "target"), "drafter_name": _name(drafter, "drafter")}
     decoding: dict[str, Any] = {}
     if _is_path(target):
-        if published_kind(target):
+        if feature_kind(target):
             raise ConfigError(f"{target}: a drafter, which cannot be a target; name it with --drafter, and its target")
         target, loaded = load_with_tokenizer(target, dtype, mesh, quantize=quantize)
         tokenizer = tokenizer or loaded
@@ -144,7 +135,7 @@ def read_pair(
         decoding = decoding_defaults(drafter, jax.default_backend())
         drafter = load_drafter(drafter, target, names["target_name"])
         drafter_tokenizer = tokenizer  # it drafts in its target's tokens
-    if _is_path(drafter) and (kind := published_kind(drafter)):
+    if _is_path(drafter) and (kind := feature_kind(drafter)):
         folder = resolve_source(drafter)
         decoding = decoding_defaults(folder, jax.default_backend())
         drafter, drafter_tokenizer = LOADERS[kind](folder, target, names["target_name"]), tokenizer

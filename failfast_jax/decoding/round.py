@@ -25,7 +25,7 @@ from failfast_jax.decoding.state import (
     Verified,
 )
 from failfast_jax.decoding.verify import verify_chain, verify_tree
-from failfast_jax.decoding.windows import gather_window, place
+from failfast_jax.decoding.windows import gather_window, place, write_rows
 from failfast_jax.models.transformer import Decoder
 
 
@@ -174,13 +174,9 @@ def _logged(log: RoundLog, running: Array, proposal: Draft, verified: Verified, 
     """The log with this round at each running sequence's own next place."""
 
     def put(buffer: Array, value: Array) -> Array:
-        # As for caches: one update in place a row, where a scatter would be a loop on CPU. Finished rows write zeros
-        # behind their last round.
-        value = jnp.where(running.reshape(-1, *[1] * (value.ndim - 1)), value, 0).astype(buffer.dtype)
-        for row in range(running.shape[0]):
-            at = (row, log.rounds[row], *[0] * (value.ndim - 1))
-            buffer = jax.lax.dynamic_update_slice(buffer, value[row : row + 1, None], at)
-        return buffer
+        # Finished rows write zeros behind their last round.
+        value = jnp.where(running.reshape(-1, *[1] * (value.ndim - 1)), value, 0)
+        return write_rows(buffer, value[:, None], log.rounds)
 
     drafted, tree = proposal.tokens, proposal.tree
     if tree is not None:  # the accepted path over the beginning of the draft

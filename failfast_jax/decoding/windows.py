@@ -21,5 +21,15 @@ def place(
     text: Shaped[Array, "B T"], at: Int[Array, " B"], new: Shaped[Array, "B d"], keep: Bool[Array, "B d"]
 ) -> Shaped[Array, "B T"]:
     """Writes `new` into `text[b, at[b]:]` where `keep`."""
-    new = jnp.where(keep, new, gather_window(text, at, new.shape[1]))
-    return jax.vmap(lambda row, value, index: jax.lax.dynamic_update_slice_in_dim(row, value, index, 0))(text, new, at)
+    return write_rows(text, jnp.where(keep, new, gather_window(text, at, new.shape[1])), at)
+
+
+def write_rows(buffer: Shaped[Array, "B T *X"], new: Shaped[Array, "B W *X"], at: Int[Array, " B"]) -> Array:
+    """Writes `new[b]` to `buffer[b, at[b]:]`.
+
+    One update in place a row: what `vmap` makes of it is a scatter, on CPU a loop over its elements.
+    """
+    for row in range(buffer.shape[0]):
+        start = (row, at[row], *[0] * (buffer.ndim - 2))
+        buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + 1].astype(buffer.dtype), start)
+    return buffer

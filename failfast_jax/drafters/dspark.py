@@ -19,7 +19,7 @@ from failfast_jax.decoding.expand import Chunk, Growth, expand
 from failfast_jax.decoding.proposal import Extras, no_extras, propose, refuse_begun
 from failfast_jax.decoding.state import Committed, Draft
 from failfast_jax.decoding.windows import gather_rows
-from failfast_jax.drafters.feature_block import ROWS, FeatureDrafter
+from failfast_jax.drafters.feature_block import ROWS, FeatureDrafter, FeatureState
 from failfast_jax.errors import ConfigError
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.drafter_model import FEATURE_BLOCK
@@ -69,7 +69,7 @@ class DSparkDrafter(FeatureDrafter):
 
         def one_pass(growth: Growth) -> tuple[Chunk, KVCache]:
             known = jnp.concatenate([root, growth.tokens], axis=1)
-            hidden, cache = self._hidden(growth, known, start)
+            hidden, cache = self._hidden(state, growth, known, start)
             tokens, confidence, extras = self._choose(hidden, known, growth.drafted, committed)
             count = jnp.minimum(self.spec_len, self.max_draft - growth.drafted)
             return Chunk(tokens, confidence, count, extras), cache
@@ -100,22 +100,21 @@ class DSparkDrafter(FeatureDrafter):
         return {"sampled": self.sampled, "alternatives": self.alternatives}
 
     def _hidden(
-        self, growth: Growth, known: Int[Array, "B M1"], start: Int[Array, " B"]
+        self, state: FeatureState, growth: Growth, known: Int[Array, "B M1"], start: Int[Array, " B"]
     ) -> tuple[Float[Array, "B R E"], KVCache]:
         """Hidden states of the root, what is drafted, and masks to the end of the block that drafts on."""
         config, rows = self.model.config, self.block_rows
-        blocks = -(-(growth.drafted + self.spec_len + config.own_row) // config.block_size)
-        used = jnp.minimum(blocks * config.block_size, rows)
-        columns = jnp.arange(rows)
+        last = jnp.minimum(growth.drafted + self.spec_len, self.max_draft) + config.own_row
+        used = -(-last // config.block_size) * config.block_size
         tokens = jnp.pad(known, ((0, 0), (0, max(rows - known.shape[1], 0))))[:, :rows]
-        tokens = jnp.where(columns <= growth.drafted[:, None], tokens, config.mask_token_id)
-        embedded = self.model.embed[tokens]
+        given = jnp.arange(rows) <= growth.drafted[:, None]
+        inputs = self.model.network.inputs(self.model.embed, tokens, given, state.features)
 
         def over(width: int):
             def branch(carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
                 live = jnp.max(jnp.where(growth.growing, start + width, 0))
                 inside = jnp.minimum(used, width)
-                hidden, cache = self.model.network.block(embedded[:, :width], carry[1], start, inside, live)
+                hidden, cache = self.model.network.block(inputs[:, :width], carry[1], start, inside, live)
                 return jnp.pad(hidden, ((0, 0), (0, rows - width), (0, 0))), cache
 
             return branch
@@ -240,8 +239,8 @@ class DSparkOptions(WeighedOptions):
 
 
 def _check_method(method: str, site: Site) -> None:
-    if site.model.method != method:
-        other = site.model.method
+    other = site.model.config.published_method
+    if method != other:
         raise ConfigError(
             f"{site.model_name}: a drafter for --method {other} (or failfast), not for --method {method}: "
             + ("it has a Markov or a confidence head" if other == "dspark" else "it has no Markov or confidence head")

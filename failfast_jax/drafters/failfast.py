@@ -12,14 +12,13 @@ from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.drafters.eagle3 import EagleChain
-from failfast_jax.drafters.feature_block import ConditionedDrafter
 from failfast_jax.drafters.hybrid import Hybrid
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup
 from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.drafters.tree import ALTERNATIVES, TreeDrafter
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
-from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, CONDITIONED, EAGLE, FEATURE_BLOCK
+from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK
 from failfast_jax.options import LONGEST_DRAFT, Site, WeighedOptions, flag_of, option, require
 
 SPEC_LEN, MAX_SPEC_LEN, ALIGNED_THRESHOLD = 10, 60, 0.05
@@ -36,7 +35,7 @@ class FailfastOptions(WeighedOptions):
         "a block-diffusion model, or any drafter that reads its target's features; one pass a chunk, and on while it "
         "is confident (the paper's method)"
     )
-    kinds = (BLOCK_DIFFUSION, CONDITIONED, FEATURE_BLOCK, EAGLE)
+    kinds = (BLOCK_DIFFUSION, FEATURE_BLOCK, EAGLE)
     samples = True
 
     spec_len: int | None = option(None, "tokens drafted per expansion (10)", least=1, most=LONGEST_DRAFT)
@@ -97,10 +96,8 @@ class FailfastOptions(WeighedOptions):
             model: Drafter = EagleChain(model=site.model, spec_len=spec_len, max_spec_len=longest)
         else:
             model = one_pass_drafter(self, site)
-        if site.model.kind in (CONDITIONED, FEATURE_BLOCK):
-            model = model.replace(deferred=True)
         if site.model.kind == FEATURE_BLOCK:
-            model = model.replace(cut=None)  # the policy cuts
+            model = model.replace(deferred=True, cut=None)  # the policy cuts
         off = self.lookup_min == 0
         return None if off else Lookup.whole(site.platform, self.lookup_min), model
 
@@ -179,7 +176,7 @@ class FailfastOptions(WeighedOptions):
 
 def one_pass_drafter(
     options: Any, site: Site, *, alternatives: int = 0, most: int = MAX_SPEC_LEN
-) -> ConditionedDrafter | DSparkDrafter | Wide:
+) -> DSparkDrafter | Wide:
     """The drafter of the schedule `wide`, for any kind of model that fills several positions in a pass.
 
     Args:
@@ -187,19 +184,17 @@ def one_pass_drafter(
       most: default of the longest draft.
     """
     extra = {"sampled": site.sampled, "alternatives": alternatives, "rule": BelowThreshold(np.float32(options.tau))}
-    if site.model.kind == CONDITIONED:
-        rows = site.model.rows
-        default = min(rows, options.max_spec_len or rows)
-        spec_len, longest = lengths(options.spec_len, options.max_spec_len, default, rows)
-        check_rows(site, longest, "--max-spec-len" if options.max_spec_len else "--spec-len")
-        return ConditionedDrafter(model=site.model, spec_len=spec_len, max_spec_len=longest, **extra)
     if site.model.kind == FEATURE_BLOCK:
-        rows = site.model.rows
+        rows, one_block = site.model.rows, bool(site.model.config.row_features)
         default = min(rows, options.max_spec_len or rows)
-        spec_len, longest = lengths(options.spec_len, options.max_spec_len, default, min(2 * rows, most))
+        spec_len, longest = lengths(
+            options.spec_len, options.max_spec_len, default, rows if one_block else min(2 * rows, most)
+        )
         check_rows(site, spec_len, "--spec-len")
+        if one_block:
+            check_rows(site, longest, "--max-spec-len")
         # Fail fast: what it doubts is not even verified. Win big: on behind a block that it is sure of.
-        cut = np.float32(options.tau)
+        cut = None if one_block or not options.tau else np.float32(options.tau)
         return DSparkDrafter(model=site.model, spec_len=spec_len, max_spec_len=longest, cut=cut, **extra)
     spec_len, longest = lengths(options.spec_len, options.max_spec_len, SPEC_LEN, min(MAX_SPEC_LEN, most))
     return Wide(model=site.model, vocab=site.vocab, spec_len=spec_len, max_spec_len=longest, **extra)

@@ -10,8 +10,8 @@ from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.stopping import Never
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.failfast import SPEC_LEN, check_rows, small_block_of
-from failfast_jax.drafters.feature_block import ConditionedDenoiser
-from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, CONDITIONED
+from failfast_jax.drafters.feature_block import FeatureDenoiser
+from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, FEATURE_BLOCK
 from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option
 
 
@@ -20,7 +20,7 @@ class FastDllmOptions(MethodOptions):
     """Options of `fast-dllm`."""
 
     summary = "a block-diffusion model; static length, each pass fills the positions above --threshold and the best"
-    kinds = (BLOCK_DIFFUSION, CONDITIONED)
+    kinds = (BLOCK_DIFFUSION, FEATURE_BLOCK)
 
     spec_len: int | None = option(None, "tokens drafted per round (10)", least=1, most=LONGEST_DRAFT)
     threshold: float = option(0.9, "a pass fills positions above it", least=0, most=1)
@@ -29,10 +29,10 @@ class FastDllmOptions(MethodOptions):
 
     def build(self, site: Site) -> Drafter:
         threshold = np.float32(self.threshold)
-        if site.model.kind == CONDITIONED:
+        if site.model.kind == FEATURE_BLOCK:
             length = self.spec_len or site.model.rows
             check_rows(site, length, "--spec-len")
-            return ConditionedDenoiser(model=site.model, spec_len=length, threshold=threshold)
+            return FeatureDenoiser(model=site.model, spec_len=length, threshold=threshold)
         return Aligned(
             model=site.model,
             vocab=site.vocab,

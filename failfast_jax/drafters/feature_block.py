@@ -1,4 +1,4 @@
-"""Drafting with a network that reads the target's hidden states: no cache of its own to fill, one pass a chunk."""
+"""Drafting with a network that reads the target's hidden states: its cache, and blocks denoised in several passes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.decoding.accept import argmax_and_confidence
 from failfast_jax.decoding.branches import when
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.expand import Chunk, Growth, expand
-from failfast_jax.decoding.proposal import no_extras, propose, refuse_begun
 from failfast_jax.decoding.state import Committed, Draft
 from failfast_jax.decoding.stopping import Never, StopRule
 from failfast_jax.decoding.unmask import above_threshold, most_confident
-from failfast_jax.decoding.windows import gather_rows
+from failfast_jax.decoding.windows import write_rows
 from failfast_jax.models.cache import KVCache, round_up
-from failfast_jax.models.conditioned import BoundConditioned
 from failfast_jax.models.dspark import DSparkModel
 
 ROWS = 8
@@ -31,7 +28,7 @@ PENDING = 64
 
 
 @flax.struct.dataclass
-class ConditionedState:
+class FeatureState:
     """State of the drafter."""
 
     cache: KVCache
@@ -47,9 +44,9 @@ class ConditionedState:
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class FeatureDrafter(Drafter):
-    """What the two drafters here share: the model, the features it reads, and a pass over its block."""
+    """What drafters of blocks share: the model and the features that it reads."""
 
-    model: BoundConditioned | DSparkModel
+    model: DSparkModel
     rule: StopRule = Never()
     spec_len: int = flax.struct.field(pytree_node=False, default=7)
     deferred: bool = flax.struct.field(pytree_node=False, default=False)
@@ -65,8 +62,8 @@ class FeatureDrafter(Drafter):
 
     @property
     def block_rows(self) -> int:
-        """Rows of a pass."""
-        return round_up(self.model.config.rows, ROWS)
+        """Rows of the widest pass."""
+        return round_up(self.model.config.block_size, ROWS)
 
     @property
     def window(self) -> int:
@@ -83,7 +80,7 @@ class FeatureDrafter(Drafter):
     def init(self, batch, capacity):
         network, dtype = self.model.network, self.model.embed.dtype
         size = (len(self.feature_layers), network.config.base.hidden_size)
-        return ConditionedState(
+        return FeatureState(
             cache=network.init_cache(batch, capacity),
             features=jnp.zeros((batch, *size), dtype),
             pending=jnp.zeros((batch, PENDING if self.deferred else 0, *size), dtype),
@@ -111,17 +108,11 @@ class FeatureDrafter(Drafter):
         if not self.deferred or 2 * rows > PENDING:
             cache = self.model.network.store(features, state.cache, before.length - 1)
             return state.replace(cache=cache, stored=after.length - 1)
-
-        def put(buffer, new, at):
-            return jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), at, 0)
-
-        pending = jax.vmap(put)(state.pending, features, before.length - 1 - state.stored)
+        pending = write_rows(state.pending, features, before.length - 1 - state.stored)
         no_room = jnp.any(after.length - 1 - state.stored + rows > PENDING)
         return self._store_pending(state.replace(pending=pending), after, no_room)
 
-    def _store_pending(
-        self, state: ConditionedState, committed: Committed, condition: Bool[Array, ""]
-    ) -> ConditionedState:
+    def _store_pending(self, state: FeatureState, committed: Committed, condition: Bool[Array, ""]) -> FeatureState:
         """With nothing pending, if `condition`."""
 
         def store(carry: tuple[KVCache, Array]) -> tuple[KVCache, Array]:
@@ -130,94 +121,11 @@ class FeatureDrafter(Drafter):
         cache, stored = when(condition, store, (state.cache, state.stored))
         return state.replace(cache=cache, stored=stored)
 
-    def _ready(self, state: ConditionedState, committed: Committed) -> ConditionedState:
+    def _ready(self, state: FeatureState, committed: Committed) -> FeatureState:
         """With the context that a draft sees, if any sequence is to draft."""
         if not self.deferred:
             return state
         return self._store_pending(state, committed, jnp.any(committed.running & (state.stored < committed.length - 1)))
-
-    def _denoise(
-        self,
-        state: ConditionedState,
-        cache: KVCache,
-        tokens: Int[Array, "B R"],
-        known: Bool[Array, "B W"],
-        start: Int[Array, " B"],
-        live: Int[Array, ""],
-    ) -> tuple[Float[Array, "B W E"], KVCache]:
-        """One pass over the block from the last committed token on, padded to `block_rows`."""
-        tokens = jnp.pad(tokens, ((0, 0), (0, max(self.block_rows - tokens.shape[1], 0))))[:, : self.block_rows]
-        return self.model.network.block(self.model.embed[tokens], known, state.features, cache, start, live)
-
-    def _score(self, hidden: Float[Array, "B N E"]) -> Float[Array, "B N v"]:
-        """Logits over the draft vocabulary."""
-        return jnp.einsum("bre,de->brd", hidden, self.model.head, preferred_element_type=jnp.float32)
-
-
-@functools.partial(flax.struct.dataclass, kw_only=True)
-class ConditionedDrafter(FeatureDrafter):
-    """Like `Wide`: each pass fills the next `spec_len` positions, and the draft grows while its rule lets it. A pass
-    covers the whole block from the last committed token on, as in training."""
-
-    max_spec_len: int = flax.struct.field(pytree_node=False, default=7)
-    sampled: bool = flax.struct.field(pytree_node=False, default=False)
-    """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
-    alternatives: int = flax.struct.field(pytree_node=False, default=0)
-    """Tokens behind the best one to name at each position: for trees."""
-
-    @property
-    def max_draft(self) -> int:
-        return min(self.max_spec_len, self.model.config.rows)
-
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        return (*range(self.spec_len, self.max_draft, self.spec_len), self.max_draft)
-
-    def draft(self, state, committed, begun=None):
-        batch = committed.length.shape[0]
-        extra = {"sampled": self.sampled, "alternatives": self.alternatives}
-        refuse_begun(begun, **extra)
-        state = self._ready(state, committed)
-        start = committed.length - 1
-        last = jnp.take_along_axis(committed.tokens, start[:, None], axis=1)
-        offsets, rows = jnp.arange(self.spec_len), jnp.arange(self.block_rows)
-
-        def one_pass(growth: Growth) -> tuple[Chunk, KVCache]:
-            block = jnp.concatenate([last, growth.tokens], axis=1)
-            live = jnp.max(jnp.where(growth.growing, start + self.block_rows, 0))
-            known = rows <= growth.drafted[:, None]
-            hidden, cache = self._denoise(state, growth.model, block, known, start, live)
-            front = growth.drafted[:, None] + offsets
-            logits = self._score(gather_rows(hidden, jnp.minimum(front, self.block_rows - 1)))
-            if extra["sampled"] or extra["alternatives"]:
-                # What leaves this drafter beside tokens speaks of the target's ids.
-                logits = self._spread(logits)
-            tokens, confidence, extras = propose(
-                logits, committed.length[:, None] + front, committed.sampling, self.model.execution, **extra
-            )
-            if not (extra["sampled"] or extra["alternatives"]):
-                tokens = self.model.draft_ids[tokens]
-            count = jnp.minimum(self.spec_len, self.max_draft - growth.drafted)
-            return Chunk(tokens, confidence, count, extras), cache
-
-        draft, cache = expand(
-            one_pass,
-            self.rule,
-            state.memory,
-            state.cache,
-            committed,
-            begun=begun or Draft.empty(batch, 0),
-            chunk=self.spec_len,
-            longest=self.max_draft,
-            least=1,
-            extras=no_extras(batch, self.max_draft, self.model.embed.shape[0], **extra),
-        )
-        return draft, state.replace(cache=cache)
-
-    def _spread(self, logits: Float[Array, "B N v"]) -> Float[Array, "B N V"]:
-        """Over the target's vocabulary."""
-        wide = jnp.full((*logits.shape[:2], self.model.embed.shape[0]), -jnp.inf)
-        return wide.at[..., self.model.draft_ids].set(logits)
 
 
 @flax.struct.dataclass
@@ -234,11 +142,12 @@ class _Denoising:
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class ConditionedDenoiser(FeatureDrafter):
+class FeatureDenoiser(FeatureDrafter):
     """Drafts of fixed length in several passes over one block: the baselines `fast-dllm` and `specdiff` with steps.
 
     A pass fills the masked positions that `threshold` chooses, or with `steps` the most confident ones, in even
-    parts. Training showed the model only blocks whose known tokens come first; these are not always such.
+    parts. Training showed the model only blocks whose known tokens come first; these are not always such. A Markov head
+    has no say: what it corrects for may still be unknown.
     """
 
     threshold: Float[ArrayLike, ""]
@@ -252,19 +161,15 @@ class ConditionedDenoiser(FeatureDrafter):
         batch = start.shape[0]
 
         def body(carry: _Denoising) -> _Denoising:
+            ids, confidence, cache = self._look(state, carry, start)
             busy = carry.masked.any(1)
-            known = jnp.pad(~carry.masked, ((0, 0), (1, 0)), constant_values=True)
-            known = jnp.pad(known, ((0, 0), (0, max(self.block_rows - known.shape[1], 0))))[:, : self.block_rows]
-            live = jnp.max(jnp.where(busy, start + self.block_rows, 0))
-            hidden, cache = self._denoise(state, carry.cache, carry.tokens, known, start, live)
-            ids, confidence = argmax_and_confidence(self._score(hidden[:, : self.spec_len]))
             if self.steps is None:
                 chosen = above_threshold(confidence, carry.masked, self.threshold)
             else:
                 filled = length - carry.masked.sum(1)
                 goal = -(-(carry.passes + 1) * length // self.steps)
                 chosen = most_confident(confidence, carry.masked, goal - filled)
-            tokens = jnp.where(chosen, self.model.draft_ids[ids], carry.tokens[:, 1:])
+            tokens = jnp.where(chosen, ids, carry.tokens[:, 1:])
             return _Denoising(
                 tokens=jnp.concatenate([carry.tokens[:, :1], tokens], axis=1),
                 confidence=jnp.where(chosen, confidence, carry.confidence),
@@ -284,3 +189,20 @@ class ConditionedDenoiser(FeatureDrafter):
         end = jax.lax.while_loop(lambda carry: jnp.any(carry.masked), body, first)
         draft = Draft(tokens=end.tokens[:, 1:], confidence=end.confidence, length=length, passes=end.passes)
         return draft, state.replace(cache=end.cache)
+
+    def _look(
+        self, state: FeatureState, carry: _Denoising, start: Int[Array, " B"]
+    ) -> tuple[Int[Array, "B N"], Float[Array, "B N"], KVCache]:
+        """The best token of every position and its probability, by one pass over the block."""
+        config, network, rows = self.model.config, self.model.network, self.block_rows
+
+        def filled(values: Array) -> Array:
+            return jnp.pad(values, ((0, 0), (0, max(rows - values.shape[1], 0))))[:, :rows]
+
+        known = jnp.pad(~carry.masked, ((0, 0), (1, 0)), constant_values=True)
+        inputs = network.inputs(self.model.embed, filled(carry.tokens), filled(known), state.features)
+        live = jnp.max(jnp.where(carry.masked.any(1), start + rows, 0))
+        hidden, cache = network.block(inputs, carry.cache, start, jnp.full_like(start, config.block_size), live)
+        drafting = hidden[:, config.own_row : config.own_row + self.spec_len]
+        ids, confidence = argmax_and_confidence(self.model.logits(drafting))
+        return ids if self.model.draft_ids is None else self.model.draft_ids[ids], confidence, cache

@@ -24,8 +24,8 @@ from failfast_jax.decoding.unmask import most_confident
 from failfast_jax.decoding.windows import gather_window, place
 from failfast_jax.drafters.block_diffusion import BlockDrafter, BlockState
 from failfast_jax.drafters.failfast import SPEC_LEN, check_rows, one_pass_drafter, refuse_rejection
-from failfast_jax.drafters.feature_block import ConditionedDenoiser
-from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, CONDITIONED
+from failfast_jax.drafters.feature_block import FeatureDenoiser
+from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, FEATURE_BLOCK
 from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option, require
 
 
@@ -98,7 +98,7 @@ class SpecDiffOptions(MethodOptions):
     """Options of `specdiff`."""
 
     summary = "a block-diffusion model; fixed length, --steps passes, each fills the most confident positions"
-    kinds = (BLOCK_DIFFUSION, CONDITIONED)
+    kinds = (BLOCK_DIFFUSION, FEATURE_BLOCK)
     samples = True
 
     spec_len: int | None = option(None, "tokens drafted per round (10)", least=1, most=LONGEST_DRAFT)
@@ -106,17 +106,17 @@ class SpecDiffOptions(MethodOptions):
     block_size: int | None = option(None, "block of the diffusion model (as in its config)", least=2)
 
     def build(self, site: Site) -> Drafter:
-        conditioned = site.model.kind == CONDITIONED
-        length = self.spec_len or (site.model.rows if conditioned else SPEC_LEN)
+        reads_features = site.model.kind == FEATURE_BLOCK
+        length = self.spec_len or (site.model.rows if reads_features else SPEC_LEN)
         said = f"must be at most --spec-len {length}, a step fills a position or more"
         require(self.steps <= length, f"--steps {self.steps}", said)
         if self.steps == 1:
             return one_pass_drafter(_OneStep(length, length), site)
         if site.sampled:
             refuse_rejection(f"--steps {self.steps} fills positions in the order of their confidence")
-        if conditioned:
+        if reads_features:
             check_rows(site, length, "--spec-len")
-            return ConditionedDenoiser(model=site.model, spec_len=length, threshold=np.float32(1.0), steps=self.steps)
+            return FeatureDenoiser(model=site.model, spec_len=length, threshold=np.float32(1.0), steps=self.steps)
         return SpecDiff(model=site.model, vocab=site.vocab, spec_len=length, steps=self.steps)
 
 

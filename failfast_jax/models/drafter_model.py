@@ -1,8 +1,8 @@
 """What a network that drafts has in common with every other: the interface between models and drafters.
 
 `transformer.Decoder` satisfies it (a whole model with its own embedding and head), and so do those that read the
-target's hidden states: `conditioned.BoundConditioned` (a few layers that borrow its embedding and head) and
-`eagle.BoundEagle` (one layer that goes on from its own hidden states).
+target's hidden states: `dspark.DSparkModel` (a few layers that fill a block) and `eagle.BoundEagle` (one layer that
+goes on from its own hidden states).
 What a pass of a model takes and gives differs too much to be shared: a drafter in `drafters/` serves one `kind`.
 """
 
@@ -19,12 +19,12 @@ from failfast_jax.models.cache import KVCache
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import Execution
 
-AUTOREGRESSIVE, BLOCK_DIFFUSION, CONDITIONED = "autoregressive", "block-diffusion", "conditioned"
+AUTOREGRESSIVE, BLOCK_DIFFUSION = "autoregressive", "block-diffusion"
 FEATURE_BLOCK, EAGLE = "feature-block", "eagle"
-Kind = Literal["autoregressive", "block-diffusion", "conditioned", "feature-block", "eagle"]
+Kind = Literal["autoregressive", "block-diffusion", "feature-block", "eagle"]
 """`autoregressive`: predicts one token a pass. `block-diffusion`: fills masked positions, many a pass, from its own
-cache of the text. `conditioned`: likewise, up to `rows` of them, from the target's hidden states. `feature-block`: so,
-too, as DFlash and DSpark do it. `eagle`: one token a pass, from the target's hidden states and then from its own."""
+cache of the text. `feature-block`: likewise, up to `rows` of them, from the target's hidden states. `eagle`: one token
+a pass, from the target's hidden states and then from its own."""
 
 
 @runtime_checkable

@@ -5,6 +5,9 @@ DFlash: z-lab, arXiv:2602.06036. DSpark: DeepSeek's DeepSpec, which adds a Marko
 Every committed token has one context vector, made of the target's residual stream after some of its layers. A block of
 rows begins with the last committed token, the root, at its position; masks follow, or tokens drafted before. The rows
 see each other in both directions and the context of every position before the root's.
+
+Ours adds two things, both of which make more of little training data: features of the position before the root's enter
+every row, and each layer's context is what enters the target's layer that it was copied from.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.kernels.reference import HIDDEN
 from failfast_jax.models import quantization
@@ -30,7 +33,7 @@ from failfast_jax.models.attention import Window, attend, write_windows
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.drafter_model import FEATURE_BLOCK, Kind
-from failfast_jax.models.layers import Layer, Linear, RMSNorm
+from failfast_jax.models.layers import Layer, Linear, RMSNorm, unit_rms
 from failfast_jax.models.rope import apply_rope, rotary, rotated_heads
 from failfast_jax.models.sharding import ONE_DEVICE, TENSOR, Execution
 from failfast_jax.models.transformer import Decoder
@@ -45,7 +48,7 @@ class DSparkConfig:
     Attributes:
       base: its own layers, and the vocabulary.
       block_size: rows of a block.
-      mask_token_id: what stands for a token that is not known.
+      mask_token_id: what stands for a token that is not known; None: a vector of its own (`row_features`).
       feature_layers: target layers whose outputs it reads (-1: the embedding), in the order of `fc`'s inputs.
       num_target_layers: layers of its target.
       own_row: whether row j drafts the token at its own position (z-lab) or the one behind it (DeepSpec).
@@ -56,11 +59,15 @@ class DSparkConfig:
       draft_vocab: tokens that it can draft; None: the whole vocabulary.
       sliding_windows: by layer, how many positions a row sees, its own included; None: all.
       sliding_is_causal: whether rows of such a layer see no later row of their block.
+      row_features: target layers whose outputs at the position before the root's enter every row; a draft is then one
+        block at most. (): rows are embeddings.
+      context_layers: by layer, the target layer whose output, under the layer's own norm, is its context. (): all
+        layers have the same context, of all `feature_layers`.
     """
 
     base: ModelConfig
     block_size: int
-    mask_token_id: int
+    mask_token_id: int | None
     feature_layers: tuple[int, ...]
     num_target_layers: int
     own_row: bool = False
@@ -71,6 +78,8 @@ class DSparkConfig:
     draft_vocab: int | None = None
     sliding_windows: tuple[int | None, ...] = ()
     sliding_is_causal: bool = False
+    row_features: tuple[int, ...] = ()
+    context_layers: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -78,9 +87,18 @@ class DSparkConfig:
         return self.block_size - self.own_row
 
     @property
-    def method(self) -> str:
-        """The method that a drafter of this shape was published with."""
+    def published_method(self) -> str:
+        """The method of published drafters with these heads."""
         return "dspark" if self.markov or self.confidence else "dflash"
+
+    @property
+    def method(self) -> str:
+        """The method that drafts unless another one is named: ours was made for the paper's rule."""
+        return "failfast" if self.row_features else self.published_method
+
+    def columns(self, layers: tuple[int, ...]) -> np.ndarray:
+        """Where features have these target layers."""
+        return np.asarray([self.feature_layers.index(layer) for layer in layers])
 
 
 class MarkovHead(nnx.Module):
@@ -122,6 +140,31 @@ class MarkovHead(nnx.Module):
         return self.w2(code, jnp.float32)
 
 
+class RowInputs(nnx.Module):
+    """What enters a block's rows: the token, or a learned vector for none, the row's place, and features of the
+    position before the root's."""
+
+    def __init__(self, config: DSparkConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        size, wide = config.base.hidden_size, config.base.hidden_size * len(config.row_features)
+        make = functools.partial(Linear, (size,), bias=False, dtype=dtype, rngs=rngs)
+        self.config = config
+        self.token, self.fuse = make(size), make(wide)
+        self.norm = nnx.Param(jnp.ones((wide,), dtype))
+        self.mask = nnx.Param(jnp.zeros((size,), dtype))
+        self.offsets = nnx.Param(jnp.zeros((config.block_size, size), dtype))
+
+    def __call__(
+        self, embedded: Float[Array, "*B R E"], known: Bool[Array, "*B R"], features: Float[Array, "*B F E"]
+    ) -> Float[Array, "*B R E"]:
+        """Rows beyond the block are padding."""
+        read = features[..., self.config.columns(self.config.row_features), :]
+        fused = unit_rms(read, self.config.base.rms_norm_eps).reshape(*read.shape[:-2], -1) * self.norm[...]
+        padding = embedded.shape[-2] - self.config.block_size
+        places = jnp.pad(self.offsets[...], ((0, padding), (0, 0)))
+        tokens = jnp.where(known[..., None], embedded, self.mask[...])
+        return self.token(tokens) + places + self.fuse(fused)[..., None, :]
+
+
 class DSpark(nnx.Module):
     """The drafter's own layers and heads; see the module's docstring."""
 
@@ -130,8 +173,10 @@ class DSpark(nnx.Module):
         make = functools.partial(Linear, dtype=dtype, rngs=rngs)
         self.config = config
         self.execution = ONE_DEVICE
-        self.fc = make((size,), size * len(config.feature_layers), bias=False)
-        self.hidden_norm = RMSNorm(size, base.rms_norm_eps, dtype)
+        shared = not config.context_layers
+        self.fc = make((size,), size * len(config.feature_layers), bias=False) if shared else None
+        self.hidden_norm = RMSNorm(size, base.rms_norm_eps, dtype) if shared else None
+        self.row_inputs = RowInputs(config, dtype, rngs) if config.row_features else None
         self.layers = nnx.List([Layer(base, dtype, rngs) for _ in range(base.num_layers)])
         self.norm = RMSNorm(size, base.rms_norm_eps, dtype)
         self.markov = MarkovHead(config, dtype, rngs) if config.markov else None
@@ -145,10 +190,30 @@ class DSpark(nnx.Module):
     def init_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache.zeros(self.config.base, batch, capacity, self.dtype)
 
-    def context(self, features: Float[Array, "*R F E"]) -> Float[Array, "*R E"]:
-        """The context vectors of committed tokens."""
-        joined = features.reshape(*features.shape[:-2], -1).astype(self.dtype)
-        return self.hidden_norm(self.fc(joined))
+    def inputs(
+        self,
+        embed: Float[Array, "V E"],
+        tokens: Int[Array, "*B R"],
+        known: Bool[Array, "*B R"],
+        features: Float[Array, "*B F E"],
+    ) -> Float[Array, "*B R E"]:
+        """What enters the first layer for the rows of a block.
+
+        Args:
+          tokens: anything where `known` is false.
+          features: of the position before the root's.
+        """
+        if self.row_inputs is None:
+            return embed[jnp.where(known, tokens, self.config.mask_token_id)].astype(self.dtype)
+        return self.row_inputs(embed[tokens].astype(self.dtype), known, features.astype(self.dtype))
+
+    def contexts(self, features: Float[Array, "*R F E"]) -> list[Float[Array, "*R E"]]:
+        """By layer, what the keys and values of committed tokens are made of."""
+        features = features.astype(self.dtype)
+        if self.fc is None:
+            columns = self.config.columns(self.config.context_layers)
+            return [layer.input_norm(features[..., column, :]) for layer, column in zip(self.layers, columns)]
+        return [self.hidden_norm(self.fc(features.reshape(*features.shape[:-2], -1)))] * len(self.layers)
 
     def store(self, features: Float[Array, "B W F E"], cache: KVCache, start: Int[Array, " B"]) -> KVCache:
         """Writes the context of positions `start ...` into the cache."""
@@ -157,9 +222,8 @@ class DSpark(nnx.Module):
     def _store(self, features, cache, start):
         kernel = self.execution.resolved(self.dtype, self.config.base.head_dim)
         cos, sin = rotary(self.config.base, start[:, None] + jnp.arange(features.shape[1]))
-        context = self.context(features)
         keys, values = list(cache.k), list(cache.v)
-        for index, layer in enumerate(self.layers):
+        for index, (layer, context) in enumerate(zip(self.layers, self.contexts(features))):
             k, v = layer.attention.keys_and_values(context)
             k = apply_rope(k, cos, sin)
             keys[index], values[index] = write_windows(keys[index], values[index], k, v, start, kernel=kernel)
@@ -167,7 +231,7 @@ class DSpark(nnx.Module):
 
     def block(
         self,
-        embedded: Float[Array, "B R E"],
+        rows: Float[Array, "B R E"],
         cache: KVCache,
         start: Int[Array, " B"],
         used: Int[Array, " B"],
@@ -179,17 +243,18 @@ class DSpark(nnx.Module):
         (`store`).
 
         Args:
+          rows: see `inputs`.
           used: rows of the block; the rest is padding.
         """
         # A drafter as small as this is computed whole on every device of a mesh.
-        return self.execution.per_device(DSpark._block, P(), P())(self, embedded, cache, start, used, live)
+        return self.execution.per_device(DSpark._block, P(), P())(self, rows, cache, start, used, live)
 
-    def _block(self, embedded, cache, start, used, live):
+    def _block(self, rows, cache, start, used, live):
         kernel = self.execution.resolved(self.dtype, self.config.base.head_dim)
-        cos, sin = rotary(self.config.base, start[:, None] + jnp.arange(embedded.shape[1]))
+        cos, sin = rotary(self.config.base, start[:, None] + jnp.arange(rows.shape[1]))
         # Every row sees the whole block, but not the padding behind it.
         window = Window(cos, sin, start, live, until=start + used - 1)
-        x = embedded.astype(self.dtype)
+        x = rows.astype(self.dtype)
         keys, values = list(cache.k), list(cache.v)
         for index, layer in enumerate(self.layers):
             back = self.config.sliding_windows[index] if self.config.sliding_windows else None
@@ -200,29 +265,30 @@ class DSpark(nnx.Module):
         return self.norm(x), KVCache(k=tuple(keys), v=tuple(values))
 
     def blocks(
-        self, embedded: Float[Array, "B A R E"], features: Float[Array, "B L F E"], anchors: Int[Array, "B A"]
+        self, rows: Float[Array, "B A R E"], features: Float[Array, "B L F E"], anchors: Int[Array, "B A"]
     ) -> Float[Array, "B A R E"]:
         """Hidden states of many blocks of whole sequences, without a cache (differentiable).
 
         Args:
+          rows: see `inputs`.
           features: of positions 0 .. L-1; a block sees those before its anchor, the root's position.
         """
-        batch, count, rows, _ = embedded.shape
-        base, context = self.config.base, self.context(features)
+        batch, count, width, _ = rows.shape
+        base = self.config.base
         everywhere = rotary(base, jnp.arange(features.shape[1])[None])
-        positions = (anchors[..., None] + jnp.arange(rows)).reshape(batch, count * rows)
+        positions = (anchors[..., None] + jnp.arange(width)).reshape(batch, count * width)
         cos, sin = rotary(base, positions)
-        x = embedded.astype(self.dtype).reshape(batch, count * rows, -1)
-        for layer in self.layers:
+        x = rows.astype(self.dtype).reshape(batch, count * width, -1)
+        for layer, context in zip(self.layers, self.contexts(features)):
             k, v = layer.attention.keys_and_values(context)
             k = apply_rope(k, *everywhere)
 
             def within_blocks(heads: Array, context: tuple[Array, Array] = (k, v)) -> tuple[Array, None]:
-                q, k, v = (x.reshape(batch, count, rows, *x.shape[2:]) for x in rotated_heads(heads, cos, sin))
+                q, k, v = (x.reshape(batch, count, width, *x.shape[2:]) for x in rotated_heads(heads, cos, sin))
                 return block_attention(q, k, v, *context, anchors).reshape(*heads.shape[:2], -1, base.head_dim), None
 
             x, _ = layer(x, within_blocks)
-        return self.norm(x).reshape(batch, count, rows, -1)
+        return self.norm(x).reshape(batch, count, width, -1)
 
     def confidence_logits(
         self, hidden: Float[Array, "*R E"], before: Float[Array, "*R r"] | None
@@ -339,7 +405,9 @@ class DSparkModel:
 
     def shape_key(self) -> dict[str, Any]:
         config = dataclasses.asdict(self.config)
-        return config | config.pop("base")
+        del config["base"]
+        own = {name: list(value) if isinstance(value, tuple) else value for name, value in config.items()}
+        return self.config.base.shape_key() | own
 
     def own_parameters(self) -> list[jax.Array]:
         return jax.tree.leaves((self.network, [getattr(self, n) for n in ("embed", "head") if n not in self.shared]))

@@ -263,7 +263,7 @@ class Adaptation:
             **extra,
         }
         params = {name: np.asarray(value) for name, value in trainable.items()}
-        folders.save_drafter(folder, config, params, None, storage=storage)
+        folders.save_drafter(folder, config, params, storage=storage)
 
     def drafter(self, trainable: Any) -> Decoder:
         """The drafter as an engine takes it."""

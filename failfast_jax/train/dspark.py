@@ -1,7 +1,8 @@
 """A DFlash or DSpark drafter (`models.dspark`) learns to predict the target from the target's features.
 
 The loss is DeepSpec's: cross-entropy with the target's own tokens, the L1 distance of the two distributions (twice the
-chance that rejection sampling rejects), and the confidence head against that chance.
+chance that rejection sampling rejects), and the confidence head against that chance, or against what greedy answers
+accept.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from failfast_jax.errors import OptionError
 from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel, MarkovHead, bind
 from failfast_jax.models.layers import Attention
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.align import captured_layers, sample_blocks
-from failfast_jax.train.features import FeatureCache, target_features
+from failfast_jax.train.features import FeatureCache, captured_layers, target_features
 from failfast_jax.train.loop import layer_weights
 
 
@@ -37,6 +37,8 @@ class DSparkOptions:
       position_decay: the k-th drafted token weighs exp(-(k - 1) / position_decay): the first ones decide how long an
         accepted draft is. None: all weigh the same.
       ce_weight, l1_weight, confidence_weight: of the three parts of the loss.
+      greedy_confidence: the confidence head learns whether the best token is the text's, which greedy answers accept,
+        rather than the chance that rejection sampling accepts.
     """
 
     anchors: int = 64
@@ -45,6 +47,7 @@ class DSparkOptions:
     ce_weight: float = 0.1
     l1_weight: float = 0.9
     confidence_weight: float = 1.0
+    greedy_confidence: bool = False
 
 
 def initial(
@@ -52,8 +55,9 @@ def initial(
 ) -> DSpark:
     """A drafter whose layers and final norm are copies of the target's.
 
-    Where the features hold what enters the first copied layer, its context is that layer's own from the start: `fc`
-    picks those features out, and `hidden_norm` is its norm. The heads start as if they were not there.
+    Where the features hold what enters the first copied layer, a common context is that layer's own from the start:
+    `fc` picks those features out, and `hidden_norm` is its norm. The heads start as if they were not there. What enters
+    the rows is random where it is learnt (`fit.fit_inputs` has a better start).
 
     Args:
       source_layers: the target layer that each drafter layer starts from.
@@ -61,13 +65,25 @@ def initial(
     model = DSpark(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed))
     for layer, source in zip(model.layers, source_layers):
         copy_parameters(layer, target.layers[source])
-        if target.layers[source].attention.q_norm is None:
+        if layer.attention.q_norm is not None and target.layers[source].attention.q_norm is None:
             scale_norms(layer.attention, layer.input_norm.weight[...])
     copy_parameters(model.norm, target.norm)
-    if (before := source_layers[0] - 1) in config.feature_layers:
+    before = source_layers[0] - 1
+    if model.fc is not None and before in config.feature_layers:
         size, at = config.base.hidden_size, config.feature_layers.index(before)
         model.fc.weight[...] = jnp.eye(size, model.fc.weight.shape[1], at * size, dtype)
         copy_parameters(model.hidden_norm, target.layers[source_layers[0]].input_norm)
+    return _without_markov(model)
+
+
+def continued(start: DSpark, config: DSparkConfig, seed: int, dtype: Any = jnp.float32) -> DSpark:
+    """A drafter of other heads that goes on from `start`; heads that it lacks start as if they were not there."""
+    model = _without_markov(DSpark(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed)))
+    copy_parameters(model, start)
+    return model
+
+
+def _without_markov(model: DSpark) -> DSpark:
     if model.markov is not None:
         model.markov.w2.weight[...] = jnp.zeros_like(model.markov.w2.weight[...])
     return model
@@ -110,6 +126,32 @@ def _unused(tokenizer: Any) -> list[int]:
     names = [tokenizer.mask_token, *reversed([str(token) for token in tokenizer.added_tokens_decoder.values()])]
     template = tokenizer.chat_template or ""
     return [tokenizer.convert_tokens_to_ids(n) for n in names if n and n not in used and n not in template]
+
+
+def sample_blocks(
+    key: Array, batch: dict[str, Array], rows: int, options: Any
+) -> tuple[Int[Array, "B A"], Int[Array, "B A"]]:
+    """Anchors (positions of the last committed token) and the number of known rows, at least 1, of each block.
+
+    Args:
+      rows: of a block.
+      options: with `anchors` and `prefix_fraction`.
+    """
+    where, which, how = jax.random.split(key, 3)
+    anchors = sample_anchors(where, batch, options.anchors)
+    longer = jax.random.uniform(which, anchors.shape) < options.prefix_fraction
+    known = jax.random.randint(how, anchors.shape, 2, max(rows, 2) + 1)
+    return anchors, jnp.where(longer, jnp.minimum(known, rows), 1)
+
+
+def sample_anchors(key: Array, batch: dict[str, Array], count: int) -> Int[Array, "B A"]:
+    """Random positions from which a token of the answer is predicted, at least 1; `count` in each document."""
+    shape = (batch["tokens"].shape[0], count)
+    # The first anchor is the prompt's last token; the token behind the last one must exist.
+    first = jnp.maximum(batch["prompt_length"] - 1, 1)[:, None]
+    last = batch["length"][:, None] - 2
+    anchors = first + jnp.floor(jax.random.uniform(key, shape) * (last - first + 1)).astype(jnp.int32)
+    return jnp.clip(anchors, first, last)
 
 
 def loss(
@@ -164,12 +206,12 @@ def loss_of_blocks(
     l1 = mean(distance)
     value = options.ce_weight * ce + options.l1_weight * l1
     metrics = {"ce": ce, "l1": l1}
+    right = (jnp.argmax(log_q, -1) == labels) & exists
     if confidence is not None:
-        chance = jax.lax.stop_gradient(1 - distance / 2)
+        chance = right.astype(jnp.float32) if options.greedy_confidence else jax.lax.stop_gradient(1 - distance / 2)
         value += options.confidence_weight * mean(_binary_cross_entropy(confidence, chance))
         metrics["confidence_error"] = mean(jnp.abs(jax.nn.sigmoid(confidence) - chance))
 
-    right = (jnp.argmax(log_q, -1) == labels) & exists
     fresh = known_rows == 1
     accepted = jnp.cumprod(right.astype(jnp.int32), -1).sum(-1)
     count = jnp.maximum(fresh.sum(), 1)
@@ -199,7 +241,8 @@ def predictions(
     captured = captured_layers(config.feature_layers, target.config.num_layers)
     mine = batch["features"][:, :, np.asarray([captured.index(layer) for layer in config.feature_layers])]
     known = jnp.arange(config.block_size) < known_rows[..., None]
-    hidden = model.blocks(target.embed[...][jnp.where(known, tokens, config.mask_token_id)], mine, anchors)
+    before = jnp.take_along_axis(mine, anchors[..., None, None] - 1, axis=1)
+    hidden = model.blocks(model.inputs(target.embed[...], tokens, known, before), mine, anchors)
     logits = jnp.einsum("bare,ve->barv", hidden, constants["head"].astype(hidden.dtype)).astype(jnp.float32)
     before = None
     if model.markov is not None:
@@ -291,9 +334,12 @@ class DSparkObjective:
         span = batch["tokens"].shape[1] + self.config.block_size
         per_slot = base.num_layers * (6 * layer_weights(base) + 12 * base.num_heads * head * span)
         per_slot += 4 * size * vocab + 6 * self.config.markov_rank * vocab  # the head is frozen
+        per_slot += 6 * size * size * bool(self.config.row_features)
+        per_anchor = 6 * size * size * len(self.config.row_features)
         per_position = 6 * base.num_layers * size * 2 * base.num_kv_heads * head + 2 * size * vocab
-        per_position += 6 * size * size * len(self.config.feature_layers)
-        return float(slots * per_slot + batch["tokens"].size * per_position)
+        per_position += 0 if self.config.context_layers else 6 * size * size * len(self.config.feature_layers)
+        anchors = slots // self.config.block_size
+        return float(slots * per_slot + anchors * per_anchor + batch["tokens"].size * per_position)
 
     def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
         """Writes the drafter's folder; `extra` joins its `config.json` (`decoding`, `training`)."""

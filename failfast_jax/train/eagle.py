@@ -20,9 +20,8 @@ from jaxtyping import Array, Float, Int
 from failfast_jax.checkpoints.eagle import save_eagle
 from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.align import captured_layers, sample_anchors
-from failfast_jax.train.dspark import copy_parameters, scale_norms
-from failfast_jax.train.features import FeatureCache, target_features
+from failfast_jax.train.dspark import copy_parameters, sample_anchors, scale_norms
+from failfast_jax.train.features import FeatureCache, captured_layers, target_features
 from failfast_jax.train.loop import layer_weights
 
 HEAD = nnx.PathContains("head")

@@ -1,4 +1,4 @@
-"""The target's hidden states that a conditioned drafter learns from, computed as they are needed or cached on disk."""
+"""The target's hidden states that a drafter learns from, computed as they are needed or cached on disk."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ BATCH = 8
 """Documents in a pass of the target."""
 SAVE_EVERY = 16
 """Passes between two notes of how far the cache is."""
+
+
+def captured_layers(feature_layers: tuple[int, ...], target_layers: int) -> tuple[int, ...]:
+    """Target layers whose outputs training needs: the drafter's features, and the last one to teach from."""
+    return tuple(sorted({*feature_layers, target_layers - 1}))
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -1,4 +1,4 @@
-"""A start in closed form: what a conditioned drafter is given is mapped to what enters the layer it starts from."""
+"""A start in closed form: what a drafter's rows are given is mapped to what enters the layer it starts from."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 import numpy as np
 
-from failfast_jax.models.conditioned import Conditioned, ConditionedConfig
+from failfast_jax.models.dspark import DSpark, DSparkConfig
 from failfast_jax.models.transformer import Decoder
 
 
 class _Moments:
-    """Sums over positions that a ridge regression needs; inputs are fused features, embedded token and a constant."""
+    """Sums over positions that a ridge regression needs; inputs are features, embedded token and a constant."""
 
-    def __init__(self, config: ConditionedConfig):
-        size, rows = config.base.hidden_size, config.rows
-        self.features = size * len(config.fused_layers)
+    def __init__(self, config: DSparkConfig):
+        size, rows = config.base.hidden_size, config.block_size
+        self.features = size * len(config.row_features)
         wide = self.features + size
         self.gram = np.zeros((wide + 1, wide + 1))
         self.cross = np.zeros((wide + 1, size))
@@ -50,7 +50,7 @@ class _Moments:
 
 
 def fit_inputs(
-    model: Conditioned,
+    model: DSpark,
     target: Decoder,
     source_layer: int,
     batches: Iterable[dict[str, np.ndarray]],
@@ -78,7 +78,7 @@ def fit_inputs(
             first, length = max(int(batch["prompt_length"][row]) - 1, 1), int(batch["length"][row])
             place = np.arange(first, length)
             parts = []
-            for layer in config.fused_layers:
+            for layer in config.row_features:
                 part = features[row, place - 1, captured.index(layer)].astype(np.float32)
                 parts.append(part / np.sqrt((part**2).mean(-1, keepdims=True) + config.base.rms_norm_eps))
             inputs = np.concatenate([*parts, embed[tokens[place]], np.ones((len(place), 1))], -1)
@@ -88,7 +88,8 @@ def fit_inputs(
     # The other rows share the first one's projections and have no token of their own.
     offsets = (moments.goals - moments.guesses @ fuse) / np.maximum(moments.counts, 1)[:, None]
     offsets[0] = constant[0]
-    model.fuse.weight[...] = jnp.asarray(fuse.T, model.dtype)
-    model.token.weight[...] = jnp.asarray(token.T, model.dtype)
-    model.offsets[...] = jnp.asarray(offsets, model.dtype)
+    rows = model.row_inputs
+    rows.fuse.weight[...] = jnp.asarray(fuse.T, model.dtype)
+    rows.token.weight[...] = jnp.asarray(token.T, model.dtype)
+    rows.offsets[...] = jnp.asarray(offsets, model.dtype)
     return share

@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from typing import Any
 
 import numpy as np
 
-from failfast_jax.models.conditioned import ConditionedConfig
+from failfast_jax.checkpoints.dspark import load_dspark
+from failfast_jax.checkpoints.hub import resolve_source
+from failfast_jax.errors import OptionError
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.dspark import DSparkConfig
 from failfast_jax.models.eagle import EagleConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train import align, data, dspark, eagle, loop
+from failfast_jax.train import data, dspark, eagle, loop
 from failfast_jax.train.adapt import Adaptation, AdaptationOptions
 from failfast_jax.train.corruption import Corruption
-from failfast_jax.train.features import FeatureCache
+from failfast_jax.train.features import FeatureCache, captured_layers
 from failfast_jax.train.fit import fit_inputs
 
 HEAD_CHUNK = 1024
@@ -26,64 +27,34 @@ HEAD_CHUNK = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """Numbers of target layers: those that the drafter starts from, reads (of a conditioned drafter: in every row), and
-    stores for other runs."""
+    """Numbers of target layers: those that the drafter starts from, reads, stores for other runs, and reads in every
+    row."""
 
     own: tuple[int, ...]
     read: tuple[int, ...]
     cached: tuple[int, ...]
+    rows: tuple[int, ...] = ()
 
 
 def make_objective(
-    args: argparse.Namespace, target: Decoder, source: Any, train: data.Documents, layers: Layers, deadline: float
+    args: argparse.Namespace, target: Decoder, train: data.Documents, layers: Layers, deadline: float
 ) -> loop.Objective:
     """The family's objective.
 
     Args:
       args: the options, checked.
-      source: where the target's tokenizer lies.
       train: the documents; their features are computed here where there is a `--feature-cache`.
 
     Raises:
-      DataError, OptionError: see `FeatureCache` and `dspark.mask_token`.
+      DataError: see `FeatureCache`.
+      OptionError: a drafter at `--start` that cannot be trained on.
       OutOfTime: at the deadline.
     """
     if args.family == "standalone":
         return _adaptation(args, target, layers)
-    if args.family == "conditioned":
-        return _alignment(args, target, train, layers, deadline)
     if args.family == "eagle3":
         return _eagle(args, target, train, layers, deadline)
-    return _dspark(args, target, source, train, layers, deadline)
-
-
-def _alignment(
-    args: argparse.Namespace, target: Decoder, train: data.Documents, layers: Layers, deadline: float
-) -> align.Alignment:
-    base = dataclasses.replace(target.config, num_layers=len(layers.own))
-    config = ConditionedConfig(base, tuple(i - 1 for i in layers.own), layers.read, args.rows, args.draft_vocab)
-    draft_ids = data.frequent_tokens(train, target.config.vocab_size, args.draft_vocab, target.config.eos_token_ids)
-    cache = _feature_cache(args, target, train, config.feature_layers, layers, deadline)
-    model = align.initial(target, config, layers.own, args.seed)
-    options = align.AlignmentOptions(
-        anchors=args.anchors,
-        prefix_fraction=args.prefix_fraction,
-        position_decay=args.position_decay or None,
-        kl_weight=args.kl_weight,
-    )
-
-    def objective() -> align.Alignment:
-        return align.Alignment(model, target, draft_ids, options, compute_dtype=args.compute_dtype, cache=cache)
-
-    untrained = objective()
-    if args.no_fit or loop.has_checkpoint(args.out):
-        return untrained
-    dataset = data.batches(train, length=args.seq_len, batch=8, seed=args.seed)
-    batches = (dataset[i] for i in range(max(min(len(train) // 8, 64), 1)))
-    batches = ({**batch, "features": np.asarray(untrained.features(batch))} for batch in batches)
-    share = fit_inputs(model, target, layers.own[0], batches, untrained.captured)
-    print(f"input projections fitted: they explain {share:.1%} of the residual stream's variance", file=sys.stderr)
-    return objective()
+    return _dspark(args, target, train, layers, deadline)
 
 
 def _feature_cache(
@@ -96,38 +67,72 @@ def _feature_cache(
 ) -> FeatureCache | None:
     if not args.feature_cache:
         return None
-    captured = align.captured_layers(read, target.config.num_layers)
+    captured = captured_layers(read, target.config.num_layers)
     options = {"also": layers.cached, "deadline": deadline, "flag": "--feature-cache"}
     return FeatureCache(args.feature_cache, train, target, captured, **options)
 
 
 def _dspark(
-    args: argparse.Namespace, target: Decoder, source: Any, train: data.Documents, layers: Layers, deadline: float
+    args: argparse.Namespace, target: Decoder, train: data.Documents, layers: Layers, deadline: float
 ) -> dspark.DSparkObjective:
-    base = _qwen3(target.config, len(layers.own))
-    heads = args.family == "dspark"
-    config = DSparkConfig(
+    if args.start is None:
+        model = dspark.initial(
+            target, _with_heads(_block_config(args, target.config, layers), args), layers.own, args.seed
+        )
+        draft_ids = _draft_ids(args, target.config, train)
+    else:
+        start = load_dspark(resolve_source(args.start), target)
+        if start.shared != ("embed", "head"):
+            raise OptionError(f"--start {args.start}: has an embedding or a head that is not its target's")
+        model = dspark.continued(start.network, _with_heads(start.config, args), args.seed)
+        draft_ids = None if start.draft_ids is None else np.asarray(start.draft_ids)
+    config = model.config
+    cache = _feature_cache(args, target, train, config.feature_layers, layers, deadline)
+    options = dspark.DSparkOptions(
+        position_decay=args.position_decay or None,
+        **{name: getattr(args, name) for name in ("anchors", "prefix_fraction", "ce_weight", "l1_weight")},
+        confidence_weight=args.confidence_weight if config.confidence else 0.0,
+        greedy_confidence=args.confidence_for == "greedy",
+    )
+
+    def objective() -> dspark.DSparkObjective:
+        how = {"compute_dtype": args.compute_dtype, "cache": cache, "borrow": args.borrow}
+        return dspark.DSparkObjective(model, target, draft_ids, options, **how)
+
+    untrained = objective()
+    if not layers.rows or args.no_fit or loop.has_checkpoint(args.out):
+        return untrained
+    dataset = data.batches(train, length=args.seq_len, batch=8, seed=args.seed)
+    batches = (dataset[i] for i in range(max(min(len(train) // 8, 64), 1)))
+    batches = ({**batch, "features": np.asarray(untrained.features(batch))} for batch in batches)
+    share = fit_inputs(model, target, layers.own[0], batches, untrained.captured)
+    print(f"input projections fitted: they explain {share:.1%} of the residual stream's variance", file=sys.stderr)
+    return objective()
+
+
+def _block_config(args: argparse.Namespace, target: ModelConfig, layers: Layers) -> DSparkConfig:
+    """A block drafter without heads."""
+    count = len(layers.own)
+    base = dataclasses.replace(target, num_layers=count, tie_embeddings=False) if layers.rows else _qwen3(target, count)
+    return DSparkConfig(
         base=base,
         block_size=args.rows,
         mask_token_id=args.mask_token,
         feature_layers=layers.read,
-        num_target_layers=target.config.num_layers,
-        markov=args.markov if heads else None,
-        markov_rank=args.markov_rank if heads else 0,
-        confidence=heads,
-        confidence_sees_markov=heads,
+        num_target_layers=target.num_layers,
         draft_vocab=args.draft_vocab or None,
+        row_features=layers.rows,
+        context_layers=tuple(layer - 1 for layer in layers.own) if layers.rows else (),
     )
-    draft_ids = _draft_ids(args, target.config, train)
-    cache = _feature_cache(args, target, train, layers.read, layers, deadline)
-    options = dspark.DSparkOptions(
-        position_decay=args.position_decay or None,
-        **{name: getattr(args, name) for name in ("anchors", "prefix_fraction", "ce_weight", "l1_weight")},
-        confidence_weight=args.confidence_weight if heads else 0.0,
-    )
-    model = dspark.initial(target, config, layers.own, args.seed)
-    how = {"compute_dtype": args.compute_dtype, "cache": cache, "borrow": args.borrow}
-    return dspark.DSparkObjective(model, target, draft_ids, options, **how)
+
+
+def _with_heads(config: DSparkConfig, args: argparse.Namespace) -> DSparkConfig:
+    """With the heads that its family has and it lacks."""
+    if args.family == "dspark" and not config.markov:
+        config = dataclasses.replace(config, markov=args.markov, markov_rank=args.markov_rank)
+    if args.family == "dspark" and not config.confidence:
+        config = dataclasses.replace(config, confidence=True, confidence_sees_markov=True)
+    return config
 
 
 def _qwen3(target: ModelConfig, layers: int) -> ModelConfig:

@@ -19,9 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from failfast_jax.checkpoints.drafter import WEIGHTS
+from failfast_jax.checkpoints.safetensors import WEIGHTS
 from failfast_jax.command import UNFINISHED, deadline_after
 from failfast_jax.files import read_json, write_atomically
+from failfast_jax.options import flag_of
 from failfast_jax.train.loop import LOG_FILE
 from failfast_jax.train.openings import CODE_OPENINGS
 from failfast_jax.train.resume import begin
@@ -110,7 +111,8 @@ PROFILES = {
         tune={"limit": 3, "max_new_tokens": 16, "spec_len": 7, "lookup_min": "0,2", "min_gain": "0,1"},
     ),
 }
-COMMON = {"family": "conditioned", "fused": "9,19,29", "rows": 7, "draft_vocab": 8192, "storage": "int8"}
+COMMON = {"family": "dspark", "row_features": "9,19,29", "rows": 7, "draft_vocab": 8192, "borrow": True}
+COMMON |= {"markov_rank": 32, "ce_weight": 0.5, "l1_weight": 0.5, "confidence_for": "greedy"}
 """Options of every profile; they and the candidates' fit a target of 30 layers, SmolLM2-135M's."""
 
 
@@ -122,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def flags(options: dict[str, Any]) -> list[str]:
     """Options as words of a command line."""
-    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return [part for name, value in options.items() for part in (flag_of(name), str(value)) if part != "True"]
 
 
 def steps(profile: Profile, out: Path) -> list[tuple[tuple[str, ...], list[str]]]:

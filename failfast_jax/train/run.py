@@ -1,8 +1,8 @@
 """`python -m failfast_jax.train run`: make a drafter for a target, from the target.
 
-Five families. `dspark` and `dflash` drafters (a few layers that read the target's hidden states, with or without Markov
+Four families. `dspark` and `dflash` drafters (a few layers that read the target's hidden states, with or without Markov
 and confidence heads) and `eagle3` ones (one layer, which goes on from its own hidden states) are written in DeepSpec's
-layout, which other engines serve, too. `conditioned` ones are this project's own kind of block drafters; they start in
+layout, which other engines serve, too. With `--row-features` block drafters are this project's own: they start in
 closed form, which suits little data. `standalone` ones are block diffusion as in Fast-dLLM v2, over all layers of the
 model or some. A run lives in one folder and continues from its last checkpoint when it is started again.
 """
@@ -21,7 +21,8 @@ import numpy as np
 
 from failfast_jax.checkpoints import deepspec
 from failfast_jax.checkpoints.drafter import STORAGES
-from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path
+from failfast_jax.checkpoints.dspark import check_target
+from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path, resolve_source
 from failfast_jax.checkpoints.loading import load_model, open_source
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.command import OutOfTime, deadline_after
@@ -29,25 +30,27 @@ from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.errors import OptionError
 from failfast_jax.files import read_json
 from failfast_jax.models.config import ModelConfig
-from failfast_jax.models.dspark import MARKOV_HEADS
+from failfast_jax.options import flag_of
 from failfast_jax.train import data, loop
 from failfast_jax.train.conversations import read_conversations
-from failfast_jax.train.corruption import KINDS
 from failfast_jax.train.dspark import spare_token
 from failfast_jax.train.evaluate import Evaluation
+from failfast_jax.train.families import (
+    BLOCKS,
+    FAMILIES,
+    PUBLISHED,
+    THIRDS,
+    add_family_options,
+    fill_in,
+    started_from,
+)
 from failfast_jax.train.objectives import Layers, make_objective
 from failfast_jax.train.publish import push
 from failfast_jax.train.resume import begin
 
-FIRST_SHARE, SECOND_SHARE = 1 / 3, 2 / 3  # depth of the features that are fused by default, beside the last layer's
 SETTINGS_FILE = "train.json"
 HELD_OUT = "held_out.npz"
 """In the run's folder: documents never trained on, for measurements of what was made."""
-FAMILIES = ("conditioned", "dspark", "dflash", "eagle3", "standalone")
-PUBLISHED = ("dspark", "dflash", "eagle3")
-"""Families in DeepSpec's layout."""
-DEFAULTS = {"conditioned": {"kl_weight": 0.5, "draft_vocab": 8192, "prefix_fraction": 0.25}}
-"""Of options whose default depends on the family; the other families' are zeros."""
 LONGEST_CHAIN = 64
 """As long as `--spec-len` of `eagle3` may be."""
 RUN_ONLY = (
@@ -63,69 +66,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", type=Path, nargs="+", required=True, help=".npz files, folders of them, or .jsonl of chats"
     )
     parser.add_argument("--target", help="model to draft for; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--family", choices=FAMILIES, default="conditioned")
+    parser.add_argument("--family", choices=FAMILIES, default="dspark")
     parser.add_argument(
         "--layers",
         metavar="i,j",
         help="target layers to start from; default: the last two, the last (eagle3), all (standalone)",
     )
+    parser.add_argument("--start", metavar="P", help="go on from this drafter; heads that it lacks are added (dspark)")
     both = parser.add_argument_group("what all families learn from")
     both.add_argument("--seq-len", type=int, default=320, help="documents are cut to this many tokens")
     both.add_argument("--held-out", type=int, default=64, help="documents never trained on")
     both.add_argument("--skip-short", action="store_true", help="leave out documents shorter than a block")
-    both.add_argument(
-        "--position-decay", type=float, default=3.0, help="k-th masked token weighs exp(-(k-1)/x); 0: all 1"
-    )
-    both.add_argument(
-        "--kl-weight",
-        type=float,
-        help="share of KL(target || drafter) in the loss; default: 0.5 (conditioned), 0 (standalone)",
-    )
-    block = parser.add_argument_group("all but standalone drafters")
-    block.add_argument("--rows", type=int, default=7, help="tokens that one pass drafts (not eagle3)")
-    block.add_argument(
-        "--draft-vocab",
-        type=int,
-        help="draft only the n most frequent tokens of the answers; 0: all; default: 8192 (conditioned), 0",
-    )
-    block.add_argument("--anchors", type=int, default=64, help="blocks, or chains, per document and step")
-    block.add_argument(
-        "--prefix-fraction", type=float, help="blocks that begin with known tokens; default: 0.25 (conditioned), 0"
-    )
-    block.add_argument("--feature-cache", type=Path, help="folder: compute the target's features once")
-    block.add_argument(
-        "--cache-layers", metavar="i,j", help="target layers to store for other runs, too, beside what this one reads"
-    )
-    _add_family_arguments(parser)
+    add_family_options(parser)
     _add_run_arguments(parser)
-
-
-def _add_family_arguments(parser: argparse.ArgumentParser) -> None:
-    conditioned = parser.add_argument_group("conditioned drafters")
-    conditioned.add_argument(
-        "--fused", metavar="i,j", help="target layers that enter each row; default: 1/3, 2/3, last"
-    )
-    conditioned.add_argument("--no-fit", action="store_true", help="random input projections, not a ridge regression")
-    published = parser.add_argument_group("dspark, dflash and eagle3 drafters")
-    published.add_argument(
-        "--features", metavar="i,j", help="target layers whose outputs it reads; default: five, evenly spread"
-    )
-    published.add_argument("--markov", choices=MARKOV_HEADS, default="vanilla", help="kind of the Markov head (dspark)")
-    published.add_argument("--markov-rank", type=int, default=256, help="size of its vectors")
-    published.add_argument("--mask-token", type=int, help="id for what is not known; default: one that no text has")
-    published.add_argument("--ce-weight", type=float, default=0.1, help="of the cross-entropy with the answers")
-    published.add_argument("--l1-weight", type=float, default=0.9, help="of the distance from the target's choices")
-    published.add_argument("--confidence-weight", type=float, default=1.0, help="of the confidence head's loss")
-    published.add_argument(
-        "--borrow", action="store_true", help="do not store the target's embedding again, nor its head (not eagle3)"
-    )
-    published.add_argument("--ttt-length", type=int, default=7, help="passes that training unrolls (eagle3)")
-    published.add_argument("--step-decay", type=float, default=0.8, help="k-th pass weighs x ** (k-1) (eagle3)")
-    standalone = parser.add_argument_group("standalone drafters")
-    standalone.add_argument("--block-size", type=int, default=32)
-    standalone.add_argument("--corruption", choices=KINDS, default="mixed")
-    standalone.add_argument("--draft-fraction", type=float, default=0.5, help="blocks that look like drafting (mixed)")
-    standalone.add_argument("--no-complementary", action="store_true", help="one mask a document, not it and its rest")
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,9 +106,7 @@ def check(args: argparse.Namespace) -> loop.Optimization:
     Raises:
       OptionError: a value that cannot be served.
     """
-    for name, value in DEFAULTS.get(args.family, {"kl_weight": 0.0, "draft_vocab": 0, "prefix_fraction": 0.0}).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    fill_in(args)
     args.compute_dtype = args.compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if args.eval_prompts is None:
         args.eval_prompts = min(16, args.held_out)
@@ -166,7 +117,7 @@ def check(args: argparse.Namespace) -> loop.Optimization:
         "rows": args.rows >= 1,
         "seq_len": args.seq_len >= 8,
         "held_out": args.held_out >= 1,
-        "draft_vocab": args.draft_vocab >= (args.family == "conditioned"),
+        "draft_vocab": args.draft_vocab >= 0,
         "markov_rank": args.markov_rank >= 1,
         "ce_weight": args.ce_weight >= 0,
         "l1_weight": args.l1_weight >= 0,
@@ -188,8 +139,13 @@ def check(args: argparse.Namespace) -> loop.Optimization:
     loop.check_ranges(args, rules)
     if args.cache_layers and not args.feature_cache:
         raise OptionError(f"--cache-layers {args.cache_layers}: needs --feature-cache, where they are stored")
-    if args.family not in ("standalone", "eagle3") and (args.eval_spec_len or 0) > args.rows:
+    if args.family in BLOCKS and (args.eval_spec_len or 0) > args.rows:
         raise OptionError(f"--eval-spec-len {args.eval_spec_len}: a pass drafts at most --rows {args.rows} tokens")
+    for name in ("features", "mask_token"):
+        if args.row_features and getattr(args, name) is not None:
+            raise OptionError(f"{flag_of(name)} {getattr(args, name)}: not with --row-features")
+    if args.no_fit and not args.row_features:
+        raise OptionError("--no-fit: only with --row-features is there something to fit")
     if args.family in PUBLISHED and args.storage not in deepspec.STORAGES:
         said = f"{args.family} drafters are stored as {' or '.join(deepspec.STORAGES)}"
         raise OptionError(f"--storage {args.storage}: {said}")
@@ -218,30 +174,30 @@ def _check_target(args: argparse.Namespace, source: Any, config: ModelConfig) ->
     if config.is_diffusion:
         raise OptionError(f"--target {source}: a block-diffusion model; drafters are made from autoregressive targets")
     args.draft_vocab = min(args.draft_vocab, config.vocab_size)
-    last, conditioned = config.num_layers - 1, args.family == "conditioned"
-    if conditioned and last == 0:
-        raise OptionError(f"--target {source}: has one layer; a conditioned drafter reads what enters another")
+    last = config.num_layers - 1
     if args.seq_len > config.max_position_embeddings:
         raise OptionError(f"--seq-len {args.seq_len}: the target's context is {config.max_position_embeddings}")
+    cached = _parse_layers(args.cache_layers, "--cache-layers", last + 1, ())
+    if (start := started_from(args)) is not None:
+        check_target(start, config, resolve_source(args.start), str(source))
+        return Layers((), start.feature_layers, cached)
     if args.mask_token is not None and not 0 <= args.mask_token < config.vocab_size:
         raise OptionError(f"--mask-token {args.mask_token}: the target's vocabulary has {config.vocab_size} tokens")
     first = {"standalone": 0, "eagle3": last}.get(args.family, max(last - 1, 1))
     own = _parse_layers(args.layers, "--layers", last + 1, tuple(range(min(first, last), last + 1)))
-    if conditioned and min(own) == 0:
-        raise OptionError(f"--layers {args.layers}: layer 0 has no layer before it whose output a drafter could read")
     if args.family == "eagle3" and len(own) > 1:
         raise OptionError(f"--layers {args.layers}: an EAGLE-3 drafter has one layer")
+    if args.row_features:
+        if min(own) == 0:
+            given = "--row-features" if args.layers is None else f"--layers {args.layers}"
+            raise OptionError(f"{given}: layer 0 has no layer before it whose output a drafter could read")
+        thirds = tuple(dict.fromkeys((round(last / 3), round(last * 2 / 3), last)))
+        text = None if args.row_features == THIRDS else args.row_features
+        rows = _parse_layers(text, "--row-features", last + 1, thirds)
+        return Layers(own, tuple(sorted({*rows, *(i - 1 for i in own)})), cached, rows)
     # What enters the first of its own layers, and others at even distances.
     spread = {round(last * share) for share in (0.05, 0.3, 0.55, 0.8)} | {max(own[0] - 1, 0)}
-    flag, read, default = "--features", args.features, tuple(sorted(spread))
-    if conditioned:
-        flag, read = "--fused", args.fused
-        default = tuple(dict.fromkeys((round(last * FIRST_SHARE), round(last * SECOND_SHARE), last)))
-    return Layers(
-        own,
-        _parse_layers(read, flag, last + 1, default),
-        _parse_layers(args.cache_layers, "--cache-layers", last + 1, ()),
-    )
+    return Layers(own, _parse_layers(args.features, "--features", last + 1, tuple(sorted(spread))), cached)
 
 
 def work(args: argparse.Namespace) -> None:
@@ -255,7 +211,7 @@ def work(args: argparse.Namespace) -> None:
     shortest = {"standalone": args.block_size, "eagle3": 3}.get(args.family, args.rows + 2)
     limits = {"shortest": shortest, "longest": args.seq_len, "skip_short": args.skip_short}
     documents = data.load_documents(args.data, vocab_size=config.vocab_size, read=_readers(source, config), **limits)
-    if args.family in ("dspark", "dflash") and args.mask_token is None:
+    if args.family in BLOCKS and not (layers.rows or args.start) and args.mask_token is None:
         args.mask_token = spare_token(load_tokenizer(source))
     settings = {name: value for name, value in vars(args).items() if name not in RUN_ONLY} | {
         "feature_cache": args.feature_cache is not None,
@@ -276,7 +232,7 @@ def work(args: argparse.Namespace) -> None:
     enable_compile_cache(None)
     # From here on nothing is cheap: all that can be refused has been.
     target = load_model(source)
-    objective = make_objective(args, target, source, train, layers, deadline)
+    objective = make_objective(args, target, train, layers, deadline)
     figures = {"prompts": args.eval_prompts, "tokens": args.eval_tokens, "spec_len": args.eval_spec_len}
     measure = Evaluation(target, objective, held_out, **figures)
     _train(args, optimization, objective, measure, train, settings, deadline)

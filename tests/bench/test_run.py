@@ -143,7 +143,7 @@ def test_all_leaves_out_what_cannot_run(stub, bench, tmp_path, capsys):
     assert bench("lookup", "--target", "t") == 2
     assert "other settings (target name: 'SmolLM2-135M-Instruct.Q4_1.gguf' there, 't' here)" in capsys.readouterr().err
     assert bench("failfast", "--target", "t", to=tmp_path / "other") == 2
-    assert "failfast: needs --drafter, a model of kind block-diffusion or conditioned or" in capsys.readouterr().err
+    assert "failfast: needs --drafter, a model of kind block-diffusion or feature-block or" in capsys.readouterr().err
 
 
 def test_differences(stub, bench, out, tmp_path, capsys):

@@ -10,7 +10,7 @@ import types
 import pytest
 from checkpoint_files import GOLDEN
 from stub_engine import StubEngine
-from tiny_models import diffusion_config, random_bound, random_model, tiny_config
+from tiny_models import diffusion_config, random_extended, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.bench import __main__ as bench
@@ -33,8 +33,8 @@ def target():
 
 
 @pytest.fixture(scope="module")
-def conditioned(target):
-    return FailFast(target, random_bound(target, rows=ROWS))
+def extended(target):
+    return FailFast(target, random_extended(target, rows=ROWS))
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +57,15 @@ def settings_file(engine, path, **decoding):
     return path
 
 
-def test_the_engine_takes_the_file(target, conditioned, tmp_path, caplog):
-    path = settings_file(conditioned, tmp_path / "tuned.json", lookup_min=0)
-    engine = FailFast(target, conditioned.drafter, settings=path)
+def test_the_engine_takes_the_file(target, extended, tmp_path, caplog):
+    path = settings_file(extended, tmp_path / "tuned.json", lookup_min=0)
+    engine = FailFast(target, extended.drafter, settings=path)
     drafter = engine.build_drafter(GenerationConfig(spec_len=1))
     assert (drafter.spec_len, drafter.max_spec_len, float(drafter.rule.tau)) == (1, 2, 1.0)
     assert not caplog.records
     raw = json.loads(path.read_text())
     path.write_text(json.dumps({**raw, "machine": {"platform": "tpu", "device": "TPU v5e"}}))
-    FailFast(target, conditioned.drafter, settings=path)
+    FailFast(target, extended.drafter, settings=path)
     assert "tuned on another machine, platform 'tpu' (here 'cpu')" in caplog.text
 
 
@@ -77,14 +77,14 @@ def test_a_schedule_in_the_file(target, standalone, tmp_path):
     assert isinstance(wide, Wide) and wide.spec_len == 10  # the file is not for that schedule
 
 
-def test_files_of_other_pairs_are_refused(target, conditioned, standalone, tmp_path):
-    path = settings_file(conditioned, tmp_path / "tuned.json")
+def test_files_of_other_pairs_are_refused(target, extended, standalone, tmp_path):
+    path = settings_file(extended, tmp_path / "tuned.json")
     deeper, other = random_model(tiny_config(num_layers=3)), random_model(tiny_config(), seed=5)
     for model, drafter, message in (
-        (deeper, random_bound(deeper, rows=ROWS), "the target T; the target model has num_layers 3, not 2"),
-        (other, random_bound(other, rows=ROWS), "the target T; the target model has other weights"),
-        (target, random_bound(target, rows=ROWS, seed=7), "the drafter D; the drafter model has other weights"),
-        (target, standalone.drafter, "the drafter D; the drafter model has context_layers None"),
+        (deeper, random_extended(deeper, rows=ROWS), "the target T; the target model has num_layers 3, not 2"),
+        (other, random_extended(other, rows=ROWS), "the target T; the target model has other weights"),
+        (target, random_extended(target, rows=ROWS, seed=7), "the drafter D; the drafter model has other weights"),
+        (target, standalone.drafter, "the drafter D; the drafter model has block_size None"),
         (target, None, "no drafter is loaded"),
     ):
         with pytest.raises(ConfigError, match=rf"tuned.json.*{message}"):
@@ -101,8 +101,8 @@ def test_files_of_other_pairs_are_refused(target, conditioned, standalone, tmp_p
         ({"decoding": {"min_gain": 1.0}}, "'min_gain' needs 'lookup_min'"),
     ],
 )
-def test_damaged_files_are_named(conditioned, tmp_path, change, message):
-    path = settings_file(conditioned, tmp_path / "tuned.json")
+def test_damaged_files_are_named(extended, tmp_path, change, message):
+    path = settings_file(extended, tmp_path / "tuned.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ConfigError, match=rf"tuned.json: .*{message}"):
         FailFast("before any model is read", settings=path)
@@ -133,11 +133,11 @@ def test_the_command_line_takes_the_file(capsys, tmp_path, golden_model, monkeyp
 
 
 @pytest.fixture
-def command(conditioned, tmp_path, monkeypatch):
+def command(extended, tmp_path, monkeypatch):
     """Runs the command with a tiny pair; returns its status and the summary."""
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROMPTS))
-    monkeypatch.setattr(tune, "load_pair", lambda *_, **__: conditioned)
-    monkeypatch.setattr(conditioned, "decoding", {})
+    monkeypatch.setattr(tune, "load_pair", lambda *_, **__: extended)
+    monkeypatch.setattr(extended, "decoding", {})
 
     def run(*args, out="out"):
         fixed = ["--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "20", "--out", str(tmp_path / out)]
@@ -175,10 +175,10 @@ class ScriptedEngine(StubEngine):
 
 
 @pytest.fixture
-def scripted(conditioned, monkeypatch):
+def scripted(extended, monkeypatch):
     """An engine in the place of the tiny pair's, which only says what settings there are."""
     engine = ScriptedEngine()
-    monkeypatch.setattr(conditioned, "generate", engine.generate)
+    monkeypatch.setattr(extended, "generate", engine.generate)
     return engine
 
 
@@ -259,7 +259,7 @@ def test_the_choice_is_written_into_the_folder(command, scripted, tmp_path, caps
     assert f"--write: {tmp_path} is not a drafter's folder" in capsys.readouterr().err
 
 
-def test_a_real_pair(command, conditioned, tmp_path):
+def test_a_real_pair(command, extended, tmp_path):
     few = "--spec-len 2 --tau 0.3,0.8 --lookup-min 2 --min-gain 0 --max-spec-len none --limit 2"
     status, summary = command(*few.split(), "--full-sweep")
     assert status == 0 and len(summary["settings"]) == 2
@@ -267,23 +267,23 @@ def test_a_real_pair(command, conditioned, tmp_path):
         equal, _, answers = row["answers_equal_to_vanilla"].split()
         assert equal == answers and int(answers) >= 2 == row["measured_prompts"]
         assert row["measured_speedup"] > 0 and row["measured_tokens"] >= row["measured_rounds"] > 0
-    engine = FailFast(conditioned.target, conditioned.drafter, settings=tmp_path / "out" / tune.TUNED)
+    engine = FailFast(extended.target, extended.drafter, settings=tmp_path / "out" / tune.TUNED)
     assert engine.decoding == {"policy": "fixed"} | {k: v for k, v in summary["chosen"].items() if k in engine.decoding}
 
 
-def test_settings_that_come_to_the_same(conditioned, standalone):
+def test_settings_that_come_to_the_same(extended, standalone):
     def count(engine, **given):
         values = {name: (default[0],) for name, default in grid.default_grid(engine).items()}
         return [setting.label for setting in grid.settings_of(values | given, engine)]
 
     taus = (0.3, 0.6)
-    assert count(conditioned, spec_len=(2, ROWS), tau=taus) == [
+    assert count(extended, spec_len=(2, ROWS), tau=taus) == [
         "wide, N 2, tau 0.3",
         "wide, N 2, tau 0.6",
         f"wide, N {ROWS}",
     ]
-    assert count(conditioned, spec_len=(ROWS,), max_spec_len=(None, ROWS)) == [f"wide, N {ROWS}"]
-    assert len(count(conditioned, lookup_min=(0, 2), min_gain=(0.0, 1.0))) == 3
+    assert count(extended, spec_len=(ROWS,), max_spec_len=(None, ROWS)) == [f"wide, N {ROWS}"]
+    assert len(count(extended, lookup_min=(0, 2), min_gain=(0.0, 1.0))) == 3
     assert len(count(standalone, schedule=("wide", "aligned"), lookup_min=(0, 2))) == 3
     assert count(standalone, spec_len=(8,), max_spec_len=(15,), tau=taus) == ["wide, N 8, max 15"]
 

@@ -29,7 +29,7 @@ from checkpoint_files import (
     with_bad_value,
     write_gguf,
 )
-from tiny_models import random_bound
+from tiny_models import random_model
 
 from failfast_jax.checkpoints import drafter, hub, loading, mapping, native
 from failfast_jax.checkpoints.drafter import load_drafter
@@ -39,6 +39,7 @@ from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models.config import ModelConfig, RopeConfig
 from failfast_jax.models.rope import rope_frequencies
+from failfast_jax.models.transformer import Decoder
 
 
 @pytest.fixture
@@ -252,23 +253,41 @@ def test_bad_values_in_a_converted_folder(tmp_path, quantize):
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
 def test_bad_values_in_a_drafter(tmp_path, storage):
-    target = load_model(GOLDEN / "qwen2_target_160")
-    network = random_bound(target).network
-    skeleton = Skeleton.of(network)
-    params = {name: np.asarray(leaf[...]) for name, leaf in skeleton.leaves.items()}
-    config = {
-        "family": drafter.CONDITIONED,
-        "target": target.shape_key(),
-        "network": {"num_layers": 1, **network.config.to_dict()},
-    }
-    ids = np.arange(network.config.vocab)
-    drafter.save_drafter(tmp_path, config, params, ids, storage=storage)
-    assert load_drafter(tmp_path, target).kind == "conditioned"
-    bad = with_bad_value(params, "token.weight", np.inf)
+    target, config, params = standalone()
+    drafter.save_drafter(tmp_path, config, params, storage=storage)
+    assert load_drafter(tmp_path, target).kind == "block-diffusion"
+    key = "layers.0.mlp.down.weight"
     with np.errstate(invalid="ignore"):
-        drafter.save_drafter(tmp_path, config, bad, ids, storage=storage)
-    with pytest.raises(CheckpointError, match=r"drafter.safetensors: tensor token.weight holds NaN or infinite"):
+        drafter.save_drafter(tmp_path, config, with_bad_value(params, key, np.inf), storage=storage)
+    with pytest.raises(CheckpointError, match=rf"drafter.safetensors: tensor {key} holds NaN or infinite"):
         load_drafter(tmp_path, target)
+
+
+def standalone() -> tuple[Decoder, dict, dict]:
+    """A target, and a standalone drafter of its first layer: configuration and parameters."""
+    target = load_model(GOLDEN / "qwen2_target_160")
+    leaves = Skeleton.of(random_model(target.config.with_mask_row(1, 8))).leaves
+    params = {name: np.asarray(leaf[...]) for name, leaf in leaves.items() if not name.startswith(("embed", "head"))}
+    params["mask"] = np.ones(target.config.hidden_size, np.float32)
+    network = {"num_layers": 1, "block_size": 8}
+    return target, {"family": drafter.STANDALONE, "target": target.shape_key(), "network": network}, params
+
+
+def test_damaged_drafters_are_named(tmp_path):
+    target, config, params = standalone()
+    drafter.save_drafter(tmp_path, config, params)
+    weights = (tmp_path / drafter.WEIGHTS).read_bytes()
+    (tmp_path / drafter.WEIGHTS).write_bytes(weights[:-50])
+    with pytest.raises(CheckpointError, match="drafter.safetensors: cannot be read"):
+        load_drafter(tmp_path, target)
+    for changes, message in (
+        ({"family": "conditioned"}, "family 'conditioned' is not read"),
+        ({"network": {"num_layers": 0}}, "key 'num_layers' must be a positive integer, got 0"),
+        ({"target": target.shape_key() | {"num_layers": 9}}, "trained for a target with num_layers 9; the target has"),
+    ):
+        drafter.save_drafter(tmp_path, config | changes, params)
+        with pytest.raises(ConfigError, match=message):
+            load_drafter(tmp_path, target)
 
 
 def test_values_that_the_wanted_type_cannot_hold(tmp_path):

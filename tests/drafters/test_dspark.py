@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import VOCAB, random_dspark, random_model, tiny_config
+from tiny_models import VOCAB, random_dspark, random_extended, random_model, tiny_config
 
 from failfast_jax import FailFast
 from failfast_jax.errors import ConfigError, OptionError
@@ -24,7 +24,9 @@ KINDS = {
     "rnn": {"markov": "rnn"},
     "narrow": {"draft_ids": np.arange(3, VOCAB - 5)},
     "sliding": {"sliding_windows": (6,)},
+    "extended": {"context_layers": (0, 1), "row_features": (2, 0), "draft_ids": np.arange(3, VOCAB - 5)},
 }
+HEADS = {"markov": "vanilla", "markov_rank": 6, "confidence": True, "confidence_sees_markov": True}
 
 
 @functools.cache
@@ -35,6 +37,8 @@ def target():
 @functools.cache
 def engine(kind: str) -> FailFast:
     changes = dict(KINDS[kind])
+    if kind == "extended":
+        return FailFast(target(), random_extended(target(), rows=ROWS, seed=3, **changes, **HEADS))
     return FailFast(target(), random_dspark(target(), rows=ROWS + (kind == "dflash"), seed=3, **changes))
 
 
@@ -43,16 +47,30 @@ def prompts(seed: int, lengths=(9, 14, 1)) -> list[list[int]]:
     return [rng.integers(2, VOCAB, length).tolist() for length in lengths]
 
 
+@functools.cache
+def one_pass(kind: str):
+    @jax.jit
+    def run(model, tokens, rows, given, at):
+        features = target_features(target(), tokens, model.config.feature_layers)
+        inputs = model.network.inputs(model.embed, rows[None, None], given[None, None], features[:, None, at - 1])
+        return model.network.blocks(inputs, features, at[None, None])[0, 0]
+
+    return run
+
+
+def looked_at(kind: str, ids: list[int], rows: np.ndarray, given: np.ndarray) -> jax.Array:
+    """Hidden states of a pass over rows behind `ids`: whole sequences, no cache."""
+    tokens = np.zeros((1, 64), np.int32)
+    tokens[0, : len(ids)] = ids
+    return one_pass(kind)(engine(kind).drafter, tokens, rows, given, jnp.int32(len(ids) - 1))
+
+
 def chunk(kind: str, ids: list[int], drafted: list[int], first: int) -> list[tuple[int, float]]:
-    """Tokens and confidences of one pass, for the places `first ...` of a draft: whole sequences, no cache, no scan."""
+    """Tokens and confidences of one pass, for the places `first ...` of a draft: no cache, no scan."""
     model, network = engine(kind).drafter, engine(kind).drafter.network
     config, known = network.config, [ids[-1], *drafted[:first]]
     count = -(-(first + ROWS + config.own_row) // config.block_size) * config.block_size
-    rows = known + [config.mask_token_id] * (count - len(known))
-    tokens = np.zeros((1, 64), np.int32)
-    tokens[0, : len(ids)] = ids
-    features = target_features(target(), tokens, config.feature_layers)
-    hidden = network.blocks(model.embed[np.asarray([[rows]])], features, np.asarray([[len(ids) - 1]]))[0, 0]
+    hidden = looked_at(kind, ids, np.resize(known, count), np.arange(count) < len(known))
     found, state, before = [], jnp.zeros(config.markov_rank), None
     for place, last in enumerate([ids[-1], *drafted[: first + ROWS - 1]]):
         here = hidden[place + config.own_row]
@@ -71,32 +89,64 @@ def chunk(kind: str, ids: list[int], drafted: list[int], first: int) -> list[tup
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sliding"])
 def test_drafts_are_what_the_network_says(kind):
-    """Over two blocks: the second sees the first as known rows."""
+    """Over two blocks, where it may: the second sees the first as known rows."""
+    blocks = 1 if kind == "extended" else 2
     options = {"max_new_tokens": 12, "tau": 0.0, "ignore_eos": True, "method": "failfast"}
     for result in engine(kind).generate(prompts(0, (9, 14)), **options):
         ids = list(result.prompt_ids)
         for round in result.rounds[:2]:
-            assert (len(round.drafted), round.passes) == (2 * ROWS, 2)
-            expected = chunk(kind, ids, round.drafted, 0) + chunk(kind, ids, round.drafted, ROWS)
+            assert (len(round.drafted), round.passes) == (blocks * ROWS, blocks)
+            expected = [row for block in range(blocks) for row in chunk(kind, ids, round.drafted, block * ROWS)]
             assert round.drafted == [token for token, _ in expected]
             np.testing.assert_allclose(round.confidence, [sure for _, sure in expected], rtol=2e-3)
             ids += round.emitted
 
 
+@pytest.mark.parametrize("kind", ["dflash", "vanilla", "extended"])
+def test_a_block_denoised_in_two_steps(kind):
+    """`specdiff`: the more confident half of the positions, then the others; without the Markov head."""
+    model = engine(kind).drafter
+    config = model.config
+    options = {"max_new_tokens": 8, "ignore_eos": True, "method": "specdiff", "steps": 2}
+    [result] = engine(kind).generate([prompts(2)[0]], **options)
+    ids = list(result.prompt_ids)
+    for round in result.rounds[:2]:
+        rows, given = np.resize([ids[-1]], config.block_size), np.arange(config.block_size) < 1
+        tokens, masked = np.zeros(ROWS, int), list(range(ROWS))
+        for count in (ROWS // 2, ROWS // 2):
+            hidden = looked_at(kind, ids, rows, given)[config.own_row :][:ROWS]
+            seen = np.asarray(jax.nn.softmax(model.over_vocabulary(model.logits(hidden)), -1))
+            for place in sorted(masked, key=lambda place: -seen[place].max())[:count]:
+                tokens[place] = seen[place].argmax()
+                masked.remove(place)
+            filled = [place for place in range(config.block_size - 1) if place not in masked]
+            rows, given = rows.copy(), given.copy()
+            rows[[place + 1 for place in filled]], given[[place + 1 for place in filled]] = tokens[filled], True
+        assert (round.drafted, round.passes) == (tokens.tolist(), 2)
+        ids += round.emitted
+
+
 OPTIONS = {
     "own": {},
+    "dspark": {"method": "dspark", "confidence_threshold": 0.3},
     "cut": {"method": "failfast", "tau": 0.5},
     "long": {"method": "failfast", "tau": 0.1, "spec_len": 3, "max_spec_len": 11},
     "hybrid": {"method": "failfast", "tau": 0.3, "lookup_min": 1},
     "careful": {"method": "failfast", "tau": 0.3, "lookup_min": 1, "min_gain": 0.5},
     "tree": {"method": "failfast", "tau": 0.4, "tree_budget": 12},
     "reuse": {"method": "failfast", "tau": 0.4, "reuse": True},
+    "denoised": {"method": "fast-dllm", "threshold": 0.3},
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [*((kind, "own") for kind in KINDS), *(("vanilla", how) for how in OPTIONS if how != "own"), ("rnn", "long")],
+    [
+        *((kind, "own") for kind in KINDS),
+        *(("vanilla", how) for how in OPTIONS if how != "own"),
+        *(("extended", how) for how in ("dspark", "careful", "tree", "denoised")),
+        *(("rnn", "long"), ("dflash", "denoised")),
+    ],
 )
 @settings(max_examples=5)
 @given(seed=st.integers(0, 99), tokens=st.integers(1, 40), heat=st.sampled_from([0.0, 0.0, 0.9]))
@@ -123,6 +173,8 @@ def test_near_the_end_of_the_context():
         ("vanilla", {"confidence_threshold": 1.5}, OptionError, "--confidence-threshold 1.5: must be in"),
         ("dflash", {"confidence_threshold": 0.5}, OptionError, "--method dflash has no such option, only dspark"),
         ("vanilla", {"method": "failfast", "spec_len": 5}, OptionError, "--spec-len 5: this drafter fills up to 4"),
+        ("extended", {"max_spec_len": 5}, OptionError, "--max-spec-len 5: this drafter fills up to 4"),
+        ("extended", {"method": "dflash"}, ConfigError, "it has a Markov or a confidence head"),
         ("vanilla", {"method": "failfast", "schedule": "aligned"}, OptionError, "standalone block-diffusion drafter"),
     ],
 )

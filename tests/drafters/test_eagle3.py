@@ -159,10 +159,10 @@ def test_caches_and_logs_are_never_copied(way):
 
 def test_rounds_show_the_trees_of_either_method():
     """`eagle3`'s, and those of `failfast --tree-budget`; other rounds have no such key."""
-    from tiny_engines import conditioned_engine
+    from tiny_engines import extended_engine
 
     branching = {"method": "failfast", "spec_len": 3, "max_spec_len": 3, "tree_budget": 7}
-    for made, options in ((engine(), WAYS["tree"]), (conditioned_engine(), branching)):
+    for made, options in ((engine(), WAYS["tree"]), (extended_engine(), branching)):
         (result,) = made.generate([[3, 4, 5]], **options, max_new_tokens=12, ignore_eos=True)
         rounds = result.to_dict()["rounds"]
         for entry in rounds:

@@ -67,7 +67,7 @@ def streams(target, ids: np.ndarray) -> np.ndarray:
 
 
 def test_features_of_every_committed_position():
-    """With drafts that take several passes of the constant width; `test_conditioned` has shorter ones."""
+    """With drafts that take several passes of the constant width; `test_extended` has shorter ones."""
     target = random_model(tiny_config(), seed=1)
     drafter = Recorder(max_spec_len=80, hidden_size=target.config.hidden_size)
     plan = decoding.make_plan(drafter, platform="cpu", exact=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_conditioned import looked_at
+from test_extended import looked_at
 from test_lookup import continued, match_by_hand
-from tiny_engines import DRAFT_IDS, ROWS, conditioned_engine, lossless, standalone_engine
+from tiny_engines import DRAFT_IDS, ROWS, extended_engine, lossless, standalone_engine
 
 from failfast_jax.decoding.state import Draft
 from failfast_jax.drafters.hybrid import FIRST_WAIT, LONGEST_WAIT, expected_accepted
@@ -26,8 +26,8 @@ def short_lookups():
 
 
 @pytest.fixture(scope="module")
-def conditioned():
-    return conditioned_engine()
+def extended():
+    return extended_engine()
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +61,9 @@ def carried_on(engine, ids: list[int], begun: list[int]) -> tuple[list[int], lis
 
 
 @pytest.mark.parametrize("min_gain", [0.0, 0.4])
-def test_a_draft_is_the_lookups_and_then_the_networks(conditioned, min_gain):
+def test_a_draft_is_the_lookups_and_then_the_networks(extended, min_gain):
     prompt = with_short_match()
-    (result,) = lossless(conditioned, [prompt], tau=1.0, lookup_min=2, min_gain=min_gain, **OPTIONS)
+    (result,) = lossless(extended, [prompt], tau=1.0, lookup_min=2, min_gain=min_gain, **OPTIONS)
     ids, wait, patience, need, kinds = list(prompt), 0, FIRST_WAIT, 2, set()
     for round in result.rounds:
         begun, match = found(ids, 2)
@@ -72,7 +72,7 @@ def test_a_draft_is_the_lookups_and_then_the_networks(conditioned, min_gain):
         tokens, confidence = list(begun), [m / (m + 1) for m in (min(match + i, 32) for i in range(len(begun)))]
         asked = len(begun) < ROWS and wait == 0
         if asked:
-            more, sure = carried_on(conditioned, ids, begun)
+            more, sure = carried_on(extended, ids, begun)
             tokens, confidence = tokens + more, confidence + sure
         worth = float(np.cumprod(confidence).sum()) >= min_gain or bool(begun)
         assert round.passes == asked
@@ -94,7 +94,7 @@ def test_a_draft_is_the_lookups_and_then_the_networks(conditioned, min_gain):
         assert (False, False, False) in kinds  # it sat rounds out
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [("conditioned", 0.8), ("standalone", 0.0)])
+@pytest.mark.parametrize(("kind", "temperature"), [("extended", 0.8), ("standalone", 0.0)])
 def test_no_token_changes_in_a_batch(request, kind, temperature):
     engine = request.getfixturevalue(kind)
     prompts = [with_short_match(), repetitive(9, seed=3), [7]]
@@ -117,10 +117,10 @@ def test_the_standalone_drafter_goes_on_behind_the_lookup(standalone):
     np.testing.assert_allclose(round.confidence[3:], alone.confidence, rtol=1e-4)
 
 
-def test_a_drafter_without_success_is_hardly_asked(conditioned):
+def test_a_drafter_without_success_is_hardly_asked(extended):
     """No draft can promise 20 tokens: rounds 0, 8, 24, 56 ask, and all are one-row steps."""
     options = {"max_new_tokens": 60, "ignore_eos": True, "lookup_min": 32, "min_gain": 20.0}
-    rounds = conditioned.generate([[5, 9, 3]], temperature=1.0, **options)[0].rounds
+    rounds = extended.generate([[5, 9, 3]], temperature=1.0, **options)[0].rounds
     assert [index for index, round in enumerate(rounds) if round.passes] == [0, 8, 24, 56]
     assert len(rounds) == 60 and not any(round.drafted for round in rounds)
 

@@ -11,7 +11,7 @@ import pytest
 from checkpoint_files import GOLDEN
 from flax import nnx
 from tiny_engines import lossless
-from tiny_models import random_bound, random_model, tiny_config
+from tiny_models import random_extended, random_model, tiny_config
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.defaults import load_pair
@@ -91,13 +91,13 @@ def test_half_the_bytes():
     assert jax.tree.structure(abstract) == jax.tree.structure(small)
 
 
-@pytest.mark.parametrize("kind", ["ar", "conditioned"])
+@pytest.mark.parametrize("kind", ["ar", "extended"])
 def test_lossless_against_the_quantised_target(kind):
     target = random_model(tiny_config())
     # Drafting with the target itself: everything is accepted.
-    drafter = target if kind == "ar" else random_bound(target)
+    drafter = target if kind == "ar" else random_extended(target)
     engine = FailFast(target, drafter, quantize="int8", quantize_drafter="int8")
-    reader = engine.drafter.network if kind == "conditioned" else engine.drafter
+    reader = engine.drafter.network if kind == "extended" else engine.drafter
     assert all(layer.scale is not None for layer in linears(engine.target) + linears(reader))
     drafting = {"method": "ar"} if kind == "ar" else {"method": "failfast", "max_spec_len": 4}
     (found,) = lossless(engine, [PROMPT], spec_len=4, max_new_tokens=24, ignore_eos=True, **drafting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
 from safetensors.numpy import load_file
-from tiny_models import random_dspark, random_model, tiny_config
+from tiny_models import random_dspark, random_extended, random_model, tiny_config
 from training_runs import LENGTH
 
 from failfast_jax import FailFast
@@ -26,15 +27,23 @@ def _like(rng: np.random.Generator, array: jax.Array) -> jax.Array:
 
 
 def objective_of(target, kind: str, options: dspark.DSparkOptions, draft_ids=None) -> dspark.DSparkObjective:
-    changes = {"markov": kind, "feature_layers": (0, 1), "confidence_sees_markov": kind == "rnn"}
-    model = random_dspark(target, seed=2, draft_ids=draft_ids, **changes)
+    changes = {"seed": 2, "draft_ids": draft_ids, "markov_rank": 6, "confidence": True}
+    if kind == "extended":
+        model = random_extended(target, rows=4, markov="vanilla", row_features=(2, 0), **changes)
+    else:
+        changes |= {"feature_layers": (0, 1), "confidence_sees_markov": kind == "rnn"}
+        model = random_dspark(target, markov=kind, **changes)
     return dspark.DSparkObjective(model.network, target, draft_ids, options)
 
 
-@pytest.mark.parametrize(("kind", "draft_ids"), [("gated", np.arange(3, 33)), ("rnn", None)])
+@pytest.mark.parametrize(
+    ("kind", "draft_ids"), [("gated", np.arange(3, 33)), ("rnn", None), ("extended", np.arange(3, 33))]
+)
 def test_the_loss_equals_a_plain_reference(documents, target, kind, draft_ids):
     """Gradients too: the engine's own passes and choices, block by block, against the batched loss."""
-    options = dspark.DSparkOptions(2, position_decay=2.0, ce_weight=0.3, l1_weight=0.6, confidence_weight=0.5)
+    weights = {"ce_weight": 0.3, "l1_weight": 0.6, "confidence_weight": 0.5}
+    greedy = kind == "extended"
+    options = dspark.DSparkOptions(2, position_decay=2.0, greedy_confidence=greedy, **weights)
     objective = objective_of(target, kind, options, draft_ids)
     batch = jax.tree.map(jnp.asarray, objective.prepare(data.batches(documents, length=LENGTH, batch=2, seed=0)[0]))
     lengths, tokens = np.asarray(batch["length"]), np.asarray(batch["tokens"])
@@ -48,10 +57,12 @@ def test_the_loss_equals_a_plain_reference(documents, target, kind, draft_ids):
         for b, a in np.ndindex(2, 2):
             anchor, prefix = int(anchors[b, a]), int(known[b, a])
             text = [int(t) for t in tokens[b, anchor : anchor + 4]]
-            rows = np.asarray([text[:prefix] + [objective.config.mask_token_id] * (4 - prefix)])
-            cache = model.store(batch["features"][b : b + 1, :anchor, mine], model.init_cache(1, 128), jnp.asarray([0]))
+            features = batch["features"][b : b + 1, :anchor, mine]
+            cache = model.store(features, model.init_cache(1, 128), jnp.asarray([0]))
             here = jnp.asarray([anchor]), jnp.asarray([4]), jnp.int32(anchor + 4)
-            hidden = model.block(target.embed[...][rows], cache, *here)[0][0]
+            given = np.arange(4)[None] < prefix
+            rows = model.inputs(target.embed[...], np.resize(text[:prefix], (1, 4)), given, features[:, -1])
+            hidden = model.block(rows, cache, *here)[0][0]
             state = jnp.zeros(model.markov.rank)
             for row in range(min(4, lengths[b] - 1 - anchor)):
                 before = model.markov.embedded(jnp.asarray(text[row]))
@@ -63,6 +74,8 @@ def test_the_loss_equals_a_plain_reference(documents, target, kind, draft_ids):
                 label, distance = tokens[b, anchor + row + 1], jnp.abs(q - p[b, anchor + row]).sum()
                 ce = -jnp.log(q[list(ids).index(label)]) if label in ids else 0.0
                 sure, chance = model.confidence_logits(hidden[row], before), jax.lax.stop_gradient(1 - distance / 2)
+                if greedy:
+                    chance = (jnp.asarray(ids)[q.argmax()] == label).astype(jnp.float32)
                 bce = -chance * jax.nn.log_sigmoid(sure) - (1 - chance) * jax.nn.log_sigmoid(-sure)
                 total += weight * (0.3 * ce + 0.6 * distance + 0.5 * bce)
                 weights += weight
@@ -89,7 +102,27 @@ def test_the_start_copies_the_context_of_the_targets_layer(documents, target):
     batch = data.batches(documents, length=LENGTH, batch=2, seed=0)[0]
     features = dspark.target_features(target, batch["tokens"], (0, 1))
     want = target.layers[2].input_norm(features[:, :, 1])
-    np.testing.assert_allclose(model.context(features), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(model.contexts(features)[0], want, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_start_inside_answers(documents):
+    batch = data.batches(documents, length=LENGTH, batch=4, seed=0)[0]
+    options = dspark.DSparkOptions(anchors=200, prefix_fraction=0.5)
+    anchors, known = dspark.sample_blocks(jax.random.key(0), batch, 4, options)
+    assert (anchors >= batch["prompt_length"][:, None] - 1).all() and (anchors <= batch["length"][:, None] - 2).all()
+    assert known.min() == 1 and known.max() == 4
+    assert 0.4 < float((known > 1).mean()) < 0.6
+
+
+def test_a_drafter_goes_on_with_more_heads(target):
+    """From its own parameters; the new Markov head says nothing at first."""
+    start = random_extended(target, rows=4)
+    heads = {"markov": "vanilla", "markov_rank": 6, "confidence": True, "confidence_sees_markov": True}
+    model = dspark.continued(start.network, dataclasses.replace(start.config, **heads), 0)
+    one, other = FailFast(target, start), FailFast(target, dspark.bind(model, target, np.arange(40)))
+    options = {"max_new_tokens": 16, "ignore_eos": True, "tau": 0.0}
+    drafts = ([round.drafted for round in made.generate([[3, 9, 27]], **options)[0].rounds] for made in (one, other))
+    assert next(drafts) == next(drafts)
 
 
 @pytest.mark.parametrize("borrow", [False, True])

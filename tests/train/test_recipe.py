@@ -29,7 +29,7 @@ def steps(monkeypatch):
         if name == "train":
             (out / "drafter").mkdir(exist_ok=True)
             (out / "log.jsonl").write_text(out.name)
-            for file in ("config.json", "drafter.safetensors"):
+            for file in ("config.json", "model.safetensors"):
                 (out / "drafter" / file).write_text(file)
         if name == "tune":
             assert recipe.Path(flags["--drafter"]).is_dir() and words[-1] == "--write"
@@ -57,7 +57,7 @@ def test_the_recipe_runs_its_steps_and_ships_the_fastest(steps, tmp_path, capsys
     held_out = str(tmp_path / "runs" / "last-1" / "held_out.npz")
     assert all(words[words.index("--prompts") + 1] == held_out for name, words, _ in steps.calls if name == "tune")
     assert sorted(file.name for file in (tmp_path / "asset").iterdir()) == [
-        *("choice.json", "config.json", "drafter.safetensors", "log.jsonl")
+        *("choice.json", "config.json", "log.jsonl", "model.safetensors")
     ]
     assert (tmp_path / "asset" / "log.jsonl").read_text() == "last-2"
     choice = json.loads((tmp_path / "asset" / "choice.json").read_text())

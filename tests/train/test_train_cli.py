@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,14 +11,16 @@ import sys
 import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
+from tiny_models import random_extended
 
 from failfast_jax import FailFast, load_model
-from failfast_jax.checkpoints.drafter import FAMILIES, decoding_defaults, write_decoding
+from failfast_jax.checkpoints.drafter import decoding_defaults, write_decoding
+from failfast_jax.checkpoints.dspark import save_dspark
 from failfast_jax.train import run
 from failfast_jax.train.__main__ import main
 from failfast_jax.train.data import load_documents
 
-TARGET = str(GOLDEN / "llama_tied")
+TARGET, PUBLISHED = str(GOLDEN / "llama_tied"), str(GOLDEN / "field" / "dspark_qwen3_a")
 ENVIRONMENT = {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     "JAX_PLATFORMS": "cpu",
@@ -42,14 +45,15 @@ def data(tmp_path_factory):
 
 
 def arguments(data, out, *more: str) -> list[str]:
-    small = ["--batch", "2", "--anchors", "4", "--held-out", "4", "--eval-prompts", "2", "--eval-tokens", "6"]
+    anchors = [] if "standalone" in more else ["--anchors", "4"]
+    small = ["--batch", "2", *anchors, "--held-out", "4", "--eval-prompts", "2", "--eval-tokens", "6"]
     return ["--target", TARGET, "--data", str(data), "--out", str(out), "--seq-len", "64", *small, *more]
 
 
 @pytest.mark.parametrize(
     "family",
     [
-        ["--family", "conditioned", "--rows", "3", "--draft-vocab", "50", "--fused", "0,1"],
+        ["--family", "dflash", "--rows", "3", "--draft-vocab", "50", "--row-features", "0,1", "--borrow"],
         ["--family", "dspark", "--rows", "3", "--markov-rank", "8", "--mask-token", "1", "--features", "0,1"],
         ["--family", "eagle3", "--ttt-length", "3", "--draft-vocab", "60", "--features", "0,1"],
         ["--family", "standalone", "--layers", "1", "--block-size", "16", "--kl-weight", "0.5"],
@@ -70,7 +74,7 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     report = json.loads(capsys.readouterr().out)
     assert report["steps"] == 4 and report["rounds"] > 0 and report["drafted_per_round"] > 0
     config = json.loads((out / "drafter" / "config.json").read_text())
-    assert config.get("family") == (family[1] if family[1] in FAMILIES else None)
+    assert config.get("family") == (family[1] if family[1] == "standalone" else None)
     assert config["training"]["family"] == family[1] and config["training"]["steps_done"] == 4
     assert config["training"]["held_out_figures"]["accepted_per_round"] == report["accepted_per_round"]
     engine = FailFast(TARGET, out / "drafter")
@@ -95,12 +99,12 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     ("flags", "message"),
     [
         (["--steps", "0"], "--steps 0: out of range"),
-        (["--layers", "0"], "--layers 0: layer 0 has no layer before it"),
+        (["--layers", "0", "--row-features"], "--layers 0: layer 0 has no layer before it"),
         (["--layers", "1,9"], "--layers 1,9: the target's layers are 0 to"),
         (["--layers", "1,1"], "--layers 1,1: a layer is named twice"),
-        (["--fused", "x"], "--fused 'x': expected layer numbers"),
-        (["--kl-weight", "2"], "--kl-weight 2.0: out of range"),
-        (["--held-out", "16"], "--held-out 16: there are only 16 documents"),
+        (["--row-features", "x"], "--row-features 'x': expected layer numbers"),
+        (["--family", "standalone", "--kl-weight", "2"], "--kl-weight 2.0: out of range"),
+        (["--row-features", "--held-out", "16"], "--held-out 16: there are only 16 documents"),
         (["--family", "standalone", "--block-size", "7"], "--seq-len 64: must be a multiple of --block-size 7"),
         (["--eval-prompts", "9"], "--eval-prompts 9: out of range"),
         (["--eval-spec-len", "8"], "--eval-spec-len 8: a pass drafts at most --rows 7 tokens"),
@@ -111,7 +115,24 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
         (["--family", "eagle3", "--storage", "int8"], "--storage int8: eagle3 drafters are stored as bfloat16"),
         (["--family", "eagle3", "--layers", "0,1"], "--layers 0,1: an EAGLE-3 drafter has one layer"),
         (["--family", "eagle3", "--ttt-length", "0"], "--ttt-length 0: out of range"),
-        (["--step-decay", "1.5"], "--step-decay 1.5: out of range"),
+        (["--family", "eagle3", "--step-decay", "1.5"], "--step-decay 1.5: out of range"),
+        (["--ttt-length", "3"], "--ttt-length 3: --family dspark has no such option, only eagle3"),
+        (
+            ["--family", "dflash", "--markov-rank", "3"],
+            "--markov-rank 3: --family dflash has no such option, only dspark",
+        ),
+        (
+            ["--family", "standalone", "--borrow"],
+            "--borrow: --family standalone has no such option, only dspark, dflash",
+        ),
+        (["--row-features", "--features", "0"], "--features 0: not with --row-features"),
+        (["--no-fit"], "--no-fit: only with --row-features"),
+        (["--start", "nowhere/", "--layers", "1"], "--layers 1: not with --start"),
+        (["--start", PUBLISHED, "--rows", "5"], f"--rows 5: the drafter of --start {PUBLISHED} decides it"),
+        (["--start", PUBLISHED, "--markov-rank", "5"], "--markov-rank 5: the drafter of --start"),
+        (["--start", PUBLISHED, "--family", "dflash"], "has a Markov or a confidence head: --family dspark"),
+        (["--start", PUBLISHED], "drafts for a target with hidden size 64; "),
+        (["--start", TARGET], f"--start {TARGET}: not a dspark or dflash drafter"),
         (["--cache-layers", "0"], "--cache-layers 0: needs --feature-cache"),
     ],
 )
@@ -121,8 +142,30 @@ def test_bad_options_are_refused_before_anything_is_written(data, tmp_path, flag
     assert not (tmp_path / "run").exists()
 
 
+def test_a_drafter_is_trained_on(data, tmp_path, capsys):
+    """With heads that it lacked."""
+    target = load_model(TARGET)
+    last = target.config.num_layers - 1
+    start = random_extended(target, rows=3, draft_ids=np.arange(60), context_layers=(0,), row_features=(0, last))
+    save_dspark(tmp_path / "start", start, target.config, storage="float32", borrow=True)
+    more = ["--start", str(tmp_path / "start"), "--markov-rank", "4", "--steps", "2", "--borrow"]
+    assert (
+        main(arguments(data, tmp_path / "run", "--family", "dflash", "--start", str(tmp_path / "start"), "--rows", "3"))
+        == 2
+    )
+    assert main(arguments(data, tmp_path / "run", *more)) == 0
+    assert json.loads(capsys.readouterr().out)["drafted_per_round"] > 2
+    config = json.loads((tmp_path / "run" / "drafter" / "config.json").read_text())
+    assert (config["markov_rank"], config["enable_confidence_head"], config["draft_vocab_size"]) == (4, True, 60)
+    assert config["row_feature_layer_ids"] == [0, last] and config["training"]["prefix_fraction"] == 0.25
+    made = FailFast(TARGET, tmp_path / "run" / "drafter").drafter
+    assert made.config == dataclasses.replace(
+        start.config, markov="vanilla", markov_rank=4, confidence=True, confidence_sees_markov=True
+    )
+
+
 def test_a_diffusion_target_is_refused(data, tmp_path, capsys):
-    args = arguments(data, tmp_path / "run")
+    args = arguments(data, tmp_path / "run", "--row-features")
     args[1] = str(GOLDEN / "fast_dllm_v2_tied")
     assert main(args) == 2
     assert "a block-diffusion model; drafters are made from autoregressive targets" in capsys.readouterr().err
@@ -135,7 +178,7 @@ def test_missing_data_are_named(tmp_path, capsys):
 
 def test_two_devices_learn_what_one_does(data, tmp_path, capsys):
     """The same losses from a batch that two (simulated) devices share, and a measurement at the end."""
-    flags = ["--rows", "3", "--draft-vocab", "50", "--fused", "0,1", "--steps", "3"]
+    flags = ["--rows", "3", "--draft-vocab", "50", "--row-features", "0,1", "--markov-rank", "4", "--steps", "3"]
     assert main(arguments(data, tmp_path / "one", *flags)) == 0
     one = json.loads(capsys.readouterr().out)
     script = "import sys; from failfast_jax.train.__main__ import main; sys.exit(main(sys.argv[1:]))"

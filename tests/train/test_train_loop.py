@@ -14,17 +14,18 @@ from training_runs import LENGTH, make_objective
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.drafter import load_drafter
+from failfast_jax.checkpoints.dspark import load_dspark
 from failfast_jax.checkpoints.eagle import load_eagle
 from failfast_jax.command import deadline_after
 from failfast_jax.errors import OptionError
-from failfast_jax.train import align, data, loop
+from failfast_jax.train import data, dspark, loop
 from failfast_jax.train.evaluate import Evaluation
 from failfast_jax.train.resume import begin, is_begun
 
 ANSWER = 16
 
 
-@pytest.mark.parametrize("family", ["conditioned", "dspark", "eagle3", "standalone"])
+@pytest.mark.parametrize("family", ["extended", "dspark", "eagle3", "standalone"])
 def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, family, monkeypatch):
     objective = make_objective(family, target, documents)
     optimization = loop.Optimization(steps=12, batch=2, accumulate=2, learning_rate=1e-3, warmup=3)
@@ -65,14 +66,14 @@ def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, fa
 
 def test_accumulated_gradients_are_those_of_the_whole_batch(documents, target, monkeypatch):
     """With blocks that do not depend on the key: one batch of 4, or twice 2."""
-    objective = make_objective("conditioned", target, documents)
+    objective = make_objective("extended", target, documents)
     anchors, known = jnp.full((4, 3), 8), jnp.ones((4, 3), jnp.int32)
 
     def loss(trainable, constants, batch, key):
         del key
         n = batch["tokens"].shape[0]
-        options = align.AlignmentOptions(anchors=3, position_decay=None, kl_weight=0.0)
-        return align.loss_of_blocks(objective.model(trainable), constants, batch, anchors[:n], known[:n], options)
+        options = dspark.DSparkOptions(anchors=3, position_decay=None, l1_weight=0.0)
+        return dspark.loss_of_blocks(objective.model(trainable), constants, batch, anchors[:n], known[:n], options)
 
     monkeypatch.setattr(objective, "loss", loss)
     batch = objective.prepare(data.batches(documents, length=LENGTH, batch=4, seed=0)[0])
@@ -128,7 +129,7 @@ def own_answers(documents, target):
     return data.Documents(tokens, documents.prompt_length)
 
 
-@pytest.mark.parametrize("family", ["conditioned", "eagle3", "standalone"])
+@pytest.mark.parametrize("family", ["extended", "eagle3", "standalone"])
 def test_training_makes_a_drafter_that_loads_and_drafts(own_answers, target, tmp_path, family):
     """Overfits a few documents: the drafter then predicts some of the target's own answers."""
     objective = make_objective(family, target, own_answers)
@@ -143,7 +144,7 @@ def test_training_makes_a_drafter_that_loads_and_drafts(own_answers, target, tmp
     assert measure.last["accepted_per_round"] > before["accepted_per_round"] + 0.3
     objective.save(state["ema"], tmp_path / "drafter", storage="float32")
     # A drafter of the same shapes: the programs of the measurement serve it, too.
-    load = load_eagle if family == "eagle3" else load_drafter
+    load = {"extended": load_dspark, "eagle3": load_eagle, "standalone": load_drafter}[family]
     measure.engine.drafter = load(tmp_path / "drafter", target)
     drafted = measure.engine.generate(measure.prompts, **measure.options)
     assert [r.output_ids for r in drafted] == [answer.tolist() for _, answer in own_answers.pairs()]

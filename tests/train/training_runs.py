@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from tiny_models import random_dspark
+from tiny_models import random_dspark, random_extended
 
-from failfast_jax.models.conditioned import ConditionedConfig
 from failfast_jax.models.eagle import EagleConfig
-from failfast_jax.train import align, data, dspark, eagle
+from failfast_jax.train import data, dspark, eagle
 from failfast_jax.train.adapt import Adaptation, AdaptationOptions
 from failfast_jax.train.corruption import Corruption
 
@@ -58,8 +57,7 @@ def make_objective(family: str, target, documents):
         return dspark.DSparkObjective(model.network, target, None, dspark.DSparkOptions(anchors=3))
     if family == "eagle3":
         return make_eagle(target, (0, 1, 2), None, anchors=8)
-    base = dataclasses.replace(target.config, num_layers=1)
-    config = ConditionedConfig(base, (1,), (0, 2), 4, 20)
     ids = data.frequent_tokens(documents, VOCAB, 20, (1,))
-    model = align.initial(target, config, (2,), 0)
-    return align.Alignment(model, target, ids, align.AlignmentOptions(anchors=3))
+    shape = random_extended(target, rows=4, draft_ids=ids, context_layers=(1,), row_features=(0, 2)).config
+    model = dspark.initial(target, shape, (2,), 0)
+    return dspark.DSparkObjective(model, target, ids, dspark.DSparkOptions(anchors=3, ce_weight=1.0), borrow=True)

@@ -1,4 +1,4 @@
-"""The target-conditioned drafter: training's view, the engine's view, and its folder."""
+"""Block drafters with inputs and contexts of this project's own: training's view, the engine's view, their folders."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_engines import DRAFT_IDS, ROWS, conditioned_engine, lossless
+from tiny_engines import DRAFT_IDS, ROWS, extended_engine, lossless
 from tiny_models import committed, outcome, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.checkpoints import drafter as folders
-from failfast_jax.checkpoints.drafter import load_drafter
+from failfast_jax.checkpoints.dspark import load_dspark, save_dspark
 from failfast_jax.decoding.round import greedy_sampling
-from failfast_jax.errors import CheckpointError, ConfigError
-from failfast_jax.train.align import Alignment, AlignmentOptions
+from failfast_jax.errors import ConfigError
 from failfast_jax.train.features import target_features
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return conditioned_engine()
+    return extended_engine()
 
 
 @pytest.fixture(scope="module")
@@ -52,22 +50,23 @@ def test_a_block_is_the_same_in_training_and_in_the_engine(target, network, know
     tokens = np.asarray([prompt(20), prompt(20, seed=1)])
     features = np.asarray(target_features(target, tokens, network.config.feature_layers))
     anchors = np.asarray([[7], [12]], np.int32)
-    embedded = np.asarray(target.embed[...])[np.take_along_axis(tokens, anchors + np.arange(ROWS), 1)]
+    before = np.take_along_axis(features, anchors[..., None, None] - 1, 1)[:, 0]
     mask = np.broadcast_to(np.arange(ROWS) < known, (2, ROWS))
-    whole = blocks(network, embedded[:, None], mask[:, None], features, anchors)[:, 0]
+    rows = network.inputs(target.embed[...], np.take_along_axis(tokens, anchors + np.arange(ROWS), 1), mask, before)
+    whole = blocks(network, rows[:, None], features, anchors)[:, 0]
     # What lies behind the committed text in the cache must not matter: fill it with other features.
     behind = np.arange(20) >= anchors
     stored = np.where(behind[..., None, None], features + 3.0, features)
     cache = store(network, stored, network.init_cache(2, 128), np.zeros(2, np.int32))
-    before = np.take_along_axis(features, anchors[..., None, None] - 1, 1)[:, 0]
-    hidden = one_block(network, embedded, mask, before, cache, anchors[:, 0], np.int32(12 + ROWS))
+    hidden = one_block(network, rows, cache, anchors[:, 0], np.full(2, ROWS), np.int32(12 + ROWS))
     np.testing.assert_allclose(hidden, whole, rtol=2e-4, atol=2e-4)
 
 
 @jax.jit
 def block_pass(bound, target, tokens, rows, known, anchor):
     features = target_features(target, tokens, bound.config.feature_layers)
-    hidden = bound.network.blocks(bound.embed[rows], known, features, anchor)[0, 0]
+    inputs = bound.network.inputs(bound.embed, rows, known, features[:, anchor[0] - 1])
+    hidden = bound.network.blocks(inputs, features, anchor)[0, 0]
     return jax.nn.softmax(hidden @ bound.head.T, -1)
 
 
@@ -204,52 +203,56 @@ def test_features_that_wait_are_stored_before_a_draft_needs_them(engine):
     assert 40 < most <= 64
 
 
-def saved(network, target, folder, **options):
-    objective = Alignment(network, target, DRAFT_IDS, AlignmentOptions(anchors=2))
-    objective.save(objective.trainable, folder, **options)
-    return folder
-
-
 @pytest.fixture
-def folder(network, target, tmp_path):
-    return saved(network, target, tmp_path / "drafter")
+def folder(engine, target, tmp_path):
+    save_dspark(tmp_path / "drafter", engine.drafter, target.config, storage="float32", borrow=True)
+    return tmp_path / "drafter"
 
 
-@pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
-def test_a_saved_drafter_loads(target, network, tmp_path, storage):
-    loaded = load_drafter(saved(network, target, tmp_path / "drafter", storage=storage), target)
-    tolerance = {"float32": 0, "bfloat16": 2**-8, "int8": 1 / 127}[storage]
-    for (path, want), (_, got) in zip(
-        nnx.to_flat_state(nnx.state(network)), nnx.to_flat_state(nnx.state(loaded.network))
-    ):
-        np.testing.assert_allclose(
-            got[...], want[...], atol=tolerance * float(jnp.abs(want[...]).max()), err_msg=str(path)
-        )
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_a_saved_drafter_loads(engine, target, tmp_path, storage):
+    save_dspark(tmp_path, engine.drafter, target.config, storage=storage, borrow=True)
+    loaded = load_dspark(tmp_path, target)
+    assert loaded.config == engine.drafter.config and loaded.shared == ("embed", "head")
+    tolerance = {"float32": 0, "bfloat16": 2**-8}[storage]
+    states = (dict(nnx.to_flat_state(nnx.state(model.network))) for model in (engine.drafter, loaded))
+    for (path, want), (_, got) in zip(*(state.items() for state in states)):
+        np.testing.assert_allclose(got[...], want[...], rtol=tolerance, err_msg=str(path))
     np.testing.assert_array_equal(loaded.draft_ids, DRAFT_IDS)
-    np.testing.assert_array_equal(
-        loaded.head, target.embed[...][DRAFT_IDS] if target.head is None else target.head.weight[...][DRAFT_IDS]
-    )
+    np.testing.assert_array_equal(loaded.head, target.head_weight[DRAFT_IDS])
 
 
-def test_a_drafter_of_another_target_is_refused(target, folder):
+def test_a_drafter_of_another_target_is_refused(folder):
     other = random_model(tiny_config(num_layers=4))
-    with pytest.raises(ConfigError, match="trained for a target with num_layers 3; the other has 4"):
-        load_drafter(folder, other, "the other")
+    said = "drafts for a target with layers 3; the other has 4: give its own target with --target"
+    with pytest.raises(ConfigError, match=said):
+        load_dspark(folder, other, "the other")
 
 
-def test_damaged_folders_are_named(target, folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "network": {**config["network"], "rows": 0}}))
-    with pytest.raises(ConfigError, match=r"config.json: key 'rows' must be a positive integer, got 0"):
-        load_drafter(folder, target)
-    (folder / "config.json").write_text(json.dumps({**config, "decoding": {"cpu": {"spec_length": 3}}}))
-    with pytest.raises(ConfigError, match="decoding option 'spec_length'"):
-        FailFast(target, folder)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": None}, "key 'block_size' must be an integer of at least 1, got None"),
+        ({"block_size": ...}, "key 'block_size' must be an integer of at least 1, and it is missing"),
+        (
+            {"row_feature_layer_ids": ...},
+            "key 'row_feature_layer_ids' must be a list of layer numbers, and it is missing",
+        ),
+        ({"row_feature_layer_ids": [0, 7]}, "are not all among target_layer_ids"),
+        ({"context_layer_ids": [1]}, r"context_layer_ids \[1\] for 2 layers"),
+        ({"decoding": {"cpu": {"spec_length": 3}}}, "decoding option 'spec_length'"),
+    ],
+)
+def test_damaged_configurations_are_named(target, folder, change, message):
+    config = json.loads((folder / "config.json").read_text()) | change
+    config = {key: value for key, value in config.items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(config))
-    weights = (folder / folders.WEIGHTS).read_bytes()
-    (folder / folders.WEIGHTS).write_bytes(weights[:-50])
-    with pytest.raises(CheckpointError, match="drafter.safetensors: cannot be read"):
-        load_drafter(folder, target)
+    with pytest.raises(ConfigError, match=f"config.json: .*{message}"):
+        FailFast(target, folder)
+
+
+def test_other_engines_do_not_take_it_for_deepspecs(folder):
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["FailFastDSparkModel"]
 
 
 def test_a_folder_brings_its_decoding_defaults(target, folder):

@@ -24,8 +24,8 @@ def place(
     return write_rows(text, jnp.where(keep, new, gather_window(text, at, new.shape[1])), at)
 
 
-def write_rows(buffer: Shaped[Array, "B T *X"], new: Shaped[Array, "B W *X"], at: Int[Array, " B"]) -> Array:
-    """Writes `new[b]` to `buffer[b, at[b]:]`.
+def write_rows(buffer: Shaped[Array, "B T *X"], new: Shaped[Array, "B W *Y"], at: Int[Array, " B"]) -> Array:
+    """Writes `new[b]` to `buffer[b, at[b]:]`, where it may be smaller than the buffer in other axes, too.
 
     One update in place a row: what `vmap` makes of it is a scatter, on CPU a loop over its elements.
     """

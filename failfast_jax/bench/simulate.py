@@ -77,7 +77,11 @@ class Unverified(Wrapper):
 
     def draft(self, state, committed, begun=None):
         draft, state = self.model.draft(state, committed, begun)
-        return draft.replace(length=jnp.zeros_like(draft.length)), state
+        # Where nothing was drafted the confidence says so.
+        inside = jnp.arange(self.max_draft) < draft.length[:, None]
+        return draft.replace(
+            length=jnp.zeros_like(draft.length), confidence=jnp.where(inside, draft.confidence, 0.0)
+        ), state
 
     def commit(self, state, outcome):
         return self.model.commit(state, outcome)
@@ -143,7 +147,8 @@ class Remembered(Drafter):
 
     def draft(self, state, committed, begun=None):
         at = committed.length - self.begin
-        length = jnp.where(committed.running, jnp.minimum(self.max_draft, committed.room), 0)
+        drafted = jnp.cumprod(self.confidence[at] > 0, axis=1).sum(1)
+        length = jnp.where(committed.running, jnp.minimum(drafted, committed.room), 0)
         return Draft(self.tokens[at], self.confidence[at], length, committed.running.astype(jnp.int32)), state
 
 
@@ -228,7 +233,8 @@ def places(answer: Answer) -> list[tuple[int, int, int, list[float]]]:
 
 
 def _right(tokens: Any, following: np.ndarray) -> int:
-    return int(np.cumprod(np.asarray(tokens) == following[: len(tokens)]).sum())
+    tokens = np.asarray(tokens)[: len(following)]
+    return int(np.cumprod(tokens == following[: len(tokens)]).sum())
 
 
 def fixed_steps(
@@ -242,7 +248,7 @@ def fixed_steps(
         if match >= shortest:
             drafted, agreed = length, min(right, length)
         elif own:
-            drafted = sum(1 for _ in itertools.takewhile(lambda c: c >= cut, confidence[:own]))
+            drafted = sum(1 for _ in itertools.takewhile(lambda c: c > 0 and c >= cut, confidence[:own]))
             agreed, steps = min(mine, drafted), steps + drafter_pass
         else:
             drafted = agreed = 0
@@ -282,11 +288,11 @@ def inputs(answer: Answer, size: int) -> tuple[Any, ...]:
     text = np.zeros(size, np.int32)
     text[: len(answer.prompt) + len(answer.output)] = [*answer.prompt, *answer.output]
     rows = len(answer.drafted)
-    width = len(answer.drafted[0])
-    spare = ((0, size - rows), (0, LONGEST - width))
+    width = min(len(answer.drafted[0]), LONGEST)
+    spare = ((0, size - rows), (0, 0))
     begin = np.int32(len(answer.prompt))
-    tokens = np.pad(np.asarray(answer.drafted, np.int32), spare, constant_values=-1)[:, :width]
-    confidence = np.pad(np.asarray(answer.confidence, np.float32), spare)[:, :width]
+    tokens = np.pad(np.asarray(answer.drafted, np.int32)[:, :width], spare, constant_values=-1)
+    confidence = np.pad(np.asarray(answer.confidence, np.float32)[:, :width], spare)
     return text, begin, np.int32(len(answer.output)), Remembered(tokens=tokens, confidence=confidence, begin=begin)
 
 
@@ -296,7 +302,7 @@ def simulated(given: Sequence[Answer]) -> dict[str, Any]:
     arrays = [inputs(answer, size) for answer in given]
     found = [places(answer) for answer in tqdm(given, "places", file=sys.stderr)]
     lengths = np.asarray([len(answer.output) for answer in given])
-    settings = settings_of(len(given[0].drafted[0]))
+    settings = settings_of(min(len(given[0].drafted[0]), LONGEST))
     rows, known = [], np.zeros((2, 10, 3))
     for verify_8, drafter_pass in itertools.product(VERIFY_8, PASS):
         verify = steps_of(verify_8)

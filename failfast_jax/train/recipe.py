@@ -111,8 +111,8 @@ PROFILES = {
         tune={"limit": 3, "max_new_tokens": 16, "spec_len": 7, "lookup_min": "0,2", "min_gain": "0,1"},
     ),
 }
-COMMON = {"family": "dspark", "row_features": "9,19,29", "rows": 7, "draft_vocab": 8192, "borrow": True}
-COMMON |= {"markov_rank": 32, "ce_weight": 0.5, "l1_weight": 0.5, "confidence_for": "greedy"}
+COMMON = {"family": "dflash", "row_features": "9,19,29", "rows": 7, "draft_vocab": 8192, "borrow": True}
+COMMON |= {"ce_weight": 0.5, "l1_weight": 0.5}
 """Options of every profile; they and the candidates' fit a target of 30 layers, SmolLM2-135M's."""
 
 

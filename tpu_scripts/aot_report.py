@@ -367,11 +367,15 @@ COLUMNS = {
 COST_COLUMNS = {
     "all-reduce / layer": lambda found: f"{found['passes']['verify(64)']['all_reduces_per_layer']:g}",
     "all-gather in loop": lambda found: found.get("collectives_in_the_loop", {}).get("all-gather", "?"),
-    "verify(8): floor, estimate ms": lambda found: floor_and_estimate(found["passes"]["verify(8)"]),
-    "verify(64): floor, estimate ms": lambda found: floor_and_estimate(found["passes"]["verify(64)"]),
-    "verify(64) / (8)": lambda found: f"{found['verify_ratio']:.3f}",
-    "drafter: floor, estimate ms": lambda found: floor_and_estimate(found["passes"]["drafter"]),
-    "speedup bound": lambda found: f"{found['speedup_bound']['MATH']:.2f}" if "speedup_bound" in found else "",
+    "verify: floor ms": lambda found: f"{found['passes']['verify(8)']['floor_ms']:.2f}",
+    "estimates, 8, 16, 64 rows": lambda found: ", ".join(
+        f"{found['passes'][f'verify({width})']['ms']:.2f}" for width in WIDTHS
+    ),
+    "verify(64) / (8)": lambda found: f"{found['verify_ratio']:.2f}",
+    "drafter: floor, estimate ms": lambda found: "{floor_ms:.2f}, {ms:.2f}".format(**found["passes"]["drafter"]),
+    "speedup bound: floors, estimates": lambda found: (
+        "{by_memory_alone:.2f}, {MATH:.2f}".format(**found["speedup_bound"]) if "speedup_bound" in found else ""
+    ),
 }
 """Of cases whose passes were costed."""
 
@@ -380,14 +384,10 @@ def case_of(found: dict[str, Any]) -> Case:
     return Case(**found["case"])
 
 
-def floor_and_estimate(cost: dict[str, Any]) -> str:
-    return f"{cost['floor_ms']:.2f}, {cost['ms']:.2f}"
-
-
 def row(found: dict[str, Any]) -> str:
     """A line of the table."""
-    columns = COLUMNS | (COST_COLUMNS if "passes" in found else {})
-    return f"| {' | '.join(str(cell(found)) for cell in columns.values())} |"
+    costs = [cell(found) if "passes" in found else "" for cell in COST_COLUMNS.values()]
+    return f"| {' | '.join(map(str, [*(cell(found) for cell in COLUMNS.values()), *costs]))} |"
 
 
 def main(argv: list[str] | None = None) -> int:

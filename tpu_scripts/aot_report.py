@@ -50,7 +50,7 @@ from failfast_jax.bench.public_models import (
     abstract_reader,
     cache_bytes,
 )
-from failfast_jax.bench.published import published_for
+from failfast_jax.bench.published import fit, published_for
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding import accept
 from failfast_jax.decoding.placement import StatePlacement
@@ -68,7 +68,7 @@ platforms.tell_libtpu(platforms.CHIPS.values())
 CONTEXTS = (1024, 8192, 32768)
 """Live positions at which passes are costed; the table shows the first."""
 WIDTHS = (8, 16, 64)
-"""Rows: a step of plain decoding, a verify of a short draft, and of the longest one."""
+"""Rows: a step of plain decoding, a verify of ten tokens, and of all longer drafts (`decoding.plan.TPU_LADDER`)."""
 TILE_CYCLES, POSITION_CYCLES, WRITE_CYCLES = 514, 1.15, 4700
 """Of the attention kernel, for a tile and for each position of it, and of the write: by the instruction bundles of the
 kernels compiled for 64 rows of 5 query heads (661 a tile of 128, 1,102 of 512); taken to grow with the rows."""
@@ -92,19 +92,20 @@ class Case:
 CASES = (
     *(Case("qwen2.5-1.5b", f"{chip}:1x1", 1) for chip in ("v5e", "v6e")),
     *(Case("qwen2.5-7b", topology, 4) for topology in ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")),
-    *(Case("qwen2.5-14b", f"{chip}:{grid}", tp) for grid, tp in (("2x2", 4), ("2x4", 8)) for chip in ("v5e", "v6e")),
-    *(Case("qwen2.5-32b", "v5e:2x4", 8, batch=batch) for batch in (1, 8)),
-    *(Case("qwen2.5-32b", "v6e:2x4", 8, batch=batch) for batch in (1, 32)),
-    *(Case("qwen2.5-32b", *place) for place in (("v6e:2x2", 4), ("v5p:2x2x2", 8), ("tpu7x:2x2x1", 8))),
-    Case("qwen2.5-32b", "v6e:4x4", 8, dp=2, batch=2),
     *(
         Case("qwen3-8b", f"{chip}:{grid}", tp, drafter=drafter)
         for drafter in READERS
         for chip in ("v5e", "v6e")
         for grid, tp in (("1x1", 1), ("2x2", 4))
     ),
+    *(Case("qwen2.5-14b", f"{chip}:{grid}", tp) for grid, tp in (("2x2", 4), ("2x4", 8)) for chip in ("v5e", "v6e")),
+    *(Case("qwen2.5-32b", "v5e:2x4", 8, batch=batch) for batch in (1, 8)),
+    *(Case("qwen2.5-32b", "v6e:2x4", 8, batch=batch) for batch in (1, 32)),
+    *(Case("qwen2.5-32b", *place) for place in (("v6e:2x2", 4), ("v5p:2x2x2", 8), ("tpu7x:2x2x1", 8))),
+    Case("qwen2.5-32b", "v6e:4x4", 8, dp=2, batch=2),
 )
-"""An 8B target in bfloat16 is more than a v5e chip holds: that case shows by how much (`--quantize int8` fits)."""
+"""Smallest targets first. 8B in bfloat16 is more than a v5e chip holds: that case shows by how much (`--quantize int8`
+fits)."""
 
 
 class Compiler:
@@ -310,36 +311,33 @@ def compiled_loop(compiler: Compiler) -> dict[str, Any]:
 
 
 def speedup_bound(case: Case, passes: dict[str, Any]) -> dict[str, Any]:
-    """The speedup with the paper's acceptance on MATH and these costs of passes."""
-    # One step of plain decoding is a pass of 8 rows: narrower ones cost more here.
+    """The speedup with the paper's acceptance on MATH and these costs of passes, each round in the width it needs."""
     found = published_for(case.target, "MATH")
-    gain, drafts = found.mean_accepted + 1, found.mean_speculated / 10
-    spent = passes["verify(64)"]["ms"] + drafts * passes["drafter"]["ms"]
-    step = min(passes[f"verify({width})"]["ms"] for width in WIDTHS)  # estimates of wider passes may be lower
+    law = fit(found)
+
+    def speedup(kind: str) -> float:
+        cost = {width: passes[f"verify({width})"][kind] for width in WIDTHS}
+        # One step of plain decoding is a pass of 8 rows, narrower ones cost more; estimates of wider ones may be lower.
+        ladder, step = {width: cost[width] for width in WIDTHS[1:]}, min(cost.values())
+        return limits.ladder_speedup(law, ladder, step, passes["drafter"][kind], case.batch)
+
     return {
-        "MATH": gain * step / spent,
+        "MATH": speedup("ms"),
         "accepted": found.mean_accepted,
-        "drafter_passes": drafts,
+        "drafted": found.mean_speculated,
+        "chunks": law.chunks().tolist(),
         "statistics_of": found.target,
-        "by_memory_alone": limits.speedup_limit(
-            found.mean_accepted, drafts, passes["verify(8)"]["floor_ms"], passes["drafter"]["floor_ms"]
-        ),
+        "by_memory_alone": speedup("floor_ms"),
     }
 
 
-def report(
-    case: Case,
-    layers: int | None = None,
-    costs: bool = True,
-    replicate_drafter: bool = False,
-    quantize: str | None = None,
-) -> dict[str, Any]:
-    """Compiles one case; everything that is printed of it."""
-    compiler = Compiler(case, layers, replicate_drafter, quantize)
+def report(case: Case, *, costs: bool, **options: Any) -> dict[str, Any]:
+    """Compiles one case, with options of `Compiler`; everything that is printed of it."""
+    compiler = Compiler(case, **options)
     result: dict[str, Any] = {
-        "case": dataclasses.asdict(case) | ({"layers": layers} if layers else {}),
+        "case": dataclasses.asdict(case),
+        "options": options | {"costs": costs},
         "device": compiler.chip.kind,
-        "quantize": quantize,
         **compiled_loop(compiler),
     }
     if not costs or case.drafter in READERS:
@@ -369,27 +367,27 @@ COLUMNS = {
 COST_COLUMNS = {
     "all-reduce / layer": lambda found: f"{found['passes']['verify(64)']['all_reduces_per_layer']:g}",
     "all-gather in loop": lambda found: found.get("collectives_in_the_loop", {}).get("all-gather", "?"),
-    "verify(8): floor, estimate ms": lambda found: floor_and_estimate(found["passes"]["verify(8)"]),
-    "verify(64): floor, estimate ms": lambda found: floor_and_estimate(found["passes"]["verify(64)"]),
-    "verify(64) / (8)": lambda found: f"{found['verify_ratio']:.3f}",
-    "drafter: floor, estimate ms": lambda found: floor_and_estimate(found["passes"]["drafter"]),
-    "speedup bound": lambda found: f"{found['speedup_bound']['MATH']:.2f}" if "speedup_bound" in found else "",
+    "verify: floor ms": lambda found: f"{found['passes']['verify(8)']['floor_ms']:.2f}",
+    "estimates, 8, 16, 64 rows": lambda found: ", ".join(
+        f"{found['passes'][f'verify({width})']['ms']:.2f}" for width in WIDTHS
+    ),
+    "verify(64) / (8)": lambda found: f"{found['verify_ratio']:.2f}",
+    "drafter: floor, estimate ms": lambda found: "{floor_ms:.2f}, {ms:.2f}".format(**found["passes"]["drafter"]),
+    "speedup bound: floors, estimates": lambda found: (
+        "{by_memory_alone:.2f}, {MATH:.2f}".format(**found["speedup_bound"]) if "speedup_bound" in found else ""
+    ),
 }
 """Of cases whose passes were costed."""
 
 
 def case_of(found: dict[str, Any]) -> Case:
-    return Case(**{k: v for k, v in found["case"].items() if k != "layers"})
-
-
-def floor_and_estimate(cost: dict[str, Any]) -> str:
-    return f"{cost['floor_ms']:.2f}, {cost['ms']:.2f}"
+    return Case(**found["case"])
 
 
 def row(found: dict[str, Any]) -> str:
     """A line of the table."""
-    columns = COLUMNS | (COST_COLUMNS if "passes" in found else {})
-    return f"| {' | '.join(str(cell(found)) for cell in columns.values())} |"
+    costs = [cell(found) if "passes" in found else "" for cell in COST_COLUMNS.values()]
+    return f"| {' | '.join(map(str, [*(cell(found) for cell in COLUMNS.values()), *costs]))} |"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -403,10 +401,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--capacity", type=int, default=8192, help="tokens of prompt and output together")
     parser.add_argument("--layers", type=int, help="cut both models to so many layers: a quick look")
-    parser.add_argument("--no-costs", action="store_true", help="compile the loop only")
+    parser.add_argument("--no-costs", dest="costs", action="store_false", help="compile the loop only")
     parser.add_argument("--replicate-drafter", action="store_true", help="the whole drafter on every chip, to compare")
     parser.add_argument("--quantize", choices=quantization.SCHEMES, help="the matrices of both models in 8 bits")
-    parser.add_argument("--out", type=Path, help="write everything as JSON")
+    parser.add_argument("--out", type=Path, help="write everything as JSON; cases that it holds are not compiled again")
     args = parser.parse_args(argv)
     try:
         quantization.check(args.quantize)
@@ -422,13 +420,19 @@ def main(argv: list[str] | None = None) -> int:
     chosen = [dataclasses.replace(case, capacity=args.capacity) for case in chosen]
     if not chosen:
         parser.error("no such case among the known ones: give --target, --topology and --tp")
-    found, failed = [], False
+    names = ("costs", "layers", "replicate_drafter", "quantize")
+    options = {name: getattr(args, name) for name in names}
+    found = json.loads(args.out.read_text(encoding="utf-8")) if args.out and args.out.exists() else []
+    failed = False
     print(markdown([*COLUMNS, *COST_COLUMNS], []), flush=True)
     for case in tqdm(chosen, desc="compiling", unit="case", file=sys.stderr):
         try:
-            found.append(report(case, args.layers, not args.no_costs, args.replicate_drafter, args.quantize))
-            print(row(found[-1]), flush=True)
-            failed |= found[-1]["hbm_gb"] > found[-1]["hbm_capacity_gb"]
+            done = (old for old in found if case_of(old) == case and old["options"] == options)
+            if (result := next(done, None)) is None:
+                result = report(case, **options)
+                found.append(result)
+            print(row(result), flush=True)
+            failed |= result["hbm_gb"] > result["hbm_capacity_gb"]
         except Exception as error:  # whatever a compiler may say: the other cases go on
             failed = True
             print(f"| {case} | {case.batch} | {str(error).strip().splitlines()[0][:200]} |", flush=True)

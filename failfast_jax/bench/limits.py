@@ -7,8 +7,12 @@ follows. Nothing here is measured.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
+
 from failfast_jax.bench.public_models import CONFIGS, pass_bytes, weight_bytes
-from failfast_jax.bench.published import CHUNK, DATASETS, Statistics, published_for
+from failfast_jax.bench.published import CHUNK, DATASETS, Law, Statistics, published_for
 from failfast_jax.tables import markdown
 
 PASSES = 1.7
@@ -26,6 +30,23 @@ def speedup_limit(accepted: float, passes: float, target: float, drafter: float)
       drafter: cost of a pass of the drafter, in the same unit.
     """
     return (accepted + 1) * target / (target + passes * drafter)
+
+
+def ladder_speedup(law: Law, verify: Mapping[int, float], step: float, drafter: float, batch: int = 1) -> float:
+    """Speedup over plain decoding where a round is charged the narrowest verify that holds its longest draft.
+
+    Args:
+      law: of the rounds of each of `batch` sequences that advance together; one pass of the drafter a chunk.
+      verify: cost of a pass of the target by its rows, which are one more than the draft; the widest serves the rest.
+      step: cost of a step of plain decoding.
+      drafter: cost of a pass of the drafter.
+    """
+    longest = np.diff(np.cumsum(law.chunks()) ** batch, prepend=0.0)
+    spent = 0.0
+    for chunks, share in enumerate(longest, 1):
+        rows = min((width for width in verify if width > CHUNK * chunks), default=max(verify))
+        spent += share * (verify[rows] + chunks * drafter)
+    return (law.accepted() + 1) * step / spent
 
 
 def papers_speedup(statistics: Statistics) -> float:

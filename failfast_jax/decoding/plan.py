@@ -11,7 +11,7 @@ CPU_LADDER = (1, 4, 8, 16, 32, 64, 96, 128)
 """Widths that XLA's CPU matmul likes: compute bounds a step there, so a verify is as narrow as it can be."""
 CPU_PREFILL_WIDTHS = (32, 128, 512)
 TPU_LADDER = (16, 64)
-"""Memory bounds a step there, and 8 rows cost what 16 do; but 64 cost a sixth more, and most drafts are short."""
+"""Memory bounds a step there, and 8 rows cost what 16 do; but 64 cost up to a quarter more; most drafts are short."""
 ACCELERATOR_ROWS = 8
 """On TPU and GPU verifies are padded to a multiple of this; on GPU they have one width."""
 EXACT_WIDTH = 72

@@ -13,7 +13,7 @@ from tiny_models import diffusion_config, tiny_config
 
 from failfast_jax import platforms
 from failfast_jax.bench import __main__ as bench
-from failfast_jax.bench import hlo, public_models, published, replay, replay_pair
+from failfast_jax.bench import hlo, limits, public_models, published, replay, replay_pair
 from failfast_jax.bench.public_models import CONFIGS, parameters
 from failfast_jax.bench.published import DATASETS, draw, extra_passes, fit, published_for
 from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
@@ -74,6 +74,16 @@ def test_the_law_has_the_published_means(target, dataset):
     again = draw(law, 128, seed=3)
     assert (again[0] == chunks).all() and (again[1] == accepted).all()
     assert (draw(law, 128, seed=4)[1] != accepted).any()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_round_is_charged_the_verify_that_its_longest_draft_needs(batch):
+    law, rng = fit(published_for("qwen2.5-32b", "MATH")), np.random.default_rng(0)
+    chunks = rng.choice(law.most_chunks, (100_000, batch), p=law.chunks()).max(1) + 1
+    # 10 tokens and the one before them: 11 rows; 60 fit 64, and nothing wider is compiled for 70.
+    spent = np.where(chunks == 1, 2.0, 5.0).mean() + 0.5 * chunks.mean()
+    speedup = limits.ladder_speedup(law, {10: 1.0, 16: 2.0, 64: 5.0}, 2.0, 0.5, batch)
+    assert speedup == pytest.approx((law.accepted() + 1) * 2.0 / spent, rel=0.01)
 
 
 def test_the_law_keeps_what_the_paper_says_of_extension():

@@ -25,7 +25,7 @@ def compiled(topology: str, *methods: str) -> dict:
 
 
 METHODS = (
-    *("failfast", "hybrid", "reuse", "trees", "ar", "lookup", "suffix"),
+    *("auto", "failfast", "hybrid", "reuse", "trees", "ar", "lookup", "suffix"),
     *("dspark", "dspark-failfast", "eagle-chain", "eagle-tree"),
 )
 

@@ -92,6 +92,10 @@ def widened(hlo: str, shapes: set[tuple[int, ...]]) -> list[str]:
 
 
 VARIANTS = {
+    "auto": {"method": "failfast", "policy": "auto"},
+    "failfast": {"method": "failfast", "policy": "fixed"},
+    "lookup": {"method": "lookup", "policy": "fixed"},
+    "suffix": {"method": "suffix", "policy": "fixed"},
     "hybrid": {"method": "failfast", "lookup_min": 3},
     "reuse": {"method": "failfast", "reuse": True},
     "trees": {"method": "failfast", "tree_budget": 63},
@@ -166,7 +170,7 @@ def compiled_loop(device, method: str):
         target = target.quantized(scheme)
         drafter = drafter.replace(model=drafter.model.quantized(scheme))
     plan = decoding.make_plan(drafter, platform=platform)
-    batch = 2
+    drafter, batch = drafter.planned(plan.widths), 2
 
     def init(target, drafter):
         return decoding.init_state(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -115,7 +114,7 @@ class CostBook:
 
     def price(self, session: DraftSession) -> tuple[DraftSession, Entry]:
         """The session with its costs, and what to say of them. Call it while nothing else is compiled."""
-        widths, key = session.plan.widths, _key(session)
+        widths, key = session.plan.widths, session.key
         if key not in self._known:
             self._known[key] = self._found(session, key)
         costs, source = self._known[key]
@@ -170,7 +169,7 @@ class CostBook:
     def check(self, session: DraftSession, expected: float, took: float) -> None:
         """Compares an answer's time with what its rounds were expected to take. Where several in a row differ much, the
         next session is measured again."""
-        key = _key(session)
+        key = session.key
         far = expected > 0 and not 1 / DRIFT < took / expected < DRIFT
         self._strikes[key] = self._strikes.get(key, 0) + 1 if far else 0
         if self._strikes[key] < STRIKES or self.fixed is not None:
@@ -181,11 +180,3 @@ class CostBook:
         if stored.pop(key, None) is not None:
             write_atomically(path, json.dumps({**read_json(path), "costs": stored}, indent=1) + "\n")
         logger.info("rounds take %.2f x what was measured: measured again", took / expected)
-
-
-def _key(session: DraftSession) -> str:
-    """Names a session's programs: everything that is compiled, by kinds and shapes."""
-    leaves, structure = jax.tree.flatten((session.models, session.plan))
-    shapes = [(np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves]
-    named = repr((structure, shapes, session.batch, session.capacity, jax.__version__))
-    return hashlib.sha256(named.encode()).hexdigest()[:16]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -280,6 +281,14 @@ class DraftSession(Session):
         self.drafter, self.plan = drafter.planned(plan.widths), plan
         start, advance = (functools.partial(function, plan=plan) for function in (_start, _advance))
         super().__init__(programs, placement, (target, self.drafter), batch, capacity, start, advance)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Names the session's programs, in every process: all that is compiled, by kinds and shapes."""
+        leaves, structure = jax.tree.flatten((self.models, self.plan))
+        shapes = [(np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves]
+        named = repr((structure, shapes, self.batch, self.capacity, jax.__version__))
+        return hashlib.sha256(named.encode()).hexdigest()[:16]
 
     def with_costs(self, costs: Costs) -> DraftSession:
         """The same programs, with a drafter that decides by these costs (see `pricing`). Nothing is compiled.

@@ -21,8 +21,7 @@ EDGES = (-2.0, -1.0, -0.4, 0.2, 0.9, 1.25, 1.5, 1.9, 2.35, 3.0, 3.44)
 and 32 tokens begin a bin."""
 BINS = len(EDGES) + 1
 TEXT_CHANCES = (0.12, 0.17, 0.2, 0.22, 0.45, 0.5, 0.58, 0.7, 0.82, 0.95, 0.97, 0.99)
-"""Prior chances of what followed earlier places of the text, by bin: between those of code and of chat, as
-`failfast_jax.bench simulate` counts them."""
+"""Prior chances of what followed earlier places of the text, by bin: between what was seen in code and in chat."""
 MODEL_CHANCES = (0.1, 0.17, 0.28, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.87, 0.9, 0.95)
 """Likewise of a model's drafts: a little below what the confidence says."""
 PRIOR_TRIALS = 8.0
@@ -72,17 +71,17 @@ class Calibration:
 
     accepted: Float[Array, "B bins"]
     tried: Float[Array, "B bins"]
-    prior: Float[Array, " bins"]
+    prior: tuple[float, ...] = flax.struct.field(pytree_node=False)
 
     @classmethod
     def of(cls, batch: int, prior: tuple[float, ...]) -> Calibration:
         """Nothing tried."""
         zeros = jnp.zeros((batch, BINS))
-        return cls(accepted=zeros, tried=zeros, prior=jnp.asarray(prior, jnp.float32))
+        return cls(accepted=zeros, tried=zeros, prior=prior)
 
     def chance(self, confidence: Float[Array, "B M"]) -> Float[Array, "B M"]:
         """Of acceptance, given that everything before is accepted."""
-        chances = (self.accepted + PRIOR_TRIALS * self.prior) / (self.tried + PRIOR_TRIALS)
+        chances = (self.accepted + PRIOR_TRIALS * jnp.asarray(self.prior)) / (self.tried + PRIOR_TRIALS)
         return jnp.sum(_bins(confidence) * chances[:, None], axis=-1)
 
     def learned(self, draft: Draft, emitted: Int[Array, "B M"], count: Int[Array, " B"]) -> Calibration:

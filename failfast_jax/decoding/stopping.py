@@ -137,4 +137,4 @@ class Worthwhile(StopRule):
 
     def _seconds(self, drafted: Int[Array, " B"], passes: Int[Array, " B"]) -> Float[Array, " B"]:
         rung = jnp.sum(drafted[:, None] + 1 > jnp.asarray(self.widths[:-1], jnp.int32), axis=1)
-        return self.costs.verify[rung] + self.costs.draft * passes
+        return jnp.asarray(self.costs.verify)[rung] + self.costs.draft * passes

@@ -106,7 +106,7 @@ class Economic(Drafter):
         """Deciding by these, of the plan's widths."""
         if self.model is None:
             return self.replace(costs=costs)
-        return self.replace(costs=costs, model=self.model.replace(rule=Worthwhile(costs.steps, self.widths)))
+        return self.replace(costs=costs, model=self.model.replace(rule=Worthwhile(costs, self.widths)))
 
     def init(self, batch, capacity):
         return EconomicState(

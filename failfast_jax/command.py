@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
+from failfast_jax import distributed
 from failfast_jax.errors import OptionError
 
 FORMATTER = argparse.RawDescriptionHelpFormatter
@@ -34,7 +35,7 @@ def deadline_after(minutes: float | None) -> float:
     return time.monotonic() + 60 * minutes
 
 
-def run(work: Callable[[], int | None], interrupted: str = "interrupted") -> int:
+def run(work: Callable[[], int | None], interrupted: str = "interrupted", where: str | None = None) -> int:
     """Runs a command's work and returns its exit status.
 
     Input that cannot be served (`ValueError`, `OSError`) becomes one line on stderr and status 2; the end of
@@ -43,19 +44,24 @@ def run(work: Callable[[], int | None], interrupted: str = "interrupted") -> int
     Args:
       work: returns a status; None is 0.
       interrupted: what to say at Ctrl-C.
+      where: of several processes, see `distributed.join`.
     """
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
-        return work() or 0
+        distributed.join(where)
+        with distributed.one_voice():
+            logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s")
+            status = work() or 0
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE_ERROR
+        print(distributed.named(f"error: {error}"), file=sys.stderr)
+        status = USAGE_ERROR
     except OutOfTime:
         print("stopped by --minutes; the same command goes on", file=sys.stderr)
-        return UNFINISHED
+        status = UNFINISHED
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
-        return INTERRUPTED
+        status = INTERRUPTED
+    distributed.leave(status)
+    return status
 
 
 def dispatch(
@@ -87,4 +93,5 @@ def dispatch(
     )
     module.add_arguments(parser)
     args = parser.parse_args(argv)
-    return run(lambda: module.work(args), "interrupted; the same command goes on from what is saved")
+    where = getattr(args, "distributed", None)
+    return run(lambda: module.work(args), "interrupted; the same command goes on from what is saved", where)

@@ -57,7 +57,7 @@ class DiffusionSession(Session):
 
     def rounds(self, state):
         """Each row's blocks so far: with a token shift, a block emits its own tokens and the next one's first."""
-        passes, text, begin, end, _ = jax.device_get((state.block_passes, *self._view(state)))
+        passes, text, begin, end, _ = self._fetch((state.block_passes, *self._view(state)))
         return [self._blocks(passes[row], text[row], int(begin[row]), int(end[row])) for row in range(self.batch)]
 
     def _blocks(self, passes: np.ndarray, text: np.ndarray, begin: int, end: int) -> RowLog:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from failfast_jax import distributed
 from failfast_jax.errors import ConfigError
 
 
@@ -94,8 +95,11 @@ class Journal:
         self.path = path
         self.records: list[Record] = []
         self.session = 0
+        if not distributed.speaks():
+            self.path = path = None
         if path is not None and path.exists():
             self._resume(path, identity)
+        self.records, self.session = distributed.agreed([self.records, self.session])
         # Written with the session's first record: a session that adds nothing leaves no trace.
         self._head: Record | None = {
             "kind": self.RUN,

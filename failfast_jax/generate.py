@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from failfast_jax import command
+from failfast_jax import command, distributed
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options, options_of
 from failfast_jax.models.attention import KERNELS
@@ -84,6 +84,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--quantize", metavar="int8", help="the target's matrices in 8 bits; needs the extra `quant`")
     engine.add_argument("--quantize-drafter", metavar="int8", help="likewise the drafter's")
     engine.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer")
+    distributed.add_flag(engine)
     engine.add_argument("--attention", choices=KERNELS, help="kernel of cached attention (default: by platform)")
     engine.add_argument(
         "--compile-cache", metavar="DIR|off", help="folder of compiled programs (or set FAILFAST_COMPILE_CACHE)"
@@ -219,7 +220,7 @@ def _run(args: argparse.Namespace) -> None:
         print(json.dumps(result.to_dict()))
     elif not sys.stdout.isatty():
         print(result.text if result.text is not None else ",".join(map(str, result.output_ids)))
-    if args.trace is not None:
+    if args.trace is not None and distributed.speaks():
         from failfast_jax.trajectory import write_trace
 
         write_trace(result, args.trace, engine.tokenizer)
@@ -232,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     # One answer, then exit: collecting cycles while models are traced would cost a tenth of the start.
     gc.disable()
     try:
-        return command.run(lambda: _run(args))
+        return command.run(lambda: _run(args), where=args.distributed)
     finally:
         gc.enable()
 

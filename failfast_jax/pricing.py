@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from failfast_jax import distributed
 from failfast_jax.decoding.economics import Costs
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.files import read_json, write_atomically
@@ -125,15 +126,16 @@ class CostBook:
         if self.fixed is not None:
             return costs_of(read_json(self.fixed), widths, str(self.fixed)), str(self.fixed)
         stored = self._stored()
-        if key in stored:
-            return costs_of(stored[key], widths, str(self.path())), f"measured {stored[key].get('date', 'earlier')}"
+        if known := distributed.agreed(stored.get(key)):
+            return costs_of(known, widths, str(self.path())), f"measured {known.get('date', 'earlier')}"
         begin = time.perf_counter()
-        costs = measure(session)
+        entry = distributed.agreed(entry_of(measure(session), widths))
+        costs = costs_of(entry, widths, "measured")
         logger.info("costs of a round measured in %.1f s", time.perf_counter() - begin)
         here = machine()
-        if (path := self.path()) is not None:
+        if (path := self.path()) is not None and distributed.speaks():
             mine = {name: here[name] for name in THIS_MACHINE}
-            entry = {**entry_of(costs, widths), "date": here["date"]}
+            entry = {**entry, "date": here["date"]}
             write_atomically(path, json.dumps({"machine": mine, "costs": {**stored, key: entry}}, indent=1) + "\n")
         return costs, f"measured {here['date']}"
 
@@ -169,7 +171,7 @@ class CostBook:
     def check(self, session: DraftSession, expected: float, took: float) -> None:
         """Compares an answer's time with what its rounds were expected to take. Where several in a row differ much, the
         next session is measured again."""
-        key = session.key
+        key, took = session.key, distributed.agreed(took)
         far = expected > 0 and not 1 / DRIFT < took / expected < DRIFT
         self._strikes[key] = self._strikes.get(key, 0) + 1 if far else 0
         if self._strikes[key] < STRIKES or self.fixed is not None:
@@ -177,6 +179,6 @@ class CostBook:
         self._strikes[key] = 0
         self._known.pop(key, None)
         path, stored = self.path(), self._stored()
-        if stored.pop(key, None) is not None:
+        if stored.pop(key, None) is not None and distributed.speaks():
             write_atomically(path, json.dumps({**read_json(path), "costs": stored}, indent=1) + "\n")
         logger.info("rounds take %.2f x what was measured: measured again", took / expected)

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from failfast_jax import decoding
 from failfast_jax.compilation import Compilation, Executables, Program
@@ -196,8 +198,14 @@ class Session:
 
     def read(self, state: State) -> Progress:
         """How far the rows are. One host wait."""
-        ids, begin, end, finish = jax.device_get(self._view(state))
+        ids, begin, end, finish = self._fetch(self._view(state))
         return Progress([ids[row, begin[row] : end[row]].tolist() for row in range(self.batch)], finish.tolist())
+
+    def _fetch(self, tree: Any) -> Any:
+        """The arrays on this host; of several processes, what each has of the batch goes to all of them first."""
+        if not all(leaf.is_fully_addressable or leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
+            tree = self._programs.compile(functools.partial(_everywhere, mesh=self._mesh), tree)(tree)
+        return jax.device_get(tree)
 
     @property
     def _mesh(self) -> jax.sharding.Mesh | None:
@@ -318,7 +326,7 @@ class DraftSession(Session):
         return state.tokens, state.prompt_length, state.length, state.finish
 
     def rounds(self, state):
-        log, *view = jax.device_get((state.log, *self._view(state)))
+        log, *view = self._fetch((state.log, *self._view(state)))
         tokens, begin, end, _ = view
         out = []
         for row in range(self.batch):
@@ -347,6 +355,10 @@ class DraftSession(Session):
 
 
 # The programs. What is static is bound to them by keyword.
+
+
+def _everywhere(tree, *, mesh):
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))
 
 
 def _start(target, drafter, inputs, *, plan, capacity, placement):

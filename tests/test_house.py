@@ -26,7 +26,19 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LONGEST_FUNCTION, LONGEST_FILE = 60, 450
 
 BOTTOM = {
-    *("_version", "axes", "command", "compilation", "config", "encoding", "errors", "files", "options", "platforms"),
+    *(
+        "_version",
+        "axes",
+        "command",
+        "compilation",
+        "config",
+        "distributed",
+        "encoding",
+        "errors",
+        "files",
+        "options",
+        "platforms",
+    ),
     *("results", "tables"),
 }
 LAYERS = (

@@ -26,6 +26,7 @@ from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.files import read_json
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.dspark import MARKOV_HEADS, DSpark, DSparkConfig, DSparkModel
+from failfast_jax.models.sharding import equal
 from failfast_jax.models.transformer import Decoder
 
 NUM_ANCHORS = 512
@@ -76,14 +77,15 @@ def load_dspark(folder: Path, target: Decoder, target_name: str = "the target") 
     own: dict[str, jax.Array] = {}
     for name, shape in stored.items():
         value = plan.assemble(name, shape, dtype)
-        if not np.array_equal(value, np.asarray(borrowed[name])):
+        if not equal(value, borrowed[name]):
             own[name] = jax.device_put(value)
     values = {name: jax.device_put(plan.assemble(name, shape, dtype)) for name, shape in skeleton.shapes.items()}
     shared = tuple(name for name in borrowed if name not in own)
-    return DSparkModel(skeleton.filled(values), **{**borrowed, **own}, draft_ids=draft_ids, shared=shared)
+    ids = None if draft_ids is None else jax.device_put(draft_ids)
+    return DSparkModel(skeleton.filled(values), **{**borrowed, **own}, draft_ids=ids, shared=shared)
 
 
-def _draft_ids(tensors: Mapping[str, mapping.StoredTensor], config: DSparkConfig, folder: Path) -> jax.Array | None:
+def _draft_ids(tensors: Mapping[str, mapping.StoredTensor], config: DSparkConfig, folder: Path) -> np.ndarray | None:
     """Token id of each row of the head; None: the rows are the vocabulary."""
     count = config.draft_vocab
     if count is None:
@@ -93,7 +95,7 @@ def _draft_ids(tensors: Mapping[str, mapping.StoredTensor], config: DSparkConfig
     ids = tensors["d2t"].read(0, count).astype(np.int64) + np.arange(count)
     if ids.min() < 0 or ids.max() >= config.base.vocab_size:
         raise CheckpointError(f"{folder}: d2t leads outside the vocabulary of {config.base.vocab_size}")
-    return jax.device_put(ids.astype(np.int32))
+    return ids.astype(np.int32)
 
 
 def parse_config(raw: Mapping[str, Any], where: str) -> DSparkConfig:

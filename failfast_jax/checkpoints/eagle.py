@@ -25,6 +25,7 @@ from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.files import read_json
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
+from failfast_jax.models.sharding import equal
 from failfast_jax.models.transformer import Decoder
 
 LLAMA, DEEPSPEC = "LlamaForCausalLMEagle3", "Qwen3Eagle3Model"
@@ -68,7 +69,7 @@ def load_eagle(folder: Path, target: Decoder, target_name: str = "the target") -
     embed, own_embed = target.embed[...], False
     if "embed" in shapes:
         stored = plan.assemble("embed", shapes["embed"], dtype)
-        own_embed = not np.array_equal(stored, np.asarray(embed))
+        own_embed = not equal(stored, embed)
         embed = jax.device_put(stored) if own_embed else embed
     return BoundEagle(skeleton.filled(values), embed, jax.device_put(draft_ids), own_embed)
 

@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import CheckpointError
 from failfast_jax.files import read_json
-from failfast_jax.models import quantization
+from failfast_jax.models import quantization, sharding
 from failfast_jax.models.config import ModelConfig, eos_ids, resolve_mask_token
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.platforms import memory_explained
@@ -34,6 +36,8 @@ MASK_TOKEN = "|<MASK>|"
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
 Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 Convert = Callable[[str, jax.Array], dict[str, jax.Array]]
+READERS = 4
+"""Parameters that are read at a time: one thread does not keep up with a fast disk."""
 
 
 def load_model(
@@ -45,7 +49,7 @@ def load_model(
 ) -> Decoder:
     """Loads a decoder; its attributes `config` and `logits` are what most callers want.
 
-    The host holds at most the model and one parameter (two while Orbax restores a converted folder);
+    The host holds at most the model and some parameters more (`READERS`; two while Orbax restores a converted folder);
     names and shapes are checked before any tensor is read.
 
     Args:
@@ -148,7 +152,7 @@ class Source:
         convert: Convert | None = None,
         progress: bool | None = None,
     ) -> dict[str, jax.Array]:
-        """Reads the parameters, one after the other, by their paths in the decoder.
+        """Reads the parameters by their paths in the decoder: several at a time, each process its devices' parts.
 
         Args:
           place: the sharding of a parameter, given its path and its shape; None: the default device.
@@ -169,17 +173,36 @@ class Source:
             return values
         plan = mapping.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
         values = {}
+
+        def assemble(name: str) -> sharding.Blocks:
+            blocks = sharding.blocks_here(shardings[name], self.shapes[name])
+            return {block: plan.assemble(name, self.shapes[name], dtype, block) for block in blocks}
+
         # Left to itself the bar shows on a terminal, once the work has taken 3 seconds.
         shown = {"delay": 3, "disable": None} if progress is None else {"disable": not progress}
         size, label = self.num_parameters() * dtype.itemsize, f"reading {self.path.name}"
         with tqdm(total=size, desc=label, unit="B", unit_scale=True, **shown) as bar:
-            for name, shape in self.shapes.items():
-                value = plan.assemble(name, shape, dtype)
+            for name, blocks in _ahead(assemble, list(self.shapes)):
                 # Waiting keeps host copies from piling up behind a slow link to the device.
-                read = jax.block_until_ready(jax.device_put(value, shardings[name]))
+                read = jax.block_until_ready(sharding.from_blocks(blocks, shardings[name], self.shapes[name]))
                 values |= convert(name, read) if convert else {name: read}
-                bar.update(value.nbytes)
+                bar.update(math.prod(self.shapes[name]) * dtype.itemsize)
         return values
+
+
+def _ahead(function: Callable[[str], sharding.Blocks], names: Sequence[str]) -> Iterator[tuple[str, sharding.Blocks]]:
+    """Each name with the function's value, in order; `READERS` of them are at work meanwhile."""
+    with ThreadPoolExecutor(READERS) as pool:
+        waiting = collections.deque()
+        try:
+            for name in [*names, *[None] * READERS]:
+                if name is not None:
+                    waiting.append((name, pool.submit(function, name)))
+                if waiting and (name is None or len(waiting) > READERS):
+                    done, future = waiting.popleft()
+                    yield done, future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def open_source(path_or_hub_id: str | os.PathLike[str]) -> Source:

@@ -18,6 +18,7 @@ import numpy as np
 from failfast_jax.checkpoints.parameters import is_finite, not_finite
 from failfast_jax.errors import CheckpointError
 from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.sharding import Block
 
 # Elements per copied piece. Temporaries then stay in a core's cache and in memory that malloc keeps;
 # dequantising a whole tensor at once takes ten times as long, mostly in page faults.
@@ -112,18 +113,28 @@ class Plan:
     sources: dict[str, list[tuple[str, StoredTensor]]]
     """Parameter path -> (slot, tensor) pairs."""
 
-    def assemble(self, parameter: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def assemble(
+        self, parameter: str, shape: tuple[int, ...], dtype: np.dtype, block: Block | None = None
+    ) -> np.ndarray:
         """Reads one parameter, cast to `dtype`, into a new host array.
+
+        Args:
+          block: the part of it to read, a device's; None: all of it.
 
         Raises:
           CheckpointError: NaN or infinity in a tensor.
         """
-        out = aligned_empty(shape, dtype)
+        first, last = zip(*(block or [(0, size) for size in shape]))
+        out = aligned_empty(tuple(high - low for low, high in zip(first, last)), dtype)
         for slot, tensor in self.sources[parameter]:
             interleaved = slot in self.table.interleaved
-            start = 0
-            for segment in slot_segments(out, slot, self.config):
-                fill(tensor, start, segment, self.config.head_dim if interleaved else None)
+            # Of a fused parameter the first axis counts its parts.
+            fused = 0 if slot == "all" else 1
+            columns = None if out.shape[fused + 1 :] == shape[fused + 1 :] else slice(first[-1], last[-1])
+            segments = slot_segments(out, slot, self.config)
+            start = first[0] * segments[0].shape[0] if slot in ("q", "k", "v") else first[fused]
+            for segment in segments:
+                fill(tensor, start, segment, self.config.head_dim if interleaved else None, columns)
                 start += segment.shape[0]
         return out
 
@@ -222,8 +233,10 @@ def _some(names: Sequence[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def fill(tensor: StoredTensor, start: int, out: np.ndarray, interleaved_head: int | None) -> None:
-    """Copies rows `start ..` of a stored tensor over `out`, piece by piece, casting.
+def fill(
+    tensor: StoredTensor, start: int, out: np.ndarray, interleaved_head: int | None, columns: slice | None = None
+) -> None:
+    """Copies rows `start ..` of a stored tensor, or some columns of them, over `out`, piece by piece, casting.
 
     Raises:
       CheckpointError: NaN or infinity, stored or made by the cast.
@@ -233,6 +246,7 @@ def fill(tensor: StoredTensor, start: int, out: np.ndarray, interleaved_head: in
     for low in range(0, out.shape[0], rows):
         piece = out[low : low + rows]
         values = tensor.read(start + low, start + low + piece.shape[0])
+        values = values if columns is None else values[:, columns]
         if interleaved_head:
             # llama.cpp's row order within a head is (pair, half), ours is (half, pair).
             piece = piece.reshape(-1, 2, interleaved_head // 2, *piece.shape[1:]).swapaxes(1, 2)

@@ -35,7 +35,7 @@ from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.drafter_model import FEATURE_BLOCK, Kind
 from failfast_jax.models.layers import Layer, Linear, RMSNorm, unit_rms
 from failfast_jax.models.rope import apply_rope, rotary, rotated_heads
-from failfast_jax.models.sharding import ONE_DEVICE, TENSOR, Execution
+from failfast_jax.models.sharding import ONE_DEVICE, TENSOR, Execution, put
 from failfast_jax.models.transformer import Decoder
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -389,9 +389,10 @@ class DSparkModel:
 
         def by_rows(weight: Array) -> Array:
             even = weight.shape[0] % mesh.shape[TENSOR] == 0
-            return jax.device_put(weight, NamedSharding(mesh, P(TENSOR if even else None)))
+            return put(weight, NamedSharding(mesh, P(TENSOR if even else None)))
 
-        whole = jax.device_put((network, self.draft_ids), NamedSharding(mesh, P()))
+        everywhere = NamedSharding(mesh, P())
+        whole = jax.tree.map(lambda x: put(x, everywhere), (network, self.draft_ids))
         return self.replace(network=whole[0], draft_ids=whole[1], embed=by_rows(self.embed), head=by_rows(self.head))
 
     def quantized(self, scheme: str = "int8") -> DSparkModel:
@@ -417,8 +418,8 @@ def bind(network: DSpark, target: Decoder, draft_ids: np.ndarray | None = None) 
     """A drafter with its target's embedding and head, or the rows of it that score the tokens it may draft."""
     if draft_ids is None:
         return DSparkModel(network, target.embed[...], target.head_weight)
-    ids = jax.device_put(np.asarray(draft_ids, np.int32))
-    return DSparkModel(network, target.embed[...], _rows(target.head_weight, ids), ids)
+    ids = np.asarray(draft_ids, np.int32)
+    return DSparkModel(network, target.embed[...], _rows(target.head_weight, ids), jax.device_put(ids))
 
 
 _rows = jax.jit(lambda weight, ids: weight[ids])

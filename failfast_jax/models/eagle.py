@@ -29,7 +29,7 @@ from failfast_jax.models.drafter_model import EAGLE, Kind
 from failfast_jax.models.dspark import block_attention
 from failfast_jax.models.layers import MLP, Attend, Attention, Linear, RMSNorm
 from failfast_jax.models.rope import apply_rope, rotary, rotated_heads
-from failfast_jax.models.sharding import ONE_DEVICE, Execution
+from failfast_jax.models.sharding import ONE_DEVICE, Execution, put
 
 ROWS = 8
 """On accelerators passes are padded to multiples of this."""
@@ -253,9 +253,8 @@ class BoundEagle:
         if mesh is None:
             return model
         everywhere = NamedSharding(mesh, P())
-        if self.own_embed:
-            return jax.device_put(model, everywhere)
-        return jax.device_put(model.replace(embed=None), everywhere).replace(embed=self.embed)
+        whole = jax.tree.map(lambda x: put(x, everywhere), model.replace(embed=self.embed if self.own_embed else None))
+        return whole if self.own_embed else whole.replace(embed=self.embed)
 
     def quantized(self, scheme: str = "int8") -> BoundEagle:
         """With the matrices of its network quantised, not its embedding.

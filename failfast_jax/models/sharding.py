@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from failfast_jax.errors import OptionError
@@ -65,6 +65,10 @@ class Execution:
 
 
 ONE_DEVICE = Execution()
+
+Block = tuple[tuple[int, int], ...]
+"""A part of an array: where it begins and ends along each axis."""
+Blocks = Mapping[Block, np.ndarray]
 
 DATA, TENSOR = "data", "tensor"
 """Mesh axes: of the batch, and of everything else."""
@@ -117,19 +121,59 @@ def constrain(tree: Any, execution: Execution, spec: P) -> Any:
     return jax.lax.with_sharding_constraint(tree, NamedSharding(execution.mesh, spec))
 
 
+def _block(part: tuple[slice, ...], shape: tuple[int, ...]) -> Block:
+    return tuple(axis.indices(size)[:2] for axis, size in zip(part, shape))
+
+
+def blocks_here(place: Sharding, shape: tuple[int, ...]) -> list[Block]:
+    """The different blocks of an array that this process's devices hold."""
+    parts = place.addressable_devices_indices_map(shape).values()
+    return list(dict.fromkeys(_block(part, shape) for part in parts))
+
+
+def from_blocks(blocks: Blocks, place: Sharding, shape: tuple[int, ...]) -> jax.Array:
+    """An array of the blocks that `blocks_here` names; every process brings its own."""
+    if len(blocks) == 1 and place.is_fully_addressable:
+        return jax.device_put(next(iter(blocks.values())), place)
+    return jax.make_array_from_callback(shape, place, lambda part: blocks[_block(part, shape)])
+
+
+def put(value: ArrayLike, place: Sharding) -> jax.Array:
+    """`jax.device_put` that sends nothing between processes: each has the value, and keeps its devices' parts."""
+    if place.is_fully_addressable or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+        return jax.device_put(value, place)
+    value = np.asarray(value)
+    return jax.make_array_from_callback(value.shape, place, lambda part: value[part])
+
+
+def equal(value: np.ndarray, array: jax.Array) -> bool:
+    """Whether an array holds these values, on whichever processes it lies."""
+    if array.is_fully_addressable:
+        return np.array_equal(value, np.asarray(array))
+    return bool(_equal(put(value, array.sharding), array))
+
+
+_equal = jax.jit(lambda one, other: (one == other).all())
+
+
 def make_mesh(tensor: int = 1, data: int = 1) -> Mesh:
-    """A mesh of the first `tensor * data` devices.
+    """A mesh of the first `tensor * data` devices; of several processes, of all that they have together.
 
     Raises:
-      OptionError: there are fewer.
+      OptionError: there are fewer, or some process would be left out.
     """
-    count = len(jax.devices())
+    count, processes = len(jax.devices()), jax.process_count()
     for flag, value in (("tensor", tensor), ("data", data)):
         if value < 1:
             raise OptionError(f"--{flag}-parallel {value}: must be at least 1")
     if tensor * data > count:
         raise OptionError(
             f"--tensor-parallel {tensor} (x {data} data-parallel): there are {count} {jax.default_backend()} devices"
+        )
+    if processes > 1 and tensor * data < count:
+        raise OptionError(
+            f"--tensor-parallel {tensor} (x {data} data-parallel): {processes} processes have {count} devices "
+            f"together, and all take part; --tensor-parallel {count // data} would do"
         )
     return mesh_of(jax.devices()[: tensor * data], data)
 

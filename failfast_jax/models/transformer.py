@@ -36,6 +36,7 @@ from failfast_jax.models.sharding import (
     execution_of,
     kv_copies,
     parameter_specs,
+    put,
     total,
 )
 
@@ -264,7 +265,7 @@ class Decoder(nnx.Module):
         execution = execution_of(self.config, mesh, drafter=drafter, kernel=kernel)
         model = self.with_execution(execution)
         specs = parameter_specs(model, execution)
-        return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), model, specs)
+        return jax.tree.map(lambda x, spec: put(x, NamedSharding(mesh, spec)), model, specs)
 
     def quantized(self, scheme: str = "int8") -> Decoder:
         """The model with the weight of every `Linear` quantised; one that is already so stays as it is.

@@ -1,0 +1,135 @@
+"""Several processes that decode as one, on the hosts of a TPU pod or elsewhere: each runs the same command.
+
+Process 0 speaks and writes; what depends on a clock or on a host's own files is agreed on, as programs that differ
+between processes would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from failfast_jax.errors import OptionError
+
+AUTOMATIC = "auto"
+TIMEOUT_S = 20
+"""Seconds after which a process that is not heard of is lost, and the others end with an error."""
+_HOSTS = "TPU_WORKER_HOSTNAMES"
+_METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
+_GOOGLE = "0x1ae0"
+"""Vendor of TPU chips on the PCI bus."""
+
+Value = TypeVar("Value")
+
+
+def add_flag(parser: Any) -> None:
+    """`--distributed`, of commands that several processes can run together."""
+    parser.add_argument(
+        "--distributed",
+        metavar="HOST:PORT,N,I",
+        nargs="?",
+        const=AUTOMATIC,
+        help="this is process I of N, the first of which listens there; without a value what Slurm, Open MPI, "
+        "Kubernetes or Cloud TPU say (by itself on TPU pods)",
+    )
+
+
+def join(where: str | None = None) -> None:
+    """Joins the other processes, before JAX looks for devices; alone if there are none.
+
+    Args:
+      where: the value of `--distributed`.
+
+    Raises:
+      OptionError: not such a value, no cluster to be found, or not all processes have come within five minutes.
+    """
+    if where is None and _tpu_hosts() < 2:
+        return
+    given: dict[str, Any] = {}
+    if where not in (None, AUTOMATIC):
+        found = re.fullmatch(r"(\S+:\d+),(\d+),(\d+)", where)
+        if not found or not int(found[3]) < int(found[2]):
+            raise OptionError(f"--distributed {where}: expected HOST:PORT,N,I with I from 0 to N - 1")
+        given = {"coordinator_address": found[1], "num_processes": int(found[2]), "process_id": int(found[3])}
+    try:
+        jax.distributed.initialize(**given, heartbeat_timeout_seconds=TIMEOUT_S, shutdown_timeout_seconds=TIMEOUT_S)
+    except (ValueError, RuntimeError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise OptionError(f"--distributed{f' {where}' if given else ''}: {said}; say HOST:PORT,N,I") from error
+
+
+def _tpu_hosts(devices: Path = Path("/sys/bus/pci/devices")) -> int:
+    """Hosts of the TPU slice that this machine belongs to; 0: no TPU, or JAX is to leave it alone."""
+    platforms = jax.config.jax_platforms
+    if platforms and "tpu" not in platforms.split(","):
+        return 0
+    if names := os.environ.get(_HOSTS):
+        return len(names.split(","))
+    if all(path.read_text().strip() != _GOOGLE for path in devices.glob("*/vendor")):
+        return 0
+    try:
+        request = urllib.request.Request(_METADATA, headers={"Metadata-Flavor": "Google"})
+        with urllib.request.urlopen(request, timeout=2) as answer:
+            return len(answer.read().decode().split(","))
+    except (urllib.error.URLError, OSError):
+        return 1
+
+
+def alone() -> bool:
+    """Whether this is the only process. Asking does not make JAX look for devices."""
+    return not jax.distributed.is_initialized() or jax.process_count() == 1
+
+
+def speaks() -> bool:
+    """Whether this process prints and writes files: the only one, or the first."""
+    return alone() or jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def one_voice() -> Iterator[None]:
+    """Inside, only process 0 prints. Errors are told by whoever meets them."""
+    if speaks():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
+
+
+def named(message: str) -> str:
+    """An error's text, with the process that it comes from if there are several."""
+    return message if alone() else f"process {jax.process_index()}: {message}"
+
+
+def agreed(value: Value) -> Value:
+    """Process 0's value, everywhere.
+
+    Args:
+      value: JSON-ready.
+    """
+    if alone():
+        return value
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    size = int(broadcast_one_to_all(np.int64(text.size)))
+    text = broadcast_one_to_all(np.resize(text, size) if text.size else np.zeros(size, np.uint8))
+    return json.loads(np.asarray(text, np.uint8).tobytes().decode())
+
+
+def leave(status: int) -> None:
+    """Ends a process that failed at once: at the usual exit it would wait for the others, who wait for it."""
+    if status and not alone():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,68 @@
+"""One of two processes with four devices each that answer together; process 0 prints the answers as JSON.
+
+Run as a script: `two_processes.py HOST:PORT,2,INDEX`, with `lose` behind it to lose process 1 in the middle of an
+answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+from checkpoint_files import GOLDEN
+
+from failfast_jax import FailFast, command, distributed
+from failfast_jax.checkpoints import mapping
+from failfast_jax.errors import OptionError
+
+TARGET, DRAFTER = GOLDEN / "field" / "qwen3_a", GOLDEN / "field" / "dspark_qwen3_a"
+PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [5] * 20]
+COMMON = {"max_new_tokens": 20, "ignore_eos": True}
+
+_assemble = mapping.Plan.assemble
+
+
+def main() -> None:
+    read: list[int] = []
+
+    def counted(plan, *args, **options):
+        value = _assemble(plan, *args, **options)
+        read.append(value.size)
+        return value
+
+    mapping.Plan.assemble = counted
+    report: dict[str, object] = {}
+    try:
+        FailFast(TARGET, tensor_parallel=4)
+    except OptionError as error:
+        report["a process left out"] = str(error)
+    engine = FailFast(TARGET, tensor_parallel=4, data_parallel=2)
+    read.clear()
+    spread = FailFast(TARGET, DRAFTER, tensor_parallel=8)
+    if "lose" in sys.argv:
+        lose(spread)
+    report["numbers read"] = sum(read)
+    report["4x2"] = [result.output_ids for result in engine.generate(PROMPTS, method="lookup", **COMMON)]
+    report["8x1"] = [result.output_ids for result in spread.generate(PROMPTS[:1], method="failfast", **COMMON)]
+    report["stats"] = engine.generate(PROMPTS[:2], method="lookup", **COMMON)[0].stats.costs
+    report["agreed"] = distributed.agreed({"process": jax.process_index(), "text": "ä" * (1 + jax.process_index())})
+    print(json.dumps(report))
+
+
+def lose(engine: FailFast) -> None:
+    """Answers for ever; process 1 only once."""
+    for turn in range(10**6):
+        engine.generate(PROMPTS[:1], method="vanilla", **COMMON)
+        if turn == 0:
+            print("answering", flush=True)
+            if jax.process_index() == 1:
+                os._exit(9)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main, where=sys.argv[1]))

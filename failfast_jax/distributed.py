@@ -67,6 +67,11 @@ def join(where: str | None = None) -> None:
     except (ValueError, RuntimeError) as error:
         said = str(error).strip().splitlines()[0]
         raise OptionError(f"--distributed{f' {where}' if given else ''}: {said}; say HOST:PORT,N,I") from error
+    if not alone():
+        # Libraries below Python (Gloo, for one) print to stdout, which is for answers.
+        answers = os.dup(1)
+        os.dup2(2, 1)
+        sys.stdout = os.fdopen(answers, "w", buffering=1 if sys.stdout.isatty() else -1)
 
 
 def _tpu_hosts(devices: Path = Path("/sys/bus/pci/devices")) -> int:

@@ -1,4 +1,4 @@
-"""Two processes, four devices each: answers, what they read, what they agree on, and the loss of one."""
+"""Two processes with several devices each: answers, what they read, what they agree on, and the loss of one."""
 
 from __future__ import annotations
 
@@ -6,31 +6,37 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import jax
 import pytest
+from safetensors.numpy import load_file
 from two_processes import COMMON, DRAFTER, PROMPTS, TARGET
 
 from failfast_jax import FailFast, distributed
-from failfast_jax.checkpoints.loading import open_source
+from failfast_jax.checkpoints.safetensors import WEIGHTS
 from failfast_jax.errors import OptionError
 
 SCRIPT = Path(__file__).parent / "two_processes.py"
 
 
-def started(*words: str) -> list[subprocess.Popen]:
+def started(devices: int, *words: str) -> list[subprocess.Popen]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         where = f"localhost:{free.getsockname()[1]}"
     command = [sys.executable, str(SCRIPT)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return [subprocess.Popen([*command, f"{where},2,{index}", *words], **pipes) for index in range(2)]
+    return [subprocess.Popen([*command, f"{where},2,{index}", str(devices), *words], **pipes) for index in range(2)]
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
+def devices(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def report():
-    first, second = started()
+def report(devices):
+    first, second = started(devices)
     said, errors = first.communicate(timeout=500)
     assert first.returncode == 0, errors
     assert second.wait(60) == 0 and second.stdout.read() == ""  # process 0 speaks for both
@@ -39,41 +45,34 @@ def report():
 
 def test_answers_are_those_of_one_process(report):
     alone = FailFast(TARGET).generate(PROMPTS, method="vanilla", **COMMON)
-    assert report["4x2"] == [result.output_ids for result in alone]
-    assert report["8x1"] == [alone[0].output_ids]
+    assert report["two groups"] == [result.output_ids for result in alone]
+    assert report["one group"] == alone[0].output_ids
 
 
 def test_a_process_reads_only_its_parts(report):
-    """Of the matrices that are spread; norms are whole on every device, and so are two KV heads for eight devices."""
-    source, drafter = open_source(TARGET), 0
-    assert report["numbers read"] < 0.85 * (source.num_parameters() + drafter) + numbers_of(DRAFTER)
-
-
-def numbers_of(folder: Path) -> int:
-    from safetensors.numpy import load_file
-
-    return sum(value.size for value in load_file(folder / "model.safetensors").values())
+    """Of what is spread; norms are whole on every device, and so are the drafter's layers and too few KV heads."""
+    everything = sum(value.size for folder in (TARGET, DRAFTER) for value in load_file(folder / WEIGHTS).values())
+    assert report["numbers read"] < 0.9 * everything
 
 
 def test_processes_agree(report):
     assert report["agreed"] == {"process": 0, "text": "ä"}
-    assert report["stats"]["source"].startswith("measured")
+    assert report["costs"]["source"].startswith("measured")
 
 
-def test_a_mesh_must_have_all_processes(report):
+def test_a_mesh_must_have_all_processes(report, devices):
     assert report["a process left out"] == (
-        "--tensor-parallel 4 (x 1 data-parallel): 2 processes have 8 devices together, and all take part; "
-        "--tensor-parallel 8 would do"
+        f"--tensor-parallel {devices} (x 1 data-parallel): 2 processes have {2 * devices} devices together, and all "
+        f"take part; --tensor-parallel {2 * devices} would do"
     )
 
 
 def test_a_lost_process_ends_the_other():
-    first, second = started("lose")
+    first, second = started(1, "lose")
     assert first.stdout.readline() == "answering\n", first.communicate()[1]
     assert second.wait(60) == 9
-    begin = time.monotonic()
     _, errors = first.communicate(timeout=60)
-    assert first.returncode != 0 and errors, time.monotonic() - begin
+    assert first.returncode != 0 and errors
 
 
 @pytest.mark.parametrize("where", ["here", "localhost,2,0", "localhost:1234,2", "localhost:1234,2,2", "a:1,x,0"])
@@ -98,5 +97,9 @@ def test_hosts_of_a_slice(monkeypatch, tmp_path, vendors, names, hosts):
         (tmp_path / str(number) / "vendor").write_text(f"{vendor}\n")
     monkeypatch.setattr(distributed, "_METADATA", "http://127.0.0.1:9/nothing")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", names)
-    monkeypatch.setattr(distributed.jax.config, "jax_platforms", None, raising=False)
-    assert distributed._tpu_hosts(tmp_path) == hosts
+    platforms = jax.config.jax_platforms
+    jax.config.update("jax_platforms", None)
+    try:
+        assert distributed._tpu_hosts(tmp_path) == hosts
+    finally:
+        jax.config.update("jax_platforms", platforms)

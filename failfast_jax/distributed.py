@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ AUTOMATIC = "auto"
 TIMEOUT_S = 20
 """Seconds after which a process that is not heard of is lost, and the others end with an error."""
 _HOSTS = "TPU_WORKER_HOSTNAMES"
-_METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
+METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
 _GOOGLE = "0x1ae0"
 """Vendor of TPU chips on the PCI bus."""
 
@@ -54,7 +55,7 @@ def join(where: str | None = None) -> None:
     Raises:
       OptionError: not such a value, no cluster to be found, or not all processes have come within five minutes.
     """
-    if where is None and _tpu_hosts() < 2:
+    if where is None and tpu_hosts() < 2:
         return
     given: dict[str, Any] = {}
     if where not in (None, AUTOMATIC):
@@ -74,7 +75,7 @@ def join(where: str | None = None) -> None:
         sys.stdout = os.fdopen(answers, "w", buffering=1 if sys.stdout.isatty() else -1)
 
 
-def _tpu_hosts(devices: Path = Path("/sys/bus/pci/devices")) -> int:
+def tpu_hosts(devices: Path = Path("/sys/bus/pci/devices")) -> int:
     """Hosts of the TPU slice that this machine belongs to; 0: no TPU, or JAX is to leave it alone."""
     platforms = jax.config.jax_platforms
     if platforms and "tpu" not in platforms.split(","):
@@ -84,7 +85,7 @@ def _tpu_hosts(devices: Path = Path("/sys/bus/pci/devices")) -> int:
     if all(path.read_text().strip() != _GOOGLE for path in devices.glob("*/vendor")):
         return 0
     try:
-        request = urllib.request.Request(_METADATA, headers={"Metadata-Flavor": "Google"})
+        request = urllib.request.Request(METADATA, headers={"Metadata-Flavor": "Google"})
         with urllib.request.urlopen(request, timeout=2) as answer:
             return len(answer.read().decode().split(","))
     except (urllib.error.URLError, OSError):
@@ -99,6 +100,11 @@ def alone() -> bool:
 def speaks() -> bool:
     """Whether this process prints and writes files: the only one, or the first."""
     return alone() or jax.process_index() == 0
+
+
+def output_folder(path: str | os.PathLike) -> Path:
+    """Where this process writes what a command makes: `path` if it speaks, else a folder of no account."""
+    return Path(path) if speaks() else Path(tempfile.mkdtemp(prefix="failfast-"))
 
 
 @contextlib.contextmanager

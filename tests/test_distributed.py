@@ -95,11 +95,11 @@ def test_hosts_of_a_slice(monkeypatch, tmp_path, vendors, names, hosts):
     for number, vendor in enumerate(vendors):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "vendor").write_text(f"{vendor}\n")
-    monkeypatch.setattr(distributed, "_METADATA", "http://127.0.0.1:9/nothing")
+    monkeypatch.setattr(distributed, "METADATA", "http://127.0.0.1:9/nothing")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", names)
     platforms = jax.config.jax_platforms
     jax.config.update("jax_platforms", None)
     try:
-        assert distributed._tpu_hosts(tmp_path) == hosts
+        assert distributed.tpu_hosts(tmp_path) == hosts
     finally:
         jax.config.update("jax_platforms", platforms)

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from failfast_jax import distributed
 from failfast_jax.bench import figures, scoring, summary
 from failfast_jax.bench.datasets import Dataset, stamp
 from failfast_jax.bench.engine_pool import EnginePool
@@ -109,7 +110,7 @@ def draw(out: Path) -> None:
 def work(args: argparse.Namespace) -> int:
     """Runs the comparison; 1: an output differs beyond a near-tie."""
     redraw, args = args.redraw, merged(args)
-    out = Path(args.out)
+    out = distributed.output_folder(args.out)
     if redraw:
         draw(out)
         return 0

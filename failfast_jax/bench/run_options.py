@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from failfast_jax import distributed
 from failfast_jax.bench.datasets import SOURCES, Dataset, load_dataset
 from failfast_jax.bench.extras import needed
 from failfast_jax.bench.variants import (
@@ -90,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
     models.add_argument("--tensor-parallel", metavar="n", type=int, help="devices that share each layer")
     models.add_argument("--attention", choices=KERNELS, help="kernel of cached attention")
+    distributed.add_flag(models)
     result = parser.add_argument_group("result")
     result.add_argument("--out", metavar="DIR", help=f"an interrupted run continues there ({DEFAULTS['out']})")
     result.add_argument("--records", choices=("jsonl", "parquet"), help="parquet: also write records.parquet")

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from failfast_jax import drafters
+from failfast_jax import distributed, drafters
 from failfast_jax.checkpoints.pair import read_pair
 from failfast_jax.checkpoints.tuned import check_models, other_machine, read_settings
 from failfast_jax.compilation import Executables, compile_counts, enable_compile_cache
@@ -104,7 +104,7 @@ class FailFast:
         tuned = None if settings is None else read_settings(settings)
         if tuned is not None:
             drafters.check_defaults(tuned.decoding, str(tuned.path))
-        one_device = tensor_parallel == data_parallel == 1
+        one_device = tensor_parallel == data_parallel == 1 and distributed.alone()
         with memory_explained(f"loading {target if isinstance(target, str) else 'the models'}"):
             pair = read_pair(
                 target,

@@ -22,7 +22,7 @@ from failfast_jax.decoding.state import Tree
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("failfast_jax", "convert", "tpu_scripts")
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "tpu_scripts" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LONGEST_FUNCTION, LONGEST_FILE = 60, 450
 
 BOTTOM = {

@@ -52,7 +52,7 @@ LAYERS = (
     {"runtime"},
     {"engine"},
     {"__init__", "defaults", "trajectory"},
-    {"generate", "bench", "train", "convert", "tpu_scripts"},
+    {"doctor", "generate", "bench", "train", "convert", "tpu_scripts"},
 )
 """From the bottom up. A module imports from its own part and from lower layers; the bottom is one part."""
 DATA = {f"failfast_jax.bench.{name}" for name in ("datasets", "hlo", "limits", "prompts", "public_models", "published")}

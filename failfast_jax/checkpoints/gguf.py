@@ -102,6 +102,8 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], list[tuple[Any,
         kind, count = take("I"), take("Q")
         if count > len(data) - position:
             raise IndexError
+        if kind == _ARRAY:
+            raise IndexError  # none is nested in any file, and a hostile one would be without end
         if kind not in _SCALARS:
             return [value(kind) for _ in range(count)]
         values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", data, position)

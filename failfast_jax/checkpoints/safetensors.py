@@ -6,6 +6,8 @@ The format is a length, a JSON header and the bytes. Reading it here instead of 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -30,6 +32,8 @@ INTEGERS = {
     "I32": np.dtype(np.int32),
     "BOOL": np.dtype(np.bool_),
 }
+LONGEST_HEADER = 10**8
+"""Bytes, as in the format's own library."""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -76,14 +80,32 @@ def file_tensors(path: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dict[st
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise CheckpointError(f"{path}: truncated or not a safetensors file; download it again")
-        try:
-            header = json.loads(file.read(length))
-        except (UnicodeDecodeError, json.JSONDecodeError):
-            raise CheckpointError(f"{path}: its header is not JSON: corrupt or not a safetensors file") from None
+        if length > LONGEST_HEADER:
+            raise CheckpointError(f"{path}: a header of {length} bytes: corrupt or not a safetensors file")
+        text = file.read(length)
+    try:
+        header = json.loads(text, object_pairs_hook=functools.partial(_once, path=path))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        raise CheckpointError(f"{path}: its header is not JSON: corrupt or not a safetensors file") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is no JSON object: corrupt or not a safetensors file")
     header.pop("__metadata__", None)
-    return {name: _tensor(path, name, entry, 8 + length, size, dtypes) for name, entry in header.items()}
+    tensors = {name: _tensor(path, name, entry, 8 + length, size, dtypes) for name, entry in header.items()}
+    places = sorted((*map(int, entry["data_offsets"]), name) for name, entry in header.items())
+    for (_, end, one), (start, _, other) in itertools.pairwise(places):
+        if start < end:
+            raise CheckpointError(f"{path}: corrupt: the tensors {one} and {other} overlap")
+    return tensors
+
+
+def _once(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    """A JSON object, of which no key comes twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise CheckpointError(f"{path}: corrupt: its header names {twice} twice")
+    return found
 
 
 def _tensor(path: Path, name: str, entry: Any, base: int, size: int, dtypes: Mapping[str, np.dtype]) -> StoredTensor:
@@ -91,12 +113,12 @@ def _tensor(path: Path, name: str, entry: Any, base: int, size: int, dtypes: Map
         shape = tuple(int(n) for n in entry["shape"])
         low, high = (int(n) for n in entry["data_offsets"])
         stored = str(entry["dtype"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, OverflowError, TypeError, ValueError):
         raise CheckpointError(f"{path}: the header entry of tensor {name} is corrupt") from None
     if stored not in dtypes:
         raise CheckpointError(f"{path}: tensor {name} has dtype {stored} (supported: {', '.join(dtypes)})")
     dtype = dtypes[stored]
-    if high - low != math.prod(shape) * dtype.itemsize or low < 0:
+    if high - low != math.prod(shape) * dtype.itemsize or low < 0 or min(shape, default=0) < 0:
         raise CheckpointError(f"{path}: the header entry of tensor {name} is corrupt: {high - low} bytes for {shape}")
     if base + high > size:
         raise CheckpointError(

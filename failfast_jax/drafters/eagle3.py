@@ -364,4 +364,6 @@ class Eagle3Options(MethodOptions):
         most = site.model.config.draft_vocab
         require(top_k <= most, f"--tree-top-k {top_k}", f"this drafter drafts {most} different tokens")
         budget = min(self.tree_budget or TREE_BUDGET, top_k + depth * top_k**2)
+        # A node's ancestors score at least as well: none of the best `budget` has `budget` of them.
+        depth = max(min(depth, budget - 1), 1)
         return EagleTree(model=site.model, budget=budget, depth=depth, top_k=top_k)

@@ -18,6 +18,17 @@ QWEN3_MODEL_TYPES = ("qwen3", SDAR_MODEL_TYPE)
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", FAST_DLLM_MODEL_TYPE, SDAR_MODEL_TYPE)
 BLOCK_KEYS = {FAST_DLLM_MODEL_TYPE: ("bd_size", 32), SDAR_MODEL_TYPE: ("block_size", 4)}
 """Of block-diffusion models: the key of the block's size, and the size where it is missing."""
+LARGEST = {
+    "num_layers": ("num_hidden_layers", 2**12),
+    "num_heads": ("num_attention_heads", 2**12),
+    "num_kv_heads": ("num_key_value_heads", 2**12),
+    "head_dim": ("head_dim", 2**12),
+    "hidden_size": ("hidden_size", 2**20),
+    "intermediate_size": ("intermediate_size", 2**22),
+    "vocab_size": ("vocab_size", 2**24),
+    "max_position_embeddings": ("max_position_embeddings", 2**30),
+}
+"""Keys of `config.json` by field, and bounds beyond any model: a damaged or hostile file must not take all memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +233,13 @@ class ModelConfig:
         )
 
     def _check(self, raw: Mapping[str, Any], where: str) -> None:
-        """Raises ConfigError: values that contradict each other, or ask for what is not built."""
+        """Raises ConfigError: values out of all bounds, that contradict each other, or ask for what is not built."""
+        for name, (key, most) in LARGEST.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise ConfigError(f"{where}: key {key!r} must be from 1 to {most}, got {getattr(self, name)}")
+        rope = (self.rope.theta, self.rope.factor, self.rope.attention_factor)
+        if not all(math.isfinite(value) and value > 0 for value in (self.rms_norm_eps, *rope)):
+            raise ConfigError(f"{where}: rms_norm_eps and the numbers of the rotary embedding must be positive")
         if self.num_heads % self.num_kv_heads:
             heads = f"num_attention_heads {self.num_heads} is no multiple of num_key_value_heads {self.num_kv_heads}"
             raise ConfigError(f"{where}: {heads}")

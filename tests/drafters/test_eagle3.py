@@ -196,3 +196,11 @@ def test_a_finite_pass_is_all_that_a_level_sees():
 
     expected = chain(model, before.cache, before.hidden, draft.tokens[0])
     np.testing.assert_allclose(draft.confidence[0, :count], expected, rtol=1e-4)
+
+
+def test_passes_beyond_the_budget_are_not_made():
+    """Of a tree of two nodes none is deeper than 2: one pass for the first level, one for the second."""
+    prompt, common = [[3, 4, 5, 6, 7]], {"method": "eagle3", "tree_budget": 2, "tree_top_k": 2, "max_new_tokens": 8}
+    deep, flat = (answers(prompt, None, tree_depth=depth, **common)[0] for depth in (12, 1))
+    assert {entry.passes for entry in deep.rounds} == {2}
+    assert [entry.tree for entry in deep.rounds] == [entry.tree for entry in flat.rounds]

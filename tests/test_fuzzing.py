@@ -1,0 +1,84 @@
+"""Thousands of damaged files and odd command lines: served or refused, never a traceback, never for long."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+
+import fuzzing
+import pytest
+from checkpoint_files import hf_folder
+
+from failfast_jax.checkpoints.loading import open_source
+from failfast_jax.errors import CheckpointError, ConfigError
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(4000, marks=pytest.mark.long)])
+def test_odd_input_is_served_or_refused(tmp_path, monkeypatch, count):
+    from failfast_jax import generate
+
+    monkeypatch.setattr(generate, "load_engine", None)  # put back afterwards
+    monkeypatch.setattr(sys, "stdin", None)
+    report = fuzzing.run(fuzzing.all_cases(tmp_path), seed=1, count=count)
+    assert report["faults"] == []
+    assert report["inputs"] == count and len(report["outcomes"]) >= 7, report["outcomes"]
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("num_hidden_layers", 2**70),
+        ("num_attention_heads", 2**70),
+        ("num_key_value_heads", -1),
+        ("head_dim", -64),
+        ("vocab_size", 2**40),
+        ("max_position_embeddings", -5),
+        ("rope_theta", -1.0),
+        ("rms_norm_eps", float("nan")),
+    ],
+)
+def test_numbers_beyond_any_model(tmp_path, key, value):
+    folder = hf_folder(tmp_path, "qwen2_untied", **{key: value})
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        open_source(folder)
+
+
+def header_of(folder):
+    content = (folder / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+@pytest.mark.parametrize("way", ["overlap", "twice", "endless", "negative"])
+def test_headers_that_lie(tmp_path, way):
+    folder = hf_folder(tmp_path, "qwen2_untied")
+    header, data = header_of(folder)
+    names = [name for name in header if name != "__metadata__"]
+    norms = [name for name in names if name.endswith("layernorm.weight")]
+    said = {"overlap": "overlap", "twice": f"names {names[0]} twice", "endless": "header of", "negative": "corrupt"}[
+        way
+    ]
+    if way == "overlap":
+        header[norms[0]] = header[norms[1]]
+    if way == "negative":
+        header[names[0]]["shape"] = [-size for size in header[names[0]]["shape"]]
+    text = json.dumps(header).encode()
+    if way == "twice":
+        text = text[:-1] + b", " + json.dumps({names[0]: header[names[0]]}).encode()[1:]
+    with (folder / "model.safetensors").open("wb") as file:
+        if way == "endless":
+            file.write(struct.pack("<Q", 10**9))
+            file.truncate(2 * 10**9)  # takes no room on a disk
+        else:
+            file.write(len(text).to_bytes(8, "little") + text + data)
+    with pytest.raises(CheckpointError, match=said):
+        open_source(folder)
+
+
+def test_the_fuzzer_finds_faults(tmp_path):
+    def case(rng):
+        raise ZeroDivisionError("as num_attention_heads 2^70 gave")
+
+    report = fuzzing.run({"a fault": case, "fine": lambda rng: None}, seed=0, count=4)
+    assert [fault["number"] for fault in report["faults"]] == [0, 2] and report["outcomes"]["fine: served"] == 2

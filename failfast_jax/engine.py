@@ -40,7 +40,8 @@ logger = logging.getLogger("failfast_jax")
 
 LEAST_ROUNDS = 16
 """Of an answer whose time says what rounds cost: in shorter ones it is the dispatch's."""
-_FINISH_REASONS = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length"}
+FINISH_REASONS = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length"}
+"""Why an answer ended, in words."""
 
 
 class FailFast:
@@ -365,7 +366,7 @@ class FailFast:
             prompt_ids=list(prompt),
             output_ids=ids,
             text=self._decode(ids) if self.tokenizer is not None else None,
-            finish_reason=_FINISH_REASONS[finish],
+            finish_reason=FINISH_REASONS[finish],
             method=config.method,
             stats=Stats(
                 rounds=len(log.rounds),

@@ -164,13 +164,16 @@ class FailFast:
 
     # -- inputs ------------------------------------------------------------------------------------------
 
-    def encode(self, prompt: Any) -> list[int]:
+    def encode(self, prompt: Any, *, template: bool = True) -> list[int]:
         """Token ids of a prompt: a string (one user turn, if the tokenizer has a chat template), messages, or ids.
+
+        Args:
+          template: False takes a string as it is, whatever the tokenizer has.
 
         Raises:
           PromptError: nothing to encode with, an empty prompt, or an id outside the vocabulary.
         """
-        return encode(prompt, self.tokenizer, self.target.config.vocab_size, self.target_name)
+        return encode(prompt, self.tokenizer, self.target.config.vocab_size, self.target_name, template=template)
 
     def _encode_all(self, prompts: Any) -> list[list[int]]:
         return [self.encode(prompt) for prompt in separate(prompts)]

@@ -41,7 +41,7 @@ LAYERS = (
     {"runtime"},
     {"engine"},
     {"__init__", "defaults", "trajectory"},
-    {"serving"},
+    {"serving", "engine_flags"},
     {"generate", "serve", "chat", "harness", "bench", "train", "convert", "tpu_scripts"},
 )
 """From the bottom up. A module imports from its own part and from lower layers; the bottom is one part."""

@@ -220,7 +220,7 @@ class Queue:
         )
         self.error: BaseException | None = None
         self._inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock, self._encoding = threading.Lock(), threading.Lock()
         self._open, self._draining = True, False
         self._entered = 0
         """Requests in the inbox."""
@@ -242,13 +242,14 @@ class Queue:
     def healthy(self) -> bool:
         return self._open and self.error is None and self._thread.is_alive()
 
-    def encode(self, prompt: Any) -> list[int]:
+    def encode(self, prompt: Any, *, template: bool = True) -> list[int]:
         """Token ids of a prompt: see `FailFast.encode`.
 
         Raises:
           PromptError: see there; or it leaves no room for an answer.
         """
-        ids = self.engine.encode(prompt)
+        with self._encoding:
+            ids = self.engine.encode(prompt, template=template)
         if len(ids) >= self.capacity:
             raise PromptError(f"the prompt has {len(ids)} tokens; with its answer it may have {self.capacity}")
         return ids

@@ -57,13 +57,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def default_method(args: argparse.Namespace) -> str:
+def default_method(target: str | None, drafter: str | None) -> str:
     """The method where none is named."""
-    if args.drafter is None:
-        return "failfast" if args.target is None else "lookup"
+    if drafter is None:
+        return "failfast" if target is None else "lookup"
     from failfast_jax.checkpoints.pair import own_method
 
-    return own_method(args.drafter)[1]
+    return own_method(drafter)[1]
 
 
 def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
@@ -76,7 +76,7 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
       OptionError, ValueError: options that cannot be served, or that miss a model.
     """
     names = {name for options in all_options().values() for name in options.names()}
-    method = args.method or default_method(args)
+    method = args.method or default_method(args.target, args.drafter)
     options = {name: getattr(args, name) for name in sorted(names)}
     config = GenerationConfig(method, **common, options=options)
     options_of(config, "cpu")

@@ -13,7 +13,7 @@ from typing import Any
 import fastapi
 import jinja2
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 
@@ -68,10 +68,13 @@ class Service:
         self.created = int(time.time())
         self._key = options.key()
 
+    @property
+    def keyed(self) -> bool:
+        """Whether requests must bring a key."""
+        return self._key is not None
+
     def check_key(self, given: str | None) -> None:
         """Raises RequestError: the key is missing or wrong."""
-        if self._key is None:
-            return
         # In constant time: how long a wrong key takes must not tell how much of it is right.
         if given is None or not hmac.compare_digest(given.encode(), self._key.encode()):
             raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
@@ -195,7 +198,8 @@ def build_app(queue: Queue, options: ServeOptions, model: str) -> fastapi.FastAP
         service.check_key(None if credentials is None else credentials.credentials)
 
     problems = {status: {"description": "an error in OpenAI's shape"} for status in ERRORS}
-    v1 = fastapi.APIRouter(prefix="/v1", dependencies=[fastapi.Depends(key)], responses=problems)
+    guards = [fastapi.Depends(key)] if service.keyed else []
+    v1 = fastapi.APIRouter(prefix="/v1", dependencies=guards, responses=problems)
     info = {"id": model, "object": "model", "created": service.created, "owned_by": "failfast-jax"}
 
     @v1.get("/models")
@@ -209,12 +213,12 @@ def build_app(queue: Queue, options: ServeOptions, model: str) -> fastapi.FastAP
         service.check_model(name)
         return info
 
-    @v1.post("/completions", response_model=None)
+    @v1.post("/completions", response_model=None, responses=ANSWERS)
     async def completions(body: CompletionRequest, request: fastapi.Request) -> Response:
         """Texts that continue prompts as they are."""
         return await service.answer(body, request)
 
-    @v1.post("/chat/completions", response_model=None)
+    @v1.post("/chat/completions", response_model=None, responses=ANSWERS)
     async def chat_completions(body: ChatRequest, request: fastapi.Request) -> Response:
         """The next turn of a conversation."""
         return await service.answer(body, request)
@@ -226,7 +230,7 @@ def build_app(queue: Queue, options: ServeOptions, model: str) -> fastapi.FastAP
         """Whether requests are taken."""
         return JSONResponse({"status": "ok" if queue.healthy else "failed"}, status_code=200 if queue.healthy else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text format."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -234,6 +238,7 @@ def build_app(queue: Queue, options: ServeOptions, model: str) -> fastapi.FastAP
     return app
 
 
+ANSWERS = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
 

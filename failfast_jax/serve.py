@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import ipaddress
 import os
+import signal
 import socket
 import sys
 from typing import Any
@@ -65,7 +66,13 @@ def is_loopback(address: str) -> bool:
     return False
 
 
+def _terminated(*_: object) -> None:
+    raise SystemExit(0)
+
+
 def _work(args: argparse.Namespace) -> None:
+    # The server hands the signal on once it has ended what it had begun.
+    signal.signal(signal.SIGTERM, _terminated)
     options = ServeOptions.given(args)
     check_extra()
     import uvicorn

@@ -18,24 +18,33 @@ from failfast_jax.models.cache import KVCache
 from failfast_jax.results import Round
 
 
+def fits(one: Any, state: Any, *, by_row: tuple[bool, ...], rows: int) -> bool:
+    """Whether a state of that many rows has the others' structure and shapes."""
+    if jax.tree.structure(one) != jax.tree.structure(state):
+        return False
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(state), by_row)
+    return all(mine.shape == (rows, *whole.shape[1:]) for mine, whole, is_by_row in pairs if is_by_row)
+
+
 def insert(state: Any, one: Any, row: Int[Array, ""], *, by_row: tuple[bool, ...], placement: Callable) -> Any:
-    """A state with its row replaced by the only one of another state."""
+    """A state with its row replaced by the first one of another state."""
     leaves, structure = jax.tree.flatten(state)
     new = [
-        jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0) if is_by_row else whole
+        jax.lax.dynamic_update_slice_in_dim(whole, part[:1], row, 0) if is_by_row else whole
         for whole, part, is_by_row in zip(leaves, jax.tree.leaves(one), by_row)
     ]
     return placement(jax.tree.unflatten(structure, new))
 
 
-def take(state: Any, row: Int[Array, ""], *, by_row: tuple[bool, ...]) -> Any:
-    """A row, as a state of its own."""
+def take(state: Any, row: Int[Array, ""], *, by_row: tuple[bool, ...], copies: int, placement: Callable) -> Any:
+    """So many copies of a row, as a state of their own."""
+
+    def copied(whole: Array) -> Array:
+        return jnp.repeat(jax.lax.dynamic_slice_in_dim(whole, row, 1, 0), copies, axis=0)
+
     leaves, structure = jax.tree.flatten(state)
-    parts = [
-        jax.lax.dynamic_slice_in_dim(whole, row, 1, 0) if is_by_row else whole
-        for whole, is_by_row in zip(leaves, by_row)
-    ]
-    return jax.tree.unflatten(structure, parts)
+    parts = [copied(whole) if is_by_row else whole for whole, is_by_row in zip(leaves, by_row)]
+    return placement(jax.tree.unflatten(structure, parts))
 
 
 def end(state: Any, ended: Bool[Array, " B"], *, placement: Callable) -> Any:

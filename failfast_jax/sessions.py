@@ -178,25 +178,22 @@ class Session:
 
         Args:
           state: of this session; donated.
-          one: state of a session with batch 1 and otherwise equal, prefilled or in the middle of its answer.
+          one: state of a session with batch `groups` and otherwise equal, whose first row is taken, wherever it is.
 
         Raises:
           ValueError: no such row, or a state of another capacity or drafter.
         """
         if not 0 <= row < self.batch:
             raise ValueError(f"row {row}: there are {self.batch}")
-        rows = [
-            (1, *leaf.shape[1:]) for leaf, by_row in zip(jax.tree.leaves(self.shapes), self._leaves_by_row) if by_row
-        ]
-        given = [leaf.shape for leaf, by_row in zip(jax.tree.leaves(one), self._leaves_by_row) if by_row]
-        if jax.tree.structure(one) != jax.tree.structure(self.shapes) or given != rows:
-            raise ValueError("a row is taken from a session with batch 1 and the same drafter and capacity")
+        if not row_programs.fits(one, self.shapes, by_row=self._leaves_by_row, rows=self.groups):
+            raise ValueError(f"a row is taken from a session with batch {self.groups}, the same drafter and capacity")
         insert = functools.partial(row_programs.insert, by_row=self._leaves_by_row, placement=self.placement)
         return self._run(insert, state, one, np.int32(row), donate=(0,))
 
     def take(self, state: State, row: int) -> State:
-        """A copy of a row, as a state of a session with batch 1 and otherwise equal. Does not donate."""
-        return self._run(functools.partial(row_programs.take, by_row=self._leaves_by_row), state, np.int32(row))
+        """A copy of a row, in each row of a state of a session with batch `groups`. Does not donate."""
+        options = {"by_row": self._leaves_by_row, "copies": self.groups, "placement": self.placement}
+        return self._run(functools.partial(row_programs.take, **options), state, np.int32(row))
 
     def end(self, state: State, rows: Collection[int]) -> State:
         """Ends rows that are still running; what they have said stays. Donates the state."""
@@ -226,6 +223,11 @@ class Session:
 
     def _run(self, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Any:
         return self._programs.compile(function, *args, donate=donate)(*args)
+
+    @property
+    def groups(self) -> int:
+        """Groups of devices that share the batch: rows of the smallest session, which prefills single requests."""
+        return 1 if self._mesh is None else self._mesh.shape[DATA]
 
     @property
     def _mesh(self) -> jax.sharding.Mesh | None:
@@ -374,7 +376,7 @@ class DraftSession(Session):
         """Positions that need no prefill in a prompt whose first `common` tokens are those of a row. One host wait.
 
         Args:
-          old: the row's state (batch 1).
+          old: the row's state, see `take`.
         """
         held = self._run(row_programs.held, self.drafter, old)
         # The last position of what is common was followed by another token, and one chunk at least is prefilled.
@@ -389,7 +391,7 @@ class DraftSession(Session):
         chunks = self._chunks(len(request.prompt), begin)
         compilations = self._compile_chunks(chunks)
         graft = functools.partial(row_programs.graft, placement=self.placement)
-        state = self._run(graft, self.start([request]), old, donate=(1,))
+        state = self._run(graft, self.start([request] * self.batch), old, donate=(1,))
         return self._prefilling(state, compilations, [at for _, at in chunks])
 
     # A round in its three parts, for timing and for experiments. Each donates the state.

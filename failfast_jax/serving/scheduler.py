@@ -142,8 +142,9 @@ class Scheduler:
         plan = runtime.plan(drafter, exact, batch)
         self.session = runtime.session(drafter, batch=batch, capacity=capacity, plan=plan)
         self._single = self.session
-        if batch > 1:
-            self._single = runtime.session(drafter, batch=1, capacity=capacity, plan=plan, decodes=False)
+        groups = self.session.groups
+        if batch > groups:
+            self._single = runtime.session(drafter, batch=groups, capacity=capacity, plan=plan, decodes=False)
         self._rounds, self._least_reuse = rounds, least_reuse
         self._reuse = reuse and (batch == 1 or not exact)
         self._rows = [_Row() for _ in range(batch)]
@@ -164,7 +165,7 @@ class Scheduler:
     def _warmed_up(self) -> Any:
         """A state without requests, once every program has run."""
         short, longer = Request((0,), 1), Request((0, 0, 0), 1)
-        state = self.session.insert(self._idle(), 0, self._single.prefill([short]))
+        state = self.session.insert(self._idle(), 0, self._single.prefill([short] * self._single.batch))
         state = self.session.advance(state, 1, until_any=True)
         self.session.read(state)
         self.session.rounds_of(state, 0)
@@ -300,7 +301,7 @@ class Scheduler:
         if old is not None and job.reused >= self._least_reuse:
             states = self._single.prefill_onto(old, job.request, job.reused)
         else:
-            job.reused, states = 0, self._single.prefill_in_chunks([job.request])
+            job.reused, states = 0, self._single.prefill_in_chunks([job.request] * self._single.batch)
         chunks = self._single.chunks_of(len(prompt), job.reused)
         self.counts.prompt_tokens += len(prompt)
         self.counts.reused_tokens += job.reused

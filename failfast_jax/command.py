@@ -35,7 +35,7 @@ def deadline_after(minutes: float | None) -> float:
     return time.monotonic() + 60 * minutes
 
 
-def run(work: Callable[[], int | None], interrupted: str = "interrupted", where: str | None = None) -> int:
+def run(work: Callable[[], int | None], interrupted: str = "interrupted", where: str | None = distributed.ALONE) -> int:
     """Runs a command's work and returns its exit status.
 
     Input that cannot be served (`ValueError`, `OSError`) becomes one line on stderr and status 2; the end of
@@ -93,5 +93,5 @@ def dispatch(
     )
     module.add_arguments(parser)
     args = parser.parse_args(argv)
-    where = getattr(args, "distributed", None)
+    where = getattr(args, "distributed", distributed.ALONE)
     return run(lambda: module.work(args), "interrupted; the same command goes on from what is saved", where)

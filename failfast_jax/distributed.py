@@ -23,7 +23,7 @@ import numpy as np
 
 from failfast_jax.errors import OptionError
 
-AUTOMATIC = "auto"
+AUTOMATIC, ALONE = "auto", "alone"
 TIMEOUT_S = 20
 """Seconds after which a process that is not heard of is lost, and the others end with an error."""
 _HOSTS = "TPU_WORKER_HOSTNAMES"
@@ -50,13 +50,21 @@ def join(where: str | None = None) -> None:
     """Joins the other processes, before JAX looks for devices; alone if there are none.
 
     Args:
-      where: the value of `--distributed`.
+      where: the value of `--distributed`; ALONE, of commands that have no such flag.
 
     Raises:
-      OptionError: not such a value, no cluster to be found, or not all processes have come within five minutes.
+      OptionError: not such a value, no cluster to be found, not all processes have come within five minutes, or a
+        command that works alone was started on a host of a pod.
     """
-    if where is None and tpu_hosts() < 2:
-        return
+    if where in (None, ALONE):
+        hosts = tpu_hosts()
+        if hosts > 1 and where == ALONE:
+            raise OptionError(
+                f"this TPU slice has {hosts} hosts, and this command runs on one: take a slice of one host, or set "
+                "JAX_PLATFORMS=cpu if no TPU is needed"
+            )
+        if hosts < 2:
+            return
     given: dict[str, Any] = {}
     if where not in (None, AUTOMATIC):
         found = re.fullmatch(r"(\S+:\d+),(\d+),(\d+)", where)

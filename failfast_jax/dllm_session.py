@@ -45,12 +45,14 @@ class DiffusionSession(Session):
             raise PromptError(f"no whole block of {self.block} fits behind the prompt within {self.capacity} tokens")
         return self._prompts(requests) | {"max_blocks": np.asarray(blocks, np.int32)}
 
-    def _chunks(self, prompt_tokens):
+    def _chunks(self, prompt_tokens, begin=0):
+        if begin:
+            raise ValueError(f"a prefill from position {begin} on: a block-diffusion model begins at 0")
         width, starts = dllm.prefill_starts(prompt_tokens, self.config, self.shapes.text.shape[1])
         return [(functools.partial(_prefill_diffusion, width=width, placement=self.placement), at) for at in starts]
 
-    def _loop_args(self, state, most):
-        return *self.models, state, self.threshold, np.int32(most)
+    def _loop_args(self, state, most, until_any):
+        return *self.models, state, self.threshold, np.int32(most), np.bool_(until_any)
 
     def _view(self, state):
         return state.text, state.prompt_length, state.end, state.finish
@@ -80,5 +82,5 @@ def _prefill_diffusion(model, state, at, *, width, placement):
         return placement(dllm.prefill_chunk(model, state, at, width=width))
 
 
-def _advance_diffusion(model, state, threshold, most, *, placement, **static):
-    return placement(dllm.generate(model, state, threshold, most, **static))
+def _advance_diffusion(model, state, threshold, most, until_any, *, placement, **static):
+    return placement(dllm.generate(model, state, threshold, most, until_any, **static))

@@ -14,8 +14,11 @@ Message = dict[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
-def encode(prompt: Any, tokenizer: Any, vocab_size: int, model_name: str) -> list[int]:
+def encode(prompt: Any, tokenizer: Any, vocab_size: int, model_name: str, *, template: bool = True) -> list[int]:
     """Token ids of a prompt: a string (one user turn, if the tokenizer has a chat template), messages, or ids.
+
+    Args:
+      template: False takes a string as it is, whatever the tokenizer has.
 
     Raises:
       PromptError: nothing to encode with, an empty prompt, or an id outside the vocabulary.
@@ -23,7 +26,7 @@ def encode(prompt: Any, tokenizer: Any, vocab_size: int, model_name: str) -> lis
     if not len(prompt) or (isinstance(prompt, str) and not prompt.strip()):
         raise PromptError("the prompt is empty")
     if isinstance(prompt, str) or isinstance(prompt[0], dict):
-        ids = _encode_text(prompt, tokenizer, model_name)
+        ids = _encode_text(prompt, tokenizer, model_name, template)
     else:
         ids = [int(token) for token in prompt]
     if not ids:
@@ -34,14 +37,14 @@ def encode(prompt: Any, tokenizer: Any, vocab_size: int, model_name: str) -> lis
     return list(ids)
 
 
-def _encode_text(prompt: str | Sequence[Message], tokenizer: Any, model_name: str) -> list[int]:
+def _encode_text(prompt: str | Sequence[Message], tokenizer: Any, model_name: str, template: bool) -> list[int]:
     if isinstance(prompt, str) and any("\ud800" <= character <= "\udfff" for character in prompt):
         raise PromptError("the prompt is not valid UTF-8 text")
     if tokenizer is None:
         raise PromptError(f"{model_name} has no tokenizer: give token ids (--token-ids) instead of text")
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if isinstance(prompt, str):
-        if not has_template:
+        if not (has_template and template):
             return tokenizer(prompt)["input_ids"]
         prompt = [{"role": "user", "content": prompt}]
     elif not has_template:

@@ -40,7 +40,8 @@ logger = logging.getLogger("failfast_jax")
 
 LEAST_ROUNDS = 16
 """Of an answer whose time says what rounds cost: in shorter ones it is the dispatch's."""
-_FINISH_REASONS = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length"}
+FINISH_REASONS = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length"}
+"""Why an answer ended, in words."""
 
 
 class FailFast:
@@ -163,13 +164,16 @@ class FailFast:
 
     # -- inputs ------------------------------------------------------------------------------------------
 
-    def encode(self, prompt: Any) -> list[int]:
+    def encode(self, prompt: Any, *, template: bool = True) -> list[int]:
         """Token ids of a prompt: a string (one user turn, if the tokenizer has a chat template), messages, or ids.
+
+        Args:
+          template: False takes a string as it is, whatever the tokenizer has.
 
         Raises:
           PromptError: nothing to encode with, an empty prompt, or an id outside the vocabulary.
         """
-        return encode(prompt, self.tokenizer, self.target.config.vocab_size, self.target_name)
+        return encode(prompt, self.tokenizer, self.target.config.vocab_size, self.target_name, template=template)
 
     def _encode_all(self, prompts: Any) -> list[list[int]]:
         return [self.encode(prompt) for prompt in separate(prompts)]
@@ -365,7 +369,7 @@ class FailFast:
             prompt_ids=list(prompt),
             output_ids=ids,
             text=self._decode(ids) if self.tokenizer is not None else None,
-            finish_reason=_FINISH_REASONS[finish],
+            finish_reason=FINISH_REASONS[finish],
             method=config.method,
             stats=Stats(
                 rounds=len(log.rounds),

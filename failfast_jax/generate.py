@@ -8,16 +8,12 @@ import dataclasses
 import gc
 import json
 import sys
-import time
 from pathlib import Path
 
 from failfast_jax import command, distributed
 from failfast_jax.config import GenerationConfig
-from failfast_jax.drafters import DIFFUSION_METHOD, all_options, options_of
-from failfast_jax.models.attention import KERNELS
-from failfast_jax.options import add_flags
-
-DTYPES = ("float32", "bfloat16", "float16")
+from failfast_jax.drafters import all_options
+from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -28,15 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="methods:\n" + "\n".join(f"  {name:10} {options.summary}" for name, options in all_options().items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    models = parser.add_argument_group("models")
-    models.add_argument("--target", metavar="P", help="Hugging Face folder, .gguf file, converted folder or Hub id")
-    models.add_argument("--drafter", metavar="P", help="likewise; or a drafter that reads the target's features")
-    models.add_argument(
-        "--method",
-        help=f"one of {', '.join(all_options())} (default: a published drafter's own, else failfast; lookup for a "
-        "--target without --drafter)",
-    )
-    models.add_argument("--dtype", choices=DTYPES, help="of the weights")
+    add_model_flags(parser)
     prompt = parser.add_argument_group("prompt").add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="one user turn of the model's chat template, if it has one")
     prompt.add_argument("--prompt-file", metavar="F", type=Path, help="read the prompt from a text file")
@@ -63,32 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
         default="match",
         help="match: the target's own picks decide; rejection: draft samples, keep x with min(1, p(x)/q(x))",
     )
-    drafting = parser.add_argument_group(
-        "options of methods", "each names the methods that take it; a drafter's folder may bring its own defaults"
-    )
-    add_flags(drafting, all_options())
-    drafting.add_argument(
-        "--settings", metavar="FILE", type=Path, help="failfast: what `failfast_jax.bench tune` found for this pair"
-    )
-    drafting.add_argument(
-        "--costs", metavar="FILE", help="--policy auto: what rounds cost, as in --json's stats (default: measured)"
-    )
-    _add_engine_flags(parser)
+    add_method_flags(parser)
+    add_engine_flags(parser, together=True)
     return parser
-
-
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--exact", action="store_true", help="bit-identical output whatever the method")
-    engine.add_argument("--max-seq-len", metavar="n", type=int, help="most tokens of prompt and output together")
-    engine.add_argument("--quantize", metavar="int8", help="the target's matrices in 8 bits; needs the extra `quant`")
-    engine.add_argument("--quantize-drafter", metavar="int8", help="likewise the drafter's")
-    engine.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer")
-    distributed.add_flag(engine)
-    engine.add_argument("--attention", choices=KERNELS, help="kernel of cached attention (default: by platform)")
-    engine.add_argument(
-        "--compile-cache", metavar="DIR|off", help="folder of compiled programs (or set FAILFAST_COMPILE_CACHE)"
-    )
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -135,77 +100,19 @@ def _summary(result) -> str:
     )
 
 
-def _default_method(args: argparse.Namespace) -> str:
-    """The method where none is named."""
-    if args.drafter is None:
-        return "failfast" if args.target is None else "lookup"
-    from failfast_jax.checkpoints.pair import own_method
-
-    return own_method(args.drafter)[1]
-
-
 def _config(args: argparse.Namespace) -> GenerationConfig:
     """The request. Checked before models are read: a typo should not cost seconds."""
     common = [field.name for field in dataclasses.fields(GenerationConfig) if field.name not in ("options", "method")]
-    names = {name for options in all_options().values() for name in options.names()}
-    method = args.method or _default_method(args)
-    config = GenerationConfig(
-        method,
-        **{name: getattr(args, name) for name in common},
-        options={name: getattr(args, name) for name in sorted(names)},
-    )
-    options_of(config, "cpu")
+    config = config_of(args, **{name: getattr(args, name) for name in common})
     if args.trace is not None and not args.trace.resolve().parent.is_dir():
         raise ValueError(f"--trace {args.trace}: no such folder")
-    if method == "ar" and args.drafter is None:
-        raise ValueError("--method ar: needs --drafter, an autoregressive model with the target's tokens")
-    if args.settings is not None and method != "failfast":
-        raise ValueError(f"--settings {args.settings}: only --method failfast takes tuned settings, not {method}")
-    if method == DIFFUSION_METHOD and args.target is None:
-        raise ValueError("--method dllm: needs --target, a block-diffusion model")
-    if method == DIFFUSION_METHOD and args.drafter is not None:
-        raise ValueError("--drafter: --method dllm uses no drafter; name the block-diffusion model with --target")
-    if args.method is None and method == "lookup":
-        print("no --drafter and no --method: drafting by --method lookup, from the text itself", file=sys.stderr)
     return config
-
-
-def _load(args: argparse.Namespace, config: GenerationConfig):
-    """The engine."""
-    from failfast_jax.defaults import load_pair
-    from failfast_jax.models import quantization
-
-    start = time.perf_counter()
-    engine = load_pair(
-        args.target,
-        args.drafter,
-        method=config.method,
-        schedule=args.schedule,
-        settings=args.settings,
-        costs=args.costs,
-        dtype=args.dtype,
-        max_seq_len=args.max_seq_len,
-        compile_cache=args.compile_cache,
-        tensor_parallel=args.tensor_parallel,
-        attention=args.attention,
-        quantize=args.quantize,
-        quantize_drafter=args.quantize_drafter,
-    )
-    engine.load_s = time.perf_counter() - start
-    for name, flag, model in (
-        ("target", args.quantize, engine.target),
-        ("drafter", args.quantize_drafter, engine.drafter),
-    ):
-        if flag:
-            size = quantization.parameter_bytes(model) / 1e6
-            print(f"{name}: {flag}, {size:.0f} MB of parameters", file=sys.stderr)
-    return engine
 
 
 def _run(args: argparse.Namespace) -> None:
     prompt = _read_prompt(args)
     config = _config(args)
-    engine = _load(args, config)
+    engine = load_engine(args, config.method)
     engine.time_rounds = args.trace is not None
     with contextlib.nullcontext() if args.profile is None else engine.profile(args.profile):
         if args.json or not sys.stdout.isatty():

@@ -80,6 +80,25 @@ class Site:
 
 
 @dataclasses.dataclass(frozen=True)
+class CommandOptions:
+    """Options of one command, checked."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_value(field, getattr(self, field.name))
+
+    @classmethod
+    def given(cls, args: Any) -> Any:
+        """From parsed flags; those that are None keep their defaults.
+
+        Raises:
+          OptionError: a value out of its range.
+        """
+        found = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in found.items() if value is not None})
+
+
+@dataclasses.dataclass(frozen=True)
 class MethodOptions:
     """Options of one method; a subclass is its entry in `drafters.METHODS`.
 
@@ -233,19 +252,29 @@ def add_flags(parser: Any, methods: Mapping[str, type[MethodOptions]]) -> None:
     for method, options in methods.items():
         for field in dataclasses.fields(options):
             taken.setdefault(field.name, []).append((method, field))
-    for name, uses in taken.items():
-        kind, about = type_of(uses[0][1]), uses[0][1].metadata["option"]
+    for uses in taken.values():
         by_help: dict[str, list[str]] = {}
         for method, field in uses:
             by_help.setdefault(_help_of(field), []).append(method)
         said = "; ".join(f"{', '.join(names)}: {text}" for text, names in by_help.items())
-        if kind == "bool":
-            parser.add_argument(flag_of(name), action="store_true", default=None, help=said)
-        elif about.choices:
-            parser.add_argument(flag_of(name), choices=about.choices, help=said)
-        else:
-            metavar = "n" if kind == "int" else "x"
-            parser.add_argument(flag_of(name), metavar=metavar, type={"int": int, "float": float}[kind], help=said)
+        _add_flag(parser, uses[0][1], said)
+
+
+def add_flags_of(parser: Any, options: type) -> None:
+    """Adds one flag for each field (see `option`) of a command's dataclass; what is not given is None."""
+    for field in dataclasses.fields(options):
+        _add_flag(parser, field, _help_of(field))
+
+
+def _add_flag(parser: Any, field: dataclasses.Field, said: str) -> None:
+    kind, about, flag = type_of(field), field.metadata["option"], flag_of(field.name)
+    if kind == "bool":
+        parser.add_argument(flag, action="store_true", default=None, help=said)
+    elif about.choices:
+        parser.add_argument(flag, choices=about.choices, help=said)
+    else:
+        metavar, parse = {"int": ("n", int), "float": ("x", float), "str": ("TEXT", str)}[kind]
+        parser.add_argument(flag, metavar=metavar, type=parse, help=said)
 
 
 def _help_of(field: dataclasses.Field) -> str:

@@ -154,14 +154,19 @@ class Runtime:
         """
         return self.programs.compile(function, *args, donate=donate)
 
-    def session(self, drafter: Drafter, *, batch: int = 1, capacity: int, plan: Plan | None = None) -> DraftSession:
+    def session(
+        self, drafter: Drafter, *, batch: int = 1, capacity: int, plan: Plan | None = None, decodes: bool = True
+    ) -> DraftSession:
         """The programs that decode `batch` requests of up to `capacity` tokens, prompt included, with a drafter.
 
         They compile side by side in other threads; the first call of each waits for it. A drafter that decides by costs
         takes all widths to cost the same until `costs.price` tells the session what they do.
+
+        Args:
+          decodes: False for a session that prefills rows for another one: its loop is compiled only if it is used.
         """
         plan = plan or self.plan(drafter, batch=batch)
-        return DraftSession(self.programs, self.placement(batch), self.target, drafter, batch, capacity, plan)
+        return DraftSession(self.programs, self.placement(batch), self.target, drafter, batch, capacity, plan, decodes)
 
     def diffusion_session(
         self,

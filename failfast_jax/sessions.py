@@ -6,20 +6,18 @@ import copy
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from failfast_jax import decoding
+from failfast_jax import decoding, row_programs
 from failfast_jax.compilation import Compilation, Executables, Program
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.economics import Costs
 from failfast_jax.decoding.placement import StatePlacement
-from failfast_jax.decoding.plan import Plan, prefill_schedule
+from failfast_jax.decoding.plan import Plan, prefill_parts, prefill_schedule
 from failfast_jax.decoding.state import DecodeState, Draft, RoundLog, Sampling, Verified
 from failfast_jax.errors import PromptError
 from failfast_jax.models.sharding import DATA
@@ -95,6 +93,7 @@ class Session:
         capacity: int,
         start: Callable,
         advance: Callable,
+        decodes: bool = True,
     ):
         self.batch, self.capacity, self.placement = batch, capacity, placement
         self._programs, self.models = programs, models
@@ -102,8 +101,9 @@ class Session:
         inputs = self._inputs(self._any_requests(batch))
         [self._starting] = self._compile((self._start, (*models, inputs)))
         self.shapes = self._placed(self._starting.shapes)
-        advance = functools.partial(advance, placement=self.placement)
-        [self._advancing] = self._compile((advance, self._loop_args(self.shapes, NO_LIMIT)), donate=(len(models),))
+        self._advance = functools.partial(advance, placement=self.placement)
+        if decodes:
+            self._advancing  # noqa: B018  it compiles while others are waited for
 
     # What the two kinds of sessions differ in.
 
@@ -111,12 +111,12 @@ class Session:
         """Arguments of `init_state`, checked."""
         raise NotImplementedError
 
-    def _chunks(self, prompt_tokens: int) -> list[tuple[Callable, int]]:
-        """Prefill: functions of `(*models, state, start)`, and where each starts."""
+    def _chunks(self, prompt_tokens: int, begin: int = 0) -> list[tuple[Callable, int]]:
+        """Prefill from position `begin` on: functions of `(*models, state, start)`, and where each starts."""
         raise NotImplementedError
 
-    def _loop_args(self, state: State, most: int) -> tuple:
-        return *self.models, state, np.int32(most)
+    def _loop_args(self, state: State, most: int, until_any: bool) -> tuple:
+        return *self.models, state, np.int32(most), np.bool_(until_any)
 
     def _view(self, state: State) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Token ids, start and end of each row's output in them, and why it ended."""
@@ -125,8 +125,6 @@ class Session:
     def rounds(self, state: State) -> list[RowLog]:
         """Each row's rounds so far. One host wait."""
         raise NotImplementedError
-
-    # What they share.
 
     def start(self, requests: Sequence[Request]) -> State:
         """A state with the prompts committed and empty caches: for `prefill`, or for timing.
@@ -140,7 +138,7 @@ class Session:
 
     def prepare(self, prompt_tokens: int) -> None:
         """Compiles what prefilling prompts of up to that many tokens needs, and waits for it."""
-        for compilation in (self._starting, *self._compile_chunks(prompt_tokens)[0]):
+        for compilation in (self._starting, *self._compile_chunks(self._chunks(prompt_tokens))):
             compilation.wait()
 
     def wait(self) -> None:
@@ -157,10 +155,16 @@ class Session:
         return state
 
     def prefill_in_chunks(self, requests: Sequence[Request]) -> Iterator[State]:
-        """`prefill` chunk by chunk, for callers that have other work to put between. The last state is the one to
-        keep; the others must not be used."""
-        compilations, starts = self._compile_chunks(max(len(request.prompt) for request in requests))
-        state = self.start(requests)
+        """`prefill` chunk by chunk, for callers with other work to put between. Only the last state may be kept."""
+        chunks = self._chunks(max(len(request.prompt) for request in requests))
+        compilations = self._compile_chunks(chunks)
+        return self._prefilling(self.start(requests), compilations, [at for _, at in chunks])
+
+    def chunks_of(self, prompt_tokens: int, begin: int = 0) -> int:
+        """Chunks that a prompt's prefill takes from position `begin` on."""
+        return len(self._chunks(prompt_tokens, begin))
+
+    def _prefilling(self, state: State, compilations: list[Compilation], starts: list[int]) -> Iterator[State]:
         yield state
         for compilation, at in zip(compilations, starts):
             state = compilation.wait()(*self.models, state, np.int32(at))
@@ -171,30 +175,43 @@ class Session:
 
         Args:
           state: of this session; donated.
-          one: state of a session with batch 1 and otherwise equal, prefilled or in the middle of its answer.
+          one: state of a session with batch `groups` and otherwise equal, whose first row is taken, wherever it is.
 
         Raises:
           ValueError: no such row, or a state of another capacity or drafter.
         """
         if not 0 <= row < self.batch:
             raise ValueError(f"row {row}: there are {self.batch}")
-        rows = [
-            (1, *leaf.shape[1:]) for leaf, by_row in zip(jax.tree.leaves(self.shapes), self._leaves_by_row) if by_row
-        ]
-        given = [leaf.shape for leaf, by_row in zip(jax.tree.leaves(one), self._leaves_by_row) if by_row]
-        if jax.tree.structure(one) != jax.tree.structure(self.shapes) or given != rows:
-            raise ValueError("a row is taken from a session with batch 1 and the same drafter and capacity")
-        insert = functools.partial(_insert, by_row=self._leaves_by_row, placement=self.placement)
-        [compilation] = self._compile((insert, (state, one, np.int32(0))), donate=(0,))
-        return compilation.wait()(state, one, np.int32(row))
+        if not row_programs.fits(one, self.shapes, by_row=self._leaves_by_row, rows=self.groups):
+            raise ValueError(f"a row is taken from a session with batch {self.groups}, the same drafter and capacity")
+        insert = functools.partial(row_programs.insert, by_row=self._leaves_by_row, placement=self.placement)
+        return self._run(insert, state, one, np.int32(row), donate=(0,))
 
-    def advance(self, state: State, rounds: int | None = None) -> State:
+    def take(self, state: State, row: int) -> State:
+        """A copy of a row, in each row of a state of a session with batch `groups`. Does not donate."""
+        options = {"by_row": self._leaves_by_row, "copies": self.groups, "placement": self.placement}
+        return self._run(functools.partial(row_programs.take, **options), state, np.int32(row))
+
+    def end(self, state: State, rows: Collection[int]) -> State:
+        """Ends rows that are still running; what they have said stays. Donates the state."""
+        ended = np.isin(np.arange(self.batch), list(rows))
+        return self._run(functools.partial(row_programs.end, placement=self.placement), state, ended, donate=(0,))
+
+    @functools.cached_property
+    def _advancing(self) -> Compilation:
+        args = self._loop_args(self.shapes, NO_LIMIT, False)
+        return self._compile((self._advance, args), donate=(len(self.models),))[0]
+
+    def advance(self, state: State, rounds: int | None = None, *, until_any: bool = False) -> State:
         """Decodes until every row has finished, or for at most that many rounds (of `dllm`: passes).
 
         Donates the state, and does not wait for the result.
+
+        Args:
+          until_any: end as soon as one of the rows that are still running has finished.
         """
         most = NO_LIMIT if rounds is None else rounds
-        return self._advancing.wait()(*self._loop_args(state, most))
+        return self._advancing.wait()(*self._loop_args(state, most, until_any))
 
     def read(self, state: State) -> Progress:
         """How far the rows are. One host wait."""
@@ -204,8 +221,16 @@ class Session:
     def _fetch(self, tree: Any) -> Any:
         """The arrays on this host; of several processes, what each has of the batch goes to all of them first."""
         if not all(leaf.is_fully_addressable or leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
-            tree = self._programs.compile(functools.partial(_everywhere, mesh=self._mesh), tree)(tree)
+            tree = self._run(functools.partial(row_programs.everywhere, mesh=self._mesh), tree)
         return jax.device_get(tree)
+
+    def _run(self, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Any:
+        return self._programs.compile(function, *args, donate=donate)(*args)
+
+    @property
+    def groups(self) -> int:
+        """Groups of devices that share the batch: rows of the smallest session, which prefills single requests."""
+        return 1 if self._mesh is None else self._mesh.shape[DATA]
 
     @property
     def _mesh(self) -> jax.sharding.Mesh | None:
@@ -218,11 +243,9 @@ class Session:
     def _compile(self, *programs: tuple[Callable, tuple], donate: tuple[int, ...] = ()) -> list[Compilation]:
         return self._programs.start(*(Program(function, args, donate) for function, args in programs))
 
-    def _compile_chunks(self, prompt_tokens: int) -> tuple[list[Compilation], list[int]]:
-        chunks = self._chunks(prompt_tokens)
+    def _compile_chunks(self, chunks: list[tuple[Callable, int]]) -> list[Compilation]:
         args = (*self.models, self.shapes, np.int32(0))
-        compilations = self._compile(*((function, args) for function, _ in chunks), donate=(len(self.models),))
-        return compilations, [at for _, at in chunks]
+        return self._compile(*((function, args) for function, _ in chunks), donate=(len(self.models),))
 
     def _placed(self, shapes: State) -> State:
         """The state's shapes, with places if it is spread."""
@@ -285,10 +308,11 @@ class DraftSession(Session):
         batch: int,
         capacity: int,
         plan: Plan,
+        decodes: bool = True,
     ):
         self.drafter, self.plan = drafter.planned(plan.widths), plan
         start, advance = (functools.partial(function, plan=plan) for function in (_start, _advance))
-        super().__init__(programs, placement, (target, self.drafter), batch, capacity, start, advance)
+        super().__init__(programs, placement, (target, self.drafter), batch, capacity, start, advance, decodes)
 
     @functools.cached_property
     def key(self) -> str:
@@ -315,12 +339,12 @@ class DraftSession(Session):
         limits = np.asarray([request.max_new_tokens for request in requests], np.int32)
         return self._prompts(requests) | {"max_new_tokens": limits}
 
-    def _chunks(self, prompt_tokens):
-        calls = prefill_schedule(prompt_tokens, self.drafter, self.plan, self.shapes.tokens.shape[1])
-        options = {"placement": self.placement}
-        return [
-            (functools.partial(_prefill, width=call.width, parts=call.parts, **options), call.start) for call in calls
-        ]
+    def _chunks(self, prompt_tokens, begin=0):
+        calls = prefill_schedule(prompt_tokens, self.drafter, self.plan, self.shapes.tokens.shape[1], begin)
+        return [(self._chunk(call.width, call.parts), call.start) for call in calls]
+
+    def _chunk(self, width: int, parts: tuple[str, ...]) -> Callable:
+        return functools.partial(_prefill, width=width, parts=parts, placement=self.placement)
 
     def _view(self, state):
         return state.tokens, state.prompt_length, state.length, state.finish
@@ -328,11 +352,48 @@ class DraftSession(Session):
     def rounds(self, state):
         log, *view = self._fetch((state.log, *self._view(state)))
         tokens, begin, end, _ = view
-        out = []
-        for row in range(self.batch):
-            found = _rounds_of(log, row, tokens[row, begin[row] : end[row]].tolist())
-            out.append(RowLog(found, sum(entry.passes for entry in found), int(log.target_passes[row])))
-        return out
+        return [_row_log(log, row, tokens[row, begin[row] : end[row]]) for row in range(self.batch)]
+
+    def rounds_of(self, state: DecodeState, row: int) -> RowLog:
+        """One row's rounds so far. One host wait."""
+        log, tokens, begin, end = self._fetch(self._run(row_programs.log_of, state, np.int32(row)))
+        return _row_log(log, 0, tokens[0, begin[0] : end[0]])
+
+    # Prompts that go on from what a row has cached.
+
+    def prepare_any(self) -> None:
+        """Compiles what prefilling any prompt needs, from any position on, and waits for it."""
+        buffer = self.shapes.tokens.shape[1]
+        chunks = [
+            (self._chunk(width, parts), 0)
+            for widths, parts in prefill_parts(self.drafter, self.plan)
+            for width in widths
+            if width <= buffer
+        ]
+        for compilation in (self._starting, *self._compile_chunks(chunks)):
+            compilation.wait()
+
+    def shared(self, old: DecodeState, common: int, prompt_tokens: int) -> int:
+        """Positions that need no prefill in a prompt whose first `common` tokens are those of a row. One host wait.
+
+        Args:
+          old: the row's state, see `take`.
+        """
+        held = self._run(row_programs.held, self.drafter, old)
+        # The last position of what is common was followed by another token, and one chunk at least is prefilled.
+        most = min(int(held[0]), common - 1, prompt_tokens - 2)
+        return max(most, 0) // self.drafter.chunk_multiple * self.drafter.chunk_multiple
+
+    def prefill_onto(self, old: DecodeState, request: Request, begin: int) -> Iterator[State]:
+        """`prefill_in_chunks` of a prompt whose first `begin` positions (see `shared`) are in the caches of `old`.
+
+        Donates `old`.
+        """
+        chunks = self._chunks(len(request.prompt), begin)
+        compilations = self._compile_chunks(chunks)
+        graft = functools.partial(row_programs.graft, placement=self.placement)
+        state = self._run(graft, self.start([request] * self.batch), old, donate=(1,))
+        return self._prefilling(state, compilations, [at for _, at in chunks])
 
     # A round in its three parts, for timing and for experiments. Each donates the state.
 
@@ -357,10 +418,6 @@ class DraftSession(Session):
 # The programs. What is static is bound to them by keyword.
 
 
-def _everywhere(tree, *, mesh):
-    return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))
-
-
 def _start(target, drafter, inputs, *, plan, capacity, placement):
     return placement(decoding.init_state(target, drafter, capacity=capacity, plan=plan, **inputs))
 
@@ -370,8 +427,8 @@ def _prefill(target, drafter, state, at, *, width, parts, placement):
         return placement(decoding.prefill_chunk(target, drafter, state, at, width=width, parts=parts))
 
 
-def _advance(target, drafter, state, most, *, plan, placement):
-    return placement(decoding.generate(target, drafter, state, most, plan=plan))
+def _advance(target, drafter, state, most, until_any, *, plan, placement):
+    return placement(decoding.generate(target, drafter, state, most, until_any, plan=plan))
 
 
 def _draft(drafter, state, *, placement):
@@ -388,29 +445,6 @@ def _commit(drafter, state, proposal, verified, *, placement):
     return placement(decoding.commit(drafter, state, proposal, verified))
 
 
-def _insert(state, one, row, *, by_row, placement):
-    leaves, structure = jax.tree.flatten(state)
-    new = [
-        jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0) if is_by_row else whole
-        for whole, part, is_by_row in zip(leaves, jax.tree.leaves(one), by_row)
-    ]
-    return placement(jax.tree.unflatten(structure, new))
-
-
-def _rounds_of(log: RoundLog, row: int, output: list[int]) -> list[Round]:
-    found, done = [], 0
-    for index in range(int(log.rounds[row])):
-        length, emitted = int(log.draft_length[row, index]), int(log.emitted[row, index])
-        found.append(
-            Round(
-                drafted=log.drafted[row, index, :length].tolist(),
-                confidence=log.confidence[row, index, :length].tolist(),
-                accepted=int(log.accepted[row, index]),
-                emitted=output[done : done + emitted],
-                passes=int(log.passes[row, index]),
-                tree=log.tree_of(row, index),
-                **log.weighed(row, index),
-            )
-        )
-        done += emitted
-    return found
+def _row_log(log: RoundLog, row: int, output: np.ndarray) -> RowLog:
+    rounds = row_programs.rounds_of(log, row, output.tolist())
+    return RowLog(rounds, sum(entry.passes for entry in rounds), int(log.target_passes[row]))

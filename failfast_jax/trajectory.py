@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from failfast_jax.results import Result
+from failfast_jax.results import Result, Round
 
 ACCEPTED, REJECTED, TARGET = "accepted", "rejected", "target"
 
@@ -20,10 +20,10 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid #cc
 .target { outline: 1px solid #36c; background: #dfe8fb; } small { color: #666; }"""
 
 
-def spans(result: Result) -> Iterator[list[tuple[str, int, float | None]]]:
+def spans(rounds: Sequence[Round]) -> Iterator[list[tuple[str, int, float | None]]]:
     """Per round, `(kind, token id, confidence or None)` in reading order: what was accepted, what the
     target put instead or on top, and what was rejected for it."""
-    for entry in result.rounds:
+    for entry in rounds:
         kept = min(entry.accepted, len(entry.emitted))
         row = [(ACCEPTED, token, c) for token, c in zip(entry.drafted[:kept], entry.confidence)]
         row += [(TARGET, token, None) for token in entry.emitted[kept:]]
@@ -35,11 +35,11 @@ def _decoder(tokenizer: Any) -> Callable[[int], str]:
     return (lambda token: f"{token} ") if tokenizer is None else (lambda token: tokenizer.decode([token]))
 
 
-def to_terminal(result: Result, tokenizer: Any = None) -> str:
+def to_terminal(rounds: Sequence[Round], tokenizer: Any = None) -> str:
     """One line a round, coloured with ANSI escapes."""
     decode = _decoder(tokenizer)
     lines = []
-    for number, (entry, row) in enumerate(zip(result.rounds, spans(result)), 1):
+    for number, (entry, row) in enumerate(zip(rounds, spans(rounds)), 1):
         text = "".join(f"{_ANSI[kind]}{decode(token)}{_RESET}" for kind, token, _ in row).replace("\n", "\\n")
         lines.append(f"{number:4d} {entry.accepted:3d}/{len(entry.drafted):<3d} {text}")
     return "\n".join(lines)
@@ -73,7 +73,7 @@ def to_html(result: Result, tokenizer: Any = None) -> str:
     decode = _decoder(tokenizer)
     stats = result.stats
     body = []
-    for number, (entry, row) in enumerate(zip(result.rounds, spans(result)), 1):
+    for number, (entry, row) in enumerate(zip(result.rounds, spans(result.rounds)), 1):
         tokens = "".join(
             f'<span class="{kind}"{"" if c is None else f" title={chr(34)}confidence {c:.3f}{chr(34)}"}>'
             f"{html.escape(decode(token))}</span>"

@@ -47,12 +47,14 @@ LAYERS = (
     {"models"},
     {"checkpoints", "decoding"},
     {"drafters"},
+    {"row_programs"},
     {"sessions"},
     {"pricing", "dllm_session"},
     {"runtime"},
     {"engine"},
     {"__init__", "defaults", "trajectory"},
-    {"doctor", "generate", "bench", "train", "convert", "tpu_scripts"},
+    {"serving", "engine_flags"},
+    {"doctor", "generate", "serve", "chat", "harness", "bench", "train", "convert", "tpu_scripts"},
 )
 """From the bottom up. A module imports from its own part and from lower layers; the bottom is one part."""
 DATA = {f"failfast_jax.bench.{name}" for name in ("datasets", "hlo", "limits", "prompts", "public_models", "published")}

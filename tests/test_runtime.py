@@ -217,9 +217,9 @@ def test_what_cannot_be_served_is_said():
     state = work.prefill([request] * 3)
     with pytest.raises(ValueError, match="row 3: there are 3"):
         work.insert(state, 3, single.prefill([request]))
-    with pytest.raises(ValueError, match="batch 1 and the same drafter and capacity"):
+    with pytest.raises(ValueError, match="batch 1, the same drafter and capacity"):
         work.insert(state, 0, session("wide", 1).prefill([request]))
-    with pytest.raises(ValueError, match="batch 1 and the same drafter and capacity"):
+    with pytest.raises(ValueError, match="batch 1, the same drafter and capacity"):
         work.insert(state, 0, work.prefill([request] * 3))
     with pytest.raises(OptionError, match="--max-seq-len 200: must be between 2 and the context of 128"):
         Runtime(runtime().target, max_seq_len=200)

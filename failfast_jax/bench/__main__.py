@@ -1,4 +1,4 @@
-"""`python -m failfast_jax.bench {run,tune,simulate,replay,micro}`: measurements; without a command, `run`."""
+"""`python -m failfast_jax.bench {run,tune,simulate,replay,soak,micro}`: measurements; without a command, `run`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ COMMANDS = {
     "tune": "find a pair's fastest options on this machine",
     "simulate": "the policy against fixed settings, on machines that there are not",
     "replay": "time rounds at real sizes, with the paper's acceptance",
+    "soak": "keep a queue of requests busy, and look for what goes wrong",
     "micro": "time parts of the engine and its kernels",
 }
 

@@ -6,6 +6,8 @@
 - overhead: what a round spends outside model passes;
 - plain: what a round costs that drafts nothing, by method, in those of `vanilla`;
 - batch: tokens a second of 4, 8 and 16 questions answered together, by policy, against `vanilla`;
+- serving: tokens a second of a queue of requests by rows, with and without drafts, seconds to the first token, and what
+  a request costs (not by default);
 - passes: drafter passes per round of the schedule `wide`;
 - reuse: programs compiled by a first and by a second answer;
 - startup: seconds from the start of a second process to its first token, with a warm compile cache;
@@ -38,6 +40,7 @@ from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.prompts import PROMPTS
 from failfast_jax.bench.public_models import hollow, nbytes
 from failfast_jax.bench.replay_programs import Models, OnDevice, compiled, start_of, verify_program
+from failfast_jax.bench.serving import serving_report
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.drafter import Drafter
@@ -50,7 +53,9 @@ from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.runtime import Request, Session
 
-PARTS = ("speed", "widths", "overhead", "plain", "batch", "passes", "reuse", "startup", "attention")
+PARTS = ("speed", "widths", "overhead", "plain", "batch", "passes", "reuse", "startup", "attention", "serving")
+BY_DEFAULT = PARTS[:-2]
+"""And `attention` on a GPU."""
 WIDTHS = (1, 4, 8, 16, 32, 64)
 CONTEXT = 256
 """Live cache length of the verify timings."""
@@ -240,7 +245,8 @@ def work(args: argparse.Namespace) -> int:
       1 if the attention kernel is wrong.
     """
     on_gpu = jax.default_backend() == "gpu"
-    wanted = [*PARTS[: None if on_gpu else -1]] if args.parts is None else args.parts.split(",")
+    default = [*BY_DEFAULT, *(["attention"] if on_gpu else [])]
+    wanted = default if args.parts is None else args.parts.split(",")
     if unknown := [part for part in wanted if part not in PARTS]:
         raise ValueError(f"--parts: {', '.join(unknown)}: must be among {', '.join(PARTS)}")
     if "attention" in wanted:
@@ -256,6 +262,7 @@ def work(args: argparse.Namespace) -> int:
         "reuse": lambda: reuse_report(engine()),
         "startup": startup_report,
         "attention": attention.report,
+        "serving": lambda: serving_report(load_pair(method="failfast"), PROMPTS, (1, *BATCHES), TOKENS),
     }
     report: dict[str, Any] = {"machine": platforms.machine()}
     for part in wanted:

@@ -307,10 +307,13 @@ def generate(
     state: DiffusionState,
     threshold: Float[ArrayLike, ""],
     most: Int[ArrayLike, ""],
+    until_any: Bool[ArrayLike, ""] = False,
     **static: Any,
 ) -> DiffusionState:
-    """Passes until every sequence is finished, or at most `most` more; `static` as in `step`."""
+    """Passes until every sequence is finished (or, with `until_any`, another one), or at most `most` more; `static` as
+    in `step`."""
     last = state.steps + most
+    least = jnp.where(until_any, jnp.maximum(state.running.sum(), 1), 1)
     return jax.lax.while_loop(
-        lambda s: jnp.any(s.running) & (s.steps < last), lambda s: step(model, s, threshold, **static), state
+        lambda s: (s.running.sum() >= least) & (s.steps < last), lambda s: step(model, s, threshold, **static), state
     )

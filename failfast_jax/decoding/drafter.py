@@ -90,6 +90,12 @@ class Drafter:
         del committed, start, width, features
         return state
 
+    def held(self, state: Any, committed: Committed) -> Int[Array, " B"]:
+        """Leading positions whose keys and values in the state's caches are final: what another text that begins alike
+        need not prefill again."""
+        del state
+        return committed.length - 1
+
     def draft(self, state: Any, committed: Committed, begun: Draft | None = None) -> tuple[Draft, Any]:
         """Proposes tokens for positions `length ...` of every running sequence.
 
@@ -132,3 +138,6 @@ class Wrapper(Drafter):
     @property
     def feature_layers(self) -> tuple[int, ...]:
         return self.model.feature_layers
+
+    def held(self, state, committed):
+        return self.model.held(state.model, committed)

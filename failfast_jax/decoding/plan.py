@@ -95,11 +95,27 @@ class PrefillCall:
     parts: tuple[str, ...]
 
 
-def prefill_schedule(prompt_tokens: int, drafter: Drafter, plan: Plan, buffer: int) -> list[PrefillCall]:
-    """Chunks that cover all but the last of `prompt_tokens` tokens, within a buffer of `buffer` positions."""
+def prefill_parts(drafter: Drafter, plan: Plan) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Chunk widths, and which of the two models they serve."""
+    if plan.prefill_widths == plan.drafter_prefill_widths:
+        return [(plan.prefill_widths, ("target", "drafter"))]
+    parts = [(plan.prefill_widths, ("target",))]
+    if drafter.has_model or drafter.feature_layers:
+        parts.append((plan.drafter_prefill_widths, ("drafter",)))
+    return parts
+
+
+def prefill_schedule(
+    prompt_tokens: int, drafter: Drafter, plan: Plan, buffer: int, begin: int = 0
+) -> list[PrefillCall]:
+    """Chunks that cover all but the last of `prompt_tokens` tokens, within a buffer of `buffer` positions.
+
+    Args:
+      begin: positions that the caches hold already, a multiple of the drafter's `chunk_multiple`.
+    """
 
     def chunks(widths: tuple[int, ...], parts: tuple[str, ...]) -> list[PrefillCall]:
-        calls, start = [], 0
+        calls, start = [], begin
         while start < prompt_tokens - 1:
             left = prompt_tokens - 1 - start
             # A wider chunk than what is left only where that wastes less than half of it.
@@ -109,9 +125,4 @@ def prefill_schedule(prompt_tokens: int, drafter: Drafter, plan: Plan, buffer: i
             start += width
         return calls
 
-    if plan.prefill_widths == plan.drafter_prefill_widths:
-        return chunks(plan.prefill_widths, ("target", "drafter"))
-    calls = chunks(plan.prefill_widths, ("target",))
-    return calls + (
-        chunks(plan.drafter_prefill_widths, ("drafter",)) if drafter.has_model or drafter.feature_layers else []
-    )
+    return [call for widths, parts in prefill_parts(drafter, plan) for call in chunks(widths, parts)]

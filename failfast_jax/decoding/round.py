@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from failfast_jax.decoding.accept import agreeing_prefix, emitted_count
 from failfast_jax.decoding.drafter import Drafter
@@ -61,7 +61,7 @@ def init_state(
         length=jnp.array(prompt_length),
         prompt_length=jnp.array(prompt_length),
         max_length=max_length,
-        finish=jnp.where(prompt_length >= max_length, FINISHED_LENGTH, RUNNING),
+        finish=jnp.where(prompt_length >= max_length, FINISHED_LENGTH, RUNNING).astype(jnp.int32),
         eos=eos,
         sampling=sampling,
         target=target.init_cache(batch, length),
@@ -211,12 +211,23 @@ def step(target: Decoder, drafter: Drafter, state: DecodeState, *, plan: Plan) -
 
 
 def generate(
-    target: Decoder, drafter: Drafter, state: DecodeState, rounds: Int[ArrayLike, ""] | None = None, *, plan: Plan
+    target: Decoder,
+    drafter: Drafter,
+    state: DecodeState,
+    rounds: Int[ArrayLike, ""] | None = None,
+    until_any: Bool[ArrayLike, ""] = False,
+    *,
+    plan: Plan,
 ) -> DecodeState:
-    """Rounds until every sequence is finished, or at most `rounds` more (a traced number; None: no limit)."""
+    """Rounds until every sequence is finished, or at most `rounds` more (a traced number; None: no limit).
+
+    Args:
+      until_any: traced, too: end as soon as one of the sequences that are still running has finished.
+    """
     last = state.log.round + rounds if rounds is not None else jnp.iinfo(jnp.int32).max
+    least = jnp.where(until_any, jnp.maximum(state.running.sum(), 1), 1)
 
     def unfinished(state: DecodeState) -> Array:
-        return jnp.any(state.running) & (state.log.round < last)
+        return (state.running.sum() >= least) & (state.log.round < last)
 
     return jax.lax.while_loop(unfinished, lambda s: step(target, drafter, s, plan=plan), state)

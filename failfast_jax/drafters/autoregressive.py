@@ -89,6 +89,9 @@ class Autoregressive(Drafter):
         cached = jnp.minimum(committed.length - 1, jnp.maximum(state.cached, start + width))
         return state.replace(cache=cache, cached=cached)
 
+    def held(self, state, committed):
+        return state.cached
+
     def draft(self, state, committed, begun=None):
         self._refuse(begun)
         batch = committed.length.shape[0]

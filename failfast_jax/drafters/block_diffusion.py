@@ -77,6 +77,9 @@ class BlockDrafter(Drafter):
         whole = self.whole_blocks(committed.length)
         return state.replace(cache=cache, cached=jnp.minimum(whole, jnp.maximum(state.cached, start + width)))
 
+    def held(self, state, committed):
+        return state.cached
+
     def commit(self, state, outcome):
         # A block is final if it was computed with its tokens drafted and they are all in the text, and if no row of it
         # predicts what comes next.

@@ -125,6 +125,9 @@ class Economic(Drafter):
             return state
         return state.replace(model=self.model.prefill(state.model, committed, start, width, features))
 
+    def held(self, state, committed):
+        return super().held(state, committed) if self.model is None else self.model.held(state.model, committed)
+
     # A round.
 
     def draft(self, state, committed, begun=None):

@@ -98,6 +98,9 @@ class FeatureDrafter(Drafter):
             stored=committed.length - 1,
         )
 
+    def held(self, state, committed):
+        return state.stored
+
     def commit(self, state, outcome):
         before, after, features = outcome.before, outcome.after, outcome.features
         state = state.replace(memory=self.rule.learn(state.memory, outcome))

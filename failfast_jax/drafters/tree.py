@@ -107,6 +107,9 @@ class TreeDrafter(Wrapper):
     def prefill(self, state, committed, start, width, features):
         return self.model.prefill(state, committed, start, width, features)
 
+    def held(self, state, committed):
+        return self.model.held(state, committed)
+
     @property
     def drafts_trees(self) -> bool:
         return True

@@ -1,0 +1,147 @@
+"""Keeps a queue busy with requests of all kinds, for as long as it is told, and looks for what goes wrong.
+
+Requests come in bursts, some are cancelled in the middle, some go on from earlier answers. Whenever one comes again it
+must say what it said the first time. At the end nothing may be lost, no program may have been compiled, and memory may
+not have grown. Without --exact the text of a request may depend on who else is there, at near-ties; then
+texts that differ are only counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from failfast_jax.compilation import compile_counts
+from failfast_jax.config import GenerationConfig
+from failfast_jax.defaults import load_pair
+from failfast_jax.errors import OptionError
+from failfast_jax.files import write_atomically
+from failfast_jax.serving.queue import Finished, Queue
+
+KINDS = 24
+"""Different requests."""
+
+
+@dataclasses.dataclass
+class Soak:
+    """What came of it."""
+
+    seconds: float = 0.0
+    requests: int = 0
+    cancelled: int = 0
+    tokens: int = 0
+    reused_tokens: int = 0
+    texts_that_differ: int = 0
+    compiles: int = 0
+    grown_mb: float = 0.0
+    """Resident memory at the end over that after the first tenth of the time."""
+
+    def problems(self, exact: bool) -> list[str]:
+        """What must not be."""
+        found = []
+        if self.compiles:
+            found.append(f"{self.compiles} programs were compiled")
+        if exact and self.texts_that_differ:
+            found.append(f"{self.texts_that_differ} texts differ")
+        return found
+
+
+def soak(queue: Queue, seconds: float, seed: int = 0) -> Soak:
+    """Keeps a queue busy.
+
+    Raises:
+      RuntimeError: an answer got lost or came twice.
+    """
+    dice, out = random.Random(seed), Soak()
+    kinds = [_kind(queue, dice) for _ in range(KINDS)]
+    said: dict[int, list[int]] = {}
+    begin, before = time.perf_counter(), compile_counts()
+    early = None
+    while (passed := time.perf_counter() - begin) < seconds:
+        if early is None and passed > seconds / 10:
+            early = memory_mb()
+        _burst(queue, dice, kinds, said, out)
+    out.seconds = time.perf_counter() - begin
+    out.compiles = compile_counts().since(before).requests
+    out.grown_mb = memory_mb() - (early or memory_mb())
+    out.reused_tokens = queue.scheduler.counts.reused_tokens
+    return out
+
+
+def memory_mb() -> float:
+    """Most resident memory so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
+
+
+def _kind(queue: Queue, dice: random.Random) -> dict[str, Any]:
+    longest = queue.capacity // 2
+    vocab = min(queue.engine.vocab, 1000)
+    return {
+        "prompt": [dice.randrange(2, vocab) for _ in range(dice.choice([1, 3, longest // 4, longest]))],
+        "max_new_tokens": dice.choice([1, 8, longest // 2]),
+        "temperature": dice.choice([0.0, 0.7]),
+        "top_p": dice.choice([1.0, 0.9]),
+        "seed": dice.randrange(2**32),
+        "sequence": dice.randrange(3),
+        "ignore_eos": dice.random() < 0.5,
+    }
+
+
+def _burst(queue: Queue, dice: random.Random, kinds: list[dict], said: dict[int, list[int]], out: Soak) -> None:
+    chosen = [dice.randrange(KINDS) for _ in range(dice.randrange(1, 4 * queue.batch))]
+    answers = [queue.submit(**kinds[number]) for number in chosen]
+    for answer in answers:
+        if dice.random() < 0.1:
+            answer.cancel()
+    for number, answer in zip(chosen, answers):
+        found = _ended(answer)
+        out.requests += 1
+        out.cancelled += found.finish_reason == "cancelled"
+        out.tokens += len(found.output_ids)
+        if found.finish_reason != "cancelled":
+            out.texts_that_differ += said.setdefault(number, found.output_ids) != found.output_ids
+
+
+def _ended(answer: Any) -> Finished:
+    """The one end of an answer."""
+    ids = [token for piece in answer.pieces() for token in piece.ids]
+    found = answer.result()
+    if ids != found.output_ids:
+        raise RuntimeError(f"{len(ids)} tokens came in pieces, and {len(found.output_ids)} at the end")
+    return found
+
+
+def work(args: argparse.Namespace) -> int:
+    """Soaks a queue on the default pair, or on another; returns 1 if something is wrong."""
+    if not 0 < args.minutes < 60 * 24:
+        raise OptionError(f"--minutes {args.minutes}: must be positive, and less than a day")
+    engine = load_pair(args.target, args.drafter, method=args.method)
+    config = GenerationConfig(args.method, exact=args.exact)
+    with Queue(engine, config, batch=args.batch, capacity=min(args.context, engine.max_seq_len)) as queue:
+        found = soak(queue, 60 * args.minutes, args.seed)
+    problems = found.problems(args.exact)
+    text = json.dumps({**dataclasses.asdict(found), "problems": problems}, indent=1)
+    print(text)
+    if args.out:
+        write_atomically(args.out, text + "\n")
+    return 1 if problems else 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    parser.add_argument("--minutes", metavar="x", type=float, default=10.0)
+    parser.add_argument("--target", metavar="P")
+    parser.add_argument("--drafter", metavar="P")
+    parser.add_argument("--method", default="failfast")
+    parser.add_argument("--batch", metavar="n", type=int, default=4)
+    parser.add_argument("--context", metavar="n", type=int, default=512)
+    parser.add_argument("--seed", metavar="s", type=int, default=0)
+    parser.add_argument("--exact", action="store_true", help="texts must not differ")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the JSON there")

@@ -1,0 +1,186 @@
+"""`python -m failfast_jax.chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+
+from failfast_jax import command
+from failfast_jax.config import GenerationConfig
+from failfast_jax.engine import FailFast
+from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
+from failfast_jax.options import CommandOptions, add_flags_of, option
+from failfast_jax.serving.options import RowOptions
+from failfast_jax.serving.queue import PER_REQUEST, Finished, Queue
+from failfast_jax.trajectory import to_terminal
+
+HELP = """\
+/reset          forget the conversation
+/stats          what the last answer took, and all of them
+/method [name]  say the method, or go on with another one
+/trace          the last answer's rounds: accepted (green), rejected (struck out), the target's own (blue)
+/quit           leave (or Ctrl-D); Ctrl-C stops an answer"""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatOptions(CommandOptions):
+    """Options of the conversation."""
+
+    system: str | None = option(None, "a system message to begin with")
+    context: int | None = option(
+        None, "most tokens of the conversation (1024, or what the model has)", least=2, most=2**24
+    )
+    max_new_tokens: int = option(512, "most tokens of an answer", least=1, most=2**24)
+    temperature: float = option(0.0, "0 is greedy", least=0)
+    top_p: float = option(1.0, "keep the smallest set of best tokens with this probability", least=0, most=1)
+    top_k: int = option(0, "keep the k best tokens; 0: all", least=0)
+    seed: int = option(0, "one seed, one conversation", least=0, most=2**32 - 1)
+
+
+class Chat:
+    """A conversation with an engine. Its caches stay: a turn prefills what is new.
+
+    Attributes:
+      messages: what was said.
+      answers: what each answer took.
+    """
+
+    def __init__(self, engine: FailFast, config: GenerationConfig, options: ChatOptions):
+        self.engine, self.options = engine, options
+        self.answers: list[Finished] = []
+        self.queue = self._queue(config)
+        self.reset()
+
+    def _queue(self, config: GenerationConfig) -> Queue:
+        rows = RowOptions(batch=1, context=self.options.context, rounds=2)
+        print("compiling", file=sys.stderr, flush=True)
+        return Queue(self.engine, config, least_reuse=1, **rows.for_queue(self.engine.max_seq_len))
+
+    def close(self) -> None:
+        self.queue.close()
+
+    def reset(self) -> None:
+        """Forgets the conversation."""
+        system = self.options.system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def say(self, text: str) -> None:
+        """Takes a turn, and prints the answer as it comes. Ctrl-C ends it there; what was said stays."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        settings = {name: getattr(self.options, name) for name in PER_REQUEST if name != "ignore_eos"}
+        answer = self.queue.submit(messages, **settings)
+        try:
+            for piece in answer:
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            answer.cancel()
+        finished = answer.result()
+        print(" [stopped]" if finished.finish_reason == "cancelled" else "", flush=True)
+        if finished.finish_reason == "length":
+            print("[the answer reached its limit: see --max-new-tokens and --context]", file=sys.stderr)
+        self.messages = [*messages, {"role": "assistant", "content": finished.text}]
+        self.answers.append(finished)
+
+    def command(self, line: str) -> bool:
+        """A line that begins with a slash; returns whether the conversation goes on."""
+        name, _, argument = line[1:].partition(" ")
+        if name == "quit":
+            return False
+        if name == "reset":
+            self.reset()
+            print("forgotten")
+        elif name == "stats":
+            print(self.stats())
+        elif name == "method":
+            self.change_method(argument.strip())
+        elif name == "trace":
+            print(to_terminal(self.answers[-1].rounds, self.engine.tokenizer) if self.answers else "nothing was said")
+        else:
+            print(HELP)
+        return True
+
+    def change_method(self, method: str) -> None:
+        """Goes on with another method; none: says which."""
+        if method:
+            config = self.engine.resolve(GenerationConfig(method, exact=self.queue.config.exact))
+            self.engine.build_drafter(config)  # what cannot be served is said before the old queue is closed
+            self.queue.close()
+            self.queue = self._queue(config)
+        print(f"method: {self.queue.config.method}")
+
+    def stats(self) -> str:
+        """What answers took."""
+        if not self.answers:
+            return "nothing was said"
+        return f"last: {_sentence(self.answers[-1:])}\nall {len(self.answers)}: {_sentence(self.answers)}"
+
+
+def _sentence(answers: list[Finished]) -> str:
+    tokens, rounds = (sum(len(part) for part in parts) for parts in zip(*((a.output_ids, a.rounds) for a in answers)))
+    seconds = sum(answer.total_s for answer in answers)
+    prompt, reused = sum(len(a.prompt_ids) for a in answers), sum(a.reused for a in answers)
+    drafted, accepted = sum(a.drafted for a in answers), sum(a.accepted for a in answers)
+    return (
+        f"{tokens} tokens in {seconds:.1f} s ({tokens / max(seconds, 1e-9):.1f} a second, prefill included), "
+        f"{rounds} rounds, {accepted} of {drafted} drafted tokens accepted, prompts of {prompt} tokens, {reused} of "
+        "them from the caches"
+    )
+
+
+def talk(chat: Chat) -> None:
+    """Reads lines until the end."""
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n/quit leaves")
+            continue
+        try:
+            if line.startswith("/"):
+                if not chat.command(line):
+                    return
+            elif line:
+                chat.say(line)
+        except ValueError as error:  # the conversation is as it was before
+            print(f"error: {error}", file=sys.stderr)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m failfast_jax.chat",
+        description="Talk with a model in the terminal. Without --target, SmolLM2-135M-Instruct answers.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_flags_of(parser.add_argument_group("conversation"), ChatOptions)
+    add_model_flags(parser)
+    add_method_flags(parser)
+    add_engine_flags(parser)
+    return parser
+
+
+def _work(args: argparse.Namespace) -> None:
+    options = ChatOptions.given(args)
+    config = config_of(args, exact=args.exact)
+    engine = load_engine(args, config.method)
+    engine.encode([{"role": "user", "content": "?"}])  # a chat template is needed
+    chat = Chat(engine, config, options)
+    try:
+        print(f"{engine.target_name}, method {chat.queue.config.method}; /help", file=sys.stderr)
+        talk(chat)
+    finally:
+        chat.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status (2 for input that cannot be served)."""
+    args = build_parser().parse_args(argv)
+    return command.run(lambda: _work(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

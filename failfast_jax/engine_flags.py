@@ -1,0 +1,128 @@
+"""The flags that name models, a method and an engine, and what is made of them: the same in every command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from failfast_jax import distributed
+from failfast_jax.config import GenerationConfig
+from failfast_jax.drafters import DIFFUSION_METHOD, all_options, options_of
+from failfast_jax.models.attention import KERNELS
+from failfast_jax.options import add_flags
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """`--target` and what goes with it."""
+    models = parser.add_argument_group("models")
+    models.add_argument("--target", metavar="P", help="Hugging Face folder, .gguf file, converted folder or Hub id")
+    models.add_argument("--drafter", metavar="P", help="likewise; or a drafter that reads the target's features")
+    models.add_argument(
+        "--method",
+        help=f"one of {', '.join(all_options())} (default: a published drafter's own, else failfast; lookup for a "
+        "--target without --drafter)",
+    )
+    models.add_argument("--dtype", choices=DTYPES, help="of the weights")
+
+
+def add_method_flags(parser: argparse.ArgumentParser) -> None:
+    """The options of all methods."""
+    drafting = parser.add_argument_group(
+        "options of methods", "each names the methods that take it; a drafter's folder may bring its own defaults"
+    )
+    add_flags(drafting, all_options())
+    drafting.add_argument(
+        "--settings", metavar="FILE", type=Path, help="failfast: what `failfast_jax.bench tune` found for this pair"
+    )
+    drafting.add_argument(
+        "--costs", metavar="FILE", help="--policy auto: what rounds cost, as in --json's stats (default: measured)"
+    )
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, together: bool = False) -> None:
+    """How models are run; `together`: by several processes, if the user says so."""
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--exact", action="store_true", help="bit-identical output whatever the method")
+    engine.add_argument("--max-seq-len", metavar="n", type=int, help="most tokens of prompt and output together")
+    engine.add_argument("--quantize", metavar="int8", help="the target's matrices in 8 bits; needs the extra `quant`")
+    engine.add_argument("--quantize-drafter", metavar="int8", help="likewise the drafter's")
+    engine.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer")
+    if together:
+        distributed.add_flag(engine)
+    engine.add_argument("--attention", choices=KERNELS, help="kernel of cached attention (default: by platform)")
+    engine.add_argument(
+        "--compile-cache", metavar="DIR|off", help="folder of compiled programs (or set FAILFAST_COMPILE_CACHE)"
+    )
+
+
+def default_method(target: str | None, drafter: str | None) -> str:
+    """The method where none is named."""
+    if drafter is None:
+        return "failfast" if target is None else "lookup"
+    from failfast_jax.checkpoints.pair import own_method
+
+    return own_method(drafter)[1]
+
+
+def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
+    """The request that flags describe. Checked before models are read: a typo should not cost seconds.
+
+    Args:
+      common: fields of `GenerationConfig` beside `method` and `options`.
+
+    Raises:
+      OptionError, ValueError: options that cannot be served, or that miss a model.
+    """
+    names = {name for options in all_options().values() for name in options.names()}
+    method = args.method or default_method(args.target, args.drafter)
+    options = {name: getattr(args, name) for name in sorted(names)}
+    config = GenerationConfig(method, **common, options=options)
+    options_of(config, "cpu")
+    if method == "ar" and args.drafter is None:
+        raise ValueError("--method ar: needs --drafter, an autoregressive model with the target's tokens")
+    if args.settings is not None and method != "failfast":
+        raise ValueError(f"--settings {args.settings}: only --method failfast takes tuned settings, not {method}")
+    if method == DIFFUSION_METHOD and args.target is None:
+        raise ValueError("--method dllm: needs --target, a block-diffusion model")
+    if method == DIFFUSION_METHOD and args.drafter is not None:
+        raise ValueError("--drafter: --method dllm uses no drafter; name the block-diffusion model with --target")
+    if args.method is None and method == "lookup":
+        print("no --drafter and no --method: drafting by --method lookup, from the text itself", file=sys.stderr)
+    return config
+
+
+def load_engine(args: argparse.Namespace, method: str) -> Any:
+    """The engine that flags describe."""
+    from failfast_jax.defaults import load_pair
+    from failfast_jax.models import quantization
+
+    start = time.perf_counter()
+    engine = load_pair(
+        args.target,
+        args.drafter,
+        method=method,
+        schedule=args.schedule,
+        settings=args.settings,
+        costs=args.costs,
+        dtype=args.dtype,
+        max_seq_len=args.max_seq_len,
+        compile_cache=args.compile_cache,
+        tensor_parallel=args.tensor_parallel,
+        attention=args.attention,
+        quantize=args.quantize,
+        quantize_drafter=args.quantize_drafter,
+    )
+    engine.load_s = time.perf_counter() - start
+    for name, flag, model in (
+        ("target", args.quantize, engine.target),
+        ("drafter", args.quantize_drafter, engine.drafter),
+    ):
+        if flag:
+            size = quantization.parameter_bytes(model) / 1e6
+            print(f"{name}: {flag}, {size:.0f} MB of parameters", file=sys.stderr)
+    return engine

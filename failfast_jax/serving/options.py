@@ -1,0 +1,77 @@
+"""Options of `python -m failfast_jax.serve`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from failfast_jax.errors import OptionError
+from failfast_jax.options import CommandOptions, option
+
+KEY_VARIABLE = "FAILFAST_API_KEY"
+"""Environment variable: the key that requests must bring."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOptions(CommandOptions):
+    """How requests share an engine."""
+
+    batch: int = option(4, "rows: requests that are decoded at once", least=1, most=4096)
+    context: int | None = option(
+        None, "most tokens of a prompt and its answer together (1024, or what the model has)", least=2, most=2**24
+    )
+    rounds: int = option(4, "most rounds between two looks at what came out", least=1, most=4096)
+    no_prefix_reuse: bool = option(False, "prefill every prompt whole, whatever the rows hold of it already")
+
+    def for_queue(self, max_seq_len: int) -> dict[str, Any]:
+        """Arguments of `Queue` for an engine with room for so many tokens.
+
+        Raises:
+          OptionError: there is less room than was asked for.
+        """
+        if self.context is not None and self.context > max_seq_len:
+            raise OptionError(f"--context {self.context}: the models have room for {max_seq_len} tokens")
+        capacity = self.context or min(1024, max_seq_len)
+        return {
+            "batch": self.batch,
+            "capacity": capacity,
+            "rounds": self.rounds,
+            "reuse": not self.no_prefix_reuse,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOptions(RowOptions):
+    """Options of the server."""
+
+    host: str = option("127.0.0.1", "address to listen at")
+    port: int = option(8000, "port to listen at; 0: a free one", least=0, most=65535)
+    model_name: str | None = option(None, "what the model is called in the API (the target's name)")
+    api_key_file: str | None = option(None, f"file with the key that requests must bring (or set {KEY_VARIABLE})")
+    waiting: int = option(64, "most requests that wait for a row; more are told to come again", least=1, most=65536)
+    max_new_tokens: int = option(512, "tokens of an answer to a request that names no limit", least=1, most=2**24)
+    timeout: float = option(600.0, "seconds from a request to the end of its answer", least=0.01, most=86400)
+    max_body: int = option(4_000_000, "most bytes of a request's body", least=1, most=2**31)
+    max_choices: int = option(64, "most answers to one request", least=1, most=65536)
+    grace: int = option(30, "seconds that answers are given to end when the server is told to", least=0, most=86400)
+
+    def key(self) -> str | None:
+        """The key that requests must bring; None: they need not.
+
+        Raises:
+          OptionError: a file that cannot be read, or an empty key.
+        """
+        if self.api_key_file is None:
+            key = os.environ.get(KEY_VARIABLE)
+            if key is not None and not key.strip():
+                raise OptionError(f"{KEY_VARIABLE}: is empty; unset it to serve without a key")
+            return None if key is None else key.strip()
+        try:
+            key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(f"--api-key-file {self.api_key_file}: cannot be read ({error})") from None
+        if not key:
+            raise OptionError(f"--api-key-file {self.api_key_file}: is empty")
+        return key

@@ -1,0 +1,224 @@
+"""What OpenAI's clients send and expect: requests, checked, and the shapes of answers and errors."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import ConfigDict, Field, model_validator
+
+from failfast_jax.serving.queue import Finished
+
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+MOST_STOPS = 16
+SEEDS = 2**32
+
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[Token], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class RequestError(Exception):
+    """A request that is answered with an error in OpenAI's shape."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None, **headers: str
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+
+def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The JSON of an error."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class _Body(pydantic.BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Body):
+    """How an answer is streamed."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class _Request(_Body):
+    """What both kinds of requests have. Fields that would change the text, and are not served, are refused."""
+
+    model: str | None = None
+    temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=0, lt=2**31, description="not OpenAI's: keep the k best tokens; 0: all")
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="taken modulo 2**32")
+    n: int | None = Field(default=None, ge=1, le=65536)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**30)
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = Field(default=False, description="not OpenAI's: go on after stop tokens")
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+    @model_validator(mode="after")
+    def _served(self) -> _Request:
+        for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
+            if getattr(self, name):
+                raise ValueError(f"{name}: is not served")
+        if len(self.stops) > MOST_STOPS or not all(self.stops):
+            raise ValueError(f"stop: must be at most {MOST_STOPS} strings, none of them empty")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of an answer, if the request says so."""
+        return self.max_tokens
+
+
+NO_LOGPROBS = "logprobs: are not served: what is verified keeps the target's picks, not its distribution"
+
+
+class CompletionRequest(_Request):
+    """A text to be continued as it is, without a chat template; or several."""
+
+    prompt: Text | Ids | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _served_here(self) -> CompletionRequest:
+        if self.logprobs is not None:
+            raise ValueError(NO_LOGPROBS)
+        for name in ("echo", "suffix"):
+            if getattr(self, name):
+                raise ValueError(f"{name}: is not served")
+        if self.best_of not in (None, 1, self.n):
+            raise ValueError("best_of: is not served")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return self.prompt if several else [self.prompt]
+
+
+class TextPart(_Body):
+    """A part of a message; only text is served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = None
+
+    @property
+    def plain(self) -> dict[str, str]:
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ChatRequest(_Request):
+    """A conversation to be continued by its next turn."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**30)
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _served_here(self) -> ChatRequest:
+        if self.logprobs or self.top_logprobs:
+            raise ValueError(NO_LOGPROBS)
+        if self.response_format not in (None, {"type": "text"}):
+            raise ValueError("response_format: only text is served")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+def usage_of(finished: Sequence[Finished], prompts: int) -> dict[str, Any]:
+    """Tokens of a request's answers, of which each of its `prompts` has as many. `speculation` is not OpenAI's."""
+    samples = len(finished) // prompts
+    prompt = sum(len(one.prompt_ids) for one in finished[::samples])
+    output = sum(len(one.output_ids) for one in finished)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": sum(one.reused for one in finished[::samples])},
+        "speculation": {
+            "rounds": sum(len(one.rounds) for one in finished),
+            "drafted_tokens": sum(one.drafted for one in finished),
+            "accepted_tokens": sum(one.accepted for one in finished),
+        },
+    }
+
+
+class Reply:
+    """The JSON of one answer, whole or in chunks: of a chat, or of a completion."""
+
+    def __init__(self, model: str, chat: bool):
+        self._chat = chat
+        self._head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def _object(self, chunk: bool) -> str:
+        if not self._chat:
+            return "text_completion"
+        return "chat.completion.chunk" if chunk else "chat.completion"
+
+    def _with(self, choices: list[dict[str, Any]], chunk: bool, **more: Any) -> dict[str, Any]:
+        return {**self._head, "object": self._object(chunk), "choices": choices, **more}
+
+    def whole(self, finished: Sequence[Finished], prompts: int) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices = []
+        for index, one in enumerate(finished):
+            said = {"message": {"role": "assistant", "content": one.text}} if self._chat else {"text": one.text}
+            reason = FINISH_REASONS[one.finish_reason]
+            choices.append({"index": index, **said, "finish_reason": reason, "logprobs": None})
+        return self._with(choices, False, usage=usage_of(finished, prompts))
+
+    def chunk(self, index: int, text: str, *, first: bool = False, reason: str | None = None) -> dict[str, Any]:
+        """A piece of one choice."""
+        if self._chat:
+            delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
+            said: dict[str, Any] = {"delta": delta}
+        else:
+            said = {"text": text}
+        reason = None if reason is None else FINISH_REASONS[reason]
+        return self._with([{"index": index, **said, "finish_reason": reason, "logprobs": None}], True)
+
+    def usage(self, finished: Sequence[Finished], prompts: int) -> dict[str, Any]:
+        """The last chunk, where it was asked for."""
+        return self._with([], True, usage=usage_of(finished, prompts))

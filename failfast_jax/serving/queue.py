@@ -1,0 +1,338 @@
+"""Many requests at once, from any thread: a scheduler in a thread of its own, with text around it.
+
+with Queue(engine, batch=4, capacity=1024) as queue:
+    answers = [queue.submit(prompt, temperature=0.7, seed=1, stop=["\\n\\n"]) for prompt in prompts]
+    for piece in answers[0]:
+        print(piece, end="")
+    print(answers[1].result().text)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from failfast_jax.config import GenerationConfig
+from failfast_jax.drafters import DIFFUSION_METHOD
+from failfast_jax.engine import FailFast
+from failfast_jax.errors import OptionError, PromptError
+from failfast_jax.results import Round
+from failfast_jax.runtime import Request, RowLog
+from failfast_jax.serving.scheduler import Job, Scheduler
+from failfast_jax.serving.text import TextStream
+
+logger = logging.getLogger("failfast_jax")
+
+PER_REQUEST = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
+"""Fields of `GenerationConfig` that each request has its own of; the others are the queue's."""
+
+
+class QueueFull(Exception):
+    """As many requests wait as may; try again in `seconds`."""
+
+    def __init__(self, waiting: int, seconds: float):
+        super().__init__(f"{waiting} requests wait already")
+        self.seconds = seconds
+
+
+class QueueClosed(Exception):
+    """The queue takes no more requests: it is closed, or its thread has failed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A whole answer.
+
+    Attributes:
+      finish_reason: `eos`, `length`, `stop` (a stop string) or `cancelled`.
+      output_ids: up to the token that completed the stop string.
+      reused: tokens of the prompt that no prefill computed again.
+      rounds: none if it was cancelled before it began.
+      waited_s, first_s, total_s: seconds in the queue, to the first token (None: there is none), and in all.
+    """
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    text: str | None
+    finish_reason: str
+    reused: int
+    rounds: list[Round]
+    drafter_passes: int
+    target_passes: int
+    waited_s: float
+    first_s: float | None
+    total_s: float
+
+    @property
+    def drafted(self) -> int:
+        return sum(len(entry.drafted) for entry in self.rounds)
+
+    @property
+    def accepted(self) -> int:
+        return sum(entry.accepted for entry in self.rounds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """News of an answer: final tokens and final text (None without a tokenizer); the last one has the whole answer, or
+    the error that came instead."""
+
+    ids: list[int]
+    text: str | None
+    finished: Finished | None = None
+    error: BaseException | None = None
+
+    @property
+    def last(self) -> bool:
+        return self.finished is not None or self.error is not None
+
+
+class Answer(Job):
+    """A request's answer as it comes. Iterate over it for its text, or wait for its `result`.
+
+    Args:
+      tell: called with each `Piece`, in the queue's thread, and must not block; None: pieces are kept for iterating.
+    """
+
+    def __init__(self, request: Request, text: TextStream | None, tell: Callable[[Piece], None] | None = None):
+        super().__init__(request)
+        self._stream = text
+        self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        self._tell = tell or self._pieces.put
+        self._end: Piece | None = None
+        self._told = 0
+
+    def cancel(self) -> None:
+        """Gives the row to somebody else. The answer ends with what there is."""
+        self.cancelled = True
+
+    def pieces(self) -> Iterator[Piece]:
+        """News, up to the last. Blocks; for one thread, and not with a `tell` of one's own."""
+        while self._end is None:
+            piece = self._pieces.get()
+            if piece.last:
+                self._end = piece
+            yield piece
+
+    def __iter__(self) -> Iterator[str]:
+        """Text as it becomes final.
+
+        Raises:
+          QueueClosed, ValueError: there was no answer to be had.
+        """
+        for piece in self.pieces():
+            if piece.error is not None:
+                raise piece.error
+            if piece.text:
+                yield piece.text
+
+    def result(self) -> Finished:
+        """Waits for the whole answer.
+
+        Raises:
+          QueueClosed, ValueError: there was none to be had.
+        """
+        for _ in self.pieces():
+            pass
+        if self._end.error is not None:
+            raise self._end.error
+        return self._end.finished
+
+    # The scheduler's side.
+
+    def news(self, ids):
+        text = None if self._stream is None else self._stream.add(ids)
+        stopped = self._stream is not None and self._stream.stopped
+        self._told = len(self.ids) if self._stream is None else self._stream.used
+        count = len(ids) - (len(self.ids) - self._told)
+        self._tell(Piece(ids[:count], text))
+        return not stopped
+
+    def done(self, reason, log):
+        text = None if self._stream is None else self._stream.add((), last=True)
+        self._tell(Piece([], text, self._finished(reason, log or RowLog([], 0, 0))))
+
+    def failed(self, error):
+        self._tell(Piece([], None, error=error))
+
+    def _finished(self, reason: str, log: RowLog) -> Finished:
+        now = time.perf_counter()
+        return Finished(
+            prompt_ids=list(self.request.prompt),
+            output_ids=self.ids[: self._told],
+            text=None if self._stream is None else self._stream.text,
+            finish_reason=reason,
+            reused=self.reused,
+            rounds=log.rounds,
+            drafter_passes=log.drafter_passes,
+            target_passes=log.target_passes,
+            waited_s=(self.started or now) - self.submitted,
+            first_s=None if self.first is None else self.first - self.submitted,
+            total_s=now - self.submitted,
+        )
+
+
+class Queue:
+    """An engine's rows, shared by requests from any thread, in order of arrival.
+
+    The constructor compiles everything and measures what rounds cost if need be; from then on nothing is compiled.
+
+    Args:
+      engine: models and tokenizer. It must not be used otherwise while the queue is open.
+      config: method, its options, `acceptance` and `exact` of all requests, and defaults for what each may set.
+      batch: rows.
+      capacity: most tokens of a prompt and its answer together; at most the engine's `max_seq_len`.
+      waiting: most requests that wait for a row.
+      rounds, reuse, least_reuse: see `Scheduler`.
+
+    Attributes:
+      error: what ended the queue's thread, if something did.
+
+    Raises:
+      OptionError: options that cannot be served.
+    """
+
+    def __init__(
+        self,
+        engine: FailFast,
+        config: GenerationConfig | None = None,
+        *,
+        batch: int = 4,
+        capacity: int = 1024,
+        waiting: int = 64,
+        **how: Any,
+    ):
+        for name, value, most in (("batch", batch, 4096), ("capacity", capacity, engine.max_seq_len)):
+            if not (1 if name == "batch" else 2) <= value <= most:
+                raise OptionError(f"{name} {value}: must be at least {1 if name == 'batch' else 2}, at most {most}")
+        self.engine, self.config = engine, engine.resolve(config)
+        if self.config.method == DIFFUSION_METHOD or engine.target.config.is_diffusion:
+            raise OptionError(f"--method {self.config.method}: a queue serves an autoregressive target, and no dllm")
+        self.batch, self.capacity, self._most_waiting = batch, capacity, waiting
+        drafter = engine.build_drafter(self.config)
+        self.scheduler = Scheduler(
+            engine.runtime, drafter, batch=batch, capacity=capacity, exact=self.config.exact, **how
+        )
+        self.error: BaseException | None = None
+        self._inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        self._lock, self._encoding = threading.Lock(), threading.Lock()
+        self._open, self._draining = True, False
+        self._entered = 0
+        """Requests in the inbox."""
+        self._thread = threading.Thread(target=self._work, name="failfast-queue", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a row."""
+        return self._entered + self.scheduler.waiting
+
+    @property
+    def healthy(self) -> bool:
+        return self._open and self.error is None and self._thread.is_alive()
+
+    def encode(self, prompt: Any, *, template: bool = True) -> list[int]:
+        """Token ids of a prompt: see `FailFast.encode`.
+
+        Raises:
+          PromptError: see there; or it leaves no room for an answer.
+        """
+        with self._encoding:
+            ids = self.engine.encode(prompt, template=template)
+        if len(ids) >= self.capacity:
+            raise PromptError(f"the prompt has {len(ids)} tokens; with its answer it may have {self.capacity}")
+        return ids
+
+    def submit(
+        self,
+        prompt: Any,
+        *,
+        sequence: int = 0,
+        stop: Sequence[str] = (),
+        tell: Callable[[Piece], None] | None = None,
+        **options: Any,
+    ) -> Answer:
+        """Puts a request in line. Its text depends on itself alone: seed, sequence and position key the randomness.
+
+        Args:
+          prompt: text, messages or ids.
+          sequence: tells samples of one prompt and seed apart.
+          stop: strings before the first of which the answer ends; they need a tokenizer.
+          tell: see `Answer`.
+          options: fields named in `PER_REQUEST`. `max_new_tokens` is cut to what there is room for.
+
+        Raises:
+          OptionError, PromptError: a request that cannot be served.
+          QueueFull: too many wait already.
+          QueueClosed: no more requests are taken.
+        """
+        if unknown := options.keys() - set(PER_REQUEST):
+            raise OptionError(f"{', '.join(sorted(unknown))}: a request may set {', '.join(PER_REQUEST)}")
+        if stop and self.engine.tokenizer is None:
+            raise OptionError("stop strings: the model has no tokenizer")
+        ids = self.encode(prompt)
+        config = dataclasses.replace(self.config, **options)
+        config.validate()
+        config = dataclasses.replace(config, max_new_tokens=min(config.max_new_tokens, self.capacity - len(ids)))
+        text = None if self.engine.tokenizer is None else TextStream(self.engine.tokenizer, stop)
+        answer = Answer(self.engine.request(ids, config, sequence), text, tell)
+        with self._lock:
+            if not self.healthy:
+                raise self._closed()
+            if self.waiting >= self._most_waiting:
+                raise QueueFull(self.waiting, self._seconds_to_wait())
+            self._entered += 1
+            self._inbox.put(answer)
+        return answer
+
+    def _seconds_to_wait(self) -> float:
+        """About how long until a row is free, by what answers took so far."""
+        counts = self.scheduler.counts
+        answered = max(sum(counts.finished.values()), 1)
+        return min(max(counts.decode_s / answered, 1.0), 60.0)
+
+    def close(self, *, drain: bool = False) -> None:
+        """Takes no more requests, cancels those that there are (`drain`: waits for them), and ends the thread."""
+        with self._lock:
+            self._open, self._draining = False, drain
+            self._inbox.put(None)
+        self._thread.join()
+
+    # The thread.
+
+    def _work(self) -> None:
+        try:
+            more = False
+            while self._open or (self._draining and (more or not self._inbox.empty())):
+                self._take_in(wait=self._open and not more)
+                more = self.scheduler.step()
+        except BaseException as error:  # told to everybody who waits
+            logger.exception("the queue's thread failed")
+            self.error = error
+        with self._lock:
+            self._open = False
+        self._take_in(wait=False)
+        self.scheduler.abandon(self._closed())
+
+    def _closed(self) -> QueueClosed:
+        return QueueClosed(f"the queue is closed{'' if self.error is None else f': {self.error}'}")
+
+    def _take_in(self, wait: bool) -> None:
+        """Everything from the inbox into the line."""
+        while wait or not self._inbox.empty():
+            answer, wait = self._inbox.get(), False
+            if answer is not None:  # None only wakes the thread
+                with self._lock:
+                    self.scheduler.submit(answer)
+                    self._entered -= 1

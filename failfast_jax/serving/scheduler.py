@@ -1,0 +1,332 @@
+"""Continuous batching: any number of requests take turns in the rows of one session. Token ids in, token ids out.
+
+    scheduler = Scheduler(runtime, drafter, batch=4, capacity=1024)
+    scheduler.submit(job)
+    while scheduler.step():
+        ...
+
+A step is one chunk of somebody's prefill, then a slice: a few rounds of all rows, fewer if a row finishes. What a
+request says does not depend on when it came, nor on who else is there; all shapes are static, so nothing is compiled
+once the constructor has returned.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.state import FAILED, RUNNING
+from failfast_jax.engine import FINISH_REASONS
+from failfast_jax.errors import NonFiniteError
+from failfast_jax.runtime import Request, RowLog, Runtime
+
+STOPPED, CANCELLED = "stop", "cancelled"
+"""Why an answer ended, beside `engine.FINISH_REASONS`: its receiver had enough, or did not want it any more."""
+LEAST_REUSE = 32
+"""Shared tokens from which on a row is copied instead of prefilling them again."""
+
+
+class Job:
+    """A request and who waits for its answer; subclasses say what becomes of it. Their methods must not block.
+
+    Attributes:
+      request: the request.
+      ids: tokens emitted so far.
+      cancelled: set it, from any thread, and the row is free within a slice.
+      reused: tokens of the prompt that were not prefilled, because a row held them already.
+      submitted, started, first: `time.perf_counter()` when it came, when its prefill began, and when its first token
+        was there; None: not yet.
+    """
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.ids: list[int] = []
+        self.cancelled = False
+        self.reused = 0
+        self.submitted = time.perf_counter()
+        self.started: float | None = None
+        self.first: float | None = None
+
+    def news(self, ids: list[int]) -> bool:
+        """Told new tokens; returns whether more are wanted."""
+        raise NotImplementedError
+
+    def done(self, reason: str, log: RowLog | None) -> None:
+        """Told that there will be no more, and why; `log` is None if it was never begun."""
+        raise NotImplementedError
+
+    def failed(self, error: BaseException) -> None:
+        """Told that there will be no answer."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass
+class Counts:
+    """What a scheduler has done so far."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    """Of these, tokens that no prefill computed again."""
+    output_tokens: int = 0
+    rounds: int = 0
+    """Summed over requests, as are these:"""
+    drafted: int = 0
+    accepted: int = 0
+    slices: int = 0
+    busy_rows: int = 0
+    """Rows that decoded, summed over slices."""
+    decode_s: float = 0.0
+    """Time spent in slices."""
+    finished: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    """Requests by why they ended."""
+
+
+@dataclasses.dataclass
+class _Row:
+    job: Job | None = None
+    text: list[int] = dataclasses.field(default_factory=list)
+    """What its caches hold: the job's prompt and output, or those of the last one."""
+    used: int = 0
+    """When it was last begun; larger is later."""
+
+
+@dataclasses.dataclass
+class _Begun:
+    """A prefill under way."""
+
+    job: Job
+    row: int
+    states: Iterator[Any]
+    chunks: int
+    """That are left."""
+    state: Any = None
+
+
+class Scheduler:
+    """Rows of one session, and the requests that wait for them, in order of arrival. For one thread.
+
+    Args:
+      runtime: the compiled pair.
+      drafter: of all requests.
+      batch: rows.
+      capacity: most tokens of a prompt and its answer together.
+      exact: bit-identical answers whatever the method: see `GenerationConfig.exact`.
+      rounds: most rounds of a slice; fewer stream more smoothly, and cost more.
+      reuse: whether a prompt that begins like the text of a row takes over that row's caches. Under `exact` only with
+        one row: a pass over several may round otherwise than the prefill's.
+      least_reuse: tokens that must be shared for that.
+
+    Attributes:
+      session: the rows' session.
+      costs: what is known of the costs of its rounds, for methods that decide by them.
+      counts: what has been done.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        drafter: Drafter,
+        *,
+        batch: int,
+        capacity: int,
+        exact: bool = False,
+        rounds: int = 4,
+        reuse: bool = True,
+        least_reuse: int = LEAST_REUSE,
+    ):
+        plan = runtime.plan(drafter, exact, batch)
+        self.session = runtime.session(drafter, batch=batch, capacity=capacity, plan=plan)
+        self._single = self.session
+        groups = self.session.groups
+        if batch > groups:
+            self._single = runtime.session(drafter, batch=groups, capacity=capacity, plan=plan, decodes=False)
+        self._rounds, self._least_reuse = rounds, least_reuse
+        self._reuse = reuse and (batch == 1 or not exact)
+        self._rows = [_Row() for _ in range(batch)]
+        self._waiting: collections.deque[Job] = collections.deque()
+        self._begun: _Begun | None = None
+        self._clock = itertools.count(1)
+        self.counts = Counts()
+        self._single.prepare_any()
+        self.session.wait()
+        self.costs = None
+        if drafter.weighs:
+            self.session, self.costs = runtime.costs.price(self.session)
+        self._state = self._warmed_up()
+
+    def _idle(self) -> Any:
+        return self.session.start([Request((0,), 0)] * self.session.batch)
+
+    def _warmed_up(self) -> Any:
+        """A state without requests, once every program has run."""
+        short, longer = Request((0,), 1), Request((0, 0, 0), 1)
+        state = self.session.insert(self._idle(), 0, self._single.prefill([short] * self._single.batch))
+        state = self.session.advance(state, 1, until_any=True)
+        self.session.read(state)
+        self.session.rounds_of(state, 0)
+        old = self.session.take(state, 0)
+        *_, one = self._single.prefill_onto(old, longer, self._single.shared(old, 1, 3))
+        self.session.read(self.session.end(self.session.insert(state, 0, one), {0}))
+        return self._idle()
+
+    # What others see.
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no row yet."""
+        return len(self._waiting) + (self._begun is not None)
+
+    @property
+    def busy(self) -> int:
+        """Rows that are decoding."""
+        return sum(row.job is not None for row in self._rows)
+
+    def submit(self, job: Job) -> None:
+        """Puts a request at the end of the line."""
+        self._waiting.append(job)
+
+    def step(self) -> bool:
+        """A chunk of a prefill, if somebody waits and a row is free, and a slice. Returns whether there is more."""
+        self._drop_cancelled()
+        self._prefill()
+        if self.busy:
+            begin = time.perf_counter()
+            self._state = self.session.advance(self._state, self._rounds, until_any=True)
+            progress = self.session.read(self._state)
+            self.counts.decode_s += time.perf_counter() - begin
+            self.counts.slices += 1
+            self.counts.busy_rows += self.busy
+            self._deliver(progress.ids, progress.finish)
+        return bool(self.busy or self.waiting)
+
+    def abandon(self, error: BaseException) -> None:
+        """Tells everybody that there will be no answer."""
+        jobs = [row.job for row in self._rows if row.job is not None]
+        jobs += [] if self._begun is None else [self._begun.job]
+        for job in (*jobs, *self._waiting):
+            self._fail(job, error)
+        self._waiting.clear()
+        self._begun, self._rows = None, [_Row() for _ in self._rows]
+
+    # Rows.
+
+    def _drop_cancelled(self) -> None:
+        for job in [job for job in self._waiting if job.cancelled]:
+            self._waiting.remove(job)
+            self._finish(job, CANCELLED, None)
+        if self._begun is not None and self._begun.job.cancelled:
+            self._finish(self._begun.job, CANCELLED, None)
+            self._begun = None
+        rows = {number for number, row in enumerate(self._rows) if row.job is not None and row.job.cancelled}
+        if rows:
+            self._free(dict.fromkeys(rows, CANCELLED))
+
+    def _deliver(self, ids: Sequence[list[int]], finish: Sequence[int]) -> None:
+        ended: dict[int, str] = {}
+        for number, row in enumerate(self._rows):
+            job = row.job
+            if job is None:
+                continue
+            new = ids[number][len(job.ids) :]
+            job.ids, row.text = ids[number], [*job.request.prompt, *ids[number]]
+            if new and job.first is None:
+                job.first = time.perf_counter()
+            self.counts.output_tokens += len(new)
+            wants = not new or job.news(new)
+            if finish[number] == FAILED:
+                at = len(row.text)
+                self._rows[number] = _Row(used=row.used)
+                self._fail(job, NonFiniteError(f"the target's logits for position {at} are not finite"))
+            elif not wants:
+                ended[number] = STOPPED
+            elif finish[number] != RUNNING:
+                ended[number] = FINISH_REASONS[finish[number]]
+        if ended:
+            self._free(ended)
+
+    def _free(self, reasons: dict[int, str]) -> None:
+        """Ends rows, which keep their caches for whoever goes on from there."""
+        if {STOPPED, CANCELLED} & set(reasons.values()):
+            self._state = self.session.end(self._state, reasons)
+        for number, reason in reasons.items():
+            job, self._rows[number].job = self._rows[number].job, None
+            log = self.session.rounds_of(self._state, number)
+            self.counts.rounds += len(log.rounds)
+            self.counts.drafted += sum(len(entry.drafted) for entry in log.rounds)
+            self.counts.accepted += sum(entry.accepted for entry in log.rounds)
+            self._finish(job, reason, log)
+
+    def _finish(self, job: Job, reason: str, log: RowLog | None) -> None:
+        self.counts.finished[reason] += 1
+        job.done(reason, log)
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        self.counts.finished["error"] += 1
+        job.failed(error)
+
+    # Prefill.
+
+    def _prefill(self) -> None:
+        """Chunk after chunk while nobody decodes; else one."""
+        while self._begun is not None or self._begin():
+            begun = self._begun
+            if begun.chunks:
+                begun.state = next(begun.states)
+                begun.chunks -= 1
+            if not begun.chunks:
+                self._state = self.session.insert(self._state, begun.row, begun.state)
+                self._rows[begun.row] = _Row(begun.job, list(begun.job.request.prompt), next(self._clock))
+                self._begun = None
+            if self.busy:
+                return
+
+    def _begin(self) -> bool:
+        """Begins the prefill of whoever is next, if a row is free."""
+        free = [number for number, row in enumerate(self._rows) if row.job is None]
+        if not free or not self._waiting:
+            return False
+        job = self._waiting.popleft()
+        job.started = time.perf_counter()
+        prompt = job.request.prompt
+        source, common = self._closest(prompt)
+        old = None
+        if common >= self._least_reuse:
+            old = self.session.take(self._state, source)
+            job.reused = self._single.shared(old, common, len(prompt))
+        if old is not None and job.reused >= self._least_reuse:
+            states = self._single.prefill_onto(old, job.request, job.reused)
+        else:
+            job.reused, states = 0, self._single.prefill_in_chunks([job.request] * self._single.batch)
+        chunks = self._single.chunks_of(len(prompt), job.reused)
+        self.counts.prompt_tokens += len(prompt)
+        self.counts.reused_tokens += job.reused
+        self._begun = _Begun(job, self._place(free, source if job.reused else None, common), states, chunks)
+        self._begun.state = next(states)
+        return True
+
+    def _closest(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """The row whose text begins most like a prompt, and how many tokens they share."""
+        if not self._reuse:
+            return 0, 0
+        shared = [_common(row.text, prompt) for row in self._rows]
+        return max(enumerate(shared), key=lambda found: found[1])
+
+    def _place(self, free: list[int], source: int | None, common: int) -> int:
+        """The free row to take: the source's, if most of its text goes on; else whose text was left alone longest."""
+        if source in free and 2 * common >= len(self._rows[source].text):
+            return source
+        others = [number for number in free if number != source] or free
+        return min(others, key=lambda number: (bool(self._rows[number].text), self._rows[number].used))
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Leading tokens that two texts share."""
+    for at, (mine, theirs) in enumerate(zip(one, other)):
+        if mine != theirs:
+            return at
+    return min(len(one), len(other))

@@ -1,0 +1,83 @@
+"""A server around a tiny engine, on a real socket."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jinja2
+from tiny_engines import BytePieces, new_engine
+
+from failfast_jax import FailFast, GenerationConfig
+from failfast_jax.serving.options import ServeOptions
+from failfast_jax.serving.queue import Queue
+
+CAPACITY = 160
+
+
+class ChatPieces(BytePieces):
+    """With a chat template: a token a role, the letters, and a token behind each turn."""
+
+    chat_template = "there is one"
+    roles = ("system", "user", "assistant")
+
+    def apply_chat_template(self, messages, add_generation_prompt, tokenize, return_dict) -> list[int]:
+        ids = []
+        for number, message in enumerate(messages):
+            if message["role"] == "system" and number:
+                raise jinja2.TemplateError("system comes first")
+            ids += [2 + self.roles.index(message["role"]), *self(message["content"])["input_ids"], 5]
+        return [*ids, 4]
+
+
+def chat_engine() -> FailFast:
+    return new_engine(tokenizer=ChatPieces(), drafter_tokenizer=ChatPieces())
+
+
+@dataclasses.dataclass
+class Served:
+    """A server that runs, and what is behind it."""
+
+    url: str
+    queue: Queue
+    server: Any
+    thread: threading.Thread
+
+
+@contextlib.contextmanager
+def served(queue: Queue, options: ServeOptions) -> Iterator[Served]:
+    """A server in a thread of its own; it ends as it does at a signal."""
+    import uvicorn
+
+    from failfast_jax.serving.app import build_app
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(build_app(queue, options, "tiny"), log_level="warning", timeout_graceful_shutdown=5)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", queue, server, thread)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def until(condition, seconds: float = 20.0) -> None:
+    """Waits for it."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.002)
+
+
+def quick(**changes) -> GenerationConfig:
+    """The request of a queue that compiles in a moment."""
+    return GenerationConfig("lookup", options={"policy": "fixed", "max_spec_len": 7}, **changes)

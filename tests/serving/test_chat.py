@@ -1,0 +1,115 @@
+"""The conversation in the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+import signal
+import sys
+import time
+
+import pytest
+from served import chat_engine, quick
+
+from failfast_jax import chat
+from failfast_jax.chat import Chat, ChatOptions, talk
+from failfast_jax.trajectory import to_terminal
+
+pytestmark = pytest.mark.usefixtures("few_widths")
+
+
+@pytest.fixture(scope="module")
+def talker(few_widths):
+    found = Chat(chat_engine(), quick(), ChatOptions(max_new_tokens=20, context=300, system="brief"))
+    yield found
+    found.close()
+
+
+def typed(talker: Chat, monkeypatch, capsys, *lines: str) -> str:
+    """What is printed when these lines are typed."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    talk(talker)
+    return capsys.readouterr().out
+
+
+def test_a_conversation(talker, monkeypatch, capsys):
+    talker.reset()
+    out = typed(talker, monkeypatch, capsys, "what is it?", "and that?", "/quit", "never read")
+    assert [message["role"] for message in talker.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert talker.messages[0]["content"] == "brief"
+    for message in talker.messages[2::2]:
+        assert message["content"] in out
+    expected = talker.engine.generate([talker.messages[:-1]], method="vanilla", max_new_tokens=20)[0]
+    assert talker.messages[-1]["content"] == expected.text
+    assert talker.answers[-1].reused > 10
+
+
+def test_commands(talker, monkeypatch, capsys):
+    talker.answers.clear()
+    assert typed(talker, monkeypatch, capsys, "/stats", "/trace").count("nothing was said") == 2
+    out = typed(talker, monkeypatch, capsys, "abcabcabc", "/trace", "/stats", "/reset", "/method", "/what")
+    assert to_terminal(talker.answers[-1].rounds, talker.engine.tokenizer) in out
+    assert "\033[32m" in out and "\033[9;31m" in out and "\033[1;34m" in out
+    accepted = sum(entry.accepted for entry in talker.answers[-1].rounds)
+    assert re.search(rf"last: \d+ tokens in .*, {accepted} of \d+ drafted tokens accepted", out)
+    assert "forgotten" in out and "method: lookup" in out and "/reset          forget the conversation" in out
+    assert len(talker.messages) == 1
+
+
+def test_another_method_says_the_same(talker, monkeypatch, capsys):
+    talker.reset()
+    typed(talker, monkeypatch, capsys, "what is it?")
+    said = talker.messages[-1]["content"]
+    out = typed(talker, monkeypatch, capsys, "/reset", "/method vanilla", "what is it?", "/method nonsense", "/method")
+    assert talker.messages[-1]["content"] == said and out.count("method: vanilla") == 2
+    assert not talker.answers[-1].drafted
+    typed(talker, monkeypatch, capsys, "/method lookup")
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(talker, monkeypatch, capsys):
+    class Impatient(io.StringIO):
+        """Presses Ctrl-C once some of the answer is there."""
+
+        def write(self, text: str) -> int:
+            done = super().write(text)
+            if not pressed and self.getvalue():
+                pressed.append(True)
+                signal.raise_signal(signal.SIGINT)
+            return done
+
+    pressed: list[bool] = []
+    monkeypatch.setattr(talker, "options", dataclasses.replace(talker.options, max_new_tokens=200, temperature=1.5))
+    talker.reset()
+    talker.say("what is it?")
+    whole = talker.messages[-1]["content"]
+    talker.reset()
+    advance = talker.queue.scheduler.session.advance
+    monkeypatch.setattr(talker.queue.scheduler.session, "advance", lambda *a, **b: slow() or advance(*a, **b))
+    monkeypatch.setattr(sys, "stdout", out := Impatient())
+    talker.say("what is it?")
+    assert "[stopped]" in out.getvalue() and talker.answers[-1].finish_reason == "cancelled"
+    part = talker.messages[-1]["content"]
+    assert 0 < len(part) < len(whole) and whole.startswith(part)
+    monkeypatch.undo()
+    talker.say("go on")
+    assert [message["role"] for message in talker.messages[1:]] == ["user", "assistant"] * 2
+
+
+def slow() -> None:
+    time.sleep(0.05)
+
+
+def test_a_conversation_that_is_too_long_says_so_and_stays(talker, monkeypatch, capsys):
+    talker.reset()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a" * 400 + "\nabc\n"))
+    talk(talker)
+    assert "error: the prompt has" in capsys.readouterr().err
+    assert [message["content"] for message in talker.messages[1:2]] == ["abc"]
+
+
+def test_what_cannot_be_served_is_said(capsys):
+    assert chat.main(["--top-k", "-1"]) == 2
+    assert "--top-k -1: must be at least 0" in capsys.readouterr().err
+    assert chat.main(["--method", "magic"]) == 2
+    assert "--method magic: must be one of" in capsys.readouterr().err

@@ -1,0 +1,63 @@
+"""A prompt that goes on from another row's caches: text and drafts are those of a prompt that was prefilled whole."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from tiny_engines import engine, extended_engine
+from tiny_models import fond_eagle, random_model, tiny_config
+
+from failfast_jax import FailFast
+from failfast_jax.runtime import Request
+
+pytestmark = pytest.mark.usefixtures("few_widths")
+
+CAPACITY = 128
+
+
+@functools.cache
+def eagle_engine() -> FailFast:
+    target = random_model(tiny_config(num_layers=2))
+    return FailFast(target, fond_eagle(target, 7))
+
+
+@functools.cache
+def ar_engine() -> FailFast:
+    target = random_model(tiny_config(num_layers=1), seed=1)
+    return FailFast(target, random_model(tiny_config(num_layers=1), seed=1))
+
+
+KINDS = {
+    "wide": (engine, {"method": "failfast", "policy": "fixed", "spec_len": 3, "max_spec_len": 6}),
+    "aligned": (engine, {"method": "failfast", "schedule": "aligned", "spec_len": 4, "max_spec_len": 8}),
+    "hybrid": (engine, {"method": "failfast", "spec_len": 3, "max_spec_len": 6, "lookup_min": 1, "min_gain": 0.1}),
+    "tree": (engine, {"method": "failfast", "spec_len": 3, "max_spec_len": 6, "tree_budget": 7}),
+    "reuse": (engine, {"method": "failfast", "spec_len": 3, "max_spec_len": 6, "reuse": True}),
+    "suffix": (engine, {"method": "suffix", "policy": "fixed", "max_spec_len": 7}),
+    "features": (extended_engine, {"method": "failfast", "policy": "fixed"}),
+    "eagle3": (eagle_engine, {"method": "eagle3", "spec_len": 3}),
+    "ar": (ar_engine, {"method": "ar", "spec_len": 3}),
+}
+PROMPT = tuple(2 + (number * number) % 5 for number in range(50))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("common", [50, 33])
+def test_the_same_text_and_the_same_drafts(kind, common):
+    make, options = KINDS[kind]
+    work = make()
+    drafter = work.build_drafter(work.resolve(**options))
+    session = work.runtime.session(drafter, batch=1, capacity=CAPACITY)
+    first = session.advance(session.prefill([Request(PROMPT, 20)]))
+    answer = session.read(first).ids[0]
+    text = (*PROMPT, *answer[:15]) if common == 50 else PROMPT[:common]
+    request = Request((*text, 6, 2, 2, 6, 3), 24)
+    begin = session.shared(session.take(first, 0), len(text), len(request.prompt))
+    assert len(text) - 24 <= begin < len(text)
+    *_, state = session.prefill_onto(session.take(first, 0), request, begin)
+    found, whole = session.advance(state), session.advance(session.prefill([request]))
+    assert session.read(found) == session.read(whole)
+    mine, theirs = session.rounds_of(found, 0), session.rounds(whole)[0]
+    assert [entry.drafted for entry in mine.rounds] == [entry.drafted for entry in theirs.rounds]
+    assert kind == "suffix" or any(entry.drafted for entry in mine.rounds)

@@ -1,0 +1,103 @@
+"""The command that serves: what it refuses, and that it ends well when it is told to."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_files import GOLDEN
+from served import chat_engine
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+
+from failfast_jax import serve  # noqa: E402
+from failfast_jax.harness.__main__ import main as harness  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+TARGET = str(GOLDEN / "qwen2_target_160")
+
+
+SERVER = """
+import conftest  # programs that compile quickly
+from failfast_jax import serve
+from failfast_jax.decoding import plan
+from served import chat_engine
+
+plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
+serve.load_engine = lambda args, method: chat_engine()
+options = "--method lookup --policy fixed --max-spec-len 7 --batch 2 --context 64 --port 0 --model-name tiny"
+raise SystemExit(serve.main(options.split()))
+"""
+
+
+def test_told_to_stop_it_leaves():
+    """In a process of its own, with the signal that init systems send."""
+    folders = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "serving"), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": folders}
+    with subprocess.Popen([sys.executable, "-c", SERVER], stderr=subprocess.PIPE, text=True, env=environment) as server:
+        lines = []
+        for line in server.stderr:
+            lines.append(line)
+            if found := re.search(r"serving tiny at (http://127.0.0.1:\d+)/v1", line):
+                break
+        else:
+            raise AssertionError("".join(lines))
+        body = {"prompt": "ab", "max_tokens": 3}
+        answer = httpx.HTTPTransport(retries=5)
+        with httpx.Client(base_url=found[1], transport=answer) as site:
+            usage = site.post("/v1/completions", json=body, timeout=60).json()["usage"]
+        assert 1 <= usage["completion_tokens"] <= 3
+        server.send_signal(signal.SIGTERM)
+        rest = server.stderr.read()
+        assert server.wait(20) == 0, rest
+        assert "Traceback" not in rest
+
+
+@pytest.fixture
+def same_signals():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+pytestmark = pytest.mark.usefixtures("same_signals")
+
+REFUSED = {
+    "--port 70000": "--port 70000: must be in [0, 65535]",
+    "--batch 0": "--batch 0: must be in [1, 4096]",
+    "--api-key-file /nowhere/key": "--api-key-file /nowhere/key: cannot be read",
+    "--host 203.0.113.1": "--host 203.0.113.1 --port 8000: ",
+    "--method dllm": "--method dllm: needs --target",
+    f"--target {TARGET} --method lookup --port 0": "has no tokenizer, and a server speaks text",
+}
+
+
+@pytest.mark.parametrize("words, message", REFUSED.items(), ids=REFUSED.values())
+def test_what_cannot_be_served_is_said(words, message, capsys):
+    assert serve.main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "NEEDED", ("no_such_package",))
+    assert serve.main([]) == 2
+    assert 'pip install "failfast-jax[serve]"' in capsys.readouterr().err
+
+
+def test_more_context_than_there_is(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "load_engine", lambda args, method: chat_engine())
+    assert serve.main(["--context", "601", "--port", "0", "--method", "lookup"]) == 2
+    assert "--context 601: the models have room for 600 tokens" in capsys.readouterr().err
+
+
+def test_without_the_harness_its_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
+    assert harness(["run", "--model", "failfast_jax"]) == 2
+    assert 'pip install "failfast-jax[eval]"' in capsys.readouterr().err

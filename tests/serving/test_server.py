@@ -1,0 +1,324 @@
+"""The server over a real socket: with OpenAI's own client, with bare HTTP, and with whatever its description allows."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+
+import pytest
+
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from served import CAPACITY, Served, chat_engine, quick, served, until  # noqa: E402
+
+from failfast_jax import __version__  # noqa: E402
+from failfast_jax.errors import OptionError  # noqa: E402
+from failfast_jax.serving.options import KEY_VARIABLE, ServeOptions  # noqa: E402
+from failfast_jax.serving.queue import Queue  # noqa: E402
+
+KEY = "a key of this test"
+LONG = {"max_tokens": 120, "extra_body": {"ignore_eos": True}}
+PROMPT = "what is it?"
+
+
+@pytest.fixture(scope="module")
+def queue(few_widths):
+    with Queue(chat_engine(), quick(), batch=3, capacity=CAPACITY, waiting=6, least_reuse=8) as queue:
+        yield queue
+
+
+@pytest.fixture(scope="module")
+def site(queue, tmp_path_factory):
+    file = tmp_path_factory.mktemp("key") / "key"
+    file.write_text(KEY + "\n")
+    options = ServeOptions(api_key_file=str(file), max_body=20_000, max_choices=5, timeout=20.0, max_new_tokens=30)
+    with served(queue, options) as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def client(site):
+    with openai.OpenAI(base_url=f"{site.url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def post(site: Served, path: str = "completions", key: str | None = KEY, **body):
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{site.url}/v1/{path}", json=body, headers=headers, timeout=30)
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "failfast-jax"
+    with pytest.raises(openai.NotFoundError, match="does not exist; this server has 'tiny'"):
+        client.models.retrieve("gpt-4")
+
+
+def test_a_completion_is_what_the_engine_says(client, queue):
+    engine = queue.engine
+    ids = engine.tokenizer(PROMPT)["input_ids"]
+    for temperature, seed in ((0.0, 0), (0.9, 7)):
+        found = client.completions.create(
+            model="tiny", prompt=PROMPT, temperature=temperature, seed=seed, max_tokens=20
+        )
+        expected = engine_answer(queue, ids, temperature=temperature, seed=seed, max_new_tokens=20)
+        (choice,) = found.choices
+        assert choice.text == expected.text and choice.finish_reason == {"eos": "stop"}.get(
+            expected.finish_reason, "length"
+        )
+        assert found.usage.prompt_tokens == len(ids)
+        assert found.usage.completion_tokens == len(expected.output_ids)
+        speculation = found.usage.model_extra["speculation"]
+        assert speculation["drafted_tokens"] >= speculation["accepted_tokens"]
+
+
+def engine_answer(queue, ids, **options):
+    return queue.submit(ids, **options).result()
+
+
+def test_a_chat_in_one_piece_and_streamed(client, queue):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPT}]
+    asked = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 30}
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].message.role == "assistant"
+    expected = engine_answer(queue, messages, max_new_tokens=30)
+    assert whole.choices[0].message.content == expected.text
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert said == expected.text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert [reason for reason in reasons if reason] == [whole.choices[0].finish_reason]
+    assert not chunks[-1].choices and chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    assert len({chunk.id for chunk in chunks}) == 1 and chunks[0].object == "chat.completion.chunk"
+
+
+def test_the_next_turn_goes_on_from_the_caches(client):
+    messages = [{"role": "user", "content": "abcdefgh" * 5}]
+    first = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=4)
+    turn = [*messages, {"role": "assistant", "content": first.choices[0].message.content}]
+    turn.append({"role": "user", "content": "xyz"})
+    second = client.chat.completions.create(model="tiny", messages=turn, temperature=0, max_tokens=4)
+    assert second.usage.prompt_tokens_details.cached_tokens >= 40
+
+
+def test_samples_prompts_and_stops(client):
+    found = client.completions.create(
+        model="tiny", prompt=["abc", "xyz"], n=2, seed=3, temperature=1.5, max_tokens=16, extra_body={"top_k": 30}
+    )
+    texts = [choice.text for choice in found.choices]
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3] and len(set(texts)) == 4
+    again = client.completions.create(
+        model="tiny", prompt="xyz", n=2, seed=3, temperature=1.5, max_tokens=16, extra_body={"top_k": 30}
+    )
+    assert [choice.text for choice in again.choices] == texts[2:]
+    free = client.completions.create(model="tiny", prompt=PROMPT, temperature=0, **LONG).choices[0].text
+    stop = free[len(free) // 2 :][:2]
+    ended = client.completions.create(model="tiny", prompt=PROMPT, temperature=0, stop=[stop], **LONG).choices[0]
+    assert ended.text == free[: free.index(stop)] and ended.finish_reason == "stop"
+    chunks = client.completions.create(model="tiny", prompt=PROMPT, temperature=0, stop=stop, stream=True, **LONG)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == ended.text
+
+
+def test_many_at_once(client, queue):
+    """With more clients than rows and places to wait: some are told to come again, and all are answered."""
+    found: dict[int, str] = {}
+
+    def one(number: int) -> None:
+        patient = client.with_options(max_retries=30)
+        asked = {"prompt": f"number {number}", "temperature": 0.7, "seed": number, "max_tokens": 12}
+        found[number] = patient.completions.create(model="tiny", **asked).choices[0].text
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(8):
+        ids = queue.engine.tokenizer(f"number {number}")["input_ids"]
+        expected = engine_answer(queue, ids, temperature=0.7, seed=number, max_new_tokens=12)
+        assert found[number] == expected.text
+
+
+REFUSED = [
+    ({}, 400, "prompt: Field required"),
+    ({"prompt": ""}, 400, "prompt"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": [1, 40]}, 400, "token id 40 is outside the vocabulary of 40"),
+    ({"prompt": "a" * 200}, 400, "the prompt has 200 tokens; with its answer it may have 160"),
+    ({"prompt": "a", "max_tokens": 160}, 400, "exceed the 160 tokens"),
+    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
+    ({"prompt": "a", "temperature": -1}, 400, "temperature"),
+    ({"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+    ({"prompt": "a", "top_p": 0}, 400, "top_p"),
+    ({"prompt": "a", "n": 6}, 400, "6 answers are asked for; at most 5 are given"),
+    ({"prompt": "a", "n": 0}, 400, "n: "),
+    ({"prompt": "a", "stop": [""]}, 400, "stop: must be at most 16 strings, none of them empty"),
+    ({"prompt": "a", "logprobs": 1}, 400, "logprobs: are not served"),
+    ({"prompt": "a", "echo": True}, 400, "echo: is not served"),
+    ({"prompt": "a", "presence_penalty": 1.0}, 400, "presence_penalty: is not served"),
+    ({"prompt": "a", "tools": []}, 400, "tools: no such argument is served"),
+    ({"prompt": "a", "model": "gpt-4"}, 404, "the model 'gpt-4' does not exist"),
+    ({"prompt": "a", "user": "u" * 20_000}, 413, "the body has more than 20000 bytes"),
+]
+
+
+@pytest.mark.parametrize("body, status, message", REFUSED, ids=[message for *_, message in REFUSED])
+def test_wrong_requests(site, body, status, message):
+    answer = post(site, **body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert message in error["message"] and set(error) == {"message", "type", "param", "code"}
+
+
+def test_wrong_chats_paths_and_bytes(site, client):
+    with pytest.raises(openai.BadRequestError, match="chat template refuses these messages: system comes first"):
+        turns = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
+        client.chat.completions.create(model="tiny", messages=turns)
+    with pytest.raises(openai.BadRequestError, match="response_format: only text is served"):
+        turns = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+        client.chat.completions.create(model="tiny", messages=turns, response_format={"type": "json_object"})
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    answer = httpx.post(f"{site.url}/v1/completions", content=b"{not JSON", headers=headers)
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+    assert httpx.get(f"{site.url}/v1/nothing", headers=headers).json()["error"]["message"] == "Not Found"
+    assert httpx.get(f"{site.url}/v1/completions", headers=headers).status_code == 405
+
+
+def test_the_key(site):
+    for key in (None, "wrong", KEY + "x", "a key of this tesT"):
+        answer = post(site, prompt="a", key=key)
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    assert post(site, prompt="a", key=KEY, max_tokens=1).status_code == 200
+
+
+def test_health_and_metrics(site, client):
+    client.completions.create(model="tiny", prompt="abcabcabc", temperature=0, max_tokens=20)
+    assert httpx.get(f"{site.url}/health").json() == {"status": "ok"}
+    text = httpx.get(f"{site.url}/metrics").text
+    values = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if not line.startswith("#")}
+    assert values["failfast_rows"] == 3 and values["failfast_queue_length"] == 0 == values["failfast_rows_busy"]
+    assert values["failfast_output_tokens_total"] >= 20 and values["failfast_tokens_per_second"] > 0
+    assert values["failfast_drafted_tokens_total"] >= values["failfast_accepted_tokens_total"] > 0
+    assert 0 < values["failfast_acceptance"] <= 1 < values["failfast_tokens_per_round"]
+    assert values["failfast_first_token_seconds_count"] >= 1
+    assert httpx.get(f"{site.url}/openapi.json").json()["info"]["version"] == __version__
+
+
+def slow(queue: Queue, monkeypatch) -> threading.Event:
+    """Makes the engine wait before each slice until the event is set."""
+    gate, advance = threading.Event(), queue.scheduler.session.advance
+
+    def wait(*args, **named):
+        gate.wait(0.05)
+        return advance(*args, **named)
+
+    monkeypatch.setattr(queue.scheduler.session, "advance", wait)
+    return gate
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_row(site, queue, monkeypatch, stream):
+    gate = slow(queue, monkeypatch)
+    before = queue.scheduler.counts.finished["cancelled"]
+    body = json.dumps({"prompt": "ab", "max_tokens": 150, "ignore_eos": True, "stream": stream, "n": 5}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(site.url.removeprefix("http://").split(":")) as connection:
+        connection.sendall(head.encode() + body)
+        until(lambda: queue.scheduler.busy == 3)
+    until(lambda: queue.scheduler.counts.finished["cancelled"] - before == 5)
+    assert queue.scheduler.busy == queue.waiting == 0
+    gate.set()
+
+
+def test_too_many_wait(site, queue, monkeypatch):
+    gate = slow(queue, monkeypatch)
+    running = [queue.submit([2, 3], max_new_tokens=150, ignore_eos=True) for _ in range(3)]
+    until(lambda: queue.scheduler.busy == 3)
+    waiting = [queue.submit([2, 3], max_new_tokens=1) for _ in range(5)]
+    answer = post(site, prompt="a", n=2)
+    assert answer.status_code == 429 and int(answer.headers["Retry-After"]) >= 1
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    for one in running:
+        one.cancel()
+    gate.set()
+    assert all(one.result().finish_reason in ("eos", "length") for one in waiting)
+
+
+def test_time_is_up(queue, monkeypatch):
+    gate = slow(queue, monkeypatch)
+    with served(queue, ServeOptions(timeout=0.2)) as site:
+        answer = post(site, prompt="a", max_tokens=150, ignore_eos=True, key=None)
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+        stream = post(site, prompt="a", max_tokens=150, ignore_eos=True, stream=True, key=None)
+        *_, last = [line for line in stream.text.splitlines() if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+    gate.set()
+    until(lambda: queue.scheduler.busy == 0)
+
+
+def test_told_to_stop_it_ends_what_it_has_begun(queue, monkeypatch):
+    gate = slow(queue, monkeypatch)
+    found = {}
+    with served(queue, ServeOptions(timeout=20.0)) as site:
+        ask = threading.Thread(target=lambda: found.update(post(site, prompt="a", max_tokens=40, key=None).json()))
+        ask.start()
+        until(lambda: queue.scheduler.busy == 1)
+        site.server.should_exit = True
+    ask.join(20)
+    assert found["choices"][0]["finish_reason"] in ("stop", "length")
+    gate.set()
+
+
+def test_keys_are_read_from_files_and_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, " secret ")
+    assert ServeOptions().key() == "secret"
+    with pytest.raises(OptionError, match="--api-key-file /nowhere/key: cannot be read"):
+        ServeOptions(api_key_file="/nowhere/key").key()
+    (tmp_path / "key").write_text("\n")
+    with pytest.raises(OptionError, match="is empty"):
+        ServeOptions(api_key_file=str(tmp_path / "key")).key()
+    monkeypatch.setenv(KEY_VARIABLE, "")
+    with pytest.raises(OptionError, match="FAILFAST_API_KEY: is empty"):
+        ServeOptions().key()
+    with pytest.raises(OptionError, match=r"--port 70000: must be in \[0, 65535\]"):
+        ServeOptions(port=70000)
+
+
+any_json = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**40), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+FIELDS = (
+    *("model", "prompt", "messages", "temperature", "top_p", "top_k", "seed", "n", "max_tokens", "stop", "stream"),
+    *("stream_options", "logprobs", "logit_bias", "ignore_eos", "user", "best_of", "response_format"),
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from(["completions", "chat/completions"]),
+    body=st.dictionaries(st.sampled_from(FIELDS), any_json, max_size=5),
+    sound=st.booleans(),
+)
+def test_whatever_is_sent_the_server_answers_as_it_says(site, path, body, sound):
+    if sound:  # wrong in few places at most
+        base = {"max_tokens": 3, "prompt": "ab"} if path == "completions" else {"max_tokens": 3, "messages": TURNS}
+        body = base | dict(list(body.items())[:1])
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    answer = httpx.post(f"{site.url}/v1/{path}", content=json.dumps(body), headers=headers, timeout=30)
+    assert answer.status_code in (200, 400, 404), (body, answer.text)
+    if answer.status_code != 200:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+TURNS = [{"role": "user", "content": "ab"}]

@@ -273,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m failfast_jax.doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
-    return command.run(lambda: work(args))
+    return command.run(lambda: work(args), where=None)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ def expand(
     chunk: int,
     longest: int,
     least: int | None = None,
+    ends: Int[Array, "B Z"] | None = None,
     extras: Extras,
 ) -> tuple[Draft, Any]:
     """Drafts for every running sequence: chunk after chunk, until the rule says stop or no further one fits.
@@ -96,6 +97,7 @@ def expand(
       chunk: N, tokens of a chunk.
       longest: most tokens of a draft: static width of the result.
       least: tokens that must fit for another chunk to be drafted; None: a whole chunk.
+      ends: tokens behind which no pass follows.
       extras: empty buffers for what comes with each token.
 
     Raises:
@@ -115,8 +117,11 @@ def expand(
         whole = (new.count > 0) & ((behind_begun % chunk == 0) | (longer.drafted == longest))
         newest = begun.length + (behind_begun - 1) // chunk * chunk
         seen = DraftSoFar(longer.tokens, longer.confidence, longer.drafted, newest)
-        stopped = rule.stops(seen, memory) | ~fits(longer.drafted)
-        return longer.replace(growing=growth.growing & ~(whole & stopped))
+        stopped = whole & (rule.stops(seen, memory) | ~fits(longer.drafted))
+        if ends is not None:
+            own = jnp.arange(new.tokens.shape[1]) < new.count[:, None]
+            stopped |= (own & (new.tokens[..., None] == ends[:, None]).any(-1)).any(1)
+        return longer.replace(growing=growth.growing & ~stopped)
 
     start = Growth.of(begun, longest, extras, model)
     start = start.replace(growing=committed.running & fits(begun.length))

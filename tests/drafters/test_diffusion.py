@@ -117,11 +117,11 @@ def autoregressive_by_hand(drafter: Autoregressive, text: list[int], room: int) 
         logits = np.asarray(drafter.model.logits([[*text, *drafted]])[0, -1])
         drafted.append(int(logits.argmax()))
         confidences.append(1 / np.exp(logits - logits.max()).sum())
-        if len(drafted) % drafter.spec_len:
+        if len(drafted) % drafter.spec_len and len(drafted) < drafter.max_draft:
             continue
         dynamic = isinstance(drafter.rule, BelowThreshold)
         low = dynamic and min(confidences[-drafter.spec_len :]) < drafter.rule.tau
-        if low or len(drafted) + drafter.spec_len > drafter.max_draft or len(drafted) >= room:
+        if low or len(drafted) >= min(drafter.max_draft, room):
             return drafted[:room], confidences[:room]
 
 

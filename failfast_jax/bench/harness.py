@@ -282,6 +282,7 @@ class Comparison:
                 "kind": ANSWER,
                 "dataset": dataset.name,
                 "question": question.id,
+                "place": dataset.questions.index(question),
                 "repeat": turn.repeat,
                 "setting": variant.label,
                 "options": dict(variant.options),

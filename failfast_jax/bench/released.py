@@ -10,7 +10,7 @@ full. Accepted tokens count beyond the answer's end, and tokens are accepted one
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from failfast_jax.files import Record
 
@@ -50,6 +50,11 @@ def counts(record: Record, *, released: bool) -> Counts:
     accepted = tuple(entry["accepted"] for entry in entries)
     speculated = tuple(asked_for(record, entry["drafted"]) for entry in entries)
     return Counts(sum(accepted) + len(accepted), accepted, speculated, released_passes(record, speculated))
+
+
+def with_passes(records: Iterable[Record], *, released: bool) -> list[Record]:
+    """Records whose `drafter_passes` are counted in one of the two ways."""
+    return [{**r, "drafter_passes": sum(counts(r, released=released).passes)} if released else r for r in records]
 
 
 def asked_for(record: Record, drafted: int) -> int:

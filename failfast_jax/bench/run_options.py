@@ -172,6 +172,9 @@ def merged(args: argparse.Namespace) -> argparse.Namespace:
     if "methods" in given:
         labels = {entry.get("label"): entry for entry in base["methods"] if isinstance(entry, Mapping)}
         given["methods"] = [labels.get(text, text) for text in given["methods"]]
+    if "dataset" in given:
+        named = {entry.get("name"): entry for entry in base["dataset"] or () if isinstance(entry, Mapping)}
+        given["dataset"] = [named.get(text, text) for text in given["dataset"]]
     found = base | given | {"rows": rows}
     if found["exact"]:
         found["set"] = {**found["set"], "exact": True}

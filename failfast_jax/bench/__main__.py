@@ -1,4 +1,4 @@
-"""`python -m failfast_jax.bench {run,paper,tune,simulate,replay,micro}`: measurements; without a command, `run`."""
+"""`python -m failfast_jax.bench {run,paper,specdiff,batches,tune,simulate,replay,micro}`: measurements (or `run`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from failfast_jax import command
 COMMANDS = {
     "run": "compare methods on datasets",
     "paper": "the paper's tables, figures and numbers, from the records of runs",
+    "specdiff": "draft lengths by denoising steps, with operations and memory",
+    "batches": "speedup against batch size",
     "tune": "find a pair's fastest options on this machine",
     "simulate": "the policy against fixed settings, on machines that there are not",
     "replay": "time rounds at real sizes, with the paper's acceptance",

@@ -29,6 +29,11 @@ class Chunk:
     """Leading ones of these tokens that count; 0 where the pass only stored what the drafter had missed."""
     extras: Extras
 
+    def holds(self, ids: Int[Array, "B Z"]) -> Bool[Array, " B"]:
+        """Whether one of the tokens that count is among these."""
+        counts = jnp.arange(self.tokens.shape[1]) < self.count[:, None]
+        return (counts & (self.tokens[..., None] == ids[:, None]).any(-1)).any(1)
+
 
 @flax.struct.dataclass
 class Growth:
@@ -119,8 +124,7 @@ def expand(
         seen = DraftSoFar(longer.tokens, longer.confidence, longer.drafted, newest)
         stopped = whole & (rule.stops(seen, memory) | ~fits(longer.drafted))
         if ends is not None:
-            own = jnp.arange(new.tokens.shape[1]) < new.count[:, None]
-            stopped |= (own & (new.tokens[..., None] == ends[:, None]).any(-1)).any(1)
+            stopped |= new.holds(ends)
         return longer.replace(growing=growth.growing & ~stopped)
 
     start = Growth.of(begun, longest, extras, model)

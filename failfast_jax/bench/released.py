@@ -48,7 +48,7 @@ def counts(record: Record, *, released: bool) -> Counts:
             tuple(entry["passes"] for entry in entries),
         )
     accepted = tuple(entry["accepted"] for entry in entries)
-    speculated = tuple(asked_for(record, entry["drafted"]) for entry in entries)
+    speculated = tuple(lengths_asked_for(record))
     return Counts(sum(accepted) + len(accepted), accepted, speculated, released_passes(record, speculated))
 
 
@@ -57,13 +57,18 @@ def with_passes(records: Iterable[Record], *, released: bool) -> list[Record]:
     return [{**r, "drafter_passes": sum(counts(r, released=released).passes)} if released else r for r in records]
 
 
-def asked_for(record: Record, drafted: int) -> int:
-    """Length of a draft before a stop token cut it: a multiple of the chunk, or the fixed length."""
-    drafter, options = record["drafter"], record["options"]
-    if drafter["kind"] == "other" or (drafter["kind"] == "ar" and drafter["grows"]) or options.get("reuse"):
-        return drafted
-    chunk = drafter["spec_len"]
-    return max(-(-drafted // chunk), 1) * chunk if drafter["grows"] else chunk
+def lengths_asked_for(record: Record) -> Iterator[int]:
+    """Lengths of the drafts before a stop token cut them: multiples of the chunk, or the fixed length."""
+    drafter, rejected = record["drafter"], []
+    for entry in record["detail"]:
+        drafted = entry["drafted"]
+        uncut = drafter["kind"] == "other" or (drafter["kind"] == "ar" and drafter["grows"])
+        if uncut or own_length(record, entry, rejected) < drafted:
+            yield drafted
+        else:
+            chunk = drafter["spec_len"]
+            yield max(-(-drafted // chunk), 1) * chunk if drafter["grows"] else chunk
+        rejected = entry["ids"][entry["accepted"] + 1 :]
 
 
 def released_passes(record: Record, speculated: Sequence[int]) -> tuple[int, ...]:

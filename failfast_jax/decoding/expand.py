@@ -123,8 +123,7 @@ def expand(
         newest = begun.length + (behind_begun - 1) // chunk * chunk
         seen = DraftSoFar(longer.tokens, longer.confidence, longer.drafted, newest)
         stopped = whole & (rule.stops(seen, memory) | ~fits(longer.drafted))
-        if ends is not None:
-            stopped |= new.holds(ends)
+        stopped |= False if ends is None else new.holds(ends)
         return longer.replace(growing=growth.growing & ~stopped)
 
     start = Growth.of(begun, longest, extras, model)

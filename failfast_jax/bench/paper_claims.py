@@ -53,13 +53,9 @@ def saved(runs: Runs, row: str, other: str, name: str) -> str | None:
 
 
 def of_rounds(runs: Runs, row: str, value: Callable[[Sequence[Answer]], float | None]) -> str | None:
-    """A figure of a row's answers, by target on MATH, or else on the first dataset."""
-    found = []
-    for run in runs:
-        dataset = "math500" if "math500" in run.rows else next(iter(run.rows), None)
-        if dataset is not None and row in run.rows[dataset]:
-            found.append(number(value(run.rows[dataset][row])))
-    return " / ".join(found) or None
+    """A figure of a row's answers to MATH, by target."""
+    rows = [run.rows.get("math500", {}) for run in runs]
+    return " / ".join(number(value(own[row])) for own in rows if row in own) or None
 
 
 def share_extended(answers: Sequence[Answer]) -> float:
@@ -115,10 +111,10 @@ def easy(runs: Runs, cutoff: int) -> str | None:
 
 
 def fewer_rounds(runs: Runs) -> str | None:
-    """On MATH, or else on the first dataset, by target: rounds of FailFast below those of the AR drafter."""
+    """On MATH, by target: rounds of FailFast below those of the AR drafter."""
     found = []
     for run in runs:
-        rows = run.rows.get("math500") or next(iter(run.rows.values()), {})
+        rows = run.rows.get("math500", {})
         if FAILFAST in rows and AR in rows:
             mine, theirs = averaged(rows[FAILFAST])["rounds"], averaged(rows[AR])["rounds"]
             found.append(f"{100 * (1 - mine / theirs):.1f} %")

@@ -14,6 +14,7 @@ from failfast_jax.bench.paper_tables import AR, FAILFAST, FAST_DLLM, FAST_DLLM_P
 from failfast_jax.bench.run_options import PRESETS, for_size
 from failfast_jax.errors import CheckpointError
 
+EAGLE = "ruipeterpan/Qwen2.5-32B-Instruct_EAGLE3_UltraChat"
 GPQA = {
     "Record ID": "rec1",
     "Question": "Which?",
@@ -27,7 +28,7 @@ def stub(monkeypatch):
     engine = StubEngine()
     names = ("target", "drafter", "ar_drafter")
     monkeypatch.setattr(run, "EnginePool", lambda *sources, **_: StubEnginePool(engine, **dict(zip(names, sources))))
-    kinds = {"Qwen/Qwen2.5-1.5B-Instruct": ("autoregressive", "ar")}
+    kinds = {"Qwen/Qwen2.5-1.5B-Instruct": ("autoregressive", "ar"), EAGLE: ("eagle", "eagle3")}
     monkeypatch.setattr(engine_pool, "own_method", lambda source: kinds.get(source, ("block-diffusion", "failfast")))
     monkeypatch.setattr(run, "resolve_source", lambda source: source)
     return engine
@@ -69,6 +70,15 @@ def test_the_preset_is_the_released_setting(preset, stub, tmp_path):
         f"\\boxed{{}}.\n        Problem: What is {n}?\n        "
         for n in (1, 2)
     }
+
+
+def test_every_row_runs(preset, tmp_path, capsys):
+    assert preset("--limit", "1") == 0
+    found = {r["setting"]: r for r in records(tmp_path)}
+    others = {"vanilla", "eagle3", "suffix", "failfast", "reuse", "congestion", "ar-dynamic", "wide", "tree"}
+    assert {label for label in found if ":" not in label} == others and len(found) == len(others) + 36
+    assert found["eagle3"]["options"] == {"tree_depth": 7, "tree_top_k": 10, "tree_budget": 59, "drafter": EAGLE}
+    assert "as the authors' released code makes and counts them" in capsys.readouterr().out
 
 
 def test_options_by_size_and_by_flag(preset, tmp_path, capsys):

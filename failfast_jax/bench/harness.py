@@ -10,6 +10,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from tqdm import tqdm
 
@@ -19,6 +20,9 @@ from failfast_jax.bench.journal import ANSWER, DIFFERENCE, Journal, Record, key_
 from failfast_jax.bench.variants import BASELINE, CORPUS, VANILLA, Variant
 from failfast_jax.bench.verdicts import DIFFERENT, NEAR_TIE, first_difference, logit_gap
 from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding.drafter import Wrapper
+from failfast_jax.drafters.aligned import Aligned
+from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.engine import FailFast, Prompt, Result
 from failfast_jax.errors import PromptError
@@ -30,11 +34,13 @@ BLOCK = 6
 
 
 def to_record(result: Result) -> Record:
-    """What is kept of an answer. Rounds of `vanilla` are one token each and are left out."""
+    """What is kept of an answer: enough for every table, figure and trajectory. Rounds of `vanilla` are one token each
+    and are left out."""
     kept = ("decode_s", "prefill_s", "rounds", "drafted", "accepted", "drafter_passes", "target_passes")
     detail = [
         {
             "drafted": len(entry.drafted),
+            "ids": entry.drafted,
             "accepted": entry.accepted,
             "emitted": len(entry.emitted),
             "passes": entry.passes,
@@ -53,6 +59,18 @@ def to_record(result: Result) -> Record:
         "output_ids": result.output_ids,
         "detail": [] if result.method == BASELINE else detail,
     }
+
+
+def shape_of(drafter: Any) -> dict[str, Any]:
+    """What counting a round's passes as the released code does takes to know of a drafter."""
+    while isinstance(drafter, Wrapper):
+        drafter = drafter.model
+    if isinstance(drafter, Aligned):
+        own = {"block": drafter.block, "shift": drafter.shift, "grows": drafter.expand}
+        return {"kind": "aligned", "spec_len": drafter.spec_len, **own}
+    if isinstance(drafter, Autoregressive):
+        return {"kind": "ar", "spec_len": drafter.spec_len, "grows": drafter.max_spec_len is not None}
+    return {"kind": "other"}
 
 
 def blocks(variants: Sequence[Variant]) -> list[tuple[str, list[Variant]]]:
@@ -212,6 +230,10 @@ class Comparison:
             self._warm.add(bucket)
         return answer(engine, prompt, config)
 
+    def _shape(self, variant: Variant) -> dict[str, Any]:
+        engine, config = self.engine(variant), self.configs[variant.label]
+        return shape_of(engine.build_drafter(engine.resolve(config)))
+
     def _idle(self) -> float:
         """Seconds of the harness since the engine's last work."""
         return time.perf_counter() - self._idle_since
@@ -260,6 +282,7 @@ class Comparison:
                 "kind": ANSWER,
                 "dataset": dataset.name,
                 "question": question.id,
+                "place": dataset.questions.index(question),
                 "repeat": turn.repeat,
                 "setting": variant.label,
                 "options": dict(variant.options),
@@ -269,6 +292,7 @@ class Comparison:
                 "prompt_stamp": stamp(ids),
                 "compared": promises_equality(self.configs[variant.label]),
                 "harness_s": harness_s,
+                "drafter": self._shape(variant),
                 **to_record(result),
             }
             self.journal.append(record)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from failfast_jax import files
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, OTHER_SAMPLE
 from failfast_jax.files import Record
+from failfast_jax.results import Result, Round, Stats
 
 RECORDS = "records.jsonl"
 ANSWER, DIFFERENCE, SCORE = "answer", "difference", "score"
@@ -24,6 +26,26 @@ def key_of(kind: str, record: Record) -> tuple:
     """What a record is about. Only `vanilla` answers a question once per block of variants."""
     key = tuple(record[name] for name in _KEYS[kind])
     return key[:-1] if kind == ANSWER and record["setting"] != BASELINE else key
+
+
+def result_of(record: Record) -> Result:
+    """An answer as it was returned, without its text, from its record.
+
+    Raises:
+      ValueError: it was recorded without the drafted tokens.
+    """
+    rounds, at = [], 0
+    ids = record["output_ids"]
+    for entry in record["detail"]:
+        if "ids" not in entry:
+            raise ValueError(f"{record['setting']}, question {record['question']}: recorded without drafted ids")
+        emitted = ids[at : at + entry["emitted"]]
+        rounds.append(Round(entry["ids"], entry["confidence"], entry["accepted"], emitted, entry["passes"]))
+        at += len(emitted)
+    rounds += [Round([], [], 0, [token], 0) for token in ids[at:]]  # of `vanilla`
+    kept = {name: record.get(name, 0) for name in (field.name for field in dataclasses.fields(Stats))}
+    stats = Stats(**{**kept, "rounds": len(rounds), "costs": None})
+    return Result([], ids, None, record["finish_reason"], record["setting"], stats, rounds)
 
 
 class Journal(files.Journal):

@@ -26,11 +26,16 @@ from failfast_jax.bench.extras import needed
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import RECORDS, SCORE, Journal
 from failfast_jax.bench.modelled import latency_for, parse_latency
-from failfast_jax.bench.run_options import add_arguments, merged, read_datasets, read_variants
-from failfast_jax.bench.variants import Variant, all_options, changed_options, check_common
+from failfast_jax.bench.released import with_passes
+from failfast_jax.bench.run_options import RELEASED, add_arguments, merged, read_datasets, read_variants
+from failfast_jax.bench.variants import DRAFTER, Variant, all_options, changed_options, check_common
 from failfast_jax.bench.verdicts import DIFFERENT
+from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.config import GenerationConfig
+from failfast_jax.drafters import METHODS
+from failfast_jax.errors import CheckpointError
 from failfast_jax.files import Record
+from failfast_jax.models.drafter_model import AUTOREGRESSIVE
 from failfast_jax.platforms import machine
 
 __all__ = ["add_arguments", "work"]
@@ -48,6 +53,28 @@ def check_needs(args: argparse.Namespace, datasets: Sequence[Dataset]) -> None:
         needed("pyarrow.parquet", "--records parquet")
     if args.scores and any(dataset.scoring == "math" for dataset in datasets):
         needed("math_verify", "scores", otherwise=", or leave them out with --no-scores")
+
+
+def check_weights(args: argparse.Namespace, variants: Sequence[Variant]) -> None:
+    """Finds every model, downloading it where needed, before the first one is loaded.
+
+    Raises:
+      CheckpointError: one is missing; the message names its flag or row, and where the file says that it comes from.
+    """
+    kinds = {kind for v in variants if DRAFTER not in v.options for kind in METHODS[v.method].kinds}
+    wanted = {"--target": args.target}
+    wanted |= {"--drafter": args.drafter} if kinds - {AUTOREGRESSIVE} else {}
+    wanted |= {"--ar-drafter": args.ar_drafter} if AUTOREGRESSIVE in kinds else {}
+    wanted |= {f"--set {v.label}:drafter": v.options[DRAFTER] for v in variants if DRAFTER in v.options}
+    for flag, source in wanted.items():
+        if source is None:
+            continue
+        try:
+            resolve_source(source)
+        except CheckpointError as error:
+            origin = args.weights.get(str(source))
+            said = f"; the weights: {origin}; or name another folder or id with {flag}" if origin else ""
+            raise CheckpointError(f"{flag} {error}{said}") from None
 
 
 def leave_out(
@@ -123,6 +150,8 @@ def work(args: argparse.Namespace) -> int:
     latency = latency_for(args.target) if args.modelled is None else parse_latency(str(args.modelled))
     datasets = read_datasets(args)
     check_needs(args, datasets)
+    if args.weights:
+        check_weights(args, variants)
     engines = EnginePool(
         *(args.target, args.drafter, args.ar_drafter, args.dtype),
         tensor_parallel=args.tensor_parallel,
@@ -141,12 +170,13 @@ def work(args: argparse.Namespace) -> int:
     journal = Journal(out / RECORDS, identity, host)
     comparison = Comparison(engines, datasets, variants, common, journal, repeats=args.repeats, near_tie=args.near_tie)
     comparison.run()
-    records = comparison.records()
+    records = with_passes(comparison.records(), released=args.count_passes == RELEASED)
     right = scores(comparison, records) if args.scores else {}
     found = summary.whole(
         {d.name: summary.of_dataset(d, variants, records, latency, right) for d in datasets},
         machine=host,
         models=engines.names() | {name: getattr(args, name) for name in ("dtype", "tensor_parallel", "attention")},
+        count_passes=args.count_passes,
         options={"max_new_tokens": common.max_new_tokens, **changed_options(common)},
         repeats=args.repeats,
         modelled_with=dataclasses.asdict(latency),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,9 @@ from failfast_jax.drafters import METHODS
 from failfast_jax.models.attention import KERNELS
 
 ALL = "all"
+PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "data").glob("*.yaml"))}
+"""Files of `--config` that come with the package, by name."""
+OURS, RELEASED = "ours", "released"
 DEFAULTS: dict[str, Any] = {
     "target": None,
     "drafter": None,
@@ -43,6 +48,8 @@ DEFAULTS: dict[str, Any] = {
     "limit": None,
     "max_new_tokens": 256,
     "set": {},
+    "count_passes": OURS,
+    "weights": {},
     "exact": False,
     "repeats": 1,
     "near_tie": 1e-3,
@@ -53,12 +60,15 @@ DEFAULTS: dict[str, Any] = {
     "figures": True,
 }
 """What flags and the file of `--config` may say; the file's `options` is a mapping for `--set`."""
+MODELS = ("target", "drafter", "ar_drafter")
 LISTS = ("dataset", "methods", "sweep", "data")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags, whose defaults are None: `merged` puts `--config` and `DEFAULTS` behind them."""
-    parser.add_argument("--config", metavar="FILE", type=Path, help="YAML with the long names below as keys")
+    whole = parser.add_mutually_exclusive_group()
+    whole.add_argument("--config", metavar="FILE", type=Path, help="YAML with the long names below as keys")
+    whole.add_argument("--preset", choices=PRESETS, help="such a file that comes with the package")
     what = parser.add_argument_group("what")
     what.add_argument("--dataset", metavar="D", action="append", help=f"{', '.join(SOURCES)}, or a file of prompts")
     what.add_argument(
@@ -71,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--methods",
         metavar="a,b",
-        help=f"method or method:key=value,...; of {', '.join(METHODS)}, fast-dllm+ (its length swept), or all",
+        help=f"method or method:key=value,...; of {', '.join(METHODS)}, fast-dllm+ (its length swept), or all; or "
+        "rows of the file, by label",
     )
     what.add_argument(
         "--sweep",
@@ -81,11 +92,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--max-new-tokens", metavar="n", type=int)
     what.add_argument(
-        "--set", metavar="key=value", nargs="+", action="extend", help=f"for all methods: {', '.join(option_names())}"
+        "--set",
+        metavar="key=value",
+        nargs="+",
+        action="extend",
+        help=f"for all methods, or with ROW:key=value for a row: {', '.join(option_names())}",
     )
     what.add_argument("--repeats", metavar="n", type=int, help="answers a question and method")
     models = parser.add_argument_group("models", "without any of them, the default pair")
-    models.add_argument("--target", metavar="P")
+    models.add_argument("--target", metavar="P", help="none: the default pair's, whatever the file says")
     models.add_argument("--drafter", metavar="P", help="for the methods that draft by diffusion")
     models.add_argument("--ar-drafter", metavar="P", help="for the methods that draft token by token")
     models.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
@@ -95,6 +110,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     result = parser.add_argument_group("result")
     result.add_argument("--out", metavar="DIR", help=f"an interrupted run continues there ({DEFAULTS['out']})")
     result.add_argument("--records", choices=("jsonl", "parquet"), help="parquet: also write records.parquet")
+    result.add_argument(
+        "--count-passes",
+        choices=(OURS, RELEASED),
+        help="drafter passes: as they are made, or as the authors' released code would make and count them",
+    )
     result.add_argument("--near-tie", metavar="x", type=float, help="logit gap that excuses another token")
     result.add_argument("--exact", action="store_true", default=None, help="bit-identical outputs: nothing is excused")
     result.add_argument(
@@ -138,13 +158,26 @@ def read_config(path: Path) -> dict[str, Any]:
 def merged(args: argparse.Namespace) -> argparse.Namespace:
     """Flags over the file of `--config` over defaults."""
     given = {name: value for name, value in vars(args).items() if name in DEFAULTS and value is not None}
+    given |= {name: None for name in MODELS if given.get(name) == "none"}
+    config = PRESETS.get(args.preset, args.config)
+    base = DEFAULTS | (read_config(config) if config is not None else {})
+    rows: dict[str, list[str]] = {}
     if "methods" in given:
         given["methods"] = split_methods(given["methods"])
     if "dataset" in given:
         given["dataset"] = [name for text in given["dataset"] for name in text.split(",") if name]
     if "set" in given:
-        given["set"] = parse_options("--set", given["set"])
-    found = DEFAULTS | (read_config(args.config) if args.config is not None else {}) | given
+        of_rows = [text for text in given["set"] if ":" in text.partition("=")[0]]
+        for row, _, text in (text.partition(":") for text in of_rows):
+            rows.setdefault(row, []).append(text)
+        given["set"] = base["set"] | parse_options("--set", [text for text in given["set"] if text not in of_rows])
+    if "methods" in given:
+        labels = {entry.get("label"): entry for entry in base["methods"] if isinstance(entry, Mapping)}
+        given["methods"] = [labels.get(text, text) for text in given["methods"]]
+    if "dataset" in given:
+        named = {entry.get("name"): entry for entry in base["dataset"] or () if isinstance(entry, Mapping)}
+        given["dataset"] = [named.get(text, text) for text in given["dataset"]]
+    found = base | given | {"rows": rows}
     if found["exact"]:
         found["set"] = {**found["set"], "exact": True}
     return argparse.Namespace(**found)
@@ -167,9 +200,9 @@ def read_datasets(args: argparse.Namespace) -> list[Dataset]:
     datasets: dict[str, Dataset] = {}
     for entry in args.dataset:
         entry = {"name": entry} if isinstance(entry, str) else entry
-        known = {"name", "data", "limit", "template"}
-        if not isinstance(entry, Mapping) or "name" not in entry or entry.keys() - known:
-            raise ValueError(f"datasets: {entry!r} must be a name, or have the keys name, data, limit, template")
+        known = ("name", "data", "limit", "template", "choices")
+        if not isinstance(entry, Mapping) or "name" not in entry or entry.keys() - {*known}:
+            raise ValueError(f"datasets: {entry!r} must be a name, or have the keys {', '.join(known)}")
         name = str(entry["name"])
         data = entry.get("data") or files.pop(name, None) or files.pop(None, None)
         if type(limit := entry.get("limit", args.limit)) not in (int, type(None)):
@@ -179,6 +212,7 @@ def read_datasets(args: argparse.Namespace) -> list[Dataset]:
             data=Path(data) if data is not None else None,
             limit=limit,
             template=entry.get("template"),
+            choices=entry.get("choices"),
         )
         if dataset.name in datasets:
             raise ValueError(f"--dataset {name}: named twice")
@@ -188,12 +222,37 @@ def read_datasets(args: argparse.Namespace) -> list[Dataset]:
     return list(datasets.values())
 
 
-def read_entry(entry: Any) -> list[Variant]:
-    """The variant, or the points of the sweeps, of a mapping in the file's `methods`."""
+def for_size(options: Mapping[str, Any], target: str | None, shown: str) -> dict[str, Any]:
+    """Options, those with a value for each size of the target (`{7B: 0.5, other: 0.45}`) resolved.
+
+    Raises:
+      ValueError: there is no value for this target; the message names the option and the sizes.
+    """
+    found = re.findall(r"(?<![\d.])(\d+(?:\.\d+)?B)(?![a-z])", str(target), re.IGNORECASE)
+    size = found[-1].upper() if found else None
+    resolved = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            if size not in value and "other" not in value:
+                known = ", ".join(map(str, value))
+                said = f"known for {known}; this target: {target} (--set ROW:{name}=..., or leave the row out)"
+                raise ValueError(f"{shown}: {name}: {said}")
+            value = value.get(size, value.get("other"))
+        resolved[name] = value
+    return resolved
+
+
+def read_entry(entry: Any, target: str | None = None, given: Mapping[str, Any] | None = None) -> list[Variant]:
+    """The variant, or the points of the sweeps, of a mapping in the file's `methods`.
+
+    Args:
+      given: options by `--set ROW:...`, instead of the file's.
+    """
     if not isinstance(entry, Mapping) or entry.keys() - {"method", "label", "options", "sweep"}:
         raise ValueError(f"methods: {entry!r} must be text, or have the keys method, label, options, sweep")
     method, shown = str(entry.get("method")), f"methods: {entry!r}"
-    label, options = entry.get("label"), entry.get("options")
+    label = entry.get("label")
+    options = for_size({**(entry.get("options") or {}), **(given or {})}, target, label or shown)
     if "sweep" not in entry:
         return [make_variant(method, options, label, shown=shown)]
     points = []
@@ -201,8 +260,24 @@ def read_entry(entry: Any) -> list[Variant]:
         if not isinstance(values, (str, list)):
             raise ValueError(f'{shown}: values of a sweep must be a list, or a range in quotes like "3:20"')
         values = sweep_values(shown, values) if isinstance(values, str) else values
-        points += sweep(f"{label or method}:{key}", method, key, values, options, shown=shown)
+        name = label if label and len(entry["sweep"]) == 1 else f"{label or method}:{key}"
+        points += sweep(name, method, key, values, options, shown=shown)
     return points
+
+
+def labels_of(args: argparse.Namespace) -> list[str]:
+    """What rows are called in `--set ROW:key=value`."""
+    return [str(entry.get("label")) if isinstance(entry, Mapping) else str(entry) for entry in args.methods]
+
+
+def row_options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """`--set ROW:key=value` by row.
+
+    Raises:
+      ValueError: no such option of the row's method.
+    """
+    methods = {entry.get("label"): entry.get("method") for entry in args.methods if isinstance(entry, Mapping)}
+    return {row: parse_options(f"--set {row}", texts, methods.get(row)) for row, texts in args.rows.items()}
 
 
 def read_variants(args: argparse.Namespace) -> tuple[list[Variant], set[str]]:
@@ -212,9 +287,16 @@ def read_variants(args: argparse.Namespace) -> tuple[list[Variant], set[str]]:
       ValueError: an unknown method or option; the message names the flag or the file's entry.
     """
     lengths = next((text for text in args.sweep if "=" not in text), None)
+    overrides = row_options(args)
     texts = [entry for entry in args.methods if isinstance(entry, str) and entry != ALL]
     named = [variant for text in texts for variant in parse_method(text, lengths)]
-    named += [v for entry in args.methods if not isinstance(entry, str) for v in read_entry(entry)]
+    for entry in args.methods:
+        if not isinstance(entry, str):
+            label = entry.get("label") if isinstance(entry, Mapping) else None
+            named += read_entry(entry, args.target, overrides.pop(label, None))
+    named = [dataclasses.replace(v, options={**v.options, **overrides.pop(v.label, {})}) for v in named]
+    if overrides:
+        raise ValueError(f"--set {next(iter(overrides))}:...: there is no such row; rows: {', '.join(labels_of(args))}")
     named += [variant for text in args.sweep if "=" in text for variant in parse_sweep(text)]
     rest = []
     if ALL in args.methods:

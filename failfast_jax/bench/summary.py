@@ -21,6 +21,7 @@ CALIBRATION = (
     "What confidence is worth: rounds by the confidence of their draft's first token, with its mean, how often the "
     "first token was accepted, and how many tokens were."
 )
+PASSES = {"ours": "as they are made", "released": "as the authors' released code makes and counts them"}
 ROLES = {"target": "Target", "drafter": "drafter", "ar_drafter": "autoregressive drafter"}
 
 
@@ -85,6 +86,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
         f"{named}; batch 1, repeats: {summary['repeats']}, options for all: {options}.",
         f"{HOW}Modelled: the paper's model with these statistics at {latency['draft_pass']:g} ms a drafter pass and "
         f"{latency['target_step']:g} ms a target step ({latency['name']}).",
+        f"Drafter passes: {PASSES[summary['count_passes']]}.",
         f"The harness cost {summary['harness_s']:.2f} s beside {summary['decode_s']:.1f} s of decoding "
         f"({100 * summary['harness_share']:.2f} %).",
     ]

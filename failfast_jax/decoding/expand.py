@@ -29,6 +29,11 @@ class Chunk:
     """Leading ones of these tokens that count; 0 where the pass only stored what the drafter had missed."""
     extras: Extras
 
+    def holds(self, ids: Int[Array, "B Z"]) -> Bool[Array, " B"]:
+        """Whether one of the tokens that count is among these."""
+        counts = jnp.arange(self.tokens.shape[1]) < self.count[:, None]
+        return (counts & (self.tokens[..., None] == ids[:, None]).any(-1)).any(1)
+
 
 @flax.struct.dataclass
 class Growth:
@@ -83,6 +88,7 @@ def expand(
     chunk: int,
     longest: int,
     least: int | None = None,
+    ends: Int[Array, "B Z"] | None = None,
     extras: Extras,
 ) -> tuple[Draft, Any]:
     """Drafts for every running sequence: chunk after chunk, until the rule says stop or no further one fits.
@@ -96,6 +102,7 @@ def expand(
       chunk: N, tokens of a chunk.
       longest: most tokens of a draft: static width of the result.
       least: tokens that must fit for another chunk to be drafted; None: a whole chunk.
+      ends: tokens behind which no pass follows.
       extras: empty buffers for what comes with each token.
 
     Raises:
@@ -115,8 +122,9 @@ def expand(
         whole = (new.count > 0) & ((behind_begun % chunk == 0) | (longer.drafted == longest))
         newest = begun.length + (behind_begun - 1) // chunk * chunk
         seen = DraftSoFar(longer.tokens, longer.confidence, longer.drafted, newest)
-        stopped = rule.stops(seen, memory) | ~fits(longer.drafted)
-        return longer.replace(growing=growth.growing & ~(whole & stopped))
+        stopped = whole & (rule.stops(seen, memory) | ~fits(longer.drafted))
+        stopped |= False if ends is None else new.holds(ends)
+        return longer.replace(growing=growth.growing & ~stopped)
 
     start = Growth.of(begun, longest, extras, model)
     start = start.replace(growing=committed.running & fits(begun.length))

@@ -85,26 +85,29 @@ class AtLength(StopRule):
 
 @flax.struct.dataclass
 class CongestionWindow(StopRule):
-    """Draft as far as earlier rounds went well (paper, Appendix E, after TCP's congestion control).
+    """Draft as far as the round before went well (paper, Appendix E, after TCP's congestion control).
 
-    A window bounds the draft: a draft that was accepted whole adds `increase` tokens to it, one that was not halves
-    it. The memory is the window of each sequence.
+    A window bounds the draft: one that was accepted whole multiplies it by `increase`; after any other it is what was
+    accepted. The memory is the window of each sequence. In the authors' early code `first` is 10, `least` 8, `increase`
+    1.8 and `most` 30.
     """
 
+    first: Int[ArrayLike, ""]
     least: Int[ArrayLike, ""]
-    increase: Int[ArrayLike, ""]
     most: Int[ArrayLike, ""]
+    increase: Float[ArrayLike, ""]
 
     def init(self, batch: int) -> Int[Array, " B"]:
-        return jnp.full((batch,), self.least, jnp.int32)
+        return jnp.full((batch,), self.first, jnp.int32)
 
     def stops(self, draft: DraftSoFar, memory: Int[Array, " B"]) -> Bool[Array, " B"]:
         return draft.drafted >= memory
 
     def learn(self, memory: Int[Array, " B"], outcome: Outcome) -> Int[Array, " B"]:
-        whole = outcome.agreed >= outcome.draft.length
-        window = jnp.clip(jnp.where(whole, memory + self.increase, memory // 2), self.least, self.most)
-        return jnp.where(outcome.draft.length > 0, window, memory)
+        drafted = outcome.draft.length
+        bumped = (memory * self.increase).astype(jnp.int32)
+        window = jnp.clip(jnp.where(outcome.agreed >= drafted, bumped, outcome.agreed), self.least, self.most)
+        return jnp.where(drafted > 0, window, memory)
 
 
 @flax.struct.dataclass

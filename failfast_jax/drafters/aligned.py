@@ -26,13 +26,21 @@ MOST_BLOCKS = 3
 
 
 @flax.struct.dataclass
+class AlignedState(BlockState):
+    """State of the drafter."""
+
+    doubted: Bool[Array, " B"] | None = None
+    """Whether the last draft ended because of a confidence below tau, and not for its length or a stop token."""
+
+
+@flax.struct.dataclass
 class _Filling:
     """Carry of the loop."""
 
     text: Int[Array, "B T"]
     confidence: Float[Array, "B T"]
     """Confidence with which each position was filled."""
-    state: BlockState
+    state: AlignedState
     """`state.cached` is the start of the block being filled."""
     spec_len: Int[Array, " B"]
     listed: Int[Array, " B"]
@@ -43,6 +51,12 @@ class _Filling:
     """Blocks that the draft has filled."""
     growing: Bool[Array, " B"]
     passes: Int[Array, " B"]
+
+
+def is_stop(text: Int[Array, "B T"], committed: Committed) -> Bool[Array, "B T"]:
+    """Which tokens behind the committed ones are stop tokens."""
+    behind = jnp.arange(text.shape[1]) >= committed.length[:, None]
+    return behind & (text[..., None] == committed.eos[:, None]).any(-1)
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -76,11 +90,14 @@ class Aligned(BlockDrafter):
         return MOST_BLOCKS * self.block + self.block
 
     def init(self, batch, capacity):
-        return super().init(batch, capacity).replace(memory=self.rule.init(batch))
+        state = super().init(batch, capacity)
+        doubted = jnp.zeros((batch,), bool)
+        return AlignedState(cache=state.cache, cached=state.cached, memory=self.rule.init(batch), doubted=doubted)
 
     def draft(self, state, committed, begun=None):
         self._refuse(begun)
         zeros = jnp.zeros_like(committed.length)
+        state = state.replace(doubted=zeros.astype(bool))
         start = _Filling(
             text=self.masked_text(committed),
             confidence=jnp.zeros(committed.tokens.shape),
@@ -136,6 +153,10 @@ class Aligned(BlockDrafter):
         exists = jnp.argmax((text == self.mask_token) & (columns >= committed.length[:, None]), 1) - committed.length
         drafted = denoising & (exists >= carry.spec_len)
         stopped = drafted & (unsure | (listed >= self.max_spec_len) if self.expand else True)
+        longer = drafted & ~stopped
+        doubted = carry.state.doubted | (stopped & unsure & self.expand)
+        # No pass follows a stop token with no mask before it.
+        stopped |= (is_stop(text, committed) & (columns - committed.length[:, None] < exists[:, None])).any(1)
         stopped |= blocks >= MOST_BLOCKS
         stopped |= jnp.minimum(carry.spec_len, exists) > committed.room
         # Filling up the cache before the first round belongs to the prefill.
@@ -143,8 +164,8 @@ class Aligned(BlockDrafter):
         return _Filling(
             text=text,
             confidence=seen,
-            state=carry.state.replace(cache=cache, cached=cached),
-            spec_len=jnp.where(drafted & ~stopped, carry.spec_len + self.spec_len, carry.spec_len),
+            state=carry.state.replace(cache=cache, cached=cached, doubted=doubted),
+            spec_len=jnp.where(longer, carry.spec_len + self.spec_len, carry.spec_len),
             listed=listed,
             unsure=unsure,
             blocks=blocks,
@@ -174,8 +195,8 @@ class Aligned(BlockDrafter):
         masked = tokens == self.mask_token
         exists = jnp.where(masked.any(1), jnp.argmax(masked, 1), self.max_draft)
         length = jnp.minimum(jnp.minimum(end.spec_len, exists), committed.room)
-        is_stop = (tokens[..., None] == committed.eos[:, None]).any(-1) & (columns < length[:, None])
-        length = jnp.where(is_stop.any(1), jnp.argmax(is_stop, 1) + 1, length)
+        stops = (tokens[..., None] == committed.eos[:, None]).any(-1) & (columns < length[:, None])
+        length = jnp.where(stops.any(1), jnp.argmax(stops, 1) + 1, length)
         return Draft(
             tokens=tokens,
             confidence=gather_window(end.confidence, committed.length, self.max_draft),

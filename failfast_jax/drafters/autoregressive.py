@@ -19,7 +19,7 @@ from failfast_jax.decoding.proposal import no_extras, propose
 from failfast_jax.decoding.state import Draft
 from failfast_jax.decoding.stopping import BelowThreshold, Never, StopRule
 from failfast_jax.decoding.windows import gather_rows, gather_window, place
-from failfast_jax.drafters.failfast import check_lengths, lengths
+from failfast_jax.drafters.failfast import MAX_SPEC_LEN, SPEC_LEN, check_lengths, lengths
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE
 from failfast_jax.models.transformer import Decoder
@@ -42,8 +42,8 @@ class Autoregressive(Drafter):
     """Drafts one token a pass: `spec_len` tokens, or more while its rule lets it. Greedy at every temperature, unless
     `sampled`.
 
-    Every `spec_len` tokens are a chunk of the paper's Algorithm 1: the draft grows by another chunk while one fits
-    `max_spec_len` and the rule does not stop it.
+    Every `spec_len` tokens are a chunk of the paper's Algorithm 1: the draft grows by another chunk, the last one cut
+    to fit `max_spec_len`, until the rule stops it. It ends with a stop token, unless that was drawn.
     """
 
     model: Decoder
@@ -68,7 +68,8 @@ class Autoregressive(Drafter):
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        return tuple(range(self.spec_len, (self.max_spec_len or self.spec_len) + 1, self.spec_len))
+        longest = self.max_spec_len or self.spec_len
+        return (*range(self.spec_len, longest, self.spec_len), longest)
 
     @property
     def window(self) -> int:
@@ -131,6 +132,8 @@ class Autoregressive(Drafter):
             begun=Draft.empty(batch, 0),
             chunk=self.spec_len,
             longest=self.max_draft,
+            least=1,
+            ends=None if self.sampled else committed.eos,
             extras=no_extras(batch, self.max_draft, self.model.config.vocab_size, sampled=self.sampled),
         )
 
@@ -148,10 +151,10 @@ class AutoregressiveOptions(WeighedOptions):
     samples = True
     auto = False
 
-    spec_len: int | None = option(None, "tokens drafted per round (5; --dynamic: 1)", least=1, most=LONGEST_DRAFT)
+    spec_len: int | None = option(None, "tokens drafted per round (5; --dynamic: 10)", least=1, most=LONGEST_DRAFT)
     dynamic: bool = option(False, "draft on, --spec-len tokens at a time, while confident")
     tau: float | None = option(None, "with --dynamic: confidence below which a draft stops (0.45)", least=0, most=1)
-    max_spec_len: int | None = option(None, "with --dynamic: longest draft (20)", least=1, most=LONGEST_DRAFT)
+    max_spec_len: int | None = option(None, "with --dynamic: longest draft (60)", least=1, most=LONGEST_DRAFT)
 
     def check(self) -> None:
         check_lengths(self.spec_len, self.max_spec_len)
@@ -160,7 +163,10 @@ class AutoregressiveOptions(WeighedOptions):
             require(growing or value is None, f"{flag} {value}", "--method ar needs --dynamic for it")
 
     def sources(self, site: Site) -> tuple[None, Autoregressive]:
-        return None, dataclasses.replace(self, policy="fixed", dynamic=True).build(site)
+        # A pass drafts one token here: waiting for a chunk of more to look at it would save nothing.
+        spec_len, longest = lengths(self.spec_len, self.max_spec_len, 1, 20)
+        one_by_one = {"policy": "fixed", "dynamic": True, "spec_len": spec_len, "max_spec_len": longest}
+        return None, dataclasses.replace(self, **one_by_one).build(site)
 
     def build(self, site: Site) -> Autoregressive:
         common = {
@@ -171,7 +177,6 @@ class AutoregressiveOptions(WeighedOptions):
         }
         if not self.dynamic:
             return Autoregressive(spec_len=self.spec_len or 5, **common)
-        # A pass drafts one token here: waiting for a chunk of more to look at it would save nothing.
-        spec_len, longest = lengths(self.spec_len, self.max_spec_len, 1, 20)
+        spec_len, longest = lengths(self.spec_len, self.max_spec_len, SPEC_LEN, MAX_SPEC_LEN)
         rule = BelowThreshold(np.float32(0.45 if self.tau is None else self.tau))
         return Autoregressive(spec_len=spec_len, max_spec_len=longest, rule=rule, **common)

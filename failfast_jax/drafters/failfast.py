@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.stopping import BelowThreshold
+from failfast_jax.decoding.stopping import BelowThreshold, CongestionWindow
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.drafters.eagle3 import EagleChain
 from failfast_jax.drafters.hybrid import Hybrid
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup
-from failfast_jax.drafters.reuse import Reuse
+from failfast_jax.drafters.reuse import ReleasedReuse, Reuse
 from failfast_jax.drafters.tree import ALTERNATIVES, TreeDrafter
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
@@ -24,7 +24,10 @@ from failfast_jax.options import LONGEST_DRAFT, Site, WeighedOptions, flag_of, o
 SPEC_LEN, MAX_SPEC_LEN, ALIGNED_THRESHOLD = 10, 60, 0.05
 """The released code's."""
 ONLY_ALIGNED = ("threshold", "small_block_size")
-ONLY_WIDE = ("lookup_min", "min_gain", "reuse", "tree_budget")
+ONLY_WIDE = ("lookup_min", "min_gain", "tree_budget")
+CONFIDENCE, CONGESTION = "confidence", "congestion"
+WINDOW_LEAST, WINDOW_MOST, WINDOW_INCREASE = 0.8, 30, 1.8
+"""Of the congestion window in the authors' early code: its least is a share of `spec_len`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,13 @@ class FailfastOptions(WeighedOptions):
 
     spec_len: int | None = option(None, "tokens drafted per expansion (10)", least=1, most=LONGEST_DRAFT)
     tau: float = option(0.45, "confidence below which a draft stops growing", least=0, most=1)
-    max_spec_len: int | None = option(None, "longest draft (60)", least=1, most=LONGEST_DRAFT)
+    max_spec_len: int | None = option(None, "longest draft (60; --rule congestion: 30)", least=1, most=LONGEST_DRAFT)
+    rule: str = option(
+        CONFIDENCE,
+        "where a draft stops growing: confidence: below --tau; congestion: at a window, 1.8 times as long when a draft "
+        "was accepted whole, else as long as what was accepted",
+        choices=(CONFIDENCE, CONGESTION),
+    )
     schedule: str = option(
         "wide", "wide: one pass a chunk; aligned: as the authors' released code", choices=("wide", "aligned")
     )
@@ -51,7 +60,9 @@ class FailfastOptions(WeighedOptions):
         most=LONGEST_MATCH,
     )
     min_gain: float = option(0.0, "with --lookup-min: verify drafts that expect x accepted tokens; 0: all", least=0)
-    reuse: bool = option(False, "go on like the rejected part of the last draft where it fits")
+    reuse: bool = option(
+        False, "go on like the rejected part of the last draft where it fits (aligned: only behind a doubted token)"
+    )
     tree_budget: int | None = option(
         None, "verify a tree of n tokens, the draft and branches", least=1, most=LONGEST_DRAFT
     )
@@ -65,6 +76,9 @@ class FailfastOptions(WeighedOptions):
             if value := getattr(self, name):
                 given = flag_of(name) if value is True else f"{flag_of(name)} {value}"
                 raise OptionError(f"{given}: not with --schedule {other}")
+        if self.rule == CONGESTION:
+            fine = self.schedule == "wide" and not self.tree_budget
+            require(fine, f"--rule {self.rule}", "not with --schedule aligned, nor with --tree-budget")
         check_lengths(self.spec_len, self.max_spec_len)
         require(not self.min_gain or bool(self.lookup_min), f"--min-gain {self.min_gain}", "needs --lookup-min")
         if self.tree_budget:
@@ -107,10 +121,11 @@ class FailfastOptions(WeighedOptions):
         if site.model.kind == EAGLE:
             return self._eagle(site)
         if self.schedule == "aligned":
-            return self._aligned(site)
+            aligned = self._aligned(site)
+            return ReleasedReuse.of(aligned) if self.reuse else aligned
         if self.tree_budget:
             return self._tree(site)
-        drafter = one_pass_drafter(self, site)
+        drafter = self._chain(site)
         spec_len, longest = drafter.spec_len, drafter.max_spec_len
         if self.lookup_min:
             lookup = Lookup.on(site.platform, self.max_spec_len, min_match=self.lookup_min)
@@ -122,6 +137,21 @@ class FailfastOptions(WeighedOptions):
         room = spec_len < max(longest, drafter.max_draft)
         require(room, "--reuse", f"drafts of --spec-len {spec_len} leave no room for more (--max-spec-len {longest})")
         return Reuse(model=drafter, max_spec_len=longest)
+
+    def _chain(self, site: Site) -> DSparkDrafter | Wide:
+        if self.rule == CONFIDENCE:
+            return one_pass_drafter(self, site)
+        drafter = one_pass_drafter(self, site, most=WINDOW_MOST)
+        first, longest = drafter.spec_len, drafter.max_spec_len
+        window = CongestionWindow(
+            first=np.int32(first),
+            least=np.int32(max(int(WINDOW_LEAST * first), 1)),
+            most=np.int32(longest),
+            increase=np.float32(WINDOW_INCREASE),
+        )
+        return (
+            drafter.replace(rule=window, cut=None) if site.model.kind == FEATURE_BLOCK else drafter.replace(rule=window)
+        )
 
     def _check_sampled(self) -> None:
         if self.schedule == "aligned":

@@ -162,18 +162,18 @@ def windows(log, row: int, window: int, learn) -> list[int]:
     lengths = []
     for index in range(log.rounds[row]):
         lengths.append(min(-(-window // SPEC_LEN) * SPEC_LEN, MAX_SPEC_LEN))
-        window = learn(window, log.accepted[row, index] == log.draft_length[row, index])
+        window = learn(window, log.accepted[row, index], log.draft_length[row, index])
     return lengths
 
 
 @pytest.mark.parametrize(
     "rule, window, learn",
     [
-        (SlowStart(), SPEC_LEN, lambda window, whole: window + SPEC_LEN if whole else SPEC_LEN),
+        (SlowStart(), SPEC_LEN, lambda window, good, all: window + SPEC_LEN if good == all else SPEC_LEN),
         (
-            CongestionWindow(least=2, increase=2, most=9),
-            2,
-            lambda window, whole: min(max(window + 2 if whole else window // 2, 2), 9),
+            CongestionWindow(first=4, least=2, most=9, increase=1.8),
+            4,
+            lambda window, good, all: min(max(int(window * 1.8) if good == all else good, 2), 9),
         ),
     ],
 )

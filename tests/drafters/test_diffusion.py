@@ -47,7 +47,7 @@ def drafter(kind: str) -> Drafter:
         ),
         "ar": lambda: Autoregressive(model=autoregressive(), vocab=VOCAB, spec_len=5),
         "ar, dynamic": lambda: Autoregressive(
-            model=autoregressive(), vocab=VOCAB, spec_len=2, max_spec_len=9, rule=BelowThreshold(np.float32(0.25))
+            model=autoregressive(), vocab=VOCAB, spec_len=2, max_spec_len=8, rule=BelowThreshold(np.float32(0.25))
         ),
         "specdiff": lambda: SpecDiff(
             model=random_model(diffusion_config(4), seed=4), vocab=VOCAB - 1, spec_len=7, steps=3

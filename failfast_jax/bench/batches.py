@@ -1,0 +1,116 @@
+"""Speedup against batch size (paper, Appendix C): what drafting is worth where many sequences share a pass.
+
+A dataset's first questions are answered together, by `vanilla` and by each method in turn, reversed from turn to turn;
+the first turn warms up. Prints tokens a second and medians of paired speedups, and draws them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from failfast_jax.bench.datasets import load_dataset
+from failfast_jax.bench.engine_pool import EnginePool
+from failfast_jax.bench.extras import needed
+from failfast_jax.bench.figures import figure_class
+from failfast_jax.bench.run_options import DEFAULTS
+from failfast_jax.bench.specdiff import numbers
+from failfast_jax.bench.variants import VANILLA, Variant, parse_method, split_methods
+from failfast_jax.config import GenerationConfig
+from failfast_jax.files import write_atomically
+from failfast_jax.tables import markdown
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    parser.add_argument("--target", metavar="P", help="without it, the default pair")
+    parser.add_argument("--drafter", metavar="P")
+    parser.add_argument("--ar-drafter", metavar="P")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument("--tensor-parallel", metavar="n", type=int, default=DEFAULTS["tensor_parallel"])
+    parser.add_argument("--methods", default="failfast", metavar="a,b", help="as in `bench run` (%(default)s)")
+    parser.add_argument("--batch", default="1,2,4,8,16,32,64", metavar="a,b", help="sequences (%(default)s)")
+    parser.add_argument("--dataset", default="humaneval", metavar="D", help="a dataset of `bench run`, or a file")
+    parser.add_argument("--data", metavar="FILE", type=Path, help="rows of the dataset, instead of the Hub's")
+    parser.add_argument("--max-new-tokens", metavar="n", type=int, default=256)
+    parser.add_argument("--turns", metavar="n", type=int, default=3, help="timed turns (%(default)s)")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="writes batches.json, batches.md and the figure there")
+    parser.add_argument("--figures", action=argparse.BooleanOptionalAction, default=True, help="PNG and SVG")
+
+
+def measured(
+    engines: EnginePool, variants: list[Variant], prompts: list[Any], common: GenerationConfig, turns: int
+) -> dict[str, dict[str, float]]:
+    """Tokens a second and the median speedup of each variant, for one batch."""
+    seconds, tokens = defaultdict(list), {}
+    for turn in range(turns + 1):
+        for variant in variants[:: -1 if turn % 2 else 1]:
+            config = variant.config(common)
+            results = engines.get(variant, config).generate(prompts, config)
+            tokens[variant.label] = sum(len(result.output_ids) for result in results)
+            seconds[variant.label] += [results[0].stats.decode_s] if turn else []
+    return {
+        label: {
+            "tokens_per_s": tokens[label] / float(np.median(found)),
+            "speedup": float(np.median(np.divide(seconds[VANILLA.label], found))),
+        }
+        for label, found in seconds.items()
+    }
+
+
+def shown(found: dict[int, dict[str, dict[str, float]]]) -> str:
+    """A row a batch as Markdown."""
+    labels = list(next(iter(found.values())))
+    lines = [
+        [batch, *(f"{row[label]['tokens_per_s']:.1f} ({row[label]['speedup']:.2f} x)" for label in labels)]
+        for batch, row in found.items()
+    ]
+    return markdown(["batch: tokens a second (speedup)", *labels], lines)
+
+
+def draw(found: dict[int, dict[str, dict[str, float]]], out: Path) -> None:
+    """Speedup over the batch, a line a method."""
+    figure = figure_class()(figsize=(5.5, 4), layout="constrained")
+    axis = figure.subplots()
+    for label in next(iter(found.values())):
+        if label != VANILLA.label:
+            axis.plot(list(found), [row[label]["speedup"] for row in found.values()], "o-", label=label)
+    axis.axhline(1.0, color="#999999", linestyle="--", linewidth=1)
+    axis.set_xscale("log", base=2)
+    axis.set(xlabel="sequences in a batch", ylabel="speedup over vanilla decoding")
+    axis.legend(fontsize="small")
+    for kind in ("png", "svg"):
+        figure.savefig(out / f"batches.{kind}", dpi=120)
+
+
+def work(args: argparse.Namespace) -> int:
+    """Measures, prints and writes."""
+    batches = numbers("--batch", args.batch)
+    if args.turns < 1:
+        raise ValueError(f"--turns {args.turns}: must be at least 1")
+    variants = [v for text in split_methods(args.methods) for v in parse_method(text)]
+    common = GenerationConfig(max_new_tokens=args.max_new_tokens, ignore_eos=True)
+    common.validate()
+    if args.figures and args.out:
+        needed("matplotlib.figure", "figures", "plot", otherwise=", or leave them out with --no-figures")
+    dataset = load_dataset(args.dataset, data=args.data, limit=max(batches))
+    questions = [question.prompt for question in dataset.questions if question.follows is None]
+    if len(questions) < max(batches):
+        raise ValueError(f"--batch {max(batches)}: {args.dataset} has {len(questions)} questions")
+    engines = EnginePool(args.target, args.drafter, args.ar_drafter, args.dtype, tensor_parallel=args.tensor_parallel)
+    for variant in variants:
+        engines.prepare(variant, variant.config(common))
+    found = {batch: measured(engines, [VANILLA, *variants], questions[:batch], common, args.turns) for batch in batches}
+    print(shown(found))
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        write_atomically(args.out / "batches.json", json.dumps(found, indent=1) + "\n")
+        write_atomically(args.out / "batches.md", shown(found) + "\n")
+        if args.figures:
+            draw(found, args.out)
+    return 0

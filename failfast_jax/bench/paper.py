@@ -1,0 +1,160 @@
+"""The tables, figures and numbers of "Fail Fast, Win Big" from the records of one run for each target.
+
+Give it the folders that `bench run --preset failfast-paper` wrote. Nothing is run: records are read, so that figures of
+single questions and their trajectories can be drawn at any time. Prints Markdown, and writes it to `--out` with the
+figures: shares of latency (Fig. 6), easy and hard tokens of five questions (Fig. 4), and for each question of
+`--trajectory` a page a row (Figs. 10 to 12). All other figures are drawn by `bench run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from failfast_jax import trajectory
+from failfast_jax.bench import paper_claims, paper_figures, paper_tables
+from failfast_jax.bench.extras import needed
+from failfast_jax.bench.figures import Records
+from failfast_jax.bench.journal import RECORDS, result_of
+from failfast_jax.bench.modelled import latency_for, parse_latency
+from failfast_jax.bench.paper_tables import PaperRun
+from failfast_jax.bench.run_options import OURS, RELEASED
+from failfast_jax.bench.variants import BASELINE
+from failfast_jax.checkpoints.hub import default_target_path
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.errors import CheckpointError
+from failfast_jax.files import Journal, read_lines, write_atomically
+
+NOTES = (
+    "Cells: these records (the paper's Appendix B, where it has the target). Modelled: the paper's model of speedups, "
+    "at the latencies named below; measured: decode time of `vanilla` over decode time. Means of questions are the "
+    "paper's way to average, pooled figures divide sums."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    parser.add_argument(
+        "runs", metavar="DIR", nargs="+", type=Path, help="folders of `bench run --preset failfast-paper`"
+    )
+    parser.add_argument(
+        "--count-passes",
+        choices=(RELEASED, OURS),
+        default=RELEASED,
+        help="drafter passes: as the authors' released code makes and counts them, or as made here (%(default)s)",
+    )
+    parser.add_argument(
+        "--modelled", metavar="X", help="latencies of modelled speedups: 7B, 14B, 32B or DRAFT:TARGET (by the target)"
+    )
+    parser.add_argument(
+        "--strip", metavar="D[:q,...]", help="dataset, and its questions by place, of the strip (math500:0,4,15,18,21)"
+    )
+    parser.add_argument(
+        "--trajectory", metavar="D/QUESTION", action="append", default=[], help="dataset and question id"
+    )
+    parser.add_argument("--out", metavar="DIR", type=Path, help="writes paper.md and figures there")
+    parser.add_argument("--figures", action=argparse.BooleanOptionalAction, default=True, help="PNG and SVG")
+
+
+def target_of(folder: Path) -> str:
+    """The target of a run, by the first line of its records."""
+    lines, _ = read_lines(folder / RECORDS)
+    head = next((line for line in lines if line.get("kind") == Journal.RUN), None)
+    if head is None:
+        raise ValueError(f"{folder / RECORDS}: no record of a run; name a folder of `bench run`")
+    return str(head["identity"]["target"]["name"])
+
+
+def read_runs(args: argparse.Namespace, counted: str) -> list[PaperRun]:
+    """The runs, their passes counted in one of the two ways."""
+    found = []
+    for folder in args.runs:
+        records, target = Records(folder), target_of(folder)
+        if missing := next((r for r in records.answers if "drafter" not in r), None):
+            place = f"{missing['dataset']}, question {missing['question']}"
+            raise ValueError(
+                f"{folder / RECORDS}: {place}: recorded without drafted ids; run it again into another --out"
+            )
+        latency = latency_for(target) if args.modelled is None else parse_latency(args.modelled)
+        found.append(paper_tables.run_of(records.answers, target, latency, released=counted == RELEASED))
+    return found
+
+
+def page(args: argparse.Namespace) -> str:
+    """All tables as Markdown."""
+    other = OURS if args.count_passes == RELEASED else RELEASED
+    runs, others = read_runs(args, args.count_passes), read_runs(args, other)
+    parts = [f'# "Fail Fast, Win Big", from records\n\nDrafter passes: {args.count_passes}. {NOTES}']
+    for run, counted_otherwise in zip(runs, others):
+        both = {args.count_passes: run, other: counted_otherwise}
+        latency = next((a.latency.name for rows in run.rows.values() for row in rows.values() for a in row), "none")
+        chosen = {
+            dataset: ", ".join(f"{row} `{label}`" for row, label in c.items()) for dataset, c in run.chosen.items()
+        }
+        parts += [
+            f"## Target {run.target}\n\nLatencies of modelled speedups: {latency}.",
+            "\n".join(f"- {dataset}: {rows}" for dataset, rows in chosen.items()),
+            f"Tables 1 and 4: speedup over vanilla decoding.\n\n{paper_tables.speedups(run)}",
+            paper_tables.ratios(run),
+            f"Table 5.\n\n{paper_tables.details(run)}",
+            paper_tables.passes_both_ways(both[OURS], both[RELEASED]),
+        ]
+    return "\n\n".join([*parts, f"## Numbers of the text\n\n{paper_claims.table(runs)}"]) + "\n"
+
+
+def tokenizer_of(target: str) -> Any:
+    """The target's tokenizer, or None with a word on stderr: trajectories then show ids."""
+    source = default_target_path() if target == default_target_path().name else target
+    try:
+        return load_tokenizer(source)
+    except CheckpointError as error:
+        print(f"token ids instead of text: {error}", file=sys.stderr)
+        return None
+
+
+def write_trajectories(folder: Path, places: list[str], out: Path) -> list[Path]:
+    """A page for each row of each of these questions.
+
+    Raises:
+      ValueError: a question that the records lack; the message names it and those that there are.
+    """
+    records, tokenizer, written = Records(folder), tokenizer_of(target_of(folder)), []
+    for place in places:
+        dataset, _, question = place.partition("/")
+        found = {r["setting"]: r for r in records.of(dataset) if r["question"] == question}
+        if not found:
+            known = ", ".join(dict.fromkeys(f"{r['dataset']}/{r['question']}" for r in records.answers))
+            raise ValueError(f"--trajectory {place}: no such question in {folder}; there are {known}")
+        rows = {BASELINE, *records.names[dataset]}
+        for label, record in found.items():
+            if label in rows:
+                name = "".join(c if c.isalnum() else "-" for c in f"{dataset}-{question}-{label}")
+                written.append(out / f"trajectory-{name}.html")
+                trajectory.write_trace(result_of(record), written[-1], tokenizer)
+    return written
+
+
+def work(args: argparse.Namespace) -> int:
+    """Prints the page; writes it and the figures."""
+    if args.figures and args.out:
+        needed("matplotlib.figure", "figures", "plot", otherwise=", or leave them out with --no-figures")
+    if args.trajectory and not args.out:
+        raise ValueError("--trajectory: needs --out, a folder for its pages")
+    text = page(args)
+    print(text)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        write_atomically(args.out / "paper.md", text)
+        written = [args.out / "paper.md"]
+        if args.figures:
+            runs = read_runs(args, args.count_passes)
+            written += paper_figures.draw(runs, [Records(folder) for folder in args.runs], args.strip, args.out)
+        for folder in args.runs:
+            part = args.out if len(args.runs) == 1 else args.out / folder.name
+            part.mkdir(exist_ok=True)
+            written += write_trajectories(folder, args.trajectory, part)
+        for path in written:
+            print(path, file=sys.stderr)
+    return 0

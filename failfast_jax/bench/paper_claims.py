@@ -1,0 +1,182 @@
+"""Numbers that the text of "Fail Fast, Win Big" states, each computed from records, with the paper's beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from failfast_jax.bench.figures import easy_share
+from failfast_jax.bench.paper_tables import (
+    AR,
+    DATASET_NAMES,
+    FAILFAST,
+    FAST_DLLM,
+    FAST_DLLM_PLUS,
+    Answer,
+    PaperRun,
+    averaged,
+    mean,
+    number,
+    over,
+)
+from failfast_jax.tables import markdown
+
+Runs = Sequence[PaperRun]
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One number of the text.
+
+    Attributes:
+      paper: what it says.
+      found: computes it; None where the records lack a row.
+    """
+
+    text: str
+    paper: str
+    found: Callable[[Runs], str | None]
+
+
+def saved(runs: Runs, row: str, other: str, name: str) -> str | None:
+    """How much less a row spends than another, in per cent: sums over datasets, then the mean over targets."""
+    shares = []
+    for run in runs:
+        both = [rows for rows in run.rows.values() if row in rows and other in rows]
+        if both:
+            mine, theirs = (sum(averaged(rows[which])[name] for rows in both) for which in (row, other))
+            shares.append(1 - mine / theirs)
+    return f"{100 * np.mean(shares):.1f} %" if shares else None
+
+
+def of_rounds(runs: Runs, row: str, value: Callable[[Sequence[Answer]], float | None]) -> str | None:
+    """A figure of a row's answers to MATH, by target."""
+    rows = [run.rows.get("math500", {}) for run in runs]
+    return " / ".join(number(value(own[row])) for own in rows if row in own) or None
+
+
+def share_extended(answers: Sequence[Answer]) -> float:
+    """Per cent of rounds whose draft is longer than a chunk."""
+    lengths = [length for a in answers for length in a.counts.speculated]
+    chunk = answers[0].record["drafter"].get("spec_len", 10)
+    return 100 * sum(length > chunk for length in lengths) / len(lengths)
+
+
+def a_pass(name: str) -> Callable[[Sequence[Answer]], float]:
+    """Tokens a drafter pass: mean length a round over mean passes a round."""
+    return lambda answers: averaged(answers)[name] / max(averaged(answers)["passes"], 1e-9)
+
+
+def longest(answers: Sequence[Answer]) -> float:
+    return averaged(answers)["most_accepted"]
+
+
+def spread(runs: Runs, row: str, other: str | None = None, name: str = "modelled") -> str | None:
+    """Smallest and largest speedup of a row by dataset, over `vanilla` or another row."""
+    found = []
+    for run in runs:
+        if other is not None:
+            found += over(run, row, other, name)[:-1]
+        else:
+            found += [averaged(rows[row])[name] for rows in run.rows.values() if row in rows]
+    found = [value for value in found if value is not None]
+    return f"{min(found):.2f} to {max(found):.2f}" if found else None
+
+
+def gain(runs: Runs, row: str, other: str) -> str | None:
+    """Mean advantage of a row's modelled speedup over another's, per cent, by target."""
+    found = [mean(over(run, row, other, "modelled")[:-1]) for run in runs]
+    return " / ".join(f"{100 * (value - 1):.1f} %" for value in found if value is not None) or None
+
+
+def best_question(runs: Runs, row: str, other: str | None = None) -> str | None:
+    """The largest modelled speedup of a single question, over `vanilla` or another row."""
+    found = []
+    for rows in itertools.chain.from_iterable(run.rows.values() for run in runs):
+        if row in rows and (other is None or other in rows):
+            own = {a.record["question"]: a.values()["modelled"] for a in rows[row]}
+            base = {a.record["question"]: a.values()["modelled"] for a in rows[other]} if other else {}
+            found += [value / base.get(question, 1.0) for question, value in own.items()]
+    return f"{max(found):.2f}" if found else None
+
+
+def easy(runs: Runs, cutoff: int) -> str | None:
+    """Share of tokens in easy regions of the AR drafter longer than so many tokens, by dataset."""
+    rows = [answers[AR] for run in runs for answers in run.rows.values() if AR in answers]
+    found = [100 * easy_share([a.record for a in answers], (cutoff,))[0] for answers in rows]
+    return f"{min(found):.0f} to {max(found):.0f} %" if found else None
+
+
+def fewer_rounds(runs: Runs) -> str | None:
+    """On MATH, by target: rounds of FailFast below those of the AR drafter."""
+    found = []
+    for run in runs:
+        rows = run.rows.get("math500", {})
+        if FAILFAST in rows and AR in rows:
+            mine, theirs = averaged(rows[FAILFAST])["rounds"], averaged(rows[AR])["rounds"]
+            found.append(f"{100 * (1 - mine / theirs):.1f} %")
+    return " / ".join(found) or None
+
+
+CLAIMS = (
+    Claim("FailFast over vanilla, by dataset", "1.9 to 4.9", lambda runs: spread(runs, FAILFAST)),
+    Claim("FailFast over the AR drafter", "1.3 to 2.1", lambda runs: spread(runs, FAILFAST, AR)),
+    Claim("FailFast over Fast-dLLM", "1.2 to 1.7", lambda runs: spread(runs, FAILFAST, FAST_DLLM)),
+    Claim(
+        "FailFast over EAGLE-3, both measured",
+        "1.0 to 1.4 on average, up to 1.7",
+        lambda runs: spread(runs, FAILFAST, "eagle3", "measured"),
+    ),
+    Claim("Fast-dLLM+ over Fast-dLLM", "2.3 to 3.3 %", lambda runs: gain(runs, FAST_DLLM_PLUS, FAST_DLLM)),
+    Claim("SuffixDecoding over vanilla", "negligible", lambda runs: spread(runs, "suffix")),
+    Claim("speculation latency, Fast-dLLM below AR", "22.9 %", lambda runs: saved(runs, FAST_DLLM, AR, "draft_ms")),
+    Claim("... FailFast below Fast-dLLM", "41.1 %", lambda runs: saved(runs, FAILFAST, FAST_DLLM, "draft_ms")),
+    Claim("verification latency, FailFast below AR", "17.1 %", lambda runs: saved(runs, FAILFAST, AR, "verify_ms")),
+    Claim("tokens a pass, FailFast, MATH", "4.1", lambda runs: of_rounds(runs, FAILFAST, a_pass("speculated"))),
+    Claim("... accepted of them", "1.7", lambda runs: of_rounds(runs, FAILFAST, a_pass("accepted"))),
+    Claim("... accepted, AR drafter", "0.6", lambda runs: of_rounds(runs, AR, a_pass("accepted"))),
+    Claim("rounds extended, MATH", "20 %", lambda runs: of_rounds(runs, FAILFAST, share_extended)),
+    Claim("rounds fewer than with the AR drafter, MATH", "16.0 %", fewer_rounds),
+    Claim("longest accepted draft, MATH", "70", lambda runs: of_rounds(runs, FAILFAST, longest)),
+    Claim("tokens in easy regions of over 10", "50 to 70 %", lambda runs: easy(runs, 10)),
+    Claim("... of over 50", "15 to 26 %", lambda runs: easy(runs, 50)),
+    Claim("reuse over FailFast", "2 %", lambda runs: gain(runs, "reuse", FAILFAST)),
+    Claim("... on its best question", "1.15", lambda runs: best_question(runs, "reuse", FAILFAST)),
+    Claim("... over vanilla there", "8.8", lambda runs: best_question(runs, "reuse")),
+)
+
+
+def published_runs() -> tuple[PaperRun, ...]:
+    """The two targets of Appendix B, without answers of their own."""
+    return tuple(PaperRun(f"Qwen2.5-{size}-Instruct", {}, {}) for size in ("32B", "14B"))
+
+
+def from_appendix() -> dict[str, str]:
+    """Claims that follow from Appendix B and the authors' latencies alone."""
+    cells = {}
+    for row, other, name, said in (
+        (FAST_DLLM, AR, "draft_ms", "speculation latency, Fast-dLLM below AR"),
+        (FAILFAST, FAST_DLLM, "draft_ms", "... FailFast below Fast-dLLM"),
+        (FAILFAST, AR, "verify_ms", "verification latency, FailFast below AR"),
+    ):
+        shares = []
+        for run in published_runs():
+            mine, theirs = (sum(run.published(d, r)[name] for d in DATASET_NAMES) for r in (row, other))
+            shares.append(1 - mine / theirs)
+        cells[said] = f"{100 * np.mean(shares):.1f} %"
+    math, ar = (published_runs()[0].published("math500", row) for row in (FAILFAST, AR))
+    cells["tokens a pass, FailFast, MATH"] = number(math["speculated"] / math["passes"])
+    cells["... accepted of them"] = number(math["accepted"] / math["passes"])
+    cells["... accepted, AR drafter"] = number(ar["accepted"] / ar["passes"])
+    cells["rounds fewer than with the AR drafter, MATH"] = f"{100 * (1 - math['rounds'] / ar['rounds']):.1f} %"
+    return cells
+
+
+def table(runs: Iterable[PaperRun]) -> str:
+    """The claims as Markdown: what the records say, what the paper says, and what its own Appendix B gives."""
+    runs, appendix = list(runs), from_appendix()
+    lines = [[c.text, c.found(runs) or "-", c.paper, appendix.get(c.text, "-")] for c in CLAIMS]
+    return markdown(["claim", "these records", "paper", "from Appendix B"], lines)

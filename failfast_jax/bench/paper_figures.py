@@ -1,0 +1,95 @@
+"""Figures of the paper that `bench.figures` has no counterpart of: shares of latency, and strips of single answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from failfast_jax.bench.figures import NoData, Records, easy_tokens, figure_class
+from failfast_jax.bench.paper_tables import AR, PAPERS, PaperRun, averaged, mean
+
+STRIP = ("math500", (0, 4, 15, 18, 21))
+"""Dataset and places of the paper's five questions."""
+
+
+def latency_shares(runs: Sequence[PaperRun]) -> Any:
+    """Fig. 6: modelled seconds of speculation (above) and verification (below) an answer, by target and row."""
+    figure = figure_class()(figsize=(2.5 + 2.2 * len(runs), 3.5), layout="constrained")
+    axis, width = figure.subplots(), 0.8 / len(PAPERS)
+    drawn = False
+    for place, run in enumerate(runs):
+        for index, row in enumerate(PAPERS):
+            found = [averaged(rows[row]) for rows in run.rows.values() if row in rows]
+            if not found:
+                continue
+            draft, verify = (mean(f[name] for f in found) / 1e3 for name in ("draft_ms", "verify_ms"))
+            at, drawn = place + (index - (len(PAPERS) - 1) / 2) * width, True
+            axis.bar(at, verify, width * 0.95, color=f"C{index}", label=row if place == 0 else None)
+            axis.bar(at, draft, width * 0.95, bottom=verify, color=f"C{index}", alpha=0.4)
+    if not drawn:
+        raise NoData("no row of the paper")
+    axis.set_xticks(range(len(runs)), [Path(run.target).name for run in runs])
+    axis.set(ylabel="seconds an answer", title="verification (full), speculation (pale)")
+    figure.legend(fontsize="small", ncols=4, loc="outside lower center")
+    return figure
+
+
+def read_strip(text: str | None) -> tuple[str, tuple[int, ...]]:
+    """`DATASET[:q,...]` of `--strip`.
+
+    Raises:
+      ValueError: places that are no numbers.
+    """
+    if text is None:
+        return STRIP
+    dataset, _, places = text.partition(":")
+    if places and not all(place.strip().isdecimal() for place in places.split(",")):
+        raise ValueError(f"--strip {text}: must be DATASET or DATASET:0,4,15")
+    return dataset, tuple(int(place) for place in places.split(",")) if places else STRIP[1]
+
+
+def strips(run: PaperRun, records: Records, dataset: str, places: Sequence[int]) -> Any:
+    """Fig. 4: easy (filled) and hard tokens of single answers, as the AR drafter, or else the first row, had them."""
+    labels = run.chosen.get(dataset)
+    if not labels:
+        raise NoData(f"no drafted answers of {dataset} (--strip D)")
+    row = AR if AR in labels else next(iter(labels))
+    answers = list({r["question"]: r for r in records.of(dataset, labels[row])}.values())
+    ordered = sorted(answers, key=lambda r: r.get("place", 0))
+    chosen = [ordered[place] for place in places if place < len(ordered)]
+    if not chosen:
+        raise NoData(f"{dataset} has {len(ordered)} questions, the strip asks for {places}")
+    figure = figure_class()(figsize=(7, 0.6 + 0.4 * len(chosen)), layout="constrained")
+    axes = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, record in zip(axes, chosen):
+        axis.imshow(np.asarray([easy_tokens(record)]), aspect="auto", cmap="Greens", vmin=0, vmax=1.2)
+        axis.set_yticks([])
+        axis.set_ylabel(record["question"], rotation=0, ha="right", va="center", fontsize="small")
+    axes[0].set_xlim(-0.5, max(len(easy_tokens(r)) for r in chosen) - 0.5)
+    axes[0].set_title(f"{dataset}, {row}: tokens that were easy (filled)", fontsize="small")
+    axes[-1].set_xlabel("token of the answer")
+    return figure
+
+
+def draw(runs: Sequence[PaperRun], records: Sequence[Records], strip: str | None, out: Path) -> list[Path]:
+    """Draws what the records can fill; says on stderr what they cannot."""
+    dataset, places = read_strip(strip)
+    figures: dict[str, Callable[[], Any]] = {"latency": lambda: latency_shares(runs)}
+    for index, (run, own) in enumerate(zip(runs, records)):
+        name = "strip" if len(runs) == 1 else f"strip-{index + 1}"
+        figures[name] = lambda run=run, own=own: strips(run, own, dataset, places)
+    written = []
+    for name, make in figures.items():
+        try:
+            figure = make()
+        except NoData as reason:
+            print(f"figure {name}: left out: {reason}", file=sys.stderr)
+            continue
+        for kind in ("png", "svg"):
+            written.append(out / f"{name}.{kind}")
+            figure.savefig(written[-1], dpi=120)
+    return written

@@ -1,0 +1,270 @@
+"""The tables of "Fail Fast, Win Big" from the records of a run, averaged as the paper averages.
+
+Every figure is taken per question and then averaged over questions, and over datasets in the column Average: an
+acceptance rate of 40.6 % stands beside mean lengths of 6.0 and 14.6. Pooled figures (sums over sums) stand beside them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from failfast_jax.bench.limits import papers_speedup
+from failfast_jax.bench.modelled import Latency
+from failfast_jax.bench.published import appendix_b, published_for
+from failfast_jax.bench.released import Counts, counts
+from failfast_jax.bench.variants import BASELINE
+from failfast_jax.files import Record
+from failfast_jax.tables import markdown
+
+AR, FAST_DLLM, FAST_DLLM_PLUS, FAILFAST = "AR drafter", "Fast-dLLM", "Fast-dLLM+", "FailFast"
+PUBLISHED = {AR: "ar", FAST_DLLM: "fast_dllm", FAILFAST: "failfast"}
+"""Rows of the paper's Appendix B."""
+DATASET_NAMES = {"math500": "MATH", "aime": "AIME", "gsm8k": "GSM8K", "gpqa": "GPQA", "humaneval": "HumanEval"}
+AVERAGE = "Average"
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One question's answer by one variant: its counts, and what the paper's latencies make of them."""
+
+    record: Record
+    counts: Counts
+    latency: Latency
+    plain_s: float
+    """Seconds that `vanilla` took beside it."""
+
+    def values(self) -> dict[str, float | None]:
+        """The question's own figures."""
+        rounds, speculated = max(self.counts.rounds, 1), sum(self.counts.speculated)
+        passes = sum(self.counts.passes)
+        return {
+            "acceptance": sum(self.counts.accepted) / speculated if speculated else None,
+            "accepted": sum(self.counts.accepted) / rounds,
+            "speculated": speculated / rounds,
+            "rounds": self.counts.rounds,
+            "passes": passes / rounds,
+            "modelled": self.latency.speedup(tokens=self.counts.tokens, rounds=rounds, passes=passes),
+            "measured": self.plain_s / self.record["decode_s"],
+            "draft_ms": passes * self.latency.draft_pass,
+            "verify_ms": rounds * self.latency.target_step,
+        }
+
+
+def averaged(answers: Sequence[Answer]) -> dict[str, float | None]:
+    """Means over questions, and the longest accepted and speculated lengths of all."""
+    columns = [answer.values() for answer in answers]
+    means = {}
+    for name in columns[0]:
+        found = [column[name] for column in columns if column[name] is not None]
+        means[name] = float(np.mean(found)) if found else None
+    longest = {
+        f"most_{name}": max((max(getattr(a.counts, name), default=0) for a in answers), default=0)
+        for name in ("accepted", "speculated")
+    }
+    return means | longest
+
+
+def pooled(answers: Sequence[Answer]) -> dict[str, float | None]:
+    """Sums over all rounds and questions, divided once."""
+    accepted, speculated, passes = (
+        sum(sum(getattr(a.counts, name)) for a in answers) for name in ("accepted", "speculated", "passes")
+    )
+    rounds, tokens = (sum(getattr(a.counts, name) for a in answers) for name in ("rounds", "tokens"))
+    return {
+        "acceptance": accepted / speculated if speculated else None,
+        "accepted": accepted / rounds,
+        "speculated": speculated / rounds,
+        "passes": passes / rounds,
+        "modelled": answers[0].latency.speedup(tokens=tokens, rounds=rounds, passes=passes),
+        "measured": sum(a.plain_s for a in answers) / sum(a.record["decode_s"] for a in answers),
+    }
+
+
+# -- a run ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperRun:
+    """The answers of one target.
+
+    Attributes:
+      target: its name.
+      rows: per dataset, the answers of each row of the paper's tables, and of all others by their label.
+      chosen: per dataset and row, the label that stands for it.
+    """
+
+    target: str
+    rows: Mapping[str, Mapping[str, Sequence[Answer]]]
+    chosen: Mapping[str, Mapping[str, str]]
+
+    @property
+    def size(self) -> str | None:
+        """`32b` or `14b`, of the targets of Appendix B; None: another one."""
+        names = {name: name.split("-")[1].lower() for name in appendix_b() if name.startswith("Qwen")}
+        return next((size for name, size in names.items() if name.lower() in self.target.lower()), None)
+
+    def published(self, dataset: str, row: str) -> dict[str, float] | None:
+        """The paper's figures under the names of `Answer.values`, where it has them."""
+        if self.size is None or row not in PUBLISHED or dataset not in DATASET_NAMES:
+            return None
+        statistics = published_for(f"qwen2.5-{self.size}", DATASET_NAMES[dataset], PUBLISHED[row])
+        table = appendix_b()[statistics.target][PUBLISHED[row]][DATASET_NAMES[dataset]]
+        rounds, passes = table["rounds"], table["drafter_passes_per_round"]
+        return {
+            "acceptance": table["acceptance_rate"],
+            "accepted": table["mean_accepted"],
+            "speculated": table["mean_speculated"],
+            "most_accepted": table["max_accepted"],
+            "most_speculated": table["max_speculated"],
+            "rounds": rounds,
+            "passes": passes,
+            "modelled": papers_speedup(statistics),
+            "draft_ms": rounds * passes * statistics.drafter_pass_ms,
+            "verify_ms": rounds * statistics.target_step_ms,
+        }
+
+    def names(self) -> list[str]:
+        """Rows of any dataset, the paper's first."""
+        found = dict.fromkeys(name for rows in self.rows.values() for name in rows)
+        return [name for name in PAPERS if name in found] + [name for name in found if name not in PAPERS]
+
+
+PAPERS = (AR, FAST_DLLM, FAST_DLLM_PLUS, FAILFAST)
+
+
+def rows_of(answers: Mapping[str, Sequence[Answer]]) -> dict[str, str]:
+    """The variant whose answers stand for each row: the AR drafter's best length, Fast-dLLM at that length, and so on.
+
+    As in the paper the modelled speedup says which length is best.
+    """
+    lengths: dict[str, dict[int, str]] = {"ar": {}, "fast-dllm": {}}
+    others = {}
+    for label, found in answers.items():
+        first = found[0].record
+        method, options = first["method"], first["options"]
+        if method in lengths and not options.get("dynamic") and "spec_len" in options:
+            lengths[method][options["spec_len"]] = label
+        elif method == "failfast" and options.get("schedule") == "aligned" and not options.get("reuse"):
+            others.setdefault(FAILFAST, label)
+        elif method != BASELINE:
+            others[label] = label
+
+    def best(points: Mapping[int, str]) -> int | None:
+        return max(points, key=lambda length: averaged(answers[points[length]])["modelled"], default=None)
+
+    chosen, length = {}, best(lengths["ar"])
+    if length is not None:
+        chosen[AR] = lengths["ar"][length]
+    if length in lengths["fast-dllm"]:
+        chosen[FAST_DLLM] = lengths["fast-dllm"][length]
+    if lengths["fast-dllm"]:
+        chosen[FAST_DLLM_PLUS] = lengths["fast-dllm"][best(lengths["fast-dllm"])]
+    return chosen | others
+
+
+def run_of(records: Iterable[Record], target: str, latency: Latency, *, released: bool) -> PaperRun:
+    """Groups the records of one run."""
+    records = list(records)
+    place = [(r["dataset"], r["question"], r["repeat"], r["block"]) for r in records]
+    plain = {at: r["decode_s"] for at, r in zip(place, records) if r["setting"] == BASELINE}
+    found: dict[str, dict[str, list[Answer]]] = {}
+    for at, record in zip(place, records):
+        if record["setting"] != BASELINE and at in plain:
+            own = Answer(record, counts(record, released=released), latency, plain[at])
+            found.setdefault(record["dataset"], {}).setdefault(record["setting"], []).append(own)
+    chosen = {dataset: rows_of(answers) for dataset, answers in found.items()}
+    rows = {d: {row: found[d][label] for row, label in labels.items()} for d, labels in chosen.items()}
+    return PaperRun(target, rows, chosen)
+
+
+# -- tables --------------------------------------------------------------------------------------------------
+
+
+def number(value: float | None, digits: int = 2, scale: float = 1) -> str:
+    return "-" if value is None else f"{scale * value:.{digits}f}"
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return float(np.mean(found)) if found else None
+
+
+def over_datasets(run: PaperRun, row: str, value: Callable[[str, str], float | None]) -> list[float | None]:
+    """`value(dataset, row)` of each dataset, and their mean."""
+    found = [value(dataset, row) if row in run.rows[dataset] else None for dataset in run.rows]
+    return [*found, mean(found)]
+
+
+def with_published(
+    run: PaperRun, row: str, name: str, digits: int, scale: float = 1, way: Callable[[Any], Any] = averaged
+) -> list[str]:
+    """Cells of a row: what was found and, in brackets, what the paper has."""
+    ours = over_datasets(run, row, lambda d, r: way(run.rows[d][r]).get(name))
+    theirs = over_datasets(run, row, lambda d, r: (run.published(d, r) or {}).get(name))
+    return [
+        number(own, digits, scale) + ("" if other is None else f" ({number(other, digits, scale)})")
+        for own, other in zip(ours, theirs)
+    ]
+
+
+def head_of(run: PaperRun, *first: str) -> list[str]:
+    return [*first, *(DATASET_NAMES.get(dataset, dataset) for dataset in run.rows), AVERAGE]
+
+
+def speedups(run: PaperRun) -> str:
+    """Table 1 (and Table 4): modelled as in the paper, then measured here; means of questions, then pooled."""
+    lines = []
+    for name in ("modelled", "measured"):
+        for said, way in (("mean of questions", averaged), ("pooled", pooled)):
+            for row in run.names():
+                lines.append([row, f"{name}, {said}", *with_published(run, row, name, 2, way=way)])
+    return markdown(head_of(run, "row", "speedup"), lines)
+
+
+def ratios(run: PaperRun) -> str:
+    """FailFast over each other row."""
+    lines = []
+    for name in ("modelled", "measured"):
+        for row in run.names():
+            if row != FAILFAST:
+                lines.append([row, name, *(number(value) for value in over(run, FAILFAST, row, name))])
+    return markdown(head_of(run, "FailFast over", "speedup"), lines)
+
+
+def over(run: PaperRun, row: str, other: str, name: str) -> list[float | None]:
+    """The ratio of two rows' mean speedups by dataset, and the mean of the ratios."""
+
+    def ratio(dataset: str, _: str) -> float | None:
+        rows = run.rows[dataset]
+        return averaged(rows[row])[name] / averaged(rows[other])[name] if row in rows and other in rows else None
+
+    return over_datasets(run, other, ratio)
+
+
+def details(run: PaperRun) -> str:
+    """Table 5."""
+    lines = []
+    for row in run.names():
+        spoken = (("Acceptance rate, %", "acceptance", 1, 100), ("Avg accepted length", "accepted", 1, 1))
+        spoken += (("Avg speculated length", "speculated", 1, 1), ("Max accepted length", "most_accepted", 0, 1))
+        spoken += (("Max speculated length", "most_speculated", 0, 1), ("Speculation rounds", "rounds", 1, 1))
+        spoken += (("Drafter passes / round", "passes", 1, 1),)
+        for said, name, digits, scale in spoken:
+            lines.append([row, said, *with_published(run, row, name, digits, scale)])
+        for said, name, digits, scale in (*spoken[:3], spoken[-1]):
+            lines.append([row, f"{said}, pooled", *with_published(run, row, name, digits, scale, way=pooled)])
+    return markdown(head_of(run, "row", "metric"), lines)
+
+
+def passes_both_ways(ours: PaperRun, released: PaperRun) -> str:
+    """Drafter passes a round as they are made here, and as the released code makes and counts them."""
+    lines = []
+    for row in released.names():
+        for said, run in (("ours", ours), ("released", released)):
+            cells = over_datasets(run, row, lambda d, r, run=run: averaged(run.rows[d][r])["passes"])
+            lines.append([row, said, *(number(cell) for cell in cells)])
+    return markdown(head_of(released, "row", "passes a round, counted as"), lines)

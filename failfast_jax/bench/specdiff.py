@@ -1,0 +1,197 @@
+"""SpecDiff's grid: draft lengths (gamma) by denoising steps (T), as in "Speculative Diffusion Decoding".
+
+For each point: acceptance, tokens a round, measured speedup over `vanilla`, floating-point operations a token and the
+memory of a round, both from the compiled programs' own analyses. Writes records (from which a killed run goes on), a
+table and the figure: speedup over gamma, a line for each T.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from failfast_jax import decoding
+from failfast_jax.bench import report
+from failfast_jax.bench.datasets import load_dataset
+from failfast_jax.bench.engine_pool import EnginePool
+from failfast_jax.bench.extras import needed
+from failfast_jax.bench.figures import figure_class
+from failfast_jax.bench.harness import Comparison
+from failfast_jax.bench.journal import RECORDS, Journal
+from failfast_jax.bench.variants import BASELINE, VANILLA, Variant, make_variant
+from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding.round import greedy_sampling, stop_tokens
+from failfast_jax.engine import FailFast
+from failfast_jax.files import write_atomically
+from failfast_jax.platforms import machine
+from failfast_jax.tables import markdown
+
+METHOD = "specdiff"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    parser.add_argument("--target", metavar="P", help="without it, the default pair")
+    parser.add_argument("--drafter", metavar="P")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument("--dataset", default="cnn", metavar="D", help="cnn, openwebtext, any of `bench run`, or a file")
+    parser.add_argument("--data", metavar="FILE", type=Path, help="rows of the dataset, instead of the Hub's")
+    parser.add_argument("--limit", metavar="n", type=int, default=20, help="questions (%(default)s)")
+    parser.add_argument("--gamma", metavar="a,b", default="5,10,15,20,30", help="draft lengths (%(default)s)")
+    parser.add_argument("--steps", metavar="a,b", default="1,2,5,10", help="denoising steps (%(default)s)")
+    parser.add_argument("--max-new-tokens", metavar="n", type=int, default=256)
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("specdiff-grid"))
+    parser.add_argument("--figures", action=argparse.BooleanOptionalAction, default=True, help="PNG and SVG")
+
+
+def numbers(flag: str, text: str) -> list[int]:
+    """Positive integers separated by commas.
+
+    Raises:
+      ValueError: anything else; the message names the flag.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) for word in words):
+        raise ValueError(f"{flag} {text}: must be positive integers, separated by commas")
+    return sorted({int(word) for word in words})
+
+
+def points(args: argparse.Namespace) -> list[Variant]:
+    """The grid, without points that have more steps than tokens."""
+    pairs = [(n, t) for n in numbers("--gamma", args.gamma) for t in numbers("--steps", args.steps) if t <= n]
+    if not pairs:
+        raise ValueError(f"--steps {args.steps}: each is more than every --gamma {args.gamma}")
+    return [make_variant(METHOD, {"spec_len": n, "steps": t}, shown="--gamma") for n, t in pairs]
+
+
+def program_costs(engine: FailFast, config: GenerationConfig, prompt_tokens: int) -> dict[str, float | None]:
+    """What the compiler says of a round's two programs.
+
+    Returns:
+      `pass_flops` of one drafter pass (its loop's body is counted once), `verify_flops`, and `bytes`: arguments,
+      results and temporaries of the larger program. None: this backend does not say.
+    """
+    drafter = engine.build_drafter(engine.resolve(config))
+    plan = engine.runtime.plan(drafter)
+    drafter = drafter.planned(plan.widths)
+    capacity = engine.runtime.capacity(prompt_tokens, config.max_new_tokens, drafter.max_draft)
+
+    def begin(target: Any, drafter: Any) -> Any:
+        return decoding.init_state(
+            target,
+            drafter,
+            tokens=np.zeros((1, prompt_tokens), np.int32),
+            prompt_length=np.asarray([prompt_tokens], np.int32),
+            max_new_tokens=np.asarray([config.max_new_tokens], np.int32),
+            eos=stop_tokens(()),
+            sampling=greedy_sampling(1),
+            capacity=capacity,
+            plan=plan,
+        )
+
+    state = jax.eval_shape(begin, engine.target, drafter)
+    proposal, _ = jax.eval_shape(decoding.draft, drafter, state)
+    draft = jax.jit(decoding.draft).lower(drafter, state).compile()
+    verify = functools.partial(decoding.verify, plan=plan)
+    verify = jax.jit(verify).lower(engine.target, drafter, state, proposal).compile()
+    return {
+        "pass_flops": flops(draft) if drafter.max_draft else None,
+        "verify_flops": flops(verify),
+        "bytes": max(memory(draft), memory(verify)),
+    }
+
+
+def flops(program: jax.stages.Compiled) -> float | None:
+    """Floating-point operations, by XLA's own count."""
+    found = program.cost_analysis()
+    found = found[0] if isinstance(found, list) else found
+    return (found or {}).get("flops")
+
+
+def memory(program: jax.stages.Compiled) -> int:
+    """Bytes that a program holds while it runs."""
+    found = program.memory_analysis()
+    whole = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    return whole - found.alias_size_in_bytes
+
+
+def rows_of(table: dict[str, Any], costs: dict[str, Any], variants: Sequence[Variant]) -> list[dict[str, Any]]:
+    """A row a point: measured figures, and costs a token."""
+    rows = []
+    for variant in (VANILLA, *variants):
+        row, cost = table[variant.label], costs[variant.label]
+        tokens = row["tokens"] / row["rounds"]
+        spent = cost["verify_flops"]
+        if spent is not None and cost["pass_flops"] is not None:
+            spent += row["passes_per_round"] * cost["pass_flops"]
+        rows.append(
+            {
+                "gamma": variant.options.get("spec_len", 0),
+                "steps": variant.options.get("steps", 0),
+                "acceptance": row["acceptance_rate"],
+                "tokens_a_round": tokens,
+                "passes_a_round": row["passes_per_round"],
+                "speedup": row["speedup"],
+                "gflops_a_token": None if spent is None else spent / tokens / 1e9,
+                "memory_mb": cost["bytes"] / 1e6,
+            }
+        )
+    return rows
+
+
+def shown(rows: Sequence[dict[str, Any]]) -> str:
+    """The grid as Markdown; the first row is `vanilla`."""
+    head = ["gamma", "T", "acceptance", "tokens a round", "passes a round", "speedup", "GFLOPs a token", "memory, MB"]
+    lines = []
+    for row in rows:
+        place = [row["gamma"], row["steps"]] if row["gamma"] else [BASELINE, "-"]
+        cells = [report.percent(row["acceptance"]), *(report.shown(row[n]) for n in list(row)[3:])]
+        lines.append([*place, *cells])
+    return markdown(head, lines)
+
+
+def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
+    """Speedup over gamma, a line for each T."""
+    figure = figure_class()(figsize=(5.5, 4), layout="constrained")
+    axis = figure.subplots()
+    for steps in sorted({row["steps"] for row in rows if row["gamma"]}):
+        line = sorted((row["gamma"], row["speedup"]) for row in rows if row["gamma"] and row["steps"] == steps)
+        axis.plot(*zip(*line), "o-", label=f"T = {steps}")
+    axis.set(xlabel="draft length (gamma)", ylabel="speedup over vanilla decoding")
+    axis.legend(fontsize="small")
+    for kind in ("png", "svg"):
+        figure.savefig(out / f"specdiff.{kind}", dpi=120)
+
+
+def work(args: argparse.Namespace) -> int:
+    """Runs the grid, prints its table and writes it with its figure."""
+    variants = points(args)
+    if args.figures:
+        needed("matplotlib.figure", "figures", "plot", otherwise=", or leave them out with --no-figures")
+    common = GenerationConfig(max_new_tokens=args.max_new_tokens)
+    common.validate()
+    dataset = load_dataset(args.dataset, data=args.data, limit=args.limit)
+    engines = EnginePool(args.target, args.drafter, None, args.dtype)
+    identity = {**engines.identity(), "max_new_tokens": args.max_new_tokens}
+    journal = Journal(args.out / RECORDS, identity, machine())
+    comparison = Comparison(engines, [dataset], variants, common, journal)
+    comparison.run()
+    table = report.totals(comparison.records(), [v.label for v in variants])
+    prompt = max(len(comparison.encode(dataset, question)) for question in dataset.questions)
+    costs = {
+        v.label: program_costs(engines.get(v, v.config(common)), v.config(common), prompt) for v in (VANILLA, *variants)
+    }
+    rows = rows_of(table, costs, variants)
+    print(shown(rows))
+    write_atomically(args.out / "specdiff.json", json.dumps(rows, indent=1) + "\n")
+    write_atomically(args.out / "specdiff.md", shown(rows) + "\n")
+    if args.figures:
+        draw(rows, args.out)
+    return 0

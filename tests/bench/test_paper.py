@@ -1,0 +1,230 @@
+"""The preset, and `bench paper`, on a stub engine's records; the paper's averages and claims by hand."""
+
+import json
+
+import pytest
+import yaml
+from stub_engine import StubEngine, StubEnginePool
+
+from failfast_jax.bench import engine_pool, paper_claims, paper_tables, run
+from failfast_jax.bench.__main__ import main
+from failfast_jax.bench.datasets import load_dataset
+from failfast_jax.bench.modelled import parse_latency
+from failfast_jax.bench.paper_tables import AR, FAILFAST, FAST_DLLM, FAST_DLLM_PLUS
+from failfast_jax.bench.run_options import PRESETS, for_size
+from failfast_jax.errors import CheckpointError
+
+EAGLE = "ruipeterpan/Qwen2.5-32B-Instruct_EAGLE3_UltraChat"
+GPQA = {
+    "Record ID": "rec1",
+    "Question": "Which?",
+    "Correct Answer": " this\n",
+    **{f"Incorrect Answer {i}": f"that {i}" for i in (1, 2, 3)},
+}
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    engine = StubEngine()
+    names = ("target", "drafter", "ar_drafter")
+    monkeypatch.setattr(run, "EnginePool", lambda *sources, **_: StubEnginePool(engine, **dict(zip(names, sources))))
+    kinds = {"Qwen/Qwen2.5-1.5B-Instruct": ("autoregressive", "ar"), EAGLE: ("eagle", "eagle3")}
+    monkeypatch.setattr(engine_pool, "own_method", lambda source: kinds.get(source, ("block-diffusion", "failfast")))
+    monkeypatch.setattr(run, "resolve_source", lambda source: source)
+    return engine
+
+
+@pytest.fixture
+def preset(stub, tmp_path):
+    """Runs the preset on two questions of MATH, and returns the exit status."""
+    rows = [{"problem": f"What is {n}?", "answer": str(n), "unique_id": f"q{n}"} for n in (1, 2)]
+    file = tmp_path / "math.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def bench(*args):
+        base = ["run", "--preset", "failfast-paper", "--dataset", "math500", "--data", str(file), "--no-scores"]
+        return main([*base, "--no-figures", "--out", str(tmp_path / "out"), *args])
+
+    return bench
+
+
+def records(tmp_path):
+    lines = [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "answer"]
+
+
+# -- the preset ----------------------------------------------------------------------------------------------
+
+
+def test_the_preset_is_the_released_setting(preset, stub, tmp_path):
+    assert preset("--methods", "failfast,ar,fast-dllm+,wide") == 0
+    found = {r["setting"]: r for r in records(tmp_path)}
+    own = found["failfast"]["options"]
+    assert own == {"schedule": "aligned", "spec_len": 10, "max_spec_len": 60, "threshold": 0.05, "tau": 0.45}
+    assert {label for label in found if label.startswith("ar:")} == {f"ar:spec_len={n}" for n in range(3, 21)}
+    assert sum(label.startswith("fast-dllm:") for label in found) == 18 and "wide" in found
+    asked = {prompt for *_, prompt in stub.given}
+    assert asked == {
+        f"\n        Solve the following math problem efficiently and clearly. Please reason step by step, \n        "
+        "separate logical reasoning steps with two newline characters (\n\n), and put your final answer within "
+        f"\\boxed{{}}.\n        Problem: What is {n}?\n        "
+        for n in (1, 2)
+    }
+
+
+def test_every_row_runs(preset, tmp_path, capsys):
+    assert preset("--limit", "1") == 0
+    found = {r["setting"]: r for r in records(tmp_path)}
+    others = {"vanilla", "eagle3", "suffix", "failfast", "reuse", "congestion", "ar-dynamic", "wide", "tree"}
+    assert {label for label in found if ":" not in label} == others and len(found) == len(others) + 36
+    assert found["eagle3"]["options"] == {"tree_depth": 7, "tree_top_k": 10, "tree_budget": 59, "drafter": EAGLE}
+    assert "as the authors' released code makes and counts them" in capsys.readouterr().out
+
+
+def test_options_by_size_and_by_flag(preset, tmp_path, capsys):
+    assert preset("--methods", "failfast", "--target", "Qwen/Qwen2.5-7B-Instruct") == 0
+    assert {r["options"].get("tau") for r in records(tmp_path)} == {None, 0.5}
+    other = ("--methods", "failfast", "--out", str(tmp_path / "other"))
+    assert preset(*other, "--set", "failfast:tau=0.3", "failfast:spec_len=8") == 0
+    assert "failfast" in capsys.readouterr().out
+    assert preset(*other, "--set", "wide:tau=0.3") == 2
+    assert "--set wide:...: there is no such row; rows: failfast" in capsys.readouterr().err
+    assert preset(*other, "--set", "failfast:speed=3") == 2
+    assert "--set failfast: there is no option 'speed' of failfast" in capsys.readouterr().err
+    assert preset("--methods", "eagle3", "--target", "my-70B") == 2
+    assert "eagle3: drafter: known for 32B; this target: my-70B (--set ROW:drafter=..." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target, value", [("a/Qwen2.5-14B-x", 3), ("/m/qwen2.5-7b-it-4bit", 2), (None, 9), ("x", 9)])
+def test_sizes(target, value):
+    assert for_size({"tau": {"7B": 2, "14B": 3, "other": 9}, "n": 1}, target, "row") == {"tau": value, "n": 1}
+
+
+def test_missing_weights_are_said_first(preset, stub, tmp_path, monkeypatch, capsys):
+    def resolve(source):
+        if "Fast_dLLM" in str(source):
+            raise CheckpointError(f"{source}: no such file or folder here")
+
+    monkeypatch.setattr(run, "resolve_source", resolve)
+    assert preset("--methods", "ar,failfast") == 2
+    said = capsys.readouterr().err
+    assert "--drafter Efficient-Large-Model/Fast_dLLM_v2_1.5B: no such file" in said
+    assert "the weights: 3 GB, https://huggingface.co/Efficient" in said and not stub.given
+    assert preset("--methods", "suffix") == 0  # which needs none
+
+
+def test_choices(tmp_path):
+    file = tmp_path / "gpqa.jsonl"
+    file.write_text(json.dumps(GPQA))
+    entry = next(e for e in yaml.safe_load(PRESETS["failfast-paper"].read_text())["datasets"] if e["name"] == "gpqa")
+    own = {"template": entry["template"], "choices": entry["choices"]}
+    (question,) = load_dataset("gpqa", data=file, **own).questions
+    assert question.reference == {"answer": "A"} and "(A)  this\n\n        (B) that 1" in question.prompt
+    with pytest.raises(ValueError, match="gpqa: choices 'best'"):
+        load_dataset("gpqa", data=file, choices="best")
+    with pytest.raises(ValueError, match="aime: choices 'shuffled'"):
+        load_dataset("aime", data=file, choices="shuffled")
+
+
+@pytest.mark.parametrize("name, row", [("cnn", {"article": "It rained."}), ("openwebtext", {"text": "word " * 90})])
+def test_datasets_of_specdiff(name, row, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row))
+    (question,) = load_dataset(name, data=file).questions
+    assert question.prompt.count("word") in (0, 64) and ("It rained." in question.prompt) is (name == "cnn")
+
+
+# -- tables --------------------------------------------------------------------------------------------------
+
+
+def answer(setting, method, question, rounds, options=None, decode_s=1.0):
+    detail = [
+        {"drafted": n, "accepted": a, "emitted": a + 1, "passes": p, "ids": [7] * n, "confidence": [0.5] * n}
+        for n, a, p in rounds
+    ]
+    tokens = sum(entry["emitted"] for entry in detail) if detail else 12
+    own = {"setting": setting, "method": method, "question": question, "options": options or {}, "detail": detail}
+    place = {"dataset": "math500", "repeat": 0, "block": "b", "decode_s": decode_s, "tokens": tokens}
+    shape = {"kind": "other"}
+    return {**own, **place, "rounds": len(detail) or 12, "drafter": shape, "output_ids": [7] * tokens}
+
+
+RECORDS = [
+    *(answer("vanilla", "vanilla", q, [], decode_s=6.0) for q in "ab"),
+    answer("ar:spec_len=4", "ar", "a", [(4, 4, 4), (4, 3, 4)], {"spec_len": 4}),
+    answer("ar:spec_len=4", "ar", "b", [(4, 2, 4)], {"spec_len": 4}),
+    *(answer("ar:spec_len=8", "ar", q, [(8, 1, 8)], {"spec_len": 8}) for q in "ab"),
+    *(answer("fast-dllm:spec_len=4", "fast-dllm", q, [(4, 3, 3)], {"spec_len": 4}) for q in "ab"),
+    *(answer("fast-dllm:spec_len=8", "fast-dllm", q, [(8, 6, 3)], {"spec_len": 8}) for q in "ab"),
+    answer("failfast", "failfast", "a", [(10, 10, 2), (20, 0, 3)], {"schedule": "aligned"}, decode_s=2.0),
+    answer("failfast", "failfast", "b", [(10, 5, 2)], {"schedule": "aligned"}, decode_s=4.0),
+    *(answer("wide", "failfast", q, [(10, 5, 1)], {"schedule": "wide"}) for q in "ab"),
+]
+
+
+def paper_run(released=False):
+    return paper_tables.run_of(RECORDS, "Qwen2.5-32B-Instruct", parse_latency("1:10"), released=released)
+
+
+def test_rows_are_the_papers():
+    chosen = paper_run().chosen["math500"]
+    assert chosen == {
+        AR: "ar:spec_len=4",
+        FAST_DLLM: "fast-dllm:spec_len=4",  # at the length that is best for AR
+        FAST_DLLM_PLUS: "fast-dllm:spec_len=8",
+        FAILFAST: "failfast",
+        "wide": "wide",
+    }
+
+
+def test_averages_are_over_questions():
+    answers = paper_run().rows["math500"][FAILFAST]
+    found, sums = paper_tables.averaged(answers), paper_tables.pooled(answers)
+    assert found["acceptance"] == pytest.approx((10 / 30 + 5 / 10) / 2) and sums["acceptance"] == 15 / 40
+    assert (found["accepted"], found["speculated"], found["passes"]) == (5.0, 12.5, 2.25)
+    assert found["measured"] == pytest.approx((3 + 1.5) / 2) and sums["measured"] == 2.0
+    assert found["modelled"] == pytest.approx((120 / 25 + 60 / 12) / 2)
+    assert (found["most_accepted"], found["most_speculated"]) == (10, 20)
+    text = paper_tables.details(paper_run())
+    assert "| FailFast | Acceptance rate, % | 41.7 (40.6) | 41.7 (40.6) |" in text
+    assert "| FailFast | Acceptance rate, %, pooled | 37.5 (40.6)" in text
+    assert "| FailFast | modelled, mean of questions | 4.90 (4.94)" in paper_tables.speedups(paper_run())
+
+
+def test_claims():
+    lines = [line.strip("| ").split(" | ") for line in paper_claims.table([paper_run()]).splitlines()[2:]]
+    found = {cells[0]: cells[1:] for cells in lines}
+    assert found["tokens a pass, FailFast, MATH"] == ["5.56", "4.1", "4.06"]
+    assert found["rounds fewer than with the AR drafter, MATH"] == ["0.0 %", "16.0 %", "16.0 %"]
+    assert found["speculation latency, Fast-dLLM below AR"][0] == "50.0 %"  # 3 against 8 and 4
+    # Appendix B's own figures are rounded: 22.9, 41.1 and 17.1 in the text.
+    own = paper_claims.from_appendix()
+    assert [float(own[name].split()[0]) for name in list(own)[:3]] == pytest.approx([22.9, 41.1, 17.1], abs=0.8)
+    assert "| - |" in paper_claims.table([])
+
+
+def test_the_command(preset, tmp_path, capsys):
+    assert preset("--methods", "failfast,ar,fast-dllm+,suffix") == 0
+    out = tmp_path / "paper"
+    places = ["--strip", "math500:0,1", "--trajectory", "math500/q1"]
+    assert main(["paper", str(tmp_path / "out"), "--out", str(out), *places]) == 0
+    captured = capsys.readouterr()
+    assert "## Numbers of the text" in captured.out and "| AR drafter | released |" in captured.out
+    assert {f"{name}.{kind}" for name in ("latency", "strip") for kind in ("png", "svg")} <= {
+        f.name for f in out.iterdir()
+    }
+    pages = sorted(f.name for f in out.glob("trajectory-*.html"))
+    assert "trajectory-math500-q1-failfast.html" in pages and "trajectory-math500-q1-vanilla.html" in pages
+    assert 'class="rejected"' in (out / "trajectory-math500-q1-failfast.html").read_text()
+    assert main(["paper", str(tmp_path / "out"), "--out", str(out), "--trajectory", "math500/q9"]) == 2
+    assert "no such question in" in capsys.readouterr().err
+    assert main(["paper", str(tmp_path / "out"), "--trajectory", "math500/q1"]) == 2
+    assert main(["paper", str(tmp_path)]) == 2
+
+
+def test_old_records_are_refused(preset, tmp_path, capsys):
+    assert preset("--methods", "failfast") == 0
+    path = tmp_path / "out" / "records.jsonl"
+    path.write_text(path.read_text().replace('"drafter": {"kind"', '"old": {"kind"'))
+    assert main(["paper", str(tmp_path / "out")]) == 2
+    assert "recorded without drafted ids" in capsys.readouterr().err

@@ -1,0 +1,72 @@
+"""Passes and lengths as the released code counts them, from records."""
+
+import functools
+
+import numpy as np
+import pytest
+from tiny_engines import standalone_engine
+
+from failfast_jax.bench.harness import shape_of, to_record
+from failfast_jax.bench.released import aligned_passes, counts
+from failfast_jax.config import GenerationConfig
+
+BLOCK = 8
+OPTIONS = {"schedule": "aligned", "tau": 0.2, "spec_len": 4, "max_spec_len": 12, "small_block_size": 4}
+
+
+@functools.cache
+def recorded(method: str = "failfast", **options):
+    """Records of some answers, and their prompts."""
+    engine, rng = standalone_engine(), np.random.default_rng(3)
+    config = GenerationConfig(method, max_new_tokens=30, ignore_eos=True, **options)
+    shape = shape_of(engine.build_drafter(engine.resolve(config)))
+    prompts = [rng.integers(2, 39, size).tolist() for size in (5, 8, 16, 27)]
+    results = [engine.generate([prompt], config)[0] for prompt in prompts]
+    return [{**to_record(result), "drafter": shape, "options": options} for result in results], prompts
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_prefills_and_own_passes(reuse):
+    """A draft's own passes are those of the same text taken as a prompt, whose prefill is not counted."""
+    engine, prefills = standalone_engine(), 0
+    for record, prompt in zip(*recorded(**OPTIONS, reuse=reuse)):
+        text, kept = list(prompt), None
+        for entry, (own, prefill) in zip(record["detail"], aligned_passes(record)):
+            alone = engine.generate([text], max_new_tokens=1, ignore_eos=True, **OPTIONS)[0].rounds[0]
+            assert own == alone.passes
+            need = len(text) // BLOCK * BLOCK
+            assert prefill == (len(text) > BLOCK and kept != need)
+            kept = need if len(text) > BLOCK else None
+            if (len(text) + len(alone.drafted) - 1) // BLOCK > len(text) // BLOCK:
+                kept = BLOCK
+            prefills += prefill
+            done = len(text) - len(prompt)
+            text += record["output_ids"][done : done + entry["emitted"]]
+    assert prefills > 10
+
+
+def test_counts():
+    records, _ = recorded(**OPTIONS)
+    for record in records:
+        ours, theirs = (counts(record, released=released) for released in (False, True))
+        assert sum(ours.accepted) + ours.rounds == ours.tokens == 30 <= theirs.tokens
+        assert sum(ours.passes) == record["drafter_passes"] and theirs.rounds == ours.rounds == record["rounds"]
+        assert all(length % 4 == 0 and length >= cut for length, cut in zip(theirs.speculated, ours.speculated))
+    static, _ = recorded("fast-dllm", spec_len=5, small_block_size=4)
+    assert {length for record in static for length in counts(record, released=True).speculated} == {5}
+    other, _ = recorded("lookup")
+    assert counts(other[0], released=True).passes == counts(other[0], released=False).passes
+
+
+def test_a_stop_token_hides_no_speculation():
+    cut = {"accepted": 1, "emitted": 2, "drafted": 2, "passes": 2, "ids": [4, 5], "confidence": []}
+    record = {"detail": [cut], "tokens": 2, "options": {}, "prompt_tokens": 9}
+    for shape, length, passes in (
+        ({"kind": "ar", "spec_len": 8, "grows": False}, 8, 8),
+        ({"kind": "ar", "spec_len": 8, "grows": True}, 2, 2),
+        ({"kind": "other"}, 2, 2),
+        ({"kind": "aligned", "spec_len": 10, "grows": True, "block": 32, "shift": 1}, 10, 2),
+        ({"kind": "aligned", "spec_len": 7, "grows": False, "block": 8, "shift": 1}, 7, 3),
+    ):
+        found = counts({**record, "drafter": shape}, released=True)
+        assert (found.speculated, found.passes) == ((length,), (passes,))

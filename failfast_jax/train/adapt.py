@@ -51,6 +51,8 @@ class AdaptationOptions:
     """Rows of logits in memory at a time; None: all."""
     remat: bool = True
     """Keep only each layer's input for the backward pass."""
+    scan: bool = False
+    """The layers as a loop; see `paired_forward.forward_pair`."""
 
     def __post_init__(self):
         if self.block_start not in BLOCK_STARTS:
@@ -135,7 +137,8 @@ def _text_scores(
     """`_scores` of every position of every noised copy, whether it is masked or not; `gather`: see `forward_pair`."""
     copies, length = noised.shape[0], tokens.shape[1]
     noised = noised.reshape(-1, length)
-    pair = forward_pair(model, noised, tokens, seen, segment, remat=options.remat, gather=gather)
+    how = {"remat": options.remat, "scan": options.scan, "gather": gather}
+    pair = forward_pair(model, noised, tokens, seen, segment, **how)
     hidden = source_rows(*pair, model.config.block_size, options.block_start)
     labels = jnp.tile(tokens, (copies, 1)).reshape(-1)
     before = jnp.maximum(jnp.arange(length) - 1, 0)

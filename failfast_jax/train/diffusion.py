@@ -75,16 +75,15 @@ def start_for(start: Any, target: Any, target_config: ModelConfig, block_size: i
 
 
 def _mask_token(source: Source, tokenizer: Any) -> int:
-    """The id of the mask: a block-diffusion model's own, the tokenizer's, Fast-dLLM v2's if it is free, or one that no
-    text has."""
+    """The id of the mask: a block-diffusion model's own, the tokenizer's, the first that no token uses (of Qwen2.5 the
+    one that Fast-dLLM v2 took), or one that no text has."""
     if source.config.mask_token_id is not None:
         return source.config.mask_token_id
     known = {} if tokenizer is None else tokenizer.get_vocab()
     if MASK_TOKEN in known:
         return known[MASK_TOKEN]
-    if FAST_DLLM_MASK_TOKEN < source.config.vocab_size and FAST_DLLM_MASK_TOKEN not in known.values():
-        return FAST_DLLM_MASK_TOKEN
-    return spare_token(tokenizer)
+    free = max(known.values()) + 1 if known else FAST_DLLM_MASK_TOKEN
+    return free if free < source.config.vocab_size else spare_token(tokenizer)
 
 
 def frozen_parts(text: str | None, config: ModelConfig) -> tuple[str, ...]:

@@ -220,8 +220,7 @@ def train(
 
     Args:
       dataset: `dataset[step]` is a batch of `optimization.batch * optimization.accumulate` documents.
-      spread: the devices, and what lies on which of them; None: copies of everything on all of them. It may change
-        from one piece of a run to the next.
+      spread: what lies on which device; None: copies on all of them. It may change from one piece of a run to the next.
       evaluate: `(averaged parameters) -> figures`, logged and shown; called every `eval_every` steps.
       deadline: stop (with a checkpoint) behind this `time.monotonic()`, after a step at least.
 

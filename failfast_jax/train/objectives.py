@@ -188,4 +188,4 @@ def make_diffusion(args: argparse.Namespace, start: Start, spread: Spread) -> Di
     """
     how = {"spread": spread, "tokenizer": start.tokenizer, "compute_dtype": args.compute_dtype}
     frozen = frozen_parts(args.freeze, start.config)
-    return Diffusion(start.config, start.params(spread), _masked(args), frozen=frozen, **how)
+    return Diffusion(start.config, start.params(spread), _masked(args, scan=True), frozen=frozen, **how)

@@ -94,6 +94,7 @@ def forward_pair(
     segment: Int[Array, "B n"] | None = None,
     *,
     remat: bool = True,
+    scan: bool = False,
     gather: Gather | None = None,
 ) -> tuple[Float[Array, "M L E"], Float[Array, "B L E"]]:
     """Runs noised and clean copies of texts in one pass, both at the text's positions.
@@ -106,6 +107,8 @@ def forward_pair(
       length: positions from it on are padding, which no other position sees; None: there is none.
       segment: see `pair_attention`.
       remat: recompute each layer in the backward pass.
+      scan: the layers are a loop over one program, which compiles in the time of one layer, and whose parameters are
+        copied once a step.
       gather: makes a layer whole of the parts that the devices of a `shard_map` hold: again in the backward pass where
         there is `remat`, so that no more than one layer is whole at a time.
 
@@ -126,8 +129,12 @@ def forward_pair(
     # A text's copies lie side by side: sharded over texts, a copy and the clean keys it reads are on one device.
     copies = jnp.concatenate([noised.reshape(-1, *clean.shape), clean[None]]).swapaxes(0, 1)
     x = model.embed[...][copies]
-    for layer in model.layers:
-        x = step(layer, x, cos, sin, length, segment)
+    if scan:
+        layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers)
+        x, _ = jax.lax.scan(lambda x, layer: (step(layer, x, cos, sin, length, segment), None), x, layers)
+    else:
+        for layer in model.layers:
+            x = step(layer, x, cos, sin, length, segment)
     x = model.norm(x).swapaxes(0, 1)
     return x[:-1].reshape(*noised.shape, -1), x[-1]
 

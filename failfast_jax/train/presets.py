@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
+from failfast_jax.errors import OptionError
 from failfast_jax.train.loop import Optimization
 
 SEQ_LEN, FAMILY = 320, "dspark"
@@ -34,8 +35,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def fill_in(args: argparse.Namespace) -> None:
-    """Gives options that are not given the preset's values, and those that all families have their defaults."""
-    for name, value in PRESETS.get(args.preset, {}).items():
+    """Gives options that are not given the preset's values, and those that all families have their defaults.
+
+    Raises:
+      OptionError: another family than the preset's.
+    """
+    preset = PRESETS.get(args.preset, {})
+    if preset and args.family not in (None, preset["family"]):
+        raise OptionError(f"--family {args.family}: --preset {args.preset} is of --family {preset['family']}")
+    for name, value in preset.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     defaults = {field.name: field.default for field in dataclasses.fields(Optimization)}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from block_texts import BLOCK, MASK, WIDTH, draw, model, pair, quick_jit, random_tokens
+from checkpoint_files import run_python
 from flax import nnx
 from released_reference import released_loss
 from tiny_models import VOCAB, random_model, tiny_config
@@ -28,7 +29,11 @@ from failfast_jax.train.packing import PackedRows, packed
 from failfast_jax.train.spread import Spread
 
 RELEASED = AdaptationOptions(
-    corruption=Corruption("uniform", complementary=True), block_start="noised", score_mask=True, head_chunk=20
+    corruption=Corruption("uniform", complementary=True),
+    block_start="noised",
+    score_mask=True,
+    head_chunk=20,
+    scan=True,
 )
 
 
@@ -205,3 +210,16 @@ def test_devices_that_share_parameters_are_counted():
         Spread.over(3, jax.devices() * 4)
     spread = Spread.over(4, jax.devices() * 4)
     assert [spread.axis(shape) for shape in ((8, 24), (24, 6), (7, 9), (64,), (2, 8, 16))] == [1, 0, None, None, 2]
+
+
+def test_devices_share_parameters(tmp_path):
+    """Four of them, in a mesh of two by two and in one of four: the gradients and losses of devices with copies, each
+    with a part of what is trained and of what the optimiser keeps; a run goes on on another mesh."""
+    done = run_python("tests/train/shared_parameters.py", tmp_path, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["gradients"] < 1e-5
+    assert report["pieces"] == [1, 4]
+    assert report["losses"][0] == pytest.approx(report["losses"][1], rel=1e-4)
+    assert report["parameters"] < 1e-4
+    assert report["parts"] == [[VOCAB, 16], [VOCAB // 4, 16]] and report["moments"] == [VOCAB // 4, 16]

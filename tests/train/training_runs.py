@@ -66,7 +66,7 @@ def make_objective(family: str, target, documents):
         start = random_model(diffusion_config(num_layers=2), seed=3)
         params = {name: leaf[...] for name, leaf in Skeleton.of(start).leaves.items()}
         corruption = Corruption("uniform", complementary=True)
-        options = AdaptationOptions(corruption=corruption, block_start="noised", score_mask=True)
+        options = AdaptationOptions(corruption=corruption, block_start="noised", score_mask=True, scan=True)
         return Diffusion(start.config, params, options)
     if family == "dspark":
         model = random_dspark(target, feature_layers=(0, 1), seed=5)

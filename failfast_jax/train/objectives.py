@@ -165,11 +165,11 @@ def _eagle(
 
 
 def _adaptation(args: argparse.Namespace, target: Decoder, layers: Layers) -> Adaptation:
-    options = _masked(args, kl_weight=args.kl_weight)
+    options = masked_options(args, kl_weight=args.kl_weight)
     return Adaptation(target, layers.own, args.block_size, options, compute_dtype=args.compute_dtype)
 
 
-def _masked(args: argparse.Namespace, **more: Any) -> AdaptationOptions:
+def masked_options(args: argparse.Namespace, **more: Any) -> AdaptationOptions:
     return AdaptationOptions(
         corruption=Corruption(args.corruption, args.draft_fraction, complementary=not args.no_complementary),
         block_start=args.block_start,
@@ -188,4 +188,4 @@ def make_diffusion(args: argparse.Namespace, start: Start, spread: Spread) -> Di
     """
     how = {"spread": spread, "tokenizer": start.tokenizer, "compute_dtype": args.compute_dtype}
     frozen = frozen_parts(args.freeze, start.config)
-    return Diffusion(start.config, start.params(spread), _masked(args, scan=True), frozen=frozen, **how)
+    return Diffusion(start.config, start.params(spread), masked_options(args, scan=True), frozen=frozen, **how)

@@ -103,7 +103,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--compute-dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU")
     run = parser.add_argument_group("the run")
     run.add_argument(
-        "--fsdp", metavar="N", type=int, default=1, help="devices that share parameters and optimiser state (1: copies)"
+        "--fsdp", metavar="N", type=int, default=1, help="devices that share parameters and optimiser state (diffusion)"
     )
     run.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     run.add_argument("--eval-every", type=int, default=0, help="steps between measurements; 0: only at the end")
@@ -167,6 +167,8 @@ def check(args: argparse.Namespace) -> loop.Optimization:
     if args.family in (*PUBLISHED, *DIFFUSION) and args.storage not in deepspec.STORAGES:
         said = f"{args.family} drafters are stored as {' or '.join(deepspec.STORAGES)}"
         raise OptionError(f"--storage {args.storage}: {said}")
+    if args.fsdp != 1 and args.family not in DIFFUSION:
+        raise OptionError(f"--fsdp {args.fsdp}: only the parameters of --family diffusion are shared among devices")
     if args.family in MASKED and args.seq_len % args.block_size:
         raise OptionError(f"--seq-len {args.seq_len}: must be a multiple of --block-size {args.block_size}")
     return optimization

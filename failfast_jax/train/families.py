@@ -109,7 +109,12 @@ FAMILY_OPTIONS = {
         "the noised one (as released)",
         {"choices": BLOCK_STARTS},
     ),
-    "score_mask": FamilyOption(False, MASKED, "keep the mask token in the softmax (as released)", SWITCH),
+    "mask_logit": FamilyOption(
+        "hidden",
+        MASKED,
+        "whether the mask token is in the softmax: hidden (as decoding does) or scored (as released)",
+        {"choices": ("hidden", "scored")},
+    ),
     "packing": FamilyOption(
         "none",
         DIFFUSION,

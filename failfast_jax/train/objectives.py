@@ -173,7 +173,7 @@ def masked_options(args: argparse.Namespace, **more: Any) -> AdaptationOptions:
     return AdaptationOptions(
         corruption=Corruption(args.corruption, args.draft_fraction, complementary=not args.no_complementary),
         block_start=args.block_start,
-        score_mask=args.score_mask,
+        score_mask=args.mask_logit == "scored",
         position_decay=args.position_decay or None,
         head_chunk=HEAD_CHUNK,
         **more,

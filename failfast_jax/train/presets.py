@@ -11,13 +11,13 @@ from failfast_jax.train.loop import Optimization
 
 SEQ_LEN, FAMILY = 320, "dspark"
 PRESETS: dict[str, dict[str, Any]] = {
-    # Objective and packing as in the released code, whose finetuning script has this learning rate and this schedule,
+    # Objective and packing as in the released code; learning rate and schedule as in a public finetuning script for it,
     # with 3 % of the steps to warm up. 256 rows of 2,048 tokens a step: 1.3 billion tokens.
     "fast-dllm-v2": {
         "family": "diffusion",
         "block_start": "noised",
         "corruption": "uniform",
-        "score_mask": True,
+        "mask_logit": "scored",
         "position_decay": 0.0,
         "packing": "stream",
         "seq_len": 2048,

@@ -72,7 +72,7 @@ def test_the_loss_falls(made):
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     assert sorted(losses) == [1, 10, 20, 30] and losses[30] < losses[10] < losses[1] / 2
     settings = json.loads((made / "train.json").read_text())
-    wanted = {"family": "diffusion", "block_start": "noised", "corruption": "uniform", "packing": "stream", "ema": 0.0}
+    wanted = {"family": "diffusion", "block_start": "noised", "mask_logit": "scored", "packing": "stream"}
     assert wanted.items() <= settings.items() and settings["weight_decay"] == 0 and settings["steps"] == 30
 
 

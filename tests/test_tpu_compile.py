@@ -84,3 +84,16 @@ def test_the_report_on_every_generation(topology, device, tmp_path):
         assert found["floor_ms"] < found["with_copies_at_peak_ms"] < found["ms"], name
         at = found["at_contexts"]
         assert at["1024"]["ms"] < at["32768"]["ms"], name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("topology", "rows", "gigabytes"), [("v6e:2x4", 4, 32), ("v5e:2x4", 2, 16)])
+def test_a_step_of_training_fits(topology, rows, gigabytes):
+    """Of Fast-dLLM v2's recipe for Qwen2.5-1.5B on eight chips that share its parameters."""
+    report = json.loads(run("tests/train_step_compile.py", topology, rows).splitlines()[-1])
+    assert report["chips"] == 8 and report["rows"] == [8 * rows * 8, 2048]
+    # Parameters and two moments in float32, an eighth each, updated in place.
+    assert report["state_bytes"] == pytest.approx(1.544e9 * 12 / 8, rel=0.01)
+    assert report["aliased_bytes"] > 0.99 * report["state_bytes"]
+    assert report["host_bytes"] == 0
+    assert report["peak_bytes"] < 0.9 * gigabytes * 1e9

@@ -1,5 +1,4 @@
-"""`python -m failfast_jax.bench {run,tune,simulate,replay,soak,micro}`: measurements; without a command, `run`."""
-"""`python -m failfast_jax.bench {run,paper,specdiff,batches,tune,simulate,replay,micro}`: measurements (or `run`)."""
+"""`python -m failfast_jax.bench {run,paper,specdiff,batches,tune,simulate,replay,soak,micro}`: measurements (or `run`)."""
 
 from __future__ import annotations
 

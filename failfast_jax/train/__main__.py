@@ -14,10 +14,16 @@ COMMANDS = {
 }
 
 
+class Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults of those options that have one whatever else is given."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; exit status 2 for input that cannot be served, 3 if `--minutes` ended it."""
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    return command.dispatch("failfast_jax.train", COMMANDS, argv, extra="train", formatter=formatter)
+    return command.dispatch("failfast_jax.train", COMMANDS, argv, extra="train", formatter=Formatter)
 
 
 if __name__ == "__main__":

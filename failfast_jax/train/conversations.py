@@ -1,48 +1,103 @@
-"""Conversations that are given, as training documents: JSON lines in the two forms that people exchange."""
+"""Text that is given, as training documents: conversations, questions with answers, and plain texts, in JSON lines or
+Parquet files, in the forms that people exchange."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from failfast_jax.train.data import DataError, Document
 
 SPEAKERS = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+PAIRS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("instruction", "output"))
+"""Columns of a question and its answer; `input` joins an `instruction`."""
+TEXT = "text"
+FORMS = f"'messages', 'conversations', {', '.join(f'{a!r} and {b!r}' for a, b in PAIRS)}, or {TEXT!r}"
 
 
-def read_conversations(file: Path, tokenizer: Any, vocab_size: int) -> list[Document]:
-    """A document for each answer of each conversation, as the tokenizer's chat template writes it.
+def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bool = False) -> list[Document]:
+    """Documents of a `.jsonl` or `.parquet` file, as the tokenizer's chat template writes them.
 
-    A line is an object with `messages` (`role`, `content`) or `conversations` (`from`: human or gpt, `value`). A
-    drafter should learn from its target's own answers: have the target write them anew where they are another's.
+    A row has `messages` (`role`, `content`) or `conversations` (`from`: human or gpt, `value`), or one of `PAIRS`. A
+    drafter that reads its target's features should learn from that target's own answers: have the target write them
+    anew where they are another's.
+
+    Args:
+      whole: a conversation is one document with all its answers, and rows may be plain `text`, all of which is learned.
+        Otherwise each answer is a document.
 
     Raises:
-      DataError: no chat template, a line that is no conversation, or a token outside the vocabulary; the line is named.
+      DataError: no chat template, a row in no known form, or a token outside the vocabulary; the row is named. No
+        pyarrow, for Parquet.
     """
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise DataError(f"{file}: conversations need a target with a chat template; give .npz files of token ids")
     documents: list[Document] = []
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                documents += _answers(_messages(line, f"{file}: line {number}"), tokenizer)
-                if max(map(max, documents[-1])) >= vocab_size:
-                    raise DataError(f"{file}: line {number}: a token outside the target's vocabulary of {vocab_size}")
+    for where, row in ROWS[file.suffix](file):
+        if whole and isinstance(row.get(TEXT), str) and row[TEXT].strip():
+            found = [_text(row[TEXT], tokenizer)]
+        elif whole:
+            found = [_conversation(_messages(row, where), tokenizer, where)]
+        else:
+            found = list(_answers(_messages(row, where), tokenizer))
+        documents += found
+        if any(np.concatenate(document[:2]).max() >= vocab_size for document in found):
+            raise DataError(f"{where}: a token outside the target's vocabulary of {vocab_size}")
     if not documents:
         raise DataError(f"{file}: no conversations")
     return documents
 
 
-def _messages(line: str, where: str) -> list[dict[str, str]]:
+def _json_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{file}: line {number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{where}: not JSON ({error})") from None
+            if not isinstance(row, Mapping):
+                raise DataError(f"{where}: must be an object with {FORMS}")
+            yield where, row
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error})") from None
-    turns = (row.get("messages") or row.get("conversations")) if isinstance(row, Mapping) else None
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f'{file}: Parquet files need pyarrow: pip install "failfast-jax[train]", or pyarrow') from None
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        number = 0
+        for batch in table.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{file}: row {number}", row
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{file}: not a readable Parquet file ({str(error).splitlines()[0]})") from None
+
+
+ROWS: dict[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
+    ".jsonl": _json_rows,
+    ".parquet": _parquet_rows,
+}
+"""Readers of rows, by suffix: each row with the words for where it is."""
+
+
+def _messages(row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
+    """A row's turns, some of which answer."""
+    turns = row.get("messages") or row.get("conversations")
+    if turns is None:
+        turns = _pair(row)
     if not isinstance(turns, list) or not turns:
-        raise DataError(f"{where}: must be an object with 'messages' or 'conversations'")
+        raise DataError(f"{where}: must be an object with {FORMS}")
     messages = []
     for turn in turns:
         turn = turn if isinstance(turn, Mapping) else {}
@@ -55,11 +110,56 @@ def _messages(line: str, where: str) -> list[dict[str, str]]:
     return messages
 
 
-def _answers(messages: list[dict[str, str]], tokenizer: Any) -> Iterator[Document]:
-    def ids(part: list[dict[str, str]], **options: Any) -> list[int]:
-        return tokenizer.apply_chat_template(part, tokenize=True, return_dict=False, **options)
+def _pair(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    for question, answer in PAIRS:
+        if row.get(question) and row.get(answer):
+            asked = row[question]
+            if question == "instruction" and row.get("input"):
+                asked = f"{asked}\n\n{row['input']}"
+            return [{"role": "user", "content": asked}, {"role": "assistant", "content": row[answer]}]
+    return None
 
+
+def _ids(messages: list[dict[str, str]], tokenizer: Any, **options: Any) -> list[int]:
+    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+
+
+def _answers(messages: list[dict[str, str]], tokenizer: Any) -> Iterator[Document]:
     for at, message in enumerate(messages):
         if at and message["role"] == "assistant":
-            prompt = ids(messages[:at], add_generation_prompt=True)
-            yield prompt, ids(messages[: at + 1])[len(prompt) :]
+            prompt = _ids(messages[:at], tokenizer, add_generation_prompt=True)
+            yield prompt, _ids(messages[: at + 1], tokenizer)[len(prompt) :]
+
+
+def _conversation(messages: list[dict[str, str]], tokenizer: Any, where: str) -> Document:
+    """All of a conversation, and which of it are answers.
+
+    Raises:
+      DataError: the template writes a turn otherwise once another follows.
+    """
+    last = max(at for at, message in enumerate(messages) if message["role"] == "assistant")
+    whole = _ids(messages[: last + 1], tokenizer)
+    labelled, first = np.zeros(len(whole), bool), None
+    for at in range(1, last + 1):
+        if messages[at]["role"] != "assistant":
+            continue
+        start = _ids(messages[:at], tokenizer, add_generation_prompt=True)
+        end = _ids(messages[: at + 1], tokenizer)
+        if whole[: len(start)] != start or whole[: len(end)] != end:
+            raise DataError(
+                f"{where}: the chat template writes earlier turns of a conversation otherwise than its last ones: give "
+                "conversations of one answer"
+            )
+        labelled[len(start) : len(end)] = True
+        first = len(start) if first is None else first
+    ids = np.asarray(whole, np.int32)  # a list of Python's integers takes ten times as much
+    return ids[:first], ids[first:], labelled[first:]
+
+
+def _text(text: str, tokenizer: Any) -> Document:
+    """A plain text, of which the first token is given."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if tokenizer.eos_token_id is not None:
+        ids = [*ids, tokenizer.eos_token_id]
+    ids = np.asarray(ids, np.int32)
+    return ids[:1], ids[1:], np.ones(len(ids) - 1, bool)

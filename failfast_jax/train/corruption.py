@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-KINDS = ("random", "draft", "mixed")
+KINDS = ("random", "uniform", "draft", "mixed")
+LEAST_NOISE = 1e-3
+"""Of `uniform`: the lowest probability of a mask (the released code's `eps`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +22,9 @@ class Corruption:
     """
 
     kind: str = "random"
-    """`random`: a noise level t ~ U(0, 1) a block; each maskable position is masked with probability t.
+    """`random`: a noise level t ~ U(0, 1) a block; each maskable position is masked with probability t, one at least.
+    `uniform`: as Fast-dLLM v2's released code draws them: with probability `LEAST_NOISE + (1 - LEAST_NOISE) t`, none
+    is forced, so that a block may have no mask, and its complement may be all masks.
     `draft`: what a one-pass drafter sees: c leading maskable positions stay clean, all behind are masks; c is
     uniform over what leaves a mask (0 .. D-1 in a block that is all answer).
     `mixed`: each block is `draft` with probability `draft_fraction`, else `random`."""
@@ -56,6 +60,12 @@ def _random_masks(key: Array, maskable: Bool[Array, "B n D"]) -> Bool[Array, "B 
     return maskable & ((draw < level) | (draw == draw.min(-1, keepdims=True)))
 
 
+def _uniform_masks(key: Array, maskable: Bool[Array, "B n D"]) -> Bool[Array, "B n D"]:
+    level_key, draw_key = jax.random.split(key)
+    level = LEAST_NOISE + (1 - LEAST_NOISE) * jax.random.uniform(level_key, (*maskable.shape[:2], 1))
+    return maskable & (jax.random.uniform(draw_key, maskable.shape) < level)
+
+
 def _draft_masks(key: Array, maskable: Bool[Array, "B n D"]) -> Bool[Array, "B n D"]:
     count = maskable.sum(-1, keepdims=True)
     clean = jax.random.randint(key, count.shape, 0, jnp.maximum(count, 1))
@@ -72,7 +82,8 @@ def corrupt(
 ) -> tuple[Int[Array, "M L"], Bool[Array, "M L"]]:
     """Draws the noised copy of `tokens`. M is B, or 2B if `corruption.complementary` (row B + b is of row b's text).
 
-    Every block with a maskable position gets a mask, except a complement of masks that took the whole block.
+    Every block with a maskable position gets a mask, except a complement of masks that took the whole block, and
+    under `uniform`.
 
     Args:
       key: a PRNG key; equal keys give equal masks.
@@ -91,7 +102,7 @@ def corrupt(
         like_draft = jax.random.bernoulli(kind_key, corruption.draft_fraction, (*maskable.shape[:2], 1))
     else:
         like_draft = jnp.full((*maskable.shape[:2], 1), corruption.kind == "draft")
-    random = _random_masks(keys[0], maskable)
+    random = (_uniform_masks if corruption.kind == "uniform" else _random_masks)(keys[0], maskable)
     masked = jnp.where(like_draft, _draft_masks(keys[1], maskable), random)
     if corruption.complementary:
         second = jnp.where(like_draft, _draft_masks(keys[2], maskable), maskable & ~random)

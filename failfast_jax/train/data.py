@@ -1,4 +1,4 @@
-"""Training documents: prompts and the target's own answers, as token ids in `.npz` files.
+"""Training documents: prompts and answers, as token ids in `.npz` files.
 
 A file holds `prompt` and `answer` (ids of all documents, concatenated) and `prompt_len` and `answer_len`
 (tokens of each); `python -m failfast_jax.train selfgen` writes folders of such files.
@@ -11,6 +11,7 @@ import hashlib
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +21,8 @@ ARRAYS = ("prompt", "prompt_len", "answer", "answer_len")
 LARGEST_UINT16_VOCABULARY = 65_536
 
 Ids = Sequence[int] | np.ndarray
-Document = tuple[Ids, Ids]
-"""Ids of a prompt and of its answer."""
+Document = tuple[Ids, Ids] | tuple[Ids, Ids, np.ndarray]
+"""Ids of a prompt and of its answer; of a whole conversation, which of the ids behind the first prompt are answers."""
 
 
 class DataError(ValueError):
@@ -35,26 +36,36 @@ class Documents:
     Attributes:
       tokens: per document its prompt's and answer's ids, `[length]` int32.
       prompt_length: tokens of each prompt, `[documents]`.
+      labelled: per document which of its tokens are answers, `[length]` bool; None: all behind the prompts.
     """
 
     tokens: list[np.ndarray]
     prompt_length: np.ndarray
+    labelled: list[np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def take(self, indices: Ids) -> Documents:
-        return Documents([self.tokens[i] for i in indices], self.prompt_length[list(indices)])
+        labelled = None if self.labelled is None else [self.labelled[i] for i in indices]
+        return Documents([self.tokens[i] for i in indices], self.prompt_length[list(indices)], labelled)
+
+    def answers(self, index: int) -> np.ndarray:
+        """Which tokens of a document are answers."""
+        if self.labelled is not None:
+            return self.labelled[index]
+        return np.arange(len(self.tokens[index])) >= self.prompt_length[index]
 
     def pairs(self) -> list[Document]:
-        """Prompt and answer of each document."""
+        """Prompt and answer of each document: of a conversation, the first prompt and all that follows."""
         return [(row[:start], row[start:]) for row, start in zip(self.tokens, self.prompt_length)]
 
     def digest(self) -> str:
         """Tells these documents, in this order, from others."""
         lengths = np.asarray([len(row) for row in self.tokens], np.int64)
         parts = (np.concatenate(self.tokens).astype(np.int32), lengths, self.prompt_length.astype(np.int64))
-        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:16]
+        labelled = () if self.labelled is None else (np.packbits(np.concatenate(self.labelled)),)
+        return hashlib.sha256(b"".join(part.tobytes() for part in (*parts, *labelled))).hexdigest()[:16]
 
     def answer_tokens(self) -> np.ndarray:
         """Ids of all answers, concatenated."""
@@ -70,10 +81,10 @@ def load_documents(
     skip_short: bool = False,
     read: Mapping[str, Callable[[Path], list[Document]]] | None = None,
 ) -> Documents:
-    """Reads `.npz` files, and folders of them, in the order of their names.
+    """Reads files, and folders of them, in the order of their names.
 
     Args:
-      read: readers of files of other kinds, by suffix.
+      read: readers of files of other kinds than `.npz`, by suffix.
       shortest: tokens (prompt and answer) that a document needs: a block.
       longest: documents are cut to this many tokens.
       skip_short: leave out documents below `shortest` instead of refusing the file.
@@ -83,9 +94,11 @@ def load_documents(
     """
     tokens: list[np.ndarray] = []
     prompts: list[int] = []
-    for file in _files(paths):
+    labelled: list[np.ndarray] = []
+    whole = False
+    for file in _files(paths, (".npz", *(read or ()))):
         found = read[file.suffix](file) if read and file.suffix in read else read_documents(file, vocab_size)
-        for number, (prompt, answer) in enumerate(found):
+        for number, (prompt, answer, *marks) in enumerate(found):
             document = np.concatenate([prompt, answer]).astype(np.int32)[:longest]
             if len(document) < shortest or len(prompt) + 1 >= len(document):
                 if skip_short:
@@ -96,19 +109,22 @@ def load_documents(
                 )
             tokens.append(document)
             prompts.append(len(prompt))
+            whole = whole or bool(marks)
+            answers = marks[0] if marks else np.ones(len(answer), bool)
+            labelled.append(np.concatenate([np.zeros(len(prompt), bool), answers])[:longest])
     if not tokens:
         where = ", ".join(map(str, paths))
         raise DataError(f"{where}: no usable documents: none has {shortest} tokens, two of them an answer's")
-    return Documents(tokens, np.asarray(prompts, np.int32))
+    return Documents(tokens, np.asarray(prompts, np.int32), labelled if whole else None)
 
 
-def _files(paths: Sequence[Path]) -> list[Path]:
+def _files(paths: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found = sorted(path.glob("*.npz"))
+            found = sorted(file for file in path.iterdir() if file.suffix in suffixes)
             if not found:
-                raise DataError(f"{path}: no .npz files in this folder")
+                raise DataError(f"{path}: no {' or '.join(suffixes)} files in this folder")
             files += found
         elif path.is_file():
             files.append(path)
@@ -170,7 +186,7 @@ def write_documents(path: Path, documents: Iterable[Document], vocab_size: int) 
     """Writes a file of documents, whole or not at all; ids are uint16 where the vocabulary allows, else uint32."""
     dtype = np.uint16 if vocab_size <= LARGEST_UINT16_VOCABULARY else np.uint32
     arrays = {}
-    for kind, lists in zip(("prompt", "answer"), zip(*documents)):
+    for kind, lists in zip(("prompt", "answer"), zip(*(document[:2] for document in documents))):
         arrays[kind] = np.concatenate([np.asarray(ids, dtype) for ids in lists])
         arrays[f"{kind}_len"] = np.asarray([len(ids) for ids in lists], np.int32)
     content = io.BytesIO()
@@ -228,6 +244,11 @@ def batches(documents: Documents, *, length: int, batch: int, seed: int):
     Returns:
       A Grain dataset of dicts: tokens `[batch, length]`, prompt_length, length and document `[batch]`.
     """
+    return shuffled(_Rows(documents, length), batch, seed)
+
+
+def shuffled(rows: Any, batch: int, seed: int) -> Any:
+    """Endless shuffled batches of what is given by index (dicts of arrays), as a Grain dataset by step number."""
     import grain
 
-    return grain.MapDataset.source(_Rows(documents, length)).seed(seed).shuffle().repeat().batch(batch)
+    return grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(batch)

@@ -21,6 +21,7 @@ class Evaluation:
       prompts: held-out documents whose prompts are answered, in one batch.
       tokens: new tokens of each answer.
       spec_len: tokens of each draft; None: the drafter's own default.
+      tokenizers: the target's and the drafter's, where their vocabularies may differ in size.
 
     Attributes:
       last: the last result.
@@ -35,9 +36,14 @@ class Evaluation:
         prompts: int,
         tokens: int,
         spec_len: int | None = None,
+        tokenizers: tuple[Any, Any] | None = None,
     ):
         self.objective = objective
-        self.engine = FailFast(target, objective.drafter(objective.trainable))
+        # The engine runs on one device, training on all.
+        self._device = jax.local_devices()[0]
+        tokenizer, drafter_tokenizer = tokenizers or (None, None)
+        drafter = jax.device_put(objective.drafter(objective.trainable), self._device)
+        self.engine = FailFast(target, drafter, tokenizer=tokenizer, drafter_tokenizer=drafter_tokenizer)
         model = self.engine.drafter
         # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
         method = {"method": "failfast", "tau": 1.0}
@@ -51,8 +57,7 @@ class Evaluation:
 
     def __call__(self, trainable: Any) -> dict[str, float]:
         """`accepted_per_round`, `rounds`, and how often the first drafted token was accepted."""
-        # The engine runs on one device, training on all.
-        self.engine.drafter = jax.device_put(self.objective.drafter(trainable), jax.local_devices()[0])
+        self.engine.drafter = jax.device_put(self.objective.drafter(trainable), self._device)
         results = self.engine.generate(self.prompts, **self.options)
         rounds = [log for result in results for log in result.rounds]
         self.last = {

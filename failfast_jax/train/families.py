@@ -17,10 +17,16 @@ from failfast_jax.models.drafter_model import FEATURE_BLOCK
 from failfast_jax.models.dspark import MARKOV_HEADS, DSparkConfig
 from failfast_jax.options import flag_of
 from failfast_jax.train.corruption import KINDS
+from failfast_jax.train.diffusion import FREEZABLE
+from failfast_jax.train.packing import PACKINGS
+from failfast_jax.train.paired_forward import BLOCK_STARTS
 
 BLOCKS, PUBLISHED = ("dspark", "dflash"), ("dspark", "dflash", "eagle3")
 """Families of block drafters, and those in DeepSpec's layout."""
-FAMILIES = (*PUBLISHED, "standalone")
+STANDALONE, DIFFUSION = ("standalone",), ("diffusion",)
+MASKED = (*STANDALONE, *DIFFUSION)
+"""Families of block-diffusion models."""
+FAMILIES = (*PUBLISHED, *MASKED)
 THIRDS = "thirds"
 """Of `--row-features`: layers at 1/3 and 2/3 of the depth, and the last one."""
 DECIDED_BY_START = ("rows", "draft_vocab", "features", "row_features", "no_fit", "mask_token")
@@ -47,11 +53,10 @@ def _number(default: float, families: tuple[str, ...], help: str) -> FamilyOptio
     return FamilyOption(default, families, help, {"type": type(default)})
 
 
-STANDALONE = ("standalone",)
 SWITCH = {"action": "store_true"}
 FAMILY_OPTIONS = {
     "rows": _number(7, BLOCKS, "tokens that one pass drafts"),
-    "position_decay": _number(3.0, (*BLOCKS, *STANDALONE), "the k-th masked token weighs exp(-(k-1)/x); 0: all 1"),
+    "position_decay": _number(3.0, (*BLOCKS, *MASKED), "the k-th masked token weighs exp(-(k-1)/x); 0: all 1"),
     "draft_vocab": _number(0, PUBLISHED, "draft only the n most frequent tokens of the answers; 0: all"),
     "anchors": _number(64, PUBLISHED, "blocks, or chains, per document and step"),
     "prefix_fraction": FamilyOption(
@@ -76,7 +81,10 @@ FAMILY_OPTIONS = {
     "markov": FamilyOption("vanilla", ("dspark",), "kind of the Markov head", {"choices": MARKOV_HEADS}),
     "markov_rank": _number(256, ("dspark",), "size of its vectors"),
     "mask_token": FamilyOption(
-        None, BLOCKS, "id for what is not known; default: one that no text has", {"type": int, "metavar": "ID"}
+        None,
+        (*BLOCKS, *DIFFUSION),
+        "id for what is not known; default: one that no text has",
+        {"type": int, "metavar": "ID"},
     ),
     "ce_weight": _number(0.1, BLOCKS, "of the cross-entropy with the answers"),
     "l1_weight": _number(0.9, BLOCKS, "of the distance from the target's choices"),
@@ -90,10 +98,32 @@ FAMILY_OPTIONS = {
     "borrow": FamilyOption(False, PUBLISHED, "store neither the target's embedding nor its head", SWITCH),
     "ttt_length": _number(7, ("eagle3",), "passes that training unrolls"),
     "step_decay": _number(0.8, ("eagle3",), "the k-th pass weighs x ** (k-1)"),
-    "block_size": _number(32, STANDALONE, "positions of a block"),
-    "corruption": FamilyOption("mixed", STANDALONE, "what is masked", {"choices": KINDS}),
-    "draft_fraction": _number(0.5, STANDALONE, "blocks that look like drafting (mixed)"),
-    "no_complementary": FamilyOption(False, STANDALONE, "one mask a document, not it and its rest", SWITCH),
+    "block_size": _number(32, MASKED, "positions of a block"),
+    "corruption": FamilyOption("mixed", MASKED, "what is masked (uniform: as released)", {"choices": KINDS}),
+    "draft_fraction": _number(0.5, MASKED, "blocks that look like drafting (mixed)"),
+    "no_complementary": FamilyOption(False, MASKED, "one mask a document, not it and its rest", SWITCH),
+    "block_start": FamilyOption(
+        "clean",
+        MASKED,
+        "row that predicts a block's first token: the last one of the clean block in front (as decoding does), or of "
+        "the noised one (as released)",
+        {"choices": BLOCK_STARTS},
+    ),
+    "mask_logit": FamilyOption(
+        "hidden",
+        MASKED,
+        "whether the mask token is in the softmax: hidden (as decoding does) or scored (as released)",
+        {"choices": ("hidden", "scored")},
+    ),
+    "packing": FamilyOption(
+        "none",
+        DIFFUSION,
+        "documents in a row: one, several which see those in front of them (as released), or several by themselves",
+        {"choices": PACKINGS},
+    ),
+    "freeze": FamilyOption(
+        None, DIFFUSION, f"parts that stay as they are: {', '.join(FREEZABLE)}", {"metavar": "PART,PART"}
+    ),
     "kl_weight": _number(0.0, STANDALONE, "share of KL(target || drafter) in the loss"),
 }
 
@@ -134,13 +164,13 @@ def fill_in(args: argparse.Namespace) -> None:
 
 
 def started_from(args: argparse.Namespace) -> DSparkConfig | None:
-    """The shape of the drafter at `--start`; None: training starts from the target's layers.
+    """The shape of the drafter at `--start`; None: training starts from a model's layers.
 
     Raises:
       CheckpointError, ConfigError: there is none.
       OptionError: it cannot be trained so.
     """
-    if args.start is None:
+    if args.start is None or args.family in DIFFUSION:
         return None
     flag = f"--start {args.start}"
     if args.family not in BLOCKS or args.layers is not None:

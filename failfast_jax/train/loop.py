@@ -1,4 +1,4 @@
-"""The training loop: optimiser, data-parallel steps, checkpoints with exact resume, logs."""
+"""The training loop: optimiser, steps over all devices, checkpoints with exact resume, logs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from failfast_jax.errors import OptionError
 from failfast_jax.files import read_lines, write_atomically
 from failfast_jax.models.config import ModelConfig
+from failfast_jax.train.spread import Spread
 
 LOG_FILE = "log.jsonl"
 CHECKPOINTS = "checkpoints"
@@ -80,13 +80,16 @@ class Optimization:
     batch: int = _option(8, "documents a step and accumulation, over all devices")
     accumulate: int = _option(1, "batches whose gradients make a step")
     learning_rate: float = _option(5e-4, "at its highest")
-    schedule: str = _option("cosine", "cosine, or wsd: constant, with a linear end", choices=("cosine", "wsd"))
+    schedule: str = _option(
+        "cosine", "cosine, constant, or wsd: constant, with a linear end", choices=("cosine", "constant", "wsd")
+    )
     warmup: int = _option(50, "steps of linear warm-up, at most a quarter of all")
     decay_fraction: float = _option(0.2, "wsd: share of the steps in the linear end")
     final_fraction: float = _option(0.05, "last learning rate, as a share of the highest")
     weight_decay: float = _option(0.01, "AdamW's, on matrices")
+    beta2: float = _option(0.95, "AdamW's decay of squared gradients")
     clip: float = _option(1.0, "largest gradient norm")
-    ema: float = _option(0.99, "decay of the averaged parameters, which are what is kept")
+    ema: float = _option(0.99, "decay of the averaged parameters, which are what is kept; 0: no average")
     seed: int = _option(0, "of shuffling, masks and initialisation")
 
     def validate(self) -> None:
@@ -96,11 +99,12 @@ class Optimization:
             "batch": self.batch >= 1,
             "accumulate": self.accumulate >= 1,
             "learning_rate": self.learning_rate > 0,
-            "schedule": self.schedule in ("cosine", "wsd"),
+            "schedule": self.schedule in ("cosine", "constant", "wsd"),
             "warmup": 0 <= self.warmup,
             "decay_fraction": 0 < self.decay_fraction <= 1,
             "final_fraction": 0 <= self.final_fraction <= 1,
             "weight_decay": self.weight_decay >= 0,
+            "beta2": 0 < self.beta2 < 1,
             "clip": self.clip > 0,
             "ema": 0 <= self.ema < 1,
             "seed": 0 <= self.seed < 2**32,
@@ -108,7 +112,7 @@ class Optimization:
         check_ranges(self, rules)
 
     def learning_rates(self) -> optax.Schedule:
-        """Learning rate by step: warm-up, then cosine, or constant with a linear decay at the end (WSD)."""
+        """Learning rate by step: warm-up, then cosine, constant, or constant with a linear decay at the end (WSD)."""
         warmup = min(self.warmup, max(self.steps // 4, 1))
         end = self.learning_rate * self.final_fraction
         if self.schedule == "cosine":
@@ -120,6 +124,8 @@ class Optimization:
             optax.constant_schedule(self.learning_rate),
             optax.linear_schedule(self.learning_rate, end, decay),
         ]
+        if self.schedule == "constant":
+            return optax.join_schedules(parts[:2], [warmup])
         return optax.join_schedules(parts, [warmup, warmup + hold])
 
     def optimizer(self) -> optax.GradientTransformation:
@@ -129,19 +135,26 @@ class Optimization:
 
         return optax.chain(
             optax.clip_by_global_norm(self.clip),
-            optax.adamw(self.learning_rates(), b2=0.95, weight_decay=self.weight_decay, mask=decayed),
+            optax.adamw(self.learning_rates(), b2=self.beta2, weight_decay=self.weight_decay, mask=decayed),
         )
 
 
-def initial_state(objective: Objective, optimization: Optimization) -> dict[str, Any]:
-    """Step 0: parameters, their moving average, the optimiser's state."""
-    trainable = jax.tree.map(jnp.array, objective.trainable)
-    return {
-        "step": jnp.int32(0),
-        "params": trainable,
-        "ema": jax.tree.map(jnp.array, trainable),
-        "optimizer": optimization.optimizer().init(trainable),
-    }
+def initial_state(objective: Objective, optimization: Optimization, spread: Spread | None = None) -> dict[str, Any]:
+    """Step 0: parameters, their moving average (if any), the optimiser's state; each device its part."""
+
+    def placed(tree: Any) -> Any:
+        return tree if spread is None else jax.device_put(tree, spread.places(tree))
+
+    trainable = placed(jax.tree.map(jnp.array, objective.trainable))
+    state = {"step": jnp.int32(0), "params": trainable, "optimizer": optimization.optimizer().init(trainable)}
+    if optimization.ema:
+        state["ema"] = jax.tree.map(jnp.array, trainable)
+    return placed(state)
+
+
+def averaged(state: dict[str, Any]) -> Any:
+    """The parameters that a run makes a drafter of: the average, or the last ones where there is none."""
+    return state.get("ema", state["params"])
 
 
 def make_step(objective: Objective, optimization: Optimization) -> Callable:
@@ -166,11 +179,12 @@ def make_step(objective: Objective, optimization: Optimization) -> Callable:
             ((value, metrics), grads), _ = jax.lax.scan(body, zeros, (split, jax.random.split(key, parts)))
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        # A short average at first, so that the start is forgotten.
-        decay = jnp.minimum(optimization.ema, (1.0 + state["step"]) / (10.0 + state["step"]))
-        ema = jax.tree.map(lambda old, new: old * decay + new * (1 - decay), state["ema"], params)
         metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
-        new = {"step": state["step"] + 1, "params": params, "ema": ema, "optimizer": optimizer_state}
+        new = {"step": state["step"] + 1, "params": params, "optimizer": optimizer_state}
+        if optimization.ema:
+            # A short average at first, so that the start is forgotten.
+            decay = jnp.minimum(optimization.ema, (1.0 + state["step"]) / (10.0 + state["step"]))
+            new["ema"] = jax.tree.map(lambda old, mean: old * decay + mean * (1 - decay), state["ema"], params)
         return new, metrics
 
     return step
@@ -193,6 +207,7 @@ def train(
     optimization: Optimization,
     folder: Path,
     *,
+    spread: Spread | None = None,
     evaluate: Callable[[Any], dict[str, float]] | None = None,
     save_every: int = 100,
     eval_every: int = 0,
@@ -205,6 +220,7 @@ def train(
 
     Args:
       dataset: `dataset[step]` is a batch of `optimization.batch * optimization.accumulate` documents.
+      spread: what lies on which device; None: copies on all of them. It may change from one piece of a run to the next.
       evaluate: `(averaged parameters) -> figures`, logged and shown; called every `eval_every` steps.
       deadline: stop (with a checkpoint) behind this `time.monotonic()`, after a step at least.
 
@@ -215,19 +231,19 @@ def train(
       OptionError: the batch does not divide over the devices, or the loss is not finite.
     """
     check_devices(optimization)
-    everywhere, by_row = _shardings()
-    state = jax.device_put(initial_state(objective, optimization), everywhere)
-    objective.constants = jax.device_put(objective.constants, everywhere)
+    spread = spread or Spread.over()
+    state = initial_state(objective, optimization, spread)
+    objective.constants = jax.device_put(objective.constants, spread.everywhere)
     with _checkpoints(folder) as manager:
         state = _restored(manager, state)
         done = int(state["step"])
         progress = _Progress(folder / LOG_FILE, objective, done, optimization.steps)
-        step = jax.jit(make_step(objective, optimization), donate_argnums=0)
+        step = jax.jit(make_step(objective, optimization), donate_argnums=0, out_shardings=(spread.places(state), None))
         while done < optimization.steps:
             batch = dataset[done]
             # Features are computed from tokens that are spread over the devices.
-            batch = {**batch, "tokens": jax.device_put(batch["tokens"], by_row)}
-            batch = jax.device_put(objective.prepare(batch), by_row)
+            batch = {**batch, "tokens": jax.device_put(batch["tokens"], spread.rows)}
+            batch = jax.device_put(objective.prepare(batch), spread.rows)
             state, metrics = step(state, objective.constants, batch)
             done += 1
             progress.count(batch)
@@ -237,7 +253,7 @@ def train(
             if done % LOG_EVERY == 0 or save:
                 progress.metrics(done, metrics)
             if evaluate and ((eval_every and done % eval_every == 0) or last):
-                progress.held_out(done, evaluate, state["ema"])
+                progress.held_out(done, evaluate, averaged(state))
             if save:  # after what is logged for this step, so that a kill in between loses nothing
                 manager.save(done, args=ocp.args.StandardSave(state))
             if out_of_time:
@@ -258,12 +274,6 @@ def _restored(manager: ocp.CheckpointManager, state: dict[str, Any]) -> dict[str
         return state
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     return manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(abstract))
-
-
-def _shardings() -> tuple[NamedSharding, NamedSharding]:
-    """Copies on all devices, and rows spread over them."""
-    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
 
 class _Progress:

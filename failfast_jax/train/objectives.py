@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +19,10 @@ from failfast_jax.models.transformer import Decoder
 from failfast_jax.train import data, dspark, eagle, loop
 from failfast_jax.train.adapt import Adaptation, AdaptationOptions
 from failfast_jax.train.corruption import Corruption
+from failfast_jax.train.diffusion import Diffusion, Start, frozen_parts
 from failfast_jax.train.features import FeatureCache, captured_layers
 from failfast_jax.train.fit import fit_inputs
+from failfast_jax.train.spread import Spread
 
 HEAD_CHUNK = 1024
 """Rows whose logits over the whole vocabulary are in memory at a time."""
@@ -162,11 +165,27 @@ def _eagle(
 
 
 def _adaptation(args: argparse.Namespace, target: Decoder, layers: Layers) -> Adaptation:
-    corruption = Corruption(args.corruption, args.draft_fraction, complementary=not args.no_complementary)
-    options = AdaptationOptions(
-        corruption=corruption,
-        position_decay=args.position_decay or None,
-        kl_weight=args.kl_weight,
-        head_chunk=HEAD_CHUNK,
-    )
+    options = masked_options(args, kl_weight=args.kl_weight)
     return Adaptation(target, layers.own, args.block_size, options, compute_dtype=args.compute_dtype)
+
+
+def masked_options(args: argparse.Namespace, **more: Any) -> AdaptationOptions:
+    return AdaptationOptions(
+        corruption=Corruption(args.corruption, args.draft_fraction, complementary=not args.no_complementary),
+        block_start=args.block_start,
+        score_mask=args.mask_logit == "scored",
+        position_decay=args.position_decay or None,
+        head_chunk=HEAD_CHUNK,
+        **more,
+    )
+
+
+def make_diffusion(args: argparse.Namespace, start: Start, spread: Spread) -> Diffusion:
+    """The objective of a whole model.
+
+    Raises:
+      CheckpointError: what it starts from cannot be read.
+    """
+    how = {"spread": spread, "tokenizer": start.tokenizer, "compute_dtype": args.compute_dtype}
+    frozen = frozen_parts(args.freeze, start.config)
+    return Diffusion(start.config, start.params(spread), masked_options(args, scan=True), frozen=frozen, **how)

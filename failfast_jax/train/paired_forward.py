@@ -8,6 +8,7 @@ are served as they are.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,17 @@ from failfast_jax.models.rope import rotary, rotated_heads
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.corruption import check_blocks, in_blocks
 
+Gather = Callable[[Layer], Layer]
+BLOCK_STARTS = ("clean", "noised")
+"""Rows that may predict a block's first position; see `source_rows`."""
+
 
 def pair_attention(
     q: Float[Array, "B C L Q H"],
     k: Float[Array, "B C L K H"],
     v: Float[Array, "B C L K H"],
     length: Int[Array, " B"] | None,
+    segment: Int[Array, "B n"] | None = None,
     *,
     block: int,
 ) -> Float[Array, "B C L Q H"]:
@@ -35,6 +41,8 @@ def pair_attention(
 
     Args:
       length: keys at or behind it are padding, which nothing sees; None: there is none.
+      segment: of each block the number of the document that it belongs to, where a row holds several which do not
+        see each other.
     """
     batch, copies, width, heads, head_dim = q.shape
     kv_heads, group = k.shape[3], heads // k.shape[3]
@@ -52,6 +60,8 @@ def pair_attention(
     cross = jnp.einsum("bkcngqh,bkth->bkcngqt", q, k_clean, preferred_element_type=jnp.float32)
     earlier = position // block < jnp.arange(width // block)[:, None]
     seen = earlier & live[:, None]  # [B, n, L]: the same for all rows of a block
+    if segment is not None:
+        seen &= segment[:, :, None] == jnp.repeat(segment, block, axis=1)[:, None]
     cross = jnp.where(seen[:, None, None, :, None, None], cross, HIDDEN)
 
     # One softmax over both parts, without joining them in memory.
@@ -64,14 +74,16 @@ def pair_attention(
     return out.transpose(0, 2, 3, 5, 1, 4, 6).reshape(batch, copies, width, heads, head_dim).astype(k.dtype)
 
 
-@functools.partial(jax.jit, static_argnames="block")
-def _pair_layer(layer: Layer, x: Float[Array, "B C L E"], cos, sin, length, *, block: int) -> Float[Array, "B C L E"]:
+@functools.partial(jax.jit, static_argnames=("block", "gather"))
+def _pair_layer(
+    layer: Layer, x: Float[Array, "B C L E"], cos, sin, length, segment, *, block: int, gather: Gather | None
+) -> Float[Array, "B C L E"]:
     """One layer over all copies. The inner jit is traced once for all layers, not once for each."""
 
     def attend(heads: Array) -> tuple[Array, None]:
-        return pair_attention(*rotated_heads(heads, cos, sin), length, block=block), None
+        return pair_attention(*rotated_heads(heads, cos, sin), length, segment, block=block), None
 
-    return layer(x, attend)[0]
+    return (layer if gather is None else gather(layer))(x, attend)[0]
 
 
 def forward_pair(
@@ -79,8 +91,11 @@ def forward_pair(
     noised: Int[Array, "M L"],
     clean: Int[Array, "B L"],
     length: Int[Array, " B"] | None = None,
+    segment: Int[Array, "B n"] | None = None,
     *,
     remat: bool = True,
+    scan: bool = False,
+    gather: Gather | None = None,
 ) -> tuple[Float[Array, "M L E"], Float[Array, "B L E"]]:
     """Runs noised and clean copies of texts in one pass, both at the text's positions.
 
@@ -90,7 +105,12 @@ def forward_pair(
     Args:
       noised: copies of the texts; M may be a multiple of B (row r is of text r mod B), which then share one clean copy.
       length: positions from it on are padding, which no other position sees; None: there is none.
+      segment: see `pair_attention`.
       remat: recompute each layer in the backward pass.
+      scan: the layers are a loop over one program, which compiles in the time of one layer, and whose parameters are
+        copied once a step.
+      gather: makes a layer whole of the parts that the devices of a `shard_map` hold: again in the backward pass where
+        there is `remat`, so that no more than one layer is whole at a time.
 
     Returns:
       Hidden states after the final norm (see `Decoder.logits_of`) of the noised and of the clean copy.
@@ -102,25 +122,38 @@ def forward_pair(
     check_blocks(clean.shape[1], block)
     if noised.shape[1] != clean.shape[1] or noised.shape[0] % clean.shape[0]:
         raise ValueError(f"noised copies {noised.shape} do not fit the clean texts {clean.shape}")
-    step = functools.partial(_pair_layer, block=block)
+    step = functools.partial(_pair_layer, block=block, gather=gather)
     if remat:
         step = jax.checkpoint(step)
     cos, sin = rotary(model.config, jnp.arange(clean.shape[1])[None])
     # A text's copies lie side by side: sharded over texts, a copy and the clean keys it reads are on one device.
     copies = jnp.concatenate([noised.reshape(-1, *clean.shape), clean[None]]).swapaxes(0, 1)
     x = model.embed[...][copies]
-    for layer in model.layers:
-        x = step(layer, x, cos, sin, length)
+    if scan:
+        layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers)
+        x, _ = jax.lax.scan(lambda x, layer: (step(layer, x, cos, sin, length, segment), None), x, layers)
+    else:
+        for layer in model.layers:
+            x = step(layer, x, cos, sin, length, segment)
     x = model.norm(x).swapaxes(0, 1)
     return x[:-1].reshape(*noised.shape, -1), x[-1]
 
 
-def source_rows(noised: Float[Array, "M L E"], clean: Float[Array, "B L E"], block: int) -> Float[Array, "M L E"]:
-    """The hidden state that predicts each position: its left neighbour's, the clean one in front of a block.
+def source_rows(
+    noised: Float[Array, "M L E"], clean: Float[Array, "B L E"], block: int, start: str = "clean"
+) -> Float[Array, "M L E"]:
+    """The hidden state that predicts each position: its left neighbour's.
 
-    A block's first position is predicted once the block in front of it is final. Position 0 has no neighbour:
-    its row is meaningless.
+    Args:
+      start: which neighbour predicts a block's first position. `clean`: the last row of the clean block in front of it,
+        which is what a decoder has once that block is final. `noised`: the last row of the noised block in front, as in
+        Fast-dLLM v2's released code, which shifts the noised half as a whole.
+
+    Returns:
+      Position 0 has no neighbour: its row is meaningless.
     """
+    if start == "noised":
+        return jnp.roll(noised, 1, axis=1)
     # Only the last row of each clean block is ever needed.
     noised, ends = in_blocks(noised, block), in_blocks(clean, block)[:, :, -1]
     first = jnp.tile(jnp.roll(ends, 1, axis=1), (noised.shape[0] // ends.shape[0], 1, 1))

@@ -1,10 +1,12 @@
 """`python -m failfast_jax.train run`: make a drafter for a target, from the target.
 
-Four families. `dspark` and `dflash` drafters (a few layers that read the target's hidden states, with or without Markov
+Five families. `dspark` and `dflash` drafters (a few layers that read the target's hidden states, with or without Markov
 and confidence heads) and `eagle3` ones (one layer, which goes on from its own hidden states) are written in DeepSpec's
 layout, which other engines serve, too. With `--row-features` block drafters are this project's own: they start in
-closed form, which suits little data. `standalone` ones are block diffusion as in Fast-dLLM v2, over all layers of the
-model or some. A run lives in one folder and continues from its last checkpoint when it is started again.
+closed form, which suits little data. `standalone` ones are block diffusion over all layers of the model or some, with
+the target's embedding and head. `diffusion` trains a whole model, which drafts for any target with the same tokens;
+`--preset fast-dllm-v2` does so as Fast-dLLM v2 was made. A run lives in one folder and continues from its last
+checkpoint when it is started again.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +33,27 @@ from failfast_jax.errors import OptionError
 from failfast_jax.files import read_json
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.options import flag_of
-from failfast_jax.train import data, loop
-from failfast_jax.train.conversations import read_conversations
+from failfast_jax.train import data, loop, presets
+from failfast_jax.train.conversations import ROWS, read_conversations
+from failfast_jax.train.diffusion import Start, frozen_parts, start_for
 from failfast_jax.train.dspark import spare_token
 from failfast_jax.train.evaluate import Evaluation
 from failfast_jax.train.families import (
     BLOCKS,
+    DIFFUSION,
     FAMILIES,
+    MASKED,
     PUBLISHED,
     THIRDS,
     add_family_options,
     fill_in,
     started_from,
 )
-from failfast_jax.train.objectives import Layers, make_objective
+from failfast_jax.train.objectives import Layers, make_diffusion, make_objective
+from failfast_jax.train.packing import packed_batches
 from failfast_jax.train.publish import push
 from failfast_jax.train.resume import begin
+from failfast_jax.train.spread import Spread
 
 SETTINGS_FILE = "train.json"
 HELD_OUT = "held_out.npz"
@@ -54,7 +61,7 @@ HELD_OUT = "held_out.npz"
 LONGEST_CHAIN = 64
 """As long as `--spec-len` of `eagle3` may be."""
 RUN_ONLY = (
-    *("out", "minutes", "save_every", "eval_every", "eval_prompts", "eval_tokens", "eval_spec_len", "storage"),
+    *("out", "minutes", "fsdp", "save_every", "eval_every", "eval_prompts", "eval_tokens", "eval_spec_len", "storage"),
     *("data", "cache_layers", "push_to_hub"),  # the documents themselves are compared, not where they lie
 )
 """Options that do not change what is learned."""
@@ -63,18 +70,25 @@ RUN_ONLY = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument(
-        "--data", type=Path, nargs="+", required=True, help=".npz files, folders of them, or .jsonl of chats"
+        "--data", type=Path, nargs="+", required=True, help=".npz, .jsonl or .parquet files, and folders of them"
     )
+    parser.add_argument("--preset", choices=presets.PRESETS, help="options that are not given are as in this recipe")
     parser.add_argument("--target", help="model to draft for; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--family", choices=FAMILIES, default="dspark")
+    parser.add_argument("--family", choices=FAMILIES, help=f"default: {presets.FAMILY}")
     parser.add_argument(
         "--layers",
         metavar="i,j",
         help="target layers to start from; default: the last two, the last (eagle3), all (standalone)",
     )
-    parser.add_argument("--start", metavar="P", help="go on from this drafter; heads that it lacks are added (dspark)")
+    parser.add_argument(
+        "--start",
+        metavar="P",
+        help="go on from this drafter; heads that it lacks are added (dspark); from this model instead of the target, "
+        "a block-diffusion model or not (diffusion)",
+    )
     both = parser.add_argument_group("what all families learn from")
-    both.add_argument("--seq-len", type=int, default=320, help="documents are cut to this many tokens")
+    said = f"documents are cut to this many tokens; default: {presets.SEQ_LEN}"
+    both.add_argument("--seq-len", metavar="L", type=int, help=said)
     both.add_argument("--held-out", type=int, default=64, help="documents never trained on")
     both.add_argument("--skip-short", action="store_true", help="leave out documents shorter than a block")
     add_family_options(parser)
@@ -84,10 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("optimisation")
     for field in dataclasses.fields(loop.Optimization):
-        flag = f"--{field.name.replace('_', '-')}"
-        how.add_argument(flag, type=type(field.default), default=field.default, **field.metadata)
+        about = {**field.metadata, "help": f"{field.metadata['help']}; default: {field.default}"}
+        how.add_argument(flag_of(field.name), type=type(field.default), **about)
     how.add_argument("--compute-dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU")
     run = parser.add_argument_group("the run")
+    run.add_argument(
+        "--fsdp", metavar="N", type=int, default=1, help="devices that share parameters and optimiser state (diffusion)"
+    )
     run.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     run.add_argument("--eval-every", type=int, default=0, help="steps between measurements; 0: only at the end")
     run.add_argument("--eval-prompts", type=int, help="held-out documents to measure on; default: 16, or all of fewer")
@@ -106,6 +123,7 @@ def check(args: argparse.Namespace) -> loop.Optimization:
     Raises:
       OptionError: a value that cannot be served.
     """
+    presets.fill_in(args)
     fill_in(args)
     args.compute_dtype = args.compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if args.eval_prompts is None:
@@ -146,10 +164,12 @@ def check(args: argparse.Namespace) -> loop.Optimization:
             raise OptionError(f"{flag_of(name)} {getattr(args, name)}: not with --row-features")
     if args.no_fit and not args.row_features:
         raise OptionError("--no-fit: only with --row-features is there something to fit")
-    if args.family in PUBLISHED and args.storage not in deepspec.STORAGES:
+    if args.family in (*PUBLISHED, *DIFFUSION) and args.storage not in deepspec.STORAGES:
         said = f"{args.family} drafters are stored as {' or '.join(deepspec.STORAGES)}"
         raise OptionError(f"--storage {args.storage}: {said}")
-    if args.family == "standalone" and args.seq_len % args.block_size:
+    if args.fsdp != 1 and args.family not in DIFFUSION:
+        raise OptionError(f"--fsdp {args.fsdp}: only the parameters of --family diffusion are shared among devices")
+    if args.family in MASKED and args.seq_len % args.block_size:
         raise OptionError(f"--seq-len {args.seq_len}: must be a multiple of --block-size {args.block_size}")
     return optimization
 
@@ -177,6 +197,10 @@ def _check_target(args: argparse.Namespace, source: Any, config: ModelConfig) ->
     last = config.num_layers - 1
     if args.seq_len > config.max_position_embeddings:
         raise OptionError(f"--seq-len {args.seq_len}: the target's context is {config.max_position_embeddings}")
+    if args.family in DIFFUSION:
+        if args.layers is not None:
+            raise OptionError(f"--layers {args.layers}: --family diffusion trains a whole model")
+        return Layers((), (), ())
     cached = _parse_layers(args.cache_layers, "--cache-layers", last + 1, ())
     if (start := started_from(args)) is not None:
         check_target(start, config, resolve_source(args.start), str(source))
@@ -205,12 +229,10 @@ def work(args: argparse.Namespace) -> None:
     optimization, deadline = check(args), deadline_after(args.minutes)
     source = args.target or default_target_path()
     config = open_source(source).config
-    layers = _check_target(args, source, config)
+    layers, spread = _check_target(args, source, config), Spread.over(args.fsdp)
     loop.check_devices(optimization)
-    # A chain that the text cuts short teaches, too; a pair and what it predicts are three tokens.
-    shortest = {"standalone": args.block_size, "eagle3": 3}.get(args.family, args.rows + 2)
-    limits = {"shortest": shortest, "longest": args.seq_len, "skip_short": args.skip_short}
-    documents = data.load_documents(args.data, vocab_size=config.vocab_size, read=_readers(source, config), **limits)
+    start = _diffusion_start(args, source, config)
+    documents = _documents(args, source, config)
     if args.family in BLOCKS and not (layers.rows or args.start) and args.mask_token is None:
         args.mask_token = spare_token(load_tokenizer(source))
     settings = {name: value for name, value in vars(args).items() if name not in RUN_ONLY} | {
@@ -232,15 +254,36 @@ def work(args: argparse.Namespace) -> None:
     enable_compile_cache(None)
     # From here on nothing is cheap: all that can be refused has been.
     target = load_model(source)
-    objective = make_objective(args, target, train, layers, deadline)
+    if start is None:
+        objective = make_objective(args, target, train, layers, deadline)
+    else:
+        objective = make_diffusion(args, start, spread)
+    tokenizers = None if start is None else (start.target_tokenizer, start.tokenizer)
     figures = {"prompts": args.eval_prompts, "tokens": args.eval_tokens, "spec_len": args.eval_spec_len}
-    measure = Evaluation(target, objective, held_out, **figures)
-    _train(args, optimization, objective, measure, train, settings, deadline)
+    measure = Evaluation(target, objective, held_out, tokenizers=tokenizers, **figures)
+    _train(args, optimization, objective, measure, train, settings, deadline, spread)
 
 
-def _readers(source: Any, config: ModelConfig) -> dict[str, Callable[[Path], list[data.Document]]]:
-    """Of conversations in JSON lines; the tokenizer is read once there are any."""
-    return {".jsonl": lambda file: read_conversations(file, load_tokenizer(source), config.vocab_size)}
+def _diffusion_start(args: argparse.Namespace, source: Any, config: ModelConfig) -> Start | None:
+    """Of a whole model: what training starts from, checked against the target; None for other families."""
+    if args.family not in DIFFUSION:
+        return None
+    start = start_for(args.start or source, source, config, args.block_size, args.mask_token)
+    frozen_parts(args.freeze, start.config)
+    args.mask_token = start.config.mask_token_id
+    return start
+
+
+def _documents(args: argparse.Namespace, source: Any, config: ModelConfig) -> data.Documents:
+    """The run's documents; the tokenizer is read once there is text to read."""
+
+    def read(file: Path) -> list[data.Document]:
+        return read_conversations(file, load_tokenizer(source), config.vocab_size, whole=args.family in DIFFUSION)
+
+    # A chain that the text cuts short teaches, too; a pair and what it predicts are three tokens.
+    shortest = {"standalone": args.block_size, "eagle3": 3, "diffusion": 3}.get(args.family, args.rows + 2)
+    limits = {"shortest": shortest, "longest": args.seq_len, "skip_short": args.skip_short}
+    return data.load_documents(args.data, vocab_size=config.vocab_size, read=dict.fromkeys(ROWS, read), **limits)
 
 
 def _train(
@@ -251,16 +294,21 @@ def _train(
     documents: data.Documents,
     settings: dict[str, Any],
     deadline: float,
+    spread: Spread,
 ) -> None:
-    rows = optimization.batch * optimization.accumulate
-    dataset = data.batches(documents, length=args.seq_len, batch=rows, seed=optimization.seed)
+    how = {"length": args.seq_len, "batch": optimization.batch * optimization.accumulate, "seed": optimization.seed}
+    if args.family in DIFFUSION:
+        dataset, share = packed_batches(documents, block=args.block_size, packing=args.packing, **how)
+        print(f"{len(documents)} documents fill {share:.0%} of their rows", file=sys.stderr)
+    else:
+        dataset = data.batches(documents, **how)
     often = {"save_every": args.save_every, "eval_every": args.eval_every, "deadline": deadline}
-    state, done = loop.train(objective, dataset, optimization, args.out, evaluate=measure, **often)
+    state, done = loop.train(objective, dataset, optimization, args.out, spread=spread, evaluate=measure, **often)
     # A run whose last step was done before measures nothing more.
-    figures = measure.last or measure(state["ema"])
+    figures = measure.last or measure(loop.averaged(state))
     training = {**settings, "data": [path.name for path in args.data], "storage": args.storage}
     training |= {"steps_done": int(state["step"]), "held_out_figures": figures}
-    objective.save(state["ema"], args.out / "drafter", storage=args.storage, training=training)
+    objective.save(loop.averaged(state), args.out / "drafter", storage=args.storage, training=training)
     print(json.dumps(_report(args.out / "drafter", training)))
     if not done:
         raise OutOfTime

@@ -1,12 +1,17 @@
 """Conversations as training data, and finished drafters on the Hub."""
 
+import copy
 import json
+import sys
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from checkpoint_files import default_target
 
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
-from failfast_jax.train import publish
+from failfast_jax.train import data, publish
 from failfast_jax.train.conversations import read_conversations
 from failfast_jax.train.data import DataError
 
@@ -32,6 +37,55 @@ def test_every_answer_is_a_document(tmp_path, tokenizer):
         assert tokenizer.decode(answer).strip().removesuffix("<|im_end|>") == said
         assert tokenizer.decode(prompt).endswith("<|im_start|>assistant\n")
     assert "Hello." in tokenizer.decode(documents[1][0])
+
+
+def test_a_whole_conversation_is_a_document(tmp_path, tokenizer):
+    """Of which the answers, stop tokens included, are learned; texts are learned whole."""
+    chat = [("user", "Hi there"), ("assistant", "Hello."), ("user", "Two plus two?"), ("assistant", "Four.")]
+    messages = {"messages": [{"role": role, "content": text} for role, text in [*chat, ("user", "Thanks")]]}
+    file = written(tmp_path, messages, {"text": "Once upon a time"})
+    (prompt, rest, labelled), (first, text, all_of_it) = read_conversations(file, tokenizer, 49_152, whole=True)
+    learned = [tokenizer.decode(part) for part in np.split(rest, np.flatnonzero(np.diff(labelled)) + 1)[::2]]
+    assert labelled[0] and [part.strip() for part in learned] == ["Hello.<|im_end|>", "Four.<|im_end|>"]
+    assert tokenizer.decode(prompt).endswith("<|im_start|>assistant\n") and "Thanks" not in tokenizer.decode(rest)
+    assert tokenizer.decode([*first, *text]) == "Once upon a time" + tokenizer.eos_token and all_of_it.all()
+    documents = data.load_documents(
+        [tmp_path],
+        vocab_size=49_152,
+        shortest=3,
+        longest=100,
+        read={".jsonl": lambda file: read_conversations(file, tokenizer, 49_152, whole=True)},
+    )
+    assert documents.answers(0).sum() == labelled.sum() and not documents.answers(1)[0]
+    assert documents.digest() != data.Documents(documents.tokens, documents.prompt_length).digest()
+    assert documents.take([1]).answers(0).sum() == len(text)
+
+
+@pytest.mark.parametrize("columns", [("prompt", "response"), ("question", "answer"), ("instruction", "output")])
+def test_parquet_files(tmp_path, tokenizer, columns, monkeypatch):
+    said = [["Hi", "Say hello"], ["Hello.", "Good day."]]
+    table = dict(zip(columns, said)) | ({"input": ["", "politely"]} if columns[0] == "instruction" else {})
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    documents = read_conversations(tmp_path / "a.parquet", tokenizer, 49_152)
+    assert [tokenizer.decode(answer).strip() for _, answer in documents] == ["Hello.<|im_end|>", "Good day.<|im_end|>"]
+    assert ("politely" in tokenizer.decode(documents[1][0])) == ("input" in table)
+    (tmp_path / "bad.parquet").write_text("no")
+    with pytest.raises(DataError, match=r"bad\.parquet: not a readable Parquet file"):
+        read_conversations(tmp_path / "bad.parquet", tokenizer, 49_152)
+    with pytest.raises(DataError, match=r"a\.parquet: row 1: a token outside the target's vocabulary of 5"):
+        read_conversations(tmp_path / "a.parquet", tokenizer, 5)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"Parquet files need pyarrow: pip install"):
+        read_conversations(tmp_path / "a.parquet", tokenizer, 49_152)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer):
+    forgetful = copy.deepcopy(tokenizer)
+    forgetful.chat_template = "{% for m in messages[-2:] %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    with pytest.raises(DataError, match="line 1: the chat template writes earlier turns"):
+        read_conversations(written(tmp_path, row), forgetful, 49_152, whole=True)
 
 
 @pytest.mark.parametrize(

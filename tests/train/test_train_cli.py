@@ -127,6 +127,7 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
         ),
         (["--row-features", "--features", "0"], "--features 0: not with --row-features"),
         (["--no-fit"], "--no-fit: only with --row-features"),
+        (["--fsdp", "2"], "--fsdp 2: only the parameters of --family diffusion are shared among devices"),
         (["--start", "nowhere/", "--layers", "1"], "--layers 1: not with --start"),
         (["--start", PUBLISHED, "--rows", "5"], f"--rows 5: the drafter of --start {PUBLISHED} decides it"),
         (["--start", PUBLISHED, "--markov-rank", "5"], "--markov-rank 5: the drafter of --start"),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_runs import LENGTH, make_objective
+from training_runs import LENGTH, make_batches, make_objective
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.drafter import load_drafter
@@ -25,13 +25,14 @@ from failfast_jax.train.resume import begin, is_begun
 ANSWER = 16
 
 
-@pytest.mark.parametrize("family", ["extended", "dspark", "eagle3", "standalone"])
+@pytest.mark.parametrize("family", ["extended", "dspark", "eagle3", "standalone", "diffusion"])
 def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, family, monkeypatch):
     objective = make_objective(family, target, documents)
-    optimization = loop.Optimization(steps=12, batch=2, accumulate=2, learning_rate=1e-3, warmup=3)
+    ema = 0.0 if family == "diffusion" else 0.99
+    optimization = loop.Optimization(steps=12, batch=2, accumulate=2, learning_rate=1e-3, warmup=3, ema=ema)
     step = loop.make_step(objective, optimization)
     monkeypatch.setattr(loop, "make_step", lambda *_: step)  # one function: compiled once for all three runs
-    dataset = data.batches(documents, length=LENGTH, batch=4, seed=0)
+    dataset = make_batches(family, documents, 4)
 
     class Killed(Exception):
         pass
@@ -112,12 +113,13 @@ def test_deadlines():
         deadline_after(0)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize("schedule", ["cosine", "constant", "wsd"])
 def test_learning_rates(schedule):
     optimization = loop.Optimization(steps=100, warmup=10, schedule=schedule, learning_rate=1.0, final_fraction=0.1)
     rates = [float(optimization.learning_rates()(step)) for step in range(101)]
-    assert rates[0] == 0 and rates[10] == pytest.approx(1.0) and rates[100] == pytest.approx(0.1, abs=1e-3)
-    assert (rates[50] == 1.0) == (schedule == "wsd")
+    last = 1.0 if schedule == "constant" else 0.1
+    assert rates[0] == 0 and rates[10] == pytest.approx(1.0) and rates[100] == pytest.approx(last, abs=1e-3)
+    assert (rates[50] == 1.0) == (schedule != "cosine")
 
 
 @pytest.fixture(scope="module")

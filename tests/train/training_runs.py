@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from tiny_models import random_dspark, random_extended
+from tiny_models import diffusion_config, random_dspark, random_extended, random_model
 
+from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.models.eagle import EagleConfig
 from failfast_jax.train import data, dspark, eagle
 from failfast_jax.train.adapt import Adaptation, AdaptationOptions
 from failfast_jax.train.corruption import Corruption
+from failfast_jax.train.diffusion import Diffusion
+from failfast_jax.train.packing import packed_batches
 
 VOCAB = 40
 LENGTH = 32
@@ -46,12 +49,25 @@ def make_eagle(target, layers: tuple[int, ...], draft_ids, **options) -> eagle.E
     return eagle.EagleObjective(model, target, draft_ids, eagle.EagleOptions(**options))
 
 
+def make_batches(family: str, documents, batch: int):
+    """As the family's runs have them."""
+    if family == "diffusion":
+        return packed_batches(documents, length=2 * LENGTH, block=8, batch=batch, seed=0, packing="separate")[0]
+    return data.batches(documents, length=LENGTH, batch=batch, seed=0)
+
+
 def make_objective(family: str, target, documents):
     if family == "standalone":
         options = AdaptationOptions(
             corruption=Corruption("mixed", complementary=True), position_decay=2.0, kl_weight=0.5
         )
         return Adaptation(target, (0, 2), 8, options)
+    if family == "diffusion":
+        start = random_model(diffusion_config(num_layers=2), seed=3)
+        params = {name: leaf[...] for name, leaf in Skeleton.of(start).leaves.items()}
+        corruption = Corruption("uniform", complementary=True)
+        options = AdaptationOptions(corruption=corruption, block_start="noised", score_mask=True, scan=True)
+        return Diffusion(start.config, params, options)
     if family == "dspark":
         model = random_dspark(target, feature_layers=(0, 1), seed=5)
         return dspark.DSparkObjective(model.network, target, None, dspark.DSparkOptions(anchors=3))

@@ -1,0 +1,103 @@
+"""Devices of a run: each step's texts over all of them, parameters and the optimiser's state over groups (FSDP)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from failfast_jax.errors import OptionError
+
+DATA, FSDP = "data", "fsdp"
+"""Mesh axes. Texts are spread over both; the parts of a parameter over the second, and copied along the first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """Makes a tree whole, inside a `shard_map`; its transpose leaves each device its part of the gradient's sum.
+
+    Attributes:
+      axes: of each leaf the axis along which the devices hold parts; None: each has all of it.
+    """
+
+    axes: tuple[int | None, ...]
+
+    def __call__(self, tree: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        whole = [
+            leaf if axis is None else jax.lax.all_gather(leaf, FSDP, axis=axis, tiled=True)
+            for leaf, axis in zip(leaves, self.axes, strict=True)
+        ]
+        return jax.tree.unflatten(structure, whole)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """How a run's arrays lie on its devices.
+
+    Attributes:
+      mesh: of the axes `DATA` and `FSDP`.
+    """
+
+    mesh: Mesh
+
+    @classmethod
+    def over(cls, fsdp: int = 1, devices: Sequence[Any] | None = None) -> Spread:
+        """Over all devices of the process, or those given; `fsdp` of them hold a parameter together.
+
+        Raises:
+          OptionError: groups of `fsdp` devices do not use all of them.
+        """
+        devices = jax.devices() if devices is None else devices
+        if fsdp < 1 or len(devices) % fsdp:
+            raise OptionError(f"--fsdp {fsdp}: must divide the {len(devices)} devices")
+        grid = np.asarray(devices).reshape(-1, fsdp)
+        return cls(Mesh(grid, (DATA, FSDP), axis_types=(AxisType.Auto, AxisType.Auto)))
+
+    @property
+    def rows(self) -> NamedSharding:
+        """Of arrays whose leading axis is the batch."""
+        return NamedSharding(self.mesh, P((DATA, FSDP)))
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """Of what every device has whole."""
+        return NamedSharding(self.mesh, P())
+
+    def axis(self, shape: tuple[int, ...]) -> int | None:
+        """The axis along which an array of this shape is divided: the longest that divides evenly, of matrices."""
+        parts = self.mesh.shape[FSDP]
+        if parts == 1 or len(shape) < 2:
+            return None
+        even = [axis for axis, size in enumerate(shape) if size % parts == 0]
+        return max(even, key=lambda axis: shape[axis], default=None)
+
+    def spec(self, shape: tuple[int, ...]) -> P:
+        axis = self.axis(shape)
+        return P() if axis is None else P(*[None] * axis, FSDP)
+
+    def place(self, _name: str, shape: tuple[int, ...]) -> NamedSharding:
+        """Where a parameter, or what the optimiser keeps of it, goes: `checkpoints.loading.Place`."""
+        return NamedSharding(self.mesh, self.spec(shape))
+
+    def places(self, tree: Any) -> Any:
+        """The shardings of a tree of arrays, abstract or not."""
+        return jax.tree.map(lambda leaf: self.place("", tuple(leaf.shape)), tree)
+
+    def gather(self, tree: Any, *, parts: Callable[[tuple[Any, ...]], bool] = lambda path: True) -> Gather:
+        """What makes a tree of whole arrays whole again.
+
+        Args:
+          parts: whether to do so to the leaf at a path; others stay in parts.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return Gather(tuple(self.axis(tuple(leaf.shape)) if parts(path) else None for path, leaf in leaves))
+
+    def per_device(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """`function` over each device's part of its arguments."""
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

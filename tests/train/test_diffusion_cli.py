@@ -1,0 +1,124 @@
+"""`python -m failfast_jax.train --preset fast-dllm-v2`, from files of text to a model that drafts."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from checkpoint_files import GOLDEN, hf_folder
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from failfast_jax import FailFast, load_model
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.train.__main__ import main
+
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+SPECIAL = ["?", "<s>", "</s>"]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A model of 160 tokens, of which a tokenizer of characters uses a hundred, and that has a chat template."""
+    folder = hf_folder(tmp_path_factory.mktemp("target"), "qwen2_target_160", eos_token_id=2)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    alphabet = [*SPECIAL, "\n", *map(chr, range(32, 127))]  # "?" once
+    vocabulary = {token: number for number, token in enumerate(dict.fromkeys(alphabet))}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    names = {"unk_token": "?", "bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    PreTrainedTokenizerFast(tokenizer_object=characters, **names).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Lines of conversations, and a table of questions."""
+    folder = tmp_path_factory.mktemp("corpus")
+    turns = [("user", "count"), ("assistant", "one two three four"), ("user", "on"), ("assistant", "five six seven")]
+    chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    (folder / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 8)
+    table = {"instruction": ["count"] * 8, "output": ["one two three four five"] * 8}
+    pyarrow.parquet.write_table(pyarrow.table(table), folder / "pairs.parquet")
+    return folder
+
+
+def arguments(target, corpus, out, *more: str) -> list[str]:
+    small = "--seq-len 128 --block-size 16 --batch 2 --accumulate 2 --steps 30 --warmup 3 --learning-rate 1e-2".split()
+    measured = "--held-out 2 --eval-prompts 1 --eval-tokens 6 --eval-spec-len 4 --storage float32".split()
+    where = ["--target", str(target), "--data", str(corpus), "--out", str(out)]
+    return ["--preset", "fast-dllm-v2", *where, *small, *measured, *more]
+
+
+@pytest.fixture(scope="module")
+def made(target, corpus, tmp_path_factory):
+    """A run in two pieces."""
+    out = tmp_path_factory.mktemp("runs") / "run"
+    whole = arguments(target, corpus, out)
+    assert main([*whole, "--minutes", "0.0001"]) == 3
+    assert main(whole) == 0
+    return out
+
+
+def test_the_loss_falls(made):
+    records = [json.loads(line) for line in (made / "log.jsonl").read_text().splitlines()]
+    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
+    assert sorted(losses) == [1, 10, 20, 30] and losses[30] < losses[10] < losses[1] / 2
+    settings = json.loads((made / "train.json").read_text())
+    wanted = {"family": "diffusion", "block_start": "noised", "mask_logit": "scored", "packing": "stream"}
+    assert wanted.items() <= settings.items() and settings["weight_decay"] == 0 and settings["steps"] == 30
+
+
+def test_the_folder_is_a_model_of_its_own(made, target):
+    tokenizer = load_tokenizer(made / "drafter")
+    model = load_model(made / "drafter")
+    assert tokenizer.convert_tokens_to_ids("|<MASK>|") == model.config.mask_token_id == len(load_tokenizer(target))
+    assert model.config.block_size == 16 and model.config.vocab_size == 160
+    engine = FailFast(target, made / "drafter")
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    one, two = (engine.generate("count", method=method, **options)[0] for method in ("failfast", "vanilla"))
+    assert one.output_ids == two.output_ids and one.stats.drafted > 0
+    # What was learned by heart is said, a character a token.
+    said = FailFast(made / "drafter").generate("count", method="dllm", max_new_tokens=32)[0].text
+    assert said.replace(" ", "").startswith("onetwothree")
+
+
+def test_a_made_model_is_trained_on(made, target, corpus, tmp_path, capsys):
+    more = ["--start", str(made / "drafter"), "--freeze", "embed", "--packing", "separate", "--steps", "2"]
+    assert main(arguments(target, corpus, tmp_path / "run", *more)) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 2
+    before, after = (load_file(folder / "drafter" / "model.safetensors") for folder in (made, tmp_path / "run"))
+    assert before.keys() == after.keys()
+    assert {key for key in before if np.array_equal(before[key], after[key])} == {"model.embed_tokens.weight"}
+    record = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
+    assert record["loss"] < 1.0  # it goes on from what it learned
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--layers", "1"], "--layers 1: --family diffusion trains a whole model"),
+        (["--freeze", "head,body"], "--freeze head,body: the model has embed, head, norm, layers"),
+        (["--kl-weight", "0.5"], "--kl-weight 0.5: --family diffusion has no such option, only standalone"),
+        (["--mask-token", "160"], "mask token 160 is outside the vocabulary of 160"),
+        (["--storage", "int8"], "--storage int8: diffusion drafters are stored as bfloat16 or float32"),
+        (["--fsdp", "3"], "--fsdp 3: must divide the 1 devices"),
+        (
+            ["--start", str(GOLDEN / "field" / "qwen3_a"), "--mask-token", "9"],
+            "qwen3 does not fit Fast-dLLM v2's layout",
+        ),
+        (["--family", "dflash"], "--family dflash: --preset fast-dllm-v2 is of --family diffusion"),
+        (["--beta2", "1"], "--beta2 1.0: out of range"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_written(target, corpus, tmp_path, flags, message, capsys):
+    assert main(arguments(target, corpus, tmp_path / "run", *flags)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,85 @@
+"""Compiles a step of `--preset fast-dllm-v2` for TPUs that are not there, and prints what the compiler says of each
+chip's memory as JSON: `python tests/train_step_compile.py v6e:2x4 [rows a chip]`.
+
+Run as a script, in a process of its own: `libtpu` reads its settings when JAX is first imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+
+from tpu_compile import SETTINGS
+
+
+def compiled(topology: str, rows: int, model: str):
+    """The step of a public model's shapes, `rows` rows a chip and accumulation, and how many chips there are."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from jax.experimental import topologies
+
+    from failfast_jax.bench.public_models import CONFIGS
+    from failfast_jax.checkpoints.fast_dllm import as_fast_dllm
+    from failfast_jax.checkpoints.parameters import Skeleton
+    from failfast_jax.models.config import FAST_DLLM_MASK_TOKEN
+    from failfast_jax.models.transformer import Decoder
+    from failfast_jax.train import loop, run
+    from failfast_jax.train.diffusion import Diffusion
+    from failfast_jax.train.objectives import masked_options
+    from failfast_jax.train.spread import Spread
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    parser = argparse.ArgumentParser()
+    run.add_arguments(parser)
+    flags = ["--preset", "fast-dllm-v2", "--compute-dtype", "bfloat16", "--batch", str(rows * len(devices))]
+    args = parser.parse_args([*flags, "--out", "none", "--data", "none"])
+    optimization, spread = run.check(args), Spread.over(len(devices), devices)
+    config = as_fast_dllm(CONFIGS[model], args.block_size, FAST_DLLM_MASK_TOKEN, model)
+    shapes = Skeleton.made_by(lambda: Decoder(config, rngs=nnx.Rngs(0))).shapes
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    how = {"spread": spread, "compute_dtype": args.compute_dtype}
+    objective = Diffusion(config, params, masked_options(args, scan=True), **how)
+
+    def abstract(tree, shardings):
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+    def first(trainable):
+        return {"step": jnp.int32(0), "params": trainable, "optimizer": optimization.optimizer().init(trainable)}
+
+    state = jax.eval_shape(first, params)
+    state = abstract(state, spread.places(state))
+    texts = (optimization.batch * optimization.accumulate, args.seq_len)
+    batch = {"tokens": jax.ShapeDtypeStruct(texts, jnp.int32), "labelled": jax.ShapeDtypeStruct(texts, bool)}
+    batch = abstract(batch, dict.fromkeys(batch, spread.rows))
+    step = jax.jit(
+        loop.make_step(objective, optimization), donate_argnums=0, out_shardings=(spread.places(state), None)
+    )
+    return step.lower(state, {}, batch).compile(), devices, texts
+
+
+def main(topology: str, rows: str = "1", model: str = "qwen2.5-1.5b") -> None:
+    start = time.perf_counter()
+    program, devices, texts = compiled(topology, int(rows), model)
+    memory = program.memory_analysis()
+    report = {
+        "model": model,
+        "device": devices[0].device_kind,
+        "chips": len(devices),
+        "rows": texts,
+        "state_bytes": int(memory.argument_size_in_bytes),
+        "aliased_bytes": int(memory.alias_size_in_bytes),
+        "temporary_bytes": int(memory.temp_size_in_bytes),
+        "peak_bytes": int(memory.peak_memory_in_bytes),
+        "host_bytes": int(memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes),
+        "compile_s": round(time.perf_counter() - start, 1),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    os.environ.update(SETTINGS)
+    main(*sys.argv[1:])

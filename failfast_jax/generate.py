@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument("--profile", metavar="DIR", type=Path, help="write a jax.profiler trace of the answer")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--temperature", metavar="t", type=float, default=0.0, help="0 (default) is greedy")
-    sampling.add_argument("--top-p", metavar="p", type=float, default=1.0)
+    sampling.add_argument("--top-p", metavar="p", type=float, help="1 (default; dllm: 0.95) keeps all")
     sampling.add_argument("--top-k", metavar="k", type=int, default=0)
     sampling.add_argument("--seed", metavar="s", type=int, default=0, help="one seed, one text, whatever the method")
     sampling.add_argument(

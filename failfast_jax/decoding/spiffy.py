@@ -193,14 +193,14 @@ def step(
     with jax.named_scope("draft"):
         hidden, cache = _run(model, state, copies, work, block_cache)
         logits = dllm.scores_of(model, hidden)
-    followed = _follow(model, state.replace(cache=None, steps=state.steps + 1), copies, logits, threshold, steps)
-    state, last, source = followed
+    behind = _follow(model, state.replace(cache=KVCache((), ()), steps=state.steps + 1), copies, logits, threshold, steps)
+    state, last, source = behind
     # What the cache holds of the block is the block's own: an adopted copy's takes its place where it is read again.
     moved = jnp.where((state.at > at) | block_cache, source, 0)
     slots = moved[:, None] * block + jnp.arange(block)
     width = copies.tokens.shape[1] * block
     begin = jnp.where(moved > 0, at, state.text.shape[1] - width)
-    cache = when((moved > 0).any(), lambda c: model.keep(c, begin, slots, width), cache)
+    cache = model.keep(cache, begin, slots, width)
     work = copies.work(last)
     best = _picked(logits, last)
     confidence, tokens = jax.lax.top_k(best, min(dllm.RANKS, best.shape[-1]))

@@ -188,20 +188,18 @@ def diffusion_loop(platform: str, method: str, batch: int):
     if "sdar" in method:
         model.config = dataclasses.replace(model.config, block_size=4, token_shift=False)
     block, small = model.config.block_size, static["small_block"]
-    step, graph = dllm.step, None
-    if states is not None:
-        graph = spiffy.padded(np.tril(np.full((states, small), -1, np.int32), -1), block)
-        step = functools.partial(spiffy.step, graph=graph)
+    graph = None if states is None else spiffy.padded(np.zeros((states, small), np.int32), block)
 
     def init(model):
         ends = {"max_blocks": jnp.ones(batch, jnp.int32), "limit": jnp.full(batch, 512)}
         room = {"states": None if graph is None else len(graph), "small_block": small}
         return dllm.init_state(model, **prompts(batch), **ends, **room)
 
-    def generate(model, state, threshold, most):
+    def generate(model, state, threshold, graph, most):
+        step = dllm.step if graph is None else functools.partial(spiffy.step, graph=graph)
         return dllm.generate(model, state, threshold, most, step, **static)
 
-    return generate, (model, jax.eval_shape(init, model), np.float32(1), np.int32(0))
+    return generate, (model, jax.eval_shape(init, model), np.float32(1), graph, np.int32(0))
 
 
 def drafting_loop(platform: str, method: str, scheme: str, batch: int):

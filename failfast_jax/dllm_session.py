@@ -40,10 +40,10 @@ class DiffusionSession(Session):
         **static: int | bool | None,
     ):
         self.config, self.block, self.released_length = model.config, model.config.block_size, released_length
-        self.threshold = np.float32(threshold)
+        self.threshold, self.small_block = np.float32(threshold), static["small_block"]
         self.graph = None if graph is None else spiffy.padded(graph, self.block)
         states = None if graph is None else len(self.graph)
-        start = functools.partial(_start_diffusion, states=states, small_block=static["small_block"])
+        start = functools.partial(_start_diffusion, states=states, small_block=self.small_block)
         advance = functools.partial(_advance_diffusion, **static)
         super().__init__(programs, placement, (model,), batch, capacity, start, advance)
 

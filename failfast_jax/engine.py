@@ -302,8 +302,8 @@ class FailFast:
         Raises:
           OptionError: no calibrated graph is there, or one for other blocks or with fewer states.
         """
-        if options.spiffy is None:
-            return None
+        if not options.spiffy:
+            return None if options.spiffy is None else np.zeros((0, small_block), np.int32)
         file = options.spiffy_graph or draft_graph.default_file(self.target_name)
         return draft_graph.read(file, self.target_name, RANKS).states(options.spiffy, model.config.block_size, small_block)
 

@@ -13,8 +13,11 @@ MOST_STATES = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class DllmOptions(MethodOptions):
-    """Options of `dllm`."""
+class ScheduleOptions(MethodOptions):
+    """Options of `dllm` that decide what a pass fills.
+
+    They are those of `train spiffy`, too, which calibrates for them.
+    """
 
     summary = "block diffusion on its own (--target names the model); not lossless against anything"
     top_p = 0.95
@@ -25,17 +28,6 @@ class DllmOptions(MethodOptions):
     small_block_size: int | None = option(None, "Fast-dLLM v2: positions unmasked together (8)", least=1)
     block_cache: bool = option(False, "Fast-dLLM v2: cache inside the block")
     steps: int | None = option(None, "SDAR: most denoising passes a block (its size)", least=1)
-    released_length: bool = option(
-        False, "write whole blocks, as many as the model's own code does, whatever --max-new-tokens cuts off"
-    )
-    spiffy: int | None = option(
-        None, "draft states run beside the block: the same text in fewer passes", least=1, most=MOST_STATES
-    )
-    spiffy_graph: str | None = option(None, "what they are (spiffy.json beside the model)")
-
-    def check(self) -> None:
-        if self.spiffy_graph is not None:
-            require(self.spiffy is not None, f"--spiffy-graph {self.spiffy_graph}", "needs --spiffy")
 
     def static_for(self, model: Decoder) -> dict[str, Any]:
         """The static arguments of `step` for a model.
@@ -60,3 +52,20 @@ class DllmOptions(MethodOptions):
         """Its threshold, or the model family's own."""
         usual = 1.0 if model.config.token_shift else 0.85
         return usual if self.threshold is None else self.threshold
+
+
+@dataclasses.dataclass(frozen=True)
+class DllmOptions(ScheduleOptions):
+    """Options of `dllm`."""
+
+    released_length: bool = option(
+        False, "write whole blocks, as many as the model's own code does, whatever --max-new-tokens cuts off"
+    )
+    spiffy: int | None = option(
+        None, "draft states run beside the block: the same text in fewer passes (none)", least=0, most=MOST_STATES
+    )
+    spiffy_graph: str | None = option(None, "where --spiffy finds them (spiffy.json beside the model)")
+
+    def check(self) -> None:
+        if self.spiffy_graph is not None:
+            require(self.spiffy is not None, f"--spiffy-graph {self.spiffy_graph}", "needs --spiffy")

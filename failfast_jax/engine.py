@@ -305,7 +305,8 @@ class FailFast:
         if not options.spiffy:
             return None if options.spiffy is None else np.zeros((0, small_block), np.int32)
         file = options.spiffy_graph or draft_graph.default_file(self.target_name)
-        return draft_graph.read(file, self.target_name, RANKS).states(options.spiffy, model.config.block_size, small_block)
+        graph = draft_graph.read(file, self.target_name, RANKS)
+        return graph.states(options.spiffy, model.config.block_size, small_block)
 
     @contextlib.contextmanager
     def profile(self, folder: str | os.PathLike) -> Iterator[None]:

@@ -225,9 +225,7 @@ def _propose(
         return tokens, probability, finite
 
     number, opens = (jnp.broadcast_to(x[:, None], positions.shape) for x in (number, opens))
-    return acceptance.where_sampled(
-        sampled, greedy, sampling, model.execution, logits, positions, number, opens
-    )
+    return acceptance.where_sampled(sampled, greedy, sampling, model.execution, logits, positions, number, opens)
 
 
 def scores_of(model: Decoder, hidden: Float[Array, "*R E"]) -> Float[Array, "*R V"]:
@@ -261,7 +259,8 @@ def _denoise(
     partial = running & ~work.full & ~state.fresh & ~first_is_masked
     whole = running & ~partial
     nothing = jnp.zeros((*work.rows.shape, model.config.hidden_size), model.dtype)
-    hidden, cache = when(whole.any(), lambda c: run(c[1], whole, at, whole_width(model), work.rows), (nothing, state.cache))
+    width = whole_width(model)
+    hidden, cache = when(whole.any(), lambda c: run(c[1], whole, at, width, work.rows), (nothing, state.cache))
     # The first position of a small block has no row before it here: it reuses its own, and is not masked.
     own = jnp.broadcast_to(jnp.maximum(jnp.arange(work.small_block) - 1, 0), work.rows.shape)
     narrow, cache = when(

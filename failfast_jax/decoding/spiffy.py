@@ -2,9 +2,9 @@
 
 A pass of block diffusion says more than what it fills: every masked position has its best tokens. From these, copies of
 the block with some more positions filled are made, *draft states*, and the next pass runs them beside the block. Then
-the block is unmasked by its own rule; if a draft state is exactly what came of it, that state's scores are what the next
-pass would have said: they are *adopted*, and so on with the next one. Passes and adopted passes together are those of
-plain decoding, and so are the tokens.
+the block is unmasked by its own rule; if a draft state is exactly what came of it, that state's scores are what the
+next pass would have said: they are *adopted*, and so on with the next one. Passes and adopted passes together are those
+of plain decoding, and so are the tokens.
 
 A state is named by pairs (i, j): the position that is the i-th most confident of those masked is filled with its j-th
 best token. The *draft graph* is the set of states that are run, one for all passes: a row a state, whose column i holds
@@ -159,7 +159,8 @@ def _run(
     hidden, cache = when(whole.any(), lambda c: run(c[1], whole, *wide), (nothing, state.cache))
     inside = jnp.broadcast_to(work.inside[:, None], (batch, count, size))
     begin = at[:, None] + block + jnp.arange(count) * size
-    seen = seen_by(*(jnp.broadcast_to((at + small + n)[:, None], begin.shape) for n in (0, size)), (begin, begin + size))
+    ends = (jnp.broadcast_to((at + small + n)[:, None], begin.shape) for n in (0, size))
+    seen = seen_by(*ends, (begin, begin + size))
     narrow = (
         jnp.take_along_axis(copies.tokens, inside, 2),
         at[:, None] + work.inside,
@@ -193,8 +194,8 @@ def step(
     with jax.named_scope("draft"):
         hidden, cache = _run(model, state, copies, work, block_cache)
         logits = dllm.scores_of(model, hidden)
-    behind = _follow(model, state.replace(cache=KVCache((), ()), steps=state.steps + 1), copies, logits, threshold, steps)
-    state, last, source = behind
+    without_cache = state.replace(cache=KVCache((), ()), steps=state.steps + 1)
+    state, last, source = _follow(model, without_cache, copies, logits, threshold, steps)
     # What the cache holds of the block is the block's own: an adopted copy's takes its place where it is read again.
     moved = jnp.where((state.at > at) | block_cache, source, 0)
     slots = moved[:, None] * block + jnp.arange(block)

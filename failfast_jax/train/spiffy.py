@@ -80,8 +80,8 @@ def work(args: argparse.Namespace) -> None:
     for line in found["sizes"]:
         same = "" if line["same_texts"] == found["prompts"] else f", {line['same_texts']} of them with the same text"
         print(
-            f"--spiffy {line['states']}: {line['passes']} passes and {line['adopted']} adopted, {line['plain']} without "
-            f"it: {line['fewer']:.2f} x fewer on {found['prompts']} prompts not counted on{same}",
+            f"--spiffy {line['states']}: {line['passes']} passes and {line['adopted']} adopted, {line['plain']} "
+            f"without it: {line['fewer']:.2f} x fewer on {found['prompts']} prompts not counted on{same}",
             file=sys.stderr,
         )
     print(json.dumps({"file": str(file), "states": len(graph.pair_sets), "held_out": found}))
@@ -92,15 +92,15 @@ def _prompts(args: argparse.Namespace, engine: FailFast) -> tuple[list[list[int]
     vocab = engine.target.config.vocab_size
     readers = {".jsonl": lambda file: read_conversations(file, load_tokenizer(args.target), vocab)}
     room = engine.max_seq_len
-    documents = data.load_documents(args.data, vocab_size=vocab, shortest=3, longest=room, skip_short=True, read=readers)
+    documents = data.load_documents(
+        args.data, vocab_size=vocab, shortest=3, longest=room, skip_short=True, read=readers
+    )
     rest, held_out = data.split(documents, args.held_out)
     parts = [[prompt.tolist() for prompt, _ in part.pairs()] for part in (rest, held_out)]
     return parts[0][: args.prompts], parts[1]
 
 
-def calibrated(
-    engine: FailFast, prompts: Sequence[Sequence[int]], config: GenerationConfig, most: int
-) -> DraftGraph:
+def calibrated(engine: FailFast, prompts: Sequence[Sequence[int]], config: GenerationConfig, most: int) -> DraftGraph:
     """The draft graph of a model, from plain decoding.
 
     Args:
@@ -163,8 +163,8 @@ def passes_of(
         if not running.any():
             return rows, (session.block, session.small_block, float(session.threshold))
         for row in np.flatnonzero(running):
-            text, at, *guesses = (part[row] for part in seen)
-            rows[row].append(Pass(int(at), text[at : at + session.block], *guesses))
+            text, at, guess_at, *guesses = (part[row] for part in seen)
+            rows[row].append(Pass(int(at), text[at : at + session.block], int(guess_at), *guesses))
         state = session.advance(state, 1)
 
 
@@ -226,7 +226,9 @@ def report(
         for first in range(0, len(prompts), BATCH):
             some = prompts[first : first + BATCH]
             whole = [*some, *[some[0]] * (BATCH - len(some))]
-            found += engine.generate(whole, dataclasses.replace(config, options={**config.options, **more}))[: len(some)]
+            found += engine.generate(whole, dataclasses.replace(config, options={**config.options, **more}))[
+                : len(some)
+            ]
         return found
 
     plain = answers()

@@ -34,6 +34,7 @@ from failfast_jax.train.conversations import read_conversations
 
 BATCH = 8
 """Prompts that are answered together."""
+Ids = Sequence[int]
 SHOWN = (1, 3, 10)
 """Sizes of the graph that are reported, beside the largest."""
 
@@ -75,7 +76,8 @@ def work(args: argparse.Namespace) -> None:
     counted, held_out = _prompts(args, engine)
     graph = calibrated(engine, counted, config, args.states)
     graph.save(file)
-    found = report(engine, held_out, config, file, sorted({*SHOWN, len(graph.pair_sets)}))
+    kept = len(graph.pair_sets)
+    found = report(engine, held_out, config, file, sorted({*(size for size in SHOWN if size < kept), kept}))
     dataclasses.replace(graph, about=graph.about | {"held_out": found}).save(file)
     for line in found["sizes"]:
         same = "" if line["same_texts"] == found["prompts"] else f", {line['same_texts']} of them with the same text"
@@ -100,7 +102,7 @@ def _prompts(args: argparse.Namespace, engine: FailFast) -> tuple[list[list[int]
     return parts[0][: args.prompts], parts[1]
 
 
-def calibrated(engine: FailFast, prompts: Sequence[Sequence[int]], config: GenerationConfig, most: int) -> DraftGraph:
+def calibrated(engine: FailFast, prompts: Sequence[Ids], config: GenerationConfig, most: int) -> DraftGraph:
     """The draft graph of a model, from plain decoding.
 
     Args:
@@ -112,11 +114,9 @@ def calibrated(engine: FailFast, prompts: Sequence[Sequence[int]], config: Gener
     """
     plain = engine.resolve(config, options={**config.options, "spiffy": 0})
     trajectories, sizes = [], None
-    for first in range(0, len(prompts), BATCH):
-        some = prompts[first : first + BATCH]
-        some = [*some, *[some[0]] * (BATCH - len(some))]  # one program for all
-        rows, sizes = passes_of(engine, some, plain)
-        for row in rows[: len(prompts) - first]:
+    for some, whole in _batches(prompts):
+        rows, sizes = passes_of(engine, whole, plain)
+        for row in rows[: len(some)]:
             trajectories += trajectories_of(row, engine.target.config.mask_token_id)
     chosen = best_states(trajectories, most)
     if not chosen:
@@ -130,6 +130,14 @@ def calibrated(engine: FailFast, prompts: Sequence[Sequence[int]], config: Gener
         "counts": [count for _, count in chosen],
     }
     return DraftGraph(block, small, tuple(pairs for pairs, _ in chosen), about)
+
+
+def _batches(prompts: Sequence[Ids]) -> Iterator[tuple[Sequence[Ids], list[Ids]]]:
+    """Prompts that are answered together, and again with some repeated: one program serves all."""
+    size = min(BATCH, len(prompts))
+    for first in range(0, len(prompts), size):
+        some = prompts[first : first + size]
+        yield some, [*some, *[some[0]] * (size - len(some))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +160,7 @@ class Pass:
 
 
 def passes_of(
-    engine: FailFast, prompts: Sequence[Sequence[int]], config: GenerationConfig
+    engine: FailFast, prompts: Sequence[Ids], config: GenerationConfig
 ) -> tuple[list[list[Pass]], tuple[int, int, float]]:
     """Every sequence's passes by plain decoding; block size, small block size and threshold."""
     session = engine.session(prompts, config)
@@ -217,18 +225,14 @@ def best_states(trajectories: Sequence[Sequence[Pairs]], most: int) -> list[tupl
 
 
 def report(
-    engine: FailFast, prompts: Sequence[Sequence[int]], config: GenerationConfig, file: Path, sizes: Sequence[int]
+    engine: FailFast, prompts: Sequence[Ids], config: GenerationConfig, file: Path, sizes: Sequence[int]
 ) -> dict[str, Any]:
     """Passes by graphs of several sizes, and without one."""
 
     def answers(**more: Any) -> list[Any]:
         found = []
-        for first in range(0, len(prompts), BATCH):
-            some = prompts[first : first + BATCH]
-            whole = [*some, *[some[0]] * (BATCH - len(some))]
-            found += engine.generate(whole, dataclasses.replace(config, options={**config.options, **more}))[
-                : len(some)
-            ]
+        for some, whole in _batches(prompts):
+            found += engine.generate(whole, request)[: len(some)]
         return found
 
     plain = answers()

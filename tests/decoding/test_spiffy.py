@@ -195,16 +195,16 @@ def test_the_command_calibrates_and_reports(tmp_path, capsys):
     rng, vocab = np.random.default_rng(0), 140
     documents = [(rng.integers(0, vocab, 9), rng.integers(0, vocab, 4)) for _ in range(6)]
     data.write_documents(tmp_path / "prompts.npz", documents, vocab)
-    command = ["spiffy", "--target", str(GOLDEN / "fast_dllm_v2_tied"), "--data", str(tmp_path / "prompts.npz")]
-    command += ["--out", str(tmp_path / "graph.json"), "--held-out", "2", "--states", "3", "--max-new-tokens", "32"]
+    command = ["spiffy", "--target", str(GOLDEN / "fast_dllm_v2_untied"), "--data", str(tmp_path / "prompts.npz")]
+    command += ["--out", str(tmp_path / "graph.json"), "--held-out", "3", "--states", "1", "--max-new-tokens", "16"]
     assert train.main(command) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
     graph = read(found["file"], "the model", RANKS)
-    assert len(graph.pair_sets) == found["states"] == 3 and graph.about["held_out"] == found["held_out"]
+    assert len(graph.pair_sets) == found["states"] == 1 and graph.about["held_out"] == found["held_out"]
     for line in found["held_out"]["sizes"]:
-        assert line["passes"] + line["adopted"] == line["plain"] and line["same_texts"] == 2
-    assert "--spiffy 3: " in said.err and "x fewer on 2 prompts not counted on" in said.err
+        assert line["passes"] + line["adopted"] == line["plain"] and line["same_texts"] == 3
+    assert "--spiffy 1: " in said.err and "x fewer on 3 prompts not counted on" in said.err
     assert train.main([*command, "--states", "65"]) == 2
     assert "--states 65: must be in [1, 64]" in capsys.readouterr().err
 

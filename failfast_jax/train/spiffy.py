@@ -230,7 +230,7 @@ def report(
     """Passes by graphs of several sizes, and without one."""
 
     def answers(**more: Any) -> list[Any]:
-        found = []
+        found, request = [], dataclasses.replace(config, options={**config.options, **more})
         for some, whole in _batches(prompts):
             found += engine.generate(whole, request)[: len(some)]
         return found

@@ -125,9 +125,12 @@ def _read_prompt(args: argparse.Namespace) -> str | list[int]:
 def _summary(result) -> str:
     stats = result.stats
     per_round = stats.accepted / max(stats.rounds, 1)
+    made = f"{stats.rounds} rounds, {per_round:.2f} accepted per round, {stats.drafter_passes} drafter passes"
+    if result.method == DIFFUSION_METHOD:
+        adopted = "" if stats.adopted_passes is None else f", {stats.adopted_passes} adopted"
+        made = f"{stats.rounds} blocks, {stats.target_passes} passes{adopted}"
     return (
-        f"{result.method}: {len(result.output_ids)} tokens, {stats.tokens_per_s:.1f} tokens/s | "
-        f"{stats.rounds} rounds, {per_round:.2f} accepted per round, {stats.drafter_passes} drafter passes | "
+        f"{result.method}: {len(result.output_ids)} tokens, {stats.tokens_per_s:.1f} tokens/s | {made} | "
         f"load {stats.load_s:.1f} s, compile {stats.compile_s:.1f} s "
         f"({stats.compiles} new, {stats.cache_hits} cached), "
         f"prefill {stats.prefill_s:.2f} s, decode {stats.decode_s:.2f} s"

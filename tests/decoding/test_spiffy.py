@@ -213,6 +213,6 @@ def test_the_command_calibrates_and_reports(tmp_path, capsys):
 @pytest.mark.optimized
 def test_a_trained_model_takes_fewer_passes(tmp_path: Path):
     """On prompts that it was neither trained nor calibrated on, at threshold 1.0."""
-    sizes = figures(trained_model(45), tmp_path)["sizes"]
+    sizes = figures(trained_model(), tmp_path)["sizes"]
     assert all(line["same_texts"] == 16 and line["passes"] + line["adopted"] == line["plain"] for line in sizes)
     assert sizes[-1]["states"] == 10 and sizes[-1]["fewer"] >= 1.3

@@ -16,12 +16,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from failfast_jax import drafters
-from failfast_jax.checkpoints import draft_graph
 from failfast_jax.checkpoints.pair import read_pair
 from failfast_jax.checkpoints.tuned import check_models, other_machine, read_settings
 from failfast_jax.compilation import Executables, compile_counts, enable_compile_cache
 from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding.dllm import RANKS, blocks_to_write
+from failfast_jax.decoding.dllm import blocks_to_write
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING
 from failfast_jax.drafters import DIFFUSION_METHOD
@@ -304,9 +303,7 @@ class FailFast:
         """
         if not options.spiffy:
             return None if options.spiffy is None else np.zeros((0, small_block), np.int32)
-        file = options.spiffy_graph or draft_graph.default_file(self.target_name)
-        graph = draft_graph.read(file, self.target_name, RANKS)
-        return graph.states(options.spiffy, model.config.block_size, small_block)
+        return options.read_graph(self.target_name).states(options.spiffy, model.config.block_size, small_block)
 
     @contextlib.contextmanager
     def profile(self, folder: str | os.PathLike) -> Iterator[None]:

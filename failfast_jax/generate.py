@@ -156,7 +156,7 @@ def _config(args: argparse.Namespace) -> GenerationConfig:
         **{name: getattr(args, name) for name in common},
         options={name: getattr(args, name) for name in sorted(names)},
     )
-    options_of(config, "cpu")
+    options = options_of(config, "cpu")
     if args.trace is not None and not args.trace.resolve().parent.is_dir():
         raise ValueError(f"--trace {args.trace}: no such folder")
     if method == "ar" and args.drafter is None:
@@ -167,6 +167,8 @@ def _config(args: argparse.Namespace) -> GenerationConfig:
         raise ValueError("--method dllm: needs --target, a block-diffusion model")
     if method == DIFFUSION_METHOD and args.drafter is not None:
         raise ValueError("--drafter: --method dllm uses no drafter; name the block-diffusion model with --target")
+    if method == DIFFUSION_METHOD and options.spiffy:
+        options.read_graph(args.target)
     if args.method is None and method == "lookup":
         print("no --drafter and no --method: drafting by --method lookup, from the text itself", file=sys.stderr)
     return config

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from failfast_jax.checkpoints import draft_graph
+from failfast_jax.checkpoints.draft_graph import DraftGraph
+from failfast_jax.decoding.dllm import RANKS
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.options import MethodOptions, option, require
 
@@ -69,3 +72,11 @@ class DllmOptions(ScheduleOptions):
     def check(self) -> None:
         if self.spiffy_graph is not None:
             require(self.spiffy is not None, f"--spiffy-graph {self.spiffy_graph}", "needs --spiffy")
+
+    def read_graph(self, model_name: str) -> DraftGraph:
+        """The draft graph of a model's folder or file, or `--spiffy-graph`'s.
+
+        Raises:
+          OptionError, ConfigError: there is none, or it is damaged.
+        """
+        return draft_graph.read(self.spiffy_graph or draft_graph.default_file(model_name), model_name, RANKS)

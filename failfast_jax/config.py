@@ -26,7 +26,8 @@ class GenerationConfig:
         `lookup` without a drafter.
       max_new_tokens: most tokens to write.
       temperature: 0 is greedy.
-      top_p: keep the smallest set of best tokens with at least this probability; 1 keeps all.
+      top_p: keep the smallest set of best tokens with at least this probability; 1 keeps all. None: the method's own,
+        0.95 for `dllm` and 1 for every other.
       top_k: keep the k best tokens; 0 keeps all.
       seed: a seed gives one text, whatever the method.
       acceptance: `match` keeps drafted tokens that equal the target's own picks; `rejection` samples drafts and keeps x
@@ -39,7 +40,7 @@ class GenerationConfig:
     method: str | None
     max_new_tokens: int
     temperature: float
-    top_p: float
+    top_p: float | None
     top_k: int
     seed: int
     acceptance: str
@@ -53,7 +54,7 @@ class GenerationConfig:
         *,
         max_new_tokens: int = 256,
         temperature: float = 0.0,
-        top_p: float = 1.0,
+        top_p: float | None = None,
         top_k: int = 0,
         seed: int = 0,
         acceptance: str = "match",
@@ -75,7 +76,8 @@ class GenerationConfig:
         """
         self._check("max_new_tokens", int, lambda n: 1 <= n < 2**30, "must be at least 1 and below 2**30")
         self._check("temperature", float, lambda t: t >= 0, "must be 0 (greedy) or positive")
-        self._check("top_p", float, lambda p: 0 < p <= 1, "must be in (0, 1]")
+        if self.top_p is not None:
+            self._check("top_p", float, lambda p: 0 < p <= 1, "must be in (0, 1]")
         self._check("top_k", int, lambda k: 0 <= k < 2**31, "must be 0 (off) or positive, and below 2**31")
         self._check("seed", int, lambda s: 0 <= s < 2**32, "must be in [0, 2**32)")
         if self.acceptance not in ("match", "rejection"):

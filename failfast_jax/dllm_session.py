@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from failfast_jax.compilation import Executables
-from failfast_jax.decoding import dllm
+from failfast_jax.decoding import dllm, spiffy
 from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.errors import PromptError
 from failfast_jax.models.transformer import Decoder
@@ -17,7 +17,13 @@ from failfast_jax.sessions import RowLog, Session
 
 
 class DiffusionSession(Session):
-    """A block-diffusion model that writes on its own."""
+    """A block-diffusion model that writes on its own.
+
+    Args:
+      graph: draft states that every pass runs beside the block, see `decoding.spiffy`; None: none, plain decoding.
+      released_length: see `dllm.blocks_to_write`.
+      static: of `dllm.step`.
+    """
 
     stream_rounds = 8
 
@@ -29,21 +35,35 @@ class DiffusionSession(Session):
         batch: int,
         capacity: int,
         threshold: float,
+        graph: np.ndarray | None = None,
+        released_length: bool = False,
         **static: int | bool | None,
     ):
-        self.config, self.block = model.config, model.config.block_size
-        self.threshold = np.float32(threshold)
+        self.config, self.block, self.released_length = model.config, model.config.block_size, released_length
+        self.threshold, self.small_block = np.float32(threshold), static["small_block"]
+        self.graph = None if graph is None else spiffy.padded(graph, self.block)
+        states = None if graph is None else len(self.graph)
+        start = functools.partial(_start_diffusion, states=states, small_block=self.small_block)
         advance = functools.partial(_advance_diffusion, **static)
-        super().__init__(programs, placement, (model,), batch, capacity, _start_diffusion, advance)
+        super().__init__(programs, placement, (model,), batch, capacity, start, advance)
 
     def _inputs(self, requests):
-        blocks = [
-            dllm.blocks_to_write(self.config, len(request.prompt), request.max_new_tokens, self.capacity)
-            for request in requests
-        ]
+        blocks, limits = zip(
+            *(
+                dllm.blocks_to_write(
+                    self.config,
+                    len(request.prompt),
+                    request.max_new_tokens,
+                    self.capacity,
+                    released=self.released_length,
+                )
+                for request in requests
+            )
+        )
         if not all(blocks):
             raise PromptError(f"no whole block of {self.block} fits behind the prompt within {self.capacity} tokens")
-        return self._prompts(requests) | {"max_blocks": np.asarray(blocks, np.int32)}
+        counts = {"max_blocks": np.asarray(blocks, np.int32), "limit": np.asarray(limits, np.int32)}
+        return self._prompts(requests) | counts
 
     def _chunks(self, prompt_tokens, begin=0):
         if begin:
@@ -52,29 +72,34 @@ class DiffusionSession(Session):
         return [(functools.partial(_prefill_diffusion, width=width, placement=self.placement), at) for at in starts]
 
     def _loop_args(self, state, most, until_any):
-        return *self.models, state, self.threshold, np.int32(most), np.bool_(until_any)
+        return *self.models, state, self.threshold, self.graph, np.int32(most), np.bool_(until_any)
 
     def _view(self, state):
         return state.text, state.prompt_length, state.end, state.finish
 
     def rounds(self, state):
         """Each row's blocks so far: with a token shift, a block emits its own tokens and the next one's first."""
-        passes, text, begin, end, _ = self._fetch((state.block_passes, *self._view(state)))
-        return [self._blocks(passes[row], text[row], int(begin[row]), int(end[row])) for row in range(self.batch)]
+        counts = state.block_passes, state.block_adopted
+        passes, adopted, text, begin, end, _ = self._fetch((*counts, *self._view(state)))
+        return [
+            self._blocks(passes[row], adopted[row], text[row], int(begin[row]), int(end[row]))
+            for row in range(self.batch)
+        ]
 
-    def _blocks(self, passes: np.ndarray, text: np.ndarray, begin: int, end: int) -> RowLog:
+    def _blocks(self, passes: np.ndarray, adopted: np.ndarray, text: np.ndarray, begin: int, end: int) -> RowLog:
         first_end = (begin // self.block + 1) * self.block + self.config.token_shift
         found, at = [], begin
         while at < end:
             stop = min(first_end + len(found) * self.block, end)
-            found.append(Round([], [], 0, text[at:stop].tolist(), int(passes[len(found)])))
+            spared = None if self.graph is None else int(adopted[len(found)])
+            found.append(Round([], [], 0, text[at:stop].tolist(), int(passes[len(found)]), adopted=spared))
             at = stop
         prefill = int(begin >= self.block)
         return RowLog(found, 0, sum(entry.passes for entry in found) + prefill)
 
 
-def _start_diffusion(model, inputs, *, capacity, placement):
-    return placement(dllm.init_state(model, capacity=capacity, **inputs))
+def _start_diffusion(model, inputs, *, capacity, placement, states, small_block):
+    return placement(dllm.init_state(model, capacity=capacity, states=states, small_block=small_block, **inputs))
 
 
 def _prefill_diffusion(model, state, at, *, width, placement):
@@ -82,5 +107,6 @@ def _prefill_diffusion(model, state, at, *, width, placement):
         return placement(dllm.prefill_chunk(model, state, at, width=width))
 
 
-def _advance_diffusion(model, state, threshold, most, until_any, *, placement, **static):
-    return placement(dllm.generate(model, state, threshold, most, until_any, **static))
+def _advance_diffusion(model, state, threshold, graph, most, until_any, *, placement, **static):
+    step = dllm.step if graph is None else functools.partial(spiffy.step, graph=graph)
+    return placement(dllm.generate(model, state, threshold, most, until_any, step, **static))

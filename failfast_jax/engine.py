@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from failfast_jax import distributed, drafters
@@ -23,6 +24,7 @@ from failfast_jax.decoding.dllm import blocks_to_write
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING
 from failfast_jax.drafters import DIFFUSION_METHOD
+from failfast_jax.drafters.dllm import DllmOptions
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.encoding import Message, Prompt, encode, separate
 from failfast_jax.errors import ConfigError, NonFiniteError, OptionError, PromptError
@@ -223,8 +225,8 @@ class FailFast:
           OptionError: an option out of its range, or one that the method ignores.
         """
         config = self._with_method(dataclasses.replace(config or GenerationConfig(), **options))
-        drafters.options_of(config, self.platform, self.decoding)
-        return config
+        chosen = drafters.options_of(config, self.platform, self.decoding)
+        return config if config.top_p is not None else dataclasses.replace(config, top_p=chosen.top_p)
 
     def _with_method(self, config: GenerationConfig) -> GenerationConfig:
         if config.method is not None:
@@ -278,17 +280,34 @@ class FailFast:
         options = drafters.options_of(config, self.platform)
         model = self.target.with_block_size(options.block_size) if options.block_size else self.target
         block, static = model.config.block_size, options.static_for(model)
-        if model.config.token_shift and config.max_new_tokens < block:
+        if options.released_length and model.config.token_shift and config.max_new_tokens < block:
             raise OptionError(
                 f"--max-new-tokens {config.max_new_tokens}: must be at least the block size {block} for "
-                f"--method {DIFFUSION_METHOD}"
+                "--released-length"
             )
-        capacity = self.runtime.capacity(longest, round_up(config.max_new_tokens, block) + 1, block)
-        if not blocks_to_write(model.config, longest, config.max_new_tokens, capacity):
+        whole = round_up(config.max_new_tokens, block) + 1 if options.released_length else config.max_new_tokens
+        capacity, released = self.runtime.capacity(longest, whole, block), options.released_length
+        if not blocks_to_write(model.config, longest, config.max_new_tokens, capacity, released=released)[0]:
             raise PromptError(f"no whole block of {block} fits behind the prompt within {capacity} tokens")
         return self.runtime.diffusion_session(
-            model, batch=batch, capacity=capacity, threshold=options.threshold_for(model), **static
+            model,
+            batch=batch,
+            capacity=capacity,
+            threshold=options.threshold_for(model),
+            released_length=released,
+            graph=self._draft_graph(options, model, static["small_block"]),
+            **static,
         )
+
+    def _draft_graph(self, options: DllmOptions, model: Decoder, small_block: int) -> np.ndarray | None:
+        """The draft states of `--spiffy`.
+
+        Raises:
+          OptionError: no calibrated graph is there, or one for other blocks or with fewer states.
+        """
+        if not options.spiffy:
+            return None if options.spiffy is None else np.zeros((0, small_block), np.int32)
+        return options.read_graph(self.target_name).states(options.spiffy, model.config.block_size, small_block)
 
     @contextlib.contextmanager
     def profile(self, folder: str | os.PathLike) -> Iterator[None]:
@@ -377,6 +396,7 @@ class FailFast:
                 accepted=sum(r.accepted for r in log.rounds),
                 drafter_passes=log.drafter_passes,
                 target_passes=log.target_passes,
+                adopted_passes=log.adopted_passes,
                 load_s=self.load_s,
                 tokens_per_s=len(ids) / measured["decode_s"],
                 **measured,

@@ -82,7 +82,7 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
     method = args.method or default_method(args.target, args.drafter)
     options = {name: getattr(args, name) for name in sorted(names)}
     config = GenerationConfig(method, **common, options=options)
-    options_of(config, "cpu")
+    chosen = options_of(config, "cpu")
     if method == "ar" and args.drafter is None:
         raise ValueError("--method ar: needs --drafter, an autoregressive model with the target's tokens")
     if args.settings is not None and method != "failfast":
@@ -91,6 +91,10 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
         raise ValueError("--method dllm: needs --target, a block-diffusion model")
     if method == DIFFUSION_METHOD and args.drafter is not None:
         raise ValueError("--drafter: --method dllm uses no drafter; name the block-diffusion model with --target")
+    if method == DIFFUSION_METHOD and chosen.spiffy:
+        chosen.read_graph(args.target)
+    if args.drafter is not None and not all_options()[method].kinds:
+        raise ValueError(f"--drafter {args.drafter}: --method {method} drafts without a model")
     if args.method is None and method == "lookup":
         print("no --drafter and no --method: drafting by --method lookup, from the text itself", file=sys.stderr)
     return config

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from failfast_jax import command, distributed
 from failfast_jax.config import GenerationConfig
-from failfast_jax.drafters import all_options
+from failfast_jax.drafters import DIFFUSION_METHOD, all_options
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 
 
@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument("--profile", metavar="DIR", type=Path, help="write a jax.profiler trace of the answer")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--temperature", metavar="t", type=float, default=0.0, help="0 (default) is greedy")
-    sampling.add_argument("--top-p", metavar="p", type=float, default=1.0)
+    sampling.add_argument("--top-p", metavar="p", type=float, help="1 (default; dllm: 0.95) keeps all")
     sampling.add_argument("--top-k", metavar="k", type=int, default=0)
     sampling.add_argument("--seed", metavar="s", type=int, default=0, help="one seed, one text, whatever the method")
     sampling.add_argument(
@@ -91,9 +91,12 @@ def _read_prompt(args: argparse.Namespace) -> str | list[int]:
 def _summary(result) -> str:
     stats = result.stats
     per_round = stats.accepted / max(stats.rounds, 1)
+    made = f"{stats.rounds} rounds, {per_round:.2f} accepted per round, {stats.drafter_passes} drafter passes"
+    if result.method == DIFFUSION_METHOD:
+        adopted = "" if stats.adopted_passes is None else f", {stats.adopted_passes} adopted"
+        made = f"{stats.rounds} blocks, {stats.target_passes} passes{adopted}"
     return (
-        f"{result.method}: {len(result.output_ids)} tokens, {stats.tokens_per_s:.1f} tokens/s | "
-        f"{stats.rounds} rounds, {per_round:.2f} accepted per round, {stats.drafter_passes} drafter passes | "
+        f"{result.method}: {len(result.output_ids)} tokens, {stats.tokens_per_s:.1f} tokens/s | {made} | "
         f"load {stats.load_s:.1f} s, compile {stats.compile_s:.1f} s "
         f"({stats.compiles} new, {stats.cache_hits} cached), "
         f"prefill {stats.prefill_s:.2f} s, decode {stats.decode_s:.2f} s"

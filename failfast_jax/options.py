@@ -107,11 +107,13 @@ class MethodOptions:
       kinds: kinds of drafter model that it takes (see `models.drafter_model`); none for methods without a model.
       samples: whether it serves `--acceptance rejection`, with drafts that carry the distributions they were drawn
         from. Only drafts made from left to right, in places that do not depend on the draw, may.
+      top_p: of requests that do not say (`--top-p`).
     """
 
     summary: ClassVar[str] = ""
     kinds: ClassVar[tuple[str, ...]] = ()
     samples: ClassVar[bool] = False
+    top_p: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

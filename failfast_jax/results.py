@@ -15,6 +15,8 @@ class Round:
     accepted: int
     emitted: list[int]
     passes: int
+    adopted: int | None = None
+    """Of `dllm --spiffy`: passes of the block that were not made, because a draft state's served."""
     tree: dict[str, list[int]] | None = None
     """What was verified, if that was a tree: `tokens` of its nodes, and of each its `parent` (-1: the last token before
     the round). `drafted` is then its longest path, with the accepted one over its beginning."""
@@ -48,6 +50,9 @@ class Stats:
     compiles: int
     cache_hits: int
     host_syncs: int
+    adopted_passes: int | None = None
+    """Of `dllm --spiffy`: passes that were not made, because a draft state's served; with `target_passes`, as many as
+    without it."""
     costs: dict[str, Any] | None = None
     """Under `--policy auto`: seconds of a round by rows verified (`verify`), of a drafter pass (`draft`), and where the
     figures come from (`source`)."""
@@ -68,8 +73,9 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form: what `--json` prints."""
         found = {**dataclasses.asdict(self), "rounds": [entry.to_dict() for entry in self.rounds]}
-        if self.stats.costs is None:
-            del found["stats"]["costs"]
+        for name in ("adopted_passes", "costs"):
+            if found["stats"][name] is None:
+                del found["stats"][name]
         return found
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from failfast_jax.compilation import Executables
@@ -178,12 +179,27 @@ class Runtime:
         small_block: int = 8,
         block_cache: bool = False,
         steps: int | None = None,
+        released_length: bool = False,
+        graph: np.ndarray | None = None,
     ) -> DiffusionSession:
         """Likewise for a block-diffusion model that writes on its own (method `dllm`).
 
         Args:
           model: None: the target; or its weights under another block size.
           threshold, small_block, block_cache, steps: see `decoding.dllm.step`; `small_block` divides the block size.
+          released_length: see `decoding.dllm.blocks_to_write`.
+          graph: draft states to run beside the block, see `decoding.spiffy`; None: plain decoding.
         """
-        model, static = model or self.target, {"small_block": small_block, "block_cache": block_cache, "steps": steps}
-        return DiffusionSession(self.programs, self.placement(batch), model, batch, capacity, threshold, **static)
+        return DiffusionSession(
+            self.programs,
+            self.placement(batch),
+            model or self.target,
+            batch,
+            capacity,
+            threshold,
+            graph,
+            released_length,
+            small_block=small_block,
+            block_cache=block_cache,
+            steps=steps,
+        )

@@ -70,6 +70,12 @@ class RowLog:
     drafter_passes: int
     target_passes: int
 
+    @property
+    def adopted_passes(self) -> int | None:
+        """Of `dllm` with draft states."""
+        found = [entry.adopted for entry in self.rounds if entry.adopted is not None]
+        return sum(found) if found else None
+
 
 class Session:
     """Compiled programs for `batch` rows of `capacity` tokens; made by a `Runtime`.

@@ -43,10 +43,17 @@ def test_rows_of_a_batch_equal_single_answers():
         assert row.prompt_ids == prompt and row.method == "dllm"
 
 
-def test_a_diffusion_answer_has_whole_blocks():
-    (result,) = diffusion_engine().generate([[4] * 11], max_new_tokens=45, ignore_eos=True, **DLLM)
-    assert len(result.output_ids) == 8 * (45 // 8) - 11 % 8 + 1
-    assert result.finish_reason == "length"
+def test_a_diffusion_answer_is_no_longer_than_asked():
+    """Behind a prompt inside a block, at its end, and where a block would reach beyond the context."""
+    options = DLLM | {"ignore_eos": True}
+    for prompt, most in (([4] * 11, 45), ([4] * 16, 16), ([4] * 16, 3), ([4] * 250, 45)):
+        (result,) = diffusion_engine().generate([prompt], max_new_tokens=most, **options)
+        assert len(result.output_ids) == min(most, 256 - len(prompt)) and result.finish_reason == "length"
+        if most >= 8 and len(prompt) < 100:
+            (whole,) = diffusion_engine().generate([prompt], max_new_tokens=most, released_length=True, **options)
+            assert len(whole.output_ids) == 8 * (most // 8) - len(prompt) % 8 + 1
+            shared = min(most, len(whole.output_ids))
+            assert whole.output_ids[:shared] == result.output_ids[:shared]
 
 
 # Streams.

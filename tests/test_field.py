@@ -57,6 +57,7 @@ def test_sdar_writes_as_published():
             max_new_tokens=case["max_new_tokens"],
             threshold=case["threshold"],
             steps=case["denoising_steps"],
+            released_length=True,
         )[0]
         assert result.output_ids == case["output_ids"], case
         assert sum(block.passes for block in result.rounds) == case["passes"], case

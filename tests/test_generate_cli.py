@@ -66,7 +66,8 @@ def test_standalone_diffusion_reproduces_the_golden_file():
     with np.load(GOLDEN / "fast_dllm_v2_untied" / "golden.npz") as data:
         expected = data["gen_5_0.9_nobc"].reshape(-1).tolist()
     ids = ",".join(map(str, expected[:5]))
-    result = run_json(*["--method", "dllm", "--target", DRAFTER, "--token-ids", ids, "--max-new-tokens", "64"])
+    options = ["--method", "dllm", "--released-length", "--max-new-tokens", "64"]
+    result = run_json(*options, "--target", DRAFTER, "--token-ids", ids)
     assert result["output_ids"] == expected[5:] and result["stats"]["target_passes"] == 60
 
 
@@ -120,9 +121,14 @@ BAD = {
     f"--target {DRAFTER} {IDS} --method vanilla": "a block-diffusion model cannot verify drafts",
     f"{T} {IDS} --method dllm": "needs a block-diffusion model",
     f"{IDS} --method dllm": "--method dllm: needs --target",
-    f"--target {DRAFTER} {IDS} --method dllm --max-new-tokens 31": (
+    f"--target {DRAFTER} {IDS} --method dllm --released-length --max-new-tokens 31": (
         "--max-new-tokens 31: must be at least the block size 32"
     ),
+    f"--target {DRAFTER} {IDS} --method dllm --spiffy 3": (
+        "fast_dllm_v2_untied/spiffy.json; make one with python -m failfast_jax.train spiffy --target"
+    ),
+    f"--target {DRAFTER} {IDS} --method dllm --spiffy 3 --spiffy-graph /nowhere/graph": "draft graph in /nowhere/graph",
+    f"--target {DRAFTER} {IDS} --method dllm --spiffy-graph g.json": "--spiffy-graph g.json: needs --spiffy",
     "--target /nowhere/model --method lookup --token-ids 1": "/nowhere/model: no such file",
     f"{T} --prompt-file /nowhere/prompt": "--prompt-file /nowhere/prompt: No such",
     f"{LOOKUP} {IDS} --trace /nowhere/rounds.html": "--trace /nowhere/rounds.html: no such folder",

@@ -50,6 +50,7 @@ def test_standalone_generation(name, block_cache, golden_model):
                 max_new_tokens=64,
                 threshold=case["threshold"],
                 block_cache=block_cache,
+                released_length=True,
             )[0]
             assert result.output_ids == expected[prompt:], case
             assert result.stats.target_passes == case["forwards"], case

@@ -22,7 +22,7 @@ from failfast_jax.errors import OptionError, PromptError
 from failfast_jax.runtime import Request, RowLog, Runtime, Session
 
 CAPACITY = 128
-KINDS = ("lookup", "wide", "dllm")
+KINDS = ("lookup", "wide", "dllm", pytest.param("spiffy", marks=pytest.mark.long))
 
 
 @functools.cache
@@ -40,8 +40,10 @@ def diffusion_runtime() -> Runtime:
 @functools.cache
 def session(kind: str, batch: int) -> Session:
     shape = {"batch": batch, "capacity": CAPACITY}
-    if kind == "dllm":
-        return diffusion_runtime().diffusion_session(**shape, threshold=0.5, small_block=4, block_cache=True)
+    if kind in ("dllm", "spiffy"):
+        graph = np.asarray([[0, -1, -1, -1], [0, 0, -1, -1], [-1, 0, -1, -1]]) if kind == "spiffy" else None
+        options = {"threshold": 0.5, "small_block": 4, "block_cache": True, "graph": graph}
+        return diffusion_runtime().diffusion_session(**shape, **options)
     if kind == "lookup":
         return runtime().session(Lookup(max_spec_len=7, min_match=1), **shape)
     rule = BelowThreshold(np.float32(0.3))

@@ -27,6 +27,7 @@ def compiled(topology: str, *methods: str) -> dict:
 METHODS = (
     *("auto", "failfast", "hybrid", "reuse", "trees", "ar", "lookup", "suffix"),
     *("dspark", "dspark-failfast", "eagle-chain", "eagle-tree"),
+    *("dllm", "dllm-spiffy", "dllm-spiffy-cache", "dllm-sdar", "dllm-sdar-spiffy"),
 )
 
 

@@ -7,6 +7,7 @@ when JAX is first imported.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -106,6 +107,15 @@ VARIANTS = {
 }
 """Requests by the name under which a loop is asked for; other names are methods."""
 
+DLLM = {
+    "dllm": {"small_block": 8, "block_cache": False},
+    "dllm-spiffy": {"small_block": 8, "block_cache": False, "states": 10},
+    "dllm-spiffy-cache": {"small_block": 8, "block_cache": True, "states": 10},
+    "dllm-sdar": {"small_block": 4, "block_cache": False, "steps": 4},
+    "dllm-sdar-spiffy": {"small_block": 4, "block_cache": False, "steps": 4, "states": 3},
+}
+"""Loops of a block-diffusion model on its own: options of a `DiffusionSession`, and draft states."""
+
 
 def models(platform: str, method: str):
     """A small target and drafter of abstract arrays, with the kernels of a platform."""
@@ -149,20 +159,59 @@ def models(platform: str, method: str):
     return target, DSparkModel(network=abstract(DSpark, extended), embed=embed, head=head, draft_ids=ids)
 
 
-def compiled_loop(device, method: str):
-    """The whole loop of `method` for two sequences, compiled, and the abstract values that it was compiled for."""
-    method, _, scheme = method.partition("+")
+def prompts(batch: int) -> dict:
+    """What both kinds of loops start from."""
+    import jax.numpy as jnp
+
+    from failfast_jax import decoding
+
+    return {
+        "tokens": jnp.zeros((batch, 512), jnp.int32),
+        "prompt_length": jnp.ones(batch, jnp.int32),
+        "eos": jnp.asarray(decoding.stop_tokens((5,), batch)),
+        "sampling": decoding.greedy_sampling(batch),
+        "capacity": 512,
+    }
+
+
+def diffusion_loop(platform: str, method: str, batch: int):
+    """The loop of a block-diffusion model on its own: a function, and the arguments that it is compiled for."""
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from jax.sharding import SingleDeviceSharding
+
+    from failfast_jax.decoding import dllm, spiffy
+
+    static = dict(DLLM[method])
+    states = static.pop("states", None)
+    model = models(platform, "failfast")[1]
+    if "sdar" in method:
+        model.config = dataclasses.replace(model.config, block_size=4, token_shift=False)
+    block, small = model.config.block_size, static["small_block"]
+    graph = None if states is None else spiffy.padded(np.zeros((states, small), np.int32), block)
+
+    def init(model):
+        ends = {"max_blocks": jnp.ones(batch, jnp.int32), "limit": jnp.full(batch, 512)}
+        room = {"states": None if graph is None else len(graph), "small_block": small}
+        return dllm.init_state(model, **prompts(batch), **ends, **room)
+
+    def generate(model, state, threshold, graph, most):
+        step = dllm.step if graph is None else functools.partial(spiffy.step, graph=graph)
+        return dllm.generate(model, state, threshold, most, step, **static)
+
+    return generate, (model, jax.eval_shape(init, model), np.float32(1), graph, np.int32(0))
+
+
+def drafting_loop(platform: str, method: str, scheme: str, batch: int):
+    """Likewise of a target and a drafter."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
 
     from failfast_jax import decoding
     from failfast_jax.config import GenerationConfig
     from failfast_jax.drafters import build_drafter
-    from failfast_jax.platforms import compiler_options
 
-    platform = "tpu" if device.platform == "tpu" else "gpu"
     config = GenerationConfig(**VARIANTS.get(method, {"method": method}))
     target, drafter_model = models(platform, method)
     drafter = build_drafter(config, model=drafter_model, model_name="the drafter", vocab=512, platform=platform)
@@ -170,29 +219,36 @@ def compiled_loop(device, method: str):
         target = target.quantized(scheme)
         drafter = drafter.replace(model=drafter.model.quantized(scheme))
     plan = decoding.make_plan(drafter, platform=platform)
-    drafter, batch = drafter.planned(plan.widths), 2
+    drafter = drafter.planned(plan.widths)
 
     def init(target, drafter):
-        return decoding.init_state(
-            target,
-            drafter,
-            tokens=jnp.zeros((batch, 512), jnp.int32),
-            prompt_length=jnp.ones(batch, jnp.int32),
-            max_new_tokens=jnp.ones(batch, jnp.int32),
-            eos=jnp.asarray(decoding.stop_tokens((5,), batch)),
-            sampling=decoding.greedy_sampling(batch),
-            capacity=512,
-            plan=plan,
-        )
+        limits = jnp.ones(batch, jnp.int32)
+        return decoding.init_state(target, drafter, **prompts(batch), max_new_tokens=limits, plan=plan)
 
     def generate(target, drafter, state, rounds):
         return decoding.generate(target, drafter, state, rounds, plan=plan)
 
+    return generate, (target, drafter, jax.eval_shape(init, target, drafter), np.int32(0))
+
+
+def compiled_loop(device, method: str):
+    """The whole loop of `method` for two sequences, compiled, and the models and the state that it was compiled for."""
+    method, _, scheme = method.partition("+")
+    import jax
+    from jax.sharding import SingleDeviceSharding
+
+    from failfast_jax.platforms import compiler_options
+
+    platform, batch = "tpu" if device.platform == "tpu" else "gpu", 2
+    if method in DLLM:
+        (generate, args), models = diffusion_loop(platform, method, batch), 1
+    else:
+        (generate, args), models = drafting_loop(platform, method, scheme, batch), 2
     chip = SingleDeviceSharding(device)
-    shapes = (target, drafter, jax.eval_shape(init, target, drafter), np.int32(0))
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip), shapes)
-    lowered = jax.jit(generate, donate_argnums=2).lower(*shapes)
-    return lowered.compile(compiler_options=compiler_options(device)), shapes
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip), args)
+    lowered = jax.jit(generate, donate_argnums=models).lower(*shapes)
+    compiled = lowered.compile(compiler_options=compiler_options(device))
+    return compiled, shapes[:models], shapes[models]
 
 
 def report(device, method: str) -> dict:
@@ -200,7 +256,7 @@ def report(device, method: str) -> dict:
 
     `method` may end in `+int8`: target and drafter are quantised.
     """
-    compiled, shapes = compiled_loop(device, method)
+    compiled, models, shapes = compiled_loop(device, method)
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -208,8 +264,9 @@ def report(device, method: str) -> dict:
     from failfast_jax.bench import hlo
 
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    state, weights = jax.tree.leaves(shapes[2]), jax.tree.leaves(shapes[:2])
-    cache = "bf16[{}]".format(",".join(map(str, shapes[2].target.k[0].shape)))
+    state, weights = jax.tree.leaves(shapes), jax.tree.leaves(models)
+    kept = shapes.cache if method in DLLM else shapes.target
+    cache = "bf16[{}]".format(",".join(map(str, kept.k[0].shape)))
     return {
         "device": device.device_kind,
         "entries": len(re.findall(r"^ENTRY ", text, re.MULTILINE)),

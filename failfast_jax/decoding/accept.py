@@ -114,22 +114,33 @@ def filtered_for(logits: Float[Array, "B W V"], sampling: Sampling) -> Float[Arr
 
 
 def _draw(
-    sample: Callable[[Array], Array], sampling: Sampling, positions: Int[Array, "B W"], stream: int | None = None
+    sample: Callable[[Array], Array],
+    sampling: Sampling,
+    positions: Int[Array, "B W"],
+    stream: int | Int[Array, "B W"] | None = None,
 ) -> Float[Array, "B W ..."]:
     """`sample(key)` for each position, with a key made from (seed, sequence, position) and the stream."""
+    streams = jnp.zeros_like(positions) if stream is None else jnp.broadcast_to(stream, positions.shape)
 
-    def one(seed, sequence, position):
+    def one(seed, sequence, position, number):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sequence), position)
-        return sample(key if stream is None else jax.random.fold_in(key, stream))
+        return sample(key if stream is None else jax.random.fold_in(key, number))
 
-    per_row = jax.vmap(one, in_axes=(None, None, 0))
-    return jax.vmap(per_row)(sampling.seed, sampling.sequence, positions)
+    per_row = jax.vmap(one, in_axes=(None, None, 0, 0))
+    return jax.vmap(per_row)(sampling.seed, sampling.sequence, positions, streams)
 
 
 def gumbel_noise(
-    sampling: Sampling, positions: Int[Array, "B W"], vocab: int, stream: int | None = None
+    sampling: Sampling,
+    positions: Int[Array, "B W"],
+    vocab: int,
+    stream: int | Int[Array, "B W"] | None = None,
 ) -> Float[Array, "B W V"]:
-    """Standard Gumbel noise keyed by (seed, sequence, position): the same for every method."""
+    """Standard Gumbel noise keyed by (seed, sequence, position): the same for every method.
+
+    Args:
+      stream: of other draws for the same position; of `dllm` the number of the pass.
+    """
     return _draw(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32), sampling, positions, stream)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding.dllm import DllmOptions
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.drafters.autoregressive import AutoregressiveOptions
+from failfast_jax.drafters.dllm import DllmOptions
 from failfast_jax.drafters.dspark import DFlashOptions, DSparkOptions
 from failfast_jax.drafters.eagle3 import Eagle3Options
 from failfast_jax.drafters.economic import Economic

@@ -84,6 +84,31 @@ def tree_attention(
     return _tiled_attention(q, k_cache, v_cache, live, tile, seen)
 
 
+def grouped_attention(
+    q: Queries,
+    k_cache: Cache,
+    v_cache: Cache,
+    seen: Int[Array, "B C 5"],
+    live: Scalar,
+    *,
+    tile: int,
+) -> Queries:
+    """Like `window_attention`, for rows in C groups of one size that see the slots of `[0, a)`, `[b, c)` and `[d, e)`.
+
+    Args:
+      seen: a, b, c, d and e of each group.
+    """
+    rows = jnp.repeat(seen, q.shape[1] // seen.shape[1], axis=1)
+    rows = jnp.tile(rows, (1, q.shape[2] // k_cache.shape[1], 1))[:, None]
+    return _tiled_attention(q, k_cache, v_cache, live, tile, lambda slots: in_ranges(slots, rows))
+
+
+def in_ranges(slots: Int[Array, "..."], ends: Int[Array, "*R 5"]) -> Bool[Array, "..."]:
+    """Whether slots lie in `[0, a)`, `[b, c)` or `[d, e)`; `ends[..., :1]` and so on broadcast against them."""
+    a, b, c, d, e = (ends[..., index : index + 1] for index in range(5))
+    return (slots < a) | ((slots >= b) & (slots < c)) | ((slots >= d) & (slots < e))
+
+
 def _tiled_attention(
     q: Queries, k_cache: Cache, v_cache: Cache, live: Scalar, tile: int, seen: Callable[[Array], Array]
 ) -> Queries:

@@ -14,10 +14,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
-from failfast_jax.kernels.reference import HIDDEN, last_visible
+from failfast_jax.kernels.reference import HIDDEN, in_ranges, last_visible
 
 MAX_WIDTH = 128
 """Rows of a window; longer ones are prefill (see `models.attention`)."""
@@ -117,8 +117,8 @@ def rotary_tables(cos: Float[Array, "B W 1 h"], sin: Float[Array, "B W 1 h"]) ->
 def _attend(
     last_tile, qkv_ref, cos_ref, sin_ref, last_ref, k_ref, v_ref, out_ref, q_ref, highest_ref, total_ref, acc_ref
 ):
-    """One tile of one sequence. qkv: [1, W, K' * (G + 2) * H]; last: [1, R, 1]; k, v: [1, K', T, H]; out like the
-    queries of qkv. q: [K', R, H], rotated and scaled at the first tile; R = G * W."""
+    """One tile of one sequence. qkv: [1, W, K' * (G + 2) * H]; last: [1, R, 1], or [1, R, 5] as in `in_ranges`; k, v:
+    [1, K', T, H]; out like the queries of qkv. q: [K', R, H], rotated and scaled at the first tile; R = G * W."""
     row, step = pl.program_id(0), pl.program_id(2)
     heads, tile, size = k_ref.shape[1:]
     width = qkv_ref.shape[1]
@@ -148,7 +148,9 @@ def _attend(
                 preferred_element_type=jnp.float32,
             )
             positions = step * tile + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-            scores = jnp.where(positions <= last_ref[0], scores, HIDDEN)
+            last = last_ref[0]
+            seen = positions <= last if last.shape[1] == 1 else in_ranges(positions, last)
+            scores = jnp.where(seen, scores, HIDDEN)
             before = highest_ref[head, :, :1]
             highest = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
             weights = jnp.exp(scores - highest)
@@ -190,6 +192,7 @@ def window_attention(
     live: Scalar,
     *,
     block_size: int,
+    seen: Int[Array, "B W 5"] | None = None,
     interpret: bool = False,
 ) -> Queries:
     """`reference.window_attention` of queries that are still to be rotated.
@@ -200,6 +203,7 @@ def window_attention(
     Args:
       qkv: of each KV head its G query heads, and the key and the value, which are not used (see `write_window`).
       cos, sin: see `rotary_tables`.
+      seen: what each row sees, instead of the mask rule: see `reference.in_ranges`.
 
     Raises:
       ValueError: a shape or a dtype that `supports` refuses.
@@ -214,10 +218,10 @@ def window_attention(
         raise ValueError(f"the TPU attention kernel does not support {reason}")
     rows = group * width
     together, tile = tiles_of(capacity=capacity, kv_heads=kv_heads, group=group, width=width, head_dim=head_dim)
-    last = last_visible(start, width, until, block_size)
+    last = last_visible(start, width, until, block_size) if seen is None else seen.max(2) - 1
     # A sequence that has ended may stand beyond what is live: it reads what the others read.
     last_tile = jnp.clip(last.max(1), 0, jnp.maximum(live - 1, 0)) // tile
-    last = jnp.tile(last, (1, group))[..., None]
+    last = jnp.tile(last[..., None] if seen is None else seen, (1, group, 1))
 
     def cache_block(row, part, step, last_tile):
         return row, part, jnp.minimum(step, last_tile[row]), 0  # the same block again is not copied again
@@ -238,7 +242,7 @@ def window_attention(
                 columns(members),
                 table,
                 table,
-                pl.BlockSpec((1, rows, 1), lambda row, part, step, last_tile: (row, 0, 0)),
+                pl.BlockSpec((1, *last.shape[1:]), lambda row, part, step, last_tile: (row, 0, 0)),
                 cached,
                 cached,
             ],

@@ -66,6 +66,8 @@ class Window:
     visible: Bool[Array, "B W C"] | None = None
     """Which of the slots from `first` on each token sees, where they hold a tree; all slots in front are seen, none
     behind. See `TreeMask`."""
+    seen: Int[Array, "B C 5"] | None = None
+    """What the rows of each of C groups see, instead of the mask rule; see `RowGroups`."""
     first: PerSequence | None = None
     """Cache slot of the tree's first token; None: the window's, which then holds the whole tree."""
     block_size: int = flax.struct.field(pytree_node=False, default=1)
@@ -84,6 +86,18 @@ class TreeMask:
     """Which of the window's tokens each one sees: its ancestors and itself."""
 
 
+@flax.struct.dataclass
+class RowGroups:
+    """A window whose rows are C groups of one size, each of which sees what it is told: copies of one stretch of text.
+
+    The slots of `[0, a)`, `[b, c)` and `[d, e)` are seen, for `seen` = a, b, c, d, e.
+    """
+
+    positions: Int[Array, "B W"]
+    """Of each row; its slot is another."""
+    seen: Int[Array, "B C 5"]
+
+
 def attend(
     qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window, *, kernel: str = "reference"
 ) -> tuple[Float[Array, "B W Q H"], LayerCache]:
@@ -91,7 +105,8 @@ def attend(
 
     Args:
       qkv: of each KV head its G query heads, its key and its value.
-      kernel: one of `KERNELS`. Trees and sliding windows are plain jnp on every platform.
+      kernel: one of `KERNELS`. Trees and sliding windows are plain jnp on every platform, groups of rows on all but
+        the TPU.
 
     Returns:
       The heads' outputs, and both caches; in place when they are donated. The caller keeps `start + W` within the
@@ -102,6 +117,8 @@ def attend(
     """
     start, live, block_size = window.start, window.live, window.block_size
     until = jnp.zeros_like(start) if window.until is None else window.until
+    if kernel == "tpu" and window.seen is not None:
+        return _attend_groups(qkv, cache, window, until)
     if kernel == "tpu" and window.visible is None and window.back is None:
         from failfast_jax.kernels import tpu
 
@@ -114,10 +131,34 @@ def attend(
     if window.visible is not None:
         first = start if window.first is None else window.first
         return reference.tree_attention(q, *cache, first, window.visible, live, tile=TILE), cache
+    if window.seen is not None:
+        return reference.grouped_attention(q, *cache, window.seen, live, tile=TILE), cache
     if window.back is not None:
         mask = {"block_size": block_size, "tile": TILE, "back": window.back}
         return reference.window_attention(q, *cache, start, until, live, **mask), cache
     return cached_attention(q, *cache, start, live, block_size, until=until, kernel=kernel), cache
+
+
+def _attend_groups(
+    qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window, until: PerSequence
+) -> tuple[Float[Array, "B W Q H"], LayerCache]:
+    """`attend` for groups of rows on a TPU: as many whole groups at a time as the kernel takes rows."""
+    from failfast_jax.kernels import tpu
+
+    width, size = qkv.shape[1], qkv.shape[1] // window.seen.shape[1]
+    tables = tpu.rotary_tables(window.cos, window.sin)
+    seen = jnp.repeat(window.seen, size, axis=1)
+    step = max(tpu.MAX_WIDTH // size, 1) * size
+    parts = [slice(at, min(at + step, width)) for at in range(0, width, step)]
+    for part in parts:
+        some = tuple(table[:, part] for table in tables)
+        cache = tpu.write_window(*cache, qkv[:, part], window.start + part.start, some)
+    outputs = []
+    for part in parts:
+        some, begin = tuple(table[:, part] for table in tables), window.start + part.start
+        options = {"block_size": window.block_size, "seen": seen[:, part]}
+        outputs.append(tpu.window_attention(qkv[:, part], *some, *cache, begin, until, window.live, **options))
+    return jnp.concatenate(outputs, axis=1), cache
 
 
 def cached_attention(

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from failfast_jax.kernels.reference import dense_attention
 from failfast_jax.models import quantization
-from failfast_jax.models.attention import LayerCache, TreeMask, Window, attend
+from failfast_jax.models.attention import LayerCache, RowGroups, TreeMask, Window, attend
 from failfast_jax.models.cache import KVCache, move_slots, round_up
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.drafter_model import Kind
@@ -127,6 +127,7 @@ class Decoder(nnx.Module):
         live: Int[Array, ""],
         feature_layers: tuple[int, ...] = (),
         tree: TreeMask | None = None,
+        groups: RowGroups | None = None,
     ) -> tuple[Float[Array, "B W E"], KVCache, Float[Array, "B W F E"]]:
         """Runs positions `start .. start+W-1` of each sequence over its cached prefix.
 
@@ -139,14 +140,15 @@ class Decoder(nnx.Module):
             whose result matters.
           feature_layers: return the residual stream after these layers (0-based; -1: the embedding).
           tree: the window holds a tree of tokens instead of a text (causal models only); see `keep`.
+          groups: the window holds copies of a stretch of text.
 
         Returns:
           Hidden states after the final norm (see `logits_of`), the cache, and the features.
         """
         positions = start[:, None] + (jnp.arange(tokens.shape[1]) if tree is None else tree.depth)
-        cos, sin = rotary(self.config, positions)
-        visible = None if tree is None else tree.visible
-        window = Window(cos, sin, start, live, visible=visible, block_size=self.config.block_size)
+        cos, sin = rotary(self.config, positions if groups is None else groups.positions)
+        visible, seen = None if tree is None else tree.visible, None if groups is None else groups.seen
+        window = Window(cos, sin, start, live, visible=visible, seen=seen, block_size=self.config.block_size)
         x = self.embedded(tokens)
         keys, values, features = list(cache.k), list(cache.v), {-1: x}
         for index, layer in enumerate(self.layers):
@@ -163,11 +165,12 @@ class Decoder(nnx.Module):
         return self.norm(x), KVCache(k=tuple(keys), v=tuple(values)), stacked
 
     def keep(self, cache: KVCache, start: Int[Array, " B"], slots: Int[Array, "B M"], width: int) -> KVCache:
-        """After a `window` of `width` tokens that were a tree: moves one path's keys and values into a row.
+        """After a `window` of `width` tokens that were a tree or copies: moves one path's, or copy's, keys and values
+        into a row.
 
         Args:
           start: the window's.
-          slots: slots within the window of the path's tokens, in order; anything behind its end.
+          slots: slots within the window of the tokens to keep, in order; anything behind their end.
         """
         rows, place = P(self.execution.batch), P(self.execution.batch, self.execution.heads)
         move = self.execution.per_device(

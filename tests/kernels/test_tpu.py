@@ -93,6 +93,32 @@ def test_equals_the_reference(case, seed, places, bidirectional):
         assert close(shape, got, wanted)
 
 
+@pytest.mark.parametrize("most", [128, 16])
+def test_groups_of_rows_see_what_they_are_told(most, monkeypatch):
+    """Copies of a block behind different texts, all at a time and two at a time; the last is a part of its block."""
+    for name in ("window_attention", "write_window"):
+        monkeypatch.setattr(tpu, name, functools.partial(getattr(tpu, name), interpret=INTERPRET))
+    monkeypatch.setattr(tpu, "MAX_WIDTH", most)
+    batch, copies, size, kv_heads, head_dim = 2, 5, 8, 2, 64
+    qkv, k, v = arrays((batch, copies * size, 3 * kv_heads, kv_heads, head_dim, 384, "float32"), 3)
+    start = np.asarray([40, 200], np.int32)
+    own = start[:, None] + np.arange(copies) * size
+    seen = np.stack([np.broadcast_to(start[:, None], own.shape)] * 3 + [own, own + size], 2)
+    # Rows 2 to 5 of the last copy: the block's first one is seen around them.
+    seen[:, -1] = np.stack([start + 2, start + 6, start + size, own[:, -1] + 2, own[:, -1] + 6], 1)
+    cos, sin = angles(start, size, head_dim)
+    window = Window(
+        *(jnp.tile(x, (1, copies, 1, 1)) for x in (cos, sin)), start, np.int32(seen.max()), seen=jnp.asarray(seen)
+    )
+    shown, hidden = (attend(qkv, (k, v), window, kernel=kernel) for kernel in ("tpu", "reference"))
+    np.testing.assert_allclose(shown[0], hidden[0], atol=1e-5)
+    np.testing.assert_allclose(shown[1][0], hidden[1][0], atol=1e-6)
+    # A copy by itself, as a window whose rows see each other.
+    part = slice(2 * size, 3 * size)
+    alone = Window(cos, sin, jnp.asarray(start), np.int32(start.max() + size), until=start + size - 1)
+    np.testing.assert_allclose(shown[0][:, part], attend(qkv[:, part], (k, v), alone)[0], atol=1e-5)
+
+
 def test_a_row_depends_neither_on_its_window_nor_on_dead_cache():
     shape = (1, 8, 10, 2, 64, 2048, "float32")
     _, k, v = arrays(shape, 1)

@@ -1,0 +1,126 @@
+"""The draft graph of `dllm --spiffy` (see `decoding.spiffy`): calibrated once a model, a small JSON file beside it.
+
+    {"block_size": 32, "small_block_size": 8, "threshold": 1.0, "states": [[[0, 0]], [[0, 0], [1, 0]], ...], ...}
+
+A state is a list of pairs: the position that is the i-th most confident of those masked takes its j-th best token. They
+come in the order of their worth, so that the first D are the graph for `--spiffy D`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from failfast_jax.checkpoints.hub import resolve_source
+from failfast_jax.errors import CheckpointError, ConfigError, OptionError
+from failfast_jax.files import read_json, write_atomically
+
+FILE = "spiffy.json"
+COMMAND = "python -m failfast_jax.train spiffy"
+"""What writes it."""
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftGraph:
+    """Draft states in the order of their worth.
+
+    Attributes:
+      block_size, small_block_size: of the blocks that it was calibrated on.
+      pair_sets: of each state its pairs (position rank, token rank).
+      about: what else the file says, such as the threshold.
+      where: the file, for messages.
+    """
+
+    block_size: int
+    small_block_size: int
+    pair_sets: tuple[Pairs, ...]
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+    where: str = "the draft graph"
+
+    def states(self, count: int, block: int, small_block: int) -> np.ndarray:
+        """The `count` best states as `spiffy.step` takes them: `[count, small_block]`.
+
+        Raises:
+          OptionError: there are fewer, or they are for blocks of another size.
+        """
+        if (self.block_size, self.small_block_size) != (block, small_block):
+            raise OptionError(
+                f"--spiffy {count}: {self.where} is for blocks of {self.block_size} in parts of "
+                f"{self.small_block_size}, not for {block} in parts of {small_block}: calibrate again with {COMMAND}"
+            )
+        if count > len(self.pair_sets):
+            raise OptionError(
+                f"--spiffy {count}: {self.where} has {len(self.pair_sets)} states; calibrate more with {COMMAND}"
+            )
+        found = np.full((count, small_block), -1, np.int32)
+        for row, pairs in enumerate(self.pair_sets[:count]):
+            for position, token in pairs:
+                found[row, position] = token
+        return found
+
+    def save(self, path: Path) -> None:
+        sizes = {"block_size": self.block_size, "small_block_size": self.small_block_size}
+        lines = ",\n".join(f"  {json.dumps(pairs)}" for pairs in self.pair_sets)
+        head = json.dumps({**sizes, **self.about}, indent=1)[:-2]
+        write_atomically(path, f'{head},\n "states": [\n{lines}\n ]\n}}\n')
+
+
+def default_file(model: str | os.PathLike) -> Path | None:
+    """Beside a model in a folder or file of this machine; None for one that was built in memory."""
+    try:
+        found = resolve_source(model)
+    except CheckpointError:
+        return None
+    return (found if found.is_dir() else found.parent) / FILE
+
+
+def read(path: str | os.PathLike | None, model: str, ranks: int) -> DraftGraph:
+    """A draft graph.
+
+    Args:
+      path: None: there is no place where the model's would be.
+      model: its name, for messages.
+      ranks: tokens a position that are known.
+
+    Raises:
+      OptionError: there is no such file.
+      ConfigError: it is no draft graph; the key is named.
+    """
+    if path is None or not Path(path).is_file():
+        where = "no calibrated draft graph" if path is None else f"no calibrated draft graph in {path}"
+        raise OptionError(f"--spiffy: {where}; make one with {COMMAND} --target {model} --data ... --out FILE")
+    raw = read_json(Path(path))
+
+    def number(key: str) -> int:
+        if type(raw.get(key)) is not int or raw[key] < 1:
+            raise ConfigError(f"{path}: key {key!r} must be a positive integer, got {raw.get(key)!r}")
+        return raw[key]
+
+    block, small = number("block_size"), number("small_block_size")
+    states = raw.get("states")
+    if not isinstance(states, list) or not all(_is_state(state, small, ranks) for state in states):
+        raise ConfigError(
+            f"{path}: key 'states' must be a list of states, each of pairs of a position's rank below {small} and a "
+            f"token's rank below {ranks}, no position twice"
+        )
+    about = {key: raw[key] for key in raw.keys() - {"block_size", "small_block_size", "states"}}
+    sets = tuple(tuple((int(i), int(j)) for i, j in state) for state in states)
+    return DraftGraph(block, small, sets, about, str(path))
+
+
+def _is_state(state: Any, positions: int, ranks: int) -> bool:
+    if not isinstance(state, list) or not state:
+        return False
+    for pair in state:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(type(rank) is int for rank in pair):
+            return False
+        if not (0 <= pair[0] < positions and 0 <= pair[1] < ranks):
+            return False
+    return len({position for position, _ in state}) == len(state)

@@ -1,0 +1,82 @@
+"""Method `dllm`: a block-diffusion model writing on its own (`decoding.dllm`), with Spiffy (`decoding.spiffy`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from failfast_jax.checkpoints import draft_graph
+from failfast_jax.checkpoints.draft_graph import DraftGraph
+from failfast_jax.decoding.dllm import RANKS
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.options import MethodOptions, option, require
+
+MOST_STATES = 64
+"""Draft states of `--spiffy`: each is a copy of the block in every pass."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleOptions(MethodOptions):
+    """Options of `dllm` that decide what a pass fills.
+
+    They are those of `train spiffy`, too, which calibrates for them.
+    """
+
+    summary = "block diffusion on its own (--target names the model); not lossless against anything"
+    top_p = 0.95
+    threshold: float | None = option(
+        None, "a pass fills positions above it, and the best (1; SDAR: 0.85)", least=0, most=1
+    )
+    block_size: int | None = option(None, "block of the diffusion model (as in its config)", least=2)
+    small_block_size: int | None = option(None, "Fast-dLLM v2: positions unmasked together (8)", least=1)
+    block_cache: bool = option(False, "Fast-dLLM v2: cache inside the block")
+    steps: int | None = option(None, "SDAR: most denoising passes a block (its size)", least=1)
+
+    def static_for(self, model: Decoder) -> dict[str, Any]:
+        """The static arguments of `step` for a model.
+
+        Raises:
+          OptionError: an option of the other family, or one that does not fit the block size.
+        """
+        block = model.config.block_size
+        if model.config.token_shift:
+            require(self.steps is None, f"--steps {self.steps}", "Fast-dLLM v2 fills by --threshold alone")
+            small = self.small_block_size or 8
+            require(block % small == 0, f"--small-block-size {small}", f"must divide the block size {block}")
+            return {"small_block": small, "block_cache": self.block_cache, "steps": None}
+        given = f"--small-block-size {self.small_block_size}"
+        require(self.small_block_size is None, given, "SDAR models unmask a block as a whole")
+        require(not self.block_cache, "--block-cache", "SDAR models have no small blocks to cache for")
+        steps = self.steps or block
+        require(steps <= block, f"--steps {steps}", f"must be at most the block size {block}, a step fills a position")
+        return {"small_block": block, "block_cache": False, "steps": steps}
+
+    def threshold_for(self, model: Decoder) -> float:
+        """Its threshold, or the model family's own."""
+        usual = 1.0 if model.config.token_shift else 0.85
+        return usual if self.threshold is None else self.threshold
+
+
+@dataclasses.dataclass(frozen=True)
+class DllmOptions(ScheduleOptions):
+    """Options of `dllm`."""
+
+    released_length: bool = option(
+        False, "write whole blocks, as many as the model's own code does, whatever --max-new-tokens cuts off"
+    )
+    spiffy: int | None = option(
+        None, "draft states run beside the block: the same text in fewer passes (none)", least=0, most=MOST_STATES
+    )
+    spiffy_graph: str | None = option(None, "where --spiffy finds them (spiffy.json beside the model)")
+
+    def check(self) -> None:
+        if self.spiffy_graph is not None:
+            require(self.spiffy is not None, f"--spiffy-graph {self.spiffy_graph}", "needs --spiffy")
+
+    def read_graph(self, model_name: str) -> DraftGraph:
+        """The draft graph of a model's folder or file, or `--spiffy-graph`'s.
+
+        Raises:
+          OptionError, ConfigError: there is none, or it is damaged.
+        """
+        return draft_graph.read(self.spiffy_graph or draft_graph.default_file(model_name), model_name, RANKS)

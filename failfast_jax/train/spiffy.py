@@ -1,0 +1,254 @@
+"""`python -m failfast_jax.train spiffy`: calibrate the draft graph of `generate --method dllm --spiffy`.
+
+A block-diffusion model answers some dozens of prompts by plain decoding. At each pass what the one before said is
+compared with what the next ones fill: the states that text really goes through, named by ranks, are counted. Kept are
+those that most texts reach by way of kept ones. The graph is a small JSON file beside the model, or at `--out`; prompts
+that were not counted say how many passes it spares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from failfast_jax.checkpoints.draft_graph import DraftGraph, Pairs, default_file
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding.dllm import DiffusionState
+from failfast_jax.drafters import DIFFUSION_METHOD
+from failfast_jax.drafters.dllm import MOST_STATES, ScheduleOptions
+from failfast_jax.engine import FailFast
+from failfast_jax.errors import ConfigError, OptionError
+from failfast_jax.options import add_flags
+from failfast_jax.train import data
+from failfast_jax.train.conversations import read_conversations
+
+BATCH = 8
+"""Prompts that are answered together."""
+Ids = Sequence[int]
+SHOWN = (1, 3, 10)
+"""Sizes of the graph that are reported, beside the largest."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", metavar="P", required=True, help="the block-diffusion model")
+    parser.add_argument(
+        "--data", type=Path, nargs="+", required=True, help="prompts: .npz files, folders of them, or .jsonl of chats"
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="default: spiffy.json beside the model")
+    parser.add_argument("--prompts", metavar="n", type=int, default=48, help="first n to count on, or all of fewer")
+    parser.add_argument("--held-out", metavar="n", type=int, default=16, help="last n, to report on")
+    parser.add_argument("--states", metavar="D", type=int, default=16, help="most draft states to keep")
+    parser.add_argument("--max-new-tokens", metavar="n", type=int, default=128)
+    parser.add_argument("--temperature", metavar="t", type=float, default=0.0)
+    parser.add_argument("--seed", metavar="s", type=int, default=0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    add_flags(parser.add_argument_group("schedule", "as of generate"), {DIFFUSION_METHOD: ScheduleOptions})
+
+
+def work(args: argparse.Namespace) -> None:
+    for name, most in (("prompts", None), ("held_out", None), ("states", MOST_STATES), ("max_new_tokens", None)):
+        value = getattr(args, name)
+        if value < 1 or (most is not None and value > most):
+            said = "must be at least 1" if most is None else f"must be in [1, {most}]"
+            raise OptionError(f"--{name.replace('_', '-')} {value}: {said}")
+    options = {name: getattr(args, name) for name in ScheduleOptions.names()}
+    config = GenerationConfig(
+        DIFFUSION_METHOD,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        options=options,
+    )
+    file = args.out or default_file(args.target)
+    if not file.resolve().parent.is_dir():
+        raise OptionError(f"--out {file}: no such folder")
+    engine = FailFast(args.target, dtype=args.dtype)
+    counted, held_out = _prompts(args, engine)
+    graph = calibrated(engine, counted, config, args.states)
+    graph.save(file)
+    kept = len(graph.pair_sets)
+    found = report(engine, held_out, config, file, sorted({*(size for size in SHOWN if size < kept), kept}))
+    dataclasses.replace(graph, about=graph.about | {"held_out": found}).save(file)
+    for line in found["sizes"]:
+        same = "" if line["same_texts"] == found["prompts"] else f", {line['same_texts']} of them with the same text"
+        print(
+            f"--spiffy {line['states']}: {line['passes']} passes and {line['adopted']} adopted, {line['plain']} "
+            f"without it: {line['fewer']:.2f} x fewer on {found['prompts']} prompts not counted on{same}",
+            file=sys.stderr,
+        )
+    print(json.dumps({"file": str(file), "states": len(graph.pair_sets), "held_out": found}))
+
+
+def _prompts(args: argparse.Namespace, engine: FailFast) -> tuple[list[list[int]], list[list[int]]]:
+    """Those to count on, and those to report on."""
+    vocab = engine.target.config.vocab_size
+    readers = {".jsonl": lambda file: read_conversations(file, load_tokenizer(args.target), vocab)}
+    room = engine.max_seq_len
+    documents = data.load_documents(
+        args.data, vocab_size=vocab, shortest=3, longest=room, skip_short=True, read=readers
+    )
+    rest, held_out = data.split(documents, args.held_out)
+    parts = [[prompt.tolist() for prompt, _ in part.pairs()] for part in (rest, held_out)]
+    return parts[0][: args.prompts], parts[1]
+
+
+def calibrated(engine: FailFast, prompts: Sequence[Ids], config: GenerationConfig, most: int) -> DraftGraph:
+    """The draft graph of a model, from plain decoding.
+
+    Args:
+      config: of method `dllm`.
+      most: states to keep.
+
+    Raises:
+      ConfigError: no pass filled what the one before had among its best tokens.
+    """
+    plain = engine.resolve(config, options={**config.options, "spiffy": 0})
+    trajectories, sizes = [], None
+    for some, whole in _batches(prompts):
+        rows, sizes = passes_of(engine, whole, plain)
+        for row in rows[: len(some)]:
+            trajectories += trajectories_of(row, engine.target.config.mask_token_id)
+    chosen = best_states(trajectories, most)
+    if not chosen:
+        raise ConfigError(f"{engine.target_name}: no state of {len(prompts)} answers could have been foreseen")
+    block, small, threshold = sizes
+    about = {
+        "threshold": threshold,
+        "temperature": plain.temperature,
+        "prompts": len(prompts),
+        "passes": len(trajectories),
+        "counts": [count for _, count in chosen],
+    }
+    return DraftGraph(block, small, tuple(pairs for pairs, _ in chosen), about)
+
+
+def _batches(prompts: Sequence[Ids]) -> Iterator[tuple[Sequence[Ids], list[Ids]]]:
+    """Prompts that are answered together, and again with some repeated: one program serves all."""
+    size = min(BATCH, len(prompts))
+    for first in range(0, len(prompts), size):
+        some = prompts[first : first + size]
+        yield some, [*some, *[some[0]] * (size - len(some))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A sequence before a pass over its block.
+
+    Attributes:
+      at: start of the block.
+      block: its tokens `[D]`.
+      guess_at: start of the small block that the pass before was about; -1: none.
+      tokens: best tokens of its positions `[d, K]`, best first.
+      confidence: probability of each position's best one `[d]`.
+    """
+
+    at: int
+    block: np.ndarray
+    guess_at: int
+    tokens: np.ndarray
+    confidence: np.ndarray
+
+
+def passes_of(
+    engine: FailFast, prompts: Sequence[Ids], config: GenerationConfig
+) -> tuple[list[list[Pass]], tuple[int, int, float]]:
+    """Every sequence's passes by plain decoding; block size, small block size and threshold."""
+    session = engine.session(prompts, config)
+    state = session.prefill([engine.request(prompt, config, row) for row, prompt in enumerate(prompts)])
+    rows: list[list[Pass]] = [[] for _ in prompts]
+    while True:
+        running, *seen = jax.device_get(_seen(state))
+        if not running.any():
+            return rows, (session.block, session.small_block, float(session.threshold))
+        for row in np.flatnonzero(running):
+            text, at, guess_at, *guesses = (part[row] for part in seen)
+            rows[row].append(Pass(int(at), text[at : at + session.block], int(guess_at), *guesses))
+        state = session.advance(state, 1)
+
+
+def _seen(state: DiffusionState) -> tuple[Any, ...]:
+    guesses = state.guesses
+    return state.running, state.text, state.at, guesses.at, guesses.tokens, guesses.confidence
+
+
+def trajectories_of(passes: Sequence[Pass], mask_token: int) -> Iterator[list[Pairs]]:
+    """For each pass the states that the following ones began with, in terms of what was known before it.
+
+    A trajectory ends with its small block, or where a token was filled that was not among the best ones.
+    """
+    for index, now in enumerate(passes):
+        places = now.guess_at - now.at + np.arange(len(now.confidence))
+        if now.guess_at < now.at or not (masked := now.block[places] == mask_token).any():
+            continue
+        order = np.flatnonzero(masked)[np.argsort(-now.confidence[masked], kind="stable")]
+        states: list[Pairs] = []
+        for later in passes[index + 1 :]:
+            if later.at != now.at or (states and len(states[-1]) == len(order)):
+                break
+            filled = later.block[places]
+            pairs = [(rank, place) for rank, place in enumerate(order) if filled[place] != mask_token]
+            ranks = [np.flatnonzero(now.tokens[place] == filled[place]) for _, place in pairs]
+            if not all(map(len, ranks)):
+                break
+            states.append(tuple((rank, int(found[0])) for (rank, _), found in zip(pairs, ranks)))
+        yield states
+
+
+def best_states(trajectories: Sequence[Sequence[Pairs]], most: int) -> list[tuple[Pairs, int]]:
+    """Up to `most` states and how many trajectories reach each by way of states before it in the list.
+
+    A state is only worth its count where all states on the way to it are kept, too: one after another, the one that
+    most trajectories have next is taken. So every beginning of the list is a graph of its own.
+    """
+    left = [collections.deque(states) for states in trajectories]
+    chosen: dict[Pairs, int] = {}
+    while len(chosen) < most:
+        following = collections.Counter(states[0] for states in left if states)
+        if not following:
+            break
+        best, count = min(following.items(), key=lambda item: (-item[1], len(item[0]), item[0]))
+        chosen[best] = count
+        for states in left:
+            while states and states[0] in chosen:
+                states.popleft()
+    return list(chosen.items())
+
+
+def report(
+    engine: FailFast, prompts: Sequence[Ids], config: GenerationConfig, file: Path, sizes: Sequence[int]
+) -> dict[str, Any]:
+    """Passes by graphs of several sizes, and without one."""
+
+    def answers(**more: Any) -> list[Any]:
+        found, request = [], dataclasses.replace(config, options={**config.options, **more})
+        for some, whole in _batches(prompts):
+            found += engine.generate(whole, request)[: len(some)]
+        return found
+
+    plain = answers()
+    passes = sum(result.stats.target_passes for result in plain)
+    lines = []
+    for size in sizes:
+        drafted = answers(spiffy=size, spiffy_graph=str(file))
+        made = sum(result.stats.target_passes for result in drafted)
+        lines.append(
+            {
+                "states": size,
+                "passes": made,
+                "adopted": sum(result.stats.adopted_passes for result in drafted),
+                "plain": passes,
+                "fewer": passes / made,
+                "same_texts": sum(a.output_ids == b.output_ids for a, b in zip(plain, drafted)),
+            }
+        )
+    return {"prompts": len(prompts), "sizes": lines}

@@ -1,0 +1,217 @@
+"""Spiffy: draft states beside the block of `dllm` change the number of passes, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import numpy as np
+import pytest
+from checkpoint_files import GOLDEN, run_python
+from tiny_models import diffusion_config, random_model
+
+from failfast_jax import FailFast
+from failfast_jax.checkpoints.draft_graph import DraftGraph, read
+from failfast_jax.decoding.dllm import RANKS
+from failfast_jax.errors import ConfigError, OptionError
+from failfast_jax.train import __main__ as train
+from failfast_jax.train import data
+from failfast_jax.train.spiffy import Pass, best_states, trajectories_of
+
+
+def states(small: int) -> tuple:
+    """Ten of a small block: its best positions one after another, and others."""
+    runs = [tuple((rank, 0) for rank in range(count)) for count in range(1, small + 1)]
+    others = [((1, 0),), ((0, 1),), ((0, 0), (2, 0)), ((1, 1),), ((2, 0),), ((0, 0), (1, 1)), ((3, 2),), ((0, 3),)]
+    return (runs[0], others[0], runs[1], others[1], *runs[2:], *others[2:])[:10]
+
+
+@pytest.fixture(scope="module")
+def graph_file(tmp_path_factory):
+    """A graph for a block and its small block."""
+    folder = tmp_path_factory.mktemp("graphs")
+
+    @functools.cache
+    def make(block: int, small: int) -> str:
+        path = folder / f"{block}-{small}.json"
+        DraftGraph(block, small, states(small), {"threshold": 1.0}).save(path)
+        return str(path)
+
+    return make
+
+
+def together(result) -> int:
+    """Passes that plain decoding makes."""
+    assert result.stats.adopted_passes == sum(block.adopted for block in result.rounds)
+    return result.stats.target_passes + result.stats.adopted_passes
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    "name, count",
+    [
+        ("fast_dllm_v2_tied", 3),
+        *(
+            pytest.param(f"fast_dllm_v2_{name}", count, marks=pytest.mark.long)
+            for name in ("tied", "untied")
+            for count in range(1, 11)
+            if (name, count) != ("tied", 3)
+        ),
+    ],
+)
+def test_golden_answers(name, count, golden_model, graph_file):
+    """Every threshold, with and without a cache of the block."""
+    engine, adopted = FailFast(golden_model(name)), 0
+    cases = json.loads((GOLDEN / name / "golden.json").read_text())
+    assert len(cases) >= 24
+    with np.load(GOLDEN / name / "golden.npz") as stored:
+        for case in cases:
+            expected, prompt = stored[case["key"]].reshape(-1).tolist(), case["prompt_len"]
+            (result,) = engine.generate(
+                [expected[:prompt]],
+                method="dllm",
+                max_new_tokens=64,
+                threshold=case["threshold"],
+                block_cache=case["block_cache"],
+                released_length=True,
+                spiffy=count,
+                spiffy_graph=graph_file(32, 8),
+            )
+            assert result.output_ids == expected[prompt:], case
+            assert together(result) == case["forwards"], case
+            adopted += result.stats.adopted_passes
+    assert adopted >= 20
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(10, marks=pytest.mark.long)])
+def test_golden_answers_of_sdar(count, golden_model, graph_file):
+    engine, adopted = FailFast(golden_model("field/sdar_a")), 0
+    for case in json.loads((GOLDEN / "field" / "sdar_a" / "generate.json").read_text()):
+        (result,) = engine.generate(
+            [case["prompt"]],
+            method="dllm",
+            max_new_tokens=case["max_new_tokens"],
+            threshold=case["threshold"],
+            steps=case["denoising_steps"],
+            released_length=True,
+            spiffy=count,
+            spiffy_graph=graph_file(8, 8),
+        )
+        assert result.output_ids == case["output_ids"], case
+        assert together(result) == case["passes"] + (len(case["prompt"]) >= 8), case
+        adopted += result.stats.adopted_passes
+    assert adopted > 100
+
+
+@functools.cache
+def engine() -> FailFast:
+    return FailFast(random_model(diffusion_config(num_layers=2), seed=2))
+
+
+PROMPTS = [[5, 6, 7], [8, 9] * 15, [3], [4] * 16]
+
+
+@pytest.mark.parametrize("block_cache", [False, True])
+def test_a_batch_says_what_plain_decoding_says(block_cache, graph_file):
+    """Whatever the temperature and the threshold: two programs."""
+    options = {"method": "dllm", "small_block_size": 4, "max_new_tokens": 45, "block_cache": block_cache}
+    for temperature in (0.0, 0.5, 1.0):
+        for threshold in (1.0, 0.5):
+            same = options | {"temperature": temperature, "threshold": threshold, "ignore_eos": threshold == 1}
+            plain = engine().generate(PROMPTS, **same)
+            drafted = engine().generate(PROMPTS, **same, spiffy=10, spiffy_graph=graph_file(8, 4))
+            for one, other in zip(plain, drafted):
+                assert (other.output_ids, other.finish_reason) == (one.output_ids, one.finish_reason)
+                assert together(other) == one.stats.target_passes and one.stats.adopted_passes is None
+            assert sum(result.stats.adopted_passes for result in drafted) > 0
+
+
+def test_a_stream_says_what_generate_says(graph_file):
+    options = {"method": "dllm", "small_block_size": 4, "max_new_tokens": 45, "spiffy": 10}
+    options["spiffy_graph"] = graph_file(8, 4)
+    expected = engine().generate(PROMPTS, **options)
+    last = [event.result for event in engine().stream(PROMPTS, **options) if event.result is not None]
+    assert [result.rounds for result in last] == [result.rounds for result in expected]
+
+
+# The graph's file.
+
+
+def test_a_graph_is_read_as_it_was_written(graph_file):
+    graph = read(graph_file(8, 4), "the model", RANKS)
+    assert graph.pair_sets == states(4) and graph.about == {"threshold": 1.0}
+    expected = [[0, -1, -1, -1], [-1, 0, -1, -1], [0, 0, -1, -1], [1, -1, -1, -1]]
+    assert graph.states(4, 8, 4).tolist() == expected
+    with pytest.raises(OptionError, match=r"--spiffy 11: .* has 10 states; calibrate more with python -m failfast_jax"):
+        graph.states(11, 8, 4)
+    with pytest.raises(OptionError, match="is for blocks of 8 in parts of 4, not for 32 in parts of 8: calibrate"):
+        graph.states(4, 32, 8)
+    with pytest.raises(OptionError, match="--spiffy: no calibrated draft graph; make one with .* spiffy --target"):
+        engine().generate([[1]], method="dllm", small_block_size=4, spiffy=2)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"block_size": 0}, "key 'block_size' must be a positive integer, got 0"),
+        ({"small_block_size": None}, "key 'small_block_size'"),
+        ({"states": [[[4, 0]]]}, "key 'states' must be a list of states, each of pairs of a position's rank below 4"),
+        ({"states": [[[0, RANKS]]]}, "key 'states'"),
+        ({"states": [[[0, 0], [0, 1]]]}, "key 'states'"),
+        ({"states": [[]]}, "key 'states'"),
+        ({"states": 3}, "key 'states'"),
+    ],
+)
+def test_damaged_graphs_are_refused(change, message, tmp_path):
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps({"block_size": 8, "small_block_size": 4, "states": [[[0, 0]]]} | change))
+    with pytest.raises(ConfigError, match=message):
+        read(path, "the model", RANKS)
+
+
+# Calibration.
+
+
+def test_trajectories_are_ranks():
+    """A block of 6 in small blocks of 3, of which the second is written; 9 is the mask."""
+    tokens, sure = np.asarray([[1, 2], [3, 4], [5, 6]]), np.asarray([0.5, 0.9, 0.7])
+    rows = [[7, 7, 7, 9, 9, 9], [7, 7, 7, 9, 4, 9], [7, 7, 7, 1, 4, 9], [7, 7, 7, 1, 4, 8], [8, 9, 9, 9, 9, 9]]
+    passes = [Pass(12 + 6 * (n == 4), np.asarray(row), 15 if n else -1, tokens, sure) for n, row in enumerate(rows)]
+    # Behind the first pass nothing was known; 8 was not among the best tokens of the last position.
+    assert list(trajectories_of(passes, 9)) == [[((1, 0),)], []]
+
+
+def test_the_best_states_are_those_that_most_texts_reach():
+    a, b, c, ab = ((0, 0),), ((1, 0),), ((2, 0),), ((0, 0), (1, 0))
+    trajectories = [[a, ab], [a, ab], [b, ab], [b], [b], [c, ab], []]
+    # `ab` is worth what both ways to it bring, once both are kept.
+    assert best_states(trajectories, 10) == [(b, 3), (a, 2), (ab, 3), (c, 1)]
+    assert best_states(trajectories, 2) == [(b, 3), (a, 2)] and best_states([[]], 5) == []
+
+
+def test_the_command_calibrates_and_reports(tmp_path, capsys):
+    rng, vocab = np.random.default_rng(0), 140
+    documents = [(rng.integers(0, vocab, 9), rng.integers(0, vocab, 4)) for _ in range(6)]
+    data.write_documents(tmp_path / "prompts.npz", documents, vocab)
+    command = ["spiffy", "--target", str(GOLDEN / "fast_dllm_v2_untied"), "--data", str(tmp_path / "prompts.npz")]
+    command += ["--out", str(tmp_path / "graph.json"), "--held-out", "3", "--states", "1", "--max-new-tokens", "16"]
+    assert train.main(command) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    graph = read(found["file"], "the model", RANKS)
+    assert len(graph.pair_sets) == found["states"] == 1 and graph.about["held_out"] == found["held_out"]
+    for line in found["held_out"]["sizes"]:
+        assert line["passes"] + line["adopted"] == line["plain"] and line["same_texts"] == 3
+    assert "--spiffy 1: " in said.err and "x fewer on 3 prompts not counted on" in said.err
+    assert train.main([*command, "--states", "65"]) == 2
+    assert "--states 65: must be in [1, 64]" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_trained_model_takes_fewer_passes():
+    """On prompts that it was neither trained nor calibrated on, at threshold 1.0."""
+    done = run_python("tests/trained_dllm.py", without=("XLA_FLAGS",))
+    assert done.returncode == 0, done.stderr[-3000:]
+    sizes = json.loads(done.stdout)["sizes"]
+    assert all(line["same_texts"] == 16 and line["passes"] + line["adopted"] == line["plain"] for line in sizes)
+    assert sizes[-1]["states"] == 10 and sizes[-1]["fewer"] >= 1.3

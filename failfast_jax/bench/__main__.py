@@ -1,4 +1,4 @@
-"""`python -m failfast_jax.bench {run,paper,specdiff,batches,tune,simulate,replay,soak,micro}`: measurements (or `run`)."""
+"""`python -m failfast_jax.bench COMMAND`: measurements; without a command, `run`."""
 
 from __future__ import annotations
 

@@ -41,6 +41,8 @@ DEFAULTS: dict[str, Any] = {
     "dtype": None,
     "tensor_parallel": 1,
     "attention": None,
+    "engine": "local",
+    "actors": 2,
     "methods": [ALL],
     "sweep": [],
     "dataset": None,
@@ -106,6 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
     models.add_argument("--tensor-parallel", metavar="n", type=int, help="devices that share each layer")
     models.add_argument("--attention", choices=KERNELS, help="kernel of cached attention")
+    models.add_argument("--engine", choices=("local", "ray"), help="ray: questions are shared out among actors")
+    models.add_argument("--actors", metavar="n", type=int, help="engines of --engine ray (2)")
     distributed.add_flag(models)
     result = parser.add_argument_group("result")
     result.add_argument("--out", metavar="DIR", help=f"an interrupted run continues there ({DEFAULTS['out']})")

@@ -12,8 +12,8 @@ from failfast_jax.decoding import dllm, spiffy
 from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.errors import PromptError
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.results import Round
-from failfast_jax.sessions import RowLog, Session
+from failfast_jax.results import Round, RowLog
+from failfast_jax.sessions import Session
 
 
 class DiffusionSession(Session):

@@ -34,6 +34,21 @@ class Round:
 
 
 @dataclasses.dataclass(frozen=True)
+class RowLog:
+    """The rounds of one row, and its forward passes; prefill not counted, but for `dllm`."""
+
+    rounds: list[Round]
+    drafter_passes: int
+    target_passes: int
+
+    @property
+    def adopted_passes(self) -> int | None:
+        """Of `dllm` with draft states."""
+        found = [entry.adopted for entry in self.rounds if entry.adopted is not None]
+        return sum(found) if found else None
+
+
+@dataclasses.dataclass(frozen=True)
 class Stats:
     """Counts and times of one answer. Times are in seconds and, in a batch, those of the whole batch."""
 

@@ -35,7 +35,8 @@ from failfast_jax.errors import OptionError, PromptError
 from failfast_jax.models import sharding
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.pricing import CostBook
-from failfast_jax.sessions import DraftSession, Progress, Request, RowLog, Session
+from failfast_jax.results import RowLog
+from failfast_jax.sessions import DraftSession, Progress, Request, Session
 
 __all__ = ["DiffusionSession", "DraftSession", "Progress", "Request", "RowLog", "Runtime", "Session"]
 

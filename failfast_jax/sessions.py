@@ -22,7 +22,7 @@ from failfast_jax.decoding.state import DecodeState, Draft, RoundLog, Sampling, 
 from failfast_jax.errors import PromptError
 from failfast_jax.models.sharding import DATA
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.results import Round
+from failfast_jax.results import RowLog
 
 NO_LIMIT = 2**30
 
@@ -60,21 +60,6 @@ class Progress:
     """Tokens emitted so far."""
     finish: list[int]
     """RUNNING, FINISHED_EOS, FINISHED_LENGTH or FAILED, of `decoding.state`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RowLog:
-    """The rounds of one row, and its forward passes; prefill not counted, but for `dllm`."""
-
-    rounds: list[Round]
-    drafter_passes: int
-    target_passes: int
-
-    @property
-    def adopted_passes(self) -> int | None:
-        """Of `dllm` with draft states."""
-        found = [entry.adopted for entry in self.rounds if entry.adopted is not None]
-        return sum(found) if found else None
 
 
 class Session:

@@ -165,6 +165,34 @@ def test_slices_say_what_the_whole_says():
     assert_as_alone("wide", state, requests)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slice_may_end_with_the_first_row_that_finishes(kind):
+    work = session(kind, 3)
+    requests = [Request(prompt=(5, 6, 7), max_new_tokens=limit) for limit in (40, 8, 24)]
+    state, running = work.prefill(requests), [3]
+    while running[-1]:
+        state = work.advance(state, until_any=True)
+        running.append(work.read(state).finish.count(RUNNING))
+        assert running[-1] < running[-2]
+    assert len(running) >= 3
+    assert_as_alone(kind, state, requests)
+
+
+def test_rows_are_taken_and_ended():
+    work, single = session("wide", 3), session("wide", 1)
+    requests = [Request(prompt=(row + 2,) * 5, max_new_tokens=30) for row in range(3)]
+    state = work.advance(work.prefill(requests), 3)
+    one = work.take(state, 1)
+    assert single.rounds(one) == [work.rounds_of(state, 1)] == work.rounds(state)[1:2]
+    state = work.end(state, {0, 2})
+    assert work.read(state).finish == [FINISHED_LENGTH, RUNNING, FINISHED_LENGTH]
+    said = work.read(state).ids
+    state = work.advance(state)
+    assert [len(ids) for ids in work.read(state).ids][::2] == [len(said[0]), len(said[2])]
+    assert_as_alone("wide", single.advance(one), requests[1:2])
+    assert work.read(state).ids[1] == alone("wide", requests[1])[0]
+
+
 def test_prefill_may_be_done_in_chunks():
     work = session("wide", 1)
     request = Request(prompt=tuple(range(2, 22)) * 4, max_new_tokens=20)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,7 +19,7 @@ from failfast_jax.models.transformer import Decoder
 class StatePlacement:
     """Where the leaves of a decoding state lie: caches like their model's heads, everything else like the batch.
 
-    Called with a state inside a jit, it tells XLA so.
+    Called with a state inside a jit, it tells XLA so; and no type stays weak, as programs are told apart by that, too.
     """
 
     def __init__(self, target: Decoder, drafter: DrafterModel | None = None):
@@ -40,6 +41,7 @@ class StatePlacement:
         return found
 
     def __call__(self, state: Any) -> Any:
+        state = jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), state)
         if self._target.mesh is None:
             return state
         return jax.lax.with_sharding_constraint(state, self.shardings(state))

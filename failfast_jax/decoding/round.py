@@ -61,7 +61,7 @@ def init_state(
         length=jnp.array(prompt_length),
         prompt_length=jnp.array(prompt_length),
         max_length=max_length,
-        finish=jnp.where(prompt_length >= max_length, FINISHED_LENGTH, RUNNING).astype(jnp.int32),
+        finish=jnp.where(prompt_length >= max_length, FINISHED_LENGTH, RUNNING),
         eos=eos,
         sampling=sampling,
         target=target.init_cache(batch, length),

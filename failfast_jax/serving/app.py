@@ -97,8 +97,9 @@ class Service:
         else:
             prompts, template = request.prompts, False
         samples = request.n or 1
-        if len(prompts) * samples > self.options.max_choices:
-            said = f"{len(prompts) * samples} answers are asked for; at most {self.options.max_choices} are given"
+        most = min(self.options.max_choices, self.options.waiting)
+        if len(prompts) * samples > most:
+            said = f"{len(prompts) * samples} answers are asked for; at most {most} are given"
             raise RequestError(said, param="n")
         try:
             encoded = [self.queue.encode(prompt, template=template) for prompt in prompts]

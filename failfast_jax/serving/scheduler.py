@@ -5,9 +5,9 @@
     while scheduler.step():
         ...
 
-A step is one chunk of somebody's prefill, then a slice: a few rounds of all rows, fewer if a row finishes. What a
-request says does not depend on when it came, nor on who else is there; all shapes are static, so nothing is compiled
-once the constructor has returned.
+A step is a chunk of somebody's prefill (or several short prompts), then a slice: a few rounds of all rows, fewer if a
+row finishes. What a request says does not depend on when it came, nor on who else is there; all shapes are static, so
+nothing is compiled once the constructor has returned.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ class _Begun:
     states: Iterator[Any]
     chunks: int
     """That are left."""
+    width: int
+    """Tokens of each, about."""
     state: Any = None
 
 
@@ -191,7 +193,7 @@ class Scheduler:
         self._waiting.append(job)
 
     def step(self) -> bool:
-        """A chunk of a prefill, if somebody waits and a row is free, and a slice. Returns whether there is more."""
+        """Prefill, if somebody waits and a row is free, and a slice. Returns whether there is more."""
         self._drop_cancelled()
         self._prefill()
         if self.busy:
@@ -272,18 +274,19 @@ class Scheduler:
     # Prefill.
 
     def _prefill(self) -> None:
-        """Chunk after chunk while nobody decodes; else one."""
-        while self._begun is not None or self._begin():
+        """Prefills whoever is next: as many tokens as the widest chunk holds, where others wait for their rounds."""
+        left = self.session.plan.prefill_widths[-1]
+        while left > 0 and (self._begun is not None or self._begin()):
             begun = self._begun
             if begun.chunks:
                 begun.state = next(begun.states)
                 begun.chunks -= 1
+            if self.busy:
+                left -= begun.width
             if not begun.chunks:
                 self._state = self.session.insert(self._state, begun.row, begun.state)
                 self._rows[begun.row] = _Row(begun.job, list(begun.job.request.prompt), next(self._clock))
                 self._begun = None
-            if self.busy:
-                return
 
     def _begin(self) -> bool:
         """Begins the prefill of whoever is next, if a row is free."""
@@ -305,7 +308,8 @@ class Scheduler:
         chunks = self._single.chunks_of(len(prompt), job.reused)
         self.counts.prompt_tokens += len(prompt)
         self.counts.reused_tokens += job.reused
-        self._begun = _Begun(job, self._place(free, source if job.reused else None, common), states, chunks)
+        width = (len(prompt) - job.reused) // max(chunks, 1) + 1
+        self._begun = _Begun(job, self._place(free, source if job.reused else None, common), states, chunks, width)
         self._begun.state = next(states)
         return True
 

@@ -10,7 +10,7 @@ from failfast_jax.config import GenerationConfig
 
 
 def read(methods, sweeps=()):
-    return read_variants(argparse.Namespace(**DEFAULTS | {"methods": methods, "sweep": list(sweeps)}))[0]
+    return read_variants(argparse.Namespace(**DEFAULTS | {"rows": {}, "methods": methods, "sweep": list(sweeps)}))[0]
 
 
 def test_options_follow_their_method():

@@ -6,6 +6,7 @@ import pytest
 from served import CAPACITY, quick
 from tiny_engines import engine
 
+from failfast_jax import GenerationConfig
 from failfast_jax.bench.serving import METHODS, serving_report
 from failfast_jax.bench.soak import Soak, soak
 from failfast_jax.serving.queue import Queue
@@ -13,11 +14,14 @@ from failfast_jax.serving.queue import Queue
 pytestmark = pytest.mark.usefixtures("few_widths")
 
 
-def test_a_few_seconds_of_everything():
-    with Queue(engine(), quick(exact=True), batch=3, capacity=CAPACITY) as queue:
-        found = soak(queue, seconds=3.0)
-    assert found.requests > 40 and found.cancelled and found.tokens > 500
-    assert found.problems(exact=True) == []
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_few_seconds_of_everything(exact):
+    """Under `exact` as in the other tests; else with a drafter that weighs costs, and with caches taken over."""
+    config = quick(exact=True) if exact else GenerationConfig("lookup", max_spec_len=7)
+    with Queue(engine(), config, batch=3, capacity=CAPACITY, least_reuse=8) as queue:
+        found = soak(queue, seconds=2.0)
+    assert found.requests > 20 and found.cancelled and found.tokens > 200
+    assert found.problems(exact) == [] and (found.reused_tokens > 0) == (not exact)
 
 
 def test_what_goes_wrong_is_said():

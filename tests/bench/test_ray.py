@@ -28,10 +28,8 @@ def own_cluster():
 def arguments(folder, *more):
     file = folder.parent / "questions.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
-    return ["run", "--dataset", str(file), "--methods", "lookup", "--max-new-tokens", "8", "--no-figures"] + [
-        *("--set", "policy=fixed", "--out", str(folder)),
-        *more,
-    ]
+    common = "run", "--dataset", str(file), "--methods", "lookup", "--max-new-tokens", "8", "--no-figures"
+    return [*common, "--set", "policy=fixed", "--out", str(folder), *more]
 
 
 def answers(folder):

@@ -109,4 +109,4 @@ def _prefill_diffusion(model, state, at, *, width, placement):
 
 def _advance_diffusion(model, state, threshold, graph, most, until_any, *, placement, **static):
     step = dllm.step if graph is None else functools.partial(spiffy.step, graph=graph)
-    return placement(dllm.generate(model, state, threshold, most, until_any, step, **static))
+    return placement(dllm.generate(model, state, threshold, most, until_any, step=step, **static))

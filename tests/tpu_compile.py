@@ -197,7 +197,7 @@ def diffusion_loop(platform: str, method: str, batch: int):
 
     def generate(model, state, threshold, graph, most):
         step = dllm.step if graph is None else functools.partial(spiffy.step, graph=graph)
-        return dllm.generate(model, state, threshold, most, step, **static)
+        return dllm.generate(model, state, threshold, most, step=step, **static)
 
     return generate, (model, jax.eval_shape(init, model), np.float32(1), graph, np.int32(0))
 

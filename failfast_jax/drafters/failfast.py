@@ -236,7 +236,7 @@ def lengths(spec_len: int | None, max_spec_len: int | None, default: int, longes
     Raises:
       OptionError: the longest draft is shorter than a chunk.
     """
-    spec_len = spec_len or default
+    spec_len = spec_len or min(default, max_spec_len or default)  # a default gives way to what was asked for
     longest = max_spec_len or max(longest, spec_len)
     check_lengths(spec_len, longest)
     return spec_len, longest

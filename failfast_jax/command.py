@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from failfast_jax import distributed
+from failfast_jax import distributed, progress
 from failfast_jax.errors import OptionError
 
 FORMATTER = argparse.RawDescriptionHelpFormatter
-USAGE_ERROR, UNFINISHED, INTERRUPTED = 2, 3, 130
+UNEXPECTED, USAGE_ERROR, UNFINISHED, INTERRUPTED = 1, 2, 3, 130
 """Exit statuses. UNFINISHED: `--minutes` ended the work; the same command goes on."""
 
 
@@ -35,21 +35,29 @@ def deadline_after(minutes: float | None) -> float:
     return time.monotonic() + 60 * minutes
 
 
-def run(work: Callable[[], int | None], interrupted: str = "interrupted", where: str | None = distributed.ALONE) -> int:
+def run(
+    work: Callable[[], int | None],
+    interrupted: str = "interrupted",
+    where: str | None = distributed.ALONE,
+    verbosity: str = progress.NORMAL,
+) -> int:
     """Runs a command's work and returns its exit status.
 
-    Input that cannot be served (`ValueError`, `OSError`) becomes one line on stderr and status 2; the end of
-    `--minutes` (`OutOfTime`) becomes 3, Ctrl-C 130.
+    Input that cannot be served (`ValueError`, `OSError`) becomes one line on stderr and status 2, the end of
+    `--minutes` (`OutOfTime`) 3, Ctrl-C 130. Anything else is a fault of ours: a line and status 1, or with `--debug` its
+    traceback.
 
     Args:
       work: returns a status; None is 0.
       interrupted: what to say at Ctrl-C.
       where: of several processes, see `distributed.join`.
+      verbosity: see `progress.set_verbosity`.
     """
+    progress.set_verbosity(verbosity)
     try:
         distributed.join(where)
         with distributed.one_voice():
-            logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s")
+            logging.basicConfig(stream=sys.stderr, format="%(levelname)s: %(message)s")
             status = work() or 0
     except (ValueError, OSError) as error:
         print(distributed.named(f"error: {error}"), file=sys.stderr)
@@ -60,6 +68,13 @@ def run(work: Callable[[], int | None], interrupted: str = "interrupted", where:
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         status = INTERRUPTED
+    except Exception as error:
+        if progress.is_debugging():
+            raise
+        said = (str(error).strip() or "no message").splitlines()[0]
+        print(distributed.named(f"unexpected error: {type(error).__name__}: {said}"), file=sys.stderr)
+        print("--debug shows where; please report it, with python -m failfast_jax.doctor", file=sys.stderr)
+        status = UNEXPECTED
     distributed.leave(status)
     return status
 
@@ -92,6 +107,8 @@ def dispatch(
         formatter_class=formatter,
     )
     module.add_arguments(parser)
+    progress.add_flags(parser)
     args = parser.parse_args(argv)
     where = getattr(args, "distributed", distributed.ALONE)
-    return run(lambda: module.work(args), "interrupted; the same command goes on from what is saved", where)
+    said = "interrupted; the same command goes on from what is saved"
+    return run(lambda: module.work(args), said, where, args.verbosity)

@@ -18,10 +18,14 @@ import numpy as np
 from jax import monitoring
 from jax.sharding import SingleDeviceSharding
 
+from failfast_jax import progress
 from failfast_jax.platforms import chips_here, compiler_options, tell_libtpu
 
 CACHE_VARIABLE = "FAILFAST_COMPILE_CACHE"
 """Environment variable: a folder for compiled programs, or `off`."""
+
+NAMES = {"start": "the start", "advance": "the loop over rounds", "advance_diffusion": "the loop over passes"}
+"""Of functions of `sessions` whose own say little."""
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -139,6 +143,14 @@ def function_key(function: Callable) -> Hashable:
     raise TypeError(f"{function!r}: must be a function, a functools.partial of one, or a frozen dataclass")
 
 
+def name_of(function: Callable) -> str:
+    """What users are told that is compiled."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__).strip("_")
+    return NAMES.get(name, name.replace("_", " "))
+
+
 def _static_key(function: Any, name: int | str, value: Any) -> Hashable:
     if inspect.isfunction(value) or isinstance(value, functools.partial):
         return function_key(value)
@@ -168,12 +180,15 @@ class Compilation:
     future: Future
     shapes: Any
     """What it returns, as `jax.ShapeDtypeStruct`s."""
+    name: str
+    """Of the function."""
     _store: Executables = dataclasses.field(repr=False)
 
     def wait(self) -> jax.stages.Compiled:
         """The compiled program."""
         start = time.perf_counter()
-        executable = self.future.result()
+        with progress.waiting(f"compiling {self.name}"):
+            executable = self.future.result()
         self._store.seconds += time.perf_counter() - start
         return executable
 
@@ -222,6 +237,7 @@ class Executables:
             lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
             shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
             options = compiler_options(jax.devices()[0])
-            known = Compilation(self._pool.submit(lowered.compile, compiler_options=options), shapes, self)
+            compiling = self._pool.submit(lowered.compile, compiler_options=options)
+            known = Compilation(compiling, shapes, name_of(program.function), self)
         self._programs[key] = known
         return known

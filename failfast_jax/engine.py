@@ -33,6 +33,7 @@ from failfast_jax.models.cache import round_up
 from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.platforms import bytes_on_a_device, memory_explained
+from failfast_jax.progress import waiting
 from failfast_jax.results import Result, Round, Stats, StreamEvent
 from failfast_jax.runtime import DraftSession, Progress, Request, RowLog, Runtime, Session
 
@@ -328,12 +329,14 @@ class FailFast:
         programs = self.runtime.programs
         counts, compile_before = compile_counts(), programs.seconds
         session = self.session(prompts, config)
+        self._explain(session, config)
         with memory_explained(f"{len(prompts)} x {session.capacity} tokens", lambda: self._memory(session)):
             session.prepare(max(map(len, prompts)))
             start = time.perf_counter()
             # While the loop, the largest program, may still be compiling.
-            state = session.prefill([self.request(prompt, config, row) for row, prompt in enumerate(prompts)])
-            jax.block_until_ready(state)
+            with waiting(f"prefill of {sum(map(len, prompts))} tokens"):
+                state = session.prefill([self.request(prompt, config, row) for row, prompt in enumerate(prompts)])
+                jax.block_until_ready(state)
             times = {"prefill_s": time.perf_counter() - start}
             session.wait()
             times["compile_s"] = programs.seconds - compile_before
@@ -366,6 +369,15 @@ class FailFast:
             self._result(config, prompt, ids, finish, log, counted | times | {"costs": costs})
             for prompt, ids, finish, log in zip(prompts, progress.ids, progress.finish, logs)
         ]
+
+    def _explain(self, session: Session, config: GenerationConfig) -> None:
+        """What was chosen, for `--verbose`."""
+        model = self.target
+        kernel = model.execution.resolved(model.dtype, model.config.head_dim)
+        plan = getattr(session, "plan", None)
+        widths = "" if plan is None else f", verifies of {', '.join(map(str, plan.widths))} rows"
+        logger.info("%s in %s, attention %s; --method %s", self.target_name, model.dtype, kernel, config.method)
+        logger.info("room for %d x %d tokens%s", session.batch, session.capacity, widths)
 
     def _memory(self, session: Session) -> dict[str, int]:
         trees = {self.target_name: self.target, self.drafter_name: self.drafter, "caches": session.shapes}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from failfast_jax import distributed
+from failfast_jax import distributed, progress
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options, options_of
 from failfast_jax.models.attention import KERNELS
@@ -58,6 +57,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, together: bool = False) ->
     engine.add_argument(
         "--compile-cache", metavar="DIR|off", help="folder of compiled programs (or set FAILFAST_COMPILE_CACHE)"
     )
+    progress.add_flags(parser)
 
 
 def default_method(target: str | None, drafter: str | None) -> str:
@@ -96,7 +96,7 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
     if args.drafter is not None and not all_options()[method].kinds:
         raise ValueError(f"--drafter {args.drafter}: --method {method} drafts without a model")
     if args.method is None and method == "lookup":
-        print("no --drafter and no --method: drafting by --method lookup, from the text itself", file=sys.stderr)
+        progress.note("no --drafter and no --method: drafting by --method lookup, from the text itself")
     return config
 
 
@@ -128,5 +128,5 @@ def load_engine(args: argparse.Namespace, method: str) -> Any:
     ):
         if flag:
             size = quantization.parameter_bytes(model) / 1e6
-            print(f"{name}: {flag}, {size:.0f} MB of parameters", file=sys.stderr)
+            progress.note(f"{name}: {flag}, {size:.0f} MB of parameters")
     return engine

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from failfast_jax import command, distributed
+from failfast_jax import command, distributed, progress
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
@@ -134,7 +134,7 @@ def _run(args: argparse.Namespace) -> None:
         from failfast_jax.trajectory import write_trace
 
         write_trace(result, args.trace, engine.tokenizer)
-    print(_summary(result), file=sys.stderr)
+    progress.note(_summary(result))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     # One answer, then exit: collecting cycles while models are traced would cost a tenth of the start.
     gc.disable()
     try:
-        return command.run(lambda: _run(args), where=args.distributed)
+        return command.run(lambda: _run(args), where=args.distributed, verbosity=args.verbosity)
     finally:
         gc.enable()
 

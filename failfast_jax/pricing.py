@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from failfast_jax import distributed
+from failfast_jax import distributed, progress
 from failfast_jax.decoding.economics import Costs
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.files import read_json, write_atomically
@@ -129,7 +129,8 @@ class CostBook:
         if known := distributed.agreed(stored.get(key)):
             return costs_of(known, widths, str(self.path())), f"measured {known.get('date', 'earlier')}"
         begin = time.perf_counter()
-        entry = distributed.agreed(entry_of(measure(session), widths))
+        with progress.waiting("measuring what rounds cost here"):
+            entry = distributed.agreed(entry_of(measure(session), widths))
         costs = costs_of(entry, widths, "measured")
         logger.info("costs of a round measured in %.1f s", time.perf_counter() - begin)
         here = machine()

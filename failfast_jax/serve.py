@@ -103,7 +103,7 @@ def _work(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status (2 for input that cannot be served)."""
     args = build_parser().parse_args(argv)
-    return command.run(lambda: _work(args))
+    return command.run(lambda: _work(args), verbosity=args.verbosity)
 
 
 if __name__ == "__main__":

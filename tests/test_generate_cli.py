@@ -89,7 +89,8 @@ def test_traces(tmp_path, capsys):
     assert list(chain.from_iterable(row["emitted"] for row in rows)) == printed
     assert main([*common, "--trace", str(tmp_path / "rounds.html")]) == 0
     page = (tmp_path / "rounds.html").read_text()
-    assert page.count("<pre>") == len(rows) and 'class="rejected"' in page
+    rounds = [f"round {number}: " in page for number in range(1, len(rows) + 1)]
+    assert all(rounds) and 'class="rejected"' in page
 
 
 T, D, IDS = f"--target {TARGET}", f"--drafter {DRAFTER}", f"--token-ids {PROMPT}"
@@ -99,7 +100,6 @@ BAD = {
     f"{LOOKUP} {IDS} --tau 0.3": "--tau 0.3: --method lookup has no such option, only failfast, ar, suffix",
     f"{LOOKUP} {IDS} --steps 2": "--steps 2: --method lookup has no such option, only specdiff",
     f"{T} {IDS} --method failfast --spec-len 20 --max-spec-len 10": "--max-spec-len 10: must be at least --spec-len 20",
-    f"{T} {D} {IDS} --max-spec-len 5": "--max-spec-len 5: must be at least --spec-len 10",
     f"{T} {D} {IDS} --method fast-dllm --small-block-size 5": "--small-block-size 5: must divide the block size 32",
     f"{LOOKUP} {IDS} --temperature -1": "--temperature -1.0",
     f"{LOOKUP} {IDS} --top-p 0": "--top-p 0.0: must be in (0, 1]",

@@ -38,6 +38,7 @@ BOTTOM = {
         "files",
         "options",
         "platforms",
+        "progress",
     ),
     *("results", "tables"),
 }

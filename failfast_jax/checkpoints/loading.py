@@ -31,6 +31,7 @@ from failfast_jax.models import quantization, sharding
 from failfast_jax.models.config import ModelConfig, eos_ids, resolve_mask_token
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.platforms import memory_explained
+from failfast_jax.progress import bar_options
 
 MASK_TOKEN = "|<MASK>|"
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
@@ -58,7 +59,7 @@ def load_model(
       dtype: float32, bfloat16 or float16; None is float32 on CPU and bfloat16 on TPU and GPU.
       quantize: one of `quantization.SCHEMES`; each matrix is rounded as soon as it has been read (those of a
         converted folder once all are there), so that the whole model need not fit.
-      progress: shows a progress bar on stderr; None: on a terminal, once loading has taken 3 seconds.
+      progress: shows a progress bar on stderr; None: on a terminal, once loading has taken 2 seconds.
 
     Raises:
       CheckpointError: nothing loadable is there, or its tensors are missing, unexpected, mis-shaped,
@@ -178,8 +179,7 @@ class Source:
             blocks = sharding.blocks_here(shardings[name], self.shapes[name])
             return {block: plan.assemble(name, self.shapes[name], dtype, block) for block in blocks}
 
-        # Left to itself the bar shows on a terminal, once the work has taken 3 seconds.
-        shown = {"delay": 3, "disable": None} if progress is None else {"disable": not progress}
+        shown = bar_options() if progress is None else {"disable": not progress}
         size, label = self.num_parameters() * dtype.itemsize, f"reading {self.path.name}"
         with tqdm(total=size, desc=label, unit="B", unit_scale=True, **shown) as bar:
             for name, blocks in _ahead(assemble, list(self.shapes)):

@@ -1,0 +1,83 @@
+"""What is public says what it is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+IMPLEMENTS = {
+    "Decoder": "DrafterModel",
+    "DSparkModel": "DrafterModel",
+    "BoundEagle": "DrafterModel",
+    "DSparkObjective": "Objective",
+    "EagleObjective": "Objective",
+    "BlockDiffusion": "Objective",
+}
+"""Classes that satisfy a protocol without naming it as a base."""
+
+
+class Public(NamedTuple):
+    """A module, class, function or method that has no underscore in front, and the class that it stands in."""
+
+    where: str
+    name: str
+    inside: ast.ClassDef | None
+    node: ast.Module | ast.ClassDef | ast.FunctionDef
+
+
+def publics() -> Iterator[Public]:
+    """Everything public in `failfast_jax`; functions inside functions are not."""
+    paths = sorted((ROOT / "failfast_jax").rglob("*.py"))
+    assert len(paths) > 100
+    for path in paths:
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        yield Public(f"{path.relative_to(ROOT)}", path.stem, None, module)
+        yield from members(path, module, None)
+
+
+def members(path: Path, scope: ast.Module | ast.ClassDef, inside: ast.ClassDef | None) -> Iterator[Public]:
+    for node in scope.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+            yield Public(f"{path.relative_to(ROOT)}:{node.lineno}", node.name, inside, node)
+            if isinstance(node, ast.ClassDef):
+                yield from members(path, node, node)
+
+
+def is_setter(node: ast.AST) -> bool:
+    """The second half of a property, which its first half describes."""
+    return any(isinstance(d, ast.Attribute) and d.attr == "setter" for d in getattr(node, "decorator_list", []))
+
+
+def test_what_is_public_has_a_docstring():
+    """Modules, classes, functions and methods; a method that overrides a documented one, or is asked for by a
+    protocol that describes it, needs none of its own."""
+    found = [public for public in publics() if not is_setter(public.node)]
+    classes = [public.node for public in found if isinstance(public.node, ast.ClassDef)]
+    own = {(public.inside, public.name) for public in found if public.inside and ast.get_docstring(public.node)}
+
+    def described(owner: ast.ClassDef, member: str) -> bool:
+        """Whether a class or one of its bases describes the member."""
+        bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in owner.bases]
+        above = {*bases, IMPLEMENTS.get(owner.name)}
+        return (owner, member) in own or any(described(c, member) for c in classes if c.name in above and c != owner)
+
+    missing = [
+        f"{public.where}: {f'{public.inside.name}.' if public.inside else ''}{public.name}"
+        for public in found
+        if not ast.get_docstring(public.node)
+        and not (public.inside is not None and described(public.inside, public.name))
+    ]
+    inherited = sum(not ast.get_docstring(public.node) for public in found) - len(missing)
+    share = 100 * (1 - len(missing) / len(found))
+    print(f"{len(found)} public names, {inherited} described by what they override: {share:.1f} % documented")
+    assert not missing, "\n".join(missing)
+
+
+def test_the_site_has_every_page():
+    """Every page of `docs/` stands in the menu of the site."""
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    assert pages and [page for page in pages if f": {page}\n" not in menu] == []

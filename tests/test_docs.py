@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -74,6 +75,17 @@ def test_what_is_public_has_a_docstring():
     share = 100 * (1 - len(missing) / len(found))
     print(f"{len(found)} public names, {inherited} described by what they override: {share:.1f} % documented")
     assert not missing, "\n".join(missing)
+
+
+def test_links_of_pages_outside_the_site_lead_somewhere():
+    """`mkdocs build --strict` checks the links of the others."""
+    wrong = []
+    for page in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "tpu_scripts/README.md"):
+        links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / page).read_text(encoding="utf-8"))
+        relative = [link for link in links if "://" not in link]
+        assert relative or page != "README.md"
+        wrong += [f"{page}: {link}" for link in relative if not ((ROOT / page).parent / link).exists()]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_site_has_every_page():

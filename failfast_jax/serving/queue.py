@@ -191,9 +191,7 @@ class Queue:
       batch: rows.
       capacity: most tokens of a prompt and its answer together; at most the engine's `max_seq_len`.
       waiting: most requests that wait for a row.
-      rounds: see `Scheduler`, as for the next two.
-      reuse: whether prompts take over what a row holds of them.
-      least_reuse: fewest shared tokens for which they do.
+      how: `rounds`, `reuse`, `least_reuse` of `Scheduler`.
 
     Attributes:
       error: what ended the queue's thread, if something did.

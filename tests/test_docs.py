@@ -77,6 +77,27 @@ def test_what_is_public_has_a_docstring():
     assert not missing, "\n".join(missing)
 
 
+def said() -> list[str]:
+    """Texts of the package, with a NUL for what is filled in."""
+    found = []
+    for path in sorted((ROOT / "failfast_jax").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_the_messages_that_are_explained_are_those_that_are_said():
+    """By the longest piece of each that is not filled in."""
+    page, texts = (ROOT / "docs" / "messages.md").read_text(encoding="utf-8"), said()
+    messages = re.findall(r"^\| (?:doctor: )?`([^`]+)`", page, re.MULTILINE)
+    assert len(messages) > 15
+    pieces = [max(re.split(r"\.\.\.|\b(?:[A-Zkmnv]|TPU)\b|, only", message), key=len).strip(" :,") for message in messages]
+    assert [piece for piece in pieces if len(piece) < 9 or not any(piece in text for text in texts)] == []
+
+
 def test_links_of_pages_outside_the_site_lead_somewhere():
     """`mkdocs build --strict` checks the links of the others."""
     wrong = []

@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--trace",
         metavar="FILE",
         type=Path,
-        help="write the rounds: a page if .html, a picture if .svg, else JSON lines",
+        help="write the rounds: a page if .html, a picture if .svg, else JSON lines; -: coloured, on the terminal",
     )
     output.add_argument("--profile", metavar="DIR", type=Path, help="write a jax.profiler trace of the answer")
     sampling = parser.add_argument_group("sampling")
@@ -108,7 +108,7 @@ def _config(args: argparse.Namespace) -> GenerationConfig:
     """The request. Checked before models are read: a typo should not cost seconds."""
     common = [field.name for field in dataclasses.fields(GenerationConfig) if field.name not in ("options", "method")]
     config = config_of(args, **{name: getattr(args, name) for name in common})
-    if args.trace is not None and not args.trace.resolve().parent.is_dir():
+    if args.trace is not None and str(args.trace) != "-" and not args.trace.resolve().parent.is_dir():
         raise ValueError(f"--trace {args.trace}: no such folder")
     return config
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -250,14 +250,15 @@ class Comparison:
             pending.insert(0, VANILLA)
         return pending
 
-    def run(self) -> None:
-        """Answers what has no record yet."""
+    def run(self, only: Collection[tuple[str, str]] | None = None) -> None:
+        """Answers what has no record yet: all questions, or `only` these, each a dataset's name and an id."""
         turns = [
             Turn(dataset, question, repeat, block, part, reverse=bool((repeat + index) % 2))
             for dataset in self.datasets
             for block, part in blocks(self.variants)
             for repeat in range(self.repeats)
             for index, question in enumerate(self._in_order(dataset))
+            if only is None or (dataset.name, question.id) in only
         ]
         missing = sum(len(self._pending(turn)) for turn in turns)
         total = sum(1 + len(turn.variants) for turn in turns)
@@ -324,13 +325,29 @@ class Comparison:
             )
 
     def records(self) -> list[Record]:
-        """The answers that this comparison asked for, with verdicts; records of other runs in the journal left out."""
-        labels = {BASELINE, *(s.label for s in self.variants)}
-        wanted = {(d.name, q.id) for d in self.datasets for q in d.questions}
-        return [
-            record
-            for record in self.journal.judged(self.near_tie, self.common.exact)
-            if record["setting"] in labels
-            and (record["dataset"], record["question"]) in wanted
-            and record["repeat"] < self.repeats
-        ]
+        """See `asked_records`."""
+        asked = self.journal, self.datasets, self.variants, self.common
+        return asked_records(*asked, repeats=self.repeats, near_tie=self.near_tie)
+
+
+def asked_records(
+    journal: Journal,
+    datasets: Sequence[Dataset],
+    variants: Sequence[Variant],
+    common: GenerationConfig,
+    *,
+    repeats: int,
+    near_tie: float,
+) -> list[Record]:
+    """The answers that a comparison asked for, with verdicts, in the order of the questions, whoever was first to
+    answer; records of other runs in the journal are left out."""
+    labels = {BASELINE, *(variant.label for variant in variants)}
+    order = {(d.name, q.id): at for at, (d, q) in enumerate((d, q) for d in datasets for q in d.questions)}
+    wanted = [
+        record
+        for record in journal.judged(near_tie, common.exact)
+        if record["setting"] in labels
+        and (record["dataset"], record["question"]) in order
+        and record["repeat"] < repeats
+    ]
+    return sorted(wanted, key=lambda record: (order[record["dataset"], record["question"]], record["repeat"]))

@@ -128,11 +128,10 @@ def write_trajectories(folder: Path, places: list[str], out: Path) -> list[Path]
             known = ", ".join(dict.fromkeys(f"{r['dataset']}/{r['question']}" for r in records.answers))
             raise ValueError(f"--trajectory {place}: no such question in {folder}; there are {known}")
         rows = {BASELINE, *records.names[dataset]}
-        for label, record in found.items():
-            if label in rows:
-                name = "".join(c if c.isalnum() else "-" for c in f"{dataset}-{question}-{label}")
-                written.append(out / f"trajectory-{name}.html")
-                trajectory.write_trace(result_of(record), written[-1], tokenizer)
+        name = "".join(c if c.isalnum() else "-" for c in f"{dataset}-{question}")
+        written.append(out / f"trajectory-{name}.html")
+        results = {label: result_of(record) for label, record in found.items() if label in rows}
+        written[-1].write_text(trajectory.page(results, tokenizer), encoding="utf-8")
     return written
 
 

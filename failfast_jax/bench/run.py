@@ -20,15 +20,15 @@ from tqdm import tqdm
 
 from failfast_jax import distributed
 from failfast_jax.bench import figures, scoring, summary
+from failfast_jax.bench.answers import ENGINES, Answers, RayAnswers, Task
 from failfast_jax.bench.datasets import Dataset, stamp
-from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.extras import needed
-from failfast_jax.bench.harness import Comparison
+from failfast_jax.bench.harness import asked_records
 from failfast_jax.bench.journal import RECORDS, SCORE, Journal
 from failfast_jax.bench.modelled import latency_for, parse_latency
 from failfast_jax.bench.released import with_passes
 from failfast_jax.bench.run_options import RELEASED, add_arguments, merged, read_datasets, read_variants
-from failfast_jax.bench.variants import DRAFTER, Variant, all_options, changed_options, check_common
+from failfast_jax.bench.variants import DRAFTER, Variant, changed_options, check_common
 from failfast_jax.bench.verdicts import DIFFERENT
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.config import GenerationConfig
@@ -36,7 +36,6 @@ from failfast_jax.drafters import METHODS
 from failfast_jax.errors import CheckpointError
 from failfast_jax.files import Record
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE
-from failfast_jax.platforms import machine
 
 __all__ = ["add_arguments", "work"]
 
@@ -77,36 +76,14 @@ def check_weights(args: argparse.Namespace, variants: Sequence[Variant]) -> None
             raise CheckpointError(f"{flag} {error}{said}") from None
 
 
-def leave_out(
-    engines: EnginePool, variants: Sequence[Variant], optional: set[str], common: GenerationConfig
-) -> dict[str, str]:
-    """Variants that only `all` asked for and that cannot run here, with the reason.
-
-    Raises:
-      ValueError: none is left.
-    """
-    left_out = {}
-    for variant in variants:
-        if variant.label in optional:
-            try:
-                engines.prepare(variant, variant.config(common))
-            except ValueError as error:
-                left_out[variant.label] = str(error).removeprefix(f"{variant.label}: ")
-                print(f"left out: {variant.label}: {left_out[variant.label]}", file=sys.stderr)
-    if len(left_out) == len(variants):
-        raise ValueError("--methods: none of them can run here")
-    return left_out
-
-
-def scores(comparison: Comparison, records: Sequence[Record]) -> dict[tuple[str, str], float]:
+def scores(answers: Answers | RayAnswers, journal: Journal, records: Sequence[Record]) -> dict[tuple[str, str], float]:
     """The share of right answers by dataset and variant. Each text of a question is scored once, into the journal."""
-    journal, tokenizer = comparison.journal, comparison.engines.base.tokenizer
-    asked = {(d.name, q.id): (d.scoring, q.reference) for d in comparison.datasets if d.scoring for q in d.questions}
-    found = defaultdict(list)
-    for record in tqdm([r for r in records if (r["dataset"], r["question"]) in asked], "scores", file=sys.stderr):
+    asked = {(d.name, q.id): (d.scoring, q.reference) for d in answers.task.datasets if d.scoring for q in d.questions}
+    found, scored = defaultdict(list), [r for r in records if (r["dataset"], r["question"]) in asked]
+    texts = answers.texts([record["output_ids"] for record in scored]) if scored else []
+    for record, text in zip(tqdm(scored, "scores", file=sys.stderr), texts):
         dataset, question = record["dataset"], record["question"]
         way, reference = asked[dataset, question]
-        text = tokenizer.decode(record["output_ids"], skip_special_tokens=True)
         key = dataset, question, stamp(text)
         if key not in journal.lines[SCORE]:
             place = dict(zip(("dataset", "question", "text"), key))
@@ -154,35 +131,22 @@ def work(args: argparse.Namespace) -> int:
     check_needs(args, datasets)
     if args.weights:
         check_weights(args, variants)
-    engines = EnginePool(
-        *(args.target, args.drafter, args.ar_drafter, args.dtype),
-        tensor_parallel=args.tensor_parallel,
-        attention=args.attention,
-    )
-    if args.scores and engines.base.tokenizer is None and any(d.scoring for d in datasets):
-        raise ValueError(f"{engines.base.target_name} has no tokenizer, so that answers have no text: --no-scores")
-    left_out = leave_out(engines, variants, optional, common)
-    variants = [variant for variant in variants if variant.label not in left_out]
-    host = machine()
-    identity = {
-        **engines.identity(),
-        "options": all_options(common),
-        "machine": {k: host[k] for k in ("device", "processor", "cores", "jax")},
-    }
-    journal = Journal(out / RECORDS, identity, host)
-    comparison = Comparison(engines, datasets, variants, common, journal, repeats=args.repeats, near_tie=args.near_tie)
-    comparison.run()
-    records = with_passes(comparison.records(), released=args.count_passes == RELEASED)
-    right = scores(comparison, records) if args.scores else {}
+    answers = ENGINES[args.engine](Task(args, common, variants, optional, datasets))
+    variants, facts = answers.variants, answers.facts()
+    journal = Journal(out / RECORDS, facts["identity"], facts["machine"])
+    answers.run(journal)
+    judged = asked_records(journal, datasets, variants, common, repeats=args.repeats, near_tie=args.near_tie)
+    records = with_passes(judged, released=args.count_passes == RELEASED)
+    right = scores(answers, journal, records) if args.scores else {}
     found = summary.whole(
         {d.name: summary.of_dataset(d, variants, records, latency, right) for d in datasets},
-        machine=host,
-        models=engines.names() | {name: getattr(args, name) for name in ("dtype", "tensor_parallel", "attention")},
+        machine=facts["machine"],
+        models=facts["models"] | {name: getattr(args, name) for name in ("dtype", "tensor_parallel", "attention")},
         count_passes=args.count_passes,
         options={"max_new_tokens": common.max_new_tokens, **changed_options(common)},
         repeats=args.repeats,
         modelled_with=dataclasses.asdict(latency),
-        left_out=left_out,
+        left_out=answers.left_out,
     )
     print(summary.write(found, out))
     if args.records == "parquet":

@@ -41,6 +41,8 @@ DEFAULTS: dict[str, Any] = {
     "dtype": None,
     "tensor_parallel": 1,
     "attention": None,
+    "engine": "local",
+    "actors": 2,
     "methods": [ALL],
     "sweep": [],
     "dataset": None,
@@ -106,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
     models.add_argument("--tensor-parallel", metavar="n", type=int, help="devices that share each layer")
     models.add_argument("--attention", choices=KERNELS, help="kernel of cached attention")
-    distributed.add_flag(models)
+    _add_places(models)
     result = parser.add_argument_group("result")
     result.add_argument("--out", metavar="DIR", help=f"an interrupted run continues there ({DEFAULTS['out']})")
     result.add_argument("--records", choices=("jsonl", "parquet"), help="parquet: also write records.parquet")
@@ -153,6 +155,13 @@ def read_config(path: Path) -> dict[str, Any]:
     for name in config.get("set", {}):
         check_option(f"{path}: options", name)
     return config
+
+
+def _add_places(group: Any) -> None:
+    """Flags that say how many engines there are, and of how many processes."""
+    group.add_argument("--engine", choices=("local", "ray"), help="ray: questions are shared out among actors")
+    group.add_argument("--actors", metavar="n", type=int, help="engines of --engine ray (2)")
+    distributed.add_flag(group)
 
 
 def merged(args: argparse.Namespace) -> argparse.Namespace:
@@ -276,7 +285,8 @@ def row_options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     Raises:
       ValueError: no such option of the row's method.
     """
-    methods = {entry.get("label"): entry.get("method") for entry in args.methods if isinstance(entry, Mapping)}
+    methods = {text: text for text in args.methods if isinstance(text, str) and text in METHODS}
+    methods |= {entry.get("label"): entry.get("method") for entry in args.methods if isinstance(entry, Mapping)}
     return {row: parse_options(f"--set {row}", texts, methods.get(row)) for row, texts in args.rows.items()}
 
 

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 from stub_engine import StubEngine, StubEnginePool
 
-from failfast_jax.bench import engine_pool, figures, harness, run
+from failfast_jax.bench import answers, engine_pool, figures, harness, run
 from failfast_jax.bench.__main__ import main
 from failfast_jax.bench.datasets import Dataset, Question
 from failfast_jax.bench.harness import Comparison
@@ -24,7 +24,9 @@ PROMPTS = ["first prompt", "second", "third prompt, the longest"]
 @pytest.fixture
 def stub(monkeypatch):
     engine = StubEngine()
-    monkeypatch.setattr(run, "EnginePool", lambda *sources, **_: StubEnginePool(engine, **dict(zip(NAMES, sources))))
+    monkeypatch.setattr(
+        answers, "EnginePool", lambda *sources, **_: StubEnginePool(engine, **dict(zip(NAMES, sources)))
+    )
     monkeypatch.setattr(engine_pool, "own_method", lambda _: ("autoregressive", "ar"))
     return engine
 

@@ -58,6 +58,7 @@ class Chat:
         return Queue(self.engine, config, least_reuse=1, **rows.for_queue(self.engine.max_seq_len))
 
     def close(self) -> None:
+        """Ends the queue."""
         self.queue.close()
 
     def reset(self) -> None:
@@ -150,6 +151,7 @@ def talk(chat: Chat) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = argparse.ArgumentParser(
         prog="python -m failfast_jax.chat",
         description="Talk with a model in the terminal. Without --target, SmolLM2-135M-Instruct answers.",

@@ -73,10 +73,12 @@ class CompileCounts:
 
     @property
     def compiles(self) -> int:
+        """Programs that were compiled, not read from the cache."""
         # The backend-compile event fires for a cache hit, too.
         return self.requests - self.cache_hits
 
     def since(self, earlier: CompileCounts) -> CompileCounts:
+        """What came after `earlier`."""
         return CompileCounts(self.requests - earlier.requests, self.cache_hits - earlier.cache_hits)
 
 

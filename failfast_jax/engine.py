@@ -143,10 +143,12 @@ class FailFast:
 
     @property
     def target(self) -> Decoder:
+        """The model whose text it is."""
         return self.runtime.target
 
     @property
     def drafter(self) -> Any:
+        """The model that drafts, bound to the target; None without one."""
         return self.runtime.drafter_model
 
     @drafter.setter
@@ -155,14 +157,17 @@ class FailFast:
 
     @property
     def max_seq_len(self) -> int:
+        """Most tokens of a prompt and its answer together."""
         return self.runtime.max_seq_len
 
     @property
     def mesh(self) -> Mesh | None:
+        """Devices that the models are spread over; None for one device."""
         return self.runtime.mesh
 
     @property
     def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`."""
         return self.runtime.platform
 
     # -- inputs ------------------------------------------------------------------------------------------

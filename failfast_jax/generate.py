@@ -17,6 +17,7 @@ from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_mo
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = argparse.ArgumentParser(
         prog="python -m failfast_jax.generate",
         description="Answer a prompt with lossless speculative decoding. Without --target, SmolLM2-135M-Instruct "

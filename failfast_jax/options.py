@@ -37,6 +37,7 @@ class ByPlatform:
     other: Any
 
     def on(self, platform: str) -> Any:
+        """The default for a platform."""
         return self.cpu if platform == "cpu" else self.other
 
     def __str__(self) -> str:
@@ -133,6 +134,7 @@ class MethodOptions:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
+        """Names of the options."""
         return tuple(field.name for field in dataclasses.fields(cls))
 
     @classmethod

@@ -187,7 +187,10 @@ class Runtime:
 
         Args:
           model: None: the target; or its weights under another block size.
-          threshold, small_block, block_cache, steps: see `decoding.dllm.step`; `small_block` divides the block size.
+          threshold: see `decoding.dllm.step`, as for the next three.
+          small_block: divides the block size.
+          block_cache: whether passes may run over the small block alone.
+          steps: most passes over a block.
           released_length: see `decoding.dllm.blocks_to_write`.
           graph: draft states to run beside the block, see `decoding.spiffy`; None: plain decoding.
         """

@@ -22,6 +22,7 @@ NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = argparse.ArgumentParser(
         prog="python -m failfast_jax.serve",
         description="Serve OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics. "
@@ -61,6 +62,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(address: str) -> bool:
+    """Whether an address is reached from this machine alone; names of hosts are not looked up."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
     return False

@@ -78,6 +78,7 @@ class Records:
             self.names[dataset] = {label: name for label, name in names.items() if label != BASELINE}
 
     def of(self, dataset: str, label: str | None = None) -> list[Record]:
+        """Answers to a dataset's questions, all or those of one setting."""
         return [r for r in self.answers if r["dataset"] == dataset and (label is None or r["setting"] == label)]
 
     def labels(self) -> dict[str, str]:

@@ -40,6 +40,7 @@ class Setting:
 
     @property
     def label(self) -> str:
+        """The setting in words."""
         words = [self.schedule, f"N {self.spec_len}"]
         if self.tau is not None:
             words.append(f"tau {self.tau:g}")

@@ -145,6 +145,7 @@ class Comparison:
         self._check_prompts()
 
     def engine(self, variant: Variant) -> FailFast:
+        """The engine that answers for a variant."""
         return self.engines.get(variant, self.configs[variant.label])
 
     # -- prompts -----------------------------------------------------------------------------------------

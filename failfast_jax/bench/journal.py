@@ -71,6 +71,7 @@ class Journal(files.Journal):
 
     @property
     def answers(self) -> dict[tuple, Record]:
+        """Recorded answers by their keys."""
         return self.lines[ANSWER]
 
     def baseline_of(self, record: Record) -> Record | None:

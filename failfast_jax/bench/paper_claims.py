@@ -71,6 +71,7 @@ def a_pass(name: str) -> Callable[[Sequence[Answer]], float]:
 
 
 def longest(answers: Sequence[Answer]) -> float:
+    """Most accepted tokens of a round, a mean over questions."""
     return averaged(answers)["most_accepted"]
 
 

@@ -185,10 +185,12 @@ def run_of(records: Iterable[Record], target: str, latency: Latency, *, released
 
 
 def number(value: float | None, digits: int = 2, scale: float = 1) -> str:
+    """A figure of a table; a dash where there is none."""
     return "-" if value is None else f"{scale * value:.{digits}f}"
 
 
 def mean(values: Iterable[float | None]) -> float | None:
+    """The mean of those that there are."""
     found = [value for value in values if value is not None]
     return float(np.mean(found)) if found else None
 
@@ -212,6 +214,7 @@ def with_published(
 
 
 def head_of(run: PaperRun, *first: str) -> list[str]:
+    """The head of a table with a column for each dataset of a run."""
     return [*first, *(DATASET_NAMES.get(dataset, dataset) for dataset in run.rows), AVERAGE]
 
 

@@ -31,6 +31,7 @@ class Counts:
 
     @property
     def rounds(self) -> int:
+        """How many rounds there are."""
         return len(self.accepted)
 
 

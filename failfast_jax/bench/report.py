@@ -20,6 +20,7 @@ VERDICTS = (EQUAL, NEAR_TIE, DIFFERENT)
 
 
 def ratio(a: float, b: float) -> float | None:
+    """`a / b`; None where b is 0."""
     return a / b if b else None
 
 
@@ -160,10 +161,12 @@ def verdict_on_speed(table: Mapping[str, Mapping[str, Any]], names: Mapping[str,
 
 
 def shown(value: float | None, digits: int = 2) -> str:
+    """A figure of a table; a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def percent(value: float | None) -> str:
+    """A share as percent; a dash where there is none."""
     return "-" if value is None else f"{100 * value:.0f} %"
 
 

@@ -93,6 +93,7 @@ def scores(answers: Answers | RayAnswers, journal: Journal, records: Sequence[Re
 
 
 def write_parquet(records: Sequence[Record], path: Path) -> None:
+    """Writes records as one Parquet table with the same columns for all."""
     import pyarrow
     import pyarrow.parquet
 
@@ -107,6 +108,7 @@ def write_parquet(records: Sequence[Record], path: Path) -> None:
 
 
 def draw(out: Path) -> None:
+    """Draws all figures of a run's records, and says which."""
     for file in figures.draw_all(out, out / "figures"):
         print(file, file=sys.stderr)
 

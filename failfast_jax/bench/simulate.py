@@ -265,6 +265,7 @@ def settings_of(longest: int) -> list[tuple]:
 
 
 def named(setting: tuple) -> str:
+    """A fixed setting in words."""
     shortest, length, own, cut = setting
     text = "no lookup" if shortest == MATCHES[-1] else f"{length} tokens from matches of {shortest}"
     return f"{text}, {f'model {own} above {cut:g}' if own else 'no model'}"

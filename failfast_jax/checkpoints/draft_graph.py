@@ -66,6 +66,7 @@ class DraftGraph:
         return found
 
     def save(self, path: Path) -> None:
+        """Writes the graph as JSON, a line for each state."""
         sizes = {"block_size": self.block_size, "small_block_size": self.small_block_size}
         lines = ",\n".join(f"  {json.dumps(pairs)}" for pairs in self.pair_sets)
         head = json.dumps({**sizes, **self.about}, indent=1)[:-2]

@@ -52,6 +52,8 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Table:
+    """How the tensors of a checkpoint become parameters."""
+
     rows: tuple[Row, ...]
     ignored: str
     """Regular expression of keys that carry no weights (whole match)."""

@@ -46,6 +46,7 @@ class Skeleton:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters by name."""
         return {name: tuple(leaf.shape) for name, leaf in self.leaves.items()}
 
     def filled(self, values: Mapping[str, jax.Array]) -> Any:

@@ -49,6 +49,7 @@ class Guesses:
 
     @classmethod
     def none(cls, batch: int, small_block: int) -> Guesses:
+        """Before the first pass."""
         tokens = jnp.zeros((batch, small_block, RANKS), jnp.int32)
         return cls(at=jnp.full((batch,), -1, jnp.int32), tokens=tokens, confidence=jnp.zeros((batch, small_block)))
 
@@ -91,6 +92,7 @@ class DiffusionState:
 
     @property
     def running(self) -> Bool[Array, " B"]:
+        """Sequences that are not finished."""
         return self.finish == RUNNING
 
     @property

@@ -135,6 +135,8 @@ class RoundLog:
 
     @classmethod
     def zeros(cls, batch: int, rounds: int, max_draft: int, *, trees: bool = False, weighed: bool = False) -> RoundLog:
+        """A log without rounds."""
+
         def counts(*shape: int) -> Int[Array, "..."]:
             return jnp.zeros(shape, jnp.int32)
 
@@ -228,10 +230,12 @@ class DecodeState:
 
     @property
     def running(self) -> Bool[Array, " B"]:
+        """Sequences that are not finished."""
         return self.finish == RUNNING
 
     @property
     def committed(self) -> Committed:
+        """What drafters see of the state."""
         return Committed(
             tokens=self.tokens,
             length=self.length,

@@ -40,10 +40,12 @@ class BlockDrafter(Drafter):
 
     @property
     def block(self) -> int:
+        """Tokens of a block of the model."""
         return self.model.config.block_size
 
     @property
     def mask_token(self) -> int:
+        """The id that stands for a position to be filled."""
         return self.model.config.mask_token_id
 
     @property

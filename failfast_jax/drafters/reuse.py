@@ -132,6 +132,7 @@ class ReleasedReuse(Reuse):
 
     @classmethod
     def of(cls, model: Aligned) -> ReleasedReuse:
+        """Reuse around a drafter of the released schedule, up to twice as long as its drafts."""
         return cls(model=model, max_spec_len=2 * model.max_draft)
 
     def found(self, draft, state, model_state):

@@ -14,6 +14,7 @@ from failfast_jax.errors import OptionError
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = argparse.ArgumentParser(
         prog="python -m failfast_jax.harness",
         description=__doc__,

@@ -99,15 +99,18 @@ class FailFastLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """The id that ends a text."""
         return self.engine.eos_token_ids[0]
 
     @property
     def prefix_token_id(self) -> int:
+        """The id that a text without a beginning is scored behind."""
         begin = getattr(self.tokenizer, "bos_token_id", None)
         return self.eot_token_id if begin is None else begin
 
     @property
     def tokenizer_name(self) -> str:
+        """What the harness files cached requests under."""
         return str(self.engine.target_name).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

@@ -97,6 +97,7 @@ def split_count(batch: int, kv_heads: int, blocks: int, warpgroups: int, capacit
 
 
 def simulator() -> Any:
+    """JAX's simulation of an NVIDIA GPU, for `interpret`."""
     # Not exported by JAX 0.10; imported late, so that no other path depends on it.
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 

@@ -18,6 +18,7 @@ TPU_TILE = 512
 
 
 def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -33,6 +34,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
+        """Positions that fit."""
         return self.k[0].shape[2]
 
     @classmethod

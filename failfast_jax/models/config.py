@@ -156,6 +156,7 @@ class ModelConfig:
 
     @property
     def is_diffusion(self) -> bool:
+        """Whether it fills blocks of masked positions."""
         return self.block_size > 1
 
     def shape_key(self) -> dict[str, Any]:

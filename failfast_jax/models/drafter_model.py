@@ -32,7 +32,8 @@ class DrafterModel(Protocol):
     """A model that drafts for a target; a pytree."""
 
     @property
-    def kind(self) -> Kind: ...
+    def kind(self) -> Kind:
+        """What it drafts from, and how."""
 
     @property
     def method(self) -> str:

@@ -185,9 +185,11 @@ class DSpark(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
+        """Of the parameters and the cache."""
         return self.norm.weight[...].dtype
 
     def init_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache of the context's keys and values."""
         return KVCache.zeros(self.config.base, batch, capacity, self.dtype)
 
     def inputs(
@@ -344,6 +346,7 @@ class DSparkModel:
 
     @property
     def config(self) -> DSparkConfig:
+        """The network's."""
         return self.network.config
 
     @property

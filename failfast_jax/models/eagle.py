@@ -109,9 +109,11 @@ class Eagle(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
+        """Of the parameters and the cache."""
         return self.norm.weight[...].dtype
 
     def init_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache of the pairs' keys and values."""
         return KVCache.zeros(self.config.base, batch, capacity, self.dtype)
 
     @jax.named_scope("fuse")
@@ -225,6 +227,7 @@ class BoundEagle:
 
     @property
     def config(self) -> EagleConfig:
+        """The network's."""
         return self.network.config
 
     @property

@@ -64,6 +64,8 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
+    """Divides by the root mean square over the last axis, in float32, and scales by a weight."""
+
     def __init__(self, size: int, eps: float, dtype: DTypeLike):
         self.weight = nnx.Param(jnp.ones((size,), dtype))
         self.eps = eps
@@ -133,6 +135,7 @@ class Attention(nnx.Module):
         return k if self.k_norm is None else self.k_norm(k), v
 
     def output(self, heads: Float[Array, "*R Q H"], over: str | None = None) -> Float[Array, "*R E"]:
+        """The output projection of all heads."""
         return self.o(heads.reshape(*heads.shape[:-2], -1), over=over)
 
     def with_kv_copies(self, config: ModelConfig, copies: int, mesh: Mesh, axis: str | None) -> Attention:

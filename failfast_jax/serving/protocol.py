@@ -117,6 +117,7 @@ class CompletionRequest(_Request):
 
     @property
     def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or several, as a list."""
         several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         return self.prompt if several else [self.prompt]
 
@@ -137,6 +138,7 @@ class ChatMessage(_Body):
 
     @property
     def plain(self) -> dict[str, str]:
+        """The message as chat templates take it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
@@ -160,6 +162,7 @@ class ChatRequest(_Request):
 
     @property
     def limit(self) -> int | None:
+        """Most tokens of an answer, under either of its names."""
         return self.max_completion_tokens or self.max_tokens
 
 

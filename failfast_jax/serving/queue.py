@@ -70,10 +70,12 @@ class Finished:
 
     @property
     def drafted(self) -> int:
+        """Tokens that were drafted for it."""
         return sum(len(entry.drafted) for entry in self.rounds)
 
     @property
     def accepted(self) -> int:
+        """Drafted tokens that the target agreed with."""
         return sum(entry.accepted for entry in self.rounds)
 
 
@@ -89,6 +91,7 @@ class Piece:
 
     @property
     def last(self) -> bool:
+        """Whether nothing follows."""
         return self.finished is not None or self.error is not None
 
 
@@ -188,7 +191,7 @@ class Queue:
       batch: rows.
       capacity: most tokens of a prompt and its answer together; at most the engine's `max_seq_len`.
       waiting: most requests that wait for a row.
-      rounds, reuse, least_reuse: see `Scheduler`.
+      how: `rounds`, `reuse`, `least_reuse` of `Scheduler`.
 
     Attributes:
       error: what ended the queue's thread, if something did.
@@ -240,6 +243,7 @@ class Queue:
 
     @property
     def healthy(self) -> bool:
+        """Whether requests are being served."""
         return self._open and self.error is None and self._thread.is_alive()
 
     def encode(self, prompt: Any, *, template: bool = True) -> list[int]:

@@ -47,6 +47,7 @@ class Documents:
         return len(self.tokens)
 
     def take(self, indices: Ids) -> Documents:
+        """The documents with these numbers."""
         labelled = None if self.labelled is None else [self.labelled[i] for i in indices]
         return Documents([self.tokens[i] for i in indices], self.prompt_length[list(indices)], labelled)
 

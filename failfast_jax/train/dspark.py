@@ -318,6 +318,7 @@ class DSparkObjective:
         }
 
     def model(self, trainable: Any) -> DSpark:
+        """The network with these parameters."""
         return nnx.merge(self.graph, trainable)
 
     def loss(self, trainable, constants, batch, key):

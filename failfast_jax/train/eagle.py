@@ -201,6 +201,7 @@ class EagleObjective:
         }
 
     def model(self, trainable: Any, head: Any) -> Eagle:
+        """The network with these parameters and a head."""
         return nnx.merge(self.graph, head, trainable)
 
     def loss(self, trainable, constants, batch, key):

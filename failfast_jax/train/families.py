@@ -129,6 +129,7 @@ FAMILY_OPTIONS = {
 
 
 def add_family_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of all families, grouped by who takes them."""
     groups = {}
     for name, option in FAMILY_OPTIONS.items():
         title = f"{', '.join(option.families)} drafters"

@@ -129,6 +129,8 @@ class Optimization:
         return optax.join_schedules(parts, [warmup, warmup + hold])
 
     def optimizer(self) -> optax.GradientTransformation:
+        """AdamW behind clipping, with the schedule that the fields describe."""
+
         def decayed(params):
             # Fused biases are two-dimensional.
             return jax.tree_util.tree_map_with_path(lambda path, x: x.ndim > 1 and "bias" not in str(path), params)

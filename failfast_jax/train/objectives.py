@@ -170,6 +170,7 @@ def _adaptation(args: argparse.Namespace, target: Decoder, layers: Layers) -> Ad
 
 
 def masked_options(args: argparse.Namespace, **more: Any) -> AdaptationOptions:
+    """Options of block-diffusion training from the command's flags."""
     return AdaptationOptions(
         corruption=Corruption(args.corruption, args.draft_fraction, complementary=not args.no_complementary),
         block_start=args.block_start,

@@ -117,6 +117,7 @@ COMMON |= {"ce_weight": 0.5, "l1_weight": 0.5}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
     parser.add_argument("--out", type=Path, required=True, help="folder for everything; what ships is in OUT/asset")
     parser.add_argument("--profile", choices=PROFILES, default="cpu")
     parser.add_argument("--minutes", type=float, help="stop after about this time (exit status 3)")

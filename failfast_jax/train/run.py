@@ -68,6 +68,7 @@ RUN_ONLY = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument(
         "--data", type=Path, nargs="+", required=True, help=".npz, .jsonl or .parquet files, and folders of them"

@@ -42,6 +42,7 @@ METHODS = ("vanilla", "lookup")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
     parser.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="shards; an unfinished run continues")
     parser.add_argument("--target", metavar="P", help="as of failfast_jax.generate; default: SmolLM2-135M-Instruct")
     parser.add_argument("--documents", metavar="n", type=int, default=1024, help="rounded up to whole shards")
@@ -82,10 +83,12 @@ def _options(args: argparse.Namespace) -> ShardOptions:
 
 
 def shard_path(folder: Path, number: int) -> Path:
+    """Where a shard lies."""
     return folder / f"shard-{number:05}.npz"
 
 
 def work(args: argparse.Namespace) -> None:
+    """Writes the shards that are missing."""
     options, deadline = _options(args), deadline_after(args.minutes)
     settings = {
         "target": args.target or default_target_path().name,

@@ -40,6 +40,7 @@ SHOWN = (1, 3, 10)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
     parser.add_argument("--target", metavar="P", required=True, help="the block-diffusion model")
     parser.add_argument(
         "--data", type=Path, nargs="+", required=True, help="prompts: .npz files, folders of them, or .jsonl of chats"
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def work(args: argparse.Namespace) -> None:
+    """Counts on prompts, chooses states, measures them on others and writes the graph."""
     for name, most in (("prompts", None), ("held_out", None), ("states", MOST_STATES), ("max_new_tokens", None)):
         value = getattr(args, name)
         if value < 1 or (most is not None and value > most):

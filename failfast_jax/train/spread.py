@@ -78,6 +78,7 @@ class Spread:
         return max(even, key=lambda axis: shape[axis], default=None)
 
     def spec(self, shape: tuple[int, ...]) -> P:
+        """Which axis of a parameter is spread, if any."""
         axis = self.axis(shape)
         return P() if axis is None else P(*[None] * axis, FSDP)
 

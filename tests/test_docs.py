@@ -1,0 +1,117 @@
+"""What is public says what it is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+IMPLEMENTS = {
+    "Decoder": "DrafterModel",
+    "DSparkModel": "DrafterModel",
+    "BoundEagle": "DrafterModel",
+    "DSparkObjective": "Objective",
+    "EagleObjective": "Objective",
+    "BlockDiffusion": "Objective",
+}
+"""Classes that satisfy a protocol without naming it as a base."""
+
+
+class Public(NamedTuple):
+    """A module, class, function or method that has no underscore in front, and the class that it stands in."""
+
+    where: str
+    name: str
+    inside: ast.ClassDef | None
+    node: ast.Module | ast.ClassDef | ast.FunctionDef
+
+
+def publics() -> Iterator[Public]:
+    """Everything public in `failfast_jax`; functions inside functions are not."""
+    paths = sorted((ROOT / "failfast_jax").rglob("*.py"))
+    assert len(paths) > 100
+    for path in paths:
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        yield Public(f"{path.relative_to(ROOT)}", path.stem, None, module)
+        yield from members(path, module, None)
+
+
+def members(path: Path, scope: ast.Module | ast.ClassDef, inside: ast.ClassDef | None) -> Iterator[Public]:
+    for node in scope.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+            yield Public(f"{path.relative_to(ROOT)}:{node.lineno}", node.name, inside, node)
+            if isinstance(node, ast.ClassDef):
+                yield from members(path, node, node)
+
+
+def is_setter(node: ast.AST) -> bool:
+    """The second half of a property, which its first half describes."""
+    return any(isinstance(d, ast.Attribute) and d.attr == "setter" for d in getattr(node, "decorator_list", []))
+
+
+def test_what_is_public_has_a_docstring():
+    """Modules, classes, functions and methods; a method that overrides a documented one, or is asked for by a
+    protocol that describes it, needs none of its own."""
+    found = [public for public in publics() if not is_setter(public.node)]
+    classes = [public.node for public in found if isinstance(public.node, ast.ClassDef)]
+    own = {(public.inside, public.name) for public in found if public.inside and ast.get_docstring(public.node)}
+
+    def described(owner: ast.ClassDef, member: str) -> bool:
+        """Whether a class or one of its bases describes the member."""
+        bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in owner.bases]
+        above = {*bases, IMPLEMENTS.get(owner.name)}
+        return (owner, member) in own or any(described(c, member) for c in classes if c.name in above and c != owner)
+
+    missing = [
+        f"{public.where}: {f'{public.inside.name}.' if public.inside else ''}{public.name}"
+        for public in found
+        if not ast.get_docstring(public.node)
+        and not (public.inside is not None and described(public.inside, public.name))
+    ]
+    inherited = sum(not ast.get_docstring(public.node) for public in found) - len(missing)
+    share = 100 * (1 - len(missing) / len(found))
+    print(f"{len(found)} public names, {inherited} described by what they override: {share:.1f} % documented")
+    assert not missing, "\n".join(missing)
+
+
+def said() -> list[str]:
+    """Texts of the package, with a NUL for what is filled in."""
+    found = []
+    for path in sorted((ROOT / "failfast_jax").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_the_messages_that_are_explained_are_those_that_are_said():
+    """By the longest piece of each that is not filled in."""
+    page, texts = (ROOT / "docs" / "messages.md").read_text(encoding="utf-8"), said()
+    messages = re.findall(r"^\| (?:doctor: )?`([^`]+)`", page, re.MULTILINE)
+    assert len(messages) > 15
+    split = [re.split(r"\.\.\.|\b(?:[A-Zkmnv]|TPU)\b|, only", message) for message in messages]
+    pieces = [max(parts, key=len).strip(" :,") for parts in split]
+    assert [piece for piece in pieces if len(piece) < 9 or not any(piece in text for text in texts)] == []
+
+
+def test_links_of_pages_outside_the_site_lead_somewhere():
+    """`mkdocs build --strict` checks the links of the others."""
+    wrong = []
+    for page in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "tpu_scripts/README.md"):
+        links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / page).read_text(encoding="utf-8"))
+        relative = [link for link in links if "://" not in link]
+        assert relative or page != "README.md"
+        wrong += [f"{page}: {link}" for link in relative if not ((ROOT / page).parent / link).exists()]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_site_has_every_page():
+    """Every page of `docs/` stands in the menu of the site."""
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    assert pages and [page for page in pages if f": {page}\n" not in menu] == []

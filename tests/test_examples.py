@@ -1,0 +1,61 @@
+"""The scripts in `examples/`, on tiny models."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+from checkpoint_files import GOLDEN
+
+from failfast_jax import FailFast
+
+TARGET, DRAFTER = GOLDEN / "qwen2_target_160", GOLDEN / "fast_dllm_v2_untied"
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The scripts by name, as modules."""
+    monkeypatch.syspath_prepend(GOLDEN.parents[2] / "examples")
+    return importlib.import_module
+
+
+def test_generate_and_stream(example, capsys):
+    example("generate_and_stream").main(TARGET, DRAFTER, [[7, 12, 100, 5], [3, 9]])
+    said = capsys.readouterr().out
+    assert said.endswith("plain decoding says the same: True\n")
+    assert said.count(" accepted\n") == 2
+
+
+def test_a_stopping_rule_in_ones_own_jit(example, capsys):
+    prompts = [[7, 12, 100, 5], [3, 9]]
+    found = example("own_jit").main(str(TARGET), str(DRAFTER), prompts)
+    plain = FailFast(TARGET).generate(prompts, method="vanilla", max_new_tokens=24)
+    assert found == [result.output_ids for result in plain]
+    lengths = [float(line.split("], ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
+    assert all(10 <= length < 60 for length in lengths)
+
+
+def test_train_a_drafter(example, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 150, 5).tolist() for _ in range(16)]
+    small = [
+        "--layers",
+        "1",
+        "--row-features",
+        "0,1",
+        "--rows",
+        "3",
+        "--draft-vocab",
+        "50",
+        "--seq-len",
+        "64",
+        "--steps",
+        "4",
+    ]
+    sizes = ["--batch", "2", "--anchors", "4", "--held-out", "4", "--eval-prompts", "2", "--eval-tokens", "6"]
+    options = [*small, *sizes, "--skip-short"]
+    drafter = example("train_a_drafter").main(GOLDEN / "llama_tied", prompts, tmp_path, *options, max_new_tokens=32)
+    assert (drafter / "config.json").is_file()
+    assert capsys.readouterr().out.endswith("plain decoding says the same: True\n")

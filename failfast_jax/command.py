@@ -44,7 +44,7 @@ def run(
     """Runs a command's work and returns its exit status.
 
     Input that cannot be served (`ValueError`, `OSError`) becomes one line on stderr and status 2, the end of
-    `--minutes` (`OutOfTime`) 3, Ctrl-C 130. Anything else is a fault of ours: a line and status 1, or with `--debug` its
+    `--minutes` (`OutOfTime`) 3, Ctrl-C 130. Anything else is a fault of ours: a line and status 1, with `--debug` its
     traceback.
 
     Args:

@@ -17,6 +17,7 @@ from failfast_jax.decoding.branches import one_of
 from failfast_jax.decoding.plan import Plan
 from failfast_jax.decoding.state import DecodeState, Draft, Verified
 from failfast_jax.models.cache import KVCache, round_up
+from failfast_jax.models.sharding import constrain_rows
 from failfast_jax.models.transformer import Decoder
 
 
@@ -94,6 +95,8 @@ def verify_chain(
         else:
             drafted = _part(proposal, offset, width, total)
             picks = accept.pick_or_reject(logits, positions, state.sampling, *drafted, target.execution)
+        # Gathered here, once: left spread, they would be gathered again wherever they are read.
+        picks = constrain_rows(picks, target.execution)
         return _Rows(picks, picks < logits.shape[-1], features), cache
 
     batch = state.length.shape[0]

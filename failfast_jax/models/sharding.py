@@ -156,6 +156,18 @@ def equal(value: np.ndarray, array: jax.Array) -> bool:
 _equal = jax.jit(lambda one, other: (one == other).all())
 
 
+def constrain_rows(tree: Any, execution: Execution) -> Any:
+    """Tells XLA that arrays are spread like the batch, their leading axis, and otherwise whole on every device."""
+    if execution.mesh is None:
+        return tree
+
+    def placed(x: Array) -> Array:
+        spec = P(execution.batch) if x.ndim else P()
+        return jax.lax.with_sharding_constraint(x, NamedSharding(execution.mesh, spec))
+
+    return jax.tree.map(placed, tree)
+
+
 def make_mesh(tensor: int = 1, data: int = 1) -> Mesh:
     """A mesh of the first `tensor * data` devices; of several processes, of all that they have together.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from pathlib import Path
 
 from failfast_jax import command
 from failfast_jax.config import GenerationConfig
@@ -98,7 +99,7 @@ class Chat:
         elif name == "trace":
             print(to_terminal(self.answers[-1].rounds, self.engine.tokenizer) if self.answers else "nothing was said")
         else:
-            print(HELP)
+            print(HELP if name == "help" else f"/{name}: there is no such command\n{HELP}")
         return True
 
     def change_method(self, method: str) -> None:
@@ -172,7 +173,7 @@ def _work(args: argparse.Namespace) -> None:
     engine.encode([{"role": "user", "content": "?"}])  # a chat template is needed
     chat = Chat(engine, config, options)
     try:
-        print(f"{engine.target_name}, method {chat.queue.config.method}; /help", file=sys.stderr)
+        print(f"{Path(str(engine.target_name)).name}, method {chat.queue.config.method}; /help", file=sys.stderr)
         talk(chat)
     finally:
         chat.close()

@@ -71,12 +71,15 @@ def join(where: str | None = None) -> None:
         if not found or not int(found[3]) < int(found[2]):
             raise OptionError(f"--distributed {where}: expected HOST:PORT,N,I with I from 0 to N - 1")
         given = {"coordinator_address": found[1], "num_processes": int(found[2]), "process_id": int(found[3])}
+    index = f"process {given['process_id']} of {given['num_processes']}" if given else "this process"
+    print(f"{index}: waiting for the others, up to five minutes", file=sys.stderr, flush=True)
     try:
         jax.distributed.initialize(**given, heartbeat_timeout_seconds=TIMEOUT_S, shutdown_timeout_seconds=TIMEOUT_S)
     except (ValueError, RuntimeError) as error:
         said = str(error).strip().splitlines()[0]
         raise OptionError(f"--distributed{f' {where}' if given else ''}: {said}; say HOST:PORT,N,I") from error
     if not alone():
+        print(f"{jax.process_count()} processes, {len(jax.devices())} devices", file=sys.stderr, flush=True)
         # Libraries below Python (Gloo, for one) print to stdout, which is for answers.
         answers = os.dup(1)
         os.dup2(2, 1)

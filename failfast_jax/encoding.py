@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ def encode(prompt: Any, tokenizer: Any, vocab_size: int, model_name: str, *, tem
 
 
 def _encode_text(prompt: str | Sequence[Message], tokenizer: Any, model_name: str, template: bool) -> list[int]:
-    if isinstance(prompt, str) and any("\ud800" <= character <= "\udfff" for character in prompt):
+    if any("\ud800" <= character <= "\udfff" for text in _texts(prompt) for character in text):
         raise PromptError("the prompt is not valid UTF-8 text")
     if tokenizer is None:
         raise PromptError(f"{model_name} has no tokenizer: give token ids (--token-ids) instead of text")
@@ -50,6 +50,17 @@ def _encode_text(prompt: str | Sequence[Message], tokenizer: Any, model_name: st
     elif not has_template:
         raise PromptError(f"{model_name} has no chat template: give the prompt as text or token ids")
     return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+def _texts(prompt: Any) -> Iterator[str]:
+    """All strings of a prompt: a text, or messages with contents in one piece or in parts."""
+    if isinstance(prompt, str):
+        yield prompt
+    elif isinstance(prompt, Mapping):
+        yield from _texts(list(prompt.values()))
+    elif isinstance(prompt, Iterable):
+        for part in prompt:
+            yield from _texts(part)
 
 
 def separate(prompts: Any) -> list[Any]:

@@ -15,6 +15,8 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 
+TRACES = (".html", ".htm", ".svg", ".jsonl", ".json")
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The command's flags."""
@@ -108,6 +110,8 @@ def _config(args: argparse.Namespace) -> GenerationConfig:
     """The request. Checked before models are read: a typo should not cost seconds."""
     common = [field.name for field in dataclasses.fields(GenerationConfig) if field.name not in ("options", "method")]
     config = config_of(args, **{name: getattr(args, name) for name in common})
+    if args.trace is not None and str(args.trace) != "-" and args.trace.suffix.lower() not in TRACES:
+        raise ValueError(f"--trace {args.trace}: must end in {', '.join(TRACES)}, or be - for the terminal")
     if args.trace is not None and str(args.trace) != "-" and not args.trace.resolve().parent.is_dir():
         raise ValueError(f"--trace {args.trace}: no such folder")
     return config

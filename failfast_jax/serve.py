@@ -93,6 +93,10 @@ def _work(args: argparse.Namespace) -> None:
         if engine.tokenizer is None:
             raise OptionError(f"--target {args.target}: has no tokenizer, and a server speaks text")
         how = options.for_queue(engine.max_seq_len)
+        if getattr(engine.tokenizer, "chat_template", None):
+            least = len(engine.encode([{"role": "user", "content": "?"}]))
+            if how["capacity"] <= least:
+                raise OptionError(f"--context {how['capacity']}: the chat template alone takes {least} tokens")
         print("compiling", file=sys.stderr, flush=True)
         with Queue(engine, config, waiting=options.waiting, **how) as queue:
             name = options.model_name or os.path.basename(str(engine.target_name).rstrip("/"))

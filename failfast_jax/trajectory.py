@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -176,7 +177,8 @@ def write_trace(result: Result, path: Path, tokenizer: Any = None) -> None:
     """Writes `path`: a page if it ends in .html, the `strip` if in .svg, else one JSON object a round. The path `-` is
     stderr, with the view for a terminal."""
     if str(path) == TERMINAL:
-        print(to_terminal(result.rounds, tokenizer), file=sys.stderr)
+        text = to_terminal(result.rounds, tokenizer)
+        print(text if sys.stderr.isatty() else re.sub("\033\\[[0-9;]*m", "", text), file=sys.stderr)
         return
     if path.suffix.lower() == ".svg":
         path.write_text(strip(result.rounds) + "\n", encoding="utf-8")

@@ -44,7 +44,8 @@ def result_of(record: Record) -> Result:
         at += len(emitted)
     rounds += [Round([], [], 0, [token], 0) for token in ids[at:]]  # of `vanilla`
     kept = {name: record.get(name, 0) for name in (field.name for field in dataclasses.fields(Stats))}
-    stats = Stats(**{**kept, "rounds": len(rounds), "costs": None})
+    speed = len(ids) / record["decode_s"] if record.get("decode_s") else 0.0
+    stats = Stats(**{**kept, "rounds": len(rounds), "costs": None, "tokens_per_s": speed})
     return Result([], ids, None, record["finish_reason"], record["setting"], stats, rounds)
 
 

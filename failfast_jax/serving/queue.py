@@ -36,7 +36,7 @@ class QueueFull(Exception):
     """As many requests wait as may; try again in `seconds`."""
 
     def __init__(self, waiting: int, seconds: float):
-        super().__init__(f"{waiting} requests wait already")
+        super().__init__(f"the queue is full: waiting requests: {waiting}")
         self.seconds = seconds
 
 

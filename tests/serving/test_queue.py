@@ -225,7 +225,7 @@ def test_what_cannot_be_served_is_said():
 def test_a_full_queue_refuses_and_a_closed_one_tells_everybody():
     work = Queue(engine(), config("lookup", exact=True), batch=3, capacity=CAPACITY, waiting=2)
     held: list[Answer] = []
-    with pytest.raises(QueueFull, match="2 requests wait already") as refused:
+    with pytest.raises(QueueFull, match="waiting requests: 2") as refused:
         for _ in range(20):
             held.append(work.submit(**LONG))
     assert 1 <= refused.value.seconds <= 60 and len(held) >= 2

@@ -178,6 +178,15 @@ def test_wrong_requests(site, body, status, message):
     assert message in error["message"] and set(error) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize("content", ["a\ud800b", [{"type": "text", "text": "\udfff"}]])
+def test_half_characters_are_refused(site, content):
+    """JSON can say them, and no tokenizer takes them."""
+    body = json.dumps({"messages": [{"role": "user", "content": content}]})
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    answer = httpx.post(f"{site.url}/v1/chat/completions", content=body, headers=headers, timeout=30)
+    assert answer.status_code == 400 and "UTF-8" in answer.json()["error"]["message"]
+
+
 def test_wrong_chats_paths_and_bytes(site, client):
     with pytest.raises(openai.BadRequestError, match="chat template refuses these messages: system comes first"):
         turns = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]

@@ -104,7 +104,7 @@ def check_figures(out, monkeypatch):
     [
         ([1, 999], [], "token id 999"),
         ([3] * 300, [], "question 0: its 300 tokens leave no room"),
-        ([1, 2], ["--set", "max_spec_len=5"], "--max-spec-len 5: must be at least --spec-len 10"),
+        ([1, 2], ["--set", "spec_len=10", "max_spec_len=5"], "--max-spec-len 5: must be at least --spec-len 10"),
     ],
 )
 def test_what_the_engine_refuses(prompt, options, message, answers, tmp_path, capsys):

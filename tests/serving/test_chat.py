@@ -97,7 +97,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(talker, monkeypatch, 
 
 
 def slow() -> None:
-    time.sleep(0.05)
+    time.sleep(0.15)
 
 
 def test_a_conversation_that_is_too_long_says_so_and_stays(talker, monkeypatch, capsys):

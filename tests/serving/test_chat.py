@@ -90,7 +90,8 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(talker, monkeypatch, 
     talker.say("what is it?")
     assert "[stopped]" in out.getvalue() and talker.answers[-1].finish_reason == "cancelled"
     part = talker.messages[-1]["content"]
-    assert 0 < len(part) < len(whole) and whole.startswith(part)
+    # It may have been stopped inside a character.
+    assert 0 < len(part) < len(whole) and whole.startswith(part.rstrip("\ufffd"))
     monkeypatch.undo()
     talker.say("go on")
     assert [message["role"] for message in talker.messages[1:]] == ["user", "assistant"] * 2

@@ -151,6 +151,7 @@ def batch_report(source: str) -> dict[str, Any]:
             }
             for name, found in seconds.items()
         }
+        print(f"batch {batch}: {json.dumps(out[batch])}", file=sys.stderr, flush=True)
     return out
 
 

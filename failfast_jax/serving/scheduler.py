@@ -141,6 +141,7 @@ class Scheduler:
         reuse: bool = True,
         least_reuse: int = LEAST_REUSE,
     ):
+        drafter = drafter.refilled()
         plan = runtime.plan(drafter, exact, batch)
         self.session = runtime.session(drafter, batch=batch, capacity=capacity, plan=plan)
         self._single = self.session

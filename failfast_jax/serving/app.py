@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import json
 import logging
@@ -108,7 +109,7 @@ class Service:
         """Arguments of `Queue.submit` for each answer: the samples of each prompt. May take a while.
 
         Raises:
-          RequestError, PromptError: a request that cannot be served.
+          RequestError: a request that cannot be served.
         """
         prompts: list[Any]
         if isinstance(request, ChatRequest):
@@ -123,7 +124,10 @@ class Service:
         try:
             encoded = [self.queue.encode(prompt, template=template) for prompt in prompts]
         except jinja2.TemplateError as error:
-            raise PromptError(f"the model's chat template refuses these messages: {error}") from None
+            said = f"the model's chat template refuses these messages: {error}"
+            raise RequestError(said, param="messages") from None
+        except PromptError as error:
+            raise self.refusal(error, "messages" if template else "prompt") from None
         longest = max(map(len, encoded))
         if request.limit is not None and longest + request.limit > self.queue.capacity:
             raise RequestError(
@@ -148,18 +152,13 @@ class Service:
         """The answer to a request, whole or as a stream."""
         self.check_model(request.model)
         self.check_logprobs(request)
-        chat = isinstance(request, ChatRequest)
-        try:
-            asked = await fastapi.concurrency.run_in_threadpool(self.asked, request)
-        except PromptError as error:
-            raise self.refusal(error, "messages" if chat else "prompt") from None
-        prompts = len(asked) // (request.n or 1)
-        reply = Reply(self.model, chat, self._spelling, request.best_tokens)
+        reply = Reply(self.model, isinstance(request, ChatRequest), self._spelling, request.best_tokens)
         exchange = Exchange(self.queue, http, self.options.timeout)
-        await exchange.submit(asked)
+        await exchange.submit(functools.partial(self.asked, request))
+        prompts = exchange.choices // (request.n or 1)
         if request.stream:
             usage = request.stream_options is not None and request.stream_options.include_usage
-            stream = self._events(exchange, reply, len(asked), prompts if usage else 0)
+            stream = self._events(exchange, reply, prompts if usage else 0)
             return _Events(exchange, stream)
         async with exchange:
             try:
@@ -167,14 +166,14 @@ class Service:
                     self._note(piece)
             except Gone:
                 return Response(status_code=CLIENT_CLOSED)
-        finished = [exchange.finished[index] for index in range(len(asked))]
+        finished = [exchange.finished[index] for index in range(exchange.choices)]
         return JSONResponse(reply.whole(finished, prompts))
 
     def _note(self, piece: Any) -> None:
         if piece.finished is not None:
             self.metrics.finished(piece.finished)
 
-    async def _events(self, exchange: Exchange, reply: Reply, choices: int, usage: int) -> AsyncIterator[bytes]:
+    async def _events(self, exchange: Exchange, reply: Reply, usage: int) -> AsyncIterator[bytes]:
         """Server-sent events; `usage`: prompts, if the last one is to tell tokens."""
 
         def event(data: dict[str, Any]) -> bytes:
@@ -198,7 +197,7 @@ class Service:
                 yield event(error_body(str(error), error.status, error.param, error.code))
                 return
             if usage:
-                yield event(reply.usage([exchange.finished[index] for index in range(choices)], usage))
+                yield event(reply.usage([exchange.finished[index] for index in range(exchange.choices)], usage))
             yield b"data: [DONE]\n\n"
 
 

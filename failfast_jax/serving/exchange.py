@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import starlette.requests
@@ -48,11 +48,16 @@ class Exchange:
         for answer in self._answers:
             answer.cancel()
 
-    async def submit(self, asked: list[dict[str, Any]]) -> None:
+    @property
+    def choices(self) -> int:
+        """Answers that were asked for."""
+        return len(self._answers)
+
+    async def submit(self, asked: Callable[[], list[dict[str, Any]]]) -> None:
         """Puts all answers in line, or none.
 
         Args:
-          asked: arguments of `Queue.submit`.
+          asked: returns arguments of `Queue.submit`; may take a while, and is called in a thread.
 
         Raises:
           RequestError: the queue does not take them.
@@ -63,9 +68,9 @@ class Exchange:
             self.leave()
             raise
 
-    def _submit(self, asked: list[dict[str, Any]]) -> None:
+    def _submit(self, asked: Callable[[], list[dict[str, Any]]]) -> None:
         try:
-            for index, one in enumerate(asked):
+            for index, one in enumerate(asked()):
                 self._answers.append(self._queue.submit(tell=self._teller(index), **one))
         except (OptionError, PromptError) as error:
             raise RequestError(str(error)) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hmac
 import json
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -35,8 +34,6 @@ from failfast_jax.serving.protocol import (
     explained,
 )
 from failfast_jax.serving.queue import Queue
-
-logger = logging.getLogger("failfast_jax")
 
 CLIENT_CLOSED = 499
 """Nginx' status for a client that went away; nobody sees it."""
@@ -281,8 +278,3 @@ def _add_error_handlers(app: fastapi.FastAPI) -> None:
     async def http(_: fastapi.Request, error: HTTPException) -> JSONResponse:
         body = error_body(str(error.detail), error.status_code)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
-
-    @app.exception_handler(Exception)
-    async def unexpected(_: fastapi.Request, error: Exception) -> JSONResponse:
-        logger.error("unexpected: %r", error)
-        return JSONResponse(error_body("the server has failed; see its log", 500), status_code=500)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,10 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from failfast_jax.compilation import compile_counts
+from failfast_jax.serving.limits import refuse
 from failfast_jax.serving.queue import Finished, Queue
+
+logger = logging.getLogger("failfast_jax")
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
 
@@ -96,7 +100,7 @@ class Metrics:
 
 
 class CountedResponses:
-    """Counts an application's responses by their status; whatever it raises becomes a 500."""
+    """Counts an application's responses by their status. What it raises is logged, and answered with a 500."""
 
     def __init__(self, app: Any, metrics: Metrics):
         self._app, self._metrics = app, metrics
@@ -114,6 +118,7 @@ class CountedResponses:
         try:
             await self._app(scope, receive, counted)
         except Exception:
-            if not begun:
-                self._metrics.responded(500)
-            raise
+            if begun:
+                raise
+            logger.exception("a request failed")
+            await refuse(counted, 500, "the server has failed; see its log")

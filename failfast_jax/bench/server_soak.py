@@ -20,7 +20,7 @@ from failfast_jax.bench.load_options import LoadOptions
 from failfast_jax.bench.prompts import PROMPTS
 from failfast_jax.bench.resident import Resident
 from failfast_jax.compilation import compile_counts
-from failfast_jax.errors import PromptTooLong
+from failfast_jax.errors import OptionError, PromptTooLong
 from failfast_jax.runtime import Request
 from failfast_jax.serving.options import ServeOptions
 from failfast_jax.serving.queue import Queue
@@ -170,6 +170,8 @@ def _kinds(queue: Queue, options: LoadOptions, prompts: Sequence[Any], seed: int
         else:
             body["prompt"] = prompt
         found.append({"path": f"/v1/{'chat/' * chats}completions", "body": body})
+    if not found:
+        raise OptionError(f"--context {queue.capacity}: none of the {skipped} prompts leaves room for an answer")
     return found, skipped
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -133,10 +134,7 @@ def work(args: argparse.Namespace) -> int:
     else:
         needed("httpx", "--clients")
         needed("uvicorn", "--clients", "serve")
-        args.data, args.limit = args.data or [], None
-        prompts = (
-            [question.prompt for data in read_datasets(args) for question in data.questions] if args.dataset else []
-        )
+        prompts = _prompts(args)
     engine = load_pair(args.target, args.drafter, method=args.method)
     config, capacity = GenerationConfig(args.method, exact=args.exact), min(args.context, engine.max_seq_len)
     with Queue(engine, config, batch=args.batch, capacity=capacity, waiting=load.waiting) as queue:
@@ -156,6 +154,15 @@ def work(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def _prompts(args: argparse.Namespace) -> list[Any]:
+    """The prompts of all datasets, by turns; none where none is named."""
+    if not args.dataset:
+        return []
+    args.data, args.limit = args.data or [], None
+    columns = [[question.prompt for question in dataset.questions] for dataset in read_datasets(args)]
+    return [prompt for row in itertools.zip_longest(*columns) for prompt in row if prompt is not None]
+
+
 def _refuse_load(args: argparse.Namespace) -> None:
     """Raises OptionError: something is said about clients, and there are none."""
     for name in ("requests", "kill", "max_new_tokens", "overhead", "first_token", "dataset", "data"):
@@ -165,17 +172,17 @@ def _refuse_load(args: argparse.Namespace) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    parser.add_argument("--minutes", metavar="x", type=float, default=10.0)
-    parser.add_argument("--target", metavar="P")
+    parser.add_argument("--minutes", metavar="x", type=float, default=10.0, help="how long (10)")
+    parser.add_argument("--target", metavar="P", help="none: the default pair's")
     parser.add_argument("--drafter", metavar="P")
-    parser.add_argument("--method", default="failfast")
-    parser.add_argument("--batch", metavar="n", type=int, default=4)
-    parser.add_argument("--context", metavar="n", type=int, default=512)
-    parser.add_argument("--seed", metavar="s", type=int, default=0)
+    parser.add_argument("--method", default="failfast", help="(failfast)")
+    parser.add_argument("--batch", metavar="n", type=int, default=4, help="rows (4)")
+    parser.add_argument("--context", metavar="n", type=int, default=512, help="tokens of a prompt and its answer (512)")
+    parser.add_argument("--seed", metavar="s", type=int, default=0, help="of the requests and who hangs up (0)")
     parser.add_argument("--exact", action="store_true", help="texts must not differ")
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the JSON there")
     load = parser.add_argument_group("a server and its clients")
     add_flags_of(load, LoadOptions)
-    said = "prompts, each turn by itself, all of them in turn"
+    said = "prompts, each by itself; of several datasets by turns"
     load.add_argument("--dataset", metavar="D", action="append", help=f"{said}: {', '.join(SOURCES)}, or a file")
     load.add_argument("--data", metavar="[D=]FILE", action="append", help="rows of dataset D; see bench run")

@@ -16,19 +16,19 @@ DRAFTING = {"policy": "fixed", "spec_len": 3, "max_spec_len": 6, "tau": 0.3}
 
 
 def answers(batch: int, method: str, **options) -> list[list[int]]:
-    """To 24 requests of all kinds that come at once."""
+    """To 16 requests of all kinds that come at once."""
     dice, config = random.Random(5), GenerationConfig(method, exact=True, **options)
     with Queue(engine(), config, batch=batch, capacity=160) as queue:
         asked = [
             queue.submit(
                 [dice.randrange(2, 9) for _ in range(dice.choice([1, 2, 17, 40, 70]))],
-                max_new_tokens=dice.choice([1, 7, 40]),
+                max_new_tokens=dice.choice([1, 7, 25]),
                 temperature=dice.choice([0.0, 0.8]),
                 top_p=dice.choice([1.0, 0.9]),
                 seed=dice.randrange(2**32),
                 ignore_eos=True,
             )
-            for _ in range(24)
+            for _ in range(16)
         ]
         found = [answer.result() for answer in asked]
     assert (sum(one.accepted for one in found) > 0) == (method != "vanilla")

@@ -251,6 +251,10 @@ def test_wrong_chats_paths_and_bytes(site, client):
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     answer = httpx.post(f"{site.url}/v1/completions", content=b"{not JSON", headers=headers)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+    assert answer.json()["error"]["message"].startswith("the body is not JSON: ")
+    for content, said in ((b"[]", "the body: must be an object"), (b"", "the body: is missing")):
+        answer = httpx.post(f"{site.url}/v1/completions", content=content, headers=headers)
+        assert answer.status_code == 400 and answer.json()["error"]["message"] == said
     assert httpx.get(f"{site.url}/v1/nothing", headers=headers).json()["error"]["message"] == "Not Found"
     assert httpx.get(f"{site.url}/v1/completions", headers=headers).status_code == 405
 

@@ -25,14 +25,16 @@ class Spelling:
     def __init__(self, tokenizer: Any):
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-        self._tokenizer = tokenizer
+        self._tokenizer, self._texts = tokenizer, {}
         self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
 
     def text(self, token: int) -> str:
         """A token alone; special ones by their names, parts of characters as U+FFFD."""
-        found = self._tokenizer.decode([token], skip_special_tokens=False)
-        missing = self._piece(token).startswith(WORD) and not found.startswith(" ")
-        return f" {found}" if missing else found
+        if token not in self._texts:
+            found = self._tokenizer.decode([token], skip_special_tokens=False)
+            missing = self._piece(token).startswith(WORD) and not found.startswith(" ")
+            self._texts[token] = f" {found}" if missing else found
+        return self._texts[token]
 
     def bytes(self, token: int) -> list[int] | None:
         """UTF-8 of a token; None where a part of a character cannot be told."""

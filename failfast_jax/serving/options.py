@@ -18,9 +18,8 @@ KEY_VARIABLE = "FAILFAST_API_KEY"
 def refuse_diffusion(method: str | None) -> None:
     """Raises OptionError, before anything is read: the method is none that a queue serves."""
     if method == DIFFUSION_METHOD:
-        raise OptionError(
-            f"--method {method}: a queue serves targets that write token by token; see generate for {method}"
-        )
+        said = f"a queue serves targets that write token by token; python -m failfast_jax.generate runs {method}"
+        raise OptionError(f"--method {method}: {said}")
 
 
 @dataclasses.dataclass(frozen=True)

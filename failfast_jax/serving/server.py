@@ -42,10 +42,14 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends what was begun, for as long as `grace` says."""
         if left := self._queue.unfinished:
-            progress.note(f"finishing {left} answers, for at most {self._grace} s; Ctrl-C again: at once")
+            progress.note(f"finishing {_answers(left)}, for at most {self._grace} s; Ctrl-C again: at once")
         await super().shutdown(sockets)
         left = self._queue.unfinished
-        progress.note(f"ended; {left} answers were cut off" if left else "ended")
+        progress.note(f"ended; cut off: {_answers(left)}" if left else "ended")
+
+
+def _answers(count: int) -> str:
+    return f"{count} answer{'s' * (count != 1)}"
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ def test_told_to_stop_it_leaves():
         server.send_signal(signal.SIGTERM)
         rest = server.stderr.read()
         assert server.wait(20) == 0, rest
-        assert "Traceback" not in rest
+        assert "Traceback" not in rest and rest.splitlines()[-1] == "ended"
 
 
 @pytest.fixture

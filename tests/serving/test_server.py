@@ -345,7 +345,7 @@ def test_told_to_stop_it_ends_what_it_has_begun(queue, monkeypatch, capsys):
     ask.join(20)
     assert found["choices"][0]["finish_reason"] in ("stop", "length")
     said = capsys.readouterr().err.splitlines()
-    assert said == ["finishing 1 answers, for at most 5 s; Ctrl-C again: at once", "ended"]
+    assert said == ["finishing 1 answer, for at most 5 s; Ctrl-C again: at once", "ended"]
     gate.set()
 
 

@@ -22,6 +22,7 @@ from failfast_jax.engine import FailFast
 from failfast_jax.engine_flags import default_method
 from failfast_jax.errors import OptionError
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.serving.options import refuse_diffusion
 from failfast_jax.serving.queue import Queue
 
 SHORTEST = 64
@@ -80,6 +81,7 @@ class FailFastLM(TemplateLM):
         if isinstance(batch_size, str) and not batch_size.isdigit():
             raise OptionError(f"--batch_size {batch_size}: must be a number; name one, or batch=n in --model_args")
         self.batch = batch or int(batch_size or 1)
+        refuse_diffusion(method)
         method = method or (None if engine else default_method(target, drafter))
         self.engine = engine or load_pair(target, drafter, method=method, dtype=dtype)
         if self.engine.tokenizer is None:

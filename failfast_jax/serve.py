@@ -17,6 +17,7 @@ from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_mo
 from failfast_jax.errors import OptionError
 from failfast_jax.options import add_flags_of
 from failfast_jax.serving.options import ServeOptions
+from failfast_jax.templates import has_template
 
 NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
@@ -93,7 +94,7 @@ def _work(args: argparse.Namespace) -> None:
         if engine.tokenizer is None:
             raise OptionError(f"--target {args.target}: has no tokenizer, and a server speaks text")
         how = options.for_queue(engine.max_seq_len)
-        if getattr(engine.tokenizer, "chat_template", None):
+        if has_template(engine.tokenizer):
             least = len(engine.encode([{"role": "user", "content": "?"}]))
             if how["capacity"] <= least:
                 raise OptionError(f"--context {how['capacity']}: the chat template alone takes {least} tokens")

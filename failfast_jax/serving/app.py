@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import fastapi
-import jinja2
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -101,10 +100,7 @@ class Service:
         if len(prompts) * samples > most:
             said = f"{len(prompts) * samples} answers are asked for; at most {most} are given"
             raise RequestError(said, param="n")
-        try:
-            encoded = [self.queue.encode(prompt, template=template) for prompt in prompts]
-        except jinja2.TemplateError as error:
-            raise PromptError(f"the model's chat template refuses these messages: {error}") from None
+        encoded = [self.queue.encode(prompt, template=template) for prompt in prompts]
         longest = max(map(len, encoded))
         if request.limit is not None and longest + request.limit > self.queue.capacity:
             raise RequestError(

@@ -144,7 +144,7 @@ def claim(folder: Path) -> int:
 
 @contextlib.contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Inside, this process alone writes to a folder of `--out`, which is made if need be.
+    """Inside, this process alone writes to a folder of `--out`, which is made if need be; an empty one is not left.
 
     Raises:
       OptionError: another process writes there, or it is no folder.
@@ -152,6 +152,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
     if not distributed.speaks():
         yield
         return
+    new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = claim(folder)
@@ -163,6 +164,9 @@ def sole_writer(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        if new:
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
         os.close(descriptor)
 
 

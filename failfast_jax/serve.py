@@ -103,6 +103,7 @@ def _work(args: argparse.Namespace) -> None:
             name = options.model_name or os.path.basename(str(engine.target_name).rstrip("/"))
             settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": options.grace}
             server = uvicorn.Server(uvicorn.Config(build_app(queue, options, name), **settings))
+            listening.listen()  # from here on requests wait, and are not refused
             print(f"serving {name} at http://{options.host}:{port}/v1", file=sys.stderr, flush=True)
             server.run(sockets=[listening])
 

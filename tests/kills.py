@@ -4,7 +4,7 @@
 
 Each command runs in a process forked from this one, which has imported everything and touched no device. It is killed
 after a random time, or at a random one of its file operations (before it, or between two halves of a write), by
-SIGKILL, SIGTERM or SIGINT, up to four times in a row. After each kill every file under its final name must be whole;
+SIGKILL, SIGTERM or SIGINT, up to six times in a row. After each kill every file under its final name must be whole;
 what is made in the end must be what an undisturbed run makes, with nothing left beside it.
 """
 
@@ -113,6 +113,7 @@ def open_descriptor(descriptor: int) -> Any:
 def start(command: Callable[[], int], folder: Path, said: Path, last: int | None = None) -> Run:
     """Runs a command in a forked process; `last`: it is killed before that one of its changes in `folder`."""
     sys.stdout.flush()
+    said.unlink(missing_ok=True)
     pid = os.fork()
     if pid:
         return Run(pid, said)
@@ -167,26 +168,29 @@ def check_whole(folder: Path) -> None:
 def names_in(folder: Path) -> list[str]:
     """Everything in a folder but Orbax' own files, whose names differ from run to run."""
     found = (str(path.relative_to(folder)) for path in folder.rglob("*"))
-    return sorted(name for name in found if not re.search(r"/(d|ocdbt\.process_\d+)/", f"/{name}/"))
+    named = (re.sub("-[0-9a-f]{64}-cache", "-cache", name) for name in found)  # of programs: depends on the folder
+    return sorted(name for name in named if not re.search(r"/(d|ocdbt\.process_\d+)/", f"/{name}/"))
 
 
 class Killer:
     """Kills one kind of work.
 
     Attributes:
-      kills: by signal; `faults`: what was lost, with the seed of each.
+      kills: by signal.
+      faults: what was lost, with the seed of each.
+      seconds: of an undisturbed run.
+      took: seconds spent on trials.
     """
 
     def __init__(self, name: str, work: Any, folder: Path):
         self.name, self.work, self.folder = name, work, folder
         self.kills: Counter[str] = Counter()
         self.faults: list[dict[str, Any]] = []
+        self.took = 0.0
         folder.mkdir()
-        for _ in range(2):  # the first one compiles
-            whole = self._new("whole")
-            begin = time.monotonic()
-            self._finish(whole)
-            self.seconds = time.monotonic() - begin
+        whole, begin = self._new("whole"), time.monotonic()
+        self._finish(whole)
+        self.seconds = time.monotonic() - begin
         self.operations = int((self.folder / "said.count").read_text())
         self.expected, self.names = self._result(whole), names_in(whole)
 
@@ -245,11 +249,11 @@ class Killer:
         raise Lost(f"exit status {status} behind {signal.Signals(number).name}: {run.words()}")
 
     def trial(self, seed: str) -> None:
-        """Kills a command up to four times, then lets it end, and compares."""
-        rng = random.Random(seed)
+        """Kills a command up to six times, then lets it end, and compares."""
+        rng, begin = random.Random(seed), time.monotonic()
         try:
             folder = self._new("killed")
-            for _ in range(rng.choice([1, 1, 2, 4])):
+            for _ in range(rng.choice([1, 2, 4, 6])):
                 if self._kill(folder, rng):
                     break
                 if self.work.done(folder):
@@ -263,6 +267,7 @@ class Killer:
                 raise Lost(f"other files: {sorted({*names} ^ {*self.names})}")
         except Exception as error:
             self.faults.append({"work": self.name, "seed": seed, "error": f"{type(error).__name__}: {error}"})
+        self.took += time.monotonic() - begin
 
 
 class ServerKiller(Killer):
@@ -341,8 +346,8 @@ def main() -> int:
         print(json.dumps({"ready_s": round(time.monotonic() - begin, 1)}), file=sys.stderr, flush=True)
         begin, number = time.monotonic(), 0
         while sum(sum(k.kills.values()) for k in killers) < args.times and time.monotonic() - begin < args.seconds:
-            # Those that were killed the least: the commands take different times.
-            killer = min(killers, key=lambda killer: killer.kills.total() + len(killer.faults))
+            # Each kind gets as much time as the others, and a first trial.
+            killer = min(killers, key=lambda killer: killer.took)
             killer.trial(f"{args.seed} {killer.name} {number}")
             number += 1
         print(json.dumps(report(args.seed, killers, time.monotonic() - begin), indent=1))

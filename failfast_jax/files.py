@@ -24,13 +24,14 @@ LARGEST_TEXT = 2**28
 """Bytes of a file that is read whole."""
 
 
-def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
-    """Reads a UTF-8 text of up to `most` bytes.
+def read_text(path: Path, most: int | None = None) -> str:
+    """Reads a UTF-8 text of up to `most` bytes (LARGEST_TEXT).
 
     Raises:
       ConfigError: it has more, or is no such text.
       OSError: it cannot be read.
     """
+    most = LARGEST_TEXT if most is None else most
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:

@@ -128,7 +128,7 @@ class CostBook:
         widths = session.plan.widths
         if self.fixed is not None:
             return costs_of(read_json(self.fixed), widths, str(self.fixed)), str(self.fixed)
-        stored = self._stored()
+        stored = self.stored()
         if known := distributed.agreed(stored.get(key)):
             return costs_of(known, widths, str(self.path())), f"measured {known.get('date', 'earlier')}"
         begin = time.perf_counter()
@@ -137,10 +137,10 @@ class CostBook:
         costs = costs_of(entry, widths, "measured")
         logger.info("costs of a round measured in %.1f s", time.perf_counter() - begin)
         here = machine()
-        self._keep({**stored, key: {**entry, "date": here["date"]}})
+        self.keep({**stored, key: {**entry, "date": here["date"]}})
         return costs, f"measured {here['date']}"
 
-    def _keep(self, costs: dict[str, Entry]) -> None:
+    def keep(self, costs: dict[str, Entry]) -> None:
         """Puts costs on file. Where that fails an answer is not lost: they are measured again next time."""
         path, here = self.path(), machine()
         if path is None or not distributed.speaks():
@@ -157,7 +157,7 @@ class CostBook:
         folder = jax.config.jax_compilation_cache_dir
         return None if folder is None else Path(folder) / FILE
 
-    def _stored(self) -> dict[str, Entry]:
+    def stored(self) -> dict[str, Entry]:
         """What is on file for this machine."""
         path = self.path()
         if path is None or not path.exists():
@@ -194,7 +194,7 @@ class CostBook:
             return
         self._strikes[key] = 0
         self._known.pop(key, None)
-        stored = self._stored()
+        stored = self.stored()
         if stored.pop(key, None) is not None:
-            self._keep(stored)
+            self.keep(stored)
         logger.info("rounds take %.2f x what was measured: measured again", took / expected)

@@ -74,7 +74,6 @@ def _terminated(*_: object) -> None:
 
 
 def _work(args: argparse.Namespace) -> None:
-    # The server hands the signal on once it has ended what it had begun.
     signal.signal(signal.SIGTERM, _terminated)
     options = ServeOptions.given(args)
     check_extra()
@@ -103,6 +102,8 @@ def _work(args: argparse.Namespace) -> None:
             name = options.model_name or os.path.basename(str(engine.target_name).rstrip("/"))
             settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": options.grace}
             server = uvicorn.Server(uvicorn.Config(build_app(queue, options, name), **settings))
+            # From here on not by an exception, which may come while the loop is not ready for one.
+            signal.signal(signal.SIGTERM, server.handle_exit)
             listening.listen()  # from here on requests wait, and are not refused
             print(f"serving {name} at http://{options.host}:{port}/v1", file=sys.stderr, flush=True)
             server.run(sockets=[listening])

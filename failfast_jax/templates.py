@@ -89,7 +89,7 @@ def _bounded() -> Iterator[None]:
             if late or _memory() > most:
                 with lock:  # either it is not done, or nothing is raised
                     if not done.is_set():
-                        reasons.append(f"takes more than {SECONDS:.0f} s" if late else "takes more than a gigabyte")
+                        reasons.append(f"takes more than {SECONDS:g} s" if late else "takes more than a gigabyte")
                         _raise_in(this, _Ended)
                 return
 

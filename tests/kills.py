@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import faulthandler
 import http.client
 import json
 import os
@@ -95,6 +96,8 @@ class Run:
             os.kill(self.pid, number)
         status = self.wait(LONGEST_S)
         if status is None:
+            os.kill(self.pid, signal.SIGUSR1)
+            time.sleep(2)  # for the stacks of its threads
             os.kill(self.pid, signal.SIGKILL)
             self.wait(LONGEST_S)
             raise Lost(f"signal {number} did not end it: {self.words()}")
@@ -122,6 +125,7 @@ def start(command: Callable[[], int], folder: Path, said: Path, last: int | None
         output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        faulthandler.register(signal.SIGUSR1)
         operations = FileOperations(folder, last)
         operations.install()
         status = command()

@@ -42,7 +42,7 @@ def target_features(target: Decoder, tokens: Int[Array, "B T"], layers: tuple[in
     return features
 
 
-def _mapped(file: Path, shape: tuple[int, ...]) -> np.memmap:
+def mapped(file: Path, shape: tuple[int, ...]) -> np.memmap:
     """A bfloat16 file in memory. It has its room on the disk: a page that finds none would end the process (SIGBUS).
 
     Raises:
@@ -96,7 +96,7 @@ class FeatureCache:
         folder.mkdir(parents=True, exist_ok=True)
         self.columns = [stored.index(layer) for layer in layers]
         shape = (int(self.starts[-1]), len(stored), target.config.hidden_size)
-        self.values = _mapped(folder / "features.bin", shape)
+        self.values = mapped(folder / "features.bin", shape)
         self._compute(target, stored, done, {**key, "layers": stored}, deadline)
 
     def _found(self, key: dict, layers: tuple[int, ...], where: str) -> tuple[tuple[int, ...], int]:

@@ -16,6 +16,7 @@ from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_mo
 from failfast_jax.errors import OptionError
 from failfast_jax.options import add_flags_of
 from failfast_jax.serving.options import ServeOptions, refuse_diffusion
+from failfast_jax.templates import has_template
 
 NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
@@ -72,7 +73,6 @@ def _terminated(*_: object) -> None:
 
 
 def _work(args: argparse.Namespace) -> None:
-    # The server hands the signal on once it has ended what it had begun.
     signal.signal(signal.SIGTERM, _terminated)
     options = ServeOptions.given(args)
     refuse_diffusion(args.method)
@@ -91,7 +91,7 @@ def _work(args: argparse.Namespace) -> None:
         if engine.tokenizer is None:
             raise OptionError(f"--target {args.target}: has no tokenizer, and a server speaks text")
         how = options.for_queue(engine.max_seq_len)
-        if getattr(engine.tokenizer, "chat_template", None):
+        if has_template(engine.tokenizer):
             least = len(engine.encode([{"role": "user", "content": "?"}]))
             if how["capacity"] <= least:
                 raise OptionError(f"--context {how['capacity']}: the chat template alone takes {least} tokens")
@@ -99,6 +99,8 @@ def _work(args: argparse.Namespace) -> None:
         with Queue(engine, config, waiting=options.waiting, logprobs=options.logprobs, **how) as queue:
             name = options.model_name or os.path.basename(str(engine.target_name).rstrip("/"))
             server = Server(queue, options, name)
+            # From here on not by an exception, which may come while the loop is not ready for one.
+            signal.signal(signal.SIGTERM, server.handle_exit)
             listening.listen(BACKLOG)  # before it is said
             print(f"serving {name} at {url_of(listening)}/v1", file=sys.stderr, flush=True)
             server.run(sockets=[listening])

@@ -40,7 +40,7 @@ BOTTOM = {
         "platforms",
         "progress",
     ),
-    *("results", "tables"),
+    *("results", "tables", "templates"),
 }
 LAYERS = (
     BOTTOM,

@@ -215,7 +215,7 @@ def read_rows(path: Path) -> list[tuple[str, Any]]:
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error})") from None
 
 

@@ -6,6 +6,7 @@ that the records cannot fill is left out, with the reason.
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import operator
@@ -23,13 +24,20 @@ from failfast_jax.bench.journal import ANSWER, RECORDS
 from failfast_jax.bench.modelled import LARGEST, alpha_of, authors_latencies, expected_speedup
 from failfast_jax.bench.published import appendix_b
 from failfast_jax.bench.variants import BASELINE
-from failfast_jax.files import Record, read_lines
+from failfast_jax.files import Record, read_lines, write_atomically
 
 SENSITIVE = {"tau": "confidence threshold tau", "spec_len": "chunk length N", "max_spec_len": "longest draft"}
 
 
 class NoData(Exception):
     """The records lack what a figure shows; the message says what."""
+
+
+def save_figure(figure: Any, path: Path, **options: Any) -> None:
+    """Writes a figure, whole or not at all, in the format that the name ends in; `options`: of `Figure.savefig`."""
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:], **options)
+    write_atomically(path, content.getvalue())
 
 
 def figure_class() -> Any:
@@ -323,7 +331,7 @@ def draw_all(source: Path, folder: Path) -> list[Path]:
             print(f"figure {name}: left out: {reason}", file=sys.stderr)
             continue
         written += [folder / f"{name}.png", folder / f"{name}.svg"]
-        figure.savefig(written[-2], dpi=120)
+        save_figure(figure, written[-2], dpi=120)
         figure.set_layout_engine("none")  # what was laid out stays: doing it again would take as long as drawing
-        figure.savefig(written[-1])
+        save_figure(figure, written[-1])
     return written

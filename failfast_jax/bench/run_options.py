@@ -64,6 +64,14 @@ DEFAULTS: dict[str, Any] = {
 """What flags and the file of `--config` may say; the file's `options` is a mapping for `--set`."""
 MODELS = ("target", "drafter", "ar_drafter")
 LISTS = ("dataset", "methods", "sweep", "data")
+KINDS: dict[str, type] = {name: str for name in (*MODELS, "dtype", "attention", "modelled")}
+KINDS |= {"limit": int, "dataset": list}
+"""Of values whose default is None."""
+ENTRIES: dict[str, dict[str, type]] = {
+    "methods": {"method": str, "label": str, "options": dict, "sweep": dict},
+    "dataset": {"name": str, "data": str, "limit": int, "template": str, "choices": str},
+}
+"""Of mappings in lists."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,16 +153,36 @@ def read_config(path: Path) -> dict[str, Any]:
         name = {"datasets": "dataset", "options": "set"}.get(key, str(key).replace("-", "_"))
         if name not in DEFAULTS:
             raise ValueError(f"{path}: unknown key {key!r} (keys: {', '.join(DEFAULTS)}, datasets, options)")
-        default = DEFAULTS[name]
-        kinds = (int, float) if isinstance(default, float) else type(default)
         if name in LISTS and not isinstance(value, list):
             value = [value]
-        elif default is not None and not isinstance(value, kinds):
-            raise ValueError(f"{path}: {key} {value!r}: must be of type {type(default).__name__}")
+        default = DEFAULTS[name]
+        check_kinds(str(path), {key: value}, {key: KINDS.get(name, type(default))}, needed=default is not None)
+        for entry in value if name in LISTS else ():
+            if not isinstance(entry, str) and name in ENTRIES:
+                check_kinds(f"{path}: {key}", entry, ENTRIES[name])
+            elif not isinstance(entry, str):
+                raise ValueError(f"{path}: {key}: {entry!r} must be text")
         config[name] = value
-    for name in config.get("set", {}):
+    for name in config.get("set") or {}:
         check_option(f"{path}: options", name)
     return config
+
+
+def check_kinds(where: str, entry: Any, kinds: Mapping[str, type], needed: bool = False) -> None:
+    """Checks a mapping of a file against the types that its keys may have; without `needed`, None is fine, too.
+
+    Raises:
+      ValueError: it is none, or has a value of another type or an unknown key; the message begins with `where`.
+    """
+    if not isinstance(entry, Mapping) or entry.keys() - kinds.keys():
+        raise ValueError(f"{where}: {entry!r} must be text, or have the keys {', '.join(kinds)}")
+    for key, value in entry.items():
+        kind = (int, float) if kinds[key] is float else kinds[key]
+        right = isinstance(value, kind) and (kinds[key] is bool or not isinstance(value, bool))
+        if not right and (needed or value is not None):
+            raise ValueError(f"{where}: {key} {value!r}: must be of type {kinds[key].__name__}")
+        if isinstance(value, dict) and not all(isinstance(name, str) for name in value):
+            raise ValueError(f"{where}: {key} {value!r}: its keys must be text")
 
 
 def _add_places(group: Any) -> None:

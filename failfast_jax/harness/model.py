@@ -24,6 +24,7 @@ from failfast_jax.errors import OptionError
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.serving.options import refuse_diffusion
 from failfast_jax.serving.queue import Queue
+from failfast_jax.templates import render
 
 SHORTEST = 64
 """Texts are padded to this many tokens, or twice, four times, ... as many: one program each."""
@@ -124,12 +125,8 @@ class FailFastLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as text."""
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return render(chat_history, self.tokenizer, str(self.engine.target_name), **how)
 
     # Likelihoods.
 

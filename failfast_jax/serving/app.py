@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import fastapi
-import jinja2
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -120,9 +119,6 @@ class Service:
             raise RequestError(said, param="n")
         try:
             encoded = [self.queue.encode(prompt, template=template) for prompt in prompts]
-        except jinja2.TemplateError as error:
-            said = f"the model's chat template refuses these messages: {error}"
-            raise RequestError(said, param="messages") from None
         except PromptError as error:
             raise self.refusal(error, "messages" if template else "prompt") from None
         longest = max(map(len, encoded))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from failfast_jax.templates import has_template, render
 from failfast_jax.train.data import DataError, Document
 
 SPEAKERS = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
@@ -34,7 +35,7 @@ def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bo
       DataError: no chat template, a row in no known form, or a token outside the vocabulary; the row is named. No
         pyarrow, for Parquet.
     """
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    if not has_template(tokenizer):
         raise DataError(f"{file}: conversations need a target with a chat template; give .npz files of token ids")
     documents: list[Document] = []
     for where, row in ROWS[file.suffix](file):
@@ -121,7 +122,7 @@ def _pair(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _ids(messages: list[dict[str, str]], tokenizer: Any, **options: Any) -> list[int]:
-    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+    return tokenizer(render(messages, tokenizer, "--target", **options), add_special_tokens=False)["input_ids"]
 
 
 def _answers(messages: list[dict[str, str]], tokenizer: Any) -> Iterator[Document]:

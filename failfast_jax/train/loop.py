@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 from failfast_jax.errors import OptionError
-from failfast_jax.files import read_lines, write_atomically
+from failfast_jax.files import append_lines, read_lines, write_atomically
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.train.spread import Spread
 
@@ -266,7 +266,7 @@ def train(
 
 
 def _checkpoints(folder: Path) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)  # of a killed run
     return ocp.CheckpointManager((folder / CHECKPOINTS).absolute(), options=options)
 
 
@@ -324,7 +324,6 @@ class _Progress:
         self._start += time.perf_counter() - paused
 
     def _write(self, record: dict[str, Any], shown: dict[str, str]) -> None:
-        with self.log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_lines(self.log, [record])
         self._shown |= shown
         self.bar.set_postfix(self._shown)

@@ -24,13 +24,13 @@ class ChatPieces(BytePieces):
     chat_template = "there is one"
     roles = ("system", "user", "assistant")
 
-    def apply_chat_template(self, messages, add_generation_prompt, tokenize, return_dict) -> list[int]:
-        ids = []
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt) -> str:
+        text = ""
         for number, message in enumerate(messages):
             if message["role"] == "system" and number:
                 raise jinja2.TemplateError("system comes first")
-            ids += [2 + self.roles.index(message["role"]), *self(message["content"])["input_ids"], 5]
-        return [*ids, 4]
+            text += f"{chr(2 + self.roles.index(message['role']))}{message['content']}\5"
+        return text + "\4"
 
 
 def chat_engine() -> FailFast:

@@ -270,7 +270,7 @@ def work(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m failfast_jax.doctor", description=__doc__)
+    parser = command.Parser(prog="python -m failfast_jax.doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     return command.run(lambda: work(args), where=None)

@@ -25,7 +25,7 @@ def test_generate_and_stream(example, capsys):
     example("generate_and_stream").main(TARGET, DRAFTER, [[7, 12, 100, 5], [3, 9]])
     said = capsys.readouterr().out
     assert said.endswith("plain decoding says the same: True\n")
-    assert said.count(" accepted\n") == 2
+    assert said.count(" drafted tokens accepted (") == 2
 
 
 def test_a_stopping_rule_in_ones_own_jit(example, capsys):

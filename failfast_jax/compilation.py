@@ -9,7 +9,6 @@ import hashlib
 import inspect
 import json
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -23,6 +22,7 @@ from jax import monitoring
 from jax.sharding import SingleDeviceSharding
 
 from failfast_jax import progress
+from failfast_jax.files import write_atomically
 from failfast_jax.platforms import chips_here, compiler_options, tell_libtpu
 
 CACHE_VARIABLE = "FAILFAST_COMPILE_CACHE"
@@ -214,15 +214,7 @@ def _remember(label: str, seconds: float) -> None:
         return
     with _writing, contextlib.suppress(OSError):
         known = {name: value for name, value in _known_seconds().items() if name != label} | {label: round(seconds, 1)}
-        kept = dict(list(known.items())[-MOST_SECONDS:])
-        # A name of its own: other processes write here, too.
-        descriptor, part = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as written:
-                json.dump(kept, written, indent=1)
-            os.replace(part, file)
-        except OSError:
-            os.unlink(part)
+        write_atomically(file, json.dumps(dict(list(known.items())[-MOST_SECONDS:]), indent=1) + "\n")
 
 
 def _compile(lowered: jax.stages.Lowered, label: str) -> jax.stages.Compiled:

@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 def meant(word: str, known: Iterable[str]) -> str:
     """`; did you mean ...?`, with what a word begins, else with what looks like it; empty: nothing does."""
     known = list(known)
-    near = [name for name in known if name.startswith(word)][:2] or difflib.get_close_matches(word, known, n=2)
+    near = [name for name in known if name.startswith(word)][:2] or difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -181,10 +181,10 @@ def test_how_long_programs_took_is_kept_beside_them(cache, monkeypatch, capsys):
     file.write_text(json.dumps({label: 41.0}))
     assert multiply().cache_hits == 1 and json.loads(file.read_text()) == {label: 41.0}
     # Whoever watches is told, if there is a wait.
+    slow, compiled = Future(), Executables().compile(identity, np.float32(0))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    slow = Future()
-    threading.Timer(0.2, slow.set_result, ["a program"]).start()
-    assert compilation.Compilation(slow, None, label, Executables()).wait() == "a program"
+    threading.Timer(0.2, slow.set_result, [compiled]).start()
+    assert compilation.Compilation(slow, None, label, Executables()).wait() is compiled
     assert capsys.readouterr().err.splitlines()[0] == "compiling matmul (41 s last time) ..."
     assert sorted(path.name for path in cache.glob("seconds*")) == ["seconds.json"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -83,7 +82,7 @@ class Converter:
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """The command line. Returns the exit status: 0, or 2 with one line on stderr."""
-        parser = argparse.ArgumentParser(
+        parser = command.Parser(
             prog=f"python -m {self.command}",
             description=self.description,
             epilog="OUT is then a model for failfast_jax.load_model and for --target or --drafter. It appears only "

@@ -10,6 +10,7 @@ import sys
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.defaults import load_pair
+from failfast_jax.results import fate
 
 PROMPTS = ["Name three rivers.", "Write a Python function that adds two numbers."]
 
@@ -26,9 +27,7 @@ def main(target: str | None = None, drafter: str | None = None, prompts: list = 
     for result in engine.generate(prompts, config):
         stats = result.stats
         print(result.text or result.output_ids)
-        print(
-            f"-- {len(result.output_ids)} tokens in {stats.rounds} rounds, {stats.accepted} of {stats.drafted} accepted"
-        )
+        print(f"-- {len(result.output_ids)} tokens: {fate(stats.rounds, stats.drafted, stats.accepted)}")
     # A seed gives one text, whatever drafts: so does plain decoding.
     sampled = GenerationConfig("failfast", max_new_tokens=48, temperature=0.7, seed=1)
     ids = []

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from failfast_jax import FailFast
+from failfast_jax.results import fate
 from failfast_jax.train.__main__ import main as train
 from failfast_jax.train.data import write_documents
 
@@ -55,9 +56,7 @@ def main(target: str, prompts: list, folder: str | Path, *options: str, max_new_
         engine.generate(prompts[0], method=method, max_new_tokens=max_new_tokens)[0]
         for method in ("failfast", "vanilla")
     )
-    print(
-        f"{drafted.stats.accepted} of {drafted.stats.drafted} drafted tokens accepted in {drafted.stats.rounds} rounds"
-    )
+    print(fate(drafted.stats.rounds, drafted.stats.drafted, drafted.stats.accepted))
     print("plain decoding says the same:", drafted.output_ids == plain.output_ids)
     return drafter
 

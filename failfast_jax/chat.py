@@ -12,6 +12,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.engine import FailFast
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.options import CommandOptions, add_flags_of, option
+from failfast_jax.results import fate
 from failfast_jax.serving.options import RowOptions, refuse_diffusion
 from failfast_jax.serving.queue import PER_REQUEST, Finished, Queue
 from failfast_jax.trajectory import to_terminal
@@ -125,8 +126,7 @@ def _sentence(answers: list[Finished]) -> str:
     drafted, accepted = sum(a.drafted for a in answers), sum(a.accepted for a in answers)
     return (
         f"{tokens} tokens in {seconds:.1f} s ({tokens / max(seconds, 1e-9):.1f} a second, prefill included), "
-        f"{rounds} rounds, {accepted} of {drafted} drafted tokens accepted, prompts of {prompt} tokens, {reused} of "
-        "them from the caches"
+        f"{fate(rounds, drafted, accepted)}, prompts of {prompt} tokens, {reused} of them from the caches"
     )
 
 
@@ -153,11 +153,11 @@ def talk(chat: Chat) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(
+    parser = command.Parser(
         prog="python -m failfast_jax.chat",
         description="Talk with a model in the terminal. Without --target, SmolLM2-135M-Instruct answers.",
         epilog=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=command.FORMATTER,
     )
     add_flags_of(parser.add_argument_group("conversation"), ChatOptions)
     add_model_flags(parser)

@@ -1,14 +1,16 @@
-"""What every command does around its work: its subcommands, logging, exit status, errors in one line, a time limit."""
+"""What every command does around its work: flags and subcommands, logging, exit status, errors in a line, a limit."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from failfast_jax import distributed, files, progress
 from failfast_jax.errors import OptionError
@@ -16,6 +18,35 @@ from failfast_jax.errors import OptionError
 FORMATTER = argparse.RawDescriptionHelpFormatter
 UNEXPECTED, USAGE_ERROR, UNFINISHED, INTERRUPTED = 1, 2, 3, 130
 """Exit statuses. UNFINISHED: `--minutes` ended the work; the same command goes on."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's flags. One that is misspelt is refused with the flag that was meant; so are abbreviations, which
+    would change their meaning when a flag is added."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As `argparse`'s. What is misspelt is said before what is missing: it may be the same flag."""
+        words = list(sys.argv[1:] if args is None else args)
+        for word in words[: words.index("--")] if "--" in words else words:
+            name = word.partition("=")[0]
+            # With a space in it, it is a value.
+            if name.startswith("--") and " " not in name and name not in self._option_string_actions:
+                self.error(f"{name}: no such flag{meant(name, self._option_string_actions)}")
+        return super().parse_known_args(words, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """A line, without the usage of dozens of flags; ends the process."""
+        self.exit(USAGE_ERROR, f"error: {message}; {self.prog} --help lists the flags\n")
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?`, with what a word begins, else with what looks like it; empty: nothing does."""
+    known = list(known)
+    near = [name for name in known if name.startswith(word)][:2] or difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 class OutOfTime(Exception):
@@ -94,6 +125,9 @@ def dispatch(
       formatter: of the help page.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and not argv[0].startswith("-") and argv[0] not in commands:
+        print(f"error: {argv[0]}: no such command{meant(argv[0], commands)} ({', '.join(commands)})", file=sys.stderr)
+        return USAGE_ERROR
     name = argv.pop(0) if argv and argv[0] in commands else "run"
     try:
         module = importlib.import_module(f"{package}.{name}")
@@ -101,7 +135,7 @@ def dispatch(
         said = f'pip install "failfast-jax[{extra}]", or -e ".[{extra}]" in a checkout'
         print(f"error: {package} needs {error.name}: {said}", file=sys.stderr)
         return USAGE_ERROR
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"python -m {package} {name}",
         description=module.__doc__,
         epilog="Commands: " + "; ".join(f"{other}: {what}" for other, what in commands.items()) + ".",

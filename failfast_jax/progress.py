@@ -58,12 +58,12 @@ def note(message: str) -> None:
 
 
 @contextlib.contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Names what is waited for, if that takes a while, and then how long it took."""
+def waiting(what: str, known: str = "") -> Iterator[None]:
+    """Names what is waited for, if that takes a while, with what is known of it, and then how long it took."""
     if not shows():
         yield
         return
-    begin, timer = time.monotonic(), threading.Timer(PATIENCE_S, note, [f"{what} ..."])
+    begin, timer = time.monotonic(), threading.Timer(PATIENCE_S, note, [f"{what}{known} ..."])
     timer.daemon = True
     timer.start()
     try:

@@ -82,6 +82,11 @@ class Stats:
     figures come from (`source`)."""
 
 
+def fate(rounds: int, drafted: int, accepted: int) -> str:
+    """What became of drafts, in the words of every command and page."""
+    return f"{rounds} rounds, {accepted} of {drafted} drafted tokens accepted ({accepted / max(rounds, 1):.2f} a round)"
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """One answer."""

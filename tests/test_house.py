@@ -17,6 +17,7 @@ import jaxtyping
 import pytest
 
 from failfast_jax import drafters
+from failfast_jax.command import Parser
 from failfast_jax.decoding.accept import agreeing_prefix
 from failfast_jax.decoding.state import Tree
 
@@ -275,7 +276,8 @@ def test_commands_in_the_pages_parse(command, whole, monkeypatch):
         raise AssertionError(f"{command}\n{message}")
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-    monkeypatch.setattr(argparse.ArgumentParser, "error", refuse)
+    for parser in (argparse.ArgumentParser, Parser):
+        monkeypatch.setattr(parser, "error", refuse)
     # `docs/add-a-method.md` adds this one.
     monkeypatch.setitem(drafters.METHODS, "repeat", drafters.METHODS["lookup"])
     if importlib.util.find_spec(module).submodule_search_locations:

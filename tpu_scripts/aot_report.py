@@ -10,7 +10,6 @@ stand beside a floor, weights and live cache read once. A `?` stands where this 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -51,6 +50,7 @@ from failfast_jax.bench.public_models import (
     cache_bytes,
 )
 from failfast_jax.bench.published import fit, published_for
+from failfast_jax.command import Parser
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding import accept
 from failfast_jax.decoding.placement import StatePlacement
@@ -392,7 +392,7 @@ def row(found: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the table, a line a case as it is ready; exit status 1 if a case does not compile or fit."""
-    parser = argparse.ArgumentParser(prog="aot_report.py", description=__doc__.splitlines()[0])
+    parser = Parser(prog="aot_report.py", description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=TARGETS)
     parser.add_argument("--drafter", choices=(*DRAFTERS, *READERS), help="default: fast-dllm-v2-1.5b, or the target's")
     parser.add_argument("--topology", help="such as v5e:2x4, v6e:2x2, v5p:2x2x1, tpu7x:2x2x1")

@@ -21,6 +21,7 @@ import numpy as np
 
 from failfast_jax.bench.extras import needed
 from failfast_jax.bench.prompts import humaneval_problems
+from failfast_jax.checkpoints import hub
 from failfast_jax.engine import Prompt
 
 BOXED = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
@@ -237,15 +238,18 @@ def hub_rows(name: str, source: Source, limit: int | None = None) -> list[Any]:
     """
     repository, configuration, split = source.hub
     datasets = needed("datasets", f"{name} from {repository}", otherwise=", or name a local file with --data FILE")
+    silence = hub.unreachable(repository, "dataset")
     try:
-        if limit is not None and name in STREAMED:
-            rows = datasets.load_dataset(repository, configuration, split=split, streaming=True)
-            return list(itertools.islice(rows, limit))
-        return list(datasets.load_dataset(repository, configuration, split=split))
+        with hub.offline(silence is not None):
+            if limit is not None and name in STREAMED:
+                rows = datasets.load_dataset(repository, configuration, split=split, streaming=True)
+                return list(itertools.islice(rows, limit))
+            return list(datasets.load_dataset(repository, configuration, split=split))
     except Exception as error:  # the Hub's client, the cache and the file readers each raise their own kinds
+        cause = silence or error
         raise ValueError(
             f"{name}: {repository} is neither in the Hub's cache nor could it be fetched "
-            f"({type(error).__name__}: {error}); name a local file with --data FILE"
+            f"({type(cause).__name__}: {cause}); name a local file with --data FILE"
         ) from error
 
 

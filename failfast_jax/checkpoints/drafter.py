@@ -25,6 +25,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.files import read_json, write_atomically
 from failfast_jax.models.borrowed import with_borrowed
+from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 
 FORMAT_KEY = "failfast_drafter"
@@ -155,6 +156,23 @@ def load_drafter(path: str | os.PathLike, target: Decoder, target_name: str = "t
       ConfigError: a configuration that cannot be served, or a drafter of another target.
     """
     folder = read_drafter(path)
+    config = config_for(folder, target.config, target_name)
+    skeleton = Skeleton.made_by(lambda: Decoder(config, dtype=target.dtype, rngs=nnx.Rngs(0)))
+    own = {name: leaf for name, leaf in skeleton.leaves.items() if name.split(".")[0] not in ("embed", "head")}
+    params = dict(folder.params)
+    mask = params.pop("mask", None)
+    if mask is None or mask.shape != (target.config.hidden_size,):
+        raise CheckpointError(f"{folder.path / WEIGHTS}: 'mask' must be [{target.config.hidden_size}]")
+    model = skeleton.filled(_parameters(folder, params, own, target.dtype))
+    return with_borrowed(model, target, jax.device_put(mask))
+
+
+def config_for(folder: DrafterFolder, target: ModelConfig, target_name: str = "the target") -> ModelConfig:
+    """The shape of a drafter, with what it borrows from its target.
+
+    Raises:
+      ConfigError: a configuration that cannot be served, or a drafter of another target.
+    """
     for key, ours in target.shape_key().items():
         if ours != (value := folder.config["target"].get(key)):
             raise ConfigError(
@@ -167,15 +185,7 @@ def load_drafter(path: str | os.PathLike, target: Decoder, target_name: str = "t
     block = folder.config["network"].get("block_size")
     if type(block) is not int or block < 2:
         raise ConfigError(f"{folder.where}: key 'block_size' must be an integer of at least 2, got {block!r}")
-    config = target.config.with_mask_row(layers, block)
-    skeleton = Skeleton.made_by(lambda: Decoder(config, dtype=target.dtype, rngs=nnx.Rngs(0)))
-    own = {name: leaf for name, leaf in skeleton.leaves.items() if name.split(".")[0] not in ("embed", "head")}
-    params = dict(folder.params)
-    mask = params.pop("mask", None)
-    if mask is None or mask.shape != (target.config.hidden_size,):
-        raise CheckpointError(f"{folder.path / WEIGHTS}: 'mask' must be [{target.config.hidden_size}]")
-    model = skeleton.filled(_parameters(folder, params, own, target.dtype))
-    return with_borrowed(model, target, jax.device_put(mask))
+    return target.with_mask_row(layers, block)
 
 
 def _parameters(

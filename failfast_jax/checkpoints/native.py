@@ -42,9 +42,7 @@ def load_params(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dic
     """
     import orbax.checkpoint as ocp
 
-    stored = stored_params(folder)
-    if problems := misfits(stored, wanted):
-        raise CheckpointError(f"{folder / PARAMS}: parameters do not fit config.json: {problems}")
+    stored = check(folder, wanted)
     target = unflatten_dict(wanted, sep=".")
     # Orbax counts bytes as they are stored or as they are wanted, whichever comes later: allow for both.
     with _checkpointer([*stored.values(), *wanted.values()]) as checkpointer:
@@ -56,6 +54,18 @@ def load_params(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dic
             raise _damaged(folder / PARAMS, error) from error
     check_finite(values, folder / PARAMS)
     return values
+
+
+def check(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    """Shape and dtype of each stored parameter.
+
+    Raises:
+      CheckpointError: the folder is incomplete or damaged, or its parameters are not the wanted ones.
+    """
+    stored = stored_params(folder)
+    if problems := misfits(stored, wanted):
+        raise CheckpointError(f"{folder / PARAMS}: parameters do not fit config.json: {problems}")
+    return stored
 
 
 def stored_params(folder: Path) -> dict[str, Any]:

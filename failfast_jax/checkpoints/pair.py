@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable
@@ -12,21 +13,30 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from failfast_jax.checkpoints.drafter import decoding_defaults, is_drafter_folder, load_drafter
-from failfast_jax.checkpoints.dspark import DEEPSPEC, OURS, ZLAB, load_dspark, parse_config
-from failfast_jax.checkpoints.eagle import ARCHITECTURES, is_eagle_folder, load_eagle
+from failfast_jax.checkpoints.drafter import (
+    config_for,
+    decoding_defaults,
+    is_drafter_folder,
+    load_drafter,
+    read_drafter,
+)
+from failfast_jax.checkpoints.dspark import DEEPSPEC, OURS, ZLAB, load_dspark, open_dspark, parse_config
+from failfast_jax.checkpoints.eagle import ARCHITECTURES, is_eagle_folder, load_eagle, open_eagle
 from failfast_jax.checkpoints.hub import resolve_source
-from failfast_jax.checkpoints.loading import as_dtype, open_source
+from failfast_jax.checkpoints.loading import Source, as_dtype, open_source
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.files import read_json
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.attention import refusal
+from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK, Kind
 from failfast_jax.models.transformer import Decoder
 
 LOADERS: dict[Kind, Callable] = {FEATURE_BLOCK: load_dspark, EAGLE: load_eagle}
 """Of drafters that read their target's features: `(folder, target, target_name) -> model`."""
+OPENERS: dict[Kind, Callable] = {FEATURE_BLOCK: open_dspark, EAGLE: open_eagle}
+"""Likewise, from the headers alone: `(folder, target's configuration, target_name) -> mapping.OpenedDrafter`."""
 
 
 def feature_kind(source: str | os.PathLike) -> Kind | None:
@@ -54,6 +64,12 @@ def feature_kind(source: str | os.PathLike) -> Kind | None:
     return None
 
 
+def check_is_target(source: str | os.PathLike) -> None:
+    """Raises ConfigError: a drafter that needs a target."""
+    if is_drafter_folder(source) or feature_kind(source):
+        raise ConfigError(f"{source}: a drafter, which cannot be a target; name it with --drafter, and its target")
+
+
 def own_method(source: str | os.PathLike) -> tuple[Kind, str]:
     """The kind of any drafter, and the method that drafts with it unless another is named; no tensor is read.
 
@@ -70,6 +86,46 @@ def own_method(source: str | os.PathLike) -> tuple[Kind, str]:
         return kind, parse_config(read_json(file), str(file)).method
     diffusion = open_source(source).config.is_diffusion
     return (BLOCK_DIFFUSION, "failfast") if diffusion else (AUTOREGRESSIVE, "ar")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A drafter that fits a target, as far as configurations and headers tell.
+
+    Attributes:
+      method: that drafts with it unless another is named.
+      config: of its layers.
+      parameters: numbers that its files hold.
+    """
+
+    kind: Kind
+    method: str
+    config: ModelConfig
+    parameters: int
+
+
+def check_drafter(drafter: str | os.PathLike, target: Source, tokenizer: Any) -> Fit:
+    """Holds a drafter against a target without reading the weights of either (of a standalone drafter: its own).
+
+    Args:
+      tokenizer: the target's, or None.
+
+    Raises:
+      CheckpointError, ConfigError, ValueError: it cannot be read, or belongs to another target; the message names it.
+    """
+    kind, method = own_method(drafter)
+    if is_drafter_folder(drafter):
+        folder = read_drafter(drafter)
+        size = sum(value.size for value in folder.params.values())
+        return Fit(kind, method, config_for(folder, target.config, str(target.path)), size)
+    if kind in OPENERS:
+        opened = OPENERS[kind](resolve_source(drafter), target.config, str(target.path))
+        return Fit(kind, method, opened.config.base, sum(math.prod(shape) for shape in opened.shapes.values()))
+    model = open_source(drafter)
+    model.check()
+    names = {"target_name": str(target.path), "drafter_name": str(drafter)}
+    check_same_tokens(tokenizer, load_tokenizer(drafter), target.config, model.config, **names)
+    return Fit(kind, method, model.config, model.num_parameters())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +186,7 @@ def read_pair(
     names = {"target_name": _name(target, "target"), "drafter_name": _name(drafter, "drafter")}
     decoding: dict[str, Any] = {}
     if _is_path(target):
-        if feature_kind(target):
-            raise ConfigError(f"{target}: a drafter, which cannot be a target; name it with --drafter, and its target")
+        check_is_target(target)
         target, loaded = load_with_tokenizer(target, dtype, mesh, quantize=quantize)
         tokenizer = tokenizer or loaded
     if _is_path(drafter) and is_drafter_folder(drafter):

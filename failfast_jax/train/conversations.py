@@ -20,6 +20,12 @@ TEXT = "text"
 FORMS = f"'messages', 'conversations', {', '.join(f'{a!r} and {b!r}' for a, b in PAIRS)}, or {TEXT!r}"
 
 
+def check_template(file: Path, tokenizer: Any) -> None:
+    """Raises DataError: a file of text, and a target that does not say how it is written."""
+    if not has_template(tokenizer):
+        raise DataError(f"{file}: conversations need a target with a chat template; give .npz files of token ids")
+
+
 def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bool = False) -> list[Document]:
     """Documents of a `.jsonl` or `.parquet` file, as the tokenizer's chat template writes them.
 
@@ -35,8 +41,7 @@ def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bo
       DataError: no chat template, a row in no known form, or a token outside the vocabulary; the row is named. No
         pyarrow, for Parquet.
     """
-    if not has_template(tokenizer):
-        raise DataError(f"{file}: conversations need a target with a chat template; give .npz files of token ids")
+    check_template(file, tokenizer)
     documents: list[Document] = []
     for where, row in ROWS[file.suffix](file):
         if whole and isinstance(row.get(TEXT), str) and row[TEXT].strip():

@@ -97,7 +97,7 @@ def load_documents(
     prompts: list[int] = []
     labelled: list[np.ndarray] = []
     whole = False
-    for file in _files(paths, (".npz", *(read or ()))):
+    for file in files(paths, (".npz", *(read or ()))):
         found = read[file.suffix](file) if read and file.suffix in read else read_documents(file, vocab_size)
         for number, (prompt, answer, *marks) in enumerate(found):
             document = np.concatenate([prompt, answer]).astype(np.int32)[:longest]
@@ -119,19 +119,24 @@ def load_documents(
     return Documents(tokens, np.asarray(prompts, np.int32), labelled if whole else None)
 
 
-def _files(paths: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
-    files: list[Path] = []
+def files(paths: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
+    """The files that are named, and those with these suffixes in folders that are.
+
+    Raises:
+      DataError: nothing is there.
+    """
+    every: list[Path] = []
     for path in paths:
         if path.is_dir():
             found = sorted(file for file in path.iterdir() if file.suffix in suffixes)
             if not found:
                 raise DataError(f"{path}: no {' or '.join(suffixes)} files in this folder")
-            files += found
+            every += found
         elif path.is_file():
-            files.append(path)
+            every.append(path)
         else:
             raise DataError(f"{path}: no such file or folder")
-    return files
+    return every
 
 
 def read_documents(file: Path, vocab_size: int) -> list[Document]:

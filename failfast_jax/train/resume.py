@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from failfast_jax.errors import OptionError
 from failfast_jax.files import differences, read_json, write_atomically
 
+LENGTHENED = "lengthened"
+"""In a settings file: what was asked for before more of it was."""
 
-def is_begun(file: Path, settings: dict[str, Any], foreign: str | None = None) -> bool:
+
+def is_begun(file: Path, settings: dict[str, Any], foreign: str | None = None, may_grow: Sequence[str] = ()) -> bool:
     """Whether the folder of a settings file was begun with these settings; False: it is new.
 
     Args:
       foreign: files of this pattern, in a folder without settings, belong to somebody else.
+      may_grow: settings, numbers, that may be larger than before.
 
     Raises:
       OptionError: the folder was begun with other settings, is no folder, or belongs to something else.
@@ -23,7 +29,9 @@ def is_begun(file: Path, settings: dict[str, Any], foreign: str | None = None) -
     if folder.exists() and not folder.is_dir():
         raise OptionError(f"--out {folder}: not a folder")
     if file.exists():
-        if others := differences(read_json(file), json.loads(json.dumps(settings))):
+        there = read_json(file)
+        grown = _grown(there, settings, may_grow)
+        if others := differences(there | grown, json.loads(json.dumps(settings))):
             raise OptionError(
                 f"--out {folder}: was begun with other settings ({'; '.join(others)}); name another folder"
             )
@@ -34,9 +42,20 @@ def is_begun(file: Path, settings: dict[str, Any], foreign: str | None = None) -
     return False
 
 
-def begin(file: Path, settings: dict[str, Any], foreign: str | None = None) -> bool:
-    """As `is_begun`; a new folder is made, and its settings written."""
-    if is_begun(file, settings, foreign):
+def _grown(there: dict[str, Any], settings: dict[str, Any], may_grow: Sequence[str]) -> dict[str, Any]:
+    return {name: settings[name] for name in may_grow if settings[name] > there.get(name, settings[name])}
+
+
+def begin(file: Path, settings: dict[str, Any], foreign: str | None = None, may_grow: Sequence[str] = ()) -> bool:
+    """As `is_begun`; a new folder is made, and its settings written; so is what has grown, beside what it was."""
+    if is_begun(file, settings, foreign, may_grow):
+        there = read_json(file)
+        if grown := _grown(there, settings, may_grow):
+            before = {name: there[name] for name in grown}
+            for name, value in grown.items():
+                print(f"{file.parent}: {name} {before[name]} before, {value} now: it goes on", file=sys.stderr)
+            now = there | grown | {LENGTHENED: [*there.get(LENGTHENED, []), before]}
+            write_atomically(file, json.dumps(now, indent=1) + "\n")
         return True
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(settings, indent=1) + "\n")

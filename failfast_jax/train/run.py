@@ -34,7 +34,7 @@ from failfast_jax.files import read_json, sole_writer
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.options import flag_of
 from failfast_jax.train import data, loop, presets
-from failfast_jax.train.conversations import ROWS, read_conversations
+from failfast_jax.train.conversations import ROWS, check_template, read_conversations
 from failfast_jax.train.diffusion import Start, frozen_parts, start_for
 from failfast_jax.train.dspark import spare_token
 from failfast_jax.train.evaluate import Evaluation
@@ -232,6 +232,7 @@ def work(args: argparse.Namespace) -> None:
     config = open_source(source).config
     layers, spread = _check_target(args, source, config), Spread.over(args.fsdp)
     loop.check_devices(optimization)
+    _check_text(args, source)
     start = _diffusion_start(args, source, config)
     documents = _documents(args, source, config)
     if args.family in BLOCKS and not (layers.rows or args.start) and args.mask_token is None:
@@ -246,14 +247,14 @@ def work(args: argparse.Namespace) -> None:
     documents = documents.take(np.random.default_rng(args.seed).permutation(len(documents)))
     train, held_out = data.split(documents, args.held_out)
     with sole_writer(args.out):
-        begin(args.out / SETTINGS_FILE, settings, foreign="*")
+        begin(args.out / SETTINGS_FILE, settings, foreign="*", may_grow=("steps",))
         if (report := _finished(args.out / "drafter", optimization.steps, args.storage)) is not None:
             print(json.dumps(report))
             if args.push_to_hub is not None:
                 push(args.out / "drafter", args.push_to_hub)
             return
         data.write_documents(args.out / HELD_OUT, held_out.pairs(), config.vocab_size)
-        _make(args, source, start, layers, (train, held_out), settings, optimization, deadline, spread)
+        _make(args, source, start, layers, (train, held_out), optimization, deadline, spread)
 
 
 def _make(
@@ -262,7 +263,6 @@ def _make(
     start: Start | None,
     layers: Layers,
     documents: tuple[data.Documents, data.Documents],
-    settings: dict[str, Any],
     optimization: loop.Optimization,
     deadline: float,
     spread: Spread,
@@ -279,7 +279,7 @@ def _make(
     tokenizers = None if start is None else (start.target_tokenizer, start.tokenizer)
     figures = {"prompts": args.eval_prompts, "tokens": args.eval_tokens, "spec_len": args.eval_spec_len}
     measure = Evaluation(target, objective, held_out, tokenizers=tokenizers, **figures)
-    _train(args, optimization, objective, measure, train, settings, deadline, spread)
+    _train(args, optimization, objective, measure, train, deadline, spread)
 
 
 def _diffusion_start(args: argparse.Namespace, source: Any, config: ModelConfig) -> Start | None:
@@ -290,6 +290,13 @@ def _diffusion_start(args: argparse.Namespace, source: Any, config: ModelConfig)
     frozen_parts(args.freeze, start.config)
     args.mask_token = start.config.mask_token_id
     return start
+
+
+def _check_text(args: argparse.Namespace, source: Any) -> None:
+    """Before anything else is asked of the tokenizer, such as a token to spare: can it write conversations?"""
+    text = [file for file in data.files(args.data, (".npz", *ROWS)) if file.suffix in ROWS]
+    if text:
+        check_template(text[0], load_tokenizer(source))
 
 
 def _documents(args: argparse.Namespace, source: Any, config: ModelConfig) -> data.Documents:
@@ -310,7 +317,6 @@ def _train(
     objective: loop.Objective,
     measure: Evaluation,
     documents: data.Documents,
-    settings: dict[str, Any],
     deadline: float,
     spread: Spread,
 ) -> None:
@@ -324,7 +330,11 @@ def _train(
     state, done = loop.train(objective, dataset, optimization, args.out, spread=spread, evaluate=measure, **often)
     # A run whose last step was done before measures nothing more.
     figures = measure.last or measure(loop.averaged(state))
-    training = {**settings, "data": [path.name for path in args.data], "storage": args.storage}
+    training = {
+        **read_json(args.out / SETTINGS_FILE),
+        "data": [path.name for path in args.data],
+        "storage": args.storage,
+    }
     training |= {"steps_done": int(state["step"]), "held_out_figures": figures}
     objective.save(loop.averaged(state), args.out / "drafter", storage=args.storage, training=training)
     print(json.dumps(_report(args.out / "drafter", training)))

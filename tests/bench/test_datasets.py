@@ -9,6 +9,7 @@ import pytest
 
 from failfast_jax.bench import datasets
 from failfast_jax.bench.datasets import load_dataset
+from failfast_jax.checkpoints import hub
 
 ROWS = {
     "math500": {"problem": "What is 1/2 + 1/2?", "answer": "1", "unique_id": "test/algebra/1.json"},
@@ -94,6 +95,7 @@ def test_from_the_hub(monkeypatch):
     fake = types.ModuleType("datasets")
     fake.load_dataset = lambda *args, **options: asked.append((args, options)) or [ROWS["gsm8k"]]
     monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.setattr(hub, "unreachable", lambda *_: None)
     assert load_dataset("gsm8k").questions[0].reference == {"answer": "2002"}
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
 
@@ -102,6 +104,9 @@ def test_from_the_hub(monkeypatch):
 
     fake.load_dataset = offline
     with pytest.raises(ValueError, match=r"HuggingFaceH4/MATH-500 is neither in the Hub's cache.*--data FILE"):
+        load_dataset("math500")
+    monkeypatch.setattr(hub, "unreachable", lambda *_: TimeoutError("nobody answers"))
+    with pytest.raises(ValueError, match=r"could it be fetched \(TimeoutError: nobody answers\)"):
         load_dataset("math500")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"needs datasets.*\.\[bench\]"):

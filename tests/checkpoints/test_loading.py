@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import socket
+import time
 from itertools import product
 from pathlib import Path
 
@@ -198,21 +200,43 @@ def offline_hub(tmp_path, monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return tmp_path / "hub"
+    hub.snapshot.cache_clear()
+    yield tmp_path / "hub"
+    hub.snapshot.cache_clear()
 
 
-def test_hub_ids_come_from_the_cache_when_offline(offline_hub):
-    repository = offline_hub / "models--someone--tiny"
+def cached_model(hub_cache: Path) -> None:
+    """`someone/tiny`, as the Hub's client keeps it."""
+    repository = hub_cache / "models--someone--tiny"
     commit = "0123456789012345678901234567890123456789"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(commit)
     shutil.copytree(GOLDEN / "llama_tied", repository / "snapshots" / commit)
+
+
+def test_hub_ids_come_from_the_cache_when_offline(offline_hub):
+    cached_model(offline_hub)
     assert np.array_equal(logits(load_model("someone/tiny")), logits(GOLDEN / "llama_tied"))
 
 
 def test_hub_ids_that_cannot_be_had(offline_hub):
     refuses("someone/absent: no such file or folder here.*neither cached nor", "someone/absent")
     refuses("not a name: no such file or folder here", "not a name")
+
+
+def test_a_hub_that_does_not_answer_is_one_error_in_seconds(offline_hub, monkeypatch, caplog, capsys):
+    """A server that takes connections and says nothing, as behind a firewall: no retries, no minutes."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "ANSWER_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        begin = time.monotonic()
+        refuses("someone/absent: no such file or folder here.*neither cached nor.*Timeout", "someone/absent")
+        cached_model(offline_hub)
+        assert hub.resolve_source("someone/tiny").parent.name == "snapshots"
+        assert time.monotonic() - begin < 5 and not caplog.records and not capsys.readouterr().err
 
 
 def test_hub_downloads_skip_pickles_and_subfolders(offline_hub, monkeypatch):

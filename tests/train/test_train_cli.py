@@ -95,6 +95,33 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     assert "seed: 0 there, 1 here" in capsys.readouterr().err
 
 
+def test_a_finished_run_is_lengthened(data, tmp_path, capsys):
+    """It goes on from its last checkpoint, keeps its log and says how long it was meant to be; it never shrinks."""
+    small = ["--family", "dflash", "--rows", "3", "--draft-vocab", "50", "--row-features", "0,1", "--borrow"]
+    run = arguments(data, tmp_path / "run", *small, "--save-every", "2", "--steps")
+    assert main([*run, "2"]) == 0
+    log = (tmp_path / "run" / "log.jsonl").read_text()
+    assert main([*run, "4"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["steps"] == 4 and "steps 2 before, 4 now: it goes on" in said.err
+    records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert (tmp_path / "run" / "log.jsonl").read_text().startswith(log)
+    assert [record["step"] for record in records if "loss" in record] == [2, 4]
+    training = json.loads((tmp_path / "run" / "drafter" / "config.json").read_text())["training"]
+    assert (training["steps"], training["steps_done"], training["lengthened"]) == (4, 4, [{"steps": 2}])
+    assert main([*run, "4"]) == 0 and main([*run, "3"]) == 2
+    assert "steps: 4 there, 3 here" in capsys.readouterr().err
+
+
+def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    for family in ("dspark", "diffusion"):
+        more = ["--family", family, *(["--block-size", "16"] if family == "diffusion" else ["--anchors", "4"])]
+        assert main(["--target", TARGET, "--data", str(tmp_path), "--out", str(tmp_path / "run"), *more]) == 2
+        said = capsys.readouterr().err
+        assert "conversations need a target with a chat template" in said and "--mask-token" not in said
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -1,0 +1,45 @@
+"""Flags and commands that are misspelt: refused, with what was meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from convert import qwen2
+from failfast_jax import chat, command, doctor, generate, serve
+from failfast_jax.bench.__main__ import main as bench
+from failfast_jax.train.__main__ import main as train
+
+MISSPELT = [
+    (generate.main, "--max-new-token 5 --prompt x", "--max-new-token: no such flag; did you mean --max-new-tokens?"),
+    (generate.main, "--promt=x", "--promt: no such flag; did you mean --prompt"),
+    (generate.main, "--xyzzy", "--xyzzy: no such flag; python -m failfast_jax.generate --help lists the flags"),
+    (chat.main, "--sytem x", "--sytem: no such flag; did you mean --system?"),
+    (serve.main, "--prot 80", "--prot: no such flag; did you mean --port"),
+    (doctor.main, "--jsno", "--jsno: no such flag; did you mean --json?"),
+    (qwen2.main, "in out --dtyp float32", "--dtyp: no such flag; did you mean --dtype?"),
+    (train, "--outt run --data x", "--outt: no such flag; did you mean --out?"),  # not: --out is missing
+    (bench, "tune --limits 3", "--limits: no such flag; did you mean --limit?"),
+]
+
+
+@pytest.mark.parametrize("main, words, said", MISSPELT, ids=[words for _, words, _ in MISSPELT])
+def test_misspelt_flags(main, words, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize("main, word, meant", [(bench, "tun", "tune"), (train, "selfgn", "selfgen")])
+def test_misspelt_commands(main, word, meant, capsys):
+    assert main([word, "--out", "x"]) == command.USAGE_ERROR
+    assert capsys.readouterr().err.startswith(f"error: {word}: no such command; did you mean {meant}? (")
+
+
+def test_values_that_look_like_flags():
+    parser = command.Parser()
+    parser.add_argument("--prompt")
+    parser.add_argument("rest", nargs="*")
+    assert parser.parse_args(["--prompt", "--verbose is a flag"]).prompt == "--verbose is a flag"
+    assert parser.parse_args(["--prompt=--verbose"]).prompt == "--verbose"
+    assert parser.parse_args(["--prompt", "x", "--", "--verbose"]).rest == ["--verbose"]

@@ -1,7 +1,7 @@
 """The paper's preset with real engines, as a user runs it: every row is lossless, and the tables follow from records.
 
-The target is a golden model of nine layers; its autoregressive drafter is the same with other weights by a hundredth,
-its block-diffusion drafter the same in Fast-dLLM v2's layout, its EAGLE-3 drafter the golden one.
+The target is a golden model of nine layers; its autoregressive drafter is the same with some noise on its weights, its
+block-diffusion drafter the same in Fast-dLLM v2's layout, both surer of themselves; its EAGLE-3 drafter is golden, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from failfast_jax.bench.__main__ import main
 from failfast_jax.bench.run_options import PRESETS
 
+pytestmark = pytest.mark.long
 FIELD = GOLDEN / "field"
 MASK = 129
 """Behind the tokenizer's 129 tokens; 130 is the stop token."""
@@ -27,14 +28,14 @@ STEP, PASS = 52.6, 6.1
 """The authors' latencies of a 32B target and of its drafter, in ms."""
 LENGTHS = (3, 4)
 MATH = [("q1", "What is 2 + 3?"), ("q2", "What is 11 + 7?")]
-GPQA = [("g1", "Which of these is a number?"), ("g2", "Which of these is a colour?")]
+GSM8K = [("0", "How much is 5 + 8?"), ("1", "How much is 6 + 1?")]
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """129 pieces of the preset's prompts."""
     texts = [entry["template"] for entry in yaml.safe_load(PRESETS["failfast-paper"].read_text())["datasets"]]
-    texts += [text for _, text in MATH + GPQA]
+    texts += [text for _, text in MATH + GSM8K]
     pieces = Tokenizer(models.BPE(unk_token="?"))
     pieces.pre_tokenizer = pre_tokenizers.Split(Regex(" "), "merged_with_next")
     pieces.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=MASK, special_tokens=["?", "</s>"]))
@@ -51,8 +52,9 @@ def weights(tmp_path_factory):
         shutil.copytree(FIELD / "llama_e", copied)
         tokenizer().save_pretrained(copied)
     rng, tensors = np.random.default_rng(0), load_file(close / "model.safetensors")
-    noisy = {name: (t * (1 + 0.01 * rng.standard_normal(t.shape))).astype(t.dtype) for name, t in tensors.items()}
-    save_file(noisy, close / "model.safetensors")
+    sure = {"model.norm.weight": 3 * tensors["model.norm.weight"]}
+    noisy = {name: (t * (1 + 0.1 * rng.standard_normal(t.shape))).astype(t.dtype) for name, t in tensors.items()}
+    save_file(noisy | sure, close / "model.safetensors")
 
     config = json.loads((target / "config.json").read_text())
     same = {name: config[name] for name in config if name not in ("architectures", "model_type", "head_dim")}
@@ -62,13 +64,12 @@ def weights(tmp_path_factory):
         for layer in range(config["num_hidden_layers"])
         for part, heads in sizes.items()
     }
-    hf_folder(diffusion, "fast_dllm_v2_tied", tensors | biases, **same, bd_size=32, mask_token_id=MASK)
+    hf_folder(diffusion, "fast_dllm_v2_tied", tensors | biases | sure, **same, bd_size=32, mask_token_id=MASK)
     tokenizer().save_pretrained(diffusion)
 
-    files = {"math500": folder / "math.jsonl", "gpqa": folder / "gpqa.jsonl"}
+    files = {"math500": folder / "math.jsonl", "gsm8k": folder / "gsm8k.jsonl"}
     rows = {"math500": [{"problem": text, "answer": "5", "unique_id": id} for id, text in MATH]}
-    wrong = {f"Incorrect Answer {i}": f"word {i}" for i in (1, 2, 3)}
-    rows["gpqa"] = [{"Record ID": id, "Question": text, "Correct Answer": "seven", **wrong} for id, text in GPQA]
+    rows["gsm8k"] = [{"question": text, "answer": "#### 7"} for _, text in GSM8K]
     for name, file in files.items():
         file.write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
     data = [text for name, file in files.items() for text in ("--data", f"{name}={file}")]
@@ -80,7 +81,7 @@ def weights(tmp_path_factory):
 def run(weights, tmp_path_factory):
     """The folder of a run of all rows, draft lengths 3 and 4 where the preset sweeps them."""
     out = tmp_path_factory.mktemp("runs") / "run"
-    args = ["run", "--preset", "failfast-paper", *weights, "--dataset", "math500,gpqa", "--sweep", "3:4"]
+    args = ["run", "--preset", "failfast-paper", *weights, "--dataset", "math500,gsm8k", "--sweep", "3:4"]
     assert main([*args, "--max-new-tokens", "40", "--no-scores", "--no-figures", "--out", str(out)]) == 0
     return out
 
@@ -94,7 +95,7 @@ def found(run):
 
 SWEPT = {"ar": "ar:spec_len={}", "fast-dllm": "fast-dllm:threshold=0.9,spec_len={}"}
 ROWS = ("eagle3", "suffix", "failfast", "reuse", "congestion", "ar-dynamic", "wide", "tree")
-PLACES = [("math500", id) for id, _ in MATH] + [("gpqa", id) for id, _ in GPQA]
+PLACES = [("math500", id) for id, _ in MATH] + [("gsm8k", id) for id, _ in GSM8K]
 
 
 def of(found, row):
@@ -125,13 +126,13 @@ def test_every_row_drafts_as_its_name_says(found):
             _, lengths = drafted(found, label.format(n))
             assert max(lengths) == n, label
     entries, _ = drafted(found, "ar:spec_len=4")
-    assert sum(entry["accepted"] for entry in entries) > 0.5 * sum(entry["drafted"] for entry in entries)
+    assert {0, 4} < {entry["accepted"] for entry in entries}
     for row in ("failfast", "reuse"):
         entries, lengths = drafted(found, row)
         assert set(lengths) > {10, 20} and max(lengths) <= (70 if row == "failfast" else 140), row
     assert {record["drafter"]["kind"] for record in of(found, "reuse")} == {"aligned"}
     _, lengths = drafted(found, "congestion")
-    assert {10, 20} <= set(lengths) <= {10, 20, 30}
+    assert {10} <= set(lengths) <= {10, 20, 30}
     _, lengths = drafted(found, "ar-dynamic")
     assert max(lengths) > 10 and {record["drafter"]["grows"] for record in of(found, "ar-dynamic")} == {True}
     entries, lengths = drafted(found, "wide")
@@ -152,13 +153,13 @@ def test_every_row_drafts_as_its_name_says(found):
 def page(run, tmp_path_factory):
     """The folder that `bench paper` wrote."""
     out = tmp_path_factory.mktemp("paper") / "out"
-    places = ["--strip", "math500:0,1", "--trajectory", "math500/q1", "--trajectory", "gpqa/g2"]
+    places = ["--strip", "math500:0,1", "--trajectory", "math500/q1", "--trajectory", "gsm8k/1"]
     assert main(["paper", str(run), *places, "--out", str(out)]) == 0
     return out
 
 
 def cells(page, *row):
-    """A line of a table, as numbers: of MATH, of GPQA, and their average. The paper's own stand in brackets."""
+    """A line of a table, as numbers: of MATH, of GSM8K, and their average. The paper's own stand in brackets."""
     lines = [line.strip("| ").split(" | ") for line in (page / "paper.md").read_text().splitlines()]
     (line,) = [line for line in lines if line[: len(row)] == list(row)]
     return [float(cell.split()[0]) if cell[0].isdigit() else None for cell in line[len(row) :]]
@@ -248,7 +249,7 @@ def test_figures_and_trajectories(page):
     assert {f"{name}.{kind}" for name in ("latency", "strip") for kind in ("png", "svg")} <= {
         file.name for file in page.iterdir()
     }
-    for place in ("math500-q1", "gpqa-g2"):
+    for place in ("math500-q1", "gsm8k-1"):
         text = (page / f"trajectory-{place}.html").read_text()
         for row in ("vanilla", "failfast", "reuse", "wide", "eagle3", "suffix"):
             assert f"<h2>{row}</h2>" in text, row

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-import types
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +87,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(documents, target, m
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
-def test_batches_of_a_step_weigh_as_many_labels_as_they_have():
+def test_batches_of_a_step_weigh_as_many_labels_as_they_have(documents, target, monkeypatch):
     """One batch of 4 rows, or twice 2 with one label and with six: the same mean of all labels."""
 
     def loss(weights, constants, batch, key):
@@ -97,7 +96,9 @@ def test_batches_of_a_step_weigh_as_many_labels_as_they_have():
         labels = batch["known"].sum()
         return values.sum() / labels, {"labels": labels}
 
-    objective = types.SimpleNamespace(loss=loss, trainable={"w": jnp.zeros(3)})
+    objective = make_objective("diffusion", target, documents)
+    monkeypatch.setattr(objective, "loss", loss)
+    monkeypatch.setattr(objective, "trainable", {"w": jnp.zeros(3)})
     # Rows are dealt out to the batches in turn.
     batch = {
         "tokens": jnp.arange(12.0).reshape(4, 3),

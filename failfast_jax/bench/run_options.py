@@ -279,11 +279,14 @@ def for_size(options: Mapping[str, Any], target: str | None, shown: str) -> dict
     return resolved
 
 
-def read_entry(entry: Any, target: str | None = None, given: Mapping[str, Any] | None = None) -> list[Variant]:
+def read_entry(
+    entry: Any, target: str | None = None, given: Mapping[str, Any] | None = None, lengths: str | None = None
+) -> list[Variant]:
     """The variant, or the points of the sweeps, of a mapping in the file's `methods`.
 
     Args:
       given: options by `--set ROW:...`, instead of the file's.
+      lengths: `--sweep FIRST:LAST`, instead of the file's draft lengths of `ar` and `fast-dllm`.
     """
     if not isinstance(entry, Mapping) or entry.keys() - {"method", "label", "options", "sweep"}:
         raise ValueError(f"methods: {entry!r} must be text, or have the keys method, label, options, sweep")
@@ -294,6 +297,8 @@ def read_entry(entry: Any, target: str | None = None, given: Mapping[str, Any] |
         return [make_variant(method, options, label, shown=shown)]
     points = []
     for key, values in dict(entry["sweep"]).items():
+        if lengths is not None and method in SWEPT.values() and key == "spec_len":
+            values, shown = lengths, f"--sweep {lengths}"
         if not isinstance(values, (str, list)):
             raise ValueError(f'{shown}: values of a sweep must be a list, or a range in quotes like "3:20"')
         values = sweep_values(shown, values) if isinstance(values, str) else values
@@ -331,7 +336,7 @@ def read_variants(args: argparse.Namespace) -> tuple[list[Variant], set[str]]:
     for entry in args.methods:
         if not isinstance(entry, str):
             label = entry.get("label") if isinstance(entry, Mapping) else None
-            named += read_entry(entry, args.target, overrides.pop(label, None))
+            named += read_entry(entry, args.target, overrides.pop(label, None), lengths)
     named = [dataclasses.replace(v, options={**v.options, **overrides.pop(v.label, {})}) for v in named]
     if overrides:
         raise ValueError(f"--set {next(iter(overrides))}:...: there is no such row; rows: {', '.join(labels_of(args))}")
@@ -340,6 +345,7 @@ def read_variants(args: argparse.Namespace) -> tuple[list[Variant], set[str]]:
     if ALL in args.methods:
         others = [*METHODS, *(name for name in SWEPT if lengths is not None and name not in METHODS)]
         rest = [v for name in others if name not in (*texts, BASELINE) for v in parse_method(name, lengths)]
-    if lengths is not None and not {v.sweep.partition(":")[0] for v in (*named, *rest)} & SWEPT.keys():
+    swept = [v for v in (*named, *rest) if v.sweep and v.method in SWEPT.values() and "spec_len" in v.options]
+    if lengths is not None and not swept:
         raise ValueError(f"--sweep {lengths}: is for {' and '.join(SWEPT)}; --methods names neither")
     return check_labels([*named, *rest]), {v.label for v in rest} - {v.label for v in named}

@@ -264,8 +264,8 @@ class Queue:
         self._inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         self._lock, self._encoding = threading.Lock(), threading.Lock()
         self._open, self._draining = True, False
-        self._entered = 0
-        """Requests in the inbox."""
+        self._entered = self._submitted = 0
+        """Requests in the inbox, and all that there ever were."""
         self._thread = threading.Thread(target=self._work, name="failfast-queue", daemon=True)
         self._thread.start()
 
@@ -283,7 +283,7 @@ class Queue:
     @property
     def unfinished(self) -> int:
         """Requests that wait, or have a row."""
-        return self.waiting + self.scheduler.busy
+        return self._submitted - self.scheduler.counts.ended
 
     @property
     def healthy(self) -> bool:
@@ -345,14 +345,14 @@ class Queue:
             if self.unfinished >= self.batch + self._most_waiting:
                 raise QueueFull(self._most_waiting, self._seconds_to_wait())
             self._entered += 1
+            self._submitted += 1
             self._inbox.put(answer)
         return answer
 
     def _seconds_to_wait(self) -> float:
         """About how long until a row is free, by what answers took so far."""
         counts = self.scheduler.counts
-        answered = max(sum(counts.finished.values()), 1)
-        return min(max(counts.decode_s / answered, 1.0), 60.0)
+        return min(max(counts.decode_s / max(counts.ended, 1), 1.0), 60.0)
 
     def close(self, *, drain: bool = False) -> None:
         """Takes no more requests, cancels those that there are (`drain`: waits for them), and ends the thread."""

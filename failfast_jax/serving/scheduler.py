@@ -84,8 +84,10 @@ class Counts:
     """Rows that decoded, summed over slices."""
     decode_s: float = 0.0
     """Time spent in slices."""
+    ended: int = 0
+    """Requests that will not be heard of any more."""
     finished: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    """Requests by why they ended."""
+    """Likewise, by why they ended."""
 
 
 @dataclasses.dataclass
@@ -276,12 +278,16 @@ class Scheduler:
             self._finish(job, reason, log)
 
     def _finish(self, job: Job, reason: str, log: RowLog | None) -> None:
-        self.counts.finished[reason] += 1
+        self._count(reason)
         job.done(reason, log)
 
     def _fail(self, job: Job, error: BaseException) -> None:
-        self.counts.finished["error"] += 1
+        self._count("error")
         job.failed(error)
+
+    def _count(self, reason: str) -> None:
+        self.counts.finished[reason] += 1
+        self.counts.ended += 1
 
     # Prefill.
 

@@ -48,7 +48,7 @@ def _index(token: Any) -> int:
         raise PromptError(f"{token!r} is no token id: a prompt is text, messages, or whole numbers") from None
 
 
-def _encode_text(prompt: str | Sequence[Message], tokenizer: Any, model_name: str, template: bool) -> list[int]:
+def _encode_text(prompt: str | Sequence[Any], tokenizer: Any, model_name: str, template: bool) -> list[int]:
     if any("\ud800" <= character <= "\udfff" for text in _texts(prompt) for character in text):
         raise PromptError("the prompt is not valid UTF-8 text")
     if tokenizer is None:

@@ -162,7 +162,8 @@ class Prompts:
         options = {"max_new_tokens": room, "ignore_eos": rng.random() < 0.5, "temperature": rng.choice([0.0, 0.0, 0.9])}
         if rng.random() < 0.1:
             options[rng.choice(["temperature", "top_p", "top_k", "seed"])] = rng.choice([-1, float("nan"), 2**40, 0.5])
-        drafted = self.engine.generate(ids, method="lookup", max_spec_len=7, policy="fixed", **options)
+        how = {"method": "failfast", "spec_len": 3, "lookup_min": 0} if rng.random() < 0.3 else {"method": "lookup"}
+        drafted = self.engine.generate(ids, max_spec_len=7, policy="fixed", **how, **options)
         plain = self.engine.generate(ids, method="vanilla", **options)
         for one, other in zip(drafted, plain, strict=True):
             assert one.output_ids == other.output_ids, (ids, options)

@@ -339,6 +339,7 @@ def main() -> int:
     parser.add_argument("--only", help="kinds of work, separated by commas")
     args = parser.parse_args()
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()}
+    sys.path.append(str(Path(__file__).parent / "serving"))
     import killed_work
 
     with tempfile.TemporaryDirectory() as name:

@@ -9,7 +9,6 @@ import subprocess
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -263,11 +262,3 @@ def test_files_beyond_all_measure(tmp_path, monkeypatch):
         (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogatepass"))
         with pytest.raises(ConfigError, match=r"config\.json: not "):
             files.read_json(tmp_path / "config.json")
-
-
-def test_a_sample_of_damaged_files_in_little_memory():
-    """In a process that may take four gigabytes more than its libraries, programs and models."""
-    script = Path(__file__).with_name("fuzzing.py")
-    done = run_python(script, "--seed", 3, "--count", 140, "--seconds", 200, "--gigabytes", 4)
-    report = json.loads(done.stdout)
-    assert done.returncode == 0 and report["inputs"] == 140, report["faults"]

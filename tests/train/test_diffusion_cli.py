@@ -95,7 +95,7 @@ def test_the_folder_is_a_model_of_its_own(made, target):
 
 
 NEW_KEYS = {"auto_map", "head_dim", "torch_dtype"}
-"""Of our `config.json`, which the golden ones, written by hand, lack; `transformers_version` is the other way round."""
+"""Of our `config.json`, which the golden ones lack; `transformers_version` is the other way round."""
 
 
 def in_layers(tensors) -> set[str]:

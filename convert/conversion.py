@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -23,7 +21,7 @@ from failfast_jax.checkpoints import loading, native
 from failfast_jax.checkpoints.loading import as_dtype
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import read_json, write_atomically
+from failfast_jax.files import FULL, claim, read_json, write_atomically
 
 # Copied as they are, where the source has them.
 SIDE_FILES = (
@@ -196,11 +194,15 @@ def partial_folder(out: Path) -> Iterator[Path]:
     folder = out.absolute().with_name(f".{out.name}{native.PARTIAL}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
-        lock = _lock(folder)
+        lock = _claimed(folder)
         shutil.rmtree(folder)
         os.close(lock)
     folder.mkdir()
-    lock = _lock(folder)
+    lock = _claimed(folder)
+    old = _old(out)
+    if old.exists() and not out.exists():  # killed between the two renames of `_publish`
+        os.rename(old, out)
+    shutil.rmtree(old, ignore_errors=True)
     try:
         yield folder
     except Exception as error:
@@ -215,19 +217,20 @@ def partial_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lock(folder: Path) -> int:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _claimed(folder: Path) -> int:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return claim(folder)
     except BlockingIOError:
-        os.close(descriptor)
         raise CheckpointError(f"{folder}: another conversion to the same place is running") from None
-    return descriptor
+
+
+def _old(out: Path) -> Path:
+    """Where an earlier result lies while the new one takes its place."""
+    return out.absolute().with_name(f".{out.name}.old{native.PARTIAL}")
 
 
 def _publish(folder: Path, out: Path) -> None:
-    old = folder.with_name(f".{out.name}.old{native.PARTIAL}")
-    shutil.rmtree(old, ignore_errors=True)
+    old = _old(out)
     if out.exists():
         os.rename(out, old)
     os.rename(folder, out)
@@ -237,9 +240,9 @@ def _publish(folder: Path, out: Path) -> None:
 def _is_disk_full(error: BaseException | None) -> bool:
     """Whether an error, or one that caused it, says so; TensorStore wraps the errno in text."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in FULL:
             return True
-        if any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT)):
+        if any(os.strerror(code) in str(error) for code in FULL):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -13,7 +13,7 @@ from failfast_jax.engine import FailFast
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.options import CommandOptions, add_flags_of, option
 from failfast_jax.results import fate
-from failfast_jax.serving.options import RowOptions
+from failfast_jax.serving.options import RowOptions, refuse_diffusion
 from failfast_jax.serving.queue import PER_REQUEST, Finished, Queue
 from failfast_jax.trajectory import to_terminal
 
@@ -168,6 +168,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _work(args: argparse.Namespace) -> None:
     options = ChatOptions.given(args)
+    refuse_diffusion(args.method)
     config = config_of(args, exact=args.exact)
     engine = load_engine(args, config.method)
     engine.encode([{"role": "user", "content": "?"}])  # a chat template is needed

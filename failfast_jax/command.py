@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from failfast_jax import distributed, progress
+from failfast_jax import distributed, files, progress
 from failfast_jax.errors import OptionError
 
 FORMATTER = argparse.RawDescriptionHelpFormatter
@@ -91,7 +91,8 @@ def run(
             logging.basicConfig(stream=sys.stderr, format="%(levelname)s: %(message)s")
             status = work() or 0
     except (ValueError, OSError) as error:
-        print(distributed.named(f"error: {error}"), file=sys.stderr)
+        said = files.explained(error) if isinstance(error, OSError) else error
+        print(distributed.named(f"error: {said}"), file=sys.stderr)
         status = USAGE_ERROR
     except OutOfTime:
         print("stopped by --minutes; the same command goes on", file=sys.stderr)

@@ -6,11 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib
 import inspect
 import json
 import os
+import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +30,9 @@ from failfast_jax.platforms import chips_here, compiler_options, tell_libtpu
 
 CACHE_VARIABLE = "FAILFAST_COMPILE_CACHE"
 """Environment variable: a folder for compiled programs, or `off`."""
+
+CHECKED = "failfast_checked"
+"""A file in that folder: programs that are older were found whole."""
 
 NAMES = {"start": "the start", "advance": "the loop over rounds", "advance_diffusion": "the loop over passes"}
 """Of functions of `sessions` whose own say little."""
@@ -59,16 +65,53 @@ def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
     folder = Path(choice).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        drop_cut_off(folder)
     except OSError as error:
         raise ValueError(
             f"compile cache {folder}: {error.strerror or error}; name another folder with --compile-cache or "
             f"{CACHE_VARIABLE}, or turn it off with the value 'off'"
         ) from None
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"compile cache {folder}: not writable; name another folder or 'off'")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return folder
+
+
+def drop_cut_off(folder: Path) -> None:
+    """Removes the programs of a compile cache that a kill or a full disk cut off.
+
+    JAX writes them in place, cannot read those, and never writes them anew.
+
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    checked = folder / CHECKED
+    since = checked.stat().st_mtime_ns if checked.exists() else 0
+    # Before looking: what is written meanwhile is looked at the next time.
+    write_atomically(checked, "programs that are older are whole\n")
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another process looks, too
+            newer = entry.name.endswith("-cache") and entry.stat().st_mtime_ns >= since
+            if newer and not is_whole(Path(entry.path).read_bytes()):
+                os.unlink(entry.path)
+
+
+def is_whole(compressed: bytes) -> bool:
+    """Whether a compressed program can be unpacked: by zstd where JAX has that, else zlib."""
+    if compressed.startswith(b"\x28\xb5\x2f\xfd"):
+        try:
+            zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "zstandard")
+        except ImportError:
+            return True  # nobody reads it here
+        with contextlib.suppress(zstd.ZstdError, EOFError):
+            zstd.decompress(compressed)
+            return True
+        return False
+    unpacking = zlib.decompressobj()
+    try:
+        unpacking.decompress(compressed)
+    except zlib.error:
+        return False
+    return unpacking.eof
 
 
 @dataclasses.dataclass

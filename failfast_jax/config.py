@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from failfast_jax.errors import OptionError
+from failfast_jax.options import is_finite
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -93,5 +93,5 @@ class GenerationConfig:
         types = (int, np.integer) if kind is int else (int, float, np.number)
         if not isinstance(value, types) or isinstance(value, bool):
             raise OptionError(f"{flag} {value!r}: must be {'an integer' if kind is int else 'a number'}")
-        if not math.isfinite(value) or not fine(value):
+        if not is_finite(value) or not fine(value):
             raise OptionError(f"{flag} {value}: {rule}")

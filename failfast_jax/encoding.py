@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 
 from failfast_jax.errors import PromptError
+from failfast_jax.templates import LONGEST_TEXT, has_template, render
 
 Message = dict[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -23,12 +25,14 @@ def encode(prompt: Any, tokenizer: Any, vocab_size: int, model_name: str, *, tem
     Raises:
       PromptError: nothing to encode with, an empty prompt, or an id outside the vocabulary.
     """
+    if not isinstance(prompt, (str, Sequence, np.ndarray, jax.Array)) or isinstance(prompt, bytes):
+        raise PromptError(f"a prompt must be text, messages or token ids, got {prompt!r}")
     if not len(prompt) or (isinstance(prompt, str) and not prompt.strip()):
         raise PromptError("the prompt is empty")
     if isinstance(prompt, str) or isinstance(prompt[0], dict):
         ids = _encode_text(prompt, tokenizer, model_name, template)
     else:
-        ids = [int(token) for token in prompt]
+        ids = [_index(token) for token in prompt]
     if not ids:
         raise PromptError("the prompt is empty")
     for token in ids:
@@ -37,19 +41,35 @@ def encode(prompt: Any, tokenizer: Any, vocab_size: int, model_name: str, *, tem
     return list(ids)
 
 
-def _encode_text(prompt: str | Sequence[Message], tokenizer: Any, model_name: str, template: bool) -> list[int]:
+def _index(token: Any) -> int:
+    try:
+        return operator.index(token)
+    except TypeError:
+        raise PromptError(f"{token!r} is no token id: a prompt is text, messages, or whole numbers") from None
+
+
+def _encode_text(prompt: str | Sequence[Any], tokenizer: Any, model_name: str, template: bool) -> list[int]:
     if any("\ud800" <= character <= "\udfff" for text in _texts(prompt) for character in text):
         raise PromptError("the prompt is not valid UTF-8 text")
     if tokenizer is None:
         raise PromptError(f"{model_name} has no tokenizer: give token ids (--token-ids) instead of text")
-    has_template = bool(getattr(tokenizer, "chat_template", None))
     if isinstance(prompt, str):
-        if not (has_template and template):
-            return tokenizer(prompt)["input_ids"]
+        if len(prompt) > LONGEST_TEXT:
+            raise PromptError(f"the prompt has {len(prompt)} characters; at most {LONGEST_TEXT} are read")
+        if not (template and has_template(tokenizer)):
+            return _ids(prompt, tokenizer, model_name)
         prompt = [{"role": "user", "content": prompt}]
-    elif not has_template:
+    elif not has_template(tokenizer):
         raise PromptError(f"{model_name} has no chat template: give the prompt as text or token ids")
-    return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False)
+    text = render(prompt, tokenizer, model_name, add_generation_prompt=True)
+    return _ids(text, tokenizer, model_name, add_special_tokens=False)  # the template writes them
+
+
+def _ids(text: str, tokenizer: Any, model_name: str, **options: Any) -> list[int]:
+    try:
+        return tokenizer(text, **options)["input_ids"]
+    except Exception as error:  # the Rust library raises bare Exceptions
+        raise PromptError(f"{model_name}: its tokenizer cannot take the prompt ({error})") from None
 
 
 def _texts(prompt: Any) -> Iterator[str]:

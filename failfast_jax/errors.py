@@ -13,6 +13,10 @@ class PromptError(ValueError):
     """A prompt that cannot be served."""
 
 
+class PromptTooLong(PromptError):
+    """A prompt that leaves no room for an answer."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read."""
 

@@ -1,35 +1,174 @@
-"""Reading and writing files so that a kill at any moment leaves nothing half-written."""
+"""Reading and writing files so that a kill or a full disk at any moment leaves nothing half-written."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from failfast_jax import distributed
-from failfast_jax.errors import ConfigError
+from failfast_jax.errors import ConfigError, OptionError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+"""Why the system takes no more bytes, and why it takes none."""
+
+
+LARGEST_TEXT = 2**28
+"""Bytes of a file that is read whole."""
+
+
+def read_text(path: Path, most: int | None = None) -> str:
+    """Reads a UTF-8 text of up to `most` bytes (LARGEST_TEXT).
+
+    Raises:
+      ConfigError: it has more, or is no such text.
+      OSError: it cannot be read.
+    """
+    most = LARGEST_TEXT if most is None else most
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ConfigError(f"{path}: more than {most} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8 text") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object, naming the file in every error."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_text(path))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no JSONDecodeError
         raise ConfigError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a JSON object, got {type(raw).__name__}")
     return raw
 
 
+def explained(error: OSError) -> str:
+    """What an error of the operating system is told as: the path, the reason, and what to do where that is known."""
+    if error.errno is None or error.filename is None:
+        return str(error)
+    advice = {code: "; make room there, or name another folder" for code in FULL}
+    advice |= {code: "; name a folder that may be written" for code in CLOSED}
+    return f"{os.fspath(error.filename)}: {error.strerror}{advice.get(error.errno, '')}"
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside, an error of the operating system that names no file names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a whole file or none of it: beside `path` first, then renamed over it."""
+    """Writes a whole file or none of it: beside `path` first, then renamed over it.
+
+    Of several processes that write the same file at once the last one's content stays, whole.
+
+    Raises:
+      OSError: it cannot be written; the error names `path`, and what was there before is there still.
+    """
     part = path.with_name(path.name + ".part")
-    part.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(part, path)
+    data = content.encode() if isinstance(content, str) else content
+    with naming(path):
+        descriptor = _opened_alone(part)
+        try:
+            os.ftruncate(descriptor, 0)
+            _write_all(descriptor, data)
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+
+
+def _opened_alone(part: Path) -> int:
+    """A descriptor of a file that nobody else writes: who has it locked renames or removes it before letting go."""
+    while True:
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT, 0o666)
+        _lock(descriptor, wait=True)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(part)):
+                return descriptor
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, wait: bool) -> None:
+    """Raises BlockingIOError: another process has it, and this one does not wait."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise
+    except OSError:  # some network file systems have no locks
+        pass
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    """All of it: a disk that fills up takes a part first, and says so at the next call."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def claim(folder: Path) -> int:
+    """A descriptor that keeps others from claiming a folder, until it is closed or this process ends.
+
+    Raises:
+      BlockingIOError: another process has claimed it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(descriptor, wait=False)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextlib.contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Inside, this process alone writes to a folder of `--out`, which is made if need be; an empty one is not left.
+
+    Raises:
+      OptionError: another process writes there, or it is no folder.
+    """
+    if not distributed.speaks():
+        yield
+        return
+    new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = claim(folder)
+    except (FileExistsError, NotADirectoryError):
+        raise OptionError(f"--out {folder}: not a folder") from None
+    except BlockingIOError:
+        said = "another process is writing there; wait for it, or name another folder"
+        raise OptionError(f"--out {folder}: {said}") from None
+    try:
+        yield
+    finally:
+        if new:
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
+        os.close(descriptor)
 
 
 Record = dict[str, Any]
@@ -56,6 +195,27 @@ def read_lines(path: Path) -> tuple[list[Record], bool]:
             raise ConfigError(f"{path}: line {number} is no record; name another file or folder")
         records.append(record)
     return records, False
+
+
+def append_lines(path: Path, records: list[Record]) -> None:
+    """Adds records to a file of JSON lines: all of them, or none.
+
+    Raises:
+      OSError: it cannot be written; the error names the file, which holds what it held before.
+    """
+    data = "".join(json.dumps(record) + "\n" for record in records).encode()
+    with naming(path):
+        # One call: a kill leaves a line whole, absent, or (power lost) cut off at the end of the file.
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            try:
+                _write_all(descriptor, data)
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def differences(there: Record, here: Record, prefix: str = "") -> list[str]:
@@ -116,8 +276,11 @@ class Journal:
             if record.get("kind") != self.RUN:
                 self.records.append(record)
                 continue
-            self.session = record["session"] + 1
-            if other := differences(record["identity"], json.loads(json.dumps(identity))):
+            there, session = record.get("identity"), record.get("session")
+            if not isinstance(there, dict) or not isinstance(session, int):
+                raise ConfigError(f"{path}: a line of kind {self.RUN} has no identity and session; it was changed")
+            self.session = session + 1
+            if other := differences(there, json.loads(json.dumps(identity))):
                 raise ConfigError(f"{path}: made with other settings ({'; '.join(other)}); name another --out")
         content = path.read_bytes()
         if cut_off:
@@ -127,15 +290,13 @@ class Journal:
             write_atomically(path, content + b"\n")
 
     def append(self, record: Record) -> None:
-        """Keeps a record; it is with the operating system when this returns."""
-        head, self._head = self._head, None
-        self.records.append(record)
-        lines = [*([head] if head is not None else []), record]
+        """Keeps a record; it is with the operating system when this returns.
+
+        Raises:
+          OSError: the file cannot be written; it holds what it held before.
+        """
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # One write call: a kill leaves a line whole, absent, or (disk full) cut off at the end of the file.
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                os.write(descriptor, "".join(json.dumps(line) + "\n" for line in lines).encode())
-            finally:
-                os.close(descriptor)
+            append_lines(self.path, [*([self._head] if self._head is not None else []), record])
+        self._head = None
+        self.records.append(record)

@@ -14,7 +14,9 @@ from failfast_jax import command, distributed, progress
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
+from failfast_jax.files import read_text
 from failfast_jax.results import Result, fate
+from failfast_jax.templates import LONGEST_TEXT
 
 TRACES = (".html", ".htm", ".svg", ".jsonl", ".json")
 
@@ -78,11 +80,11 @@ def _read_prompt(args: argparse.Namespace) -> str | list[int]:
     elif args.prompt_file is not None:
         source = f"--prompt-file {args.prompt_file}"
         try:
-            text = args.prompt_file.read_text(encoding="utf-8")
+            text = read_text(args.prompt_file, 4 * LONGEST_TEXT)
         except OSError as error:
             raise ValueError(f"{source}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise ValueError(f"{source}: not UTF-8 text") from None
+        except ValueError as error:  # a null character in the path, or what the file holds
+            raise ValueError(f"--prompt-file {error}") from None
     else:
         if sys.stdin.isatty():
             print("prompt (end with Ctrl-D): ", end="", file=sys.stderr, flush=True)

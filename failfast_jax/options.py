@@ -156,8 +156,11 @@ class MethodOptions:
         Raises:
           OptionError: a value out of its range, or options that contradict each other.
         """
-        given = {name: value for name, value in given.items() if value is not None}
-        values = cls.merged(given, dict(defaults or {}), sampled)
+        given, defaults = {name: value for name, value in given.items() if value is not None}, dict(defaults or {})
+        for field in dataclasses.fields(cls):  # before they are compared with each other
+            for source in (given, defaults):
+                check_value(field, source.get(field.name, field.default))
+        values = cls.merged(given, defaults, sampled)
         for field in dataclasses.fields(cls):
             if isinstance(field.default, ByPlatform):
                 values.setdefault(field.name, field.default.on(platform))
@@ -229,8 +232,17 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
         raise OptionError(f"{flag} {value}: must be {' or '.join(map(repr, about.choices))}")
     if kind in ("int", "float"):
         low, high = about.least, about.most
-        if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
+        within = (low is None or value >= low) and (high is None or value <= high)
+        if not within or (kind == "float" and not is_finite(value)):
             raise OptionError(f"{flag} {value}: must be {_range_of(low, high)}")
+
+
+def is_finite(value: float) -> bool:
+    """Whether a number is one that a float can be."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def _range_of(least: float | None, most: float | None) -> str:

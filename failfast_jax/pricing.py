@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ import numpy as np
 from failfast_jax import distributed, progress
 from failfast_jax.decoding.economics import Costs
 from failfast_jax.errors import ConfigError, OptionError
-from failfast_jax.files import read_json, write_atomically
+from failfast_jax.files import explained, read_json, write_atomically
 from failfast_jax.platforms import machine
 from failfast_jax.sessions import NO_LIMIT, DraftSession, Request
 
@@ -27,6 +26,8 @@ REPEATS, ROUNDS = 3, 4
 """Turns in which each kind of round is timed, and rounds of one kind in a row."""
 DRIFT, STRIKES = 1.4, 3
 """By what factor answers may take longer or less than expected, and how many in a row, before costs are taken anew."""
+SLOWEST_S = 1e6
+"""A pass takes less."""
 FILE = "failfast_costs.json"
 THIS_MACHINE = ("device", "processor", "cores")
 
@@ -79,17 +80,19 @@ def costs_of(entry: Mapping[str, Any], widths: tuple[int, ...], where: str) -> C
     Raises:
       ConfigError: no such costs.
     """
+    entry = entry if isinstance(entry, Mapping) else {}
     verify, draft = entry.get("verify"), entry.get("draft", 0.0)
-    fine = isinstance(verify, dict) and verify and isinstance(draft, (int, float)) and draft >= 0
+    fine = isinstance(verify, dict) and verify and isinstance(draft, (int, float)) and 0 <= draft < SLOWEST_S
     try:
         known = sorted((int(rows), float(seconds)) for rows, seconds in verify.items()) if fine else []
-    except (TypeError, ValueError):
+        draft = float(draft)
+    except (OverflowError, TypeError, ValueError):
         known = []
-    if not known or known[0][0] < 1 or not all(0 < seconds < math.inf for _, seconds in known):
+    if not known or known[0][0] < 1 or not all(0 < seconds < SLOWEST_S for _, seconds in known):
         raise ConfigError(f'{where}: costs are {{"verify": {{rows: seconds, ...}}, "draft": seconds}}, all positive')
     if widths[-1] > known[-1][0]:
         raise ConfigError(f"{where}: 'verify' ends at {known[-1][0]} rows, and up to {widths[-1]} are verified here")
-    return _costs(np.interp(widths, *zip(*known)), float(draft))
+    return _costs(np.interp(widths, *zip(*known)), draft)
 
 
 class CostBook:
@@ -125,7 +128,7 @@ class CostBook:
         widths = session.plan.widths
         if self.fixed is not None:
             return costs_of(read_json(self.fixed), widths, str(self.fixed)), str(self.fixed)
-        stored = self._stored()
+        stored = self.stored()
         if known := distributed.agreed(stored.get(key)):
             return costs_of(known, widths, str(self.path())), f"measured {known.get('date', 'earlier')}"
         begin = time.perf_counter()
@@ -134,11 +137,19 @@ class CostBook:
         costs = costs_of(entry, widths, "measured")
         logger.info("costs of a round measured in %.1f s", time.perf_counter() - begin)
         here = machine()
-        if (path := self.path()) is not None and distributed.speaks():
-            mine = {name: here[name] for name in THIS_MACHINE}
-            entry = {**entry, "date": here["date"]}
-            write_atomically(path, json.dumps({"machine": mine, "costs": {**stored, key: entry}}, indent=1) + "\n")
+        self.keep({**stored, key: {**entry, "date": here["date"]}})
         return costs, f"measured {here['date']}"
+
+    def keep(self, costs: dict[str, Entry]) -> None:
+        """Puts costs on file. Where that fails an answer is not lost: they are measured again next time."""
+        path, here = self.path(), machine()
+        if path is None or not distributed.speaks():
+            return
+        mine = {name: here[name] for name in THIS_MACHINE}
+        try:
+            write_atomically(path, json.dumps({"machine": mine, "costs": costs}, indent=1) + "\n")
+        except OSError as error:
+            logger.warning("%s (costs of rounds are measured again next time)", explained(error))
 
     @staticmethod
     def path() -> Path | None:
@@ -146,7 +157,7 @@ class CostBook:
         folder = jax.config.jax_compilation_cache_dir
         return None if folder is None else Path(folder) / FILE
 
-    def _stored(self) -> dict[str, Entry]:
+    def stored(self) -> dict[str, Entry]:
         """What is on file for this machine."""
         path = self.path()
         if path is None or not path.exists():
@@ -156,14 +167,18 @@ class CostBook:
         except ConfigError as error:
             logger.warning("%s: ignored", error)
             return {}
-        here = machine()
-        others = [name for name in THIS_MACHINE if file.get("machine", {}).get(name) != here[name]]
+        here, costs = machine(), file.get("costs", {})
+        there = file.get("machine", {})
+        if not (isinstance(there, dict) and isinstance(costs, dict)):
+            logger.warning("%s: ignored: not a file of costs", path)
+            return {}
+        others = [name for name in THIS_MACHINE if there.get(name) != here[name]]
         if others:
             if not self._warned:
                 logger.warning("%s: ignored: measured on another machine (%s)", path, ", ".join(others))
             self._warned = True
             return {}
-        return file.get("costs", {})
+        return costs
 
     def forget(self) -> None:
         """Looks costs up again, or measures them, when they are next needed."""
@@ -179,7 +194,7 @@ class CostBook:
             return
         self._strikes[key] = 0
         self._known.pop(key, None)
-        path, stored = self.path(), self._stored()
-        if stored.pop(key, None) is not None and distributed.speaks():
-            write_atomically(path, json.dumps({**read_json(path), "costs": stored}, indent=1) + "\n")
+        stored = self.stored()
+        if stored.pop(key, None) is not None:
+            self.keep(stored)
         logger.info("rounds take %.2f x what was measured: measured again", took / expected)

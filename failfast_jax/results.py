@@ -34,6 +34,15 @@ class Round:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of an emitted token under the target's softmax as it is: temperature 1, no filters."""
+
+    logprob: float
+    best: list[tuple[int, float]]
+    """The most probable tokens at its place, best first, with theirs."""
+
+
+@dataclasses.dataclass(frozen=True)
 class RowLog:
     """The rounds of one row, and its forward passes; prefill not counted, but for `dllm`."""
 

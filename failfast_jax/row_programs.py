@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.state import FINISHED_LENGTH, DecodeState, RoundLog
+from failfast_jax.decoding.state import FINISHED_LENGTH, DecodeState, Logprobs, RoundLog
 from failfast_jax.models.cache import KVCache
-from failfast_jax.results import Round
+from failfast_jax.results import Round, RowLog, TokenLogprob
 
 
 def fits(one: Any, state: Any, *, by_row: tuple[bool, ...], rows: int) -> bool:
@@ -100,3 +100,17 @@ def rounds_of(log: RoundLog, row: int, output: list[int]) -> list[Round]:
         )
         done += emitted
     return found
+
+
+def row_log(log: RoundLog, row: int, output: list[int]) -> RowLog:
+    """A row's rounds and passes, from a log on the host."""
+    rounds = rounds_of(log, row, output)
+    return RowLog(rounds, sum(entry.passes for entry in rounds), int(log.target_passes[row]))
+
+
+def logprobs_of(found: Logprobs, row: int, begin: int, end: int) -> list[TokenLogprob]:
+    """Of a row's tokens `begin .. end - 1`, from arrays on the host."""
+    part = row, slice(begin, end)
+    both = zip(found.best[part].tolist(), found.of_best[part].tolist())
+    best = [list(zip(ids, values)) for ids, values in both]
+    return [TokenLogprob(*one) for one in zip(found.chosen[part].tolist(), best)]

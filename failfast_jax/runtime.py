@@ -31,7 +31,7 @@ from failfast_jax.decoding.exact import WidthCheck
 from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.decoding.plan import Plan, make_plan
 from failfast_jax.dllm_session import DiffusionSession
-from failfast_jax.errors import OptionError, PromptError
+from failfast_jax.errors import OptionError, PromptTooLong
 from failfast_jax.models import sharding
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.pricing import CostBook
@@ -122,10 +122,10 @@ class Runtime:
         """Tokens to make room for: a bucket that holds prompt, output and a draft, at most `max_seq_len`.
 
         Raises:
-          PromptError: the prompt alone is too long.
+          PromptTooLong: the prompt alone is.
         """
         if prompt_tokens >= self.max_seq_len:
-            raise PromptError(
+            raise PromptTooLong(
                 f"the prompt of {prompt_tokens} tokens does not fit: prompt and output together may have "
                 f"{self.max_seq_len} tokens"
             )
@@ -157,7 +157,14 @@ class Runtime:
         return self.programs.compile(function, *args, donate=donate)
 
     def session(
-        self, drafter: Drafter, *, batch: int = 1, capacity: int, plan: Plan | None = None, decodes: bool = True
+        self,
+        drafter: Drafter,
+        *,
+        batch: int = 1,
+        capacity: int,
+        plan: Plan | None = None,
+        decodes: bool = True,
+        logprobs: int | None = None,
     ) -> DraftSession:
         """The programs that decode `batch` requests of up to `capacity` tokens, prompt included, with a drafter.
 
@@ -166,9 +173,11 @@ class Runtime:
 
         Args:
           decodes: False for a session that prefills rows for another one: its loop is compiled only if it is used.
+          logprobs: keep the log-probability of each emitted token, and of so many most probable ones at its place, for
+            `DraftSession.logprobs`; None: keep none, at no cost.
         """
-        plan = plan or self.plan(drafter, batch=batch)
-        return DraftSession(self.programs, self.placement(batch), self.target, drafter, batch, capacity, plan, decodes)
+        plan, place = plan or self.plan(drafter, batch=batch), self.placement(batch)
+        return DraftSession(self.programs, place, self.target, drafter, batch, capacity, plan, decodes, logprobs)
 
     def diffusion_session(
         self,

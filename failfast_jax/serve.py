@@ -10,13 +10,13 @@ import os
 import signal
 import socket
 import sys
-from typing import Any
 
 from failfast_jax import command
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.errors import OptionError
 from failfast_jax.options import add_flags_of
-from failfast_jax.serving.options import ServeOptions
+from failfast_jax.serving.options import ServeOptions, refuse_diffusion
+from failfast_jax.templates import has_template
 
 NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
@@ -73,43 +73,43 @@ def _terminated(*_: object) -> None:
 
 
 def _work(args: argparse.Namespace) -> None:
-    # The server hands the signal on once it has ended what it had begun.
     signal.signal(signal.SIGTERM, _terminated)
     options = ServeOptions.given(args)
+    refuse_diffusion(args.method)
     check_extra()
-    import uvicorn
-
-    from failfast_jax.serving.app import build_app
     from failfast_jax.serving.queue import Queue
+    from failfast_jax.serving.server import BACKLOG, Server, url_of
 
     key = options.key()
     config = config_of(args, exact=args.exact, max_new_tokens=options.max_new_tokens)
     listening = listen(options.host, options.port)
     with listening:
-        address, port = listening.getsockname()[:2]
+        address = listening.getsockname()[0]
         if key is None and not is_loopback(address):
             print(f"warning: {address} is not loopback, and no key is asked for: see --api-key-file", file=sys.stderr)
         engine = load_engine(args, config.method)
         if engine.tokenizer is None:
             raise OptionError(f"--target {args.target}: has no tokenizer, and a server speaks text")
         how = options.for_queue(engine.max_seq_len)
-        if getattr(engine.tokenizer, "chat_template", None):
+        if has_template(engine.tokenizer):
             least = len(engine.encode([{"role": "user", "content": "?"}]))
             if how["capacity"] <= least:
                 raise OptionError(f"--context {how['capacity']}: the chat template alone takes {least} tokens")
         print("compiling", file=sys.stderr, flush=True)
-        with Queue(engine, config, waiting=options.waiting, **how) as queue:
+        with Queue(engine, config, waiting=options.waiting, logprobs=options.logprobs, **how) as queue:
             name = options.model_name or os.path.basename(str(engine.target_name).rstrip("/"))
-            settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": options.grace}
-            server = uvicorn.Server(uvicorn.Config(build_app(queue, options, name), **settings))
-            print(f"serving {name} at http://{options.host}:{port}/v1", file=sys.stderr, flush=True)
+            server = Server(queue, options, name)
+            # From here on not by an exception, which may come while the loop is not ready for one.
+            signal.signal(signal.SIGTERM, server.handle_exit)
+            listening.listen(BACKLOG)  # before it is said
+            print(f"serving {name} at {url_of(listening)}/v1", file=sys.stderr, flush=True)
             server.run(sockets=[listening])
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status (2 for input that cannot be served)."""
     args = build_parser().parse_args(argv)
-    return command.run(lambda: _work(args), verbosity=args.verbosity)
+    return command.run(lambda: _work(args), "stopped by Ctrl-C", verbosity=args.verbosity)
 
 
 if __name__ == "__main__":

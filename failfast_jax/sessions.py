@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,11 +18,11 @@ from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.economics import Costs
 from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.decoding.plan import Plan, prefill_parts, prefill_schedule
-from failfast_jax.decoding.state import DecodeState, Draft, RoundLog, Sampling, Verified
+from failfast_jax.decoding.state import DecodeState, Draft, Sampling, Verified
 from failfast_jax.errors import PromptError
 from failfast_jax.models.sharding import DATA
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.results import RowLog
+from failfast_jax.results import RowLog, TokenLogprob
 
 NO_LIMIT = 2**30
 
@@ -287,7 +287,7 @@ class DraftSession(Session):
     """Drafts that a target verifies.
 
     Attributes:
-      drafter, plan: as given.
+      drafter, plan, kept: as given; `kept` is the number of log-probabilities a token, see `Runtime.session`.
     """
 
     def __init__(
@@ -300,9 +300,11 @@ class DraftSession(Session):
         capacity: int,
         plan: Plan,
         decodes: bool = True,
+        logprobs: int | None = None,
     ):
-        self.drafter, self.plan = drafter.planned(plan.widths), plan
-        start, advance = (functools.partial(function, plan=plan) for function in (_start, _advance))
+        self.drafter, self.plan, self.kept = drafter.planned(plan.widths), plan, logprobs
+        start = functools.partial(_start, plan=plan, logprobs=logprobs)
+        advance = functools.partial(_advance, plan=plan)
         super().__init__(programs, placement, (target, self.drafter), batch, capacity, start, advance, decodes)
 
     @functools.cached_property
@@ -310,7 +312,8 @@ class DraftSession(Session):
         """Names the session's programs, in every process: all that is compiled, by kinds and shapes."""
         leaves, structure = jax.tree.flatten((self.models, self.plan))
         shapes = [(np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves]
-        named = repr((structure, shapes, self.batch, self.capacity, jax.__version__))
+        kept = () if self.kept is None else (self.kept,)
+        named = repr((structure, shapes, self.batch, self.capacity, jax.__version__, *kept))
         return hashlib.sha256(named.encode()).hexdigest()[:16]
 
     def with_costs(self, costs: Costs) -> DraftSession:
@@ -343,12 +346,21 @@ class DraftSession(Session):
     def rounds(self, state):
         log, *view = self._fetch((state.log, *self._view(state)))
         tokens, begin, end, _ = view
-        return [_row_log(log, row, tokens[row, begin[row] : end[row]]) for row in range(self.batch)]
+        outputs = [tokens[row, begin[row] : end[row]].tolist() for row in range(self.batch)]
+        return [row_programs.row_log(log, row, output) for row, output in enumerate(outputs)]
 
     def rounds_of(self, state: DecodeState, row: int) -> RowLog:
         """One row's rounds so far. One host wait."""
         log, tokens, begin, end = self._fetch(self._run(row_programs.log_of, state, np.int32(row)))
-        return _row_log(log, 0, tokens[0, begin[0] : end[0]])
+        return row_programs.row_log(log, 0, tokens[0, begin[0] : end[0]].tolist())
+
+    def logprobs(self, state: DecodeState, begin: Mapping[int, int]) -> dict[int, list[TokenLogprob]]:
+        """Of rows' emitted tokens, each row's from its `begin`-th on; for a session that keeps them. One host wait."""
+        found, starts, ends = self._fetch((state.logprobs, state.prompt_length, state.length))
+        return {
+            row: row_programs.logprobs_of(found, row, int(starts[row]) + at, int(ends[row]))
+            for row, at in begin.items()
+        }
 
     # Prompts that go on from what a row has cached.
 
@@ -409,8 +421,8 @@ class DraftSession(Session):
 # The programs. What is static is bound to them by keyword.
 
 
-def _start(target, drafter, inputs, *, plan, capacity, placement):
-    return placement(decoding.init_state(target, drafter, capacity=capacity, plan=plan, **inputs))
+def _start(target, drafter, inputs, *, placement, **static):
+    return placement(decoding.init_state(target, drafter, **static, **inputs))
 
 
 def _prefill(target, drafter, state, at, *, width, parts, placement):
@@ -434,8 +446,3 @@ def _verify(target, drafter, state, proposal, *, plan, placement):
 
 def _commit(drafter, state, proposal, verified, *, placement):
     return placement(decoding.commit(drafter, state, proposal, verified))
-
-
-def _row_log(log: RoundLog, row: int, output: np.ndarray) -> RowLog:
-    rounds = row_programs.rounds_of(log, row, output.tolist())
-    return RowLog(rounds, sum(entry.passes for entry in rounds), int(log.target_passes[row]))

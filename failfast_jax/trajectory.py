@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from failfast_jax.files import write_atomically
 from failfast_jax.results import Result, Round, fate
 
 TERMINAL = "-"
@@ -181,10 +182,10 @@ def write_trace(result: Result, path: Path, tokenizer: Any = None) -> None:
         print(text if sys.stderr.isatty() else re.sub("\033\\[[0-9;]*m", "", text), file=sys.stderr)
         return
     if path.suffix.lower() == ".svg":
-        path.write_text(strip(result.rounds) + "\n", encoding="utf-8")
+        write_atomically(path, strip(result.rounds) + "\n")
         return
     if path.suffix.lower() in (".html", ".htm"):
-        path.write_text(page({result.method: result}, tokenizer), encoding="utf-8")
+        write_atomically(path, page({result.method: result}, tokenizer))
         return
     rows = ({"round": number, **entry.to_dict()} for number, entry in enumerate(result.rounds, 1))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))

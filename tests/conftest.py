@@ -22,6 +22,9 @@ if not OPTIMIZED:
         quick += " --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
 
+# Where a line of a program came from is looked at by nobody here, and written into every one.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+
 import jax
 import numpy as np
 import type_checks
@@ -38,6 +41,9 @@ from failfast_jax.decoding import plan
 from failfast_jax.decoding.economics import Costs
 
 enable_compile_cache()
+# Tracing makes many short-lived objects beside a large heap that stays: collected rarely, and behind each file.
+gc.freeze()
+gc.set_threshold(100_000, 50, 100)
 if not OPTIMIZED:  # a program has a pass of each width in it
     plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 16, 64), (32, 128)
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)

@@ -1,16 +1,21 @@
-"""Damaged checkpoints and odd command lines, from a seed: each is served, or refused with an error of this project.
+"""Damaged checkpoints and files, odd prompts and command lines, from a seed: each is served, or refused in words.
 
 As a command it goes on for as long as it is told, and prints what it found: `python tests/fuzzing.py --seconds 600`.
+With `--case NAME` it tries that case alone, with `--number n` that one input, to see what was found again. Hundreds of
+inputs are also tried in a process whose memory is bounded: `--gigabytes 4`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
+import linecache
 import random
 import re
+import resource
 import shutil
 import struct
 import sys
@@ -21,6 +26,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import fuzzed_inputs
+from fuzzed_inputs import TEXTS
 
 SLOWEST_S = 20
 """No input may take longer. (Generous: the machine may be busy.)"""
@@ -137,6 +145,15 @@ class Checkpoints:
 WORDS = ("", "0", "-1", "1", "3", "x", "1e9", "nan", "inf", "-inf", "0.5", "\u0000", "é", "\udcff", "auto", "2" * 30)
 
 
+def said_by_us(error: Exception) -> bool:
+    """Whether an error is one of this project's own: a ValueError of JSON or NumPy says nothing of the file."""
+    if type(error).__module__.startswith(("failfast_jax", __name__)):
+        return True
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = "failfast_jax" in Path(last.filename).parts
+    return isinstance(error, ValueError) and ours and linecache.getline(*last[:2]).strip().startswith("raise ")
+
+
 class Reached(ValueError):
     """A command line got as far as reading models."""
 
@@ -145,12 +162,20 @@ def _reached(*_: Any) -> None:
     raise Reached("models would be read now")
 
 
-def command_line(rng: random.Random) -> None:
+def prompt_file(rng: random.Random, folder: Path) -> Path:
+    """A file for `--prompt-file`, or no such file."""
+    path = folder / "prompt.txt"
+    path.write_bytes(rng.choice([b"", b" \n", b"a", b"\xff", "\ufeff\u00e9".encode(), b"\0", b"\xed\xa0\xbd", b"\xc3"]))
+    return rng.choice([path, path, path, folder, folder / "absent", folder / "a\0b", Path("/dev/null")])
+
+
+def command_line(rng: random.Random, folder: Path) -> None:
     """Options of `generate`, some of them right, up to the point where models would be read."""
     from failfast_jax import generate
 
     flags = re.findall(r"^ +(--[\w-]+)(.*)", generate.build_parser().format_help(), re.M)
-    argv = ["--token-ids", "1,2,3"] if rng.random() < 0.5 else []
+    ids = rng.choice(["1,2,3", "1,2,3", "1,,2", ",", "1 2", "1.0", "-1", "9" * 5000, "\u0663", "0x1", "1,\ud83d"])
+    argv = ["--token-ids", ids] if rng.random() < 0.4 else []
     for flag, rest in rng.sample(sorted(flags), rng.randrange(1, 5)):
         argv.append(flag)
         if rest and rest.split("  ")[0].strip():  # it takes a value
@@ -158,7 +183,9 @@ def command_line(rng: random.Random) -> None:
             known = choices[0].split(",") if choices else ["lookup", "failfast", "dllm", "eagle3", "7"]
             argv.append(rng.choice(known) if rng.random() < 0.6 else rng.choice(WORDS))
     if rng.random() < 0.3:
-        argv += ["--prompt", rng.choice(["é", "\ud83d\ude00", "a\u0301", "\u202e", "x" * 10**5, "\u0000", " "])]
+        argv += ["--prompt", rng.choice([*TEXTS, "x" * 10**5, "x" * (2**24 + 1)])]
+    elif rng.random() < 0.2:
+        argv += ["--prompt-file", str(prompt_file(rng, folder))]
     silence = io.StringIO(), io.StringIO()
     with contextlib.redirect_stderr(silence[0]), contextlib.redirect_stdout(silence[1]):
         try:
@@ -170,14 +197,16 @@ def command_line(rng: random.Random) -> None:
         raise Reached(silence[0].getvalue())
 
 
-def run(cases: dict[str, Case], seed: int, *, count: int | None = None, seconds: float | None = None) -> dict[str, Any]:
-    """Runs the cases in turn until there were `count` inputs, or for so many seconds.
+def run(
+    cases: dict[str, Case], seed: int, *, count: int | None = None, seconds: float | None = None, first: int = 0
+) -> dict[str, Any]:
+    """Runs the cases in turn, from the number `first` on, until there were `count` inputs, or for so many seconds.
 
     Returns:
       How many inputs were served and refused by case, and `faults`: what was neither, with the seed of each.
     """
-    outcomes, faults, begin, number = Counter(), [], time.monotonic(), 0
-    while number < (count or sys.maxsize) and time.monotonic() - begin < (seconds or float("inf")):
+    outcomes, took, faults, begin, number = Counter(), Counter(), [], time.monotonic(), first
+    while number - first < (count or sys.maxsize) and time.monotonic() - begin < (seconds or float("inf")):
         name = list(cases)[number % len(cases)]
         start = time.monotonic()
         try:
@@ -185,41 +214,76 @@ def run(cases: dict[str, Case], seed: int, *, count: int | None = None, seconds:
             outcomes[f"{name}: served"] += 1
         except Exception as error:
             outcomes[f"{name}: refused"] += 1
-            # A ValueError of JSON or NumPy says nothing of the file: those of this project do.
-            if not type(error).__module__.startswith(("failfast_jax", __name__)):
+            if not said_by_us(error):
                 faults.append({"case": name, "number": number, "error": traceback.format_exc(limit=-4)})
+        took[name] += time.monotonic() - start
         if time.monotonic() - start > SLOWEST_S:
             faults.append({"case": name, "number": number, "error": f"took {time.monotonic() - start:.0f} s"})
         number += 1
-    return {"seed": seed, "inputs": number, "outcomes": dict(sorted(outcomes.items())), "faults": faults}
+    seconds_of = {name: round(value, 1) for name, value in sorted(took.items())}
+    found = {"outcomes": dict(sorted(outcomes.items())), "seconds": seconds_of, "faults": faults}
+    return {"seed": seed, "inputs": number - first, **found}
 
 
 def all_cases(folder: Path) -> dict[str, Case]:
     """The cases; damaged files are written to `folder`."""
     from checkpoint_files import GOLDEN, write_gguf
 
-    from failfast_jax import generate
+    from failfast_jax import generate, templates
+    from failfast_jax.bench import datasets
 
-    generate.load_engine = _reached
+    generate.load_engine = datasets.hub_rows = _reached
+    templates.SECONDS, templates.GROWTH = 0.3, 2**28
     sys.stdin = io.StringIO("a prompt")
     files = Checkpoints(folder, GOLDEN / "qwen2_untied", write_gguf(folder / "whole.gguf", "qwen2_untied"))
+    small = fuzzed_inputs.SmallFiles(folder, _changed, _mangled)
+    tokenizers = fuzzed_inputs.Tokenizers(folder, _changed, _mangled)
     return {
         "config.json": files.config_json,
         "safetensors": files.safetensors,
         "GGUF": files.gguf_header,
-        "command line": command_line,
+        "command line": functools.partial(command_line, folder=folder),
+        "tokenizer": tokenizers.files_changed,
+        "template": tokenizers.template,
+        "prompt": fuzzed_inputs.Prompts().prompt,
+        "weights": fuzzed_inputs.Weights(folder, GOLDEN / "qwen2_untied").value,
+        "drafter": fuzzed_inputs.Drafters(folder, _changed).config,
+        "--costs": small.costs,
+        "--settings": small.settings,
+        "--config": small.config,
+        "records": small.records,
+        "prompts": small.prompts,
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--count", type=int, help="inputs; default: as many as there is time for")
+    parser.add_argument("--case", help="this one alone")
+    parser.add_argument("--number", type=int, help="this input alone")
+    parser.add_argument("--gigabytes", type=float, help="address space that the process may have, beyond what it has")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        report = run(all_cases(Path(folder)), args.seed, seconds=args.seconds)
+        cases = all_cases(Path(folder))
+        if args.number is not None:
+            args.count = 1
+        if args.gigabytes is not None:
+            run(cases, args.seed, count=len(cases))  # libraries are loaded, and programs compiled
+            bound_memory(args.gigabytes)
+        if args.case is not None:
+            cases = {args.case: cases[args.case]}
+        report = run(cases, args.seed, count=args.count, seconds=args.seconds, first=args.number or 0)
     print(json.dumps(report, indent=1))
     return int(bool(report["faults"]))
+
+
+def bound_memory(gigabytes: float) -> None:
+    """Lets this process have no more address space than so much beyond what it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + int(gigabytes * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 if __name__ == "__main__":

@@ -192,6 +192,28 @@ def test_no_token_comes_from_logits_that_are_not_finite(method):
             broken.generate([[5, 6, 7]], method=method, max_new_tokens=20, temperature=temperature)
 
 
+@pytest.mark.parametrize("method", ["vanilla", "lookup", "failfast"])
+def test_logits_that_are_not_finite_later_on(method):
+    """A token of the text has an embedding that is infinite: the text up to it is right, and nothing follows."""
+    whole, sampled = new_engine(), {"temperature": 2.0, "seed": 1, "ignore_eos": True}
+    before = whole.generate([[5, 6, 7]], method="vanilla", max_new_tokens=20, **sampled)[0].output_ids
+    late = max(before.index(token) for token in before if token not in (5, 6, 7))
+    assert 0 < late < 19
+    broken = new_engine(programs=whole.runtime.programs)
+    broken.target.embed[...] = broken.target.embed[...].at[before[late]].set(np.inf)
+    options = {"method": method, **sampled} | (DRAFTS if method == "failfast" else {})
+    assert broken.generate([[5, 6, 7]], max_new_tokens=late + 1, **options)[0].output_ids == before[: late + 1]
+    with pytest.raises(NonFiniteError, match=f"the logits for position {3 + late + 1} are not finite"):
+        broken.generate([[5, 6, 7]], max_new_tokens=20, **options)
+
+
+@pytest.mark.parametrize("value", [np.nan, 3e38])
+def test_a_drafter_that_is_not_finite_loses_nothing(value):
+    target, drafter = random_model(tiny_config(num_layers=1), seed=1), random_model(diffusion_config(), seed=2)
+    broken = FailFast(target, with_bad_weights(drafter, value))
+    lossless(broken, [[5, 6, 7]], max_new_tokens=20, ignore_eos=True, **DRAFTS)
+
+
 @pytest.mark.parametrize("block_cache", [False, True])
 def test_no_diffusion_token_comes_from_logits_that_are_not_finite(block_cache):
     broken = FailFast(with_bad_weights(random_model(diffusion_config()), np.nan))

@@ -41,7 +41,7 @@ BOTTOM = {
         "platforms",
         "progress",
     ),
-    *("results", "tables"),
+    *("results", "tables", "templates"),
 }
 LAYERS = (
     BOTTOM,

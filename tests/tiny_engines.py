@@ -69,5 +69,5 @@ class BytePieces:
     def decode(self, ids, skip_special_tokens=True) -> str:
         return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [ord(c) % VOCAB for c in text]}

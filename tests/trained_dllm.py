@@ -73,7 +73,7 @@ def figures(model: Decoder, folder: Path) -> dict:
     config = GenerationConfig("dllm", max_new_tokens=48, options={"threshold": 1.0})
     graph = calibrated(engine, prompts(32, seed=1), config, 10)
     graph.save(folder / "spiffy.json")
-    return report(engine, prompts(16, seed=2), config, folder / "spiffy.json", (1, 3, 10))
+    return report(engine, prompts(16, seed=2), config, folder / "spiffy.json", range(1, 11))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import numpy as np
 from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.extras import needed
-from failfast_jax.bench.figures import figure_class
+from failfast_jax.bench.figures import figure_class, save_figure
 from failfast_jax.bench.run_options import DEFAULTS
 from failfast_jax.bench.specdiff import numbers
 from failfast_jax.bench.variants import VANILLA, Variant, parse_method, split_methods
@@ -85,7 +85,7 @@ def draw(found: dict[int, dict[str, dict[str, float]]], out: Path) -> None:
     axis.set(xlabel="sequences in a batch", ylabel="speedup over vanilla decoding")
     axis.legend(fontsize="small")
     for kind in ("png", "svg"):
-        figure.savefig(out / f"batches.{kind}", dpi=120)
+        save_figure(figure, out / f"batches.{kind}", dpi=120)
 
 
 def work(args: argparse.Namespace) -> int:

@@ -216,7 +216,7 @@ def read_rows(path: Path) -> list[tuple[str, Any]]:
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error})") from None
 
 
@@ -311,7 +311,7 @@ def load_dataset(
     return Dataset(name, tuple(questions), source.scoring)
 
 
-def _read_prompts(path: Path) -> list[Prompt]:
+def _read_prompts(path: Path) -> list[Prompt | Mapping[str, Any]]:
     """The prompts of a file: rows of text, token ids or objects, or the arrays that `failfast_jax.train` writes."""
     if path.suffix != ".npz":
         return [_as_prompt(row, f"{path}: {place}") for place, row in read_rows(path)]
@@ -334,9 +334,16 @@ def _as_prompt(value: Any, where: str) -> Prompt | Mapping[str, Any]:
         return value
     if isinstance(value, Mapping):
         value = value.get("prompt", value.get("messages"))
-    if not (isinstance(value, (str, list)) and value):
+    fine = isinstance(value, (str, list)) and value
+    if fine and isinstance(value, list):
+        fine = all(type(item) is int for item in value) or all(_is_message(item) for item in value)
+    if not fine:
         raise ValueError(f"{where} needs a prompt: text, token ids, or an object with 'prompt', 'turns' or 'messages'")
     return value
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
 
 
 def _turns(prompt: Prompt | Mapping[str, Any], index: int) -> list[Question]:

@@ -6,6 +6,7 @@ that the records cannot fill is left out, with the reason.
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import operator
@@ -20,16 +21,23 @@ import numpy as np
 from failfast_jax.bench import report
 from failfast_jax.bench.extras import needed
 from failfast_jax.bench.journal import ANSWER, RECORDS
-from failfast_jax.bench.modelled import LARGEST, alpha_of, authors_latencies, expected_speedup
+from failfast_jax.bench.modelled import LARGEST, THEORY_LENGTHS, authors_latencies, theory_curve
 from failfast_jax.bench.published import appendix_b
 from failfast_jax.bench.variants import BASELINE
-from failfast_jax.files import Record, read_lines
+from failfast_jax.files import Record, read_lines, write_atomically
 
 SENSITIVE = {"tau": "confidence threshold tau", "spec_len": "chunk length N", "max_spec_len": "longest draft"}
 
 
 class NoData(Exception):
     """The records lack what a figure shows; the message says what."""
+
+
+def save_figure(figure: Any, path: Path, **options: Any) -> None:
+    """Writes a figure, whole or not at all, in the format that the name ends in; `options`: of `Figure.savefig`."""
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:], **options)
+    write_atomically(path, content.getvalue())
 
 
 def figure_class() -> Any:
@@ -268,32 +276,25 @@ def sensitivity(records: Records, key: str) -> Any:
     return figure
 
 
-def theory_curves(lengths: Sequence[int]) -> dict[str, list[float]]:
-    """Leviathan et al., Theorem 3.8, for the paper's two drafters (Qwen2.5-32B, MATH).
+def theory_curves() -> dict[str, list[float]]:
+    """Leviathan et al., Theorem 3.8, for the paper's two drafters (Qwen2.5-32B, MATH), at `THEORY_LENGTHS`.
 
-    The autoregressive one takes a pass a token, the block-diffusion one a pass for each eight and one more, for its
-    cache. Each has the acceptance rate of Appendix B, freed of the length at which it was measured.
+    Each has the acceptance rate of Appendix B.
     """
-    cost = authors_latencies()[LARGEST]
-    step = cost.draft_pass / cost.target_step
     found = {}
-    for label, method, passes in (
-        ("autoregressive drafter", "ar", lambda n: n),
-        ("block-diffusion drafter, one pass", "failfast", lambda n: -(-n // 8) + 1),
-    ):
+    for label, method in (("autoregressive drafter", "ar"), ("block-diffusion drafter, one pass", "failfast")):
         row = appendix_b()[LARGEST][method]["MATH"]
-        alpha = alpha_of(row["acceptance_rate"], row["mean_speculated"])
-        found[label] = [expected_speedup(alpha, n, step * passes(n)) for n in lengths]
+        rate, length = row["acceptance_rate"], row["mean_speculated"]
+        found[label] = theory_curve(method, rate, length, authors_latencies()[LARGEST])
     return found
 
 
 def theory(records: Records) -> Any:
     """Expected speedup over the draft length; it needs no records."""
     figure, (axis,) = panels(1, 7)
-    lengths = range(2, 61)
-    for name, values in theory_curves(lengths).items():
+    for name, values in theory_curves().items():
         best = int(np.argmax(values))
-        axis.plot(lengths, values, label=f"{name}: {values[best]:.1f} x at {lengths[best]}")
+        axis.plot(THEORY_LENGTHS, values, label=f"{name}: {values[best]:.1f} x at {THEORY_LENGTHS[best]}")
     title = "Theorem 3.8 at the paper's acceptance and latencies (32B, MATH)"
     axis.set(xlabel="speculated tokens a round", ylabel="speedup over vanilla decoding", title=title)
     axis.legend(fontsize="small")
@@ -323,7 +324,7 @@ def draw_all(source: Path, folder: Path) -> list[Path]:
             print(f"figure {name}: left out: {reason}", file=sys.stderr)
             continue
         written += [folder / f"{name}.png", folder / f"{name}.svg"]
-        figure.savefig(written[-2], dpi=120)
+        save_figure(figure, written[-2], dpi=120)
         figure.set_layout_engine("none")  # what was laid out stays: doing it again would take as long as drawing
-        figure.savefig(written[-1])
+        save_figure(figure, written[-1])
     return written

@@ -8,6 +8,7 @@ from pathlib import Path
 from failfast_jax import files
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, OTHER_SAMPLE
+from failfast_jax.errors import ConfigError
 from failfast_jax.files import Record
 from failfast_jax.results import Result, Round, Stats
 
@@ -60,10 +61,14 @@ class Journal(files.Journal):
         super().__init__(path, identity, machine)
         self.lines: dict[str, dict[tuple, Record]] = {kind: {} for kind in _KEYS}
         for record in self.records:
-            self._keep(record)
+            try:
+                self._keep(record)
+            except (KeyError, TypeError):
+                keys = ", ".join(_KEYS[record["kind"]])
+                raise ConfigError(f"{path}: a line of kind {record['kind']} lacks {keys}; it was changed") from None
 
     def _keep(self, record: Record) -> None:
-        if record.get("kind") in self.lines:
+        if str(record.get("kind")) in self.lines:
             self.lines[record["kind"]][key_of(record["kind"], record)] = record
 
     def append(self, record: Record) -> None:

@@ -8,6 +8,7 @@ forward pass on an A6000) the published figures come out; with ours, what our re
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from scipy.optimize import brentq
 
@@ -89,6 +90,23 @@ def expected_speedup(alpha: float, length: float, draft_cost: float) -> float:
     """
     tokens = length + 1 if alpha >= 1 else (1 - alpha ** (length + 1)) / (1 - alpha)
     return tokens / (draft_cost + 1)
+
+
+THEORY_LENGTHS = range(2, 61)
+THEORY_PASSES: dict[str, Callable[[int], int]] = {"ar": lambda n: n, "failfast": lambda n: -(-n // 8) + 1}
+"""Drafter passes that the paper takes for a draft of n tokens: the autoregressive drafter's, a pass a token; and the
+block-diffusion one's, a pass for each eight and one more, for its cache."""
+
+
+def theory_curve(method: str, acceptance_rate: float, length: float, latency: Latency) -> list[float]:
+    """The paper's theoretical speedup at each of `THEORY_LENGTHS`.
+
+    Args:
+      method: of `THEORY_PASSES`.
+      acceptance_rate: as measured with drafts of `length` tokens, between 0 and 1; it is freed of that length.
+    """
+    alpha, step = alpha_of(acceptance_rate, length), latency.draft_pass / latency.target_step
+    return [expected_speedup(alpha, n, step * THEORY_PASSES[method](n)) for n in THEORY_LENGTHS]
 
 
 def alpha_of(acceptance_rate: float, length: float) -> float:

@@ -131,7 +131,7 @@ def write_trajectories(folder: Path, places: list[str], out: Path) -> list[Path]
         name = "".join(c if c.isalnum() else "-" for c in f"{dataset}-{question}")
         written.append(out / f"trajectory-{name}.html")
         results = {label: result_of(record) for label, record in found.items() if label in rows}
-        written[-1].write_text(trajectory.page(results, tokenizer), encoding="utf-8")
+        write_atomically(written[-1], trajectory.page(results, tokenizer))
     return written
 
 

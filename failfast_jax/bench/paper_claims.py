@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from failfast_jax.bench.figures import easy_share
+from failfast_jax.bench.modelled import LARGEST, THEORY_LENGTHS, Latency, authors_latencies, theory_curve
 from failfast_jax.bench.paper_tables import (
     AR,
     DATASET_NAMES,
     FAILFAST,
     FAST_DLLM,
     FAST_DLLM_PLUS,
+    PUBLISHED,
     Answer,
     PaperRun,
     averaged,
@@ -70,8 +72,13 @@ def a_pass(name: str) -> Callable[[Sequence[Answer]], float]:
     return lambda answers: averaged(answers)[name] / max(averaged(answers)["passes"], 1e-9)
 
 
+def of_question(name: str) -> Callable[[Sequence[Answer]], float | None]:
+    """The mean of a figure of `Answer.values` over questions."""
+    return lambda answers: averaged(answers)[name]
+
+
 def longest(answers: Sequence[Answer]) -> float:
-    """Most accepted tokens of a round, a mean over questions."""
+    """Most accepted tokens of a round, of all questions."""
     return averaged(answers)["most_accepted"]
 
 
@@ -83,8 +90,42 @@ def spread(runs: Runs, row: str, other: str | None = None, name: str = "modelled
             found += over(run, row, other, name)[:-1]
         else:
             found += [averaged(rows[row])[name] for rows in run.rows.values() if row in rows]
-    found = [value for value in found if value is not None]
+    return between(found)
+
+
+def between(values: Iterable[float | None]) -> str | None:
+    """The smallest and the largest of the values that there are."""
+    found = [value for value in values if value is not None]
     return f"{min(found):.2f} to {max(found):.2f}" if found else None
+
+
+def by_target(runs: Runs, row: str, other: str, of: Callable[[list[float]], float]) -> str | None:
+    """A row's measured speedup over another's: one figure of each target's datasets, smallest and largest target."""
+    found = [[ratio for ratio in over(run, row, other, "measured")[:-1] if ratio is not None] for run in runs]
+    return between(of(ratios) for ratios in found if ratios)
+
+
+def largest(runs: Runs) -> Runs:
+    """The runs of the paper's largest target."""
+    return [run for run in runs if run.size == "32b"]
+
+
+def best_length(method: str, acceptance_rate: float, length: float, latency: Latency) -> str:
+    """The largest theoretical speedup, and the draft length that has it."""
+    curve = theory_curve(method, acceptance_rate, length, latency)
+    best = int(np.argmax(curve))
+    return f"{curve[best]:.1f} at {THEORY_LENGTHS[best]}"
+
+
+def theory(runs: Runs, row: str) -> str | None:
+    """`best_length` of a row's drafts on MATH, by target."""
+    found = []
+    for answers in (run.rows.get("math500", {}).get(row) for run in runs):
+        mean_of = averaged(answers) if answers else {}
+        if 0 < (mean_of.get("acceptance") or 0) < 1:
+            rate, length = mean_of["acceptance"], mean_of["speculated"]
+            found.append(best_length(PUBLISHED[row], rate, length, answers[0].latency))
+    return " / ".join(found) or None
 
 
 def gain(runs: Runs, row: str, other: str) -> str | None:
@@ -93,15 +134,16 @@ def gain(runs: Runs, row: str, other: str) -> str | None:
     return " / ".join(f"{100 * (value - 1):.1f} %" for value in found if value is not None) or None
 
 
-def best_question(runs: Runs, row: str, other: str | None = None) -> str | None:
-    """The largest modelled speedup of a single question, over `vanilla` or another row."""
+def best_question(runs: Runs, row: str, other: str, place: int) -> str | None:
+    """Of the single question on which a row's modelled speedup is the largest multiple of another's: that multiple
+    (`place` 0), or the speedup over `vanilla` (1)."""
     found = []
     for rows in itertools.chain.from_iterable(run.rows.values() for run in runs):
-        if row in rows and (other is None or other in rows):
-            own = {a.record["question"]: a.values()["modelled"] for a in rows[row]}
-            base = {a.record["question"]: a.values()["modelled"] for a in rows[other]} if other else {}
-            found += [value / base.get(question, 1.0) for question, value in own.items()]
-    return f"{max(found):.2f}" if found else None
+        if row in rows and other in rows:
+            base = {a.record["question"]: a.values()["modelled"] for a in rows[other]}
+            own = ((base.get(a.record["question"]), a.values()["modelled"]) for a in rows[row])
+            found += [(speedup / beside, speedup) for beside, speedup in own if beside]
+    return f"{max(found)[place]:.2f}" if found else None
 
 
 def easy(runs: Runs, cutoff: int) -> str | None:
@@ -124,13 +166,15 @@ def fewer_rounds(runs: Runs) -> str | None:
 
 CLAIMS = (
     Claim("FailFast over vanilla, by dataset", "1.9 to 4.9", lambda runs: spread(runs, FAILFAST)),
+    Claim("... Qwen2.5-32B", "3.1 to 4.9", lambda runs: spread(largest(runs), FAILFAST)),
     Claim("FailFast over the AR drafter", "1.3 to 2.1", lambda runs: spread(runs, FAILFAST, AR)),
     Claim("FailFast over Fast-dLLM", "1.2 to 1.7", lambda runs: spread(runs, FAILFAST, FAST_DLLM)),
     Claim(
-        "FailFast over EAGLE-3, both measured",
-        "1.0 to 1.4 on average, up to 1.7",
-        lambda runs: spread(runs, FAILFAST, "eagle3", "measured"),
+        "FailFast over EAGLE-3, measured, a target's mean",
+        "1.0 to 1.4",
+        lambda runs: by_target(runs, FAILFAST, "eagle3", np.mean),
     ),
+    Claim("... its best dataset", "1.3 to 1.7", lambda runs: by_target(runs, FAILFAST, "eagle3", max)),
     Claim("Fast-dLLM+ over Fast-dLLM", "2.3 to 3.3 %", lambda runs: gain(runs, FAST_DLLM_PLUS, FAST_DLLM)),
     Claim("SuffixDecoding over vanilla", "negligible", lambda runs: spread(runs, "suffix")),
     Claim("speculation latency, Fast-dLLM below AR", "22.9 %", lambda runs: saved(runs, FAST_DLLM, AR, "draft_ms")),
@@ -139,14 +183,17 @@ CLAIMS = (
     Claim("tokens a pass, FailFast, MATH", "4.1", lambda runs: of_rounds(runs, FAILFAST, a_pass("speculated"))),
     Claim("... accepted of them", "1.7", lambda runs: of_rounds(runs, FAILFAST, a_pass("accepted"))),
     Claim("... accepted, AR drafter", "0.6", lambda runs: of_rounds(runs, AR, a_pass("accepted"))),
+    Claim("Theorem 3.8, AR drafter: most, at length", "3.0 at 8", lambda runs: theory(runs, AR)),
+    Claim("... FailFast", "5.2 at 16", lambda runs: theory(runs, FAILFAST)),
+    Claim("speculated tokens a round, MATH", "14.6", lambda runs: of_rounds(runs, FAILFAST, of_question("speculated"))),
     Claim("rounds extended, MATH", "20 %", lambda runs: of_rounds(runs, FAILFAST, share_extended)),
     Claim("rounds fewer than with the AR drafter, MATH", "16.0 %", fewer_rounds),
     Claim("longest accepted draft, MATH", "70", lambda runs: of_rounds(runs, FAILFAST, longest)),
     Claim("tokens in easy regions of over 10", "50 to 70 %", lambda runs: easy(runs, 10)),
     Claim("... of over 50", "15 to 26 %", lambda runs: easy(runs, 50)),
     Claim("reuse over FailFast", "2 %", lambda runs: gain(runs, "reuse", FAILFAST)),
-    Claim("... on its best question", "1.15", lambda runs: best_question(runs, "reuse", FAILFAST)),
-    Claim("... over vanilla there", "8.8", lambda runs: best_question(runs, "reuse")),
+    Claim("... on its best question", "1.15", lambda runs: best_question(runs, "reuse", FAILFAST, 0)),
+    Claim("... over vanilla there", "8.8", lambda runs: best_question(runs, "reuse", FAILFAST, 1)),
 )
 
 
@@ -168,10 +215,21 @@ def from_appendix() -> dict[str, str]:
             mine, theirs = (sum(run.published(d, r)[name] for d in DATASET_NAMES) for r in (row, other))
             shares.append(1 - mine / theirs)
         cells[said] = f"{100 * np.mean(shares):.1f} %"
+    ranges = [run.published(d, FAILFAST)["modelled"] for run in published_runs()[:1] for d in DATASET_NAMES]
+    cells["... Qwen2.5-32B"] = between(ranges)
+    for row, said in ((AR, "FailFast over the AR drafter"), (FAST_DLLM, "FailFast over Fast-dLLM")):
+        cells[said] = between(
+            run.published(d, FAILFAST)["modelled"] / run.published(d, row)["modelled"]
+            for run in published_runs()
+            for d in DATASET_NAMES
+        )
     math, ar = (published_runs()[0].published("math500", row) for row in (FAILFAST, AR))
     cells["tokens a pass, FailFast, MATH"] = number(math["speculated"] / math["passes"])
     cells["... accepted of them"] = number(math["accepted"] / math["passes"])
     cells["... accepted, AR drafter"] = number(ar["accepted"] / ar["passes"])
+    for said, row, own in (("Theorem 3.8, AR drafter: most, at length", AR, ar), ("... FailFast", FAILFAST, math)):
+        cells[said] = best_length(PUBLISHED[row], own["acceptance"], own["speculated"], authors_latencies()[LARGEST])
+    cells["speculated tokens a round, MATH"] = number(math["speculated"], 1)
     cells["rounds fewer than with the AR drafter, MATH"] = f"{100 * (1 - math['rounds'] / ar['rounds']):.1f} %"
     return cells
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax.bench.figures import NoData, Records, easy_tokens, figure_class
+from failfast_jax.bench.figures import NoData, Records, easy_tokens, figure_class, save_figure
 from failfast_jax.bench.paper_tables import AR, PAPERS, PaperRun, averaged, mean
 
 STRIP = ("math500", (0, 4, 15, 18, 21))
@@ -91,5 +91,5 @@ def draw(runs: Sequence[PaperRun], records: Sequence[Records], strip: str | None
             continue
         for kind in ("png", "svg"):
             written.append(out / f"{name}.{kind}")
-            figure.savefig(written[-1], dpi=120)
+            save_figure(figure, written[-1], dpi=120)
     return written

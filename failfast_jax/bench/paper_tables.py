@@ -17,7 +17,9 @@ from failfast_jax.bench.modelled import Latency
 from failfast_jax.bench.published import appendix_b, published_for
 from failfast_jax.bench.released import Counts, counts
 from failfast_jax.bench.variants import BASELINE
+from failfast_jax.drafters import METHODS
 from failfast_jax.files import Record
+from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION
 from failfast_jax.tables import markdown
 
 AR, FAST_DLLM, FAST_DLLM_PLUS, FAILFAST = "AR drafter", "Fast-dLLM", "Fast-dLLM+", "FailFast"
@@ -37,6 +39,12 @@ class Answer:
     plain_s: float
     """Seconds that `vanilla` took beside it."""
 
+    def modelled(self, tokens: int, rounds: int, passes: int) -> float | None:
+        """The modelled speedup of such an answer; None where the latencies are not those of its drafter."""
+        if not is_priced(self.record):
+            return None
+        return self.latency.speedup(tokens=tokens, rounds=rounds, passes=passes)
+
     def values(self) -> dict[str, float | None]:
         """The question's own figures."""
         rounds, speculated = max(self.counts.rounds, 1), sum(self.counts.speculated)
@@ -47,11 +55,18 @@ class Answer:
             "speculated": speculated / rounds,
             "rounds": self.counts.rounds,
             "passes": passes / rounds,
-            "modelled": self.latency.speedup(tokens=self.counts.tokens, rounds=rounds, passes=passes),
+            "modelled": self.modelled(self.counts.tokens, rounds, passes),
             "measured": self.plain_s / self.record["decode_s"],
-            "draft_ms": passes * self.latency.draft_pass,
+            "draft_ms": passes * self.latency.draft_pass if is_priced(self.record) else None,
             "verify_ms": rounds * self.latency.target_step,
         }
+
+
+def is_priced(record: Record) -> bool:
+    """Whether the authors' latency of a drafter pass, that of a model of 1.5B, holds for an answer: not for drafters of
+    a layer or so that read the target's features, which the paper has timed and not modelled."""
+    kinds = METHODS[record["method"]].kinds
+    return not kinds or not {AUTOREGRESSIVE, BLOCK_DIFFUSION}.isdisjoint(kinds)
 
 
 def averaged(answers: Sequence[Answer]) -> dict[str, float | None]:
@@ -79,7 +94,7 @@ def pooled(answers: Sequence[Answer]) -> dict[str, float | None]:
         "accepted": accepted / rounds,
         "speculated": speculated / rounds,
         "passes": passes / rounds,
-        "modelled": answers[0].latency.speedup(tokens=tokens, rounds=rounds, passes=passes),
+        "modelled": answers[0].modelled(tokens, rounds, passes),
         "measured": sum(a.plain_s for a in answers) / sum(a.record["decode_s"] for a in answers),
     }
 
@@ -142,14 +157,14 @@ def rows_of(answers: Mapping[str, Sequence[Answer]]) -> dict[str, str]:
     As in the paper the modelled speedup says which length is best.
     """
     lengths: dict[str, dict[int, str]] = {"ar": {}, "fast-dllm": {}}
-    others = {}
+    released, others = released_failfast(answers), {}
     for label, found in answers.items():
         first = found[0].record
         method, options = first["method"], first["options"]
         if method in lengths and not options.get("dynamic") and "spec_len" in options:
             lengths[method][options["spec_len"]] = label
-        elif method == "failfast" and options.get("schedule") == "aligned" and not options.get("reuse"):
-            others.setdefault(FAILFAST, label)
+        elif label == released:
+            others[FAILFAST] = label
         elif method != BASELINE:
             others[label] = label
 
@@ -164,6 +179,16 @@ def rows_of(answers: Mapping[str, Sequence[Answer]]) -> dict[str, str]:
     if lengths["fast-dllm"]:
         chosen[FAST_DLLM_PLUS] = lengths["fast-dllm"][best(lengths["fast-dllm"])]
     return chosen | others
+
+
+def released_failfast(answers: Mapping[str, Sequence[Answer]]) -> str | None:
+    """The label of the paper's own method: the preset's, or the first one with the released schedule."""
+    found = []
+    for label, (first, *_) in answers.items():
+        method, options = first.record["method"], first.record["options"]
+        if method == "failfast" and options.get("schedule") == "aligned" and not options.get("reuse"):
+            found.append(label)
+    return "failfast" if "failfast" in found else next(iter(found), None)
 
 
 def run_of(records: Iterable[Record], target: str, latency: Latency, *, released: bool) -> PaperRun:
@@ -243,7 +268,8 @@ def over(run: PaperRun, row: str, other: str, name: str) -> list[float | None]:
 
     def ratio(dataset: str, _: str) -> float | None:
         rows = run.rows[dataset]
-        return averaged(rows[row])[name] / averaged(rows[other])[name] if row in rows and other in rows else None
+        both = [averaged(rows[which])[name] for which in (row, other) if which in rows]
+        return both[0] / both[1] if len(both) == 2 and None not in both else None
 
     return over_datasets(run, other, ratio)
 

@@ -13,6 +13,7 @@ The result says how fast the engine is *if* drafts are accepted as the paper say
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import inspect
@@ -31,7 +32,7 @@ from failfast_jax.bench.published import DATASETS, published_for
 from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
 from failfast_jax.bench.replay_report import NOTICE, plot, report
 from failfast_jax.compilation import enable_compile_cache
-from failfast_jax.files import Journal, write_atomically
+from failfast_jax.files import Journal, sole_writer, write_atomically
 from failfast_jax.models.attention import KERNELS
 
 TARGETS_FILE = "targets.jsonl"
@@ -107,6 +108,12 @@ def work(args: argparse.Namespace) -> int:
     on_cpu = jax.default_backend() == "cpu"
     names = [args.target] if args.target else [*REAL, *(["tiny"] if on_cpu else [])]
     enable_compile_cache()
+    with contextlib.nullcontext() if args.out is None else sole_writer(args.out):
+        return replayed(args, options, names, spared=on_cpu and not args.target)
+
+
+def replayed(args: argparse.Namespace, options: ReplayOptions, names: list[str], spared: bool) -> int:
+    """Times the targets; prints and writes what was found."""
     host = platforms.machine()
     identity = {**dataclasses.asdict(options), **{key: host[key] for key in ("device", "processor", "jax")}}
     journal = Journal(None if args.out is None else args.out / TARGETS_FILE, json.loads(json.dumps(identity)), host)
@@ -115,12 +122,11 @@ def work(args: argparse.Namespace) -> int:
         "machine": host,
         "settings": dataclasses.asdict(options),
         "law": inspect.cleandoc(published.__doc__),
-        "targets": measure(names, options, journal, spared=on_cpu and not args.target),
+        "targets": measure(names, options, journal, spared),
     }
     text = report(summary)
     print(text)
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
         write_atomically(args.out / "replay.json", json.dumps(summary, indent=1) + "\n")
         write_atomically(args.out / "replay.md", text + "\n")
         plot(summary, args.out)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax.bench.figures import figure_class
+from failfast_jax.bench.figures import figure_class, save_figure
 from failfast_jax.tables import markdown
 
 NOTICE = (
@@ -94,5 +94,5 @@ def plot(summary: dict[str, Any], folder: Path) -> None:
     axis.set(xlabel="ms a round, each part timed apart", xlim=(0, None))
     axis.set_title(f"Replay: injected acceptance, random weights ({summary['machine']['device']})")
     figure.legend(fontsize=8, ncols=3, loc="outside lower center")
-    figure.savefig(folder / "replay.png", dpi=120)
-    figure.savefig(folder / "replay.svg")
+    save_figure(figure, folder / "replay.png", dpi=120)
+    save_figure(figure, folder / "replay.svg")

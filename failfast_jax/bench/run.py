@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import sys
 from collections import defaultdict
@@ -25,7 +26,7 @@ from failfast_jax.bench.datasets import Dataset, stamp
 from failfast_jax.bench.extras import needed
 from failfast_jax.bench.harness import asked_records
 from failfast_jax.bench.journal import RECORDS, SCORE, Journal
-from failfast_jax.bench.modelled import latency_for, parse_latency
+from failfast_jax.bench.modelled import Latency, latency_for, parse_latency
 from failfast_jax.bench.released import with_passes
 from failfast_jax.bench.run_options import RELEASED, add_arguments, merged, read_datasets, read_variants
 from failfast_jax.bench.variants import DRAFTER, Variant, changed_options, check_common
@@ -34,7 +35,7 @@ from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import Record
+from failfast_jax.files import Record, sole_writer, write_atomically
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE
 
 __all__ = ["add_arguments", "work"]
@@ -102,9 +103,9 @@ def write_parquet(records: Sequence[Record], path: Path) -> None:
     rows = [
         {name: record.get(name) for name in names} | {"options": json.dumps(record["options"])} for record in records
     ]
-    temporary = path.with_suffix(".part")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
-    temporary.replace(path)
+    content = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), content)
+    write_atomically(path, content.getvalue())
 
 
 def draw(out: Path) -> None:
@@ -120,6 +121,17 @@ def work(args: argparse.Namespace) -> int:
     if redraw:
         draw(out)
         return 0
+    task, latency = check(args)
+    with sole_writer(out):
+        return compare(task, latency, out)
+
+
+def check(args: argparse.Namespace) -> tuple[Task, Latency]:
+    """What a comparison is asked for, checked before any model is loaded, and the modelled latencies.
+
+    Raises:
+      ValueError: options, datasets or packages that cannot be served.
+    """
     common = GenerationConfig(**{"max_new_tokens": args.max_new_tokens, **args.set})
     common.validate()
     variants, optional = read_variants(args)
@@ -131,7 +143,13 @@ def work(args: argparse.Namespace) -> int:
     check_needs(args, datasets)
     if args.weights:
         check_weights(args, variants)
-    answers = ENGINES[args.engine](Task(args, common, variants, optional, datasets))
+    return Task(args, common, variants, optional, datasets), latency
+
+
+def compare(task: Task, latency: Latency, out: Path) -> int:
+    """Answers and sums up; 1: an output differs beyond a near-tie."""
+    args, common, datasets = task.args, task.common, task.datasets
+    answers = ENGINES[args.engine](task)
     variants, facts = answers.variants, answers.facts()
     journal = Journal(out / RECORDS, facts["identity"], facts["machine"])
     answers.run(journal)

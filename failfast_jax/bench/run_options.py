@@ -64,6 +64,14 @@ DEFAULTS: dict[str, Any] = {
 """What flags and the file of `--config` may say; the file's `options` is a mapping for `--set`."""
 MODELS = ("target", "drafter", "ar_drafter")
 LISTS = ("dataset", "methods", "sweep", "data")
+KINDS: dict[str, type] = {name: str for name in (*MODELS, "dtype", "attention", "modelled")}
+KINDS |= {"limit": int, "dataset": list}
+"""Of values whose default is None."""
+ENTRIES: dict[str, dict[str, type]] = {
+    "methods": {"method": str, "label": str, "options": dict, "sweep": dict},
+    "dataset": {"name": str, "data": str, "limit": int, "template": str, "choices": str},
+}
+"""Of mappings in lists."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,16 +153,36 @@ def read_config(path: Path) -> dict[str, Any]:
         name = {"datasets": "dataset", "options": "set"}.get(key, str(key).replace("-", "_"))
         if name not in DEFAULTS:
             raise ValueError(f"{path}: unknown key {key!r} (keys: {', '.join(DEFAULTS)}, datasets, options)")
-        default = DEFAULTS[name]
-        kinds = (int, float) if isinstance(default, float) else type(default)
         if name in LISTS and not isinstance(value, list):
             value = [value]
-        elif default is not None and not isinstance(value, kinds):
-            raise ValueError(f"{path}: {key} {value!r}: must be of type {type(default).__name__}")
+        default = DEFAULTS[name]
+        check_kinds(str(path), {key: value}, {key: KINDS.get(name, type(default))}, needed=default is not None)
+        for entry in value if name in LISTS else ():
+            if not isinstance(entry, str) and name in ENTRIES:
+                check_kinds(f"{path}: {key}", entry, ENTRIES[name])
+            elif not isinstance(entry, str):
+                raise ValueError(f"{path}: {key}: {entry!r} must be text")
         config[name] = value
-    for name in config.get("set", {}):
+    for name in config.get("set") or {}:
         check_option(f"{path}: options", name)
     return config
+
+
+def check_kinds(where: str, entry: Any, kinds: Mapping[str, type], needed: bool = False) -> None:
+    """Checks a mapping of a file against the types that its keys may have; without `needed`, None is fine, too.
+
+    Raises:
+      ValueError: it is none, or has a value of another type or an unknown key; the message begins with `where`.
+    """
+    if not isinstance(entry, Mapping) or entry.keys() - kinds.keys():
+        raise ValueError(f"{where}: {entry!r} must be text, or have the keys {', '.join(kinds)}")
+    for key, value in entry.items():
+        kind = (int, float) if kinds[key] is float else kinds[key]
+        right = isinstance(value, kind) and (kinds[key] is bool or not isinstance(value, bool))
+        if not right and (needed or value is not None):
+            raise ValueError(f"{where}: {key} {value!r}: must be of type {kinds[key].__name__}")
+        if isinstance(value, dict) and not all(isinstance(name, str) for name in value):
+            raise ValueError(f"{where}: {key} {value!r}: its keys must be text")
 
 
 def _add_places(group: Any) -> None:
@@ -251,11 +279,14 @@ def for_size(options: Mapping[str, Any], target: str | None, shown: str) -> dict
     return resolved
 
 
-def read_entry(entry: Any, target: str | None = None, given: Mapping[str, Any] | None = None) -> list[Variant]:
+def read_entry(
+    entry: Any, target: str | None = None, given: Mapping[str, Any] | None = None, lengths: str | None = None
+) -> list[Variant]:
     """The variant, or the points of the sweeps, of a mapping in the file's `methods`.
 
     Args:
       given: options by `--set ROW:...`, instead of the file's.
+      lengths: `--sweep FIRST:LAST`, instead of the file's draft lengths of `ar` and `fast-dllm`.
     """
     if not isinstance(entry, Mapping) or entry.keys() - {"method", "label", "options", "sweep"}:
         raise ValueError(f"methods: {entry!r} must be text, or have the keys method, label, options, sweep")
@@ -266,6 +297,8 @@ def read_entry(entry: Any, target: str | None = None, given: Mapping[str, Any] |
         return [make_variant(method, options, label, shown=shown)]
     points = []
     for key, values in dict(entry["sweep"]).items():
+        if lengths is not None and method in SWEPT.values() and key == "spec_len":
+            values, shown = lengths, f"--sweep {lengths}"
         if not isinstance(values, (str, list)):
             raise ValueError(f'{shown}: values of a sweep must be a list, or a range in quotes like "3:20"')
         values = sweep_values(shown, values) if isinstance(values, str) else values
@@ -303,7 +336,7 @@ def read_variants(args: argparse.Namespace) -> tuple[list[Variant], set[str]]:
     for entry in args.methods:
         if not isinstance(entry, str):
             label = entry.get("label") if isinstance(entry, Mapping) else None
-            named += read_entry(entry, args.target, overrides.pop(label, None))
+            named += read_entry(entry, args.target, overrides.pop(label, None), lengths)
     named = [dataclasses.replace(v, options={**v.options, **overrides.pop(v.label, {})}) for v in named]
     if overrides:
         raise ValueError(f"--set {next(iter(overrides))}:...: there is no such row; rows: {', '.join(labels_of(args))}")
@@ -312,6 +345,7 @@ def read_variants(args: argparse.Namespace) -> tuple[list[Variant], set[str]]:
     if ALL in args.methods:
         others = [*METHODS, *(name for name in SWEPT if lengths is not None and name not in METHODS)]
         rest = [v for name in others if name not in (*texts, BASELINE) for v in parse_method(name, lengths)]
-    if lengths is not None and not {v.sweep.partition(":")[0] for v in (*named, *rest)} & SWEPT.keys():
+    swept = [v for v in (*named, *rest) if v.sweep and v.method in SWEPT.values() and "spec_len" in v.options]
+    if lengths is not None and not swept:
         raise ValueError(f"--sweep {lengths}: is for {' and '.join(SWEPT)}; --methods names neither")
     return check_labels([*named, *rest]), {v.label for v in rest} - {v.label for v in named}

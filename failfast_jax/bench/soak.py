@@ -4,25 +4,35 @@ Requests come in bursts, some are cancelled in the middle, some go on from earli
 must say what it said the first time. At the end nothing may be lost, no program may have been compiled, and memory may
 not have grown. Without --exact the text of a request may depend on who else is there, at near-ties; then
 texts that differ are only counted.
+
+With --clients a server stands before the queue, and so many clients in another process ask it, half of them for a
+stream, until --minutes are over or --requests were made; with --kill some hang up. Answers are counted on both sides,
+rows must be free at the end, and what a request costs beside the engine, and its first token, have limits.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
+import math
 import random
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from failfast_jax.bench.datasets import SOURCES
+from failfast_jax.bench.extras import needed
+from failfast_jax.bench.load_options import LoadOptions
+from failfast_jax.bench.resident import Resident
+from failfast_jax.bench.run_options import read_datasets
 from failfast_jax.compilation import compile_counts
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
 from failfast_jax.files import write_atomically
+from failfast_jax.options import add_flags_of, flag_of
 from failfast_jax.serving.queue import Finished, Queue
 
 KINDS = 24
@@ -40,16 +50,19 @@ class Soak:
     reused_tokens: int = 0
     texts_that_differ: int = 0
     compiles: int = 0
-    grown_mb: float = 0.0
-    """Resident memory at the end over that after the first tenth of the time."""
+    resident_mb: float | None = None
+    """At the end; None: this system does not tell."""
+    grown_percent: float | None = None
 
-    def problems(self, exact: bool) -> list[str]:
+    def problems(self, exact: bool, growth: float = math.inf) -> list[str]:
         """What must not be."""
         found = []
         if self.compiles:
             found.append(f"{self.compiles} programs were compiled")
         if exact and self.texts_that_differ:
             found.append(f"{self.texts_that_differ} texts differ")
+        if (self.grown_percent or 0) > growth:
+            found.append(f"memory grew by {self.grown_percent:.1f} %")
         return found
 
 
@@ -62,22 +75,15 @@ def soak(queue: Queue, seconds: float, seed: int = 0) -> Soak:
     dice, out = random.Random(seed), Soak()
     kinds = [_kind(queue, dice) for _ in range(KINDS)]
     said: dict[int, list[int]] = {}
-    begin, before = time.perf_counter(), compile_counts()
-    early = None
-    while (passed := time.perf_counter() - begin) < seconds:
-        if early is None and passed > seconds / 10:
-            early = memory_mb()
+    begin, before, resident = time.perf_counter(), compile_counts(), Resident()
+    while time.perf_counter() - begin < seconds:
         _burst(queue, dice, kinds, said, out)
+        resident.sample()
     out.seconds = time.perf_counter() - begin
     out.compiles = compile_counts().since(before).requests
-    out.grown_mb = memory_mb() - (early or memory_mb())
+    out.resident_mb, out.grown_percent = resident.last, resident.grown_percent
     out.reused_tokens = queue.scheduler.counts.reused_tokens
     return out
-
-
-def memory_mb() -> float:
-    """Most resident memory so far, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
 
 
 def _kind(queue: Queue, dice: random.Random) -> dict[str, Any]:
@@ -122,26 +128,61 @@ def work(args: argparse.Namespace) -> int:
     """Soaks a queue on the default pair, or on another; returns 1 if something is wrong."""
     if not 0 < args.minutes < 60 * 24:
         raise OptionError(f"--minutes {args.minutes}: must be positive, and less than a day")
+    load, prompts = LoadOptions.given(args), []
+    if load.clients is None:
+        _refuse_load(args)
+    else:
+        needed("httpx", "--clients")
+        needed("uvicorn", "--clients", "serve")
+        prompts = _prompts(args)
     engine = load_pair(args.target, args.drafter, method=args.method)
-    config = GenerationConfig(args.method, exact=args.exact)
-    with Queue(engine, config, batch=args.batch, capacity=min(args.context, engine.max_seq_len)) as queue:
-        found = soak(queue, 60 * args.minutes, args.seed)
-    problems = found.problems(args.exact)
-    text = json.dumps({**dataclasses.asdict(found), "problems": problems}, indent=1)
+    config, capacity = GenerationConfig(args.method, exact=args.exact), min(args.context, engine.max_seq_len)
+    with Queue(engine, config, batch=args.batch, capacity=capacity, waiting=load.waiting) as queue:
+        if load.clients is None:
+            found: Any = soak(queue, 60 * args.minutes, args.seed)
+            said, problems = dataclasses.asdict(found), found.problems(args.exact, load.growth)
+        else:
+            from failfast_jax.bench.server_soak import soak_server
+
+            seconds = None if load.requests else 60 * args.minutes
+            found = soak_server(queue, load, seconds, prompts, args.seed)
+            said, problems = found.to_dict(), found.problems(load, args.exact)
+    text = json.dumps({**said, "problems": problems}, indent=1)
     print(text)
     if args.out:
         write_atomically(args.out, text + "\n")
     return 1 if problems else 0
 
 
+def _prompts(args: argparse.Namespace) -> list[Any]:
+    """The prompts of all datasets, by turns; none where none is named."""
+    if not args.dataset:
+        return []
+    args.data, args.limit = args.data or [], None
+    columns = [[question.prompt for question in dataset.questions] for dataset in read_datasets(args)]
+    return [prompt for row in itertools.zip_longest(*columns) for prompt in row if prompt is not None]
+
+
+def _refuse_load(args: argparse.Namespace) -> None:
+    """Raises OptionError: something is said about clients, and there are none."""
+    for name in ("requests", "kill", "max_new_tokens", "overhead", "first_token", "dataset", "data"):
+        if getattr(args, name) is not None:
+            raise OptionError(f"{flag_of(name)}: only with --clients")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    parser.add_argument("--minutes", metavar="x", type=float, default=10.0)
-    parser.add_argument("--target", metavar="P")
+    parser.add_argument("--minutes", metavar="x", type=float, default=10.0, help="how long (10)")
+    parser.add_argument("--target", metavar="P", help="none: the default pair's")
     parser.add_argument("--drafter", metavar="P")
-    parser.add_argument("--method", default="failfast")
-    parser.add_argument("--batch", metavar="n", type=int, default=4)
-    parser.add_argument("--context", metavar="n", type=int, default=512)
-    parser.add_argument("--seed", metavar="s", type=int, default=0)
+    parser.add_argument("--method", default="failfast", help="(failfast)")
+    parser.add_argument("--batch", metavar="n", type=int, default=4, help="rows (4)")
+    parser.add_argument("--context", metavar="n", type=int, default=512, help="tokens of a prompt and its answer (512)")
+    parser.add_argument("--seed", metavar="s", type=int, default=0, help="of the requests and who hangs up (0)")
     parser.add_argument("--exact", action="store_true", help="texts must not differ")
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the JSON there")
+    load = parser.add_argument_group("a server and its clients")
+    add_flags_of(load, LoadOptions)
+    said = "prompts, each by itself; of several datasets by turns"
+    load.add_argument("--dataset", metavar="D", action="append", help=f"{said}: {', '.join(SOURCES)}, or a file")
+    load.add_argument("--data", metavar="[D=]FILE", action="append", help="rows of dataset D; see bench run")

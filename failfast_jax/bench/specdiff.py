@@ -19,17 +19,17 @@ import numpy as np
 
 from failfast_jax import decoding
 from failfast_jax.bench import report
-from failfast_jax.bench.datasets import load_dataset
+from failfast_jax.bench.datasets import Dataset, load_dataset
 from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.extras import needed
-from failfast_jax.bench.figures import figure_class
+from failfast_jax.bench.figures import figure_class, save_figure
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import RECORDS, Journal
 from failfast_jax.bench.variants import BASELINE, VANILLA, Variant, make_variant
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.round import greedy_sampling, stop_tokens
 from failfast_jax.engine import FailFast
-from failfast_jax.files import write_atomically
+from failfast_jax.files import sole_writer, write_atomically
 from failfast_jax.platforms import machine
 from failfast_jax.tables import markdown
 
@@ -167,7 +167,7 @@ def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
     axis.set(xlabel="draft length (gamma)", ylabel="speedup over vanilla decoding")
     axis.legend(fontsize="small")
     for kind in ("png", "svg"):
-        figure.savefig(out / f"specdiff.{kind}", dpi=120)
+        save_figure(figure, out / f"specdiff.{kind}", dpi=120)
 
 
 def work(args: argparse.Namespace) -> int:
@@ -178,6 +178,12 @@ def work(args: argparse.Namespace) -> int:
     common = GenerationConfig(max_new_tokens=args.max_new_tokens)
     common.validate()
     dataset = load_dataset(args.dataset, data=args.data, limit=args.limit)
+    with sole_writer(args.out):
+        return compare(args, variants, common, dataset)
+
+
+def compare(args: argparse.Namespace, variants: Sequence[Variant], common: GenerationConfig, dataset: Dataset) -> int:
+    """Answers, and writes what was found."""
     engines = EnginePool(args.target, args.drafter, None, args.dtype)
     identity = {**engines.identity(), "max_new_tokens": args.max_new_tokens}
     journal = Journal(args.out / RECORDS, identity, machine())

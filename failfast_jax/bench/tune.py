@@ -28,7 +28,7 @@ from failfast_jax.checkpoints.tuned import TunedOptions, model_key, write_settin
 from failfast_jax.command import deadline_after
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.errors import OptionError
-from failfast_jax.files import write_atomically
+from failfast_jax.files import sole_writer, write_atomically
 from failfast_jax.tables import markdown
 
 TUNED, SUMMARY = "tuned.json", "summary.json"
@@ -106,7 +106,12 @@ def work(args: argparse.Namespace) -> None:
     engine.decoding = {}  # what a folder recommends is one setting of many here
     values = grid.parse(args, grid.default_grid(engine))
     encoded = [engine.encode(prompt) for prompt in prompts]
-    tuner = Tuner(engine, encoded, values, args.max_new_tokens, args.out, args.verify, deadline)
+    with sole_writer(args.out):
+        tune(Tuner(engine, encoded, values, args.max_new_tokens, args.out, args.verify, deadline), args, folder)
+
+
+def tune(tuner: Tuner, args: argparse.Namespace, folder: Path | None) -> None:
+    """Searches, and writes what was found; `folder`: of the drafter whose defaults become the choice."""
     chosen = tuner.verify(tuner.search(args.full_sweep)[: args.verify], args.repeats)
     report, rows = store(tuner, chosen, args, folder), rows_of(tuner)
     summary = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from failfast_jax.options import check_value, flag_of
 BASELINE = "vanilla"
 PAPER_SWEEP = "3:20"
 """Draft lengths among which the paper picks the best for each dataset, for drafts of fixed length."""
+MOST_POINTS = 1000
+"""Of a sweep."""
 SWEPT = {"ar": "ar", "fast-dllm+": "fast-dllm"}
 """Names in `--methods` whose draft length a bare `--sweep a:b` chooses, and their methods."""
 CORPUS = "corpus"
@@ -159,8 +162,8 @@ def sweep_values(shown: str, text: str) -> list[Any]:
     if ":" not in text:
         return [value_of(part.strip()) for part in text.split("|")]
     first, _, last = text.partition(":")
-    if not (first.strip().isdecimal() and last.strip().isdecimal() and int(first) <= int(last)):
-        raise ValueError(f"{shown}: a range must be FIRST:LAST, of integers")
+    if not re.fullmatch(r"\s*\d{1,9}\s*:\s*\d{1,9}\s*", text) or not 0 <= int(last) - int(first) < MOST_POINTS:
+        raise ValueError(f"{shown}: a range must be FIRST:LAST, of at most {MOST_POINTS} integers")
     return list(range(int(first), int(last) + 1))
 
 

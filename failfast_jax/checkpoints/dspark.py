@@ -123,6 +123,8 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DSparkConfig:
     architecture = (raw.get("architectures") or [None])[0]
     zlab, ours = architecture == ZLAB, architecture == OURS
     settings = (raw.get("dflash_config") or {}) if zlab else raw
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{where}: key 'dflash_config' must be an object, got {settings!r}")
     inside = "dflash_config." if zlab else ""
 
     def integer(values: Mapping[str, Any], key: str, least: int, said: str = "") -> int:

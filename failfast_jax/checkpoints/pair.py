@@ -50,7 +50,10 @@ def feature_kind(source: str | os.PathLike) -> Kind | None:
     if not config.is_file():
         return None
     raw = read_json(config)
-    names = [str(name) for name in raw.get("architectures") or ()]
+    names = raw.get("architectures") or []
+    if not isinstance(names, list):
+        raise ConfigError(f"{config}: key 'architectures' must be a list, got {names!r}")
+    names = [str(name) for name in names]
     if {ZLAB, DEEPSPEC, OURS} & {*names}:
         return FEATURE_BLOCK
     if is_eagle_folder(raw):

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from failfast_jax.decoding.state import Sampling
-from failfast_jax.models.sharding import ONE_DEVICE, Execution
+from failfast_jax.decoding.state import Logprobs, Sampling
+from failfast_jax.models.sharding import ONE_DEVICE, Execution, constrain_rows
 
 DRAFTING, ACCEPTING, RESAMPLING = 1, 2, 3
 """Streams of a position's randomness that the second rule uses; the target's own picks have the key itself."""
@@ -250,6 +250,25 @@ def pick_or_reject(
         return jnp.where(keep, draft, own)
 
     return where_sampled(sampled, target_argmax, sampling, execution, logits, positions, draft, q, drafted)
+
+
+def logprobs_of(
+    logits: Float[Array, "B W V"], picks: Int[Array, "B W"], best: int, execution: Execution = ONE_DEVICE
+) -> Logprobs:
+    """Log-probabilities of picks, and of the `best` (static) most probable tokens beside them.
+
+    Where a vocabulary is spread over devices, a row of it is brought to one of them, as in `where_sampled`.
+    """
+
+    def local(logits: Array, picks: Array) -> Logprobs:
+        whole = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, picks[..., None], axis=-1)[..., 0] - whole
+        values, ids = jax.lax.top_k(logits, best)
+        return Logprobs(chosen, ids, values - whole[..., None])
+
+    columns = execution.rows_spec(logits.shape[1])
+    local = execution.per_device(local, (columns, columns), columns)
+    return constrain_rows(local(logits, picks), execution)
 
 
 def agreeing_prefix(

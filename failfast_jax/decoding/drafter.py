@@ -70,6 +70,11 @@ class Drafter:
         del widths
         return self
 
+    def refilled(self) -> Drafter:
+        """The drafter, knowing that a row that ends is filled again, if it has a use for that: a batch then wants the
+        most tokens of all its rows, where otherwise it waits for its slowest row."""
+        return self
+
     def init(self, batch: int, capacity: int) -> Any:
         """Drafter state for `batch` empty sequences; `capacity` positions include `window`."""
         del batch, capacity

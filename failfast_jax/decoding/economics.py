@@ -34,6 +34,8 @@ CREDIT = 2.0
 """Steps that may be lost before anything was won."""
 GAMBLE = 0.1
 """Share of the purse that a drafter's pass may cost: what it drafts nobody knows before it is made."""
+LEAD = 4.0
+"""Tokens that a row of a batch must be ahead of another one for its next token to count 1/e of the other's."""
 RECENT = 0.1
 """Weight of the newest round with a draft of the model in what is hoped of the next one."""
 CURIOSITY = 0.01
@@ -152,5 +154,5 @@ class Purse:
         )
 
     def paid(self, cost: Float[Array, ""], tokens: Float[Array, ""]) -> Purse:
-        """After a round of that cost, in which each sequence emitted so many tokens."""
+        """After a round of that cost that brought the batch as far as so many plain steps."""
         return self.replace(steps=self.steps + tokens - (1 - STAKE) * cost)

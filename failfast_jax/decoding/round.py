@@ -19,6 +19,7 @@ from failfast_jax.decoding.state import (
     RUNNING,
     DecodeState,
     Draft,
+    Logprobs,
     Outcome,
     RoundLog,
     Sampling,
@@ -40,6 +41,7 @@ def init_state(
     sampling: Sampling,
     capacity: int,
     plan: Plan,
+    logprobs: int | None = None,
 ) -> DecodeState:
     """A state with the prompts committed and empty caches; call `prefill` next.
 
@@ -48,6 +50,7 @@ def init_state(
       prompt_length: at least 1, at most `capacity`.
       eos: each sequence's stop token ids, padded with -1: see `stop_tokens`.
       capacity: most tokens a sequence may hold; static.
+      logprobs: static: keep the log-probability of each emitted token and of so many most probable ones; None: of none.
     """
     batch, width = tokens.shape
     if width > capacity:
@@ -68,6 +71,7 @@ def init_state(
         drafter=drafter.init(batch, length),
         log=RoundLog.zeros(batch, capacity, drafter.max_draft, trees=drafter.drafts_trees, weighed=drafter.weighs),
         capacity=capacity,
+        logprobs=None if logprobs is None else Logprobs.zeros(batch, length, logprobs),
     )
 
 
@@ -154,8 +158,12 @@ def commit(drafter: Drafter, state: DecodeState, proposal: Draft, verified: Veri
         finish = jnp.where(length >= state.max_length, FINISHED_LENGTH, RUNNING)
         finish = jnp.where(at_eos, FINISHED_EOS, finish)
         finish = jnp.where(failed, FAILED, finish)
+        texts, news = (state.tokens, state.logprobs), (verified.picks, verified.logprobs)
+        keep = _below(count, verified.picks)
+        tokens, logprobs = jax.tree.map(lambda text, new: place(text, state.length, new, keep), texts, news)
         state = state.replace(
-            tokens=place(state.tokens, state.length, verified.picks, _below(count, verified.picks)),
+            tokens=tokens,
+            logprobs=logprobs,
             length=length,
             finish=jnp.where(running, finish, state.finish),
             log=_logged(state.log, running, proposal, verified, count),

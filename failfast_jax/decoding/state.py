@@ -33,6 +33,23 @@ class Sampling:
 
 
 @flax.struct.dataclass
+class Logprobs:
+    """Log-probabilities at the places of tokens, under the target's softmax as it is: temperature 1, no filters."""
+
+    chosen: Float[Array, "B R"]
+    """Of the token itself."""
+    best: Int[Array, "B R K"]
+    """The most probable tokens, best first; K may be 0."""
+    of_best: Float[Array, "B R K"]
+
+    @classmethod
+    def zeros(cls, batch: int, rows: int, best: int) -> Logprobs:
+        """Buffers."""
+        shape = batch, rows, best
+        return cls(jnp.zeros((batch, rows)), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
+
+
+@flax.struct.dataclass
 class Tree:
     """A draft with alternatives: nodes in an order in which parents come first."""
 
@@ -102,6 +119,8 @@ class Verified:
     `picks` and `features` lie)."""
     passes: Int[Array, ""]
     """Forward passes of the target."""
+    logprobs: Logprobs | None = None
+    """Of the picks, if the state keeps them."""
 
 
 @flax.struct.dataclass
@@ -227,6 +246,8 @@ class DecodeState:
     log: RoundLog
     capacity: int = flax.struct.field(pytree_node=False)
     """Most tokens that a sequence may hold."""
+    logprobs: Logprobs | None = None
+    """Of emitted tokens, each at its place in `tokens`; None where nobody is to know them."""
 
     @property
     def running(self) -> Bool[Array, " B"]:

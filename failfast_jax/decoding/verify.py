@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.decoding import accept, tree
 from failfast_jax.decoding.branches import one_of
 from failfast_jax.decoding.plan import Plan
-from failfast_jax.decoding.state import DecodeState, Draft, Verified
+from failfast_jax.decoding.state import DecodeState, Draft, Logprobs, Verified
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.sharding import constrain_rows
 from failfast_jax.models.transformer import Decoder
@@ -28,6 +28,7 @@ class _Rows:
     picks: Int[Array, "B W"]
     finite: Bool[Array, "B W"]
     features: Float[Array, "B W F E"]
+    logprobs: Logprobs | None
 
     def with_part(self, part: _Rows, offset: Int[Array, ""]) -> _Rows:
         """`part` written at rows `offset ...`."""
@@ -69,6 +70,13 @@ def _repeated(
     return rows, cache, end // width
 
 
+def _logprobs(state: DecodeState, target: Decoder, logits: Array, picks: Array) -> Logprobs | None:
+    """Of the picks, if the state keeps them."""
+    if state.logprobs is None:
+        return None
+    return accept.logprobs_of(logits, picks, state.logprobs.best.shape[-1], target.execution)
+
+
 def verify_chain(
     target: Decoder, feature_layers: tuple[int, ...], state: DecodeState, proposal: Draft, plan: Plan
 ) -> tuple[Verified, DecodeState]:
@@ -97,13 +105,14 @@ def verify_chain(
             picks = accept.pick_or_reject(logits, positions, state.sampling, *drafted, target.execution)
         # Gathered here, once: left spread, they would be gathered again wherever they are read.
         picks = constrain_rows(picks, target.execution)
-        return _Rows(picks, picks < logits.shape[-1], features), cache
+        return _Rows(picks, picks < logits.shape[-1], features, _logprobs(state, target, logits, picks)), cache
 
-    batch = state.length.shape[0]
+    batch, kept = state.length.shape[0], state.logprobs
     empty = _Rows(
         picks=jnp.zeros((batch, total), jnp.int32),
         finite=jnp.zeros((batch, total), bool),
         features=jnp.zeros((batch, total, len(feature_layers), target.config.hidden_size), target.dtype),
+        logprobs=None if kept is None else Logprobs.zeros(batch, total, kept.best.shape[-1]),
     )
     if plan.constant and total > plan.widths[-1]:
         rows, cache, passes = _repeated(run, plan.widths[-1], needed, empty, state.target)
@@ -115,6 +124,7 @@ def verify_chain(
         finite=rows.finite[:, :columns],
         accepted=accept.agreeing_prefix(proposal.tokens, proposal.length, rows.picks),
         passes=passes,
+        logprobs=jax.tree.map(lambda x: x[:, :columns], rows.logprobs),
     )
     return verified, state.replace(target=cache)
 
@@ -149,12 +159,18 @@ def verify_tree(
     picks = accept.pick(logits, start[:, None] + 1 + mask.depth, state.sampling, target.execution)
     accepted, slots = tree.longest_path(proposal.tree, mask, tokens, picks)
     slots = slots[:, : proposal.tokens.shape[1] + 1]
-    picks = jnp.take_along_axis(picks, slots, axis=1)
+
+    def along(rows: Array) -> Array:
+        return jnp.take_along_axis(rows, jnp.expand_dims(slots, range(2, rows.ndim)), axis=1)
+
+    logprobs = jax.tree.map(along, _logprobs(state, target, logits, picks))
+    picks = along(picks)
     verified = Verified(
         picks=picks,
-        features=jnp.take_along_axis(features, slots[..., None, None], axis=1),
+        features=along(features),
         finite=picks < logits.shape[-1],
         accepted=accepted,
         passes=jnp.int32(1),
+        logprobs=logprobs,
     )
     return verified, state.replace(target=target.keep(cache, start, slots, width))

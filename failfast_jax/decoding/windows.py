@@ -18,9 +18,10 @@ def gather_rows(hidden: Float[Array, "B W E"], rows: Int[Array, "B R"]) -> Float
 
 
 def place(
-    text: Shaped[Array, "B T"], at: Int[Array, " B"], new: Shaped[Array, "B d"], keep: Bool[Array, "B d"]
-) -> Shaped[Array, "B T"]:
+    text: Shaped[Array, "B T *X"], at: Int[Array, " B"], new: Shaped[Array, "B d *X"], keep: Bool[Array, "B d"]
+) -> Shaped[Array, "B T *X"]:
     """Writes `new` into `text[b, at[b]:]` where `keep`."""
+    keep = keep.reshape(*keep.shape, *[1] * (new.ndim - 2))
     return write_rows(text, jnp.where(keep, new, gather_window(text, at, new.shape[1])), at)
 
 

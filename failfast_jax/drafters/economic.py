@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
@@ -14,6 +15,7 @@ from failfast_jax.decoding.accept import agreeing_prefix
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.economics import (
     GAMBLE,
+    LEAD,
     MODEL_CHANCES,
     TEXT_CHANCES,
     Calibration,
@@ -41,6 +43,8 @@ class EconomicState:
     """What the sources drafted in this round, verified or not."""
     cost: Float[Array, ""]
     """Of this round, in plain steps of the batch, as expected."""
+    ahead: Float[Array, " B"]
+    """Tokens that each row has emitted beyond plain decoding's."""
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -56,6 +60,8 @@ class Economic(Drafter):
     costs: Costs
     widths: tuple[int, ...] = flax.struct.field(pytree_node=False, default=(1,))
     """The plan's."""
+    rows_refilled: bool = flax.struct.field(pytree_node=False, default=False)
+    """Whether the tokens of all rows count, and not those of the slowest one, for which a list of prompts waits."""
 
     @classmethod
     def of(cls, text: Drafter | None, model: Drafter | None) -> Economic:
@@ -102,6 +108,9 @@ class Economic(Drafter):
     def planned(self, widths):
         return self.replace(widths=widths).with_costs(Costs.flat(len(widths)))
 
+    def refilled(self):
+        return self.replace(rows_refilled=True)
+
     def with_costs(self, costs: Costs) -> Economic:
         """Deciding by these, of the plan's widths."""
         if self.model is None:
@@ -118,6 +127,7 @@ class Economic(Drafter):
             text_draft=Draft.empty(batch, self.max_draft),
             model_draft=Draft.empty(batch, self.max_draft),
             cost=jnp.float32(0),
+            ahead=jnp.zeros(batch),
         )
 
     def prefill(self, state, committed, start, width, features):
@@ -135,13 +145,14 @@ class Economic(Drafter):
         costs, running = self.costs.steps, committed.running.sum()
         text, text_state = self._from_text(state, committed)
         by_text = self._tokens(state.text_chances, text, committed)
-        asked = self._asks(state.purse, by_text.sum(0), running)
+        weight = self._weight(state.ahead, committed.running)[:, None]
+        asked = self._asks(state.purse, (weight * by_text).sum(0), running)
         own, model_state = self._from_model(state, committed, asked)
         by_model = self._tokens(state.model_chances, own, committed)
         # Each row takes what promises more at the common width.
         tokens = jnp.maximum(by_model, by_text)
         spent = costs.draft * jnp.max(own.passes)
-        rung = self._best(state.purse, tokens.sum(0), spent)
+        rung = self._best(state.purse, (weight * tokens).sum(0), spent)
         cost = costs.verify[rung] + spent
         draft = _chosen((by_model > by_text)[:, rung], own, text)
         rows = jnp.where(costs.rows > 0, costs.rows, jnp.asarray(self.widths)[rung])
@@ -152,7 +163,7 @@ class Economic(Drafter):
             expected=tokens[:, rung],
             seconds=cost * self.costs.verify[0],
         )
-        purse = state.purse.hoping(asked, by_model[:, rung].sum() / jnp.maximum(running, 1), cost)
+        purse = state.purse.hoping(asked, (weight * by_model).sum(0)[rung] / jnp.maximum(running, 1), cost)
         made = {"text": text_state, "model": model_state, "text_draft": text, "model_draft": own}
         return draft, state.replace(**made, cost=cost, purse=purse)
 
@@ -181,6 +192,13 @@ class Economic(Drafter):
         tokens = expected_tokens(chances.chance(draft.confidence), draft.length, self.widths)
         return jnp.where(committed.running[:, None], tokens, 0.0)
 
+    def _weight(self, ahead: Float[Array, " B"], running: Bool[Array, " B"]) -> Float[Array, " B"]:
+        """What a token of each row counts: less where a row is ahead of others that the batch waits for."""
+        if self.rows_refilled:
+            return running.astype(jnp.float32)
+        behind = jnp.where(running, -ahead / LEAD, jnp.finfo(jnp.float32).min)
+        return running.sum() * jax.nn.softmax(behind)
+
     def _best(self, purse: Purse, tokens: Float[Array, " widths"], spent: Float[ArrayLike, ""] = 0.0) -> Int[Array, ""]:
         """The width with the most tokens a step, of those that the purse allows; `spent` is spent anyway."""
         verify = self.costs.steps.verify
@@ -202,8 +220,13 @@ class Economic(Drafter):
         running = outcome.before.running
         emitted = jnp.where(running, outcome.after.length - outcome.before.length, 0)
         text = gather_window(outcome.after.tokens, outcome.before.length, self.max_draft)
-        mean = emitted.sum() / jnp.maximum(running.sum(), 1)
-        state = state.replace(purse=state.purse.paid(state.cost, mean))
+        ahead = state.ahead + jnp.where(running, emitted - 1, 0)
+        if self.rows_refilled:
+            gained = (ahead - state.ahead).sum() / jnp.maximum(running.sum(), 1)
+        else:
+            left = jnp.where(outcome.after.running.any(), outcome.after.running, running)
+            gained = _least(ahead, left) - _least(state.ahead, running)
+        state = state.replace(purse=state.purse.paid(state.cost, 1 + gained), ahead=ahead)
         if self.text is not None:
             state = state.replace(
                 text=self.text.commit(state.text, outcome),
@@ -217,6 +240,11 @@ class Economic(Drafter):
                 model_chances=state.model_chances.learned(state.model_draft, text, emitted),
             )
         return state
+
+
+def _least(values: Float[Array, " B"], among: Bool[Array, " B"]) -> Float[Array, ""]:
+    """0 where there are none."""
+    return jnp.where(among.any(), jnp.min(jnp.where(among, values, jnp.inf)), 0.0)
 
 
 def _chosen(first: Bool[Array, " B"], one: Draft, other: Draft) -> Draft:

@@ -67,6 +67,9 @@ class SpecDiff(BlockDrafter):
 
         def body(step: Int[Array, ""], carry: _Denoising) -> _Denoising:
             logits, _, model = self.look(carry.state, carry.text, length, active)
+            # The row that predicts the first token may end a block, which the next step has to see again.
+            again = jnp.minimum(model.cached, self.whole_blocks(length))
+            model = model.replace(cached=jnp.where(step + 1 < self.steps, again, model.cached))
             tokens, confidence = argmax_and_confidence(logits)
             goal = -(-(step + 1) * self.spec_len // self.steps)
             chosen = most_confident(confidence, carry.masked, goal - jnp.sum(~carry.masked[0]))

@@ -22,7 +22,9 @@ from failfast_jax.engine import FailFast
 from failfast_jax.engine_flags import default_method
 from failfast_jax.errors import OptionError
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.serving.options import refuse_diffusion
 from failfast_jax.serving.queue import Queue
+from failfast_jax.templates import render
 
 SHORTEST = 64
 """Texts are padded to this many tokens, or twice, four times, ... as many: one program each."""
@@ -80,6 +82,7 @@ class FailFastLM(TemplateLM):
         if isinstance(batch_size, str) and not batch_size.isdigit():
             raise OptionError(f"--batch_size {batch_size}: must be a number; name one, or batch=n in --model_args")
         self.batch = batch or int(batch_size or 1)
+        refuse_diffusion(method)
         method = method or (None if engine else default_method(target, drafter))
         self.engine = engine or load_pair(target, drafter, method=method, dtype=dtype)
         if self.engine.tokenizer is None:
@@ -122,12 +125,8 @@ class FailFastLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as text."""
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return render(chat_history, self.tokenizer, str(self.engine.target_name), **how)
 
     # Likelihoods.
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import json
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import fastapi
-import jinja2
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 
 from failfast_jax import __version__
-from failfast_jax.errors import PromptError
+from failfast_jax.errors import PromptError, PromptTooLong
 from failfast_jax.serving.exchange import Exchange, Gone
 from failfast_jax.serving.limits import BodyLimit
-from failfast_jax.serving.metrics import Metrics
+from failfast_jax.serving.logprobs import Spelling
+from failfast_jax.serving.metrics import CountedResponses, Metrics
 from failfast_jax.serving.options import ServeOptions
 from failfast_jax.serving.protocol import (
     SEEDS,
@@ -30,20 +30,21 @@ from failfast_jax.serving.protocol import (
     Reply,
     RequestError,
     error_body,
+    explained,
 )
 from failfast_jax.serving.queue import Queue
 
-logger = logging.getLogger("failfast_jax")
-
 CLIENT_CLOSED = 499
 """Nginx' status for a client that went away; nobody sees it."""
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+TOO_LONG = "context_length_exceeded"
 
 
 class _Events(StreamingResponse):
     """A stream whose rows are freed even if it never begins."""
 
     def __init__(self, exchange: Exchange, stream: AsyncIterator[bytes]):
-        super().__init__(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(stream, media_type="text/event-stream", headers=STREAM_HEADERS)
         self._exchange = exchange
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -64,7 +65,7 @@ class Service:
 
     def __init__(self, queue: Queue, options: ServeOptions, model: str):
         self.queue, self.options, self.model = queue, options, model
-        self.metrics = Metrics(queue)
+        self.metrics, self._spelling = Metrics(queue), Spelling(queue.engine.tokenizer)
         self.created = int(time.time())
         self._key = options.key()
 
@@ -77,7 +78,8 @@ class Service:
         """Raises RequestError: the key is missing or wrong."""
         # In constant time: how long a wrong key takes must not tell how much of it is right.
         if given is None or not hmac.compare_digest(given.encode(), self._key.encode()):
-            raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
+            said = "the API key is missing or wrong"
+            raise RequestError(said, status=401, code="invalid_api_key", **{"WWW-Authenticate": "Bearer"})
 
     def check_model(self, name: str | None) -> None:
         """Raises RequestError: another model is asked for."""
@@ -85,11 +87,25 @@ class Service:
             said = f"the model {name!r} does not exist; this server has {self.model!r}"
             raise RequestError(said, status=404, param="model", code="model_not_found")
 
+    def check_logprobs(self, request: CompletionRequest | ChatRequest) -> None:
+        """Raises RequestError: log-probabilities are asked for that this server does not keep."""
+        best, most = request.best_tokens, self.queue.logprobs
+        if best is None or (most is not None and best <= most):
+            return
+        name = "top_logprobs" if isinstance(request, ChatRequest) and most is not None else "logprobs"
+        kept = "none: it was started without --logprobs n" if most is None else f"at most {most} (--logprobs {most})"
+        raise RequestError(f"{name}: this server keeps {kept}", param=name)
+
+    def refusal(self, error: PromptError, param: str) -> RequestError:
+        """A prompt's error as a client may see it: models have names there, and no paths."""
+        said = str(error).replace(str(self.queue.engine.target_name), self.model)
+        return RequestError(said, param=param, code=TOO_LONG if isinstance(error, PromptTooLong) else None)
+
     def asked(self, request: CompletionRequest | ChatRequest) -> list[dict[str, Any]]:
         """Arguments of `Queue.submit` for each answer: the samples of each prompt. May take a while.
 
         Raises:
-          RequestError, PromptError: a request that cannot be served.
+          RequestError: a request that cannot be served.
         """
         prompts: list[Any]
         if isinstance(request, ChatRequest):
@@ -103,15 +119,15 @@ class Service:
             raise RequestError(said, param="n")
         try:
             encoded = [self.queue.encode(prompt, template=template) for prompt in prompts]
-        except jinja2.TemplateError as error:
-            raise PromptError(f"the model's chat template refuses these messages: {error}") from None
+        except PromptError as error:
+            raise self.refusal(error, "messages" if template else "prompt") from None
         longest = max(map(len, encoded))
         if request.limit is not None and longest + request.limit > self.queue.capacity:
             raise RequestError(
                 f"{longest} tokens of the prompt and {request.limit} of its answer exceed the {self.queue.capacity} "
                 "tokens that this server has room for",
                 param="max_tokens",
-                code="context_length_exceeded",
+                code=TOO_LONG,
             )
         options = {
             "temperature": 1.0 if request.temperature is None else request.temperature,
@@ -121,23 +137,21 @@ class Service:
             "ignore_eos": request.ignore_eos,
             "max_new_tokens": request.limit or self.options.max_new_tokens,
             "stop": request.stops,
+            "logprobs": request.best_tokens,
         }
         return [{"prompt": ids, "sequence": sample, **options} for ids in encoded for sample in range(samples)]
 
     async def answer(self, request: CompletionRequest | ChatRequest, http: fastapi.Request) -> Response:
         """The answer to a request, whole or as a stream."""
         self.check_model(request.model)
-        try:
-            asked = await fastapi.concurrency.run_in_threadpool(self.asked, request)
-        except PromptError as error:
-            raise RequestError(str(error)) from None
-        chat = isinstance(request, ChatRequest)
-        prompts = len(asked) // (request.n or 1)
-        reply, exchange = Reply(self.model, chat), Exchange(self.queue, http, self.options.timeout)
-        await exchange.submit(asked)
+        self.check_logprobs(request)
+        reply = Reply(self.model, isinstance(request, ChatRequest), self._spelling, request.best_tokens)
+        exchange = Exchange(self.queue, http, self.options.timeout)
+        await exchange.submit(functools.partial(self.asked, request))
+        prompts = exchange.choices // (request.n or 1)
         if request.stream:
             usage = request.stream_options is not None and request.stream_options.include_usage
-            stream = self._events(exchange, reply, len(asked), prompts if usage else 0)
+            stream = self._events(exchange, reply, prompts if usage else 0)
             return _Events(exchange, stream)
         async with exchange:
             try:
@@ -145,14 +159,14 @@ class Service:
                     self._note(piece)
             except Gone:
                 return Response(status_code=CLIENT_CLOSED)
-        finished = [exchange.finished[index] for index in range(len(asked))]
+        finished = [exchange.finished[index] for index in range(exchange.choices)]
         return JSONResponse(reply.whole(finished, prompts))
 
     def _note(self, piece: Any) -> None:
         if piece.finished is not None:
             self.metrics.finished(piece.finished)
 
-    async def _events(self, exchange: Exchange, reply: Reply, choices: int, usage: int) -> AsyncIterator[bytes]:
+    async def _events(self, exchange: Exchange, reply: Reply, usage: int) -> AsyncIterator[bytes]:
         """Server-sent events; `usage`: prompts, if the last one is to tell tokens."""
 
         def event(data: dict[str, Any]) -> bytes:
@@ -164,18 +178,19 @@ class Service:
                 async for index, piece in exchange.pieces():
                     self._note(piece)
                     first, reason = index not in begun, piece.finished and piece.finished.finish_reason
-                    if piece.text or first:
+                    if piece.text or piece.logprobs or first:
                         begun.add(index)
-                        yield event(reply.chunk(index, piece.text or "", first=first))
+                        yield event(reply.chunk(index, piece, first=first))
                     if reason:
-                        yield event(reply.chunk(index, "", reason=reason))
+                        yield event(reply.end(index, reason))
             except Gone:
                 return
             except RequestError as error:  # too late for a status
+                self.metrics.failed(error.status)
                 yield event(error_body(str(error), error.status, error.param, error.code))
                 return
             if usage:
-                yield event(reply.usage([exchange.finished[index] for index in range(choices)], usage))
+                yield event(reply.usage([exchange.finished[index] for index in range(exchange.choices)], usage))
             yield b"data: [DONE]\n\n"
 
 
@@ -192,6 +207,7 @@ def build_app(queue: Queue, options: ServeOptions, model: str) -> fastapi.FastAP
     service = Service(queue, options, model)
     app = fastapi.FastAPI(title="FailFast for JAX", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, most=options.max_body)
+    app.add_middleware(CountedResponses, metrics=service.metrics)
     _add_error_handlers(app)
     bearer = HTTPBearer(auto_error=False)
 
@@ -251,21 +267,10 @@ def _add_error_handlers(app: fastapi.FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: fastapi.Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        said = str(first["msg"]).removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            said = "no such argument is served"
-        name, colon, _ = said.partition(":")
-        param = place or (name if colon else None)
-        return JSONResponse(error_body(f"{place}: {said}" if place else said, 400, param), status_code=400)
+        said, param = explained(error.errors())
+        return JSONResponse(error_body(said, 400, param), status_code=400)
 
     @app.exception_handler(HTTPException)
     async def http(_: fastapi.Request, error: HTTPException) -> JSONResponse:
         body = error_body(str(error.detail), error.status_code)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
-
-    @app.exception_handler(Exception)
-    async def unexpected(_: fastapi.Request, error: Exception) -> JSONResponse:
-        logger.error("unexpected: %r", error)
-        return JSONResponse(error_body("the server has failed; see its log", 500), status_code=500)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import starlette.requests
@@ -30,7 +30,8 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._end = self._loop.time() + timeout
         self._timeout = timeout
-        self._news: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        self._news: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
+        """None: the client is gone."""
         self._answers: list[Answer] = []
         self._left = False
         self.finished: dict[int, Finished] = {}
@@ -47,11 +48,16 @@ class Exchange:
         for answer in self._answers:
             answer.cancel()
 
-    async def submit(self, asked: list[dict[str, Any]]) -> None:
+    @property
+    def choices(self) -> int:
+        """Answers that were asked for."""
+        return len(self._answers)
+
+    async def submit(self, asked: Callable[[], list[dict[str, Any]]]) -> None:
         """Puts all answers in line, or none.
 
         Args:
-          asked: arguments of `Queue.submit`.
+          asked: returns arguments of `Queue.submit`; may take a while, and is called in a thread.
 
         Raises:
           RequestError: the queue does not take them.
@@ -62,9 +68,9 @@ class Exchange:
             self.leave()
             raise
 
-    def _submit(self, asked: list[dict[str, Any]]) -> None:
+    def _submit(self, asked: Callable[[], list[dict[str, Any]]]) -> None:
         try:
-            for index, one in enumerate(asked):
+            for index, one in enumerate(asked()):
                 self._answers.append(self._queue.submit(tell=self._teller(index), **one))
         except (OptionError, PromptError) as error:
             raise RequestError(str(error)) from None
@@ -91,18 +97,18 @@ class Exchange:
           Gone: the client went away.
           RequestError: time is up, or an answer cannot be had.
         """
-        gone = asyncio.create_task(self._until_gone())
+        watch = asyncio.create_task(self._until_gone())
         try:
             while len(self.finished) < len(self._answers):
-                news = asyncio.create_task(self._news.get())
-                left = self._end - self._loop.time()
-                done, _ = await asyncio.wait({news, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                if news not in done:
-                    news.cancel()
-                    if gone in done:
-                        raise Gone
-                    raise RequestError(f"no whole answer within {self._timeout} seconds", status=504, code="timeout")
-                index, piece = news.result()
+                try:
+                    async with asyncio.timeout_at(self._end):
+                        news = await self._news.get()
+                except TimeoutError:
+                    said = f"no whole answer within {self._timeout} seconds"
+                    raise RequestError(said, status=504, code="timeout") from None
+                if news is None:
+                    raise Gone
+                index, piece = news
                 if piece.error is not None:
                     status = 503 if isinstance(piece.error, QueueClosed) else 500
                     raise RequestError(str(piece.error), status=status)
@@ -110,9 +116,10 @@ class Exchange:
                     self.finished[index] = piece.finished
                 yield index, piece
         finally:
-            gone.cancel()
+            watch.cancel()
             self.leave()
 
     async def _until_gone(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
+        self._news.put_nowait(None)

@@ -37,10 +37,10 @@ class BodyLimit:
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
                     if len(body) > self._most:
-                        await _refuse(send, 413, f"the body has more than {self._most} bytes")
+                        await refuse(send, 413, f"the body has more than {self._most} bytes")
                         return
         except TimeoutError:
-            await _refuse(send, 408, f"the body did not come within {BODY_SECONDS:.0f} seconds")
+            await refuse(send, 408, f"the body did not come within {BODY_SECONDS:.0f} seconds")
             return
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -50,7 +50,8 @@ class BodyLimit:
         await self._app(scope, again, send)
 
 
-async def _refuse(send: Send, status: int, message: str) -> None:
+async def refuse(send: Send, status: int, message: str) -> None:
+    """Answers with an error, and asks for the connection to be closed."""
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps(error_body(message, status)).encode()})

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from failfast_jax.compilation import compile_counts
+from failfast_jax.serving.limits import refuse
 from failfast_jax.serving.queue import Finished, Queue
+
+logger = logging.getLogger("failfast_jax")
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
 
@@ -21,6 +27,7 @@ class _OfQueue(Collector):
 
     def collect(self) -> Iterator[Metric]:
         counts, scheduler = self._queue.scheduler.counts, self._queue.scheduler
+        compiled = compile_counts().requests
         for name, said, value in (
             ("prompt_tokens", "tokens of prompts", counts.prompt_tokens),
             ("reused_tokens", "tokens of prompts that no prefill computed again", counts.reused_tokens),
@@ -31,6 +38,7 @@ class _OfQueue(Collector):
             ("slices", "dispatches of the decoding loop", counts.slices),
             ("busy_rows", "rows that decoded, summed over slices", counts.busy_rows),
             ("decode_seconds", "time spent decoding", counts.decode_s),
+            ("compilations", "programs that were compiled, or read from the cache of compiled ones", compiled),
         ):
             yield CounterMetricFamily(f"failfast_{name}", said, value=value)
         requests = CounterMetricFamily("failfast_requests", "requests by why they ended", labels=("reason",))
@@ -58,6 +66,7 @@ class Metrics:
     def __init__(self, queue: Queue):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_OfQueue(queue))
+        ProcessCollector(registry=self._registry)  # memory and time of the process, where the system tells them
 
         def histogram(name: str, said: str) -> Histogram:
             return Histogram(f"failfast_{name}_seconds", said, buckets=SECONDS, registry=self._registry)
@@ -65,6 +74,10 @@ class Metrics:
         self._waited = histogram("waited", "from a request to the begin of its prefill")
         self._first = histogram("first_token", "from a request to its first token")
         self._whole = histogram("request", "from a request to the end of its answer")
+        said = "HTTP responses by status; streams that end in an error have counted as 200 already"
+        self._responses = Counter("failfast_responses", said, ("status",), registry=self._registry)
+        said = "errors in streams, by the status that they say"
+        self._in_streams = Counter("failfast_stream_errors", said, ("status",), registry=self._registry)
 
     def finished(self, one: Finished) -> None:
         """Takes note of an answer."""
@@ -73,6 +86,39 @@ class Metrics:
         if one.first_s is not None:
             self._first.observe(one.first_s)
 
+    def responded(self, status: int) -> None:
+        """Takes note of a response."""
+        self._responses.labels(str(status)).inc()
+
+    def failed(self, status: int) -> None:
+        """Takes note of an error within a stream."""
+        self._in_streams.labels(str(status)).inc()
+
     def text(self) -> bytes:
         """What `/metrics` shows."""
         return generate_latest(self._registry)
+
+
+class CountedResponses:
+    """Counts an application's responses by their status. What it raises is logged, and answered with a 500."""
+
+    def __init__(self, app: Any, metrics: Metrics):
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        begun = False
+
+        async def counted(message: Any) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                self._metrics.responded(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:
+            if begun:
+                raise
+            logger.exception("a request failed")
+            await refuse(counted, 500, "the server has failed; see its log")

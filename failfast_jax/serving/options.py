@@ -7,11 +7,19 @@ import os
 from pathlib import Path
 from typing import Any
 
+from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.errors import OptionError
 from failfast_jax.options import CommandOptions, option
 
 KEY_VARIABLE = "FAILFAST_API_KEY"
 """Environment variable: the key that requests must bring."""
+
+
+def refuse_diffusion(method: str | None) -> None:
+    """Raises OptionError, before anything is read: the method is none that a queue serves."""
+    if method == DIFFUSION_METHOD:
+        said = f"a queue serves targets that write token by token; python -m failfast_jax.generate runs {method}"
+        raise OptionError(f"--method {method}: {said}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,23 +63,33 @@ class ServeOptions(RowOptions):
     timeout: float = option(600.0, "seconds from a request to the end of its answer", least=0.01, most=86400)
     max_body: int = option(4_000_000, "most bytes of a request's body", least=1, most=2**31)
     max_choices: int = option(64, "most answers to one request", least=1, most=65536)
+    logprobs: int | None = option(
+        None,
+        "keep log-probabilities: of each token that is said, and of up to n most probable ones at its place",
+        least=0,
+        most=20,
+    )
     grace: int = option(30, "seconds that answers are given to end when the server is told to", least=0, most=86400)
 
     def key(self) -> str | None:
         """The key that requests must bring; None: they need not.
 
         Raises:
-          OptionError: a file that cannot be read, or an empty key.
+          OptionError: a file that cannot be read, or a key that is empty or that no header can hold.
         """
         if self.api_key_file is None:
-            key = os.environ.get(KEY_VARIABLE)
-            if key is not None and not key.strip():
-                raise OptionError(f"{KEY_VARIABLE}: is empty; unset it to serve without a key")
-            return None if key is None else key.strip()
-        try:
-            key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"--api-key-file {self.api_key_file}: cannot be read ({error})") from None
+            key, where, cure = os.environ.get(KEY_VARIABLE), KEY_VARIABLE, "; unset it to serve without a key"
+            if key is None:
+                return None
+        else:
+            where, cure = f"--api-key-file {self.api_key_file}", ""
+            try:
+                key = Path(self.api_key_file).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise OptionError(f"{where}: cannot be read ({error})") from None
+        key = key.strip()
         if not key:
-            raise OptionError(f"--api-key-file {self.api_key_file}: is empty")
+            raise OptionError(f"{where}: is empty{cure}")
+        if not (key.isascii() and key.isprintable()):
+            raise OptionError(f"{where}: a key must be one line of printable ASCII, as it stands in a header")
         return key

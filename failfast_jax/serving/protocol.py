@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import ConfigDict, Field, model_validator
 
-from failfast_jax.serving.queue import Finished
+from failfast_jax.results import TokenLogprob
+from failfast_jax.serving.logprobs import Spelling, of_chat, of_completion
+from failfast_jax.serving.queue import Finished, Piece
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
-MOST_STOPS = 16
+MOST_STOPS, MOST_LOGPROBS = 16, 20
 SEEDS = 2**32
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -36,6 +38,57 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+RULES = {
+    "missing": "is missing",
+    "extra_forbidden": "no such argument is served",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be text",
+    "string_unicode": "must be valid UTF-8 text",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be {expected}",
+    "json_invalid": "the body is not JSON: {error}",
+}
+"""What a request must be, by pydantic's names of faults."""
+CHOICES = {
+    "prompt": "must be text, token ids, or a list of texts or of lists of token ids, none of them empty",
+    "stop": "must be text or a list of texts",
+    "content": "must be valid UTF-8 text, or a list of text parts",
+}
+"""Likewise, of arguments that may be one thing or another."""
+
+
+def explained(errors: Sequence[dict[str, Any]]) -> tuple[str, str | None]:
+    """What is wrong with a request's body, from the first of pydantic's errors, and the argument's name."""
+    first = errors[0]
+    parts = [str(part) for part in first["loc"][1:]]
+    either = next((at for at, part in enumerate(parts) if part in CHOICES), None)
+    if first["type"] == "json_invalid":
+        return RULES["json_invalid"].format(**first["ctx"]), None
+    if first["type"] == "value_error":
+        said = str(first["msg"]).removeprefix("Value error, ")
+        name, colon, _ = said.partition(":")
+        return said, name if colon else None
+    if either is not None and parts[-1] not in CHOICES:
+        parts, said = parts[: either + 1], CHOICES[parts[either]]
+    else:
+        said = RULES.get(first["type"], str(first["msg"])).format(**first.get("ctx", {}))
+    place = ".".join(parts)
+    return f"{place or 'the body'}: {said}", place or None
 
 
 class _Body(pydantic.BaseModel):
@@ -92,22 +145,17 @@ class _Request(_Body):
         return self.max_tokens
 
 
-NO_LOGPROBS = "logprobs: are not served: what is verified keeps the target's picks, not its distribution"
-
-
 class CompletionRequest(_Request):
     """A text to be continued as it is, without a chat template; or several."""
 
     prompt: Text | Ids | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
-    logprobs: int | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
 
     @model_validator(mode="after")
     def _served_here(self) -> CompletionRequest:
-        if self.logprobs is not None:
-            raise ValueError(NO_LOGPROBS)
         for name in ("echo", "suffix"):
             if getattr(self, name):
                 raise ValueError(f"{name}: is not served")
@@ -120,6 +168,11 @@ class CompletionRequest(_Request):
         """The prompts, one or several, as a list."""
         several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         return self.prompt if several else [self.prompt]
+
+    @property
+    def best_tokens(self) -> int | None:
+        """Most probable tokens to tell beside each token's log-probability; None: not even that."""
+        return self.logprobs
 
 
 class TextPart(_Body):
@@ -149,13 +202,13 @@ class ChatRequest(_Request):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**30)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     response_format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _served_here(self) -> ChatRequest:
-        if self.logprobs or self.top_logprobs:
-            raise ValueError(NO_LOGPROBS)
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs")
         if self.response_format not in (None, {"type": "text"}):
             raise ValueError("response_format: only text is served")
         return self
@@ -164,6 +217,11 @@ class ChatRequest(_Request):
     def limit(self) -> int | None:
         """Most tokens of an answer, under either of its names."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def best_tokens(self) -> int | None:
+        """As in `CompletionRequest`."""
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 def usage_of(finished: Sequence[Finished], prompts: int) -> dict[str, Any]:
@@ -185,10 +243,17 @@ def usage_of(finished: Sequence[Finished], prompts: int) -> dict[str, Any]:
 
 
 class Reply:
-    """The JSON of one answer, whole or in chunks: of a chat, or of a completion."""
+    """The JSON of one answer, whole or in chunks: of a chat, or of a completion.
 
-    def __init__(self, model: str, chat: bool):
-        self._chat = chat
+    Args:
+      spelling: of the tokens whose log-probabilities are told.
+      best: most probable tokens that are told beside each.
+    """
+
+    def __init__(self, model: str, chat: bool, spelling: Spelling, best: int | None):
+        self._chat, self._spelling, self._best = chat, spelling, best
+        self._offsets: dict[int, int] = {}
+        """Characters of the tokens told so far, by choice."""
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -203,24 +268,41 @@ class Reply:
     def _with(self, choices: list[dict[str, Any]], chunk: bool, **more: Any) -> dict[str, Any]:
         return {**self._head, "object": self._object(chunk), "choices": choices, **more}
 
+    def _logprobs(self, index: int, ids: Sequence[int], found: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        if found is None:
+            return None
+        if self._chat:
+            return of_chat(self._spelling, ids, found)
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + sum(len(self._spelling.text(token)) for token in ids)
+        return of_completion(self._spelling, ids, found, offset, self._best or 0)
+
     def whole(self, finished: Sequence[Finished], prompts: int) -> dict[str, Any]:
         """The answer in one piece."""
         choices = []
         for index, one in enumerate(finished):
             said = {"message": {"role": "assistant", "content": one.text}} if self._chat else {"text": one.text}
-            reason = FINISH_REASONS[one.finish_reason]
-            choices.append({"index": index, **said, "finish_reason": reason, "logprobs": None})
+            ends = {"finish_reason": FINISH_REASONS[one.finish_reason]}
+            choices.append(
+                {"index": index, **said, **ends, "logprobs": self._logprobs(index, one.output_ids, one.logprobs)}
+            )
         return self._with(choices, False, usage=usage_of(finished, prompts))
 
-    def chunk(self, index: int, text: str, *, first: bool = False, reason: str | None = None) -> dict[str, Any]:
+    def chunk(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]:
         """A piece of one choice."""
+        text = piece.text or ""
         if self._chat:
-            delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
+            delta = {"role": "assistant", "content": text} if first else {"content": text}
             said: dict[str, Any] = {"delta": delta}
         else:
             said = {"text": text}
-        reason = None if reason is None else FINISH_REASONS[reason]
-        return self._with([{"index": index, **said, "finish_reason": reason, "logprobs": None}], True)
+        told = self._logprobs(index, piece.ids, piece.logprobs)
+        return self._with([{"index": index, **said, "finish_reason": None, "logprobs": told}], True)
+
+    def end(self, index: int, reason: str) -> dict[str, Any]:
+        """The end of one choice, and why it ended."""
+        said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        return self._with([{"index": index, **said, "finish_reason": FINISH_REASONS[reason], "logprobs": None}], True)
 
     def usage(self, finished: Sequence[Finished], prompts: int) -> dict[str, Any]:
         """The last chunk, where it was asked for."""

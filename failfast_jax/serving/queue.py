@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from failfast_jax.config import GenerationConfig
-from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.engine import FailFast
-from failfast_jax.errors import OptionError, PromptError
-from failfast_jax.results import Round
+from failfast_jax.errors import OptionError, PromptTooLong
+from failfast_jax.results import Round, TokenLogprob
 from failfast_jax.runtime import Request, RowLog
+from failfast_jax.serving.options import refuse_diffusion
 from failfast_jax.serving.scheduler import Job, Scheduler
 from failfast_jax.serving.text import TextStream
 
@@ -35,8 +35,8 @@ PER_REQUEST = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "ignor
 class QueueFull(Exception):
     """As many requests wait as may; try again in `seconds`."""
 
-    def __init__(self, waiting: int, seconds: float):
-        super().__init__(f"the queue is full: waiting requests: {waiting}")
+    def __init__(self, most: int, seconds: float):
+        super().__init__(f"the queue is full: waiting requests: {most}")
         self.seconds = seconds
 
 
@@ -54,6 +54,7 @@ class Finished:
       reused: tokens of the prompt that no prefill computed again.
       rounds: none if it was cancelled before it began.
       waited_s, first_s, total_s: seconds in the queue, to the first token (None: there is none), and in all.
+      logprobs: of each of `output_ids`; None if they were not asked for.
     """
 
     prompt_ids: list[int]
@@ -67,6 +68,7 @@ class Finished:
     waited_s: float
     first_s: float | None
     total_s: float
+    logprobs: list[TokenLogprob] | None = None
 
     @property
     def drafted(self) -> int:
@@ -81,13 +83,14 @@ class Finished:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """News of an answer: final tokens and final text (None without a tokenizer); the last one has the whole answer, or
-    the error that came instead."""
+    """News of an answer: final tokens, final text (None without a tokenizer), log-probabilities of the tokens (None if
+    not asked for); the last one has the whole answer, or the error that came instead."""
 
     ids: list[int]
     text: str | None
     finished: Finished | None = None
     error: BaseException | None = None
+    logprobs: list[TokenLogprob] | None = None
 
     @property
     def last(self) -> bool:
@@ -100,15 +103,25 @@ class Answer(Job):
 
     Args:
       tell: called with each `Piece`, in the queue's thread, and must not block; None: pieces are kept for iterating.
+      logprobs: most probable tokens to be told beside each that was picked; None: no log-probabilities.
     """
 
-    def __init__(self, request: Request, text: TextStream | None, tell: Callable[[Piece], None] | None = None):
-        super().__init__(request)
-        self._stream = text
+    def __init__(
+        self,
+        request: Request,
+        text: TextStream | None,
+        tell: Callable[[Piece], None] | None = None,
+        logprobs: int | None = None,
+    ):
+        super().__init__(request, logprobs is not None)
+        self._stream, self._best = text, logprobs
         self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
         self._tell = tell or self._pieces.put
-        self._end: Piece | None = None
         self._told = 0
+        self._logprobs: list[TokenLogprob] = []
+        self._end: Piece | None = None
+        self._ended, self._read = threading.Event(), False
+        """Whether the last piece is made, and whether it was iterated over."""
 
     def cancel(self) -> None:
         """Gives the row to somebody else. The answer ends with what there is."""
@@ -116,10 +129,9 @@ class Answer(Job):
 
     def pieces(self) -> Iterator[Piece]:
         """News, up to the last. Blocks; for one thread, and not with a `tell` of one's own."""
-        while self._end is None:
+        while not self._read:
             piece = self._pieces.get()
-            if piece.last:
-                self._end = piece
+            self._read = piece.last
             yield piece
 
     def __iter__(self) -> Iterator[str]:
@@ -135,33 +147,57 @@ class Answer(Job):
                 yield piece.text
 
     def result(self) -> Finished:
-        """Waits for the whole answer.
+        """Waits for the whole answer, in any thread, whoever iterates over it.
 
         Raises:
           QueueClosed, ValueError: there was none to be had.
         """
-        for _ in self.pieces():
-            pass
+        self._ended.wait()
         if self._end.error is not None:
             raise self._end.error
         return self._end.finished
 
-    # The scheduler's side.
+    # The scheduler's side. What goes wrong with one answer must not end the others.
 
-    def news(self, ids):
+    def news(self, ids, logprobs):
+        try:
+            return self._add(ids, logprobs)
+        except Exception as error:
+            self.failed(error)
+            return False
+
+    def _add(self, ids: list[int], logprobs: list[TokenLogprob] | None) -> bool:
         text = None if self._stream is None else self._stream.add(ids)
         stopped = self._stream is not None and self._stream.stopped
         self._told = len(self.ids) if self._stream is None else self._stream.used
         count = len(ids) - (len(self.ids) - self._told)
-        self._tell(Piece(ids[:count], text))
+        if logprobs is not None:
+            logprobs = [TokenLogprob(one.logprob, one.best[: self._best]) for one in logprobs[:count]]
+            self._logprobs += logprobs
+        self._send(Piece(ids[:count], text, logprobs=logprobs))
         return not stopped
 
     def done(self, reason, log):
-        text = None if self._stream is None else self._stream.add((), last=True)
-        self._tell(Piece([], text, self._finished(reason, log or RowLog([], 0, 0))))
+        try:
+            text = None if self._stream is None else self._stream.add((), last=True)
+            self._send(Piece([], text, self._finished(reason, log or RowLog([], 0, 0))))
+        except Exception as error:
+            self.failed(error)
 
     def failed(self, error):
-        self._tell(Piece([], None, error=error))
+        self._send(Piece([], None, error=error))
+
+    def _send(self, piece: Piece) -> None:
+        if self._ended.is_set():
+            return
+        if piece.last:
+            self._end = piece
+            self._ended.set()
+        try:
+            self._tell(piece)
+        except Exception:
+            logger.exception("an answer's receiver failed; the answer is cancelled")
+            self.cancelled = True
 
     def _finished(self, reason: str, log: RowLog) -> Finished:
         now = time.perf_counter()
@@ -177,6 +213,7 @@ class Answer(Job):
             waited_s=(self.started or now) - self.submitted,
             first_s=None if self.first is None else self.first - self.submitted,
             total_s=now - self.submitted,
+            logprobs=self._logprobs if self.logprobs else None,
         )
 
 
@@ -191,6 +228,8 @@ class Queue:
       batch: rows.
       capacity: most tokens of a prompt and its answer together; at most the engine's `max_seq_len`.
       waiting: most requests that wait for a row.
+      logprobs: most log-probabilities of other tokens that an answer may ask for beside those of its own; None: its own
+        are not kept either.
       how: `rounds`, `reuse`, `least_reuse` of `Scheduler`.
 
     Attributes:
@@ -208,25 +247,25 @@ class Queue:
         batch: int = 4,
         capacity: int = 1024,
         waiting: int = 64,
+        logprobs: int | None = None,
         **how: Any,
     ):
         for name, value, most in (("batch", batch, 4096), ("capacity", capacity, engine.max_seq_len)):
             if not (1 if name == "batch" else 2) <= value <= most:
                 raise OptionError(f"{name} {value}: must be at least {1 if name == 'batch' else 2}, at most {most}")
         self.engine, self.config = engine, engine.resolve(config)
-        if self.config.method == DIFFUSION_METHOD or engine.target.config.is_diffusion:
-            raise OptionError(f"--method {self.config.method}: a queue serves an autoregressive target, and no dllm")
-        self.batch, self.capacity, self._most_waiting = batch, capacity, waiting
-        drafter = engine.build_drafter(self.config)
-        self.scheduler = Scheduler(
-            engine.runtime, drafter, batch=batch, capacity=capacity, exact=self.config.exact, **how
-        )
+        refuse_diffusion(self.config.method)
+        if engine.target.config.is_diffusion:
+            raise OptionError(f"{engine.target_name}: a queue serves targets that write token by token")
+        self.batch, self.capacity, self.logprobs, self._most_waiting = batch, capacity, logprobs, waiting
+        how |= {"batch": batch, "capacity": capacity, "logprobs": logprobs, "exact": self.config.exact}
+        self.scheduler = Scheduler(engine.runtime, engine.build_drafter(self.config), **how)
         self.error: BaseException | None = None
         self._inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         self._lock, self._encoding = threading.Lock(), threading.Lock()
         self._open, self._draining = True, False
-        self._entered = 0
-        """Requests in the inbox."""
+        self._entered = self._submitted = 0
+        """Requests in the inbox, and all that there ever were."""
         self._thread = threading.Thread(target=self._work, name="failfast-queue", daemon=True)
         self._thread.start()
 
@@ -242,6 +281,11 @@ class Queue:
         return self._entered + self.scheduler.waiting
 
     @property
+    def unfinished(self) -> int:
+        """Requests that wait, or have a row."""
+        return self._submitted - self.scheduler.counts.ended
+
+    @property
     def healthy(self) -> bool:
         """Whether requests are being served."""
         return self._open and self.error is None and self._thread.is_alive()
@@ -250,12 +294,12 @@ class Queue:
         """Token ids of a prompt: see `FailFast.encode`.
 
         Raises:
-          PromptError: see there; or it leaves no room for an answer.
+          PromptError: see there; `PromptTooLong`: it leaves no room for an answer.
         """
         with self._encoding:
             ids = self.engine.encode(prompt, template=template)
         if len(ids) >= self.capacity:
-            raise PromptError(f"the prompt has {len(ids)} tokens; with its answer it may have {self.capacity}")
+            raise PromptTooLong(f"the prompt has {len(ids)} tokens; with its answer it may have {self.capacity}")
         return ids
 
     def submit(
@@ -265,6 +309,7 @@ class Queue:
         sequence: int = 0,
         stop: Sequence[str] = (),
         tell: Callable[[Piece], None] | None = None,
+        logprobs: int | None = None,
         **options: Any,
     ) -> Answer:
         """Puts a request in line. Its text depends on itself alone: seed, sequence and position key the randomness.
@@ -273,7 +318,7 @@ class Queue:
           prompt: text, messages or ids.
           sequence: tells samples of one prompt and seed apart.
           stop: strings before the first of which the answer ends; they need a tokenizer.
-          tell: see `Answer`.
+          tell, logprobs: see `Answer`.
           options: fields named in `PER_REQUEST`. `max_new_tokens` is cut to what there is room for.
 
         Raises:
@@ -285,26 +330,29 @@ class Queue:
             raise OptionError(f"{', '.join(sorted(unknown))}: a request may set {', '.join(PER_REQUEST)}")
         if stop and self.engine.tokenizer is None:
             raise OptionError("stop strings: the model has no tokenizer")
+        if logprobs is not None and not 0 <= logprobs <= (-1 if self.logprobs is None else self.logprobs):
+            raise OptionError(f"logprobs {logprobs}: the queue was opened with logprobs={self.logprobs}")
         ids = self.encode(prompt)
         config = dataclasses.replace(self.config, **options)
         config.validate()
         config = dataclasses.replace(config, max_new_tokens=min(config.max_new_tokens, self.capacity - len(ids)))
         text = None if self.engine.tokenizer is None else TextStream(self.engine.tokenizer, stop)
-        answer = Answer(self.engine.request(ids, config, sequence), text, tell)
+        answer = Answer(self.engine.request(ids, config, sequence), text, tell, logprobs)
         with self._lock:
             if not self.healthy:
                 raise self._closed()
-            if self.waiting >= self._most_waiting:
-                raise QueueFull(self.waiting, self._seconds_to_wait())
+            # Rows that are free will take some of those that wait.
+            if self.unfinished >= self.batch + self._most_waiting:
+                raise QueueFull(self._most_waiting, self._seconds_to_wait())
             self._entered += 1
+            self._submitted += 1
             self._inbox.put(answer)
         return answer
 
     def _seconds_to_wait(self) -> float:
         """About how long until a row is free, by what answers took so far."""
         counts = self.scheduler.counts
-        answered = max(sum(counts.finished.values()), 1)
-        return min(max(counts.decode_s / answered, 1.0), 60.0)
+        return min(max(counts.decode_s / max(counts.ended, 1), 1.0), 60.0)
 
     def close(self, *, drain: bool = False) -> None:
         """Takes no more requests, cancels those that there are (`drain`: waits for them), and ends the thread."""

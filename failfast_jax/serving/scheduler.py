@@ -23,6 +23,7 @@ from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.state import FAILED, RUNNING
 from failfast_jax.engine import FINISH_REASONS
 from failfast_jax.errors import NonFiniteError
+from failfast_jax.results import TokenLogprob
 from failfast_jax.runtime import Request, RowLog, Runtime
 
 STOPPED, CANCELLED = "stop", "cancelled"
@@ -32,10 +33,11 @@ LEAST_REUSE = 32
 
 
 class Job:
-    """A request and who waits for its answer; subclasses say what becomes of it. Their methods must not block.
+    """A request and who waits for its answer; subclasses say what becomes of it. Their methods must not block or raise.
 
     Attributes:
       request: the request.
+      logprobs: whether it is told log-probabilities, which only some schedulers know.
       ids: tokens emitted so far.
       cancelled: set it, from any thread, and the row is free within a slice.
       reused: tokens of the prompt that were not prefilled, because a row held them already.
@@ -43,8 +45,8 @@ class Job:
         was there; None: not yet.
     """
 
-    def __init__(self, request: Request):
-        self.request = request
+    def __init__(self, request: Request, logprobs: bool = False):
+        self.request, self.logprobs = request, logprobs
         self.ids: list[int] = []
         self.cancelled = False
         self.reused = 0
@@ -52,8 +54,8 @@ class Job:
         self.started: float | None = None
         self.first: float | None = None
 
-    def news(self, ids: list[int]) -> bool:
-        """Told new tokens; returns whether more are wanted."""
+    def news(self, ids: list[int], logprobs: list[TokenLogprob] | None) -> bool:
+        """Told new tokens, and their log-probabilities if it asked for them; returns whether more are wanted."""
         raise NotImplementedError
 
     def done(self, reason: str, log: RowLog | None) -> None:
@@ -82,8 +84,10 @@ class Counts:
     """Rows that decoded, summed over slices."""
     decode_s: float = 0.0
     """Time spent in slices."""
+    ended: int = 0
+    """Requests that will not be heard of any more."""
     finished: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    """Requests by why they ended."""
+    """Likewise, by why they ended."""
 
 
 @dataclasses.dataclass
@@ -122,9 +126,11 @@ class Scheduler:
       reuse: whether a prompt that begins like the text of a row takes over that row's caches. Under `exact` only with
         one row: a pass over several may round otherwise than the prefill's.
       least_reuse: tokens that must be shared for that.
+      logprobs: see `Runtime.session`.
 
     Attributes:
       session: the rows' session.
+      single: the session that prefills, with as few rows as there can be.
       costs: what is known of the costs of its rounds, for methods that decide by them.
       counts: what has been done.
     """
@@ -140,13 +146,15 @@ class Scheduler:
         rounds: int = 4,
         reuse: bool = True,
         least_reuse: int = LEAST_REUSE,
+        logprobs: int | None = None,
     ):
-        plan = runtime.plan(drafter, exact, batch)
-        self.session = runtime.session(drafter, batch=batch, capacity=capacity, plan=plan)
-        self._single = self.session
+        drafter = drafter.refilled()
+        common = {"capacity": capacity, "plan": runtime.plan(drafter, exact, batch), "logprobs": logprobs}
+        self.session = runtime.session(drafter, batch=batch, **common)
+        self.single = self.session
         groups = self.session.groups
         if batch > groups:
-            self._single = runtime.session(drafter, batch=groups, capacity=capacity, plan=plan, decodes=False)
+            self.single = runtime.session(drafter, batch=groups, decodes=False, **common)
         self._rounds, self._least_reuse = rounds, least_reuse
         self._reuse = reuse and (batch == 1 or not exact)
         self._rows = [_Row() for _ in range(batch)]
@@ -154,7 +162,7 @@ class Scheduler:
         self._begun: _Begun | None = None
         self._clock = itertools.count(1)
         self.counts = Counts()
-        self._single.prepare_any()
+        self.single.prepare_any()
         self.session.wait()
         self.costs = None
         if drafter.weighs:
@@ -167,12 +175,14 @@ class Scheduler:
     def _warmed_up(self) -> Any:
         """A state without requests, once every program has run."""
         short, longer = Request((0,), 1), Request((0, 0, 0), 1)
-        state = self.session.insert(self._idle(), 0, self._single.prefill([short] * self._single.batch))
+        state = self.session.insert(self._idle(), 0, self.single.prefill([short] * self.single.batch))
         state = self.session.advance(state, 1, until_any=True)
         self.session.read(state)
         self.session.rounds_of(state, 0)
+        if self.session.kept is not None:
+            self.session.logprobs(state, {0: 0})
         old = self.session.take(state, 0)
-        *_, one = self._single.prefill_onto(old, longer, self._single.shared(old, 1, 3))
+        *_, one = self.single.prefill_onto(old, longer, self.single.shared(old, 1, 3))
         self.session.read(self.session.end(self.session.insert(state, 0, one), {0}))
         return self._idle()
 
@@ -198,7 +208,9 @@ class Scheduler:
         self._prefill()
         if self.busy:
             begin = time.perf_counter()
-            self._state = self.session.advance(self._state, self._rounds, until_any=True)
+            # The first words should not wait for the next ones.
+            fresh = any(row.job is not None and row.job.first is None for row in self._rows)
+            self._state = self.session.advance(self._state, 1 if fresh else self._rounds, until_any=True)
             progress = self.session.read(self._state)
             self.counts.decode_s += time.perf_counter() - begin
             self.counts.slices += 1
@@ -229,17 +241,18 @@ class Scheduler:
             self._free(dict.fromkeys(rows, CANCELLED))
 
     def _deliver(self, ids: Sequence[list[int]], finish: Sequence[int]) -> None:
+        jobs = {number: row.job for number, row in enumerate(self._rows) if row.job is not None}
+        asked = {number: len(job.ids) for number, job in jobs.items() if job.logprobs}
+        logprobs = self.session.logprobs(self._state, asked) if asked else {}
         ended: dict[int, str] = {}
-        for number, row in enumerate(self._rows):
-            job = row.job
-            if job is None:
-                continue
+        for number, job in jobs.items():
+            row = self._rows[number]
             new = ids[number][len(job.ids) :]
             job.ids, row.text = ids[number], [*job.request.prompt, *ids[number]]
             if new and job.first is None:
                 job.first = time.perf_counter()
             self.counts.output_tokens += len(new)
-            wants = not new or job.news(new)
+            wants = not new or job.news(new, logprobs.get(number))
             if finish[number] == FAILED:
                 at = len(row.text)
                 self._rows[number] = _Row(used=row.used)
@@ -256,20 +269,25 @@ class Scheduler:
         if {STOPPED, CANCELLED} & set(reasons.values()):
             self._state = self.session.end(self._state, reasons)
         for number, reason in reasons.items():
-            job, self._rows[number].job = self._rows[number].job, None
+            # While anything may fail the job stays where `abandon` finds it.
             log = self.session.rounds_of(self._state, number)
+            job, self._rows[number].job = self._rows[number].job, None
             self.counts.rounds += len(log.rounds)
             self.counts.drafted += sum(len(entry.drafted) for entry in log.rounds)
             self.counts.accepted += sum(entry.accepted for entry in log.rounds)
             self._finish(job, reason, log)
 
     def _finish(self, job: Job, reason: str, log: RowLog | None) -> None:
-        self.counts.finished[reason] += 1
+        self._count(reason)
         job.done(reason, log)
 
     def _fail(self, job: Job, error: BaseException) -> None:
-        self.counts.finished["error"] += 1
+        self._count("error")
         job.failed(error)
+
+    def _count(self, reason: str) -> None:
+        self.counts.finished[reason] += 1
+        self.counts.ended += 1
 
     # Prefill.
 
@@ -293,23 +311,24 @@ class Scheduler:
         free = [number for number, row in enumerate(self._rows) if row.job is None]
         if not free or not self._waiting:
             return False
-        job = self._waiting.popleft()
+        job = self._waiting[0]
         job.started = time.perf_counter()
         prompt = job.request.prompt
         source, common = self._closest(prompt)
         old = None
         if common >= self._least_reuse:
             old = self.session.take(self._state, source)
-            job.reused = self._single.shared(old, common, len(prompt))
+            job.reused = self.single.shared(old, common, len(prompt))
         if old is not None and job.reused >= self._least_reuse:
-            states = self._single.prefill_onto(old, job.request, job.reused)
+            states = self.single.prefill_onto(old, job.request, job.reused)
         else:
-            job.reused, states = 0, self._single.prefill_in_chunks([job.request] * self._single.batch)
-        chunks = self._single.chunks_of(len(prompt), job.reused)
+            job.reused, states = 0, self.single.prefill_in_chunks([job.request] * self.single.batch)
+        chunks = self.single.chunks_of(len(prompt), job.reused)
         self.counts.prompt_tokens += len(prompt)
         self.counts.reused_tokens += job.reused
         width = (len(prompt) - job.reused) // max(chunks, 1) + 1
         self._begun = _Begun(job, self._place(free, source if job.reused else None, common), states, chunks, width)
+        self._waiting.popleft()
         self._begun.state = next(states)
         return True
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from failfast_jax.templates import has_template, render
 from failfast_jax.train.data import DataError, Document
 
 SPEAKERS = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
@@ -21,7 +22,7 @@ FORMS = f"'messages', 'conversations', {', '.join(f'{a!r} and {b!r}' for a, b in
 
 def check_template(file: Path, tokenizer: Any) -> None:
     """Raises DataError: a file of text, and a target that does not say how it is written."""
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    if not has_template(tokenizer):
         raise DataError(f"{file}: conversations need a target with a chat template; give .npz files of token ids")
 
 
@@ -126,7 +127,7 @@ def _pair(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _ids(messages: list[dict[str, str]], tokenizer: Any, **options: Any) -> list[int]:
-    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+    return tokenizer(render(messages, tokenizer, "--target", **options), add_special_tokens=False)["input_ids"]
 
 
 def _answers(messages: list[dict[str, str]], tokenizer: Any) -> Iterator[Document]:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 from failfast_jax.command import OutOfTime
-from failfast_jax.files import read_json, write_atomically
+from failfast_jax.files import naming, read_json, write_atomically
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.data import DataError, Documents
 
@@ -39,6 +40,18 @@ def target_features(target: Decoder, tokens: Int[Array, "B T"], layers: tuple[in
         tokens, target.init_cache(batch, width), jnp.zeros((batch,), jnp.int32), jnp.int32(width), layers
     )
     return features
+
+
+def mapped(file: Path, shape: tuple[int, ...]) -> np.memmap:
+    """A bfloat16 file in memory. It has its room on the disk: a page that finds none would end the process (SIGBUS).
+
+    Raises:
+      OSError: the disk has too little room.
+    """
+    with naming(file), file.open("ab") as opened:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(opened.fileno(), 0, math.prod(shape) * jnp.bfloat16.dtype.itemsize)
+    return np.memmap(file, jnp.bfloat16, "r+", shape=shape)
 
 
 class FeatureCache:
@@ -82,9 +95,8 @@ class FeatureCache:
             stored, done = self._found(key, layers, where)
         folder.mkdir(parents=True, exist_ok=True)
         self.columns = [stored.index(layer) for layer in layers]
-        file = folder / "features.bin"
         shape = (int(self.starts[-1]), len(stored), target.config.hidden_size)
-        self.values = np.memmap(file, jnp.bfloat16, "r+" if file.exists() else "w+", shape=shape)
+        self.values = mapped(folder / "features.bin", shape)
         self._compute(target, stored, done, {**key, "layers": stored}, deadline)
 
     def _found(self, key: dict, layers: tuple[int, ...], where: str) -> tuple[tuple[int, ...], int]:

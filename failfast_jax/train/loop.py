@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 from failfast_jax.errors import OptionError
-from failfast_jax.files import read_lines, write_atomically
+from failfast_jax.files import append_lines, read_lines, write_atomically
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.train.spread import Spread
 
@@ -43,7 +43,8 @@ class Objective(Protocol):
         """The drafter of these parameters, as an engine takes it."""
 
     def loss(self, trainable: Any, constants: Any, batch: dict[str, Any], key: Any) -> tuple[Any, dict[str, Any]]:
-        """Loss and metrics (scalars); pure."""
+        """Loss and metrics (scalars); pure. A loss that is a mean over labels says in `labels` how many there are:
+        where several batches make a step they weigh as much, so that the step's loss is the mean of all labels."""
 
     def flops(self, batch: dict[str, Any]) -> float:
         """Operations of the matmuls of one step, backward pass included."""
@@ -174,11 +175,15 @@ def make_step(objective: Objective, optimization: Optimization) -> Callable:
 
             def body(total, item):
                 out = gradient(state["params"], constants, *item)
-                return jax.tree.map(lambda a, b: a + b.astype(jnp.float32) / parts, total, out), None
+                labels = jnp.float32(out[0][1].get("labels", 1))
+                return jax.tree.map(lambda a, b: a + b.astype(jnp.float32) * labels, total, out), labels
 
             first = jax.eval_shape(gradient, state["params"], constants, jax.tree.map(lambda x: x[0], split), key)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), first)
-            ((value, metrics), grads), _ = jax.lax.scan(body, zeros, (split, jax.random.split(key, parts)))
+            sums, labels = jax.lax.scan(body, zeros, (split, jax.random.split(key, parts)))
+            (value, metrics), grads = jax.tree.map(lambda x: x / jnp.maximum(labels.sum(), 1.0), sums)
+            if "labels" in metrics:
+                metrics["labels"] = labels.sum()
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
@@ -266,7 +271,7 @@ def train(
 
 
 def _checkpoints(folder: Path) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)  # of a killed run
     return ocp.CheckpointManager((folder / CHECKPOINTS).absolute(), options=options)
 
 
@@ -324,7 +329,6 @@ class _Progress:
         self._start += time.perf_counter() - paused
 
     def _write(self, record: dict[str, Any], shown: dict[str, str]) -> None:
-        with self.log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_lines(self.log, [record])
         self._shown |= shown
         self.bar.set_postfix(self._shown)

@@ -21,7 +21,7 @@ from typing import Any
 
 from failfast_jax.checkpoints.safetensors import WEIGHTS
 from failfast_jax.command import UNFINISHED, deadline_after
-from failfast_jax.files import read_json, write_atomically
+from failfast_jax.files import read_json, sole_writer, write_atomically
 from failfast_jax.options import flag_of
 from failfast_jax.train.loop import LOG_FILE
 from failfast_jax.train.openings import CODE_OPENINGS
@@ -186,6 +186,12 @@ def ship(out: Path, profile: Profile) -> Path:
 def work(args: argparse.Namespace) -> int:
     """Runs all steps, those that are done in a moment; exit status as that of the step that ended."""
     profile, deadline = PROFILES[args.profile], deadline_after(args.minutes)
+    with sole_writer(args.out):
+        return make(profile, args, deadline)
+
+
+def make(profile: Profile, args: argparse.Namespace, deadline: float) -> int:
+    """All steps, and what ships; exit status as that of the step that ended."""
     begin(args.out / SETTINGS_FILE, {"profile": args.profile})
     lines = (opening.replace("\n", "\\n") for opening in CODE_OPENINGS)
     write_atomically(args.out / "code_openings.txt", "\n".join(lines) + "\n")

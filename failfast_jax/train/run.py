@@ -30,7 +30,7 @@ from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.errors import OptionError
-from failfast_jax.files import read_json
+from failfast_jax.files import read_json, sole_writer
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.options import flag_of
 from failfast_jax.train import data, loop, presets
@@ -246,13 +246,29 @@ def work(args: argparse.Namespace) -> None:
     }
     documents = documents.take(np.random.default_rng(args.seed).permutation(len(documents)))
     train, held_out = data.split(documents, args.held_out)
-    begin(args.out / SETTINGS_FILE, settings, foreign="*", may_grow=("steps",))
-    if (report := _finished(args.out / "drafter", optimization.steps, args.storage)) is not None:
-        print(json.dumps(report))
-        if args.push_to_hub is not None:
-            push(args.out / "drafter", args.push_to_hub)
-        return
-    data.write_documents(args.out / HELD_OUT, held_out.pairs(), config.vocab_size)
+    with sole_writer(args.out):
+        begin(args.out / SETTINGS_FILE, settings, foreign="*", may_grow=("steps",))
+        if (report := _finished(args.out / "drafter", optimization.steps, args.storage)) is not None:
+            print(json.dumps(report))
+            if args.push_to_hub is not None:
+                push(args.out / "drafter", args.push_to_hub)
+            return
+        data.write_documents(args.out / HELD_OUT, held_out.pairs(), config.vocab_size)
+        _make(args, source, start, layers, (train, held_out), optimization, deadline, spread)
+
+
+def _make(
+    args: argparse.Namespace,
+    source: Any,
+    start: Start | None,
+    layers: Layers,
+    documents: tuple[data.Documents, data.Documents],
+    optimization: loop.Optimization,
+    deadline: float,
+    spread: Spread,
+) -> None:
+    """Trains in a folder that is begun; `documents`: to learn from, and to measure on."""
+    train, held_out = documents
     enable_compile_cache(None)
     # From here on nothing is cheap: all that can be refused has been.
     target = load_model(source)

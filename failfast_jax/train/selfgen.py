@@ -32,6 +32,7 @@ from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
+from failfast_jax.files import sole_writer
 from failfast_jax.train.data import DataError, read_documents, write_documents
 from failfast_jax.train.openings import OPENINGS, held_out_prompts, read_openings
 from failfast_jax.train.resume import begin, is_begun
@@ -108,8 +109,9 @@ def work(args: argparse.Namespace) -> None:
         "eos_token_ids": list(engine.eos_token_ids),
         "template": [writer.turn.before, writer.turn.after],
     }
-    begin(file, settings, SHARDS)
-    said = write_shards(writer, args.out, shards, deadline)
+    with sole_writer(args.out):
+        begin(file, settings, SHARDS)
+        said = write_shards(writer, args.out, shards, deadline)
     skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(writer.skipped.items())) or "none"
     print(f"selfgen: {said} | skipped: {skipped} | compile {writer.compile_s:.1f} s", file=sys.stderr)
 

@@ -12,6 +12,7 @@ import numpy as np
 from failfast_jax.config import GenerationConfig
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
+from failfast_jax.templates import has_template, render
 from failfast_jax.train.data import Document
 from failfast_jax.train.openings import OPENINGS, is_held_out
 
@@ -61,11 +62,12 @@ def user_turn(tokenizer: Any, name: str = "the model") -> Turn:
     Raises:
       ValueError: no tokenizer, no chat template, or one that does not render the content exactly once.
     """
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    if not has_template(tokenizer):
         missing = "tokenizer" if tokenizer is None else "chat template"
         raise ValueError(f"--target {name}: has no {missing}, which writing its own prompts needs")
     messages = [{"role": "user", "content": _USER_CONTENT}]
-    parts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split(_USER_CONTENT)
+    text = render(messages, tokenizer, f"--target {name}", add_generation_prompt=True)
+    parts = text.split(_USER_CONTENT)
     if len(parts) != 2:
         raise ValueError(f"--target {name}: its chat template renders the user's content {len(parts) - 1} times")
     return Turn(*parts)

@@ -38,7 +38,7 @@ def test_the_theorem():
     assert modelled.expected_speedup(0.8, 5, 0.5) == pytest.approx((accepted.mean() + 1) / 1.5, rel=5e-3)
     assert modelled.alpha_of(accepted.mean() / 5, 5) == pytest.approx(0.8, abs=5e-3)
     # Fig. 2 of the paper: best draft lengths 8 and 16, speedups of about 3.0 and 5.2.
-    lengths = range(2, 60)
-    ar, dllm = theory_curves(lengths).values()
+    lengths = modelled.THEORY_LENGTHS
+    ar, dllm = theory_curves().values()
     assert lengths[int(np.argmax(ar))] == 8 and max(ar) == pytest.approx(3.0, abs=0.1)
     assert lengths[int(np.argmax(dllm))] == 16 and max(dllm) == pytest.approx(5.2, abs=0.1)

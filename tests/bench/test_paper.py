@@ -198,10 +198,47 @@ def test_claims():
     assert found["tokens a pass, FailFast, MATH"] == ["5.56", "4.1", "4.06"]
     assert found["rounds fewer than with the AR drafter, MATH"] == ["0.0 %", "16.0 %", "16.0 %"]
     assert found["speculation latency, Fast-dLLM below AR"][0] == "50.0 %"  # 3 against 8 and 4
+    assert found["... Qwen2.5-32B"] == ["4.90 to 4.90", "3.1 to 4.9", "3.16 to 4.94"]
+    assert found["Theorem 3.8, AR drafter: most, at length"][1:] == ["3.0 at 8", "2.9 at 8"]
+    assert found["... FailFast"][1:] == ["5.2 at 16", "5.3 at 16"]
+    # Drafts of 12.5 tokens at a rate of 41.7 %: 0.86 are right, token by token; a pass costs a tenth of a step.
+    assert found["... FailFast"][0] == "5.1 at 16"
     # Appendix B's own figures are rounded: 22.9, 41.1 and 17.1 in the text.
     own = paper_claims.from_appendix()
     assert [float(own[name].split()[0]) for name in list(own)[:3]] == pytest.approx([22.9, 41.1, 17.1], abs=0.8)
     assert "| - |" in paper_claims.table([])
+
+
+def test_rows_of_a_sweep_stand_beside_the_presets():
+    """Appendix C's points have the released schedule, too, and so may come first in the records."""
+    point = answer("failfast:tau=0.3", "failfast", "a", [(10, 1, 2)], {"schedule": "aligned", "tau": 0.3})
+    run = paper_tables.run_of([point, *RECORDS], "x", parse_latency("1:10"), released=False)
+    assert run.chosen["math500"][FAILFAST] == "failfast"
+    assert run.chosen["math500"]["failfast:tau=0.3"] == "failfast:tau=0.3"
+    alone = paper_tables.run_of([RECORDS[0], point], "x", parse_latency("1:10"), released=False)
+    assert alone.chosen["math500"] == {FAILFAST: "failfast:tau=0.3"}
+
+
+def test_a_pass_of_eagle_has_no_price():
+    """The authors' latency of a pass is that of a model of 1.5B; EAGLE-3 was timed."""
+    rows = [answer("eagle3", "eagle3", q, [(8, 4, 8)], {}, decode_s=s) for q, s in (("a", 3.0), ("b", 2.0))]
+    run = paper_tables.run_of([*RECORDS, *rows], "Qwen2.5-32B-Instruct", parse_latency("1:10"), released=False)
+    found = paper_tables.averaged(run.rows["math500"]["eagle3"])
+    assert (found["modelled"], found["draft_ms"], found["measured"]) == (None, None, 2.5)
+    assert paper_tables.pooled(run.rows["math500"]["eagle3"])["modelled"] is None
+    lines = [line.strip("| ").split(" | ") for line in paper_claims.table([run, paper_run()]).splitlines()[2:]]
+    claims = {cells[0]: cells[1] for cells in lines}
+    assert claims["FailFast over EAGLE-3, measured, a target's mean"] == "0.90 to 0.90"  # 2.25 over 2.5
+    assert "| eagle3 | modelled | - | - |" in paper_tables.ratios(run)
+
+
+def test_lengths_of_the_preset_by_flag(preset, tmp_path, capsys):
+    assert preset("--methods", "ar,fast-dllm+", "--sweep", "5:6", "--limit", "1") == 0
+    fast = {f"fast-dllm:threshold=0.9,spec_len={n}" for n in (5, 6)}
+    assert {r["setting"] for r in records(tmp_path)} == {"vanilla", "ar:spec_len=5", "ar:spec_len=6", *fast}
+    capsys.readouterr()
+    assert preset("--methods", "failfast", "--sweep", "5:6") == 2
+    assert "--sweep 5:6: is for ar and fast-dllm+; --methods names neither" in capsys.readouterr().err
 
 
 def test_the_command(preset, tmp_path, capsys):

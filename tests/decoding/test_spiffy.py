@@ -214,4 +214,4 @@ def test_a_trained_model_takes_fewer_passes():
     assert done.returncode == 0, done.stderr[-3000:]
     sizes = json.loads(done.stdout)["sizes"]
     assert all(line["same_texts"] == 16 and line["passes"] + line["adopted"] == line["plain"] for line in sizes)
-    assert sizes[-1]["states"] == 10 and sizes[-1]["fewer"] >= 1.3
+    assert [line["states"] for line in sizes] == list(range(1, 11)) and sizes[-1]["fewer"] >= 1.3

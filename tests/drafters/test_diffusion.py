@@ -187,6 +187,21 @@ def test_drafts_do_not_depend_on_the_cache(kind, prompts, rounds):
     assert passes == expected  # blocks are stored on the way
 
 
+def test_every_step_sees_the_row_of_the_first_token():
+    """Where a text ends with a block, that row lies in the block in front of the draft, which the first step stores."""
+    method, rng = drafter("specdiff"), np.random.default_rng(1)
+    late = 0
+    for length in range(method.block, 13 * method.block, method.block):
+        now = seen([rng.integers(0, MASK, length).tolist() for _ in range(BATCH)])
+        draft, _ = draft_of(method, prefill(method, now), now)
+        for row in range(BATCH):
+            tokens, confidence = specdiff_by_hand(method, now.tokens[row, :length].tolist(), int(now.room[row]))
+            assert draft.tokens[row].tolist() == tokens
+            np.testing.assert_allclose(draft.confidence[row], confidence, atol=2e-4)
+            late += confidence[0] < min(sorted(confidence)[-2:])
+    assert late > 5  # the first token was not among those that the first step filled
+
+
 @pytest.mark.parametrize("kind", [kind for kind in DIFFUSION if kind != "specdiff"])  # which never sits a round out
 @settings(max_examples=6)
 @given(prompts=st.lists(texts, min_size=BATCH, max_size=BATCH), known=st.integers(0, 20))

@@ -19,6 +19,7 @@ from failfast_jax.decoding.economics import (
     BINS,
     CREDIT,
     EDGES,
+    LEAD,
     MODEL_CHANCES,
     TEXT_CHANCES,
     Calibration,
@@ -91,28 +92,34 @@ UNIT = st.floats(2**-6, 0.9990234375, width=32)
     lengths=st.lists(st.integers(0, LONGEST), min_size=2, max_size=2),
     steps=st.lists(st.floats(0, 2, width=32), min_size=3, max_size=3),
     purse=st.floats(0, 20, width=32),
+    ahead=st.lists(st.integers(0, 20), min_size=2, max_size=2),
+    refilled=st.booleans(),
 )
-def test_the_choice_is_the_best_by_brute_force(chances, lengths, steps, purse):
+def test_the_choice_is_the_best_by_brute_force(chances, lengths, steps, purse, ahead, refilled):
     verify = np.cumsum([1.0, *steps])
     drafter = economic(Given(confidence=jnp.asarray(chances), length=jnp.asarray(lengths)), None, costs(verify * 0.02))
+    drafter = drafter.refilled() if refilled else drafter
     state = drafter.init(2, 64)
-    state = state.replace(purse=state.purse.replace(steps=jnp.float32(purse)))
+    state = state.replace(purse=state.purse.replace(steps=jnp.float32(purse)), ahead=jnp.asarray(ahead, jnp.float32))
     draft, _ = draw(drafter, state, committed(2))
 
+    counts = np.exp(-np.asarray(ahead) / LEAD)
+    counts = np.ones(2) if refilled else 2 * counts / counts.sum()
     sure = np.asarray(state.text_chances.chance(jnp.asarray(chances)))
     values = []
     for width, cost in zip(WIDTHS, verify):
-        tokens = sum(1 + np.cumprod(sure[row][: min(lengths[row], width - 1)]).sum() for row in range(2))
+        emitted = [1 + np.cumprod(sure[row][: min(lengths[row], width - 1)]).sum() for row in range(2)]
+        tokens = counts @ emitted
         risk = min((cost - 1) / max(tokens / 2 - 1, 1e-6), 1)
         values.append(tokens / cost if (cost - 1) * risk <= purse - 1e-4 or width == 1 else 0)
     chosen = max(draft.length.tolist())
     needed = next(at for at, width in enumerate(WIDTHS) if width > chosen)
-    expected = float(draft.expected.sum())
-    assert expected / float(draft.seconds) * 0.02 >= 0.999 * max(values)
+    assert float(counts @ draft.expected) / float(draft.seconds) * 0.02 >= 0.999 * max(values)
     assert 0.02 * verify[needed] <= float(draft.seconds) * 1.001
     kept = [min(length, chosen) for length in lengths]
     assert draft.length.tolist() == kept
-    assert expected == pytest.approx(sum(1 + np.cumprod(sure[row][: kept[row]]).sum() for row in range(2)), rel=1e-4)
+    brought = [1 + np.cumprod(sure[row][: kept[row]]).sum() for row in range(2)]
+    np.testing.assert_allclose(draft.expected, brought, rtol=1e-4)
 
 
 def test_expected_tokens_are_sums_of_products():
@@ -209,6 +216,32 @@ def test_a_batch_drafts_only_what_pays_for_all():
     assert draw(drafter, rich, committed(4))[0].length.tolist() == [0] * 4
     all_sure = economic(Given(confidence=jnp.full((4, LONGEST), 0.97), length=jnp.full((4,), LONGEST)), None, table)
     assert draw(all_sure, rich, committed(4))[0].length.tolist() == [LONGEST] * 4
+
+
+def purse_after(drafter: Economic, emitted: list[list[int]], running: list[list[bool]]) -> float:
+    """What the purse has gained by rounds of plain cost that emit so many tokens; `running`: behind each."""
+    rows = len(emitted[0])
+    state, before = drafter.init(rows, 64).replace(cost=jnp.float32(1)), committed(rows)
+    for counts, run in zip(emitted, running):
+        after = before.replace(length=before.length + jnp.asarray(counts), running=jnp.asarray(run))
+        agreed = jnp.asarray(counts) - 1
+        state = drafter.commit(state, Outcome(before, after, Draft.empty(rows, 0), agreed, jnp.zeros((rows, 1, 0, 1))))
+        before = after
+    return float(state.purse.steps) - CREDIT - 0.01 * len(emitted)
+
+
+def test_a_list_of_prompts_waits_for_its_slowest_row():
+    drafter = economic(
+        Given(confidence=jnp.full((3, LONGEST), 0.5), length=jnp.zeros(3, int)), None, costs([1, 2, 3, 4])
+    )
+    on = [True] * 3
+    assert purse_after(drafter, [[4, 4, 1]], [on]) == pytest.approx(0, abs=1e-5)
+    assert purse_after(drafter.refilled(), [[4, 4, 1]], [on]) == pytest.approx(2, abs=1e-5)
+    assert purse_after(drafter, [[4, 3, 1], [1, 1, 4]], [on, on]) == pytest.approx(2, abs=1e-5)
+    # Who has finished is waited for no more; what the last one has won stays.
+    ended = [True, True, False]
+    assert purse_after(drafter, [[4, 3, 1], [1, 1, 1]], [on, ended]) == pytest.approx(2, abs=1e-5)
+    assert purse_after(drafter, [[4, 3, 1], [1, 2, 1]], [ended, [False] * 3]) == pytest.approx(3, abs=1e-5)
 
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], list(range(3, 23)), [9]]

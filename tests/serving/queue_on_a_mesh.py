@@ -1,4 +1,4 @@
-"""A queue over two simulated devices that share the batch, and over one; prints what they say as JSON.
+"""Queues over simulated devices that share layers, the batch, or both, and over one; prints what they say as JSON.
 
 Run as a script, in a process of its own: the number of devices is fixed when JAX is first used.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import os
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
-from tiny_models import random_model, tiny_config
+from tiny_models import diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.compilation import compile_counts
@@ -18,21 +18,39 @@ from failfast_jax.decoding import plan
 from failfast_jax.serving.queue import Queue
 
 PROMPTS = [[3, 4, 5], [6, 7] * 20, [2, 3, 4, 5, 6] * 8, [6, 7] * 20 + [3], [9]]
+LOOKUP = {"method": "lookup", "policy": "fixed", "max_spec_len": 7}
+MODEL = {"method": "failfast", "policy": "fixed", "spec_len": 3, "max_spec_len": 6, "tau": 0.2}
+CASES = {
+    "one device": (1, 1, 4, LOOKUP),
+    "2 groups": (1, 2, 4, LOOKUP),
+    "2 share layers": (2, 1, 4, LOOKUP),
+    "4 groups of 2, batch 8": (2, 4, 8, MODEL),
+}
+"""Devices that share layers, groups that share the batch, rows, and the method."""
 
 
 def main() -> None:
     plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
     target = random_model(tiny_config(num_layers=1), seed=1)
-    config = GenerationConfig("lookup", max_new_tokens=30, ignore_eos=True, policy="fixed", max_spec_len=7)
+    drafter = random_model(diffusion_config(), seed=2)
     report = {}
-    for groups in (1, 2):
-        engine = FailFast(target, data_parallel=groups)
-        with Queue(engine, config, batch=4, capacity=160, least_reuse=8) as queue:
+    for name, (tensor, data, batch, options) in CASES.items():
+        engine = FailFast(target, drafter, tensor_parallel=tensor, data_parallel=data)
+        config = GenerationConfig(max_new_tokens=30, ignore_eos=True, **options)
+        with Queue(engine, config, batch=batch, capacity=160, least_reuse=8, logprobs=2) as queue:
             before = compile_counts()
-            found = [queue.submit(prompt, temperature=0.8, seed=3).result() for prompt in PROMPTS]
+            found = [queue.submit(prompt, temperature=0.8, seed=3, logprobs=2).result() for prompt in PROMPTS]
+            answers = [queue.submit(prompt, temperature=0.8, seed=3) for prompt in PROMPTS]
+            together = [answer.result().output_ids for answer in answers]
             compiled = compile_counts().since(before).requests
-        report[groups] = {"ids": [one.output_ids for one in found], "reused": [one.reused for one in found]}
-        report[groups]["compiled"] = compiled
+            report[name] = {
+                "ids": [one.output_ids for one in found],
+                "together": together,
+                "logprobs": [[entry.logprob for entry in one.logprobs] for one in found],
+                "reused": [one.reused for one in found],
+                "drafted": sum(one.drafted for one in found),
+                "compiled": compiled,
+            }
     print(json.dumps(report))
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -26,13 +24,13 @@ class ChatPieces(BytePieces):
     chat_template = "there is one"
     roles = ("system", "user", "assistant")
 
-    def apply_chat_template(self, messages, add_generation_prompt, tokenize, return_dict) -> list[int]:
-        ids = []
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt) -> str:
+        text = ""
         for number, message in enumerate(messages):
             if message["role"] == "system" and number:
                 raise jinja2.TemplateError("system comes first")
-            ids += [2 + self.roles.index(message["role"]), *self(message["content"])["input_ids"], 5]
-        return [*ids, 4]
+            text += f"{chr(2 + self.roles.index(message['role']))}{message['content']}\5"
+        return text + "\4"
 
 
 def chat_engine() -> FailFast:
@@ -46,28 +44,15 @@ class Served:
     url: str
     queue: Queue
     server: Any
-    thread: threading.Thread
 
 
 @contextlib.contextmanager
 def served(queue: Queue, options: ServeOptions) -> Iterator[Served]:
     """A server in a thread of its own; it ends as it does at a signal."""
-    import uvicorn
+    from failfast_jax.serving.server import background
 
-    from failfast_jax.serving.app import build_app
-
-    listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(build_app(queue, options, "tiny"), log_level="warning", timeout_graceful_shutdown=5)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    try:
-        until(lambda: server.started)
-        yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", queue, server, thread)
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
+    with background(queue, dataclasses.replace(options, grace=5), "tiny") as (server, url):
+        yield Served(url, queue, server)
 
 
 def until(condition, seconds: float = 20.0) -> None:

@@ -1,15 +1,35 @@
-"""A queue whose rows are shared by groups of devices."""
+"""Continuous batching on 8 simulated devices: layers, or the batch, or both are shared between some."""
 
 from __future__ import annotations
 
 import json
 
+import numpy as np
+import pytest
 from checkpoint_files import run_python
 
 
-def test_two_groups_say_what_one_says():
+@pytest.fixture(scope="module")
+def report() -> dict:
+    """What `queue_on_a_mesh.py` prints."""
     done = run_python("tests/serving/queue_on_a_mesh.py")
     assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["1"] == report["2"]
-    assert report["2"]["compiled"] == 0 and report["2"]["reused"][3] >= 30
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_they_say_what_one_device_says(report):
+    one = report["one device"]
+    assert len(report) == 4
+    for name, found in report.items():
+        assert found["ids"] == found["together"] == one["ids"], name
+        assert found["drafted"] > 0 and found["compiled"] == 0, name
+
+
+def test_they_take_caches_over(report):
+    assert {name: found["reused"][3] >= 30 for name, found in report.items()} == dict.fromkeys(report, True)
+
+
+def test_log_probabilities_are_gathered(report):
+    for name, found in report.items():
+        for mine, theirs in zip(found["logprobs"], report["one device"]["logprobs"]):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-3, err_msg=name)

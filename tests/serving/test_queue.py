@@ -246,16 +246,52 @@ def test_draining_answers_everybody():
     assert all(answer.result().finish_reason in ("eos", "length") for answer in held)
 
 
-def test_a_thread_that_fails_says_so(monkeypatch):
+def test_rows_that_are_free_are_no_places_in_line():
+    work = Queue(engine(), config("lookup", exact=True), batch=3, capacity=CAPACITY, waiting=1)
+    held = [work.submit(**LONG) for _ in range(4)]
+    assert [answer.result().finish_reason for answer in held] == ["length"] * 4
+
+
+def test_the_first_words_do_not_wait_for_the_next_ones():
+    answer = queue("lookup").submit(**LONG)
+    first = next(answer.pieces())
+    assert first.ids == answer.result().rounds[0].emitted
+
+
+def test_what_goes_wrong_with_one_answer_does_not_end_the_others(monkeypatch):
+    work, told = queue("lookup"), []
+
+    def deaf(piece):
+        told.append(piece)
+        raise ValueError("nobody listens")
+
+    deaf_one, other = work.submit(**LONG, tell=deaf), work.submit(**LONG)
+    assert other.result().finish_reason == "length"
+    # A result may be waited for by others than those who are told the pieces.
+    assert deaf_one.result().finish_reason == "cancelled" and len(told) == 2
+    decode = engine().tokenizer.decode
+    monkeypatch.setattr(engine().tokenizer, "decode", lambda ids, **_: 1 / 0)
+    broken = work.submit(**LONG)
+    with pytest.raises(ZeroDivisionError):
+        broken.result()
+    monkeypatch.setattr(engine().tokenizer, "decode", decode)
+    assert work.healthy and work.submit(**LONG).result().output_ids == other.result().output_ids
+    until(lambda: work.unfinished == 0)
+
+
+@pytest.mark.parametrize("where", ["session.advance", "session.rounds_of", "single.chunks_of", "single.start"])
+def test_a_thread_that_fails_says_so(monkeypatch, where):
+    """To everybody: also to the one whose prefill failed, and to the one whose answer had just ended."""
     work = Queue(engine(), config("lookup", exact=True), batch=3, capacity=CAPACITY)
 
     def broken(*_, **__):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(work.scheduler.session, "advance", broken)
-    answer = work.submit(**LONG)
-    with pytest.raises(QueueClosed, match="out of memory"):
-        answer.result()
-    assert not work.healthy
+    owner, name = where.split(".")
+    monkeypatch.setattr(getattr(work.scheduler, owner), name, broken)
+    for answer in [work.submit(**LONG) for _ in range(4)]:
+        with pytest.raises(QueueClosed, match="out of memory"):
+            answer.result()
+    until(lambda: not work.healthy)
     with pytest.raises(QueueClosed, match="out of memory"):
         work.submit([2])

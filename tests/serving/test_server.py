@@ -148,20 +148,26 @@ def test_many_at_once(client, queue):
 
 
 REFUSED = [
-    ({}, 400, "prompt: Field required"),
-    ({"prompt": ""}, 400, "prompt"),
-    ({"prompt": []}, 400, "prompt"),
-    ({"prompt": [1, 40]}, 400, "token id 40 is outside the vocabulary of 40"),
+    ({}, 400, "prompt: is missing"),
+    ({"prompt": ""}, 400, "prompt: must be text, token ids, or a list of texts"),
+    ({"prompt": []}, 400, "prompt: must be text, token ids, or a list of texts"),
+    ({"prompt": [1, -1]}, 400, "prompt: must be text, token ids, or a list of texts"),
+    ({"prompt": [1, 40]}, 400, "token id 40 is outside the vocabulary of 40 of tiny"),
     ({"prompt": "a" * 200}, 400, "the prompt has 200 tokens; with its answer it may have 160"),
     ({"prompt": "a", "max_tokens": 160}, 400, "exceed the 160 tokens"),
-    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
-    ({"prompt": "a", "temperature": -1}, 400, "temperature"),
-    ({"prompt": "a", "temperature": "hot"}, 400, "temperature"),
-    ({"prompt": "a", "top_p": 0}, 400, "top_p"),
+    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens: must be at least 1"),
+    ({"prompt": "a", "max_tokens": 2.5}, 400, "max_tokens: must be an integer"),
+    ({"prompt": "a", "temperature": -1}, 400, "temperature: must be at least 0"),
+    ({"prompt": "a", "temperature": "hot"}, 400, "temperature: must be a number"),
+    ({"prompt": "a", "top_p": 0}, 400, "top_p: must be more than 0"),
+    ({"prompt": "a", "stream": "yes"}, 400, "stream: must be true or false"),
+    ({"prompt": "a", "stop": 3}, 400, "stop: must be text or a list of texts"),
+    ({"prompt": "a", "user": 3}, 400, "user: must be text"),
+    ({"prompt": "a", "logit_bias": 3}, 400, "logit_bias: must be an object"),
     ({"prompt": "a", "n": 6}, 400, "6 answers are asked for; at most 5 are given"),
-    ({"prompt": "a", "n": 0}, 400, "n: "),
+    ({"prompt": "a", "n": 0}, 400, "n: must be at least 1"),
     ({"prompt": "a", "stop": [""]}, 400, "stop: must be at most 16 strings, none of them empty"),
-    ({"prompt": "a", "logprobs": 1}, 400, "logprobs: are not served"),
+    ({"prompt": "a", "logprobs": 1}, 400, "logprobs: this server keeps none: it was started without --logprobs n"),
     ({"prompt": "a", "echo": True}, 400, "echo: is not served"),
     ({"prompt": "a", "presence_penalty": 1.0}, 400, "presence_penalty: is not served"),
     ({"prompt": "a", "tools": []}, 400, "tools: no such argument is served"),
@@ -178,13 +184,61 @@ def test_wrong_requests(site, body, status, message):
     assert message in error["message"] and set(error) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize("content", ["a\ud800b", [{"type": "text", "text": "\udfff"}]])
-def test_half_characters_are_refused(site, content):
+HALF = [
+    ({"messages": [{"role": "user", "content": "a\ud800b"}]}, "UTF-8"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}]}, "UTF-8"),
+    ({"messages": [{"role": "user", "content": "a"}], "model": "\ud800"}, "does not exist"),
+    ({"messages": [{"role": "user", "content": "a"}], "\ud800": 1}, "UTF-8"),
+]
+
+
+@pytest.mark.parametrize("body, message", HALF, ids=range(len(HALF)))
+def test_half_characters_are_refused(site, body, message):
     """JSON can say them, and no tokenizer takes them."""
-    body = json.dumps({"messages": [{"role": "user", "content": content}]})
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    answer = httpx.post(f"{site.url}/v1/chat/completions", content=body, headers=headers, timeout=30)
-    assert answer.status_code == 400 and "UTF-8" in answer.json()["error"]["message"]
+    answer = httpx.post(f"{site.url}/v1/chat/completions", content=json.dumps(body), headers=headers, timeout=30)
+    assert answer.status_code in (400, 404) and message in answer.json()["error"]["message"]
+
+
+def test_a_prompt_that_is_too_long_has_openais_code(site):
+    for body in ({"prompt": "a" * 200}, {"prompt": "a" * 150, "max_tokens": 20}):
+        assert post(site, **body).json()["error"]["code"] == "context_length_exceeded"
+    error = post(site, "chat/completions", messages=[{"role": "user", "content": "a" * 200}]).json()["error"]
+    assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+    assert post(site, prompt=[1, 40]).json()["error"]["code"] is None
+
+
+def test_errors_name_the_argument_and_no_file(site, queue, monkeypatch):
+    monkeypatch.setattr(queue.engine, "target_name", "/srv/models/secret")
+    error = post(site, prompt=[1, 40]).json()["error"]
+    assert error["message"] == "token id 40 is outside the vocabulary of 40 of tiny" and error["param"] == "prompt"
+    for messages, param, said in (
+        ([], "messages", "must not be empty"),
+        ([{"role": "user"}], "messages.0.content", "is missing"),
+        ([{"role": "user", "content": []}], "messages.0.content", "text parts"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content", "text parts"),
+        ([{"role": "tool", "content": "a"}], "messages.0.role", "must be 'system', 'developer', 'user' or 'assistant'"),
+        (["a"], "messages.0", "must be an object"),
+    ):
+        error = post(site, "chat/completions", messages=messages).json()["error"]
+        assert error["param"] == param and error["message"].startswith(f"{param}: ") and said in error["message"]
+
+
+def metric(site: Served, name: str) -> float:
+    lines = httpx.get(f"{site.url}/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"failfast_{name}"))
+
+
+def test_responses_are_counted_by_status(site, queue, monkeypatch):
+    before = {status: metric(site, f'responses_total{{status="{status}"}}') for status in (200, 401, 413, 500)}
+    post(site, prompt="a", key="wrong")
+    post(site, prompt="a", user="u" * 20_000)
+    monkeypatch.setattr(queue, "encode", lambda *_, **__: 1 / 0)
+    answer = post(site, prompt="a")
+    assert answer.status_code == 500 and "see its log" in answer.json()["error"]["message"]
+    after = {status: metric(site, f'responses_total{{status="{status}"}}') for status in before}
+    assert {status: after[status] - before[status] for status in (401, 413, 500)} == {401: 1, 413: 1, 500: 1}
+    assert after[200] - before[200] >= 4  # of the metrics themselves
 
 
 def test_wrong_chats_paths_and_bytes(site, client):
@@ -197,6 +251,10 @@ def test_wrong_chats_paths_and_bytes(site, client):
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     answer = httpx.post(f"{site.url}/v1/completions", content=b"{not JSON", headers=headers)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+    assert answer.json()["error"]["message"].startswith("the body is not JSON: ")
+    for content, said in ((b"[]", "the body: must be an object"), (b"", "the body: is missing")):
+        answer = httpx.post(f"{site.url}/v1/completions", content=content, headers=headers)
+        assert answer.status_code == 400 and answer.json()["error"]["message"] == said
     assert httpx.get(f"{site.url}/v1/nothing", headers=headers).json()["error"]["message"] == "Not Found"
     assert httpx.get(f"{site.url}/v1/completions", headers=headers).status_code == 405
 
@@ -205,6 +263,7 @@ def test_the_key(site):
     for key in (None, "wrong", KEY + "x", "a key of this tesT"):
         answer = post(site, prompt="a", key=key)
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
     assert post(site, prompt="a", key=KEY, max_tokens=1).status_code == 200
 
 
@@ -270,11 +329,12 @@ def test_time_is_up(queue, monkeypatch):
         stream = post(site, prompt="a", max_tokens=150, ignore_eos=True, stream=True, key=None)
         *_, last = [line for line in stream.text.splitlines() if line]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+        assert metric(site, 'stream_errors_total{status="504"}') == 1
     gate.set()
     until(lambda: queue.scheduler.busy == 0)
 
 
-def test_told_to_stop_it_ends_what_it_has_begun(queue, monkeypatch):
+def test_told_to_stop_it_ends_what_it_has_begun(queue, monkeypatch, capsys):
     gate = slow(queue, monkeypatch)
     found = {}
     with served(queue, ServeOptions(timeout=20.0)) as site:
@@ -284,6 +344,8 @@ def test_told_to_stop_it_ends_what_it_has_begun(queue, monkeypatch):
         site.server.should_exit = True
     ask.join(20)
     assert found["choices"][0]["finish_reason"] in ("stop", "length")
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["finishing 1 answer, for at most 5 s; Ctrl-C again: at once", "ended"]
     gate.set()
 
 
@@ -294,6 +356,9 @@ def test_keys_are_read_from_files_and_the_environment(tmp_path, monkeypatch):
         ServeOptions(api_key_file="/nowhere/key").key()
     (tmp_path / "key").write_text("\n")
     with pytest.raises(OptionError, match="is empty"):
+        ServeOptions(api_key_file=str(tmp_path / "key")).key()
+    (tmp_path / "key").write_text("schlüssel")
+    with pytest.raises(OptionError, match="key: a key must be one line of printable ASCII"):
         ServeOptions(api_key_file=str(tmp_path / "key")).key()
     monkeypatch.setenv(KEY_VARIABLE, "")
     with pytest.raises(OptionError, match="FAILFAST_API_KEY: is empty"):

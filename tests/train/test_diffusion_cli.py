@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from checkpoint_files import GOLDEN, hf_folder
+from checkpoint_files import GOLDEN, config_of, hf_folder, logits, tensors_of
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from failfast_jax import FailFast, load_model
+from failfast_jax.checkpoints.fast_dllm import RELEASE, save_fast_dllm
+from failfast_jax.checkpoints.loading import open_source
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.train.__main__ import main
 
@@ -88,6 +92,72 @@ def test_the_folder_is_a_model_of_its_own(made, target):
     # What was learned by heart is said, a character a token.
     said = FailFast(made / "drafter").generate("count", method="dllm", max_new_tokens=32)[0].text
     assert said.replace(" ", "").startswith("onetwothree")
+
+
+NEW_KEYS = {"auto_map", "head_dim", "torch_dtype"}
+"""Of our `config.json`, which the golden ones lack; `transformers_version` is the other way round."""
+
+
+def in_layers(tensors) -> set[str]:
+    """Names of tensors, whatever the number of the layer."""
+    return {re.sub(r"layers\.\d+\.", "layers.N.", name) for name in tensors}
+
+
+def test_the_folder_is_laid_out_as_released(made, target):
+    """Key by key; what a key says is the released model's of this kind, or the model's that it was made from."""
+    config, released = json.loads((made / "drafter" / "config.json").read_text()), config_of("fast_dllm_v2_untied")
+    assert config.keys() - released.keys() == NEW_KEYS | {"training"}
+    assert released.keys() - config.keys() == {"transformers_version"}
+    own = json.loads((target / "config.json").read_text())
+    changed = {"model_type", "architectures", "bd_size", "mask_token_id", "max_window_layers"}
+    for key in released.keys() & own.keys() & config.keys() - changed:
+        assert config[key] == own[key], key
+    assert (config["model_type"], config["architectures"]) == (released["model_type"], released["architectures"])
+    assert (config["bd_size"], config["mask_token_id"]) == (16, len(load_tokenizer(target)))
+    assert config["auto_map"] == {
+        "AutoConfig": f"{RELEASE}--configuration.Fast_dLLM_QwenConfig",
+        "AutoModelForCausalLM": f"{RELEASE}--modeling.Fast_dLLM_QwenForCausalLM",
+    }
+    tensors, theirs = load_file(made / "drafter" / "model.safetensors"), tensors_of("fast_dllm_v2_untied")
+    assert in_layers(tensors) == in_layers(theirs)
+    before = load_file(target / "model.safetensors")
+    assert {name: t.shape for name, t in tensors.items()} == {name: t.shape for name, t in before.items()}
+
+
+@pytest.mark.parametrize("name", ["fast_dllm_v2_tied", "fast_dllm_v2_untied"])
+def test_a_released_model_is_written_as_it_was_read(name, tmp_path):
+    source = open_source(GOLDEN / name)
+    save_fast_dllm(tmp_path / "again", source.config, source.read(np.dtype("float32")), storage="float32")
+    tensors, before = load_file(tmp_path / "again" / "model.safetensors"), tensors_of(name)
+    assert tensors.keys() == before.keys()
+    assert all(np.array_equal(tensors[key], before[key]) for key in before)
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    differs = {key for key, value in config_of(name).items() if config.get(key) != value}
+    assert differs == {"transformers_version", "max_window_layers"} and config.keys() - config_of(name) == NEW_KEYS
+    np.testing.assert_array_equal(logits(tmp_path / "again"), logits(GOLDEN / name))
+
+
+def test_the_folder_drafts_for_another_target(made, target, tmp_path):
+    """One with other layers and the same tokens, with every method that takes such a drafter."""
+    other = shutil.copytree(GOLDEN / "field" / "qwen3_a", tmp_path / "other")
+    load_tokenizer(target).save_pretrained(other)
+    engine = FailFast(other, made / "drafter")
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    plain = engine.generate("count", method="vanilla", **options)[0]
+    for method in ("failfast", "fast-dllm"):
+        drafted = engine.generate("count", method=method, **options)[0]
+        assert drafted.output_ids == plain.output_ids and drafted.stats.drafted > 0
+
+
+def test_the_folder_answers_in_fewer_passes(made, corpus, tmp_path, capsys):
+    """Calibrated on prompts like those that it was trained on."""
+    command = ["spiffy", "--target", str(made / "drafter"), "--data", str(corpus / "chats.jsonl")]
+    command += ["--out", str(tmp_path / "graph.json"), "--prompts", "2", "--held-out", "1", "--states", "3"]
+    assert main([*command, "--max-new-tokens", "24", "--threshold", "1"]) == 0
+    sizes = json.loads(capsys.readouterr().out)["held_out"]["sizes"]
+    assert [line["states"] for line in sizes] == [1, 3]
+    assert all(line["same_texts"] == 1 and line["passes"] + line["adopted"] == line["plain"] for line in sizes)
+    assert sizes[1]["passes"] < sizes[1]["plain"]
 
 
 def test_a_made_model_is_trained_on(made, target, corpus, tmp_path, capsys):

@@ -87,6 +87,32 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(documents, target, m
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
+def test_batches_of_a_step_weigh_as_many_labels_as_they_have(documents, target, monkeypatch):
+    """One batch of 4 rows, or twice 2 with one label and with six: the same mean of all labels."""
+
+    def loss(weights, constants, batch, key):
+        del constants, key
+        values = jnp.where(batch["known"], (batch["tokens"] - weights["w"]) ** 2, 0.0)
+        labels = batch["known"].sum()
+        return values.sum() / labels, {"labels": labels}
+
+    objective = make_objective("diffusion", target, documents)
+    monkeypatch.setattr(objective, "loss", loss)
+    monkeypatch.setattr(objective, "trainable", {"w": jnp.zeros(3)})
+    # Rows are dealt out to the batches in turn.
+    batch = {
+        "tokens": jnp.arange(12.0).reshape(4, 3),
+        "known": jnp.asarray([[0, 1, 0], [1, 1, 1], [0, 0, 0], [1, 1, 1]], bool),
+    }
+    found = []
+    for accumulate in (1, 2):
+        optimization = loop.Optimization(steps=5, batch=4 // accumulate, accumulate=accumulate)
+        step = loop.make_step(objective, optimization)
+        _, metrics = jax.jit(step)(loop.initial_state(objective, optimization), {}, batch)
+        found.append([float(metrics[name]) for name in ("loss", "grad_norm", "labels")])
+    assert found[0] == pytest.approx(found[1], rel=1e-6) and found[0][2] == 7
+
+
 def test_a_folder_belongs_to_one_setting(tmp_path):
     file = tmp_path / "run" / "train.json"
     assert [begin(file, {"seed": 1, "rows": 7}, "*") for _ in range(2)] == [False, True]

@@ -1,0 +1,256 @@
+"""The paper's preset with real engines, as a user runs it: every row is lossless, and the tables follow from records.
+
+The target is a golden model of nine layers; its autoregressive drafter is the same with some noise on its weights, its
+block-diffusion drafter the same in Fast-dLLM v2's layout, both surer of themselves; its EAGLE-3 drafter is golden, too.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from checkpoint_files import GOLDEN, hf_folder
+from safetensors.numpy import load_file, save_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from failfast_jax.bench.__main__ import main
+from failfast_jax.bench.run_options import PRESETS
+
+pytestmark = pytest.mark.long
+FIELD = GOLDEN / "field"
+MASK = 129
+"""Behind the tokenizer's 129 tokens; 130 is the stop token."""
+STEP, PASS = 52.6, 6.1
+"""The authors' latencies of a 32B target and of its drafter, in ms."""
+LENGTHS = (3, 4)
+MATH = [("q1", "What is 2 + 3?"), ("q2", "What is 11 + 7?")]
+GSM8K = [("0", "How much is 5 + 8?"), ("1", "How much is 6 + 1?")]
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """129 pieces of the preset's prompts."""
+    texts = [entry["template"] for entry in yaml.safe_load(PRESETS["failfast-paper"].read_text())["datasets"]]
+    texts += [text for _, text in MATH + GSM8K]
+    pieces = Tokenizer(models.BPE(unk_token="?"))
+    pieces.pre_tokenizer = pre_tokenizers.Split(Regex(" "), "merged_with_next")
+    pieces.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=MASK, special_tokens=["?", "</s>"]))
+    assert pieces.get_vocab_size() == MASK
+    return PreTrainedTokenizerFast(tokenizer_object=pieces, unk_token="?", eos_token="</s>", chat_template=CHAT)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """Folders of target, drafters and questions, by flag."""
+    folder = tmp_path_factory.mktemp("models")
+    target, close, diffusion = (folder / name for name in ("Qwen2.5-32B-Instruct", "1.5B", "Fast_dLLM"))
+    for copied in (target, close):
+        shutil.copytree(FIELD / "llama_e", copied)
+        tokenizer().save_pretrained(copied)
+    rng, tensors = np.random.default_rng(0), load_file(close / "model.safetensors")
+    sure = {"model.norm.weight": 3 * tensors["model.norm.weight"]}
+    noisy = {name: (t * (1 + 0.1 * rng.standard_normal(t.shape))).astype(t.dtype) for name, t in tensors.items()}
+    save_file(noisy | sure, close / "model.safetensors")
+
+    config = json.loads((target / "config.json").read_text())
+    same = {name: config[name] for name in config if name not in ("architectures", "model_type", "head_dim")}
+    sizes = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"], "v": config["num_key_value_heads"]}
+    biases = {
+        f"model.layers.{layer}.self_attn.{part}_proj.bias": np.zeros(heads * config["head_dim"], np.float32)
+        for layer in range(config["num_hidden_layers"])
+        for part, heads in sizes.items()
+    }
+    hf_folder(diffusion, "fast_dllm_v2_tied", tensors | biases | sure, **same, bd_size=32, mask_token_id=MASK)
+    tokenizer().save_pretrained(diffusion)
+
+    files = {"math500": folder / "math.jsonl", "gsm8k": folder / "gsm8k.jsonl"}
+    rows = {"math500": [{"problem": text, "answer": "5", "unique_id": id} for id, text in MATH]}
+    rows["gsm8k"] = [{"question": text, "answer": "#### 7"} for _, text in GSM8K]
+    for name, file in files.items():
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
+    data = [text for name, file in files.items() for text in ("--data", f"{name}={file}")]
+    models = ["--target", target, "--drafter", diffusion, "--ar-drafter", close]
+    return [*map(str, models), "--set", f"eagle3:drafter={FIELD / 'eagle3_llama_e'}", *data]
+
+
+@pytest.fixture(scope="module")
+def run(weights, tmp_path_factory):
+    """The folder of a run of all rows, draft lengths 3 and 4 where the preset sweeps them."""
+    out = tmp_path_factory.mktemp("runs") / "run"
+    args = ["run", "--preset", "failfast-paper", *weights, "--dataset", "math500,gsm8k", "--sweep", "3:4"]
+    assert main([*args, "--max-new-tokens", "40", "--no-scores", "--no-figures", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def found(run):
+    """Its records by dataset, question and row."""
+    lines = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
+    return {(r["dataset"], r["question"], r["setting"]): r for r in lines if r["kind"] == "answer"}
+
+
+SWEPT = {"ar": "ar:spec_len={}", "fast-dllm": "fast-dllm:threshold=0.9,spec_len={}"}
+ROWS = ("eagle3", "suffix", "failfast", "reuse", "congestion", "ar-dynamic", "wide", "tree")
+PLACES = [("math500", id) for id, _ in MATH] + [("gsm8k", id) for id, _ in GSM8K]
+
+
+def of(found, row):
+    """A row's records."""
+    return [found[*place, row] for place in PLACES]
+
+
+def test_every_row_is_lossless(found):
+    swept = {label.format(n) for label in SWEPT.values() for n in LENGTHS}
+    assert {label for *_, label in found} == {"vanilla", *ROWS, *swept} and len(found) == 4 * (1 + len(ROWS) + 4)
+    for (dataset, question, label), record in found.items():
+        plain = found[dataset, question, "vanilla"]
+        assert record["output_ids"] == plain["output_ids"], label
+        assert record["finish_reason"] == plain["finish_reason"] and record["prompt_tokens"] == plain["prompt_tokens"]
+        assert sum(entry["emitted"] for entry in record["detail"]) in (0, record["tokens"])
+        assert sum(entry["passes"] for entry in record["detail"]) == record["drafter_passes"]
+
+
+def drafted(found, row):
+    """All rounds of a row, and the lengths of its drafts."""
+    entries = [entry for record in of(found, row) for entry in record["detail"]]
+    return entries, [entry["drafted"] for entry in entries]
+
+
+def test_every_row_drafts_as_its_name_says(found):
+    for n in LENGTHS:
+        for label in SWEPT.values():
+            _, lengths = drafted(found, label.format(n))
+            assert max(lengths) == n, label
+    entries, _ = drafted(found, "ar:spec_len=4")
+    assert {0, 4} < {entry["accepted"] for entry in entries}
+    for row in ("failfast", "reuse"):
+        entries, lengths = drafted(found, row)
+        assert set(lengths) > {10, 20} and max(lengths) <= (70 if row == "failfast" else 140), row
+    assert {record["drafter"]["kind"] for record in of(found, "reuse")} == {"aligned"}
+    _, lengths = drafted(found, "congestion")
+    assert {10} <= set(lengths) <= {10, 20, 30}
+    _, lengths = drafted(found, "ar-dynamic")
+    assert max(lengths) > 10 and {record["drafter"]["grows"] for record in of(found, "ar-dynamic")} == {True}
+    entries, lengths = drafted(found, "wide")
+    assert max(lengths) > 10 and all(entry["passes"] <= -(-entry["drafted"] // 10) for entry in entries)
+    entries, _ = drafted(found, "tree")
+    assert all(10 < entry["nodes"] <= 64 for entry in entries)
+    entries, _ = drafted(found, "eagle3")
+    assert all(entry["nodes"] <= 60 and entry["drafted"] <= 8 for entry in entries)
+    assert sum(entry["accepted"] for entry in entries) > 0
+    entries, lengths = drafted(found, "suffix")
+    assert max(lengths) > 0 and not any(entry["passes"] for entry in entries)
+
+
+# -- `bench paper` -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page(run, tmp_path_factory):
+    """The folder that `bench paper` wrote."""
+    out = tmp_path_factory.mktemp("paper") / "out"
+    places = ["--strip", "math500:0,1", "--trajectory", "math500/q1", "--trajectory", "gsm8k/1"]
+    assert main(["paper", str(run), *places, "--out", str(out)]) == 0
+    return out
+
+
+def cells(page, *row):
+    """A line of a table, as numbers: of MATH, of GSM8K, and their average. The paper's own stand in brackets."""
+    lines = [line.strip("| ").split(" | ") for line in (page / "paper.md").read_text().splitlines()]
+    (line,) = [line for line in lines if line[: len(row)] == list(row)]
+    return [float(cell.split()[0]) if cell[0].isdigit() else None for cell in line[len(row) :]]
+
+
+def by_hand(records, passes_of, length_of):
+    """Means over questions, from what the records of a row hold and nothing else."""
+    columns = []
+    for record in records:
+        accepted, rounds = sum(entry["accepted"] for entry in record["detail"]), len(record["detail"])
+        asked, passes = sum(map(length_of, record["detail"])), passes_of(record)
+        modelled = (accepted + rounds) * STEP / (rounds * STEP + passes * PASS)
+        columns.append((100 * accepted / asked, accepted / rounds, asked / rounds, rounds, passes / rounds, modelled))
+    return np.mean(columns, axis=0)
+
+
+METRICS = ("Acceptance rate, %", "Avg accepted length", "Avg speculated length", "Speculation rounds")
+METRICS += ("Drafter passes / round",)
+
+
+def test_tables_are_means_of_questions(found, page):
+    """AR drafter: a pass a token asked for. FailFast: multiples of ten. The suffix tree: no passes."""
+    ar = {
+        n: [
+            by_hand(
+                [found["math500", id, f"ar:spec_len={n}"] for id, _ in MATH],
+                lambda r, n=n: n * r["rounds"],
+                lambda _, n=n: n,
+            )
+        ]
+        for n in LENGTHS
+    }
+    best = max(LENGTHS, key=lambda n: ar[n][0][-1])
+    text = (page / "paper.md").read_text()
+    assert f"math500: AR drafter `ar:spec_len={best}`, Fast-dLLM `fast-dllm:threshold=0.9,spec_len={best}`" in text
+    rows = {"AR drafter": ar[best][0]}
+    records = {row: [found["math500", id, row] for id, _ in MATH] for row in ("failfast", "suffix")}
+    rows["suffix"] = by_hand(records["suffix"], lambda _: 0, lambda entry: entry["drafted"])
+    for row, values in rows.items():
+        for metric, value in zip(METRICS, values):
+            assert cells(page, row, metric)[0] == pytest.approx(value, abs=0.051), (row, metric)
+        assert cells(page, row, "modelled, mean of questions")[0] == pytest.approx(values[-1], abs=0.0051)
+    values = by_hand(records["failfast"], lambda r: r["drafter_passes"], lambda e: -(-e["drafted"] // 10) * 10)
+    for metric, value in zip(METRICS[:-1], values):
+        assert cells(page, "FailFast", metric)[0] == pytest.approx(value, abs=0.051), metric
+    ours, released = (cells(page, "FailFast", counted)[0] for counted in ("ours", "released"))
+    assert ours == pytest.approx(values[-2], abs=0.0051) and released > ours
+    shown = (page / "paper.md").read_text()
+    assert f"| FailFast | Acceptance rate, % | {values[0]:.1f} (40.6) | " in shown
+
+
+def test_averages_and_ratios(page):
+    for row in ("AR drafter", "Fast-dLLM", "Fast-dLLM+", "FailFast", "reuse", "wide", "tree", "suffix"):
+        first, second, average = cells(page, row, "modelled, mean of questions")
+        assert average == pytest.approx((first + second) / 2, abs=0.011)
+        if row != "FailFast":
+            ratios = cells(page, row, "modelled")
+            whole = cells(page, "FailFast", "modelled, mean of questions")
+            assert ratios[:2] == pytest.approx([whole[0] / first, whole[1] / second], abs=0.02)
+            assert ratios[2] == pytest.approx(sum(ratios[:2]) / 2, abs=0.011)
+    # Its passes are not those of a model of 1.5B.
+    assert cells(page, "eagle3", "modelled, mean of questions") == [None] * 3
+    assert all(value > 0 for value in cells(page, "eagle3", "measured, mean of questions"))
+
+
+def test_claims_follow_from_the_tables(found, page):
+    text = (page / "paper.md").read_text()
+    claims = {line.split(" | ")[0].strip("| "): line.split(" | ")[1] for line in text.splitlines() if line[0:1] == "|"}
+    speculated, passes, accepted = (
+        cells(page, "FailFast", metric)[0]
+        for metric in ("Avg speculated length", "Drafter passes / round", "Avg accepted length")
+    )
+    assert float(claims["tokens a pass, FailFast, MATH"]) == pytest.approx(speculated / passes, rel=0.02)
+    assert float(claims["... accepted of them"]) == pytest.approx(accepted / passes, rel=0.05)
+    rounds = [cells(page, row, "Speculation rounds")[0] for row in ("FailFast", "AR drafter")]
+    fewer = float(claims["rounds fewer than with the AR drafter, MATH"].split()[0])
+    assert fewer == pytest.approx(100 * (1 - rounds[0] / rounds[1]), abs=0.5)
+    lengths = [entry["drafted"] for id, _ in MATH for entry in found["math500", id, "failfast"]["detail"]]
+    assert float(claims["rounds extended, MATH"]) == pytest.approx(100 * np.mean(np.asarray(lengths) > 10), abs=0.01)
+    missing = [
+        claim for claim, cell in claims.items() if cell == "-" and claim.startswith(("Fail", "spec", "...", "to"))
+    ]
+    assert not missing
+
+
+def test_figures_and_trajectories(page):
+    assert {f"{name}.{kind}" for name in ("latency", "strip") for kind in ("png", "svg")} <= {
+        file.name for file in page.iterdir()
+    }
+    for place in ("math500-q1", "gsm8k-1"):
+        text = (page / f"trajectory-{place}.html").read_text()
+        for row in ("vanilla", "failfast", "reuse", "wide", "eagle3", "suffix"):
+            assert f"<h2>{row}</h2>" in text, row
+        assert 'class="rejected"' in text and 'class="accepted"' in text

@@ -1,0 +1,167 @@
+"""The commands that `kills` kills, on tiny models. Importing this imports everything, and touches no device."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import transformers
+import uvicorn
+from checkpoint_files import GOLDEN
+from served import chat_engine
+
+from convert import qwen2
+from failfast_jax import generate, serve
+from failfast_jax.bench import __main__ as bench
+from failfast_jax.bench import run as bench_run
+from failfast_jax.checkpoints.loading import load_model
+from failfast_jax.decoding import plan
+from failfast_jax.serving import app
+from failfast_jax.train import __main__ as train
+from failfast_jax.train import run as train_run
+
+IMPORTED = (app, bench_run, ocp, train_run, transformers, uvicorn)
+"""What commands import when they need it."""
+TARGET = GOLDEN / "llama_tied"
+PROMPTS = [[5, 6, 7, 5, 6, 7], [3, 4], [9] * 12]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A command, and what is to be looked at behind it. Each of these runs in a process of its own.
+
+    Attributes:
+      command: runs it for a folder, which it fills; returns its exit status.
+      result: what an undisturbed run and a killed one have in common, JSON-ready.
+      prepare: what is in the folder before.
+      done: whether the command has nothing more to do, so that giving it again would be refused.
+    """
+
+    command: Callable[[Path], int]
+    result: Callable[[Path], Any]
+    prepare: Callable[[Path], Any] = lambda folder: None
+    done: Callable[[Path], bool] = lambda folder: False
+
+
+def digest(content: bytes) -> str:
+    """Of a file, or of an array."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def prepare(folder: Path) -> dict[str, Work]:
+    """The work, by name; what it shares lies in `folder`."""
+    plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
+    # Killed in the middle of writing a program, they may leave one that is cut off: not among other tests' programs.
+    given = os.environ.get("FAILFAST_COMPILE_CACHE")
+    os.environ["FAILFAST_COMPILE_CACHE"] = str(folder / "cache" if given in (None, "off") else Path(given) / "kills")
+    return {
+        "convert": Work(convert, converted, done=lambda out: (out / "out" / "config.json").exists()),
+        "overwrite": Work(overwrite, converted, prepare=convert_another),
+        "bench": bench_work(folder),
+        "train": train_work(folder),
+        "generate": Work(generated, answered),
+        "serve": Work(served, lambda out: json.loads((out / "answer").read_text())),
+    }
+
+
+def convert(out: Path) -> int:
+    """Makes a new folder."""
+    return qwen2.main([str(TARGET), str(out / "out")])
+
+
+def convert_another(out: Path) -> int:
+    """What `overwrite` replaces."""
+    return qwen2.main([str(GOLDEN / "qwen2_untied"), str(out / "out")])
+
+
+def overwrite(out: Path) -> int:
+    """Makes a folder in the place of another one."""
+    return qwen2.main([str(TARGET), str(out / "out"), "--overwrite"])
+
+
+def converted(out: Path) -> dict[str, Any]:
+    """The configuration and all parameters."""
+    leaves = jax.tree.leaves_with_path(load_model(out / "out"))
+    arrays = {jax.tree_util.keystr(path): digest(np.asarray(leaf).tobytes()) for path, leaf in leaves}
+    return {"config": json.loads((out / "out" / "config.json").read_text()), "arrays": arrays}
+
+
+def bench_work(folder: Path) -> Work:
+    """`bench run`: records and summary."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": ids}) + "\n" for ids in PROMPTS))
+    words = ["--target", str(TARGET), "--dataset", str(prompts), "--methods", "lookup:policy=fixed,max_spec_len=7"]
+    words += ["--max-new-tokens", "12", "--no-scores", "--no-figures"]
+
+    def records(out: Path) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for line in map(json.loads, (out / "out" / "records.jsonl").read_text().splitlines()):
+            if line["kind"] == "answer":
+                key = f"{line['question']} {line['setting']}"
+                assert key not in found, f"{key} was answered twice"
+                found[key] = [line["output_ids"], line["rounds"], line["finish_reason"]]
+        summary = json.loads((out / "out" / "summary.json").read_text())
+        verdicts = [row["verdicts"] for data in summary["datasets"].values() for row in data["settings"].values()]
+        return {"answers": dict(sorted(found.items())), "verdicts": verdicts}
+
+    return Work(lambda out: bench.main([*words, "--out", str(out / "out")]), records)
+
+
+def train_work(folder: Path) -> Work:
+    """`train run` with cached features, a checkpoint a step: the drafter, and its log."""
+    rng = np.random.default_rng(0)
+    lengths = {"prompt_len": rng.integers(3, 7, 12), "answer_len": rng.integers(20, 30, 12)}
+    arrays = {name: value.astype(np.int32) for name, value in lengths.items()}
+    for name in ("prompt", "answer"):
+        arrays[name] = rng.integers(2, 140, arrays[f"{name}_len"].sum()).astype(np.uint16)
+    np.savez(folder / "data.npz", **arrays)
+    words = ["--target", str(TARGET), "--data", str(folder / "data.npz"), "--seq-len", "48", "--batch", "2"]
+    words += ["--anchors", "4", "--held-out", "4", "--eval-prompts", "2", "--eval-tokens", "6", "--storage", "float32"]
+    words += ["--family", "dflash", "--rows", "3", "--draft-vocab", "50", "--row-features", "0,1", "--borrow"]
+    words += ["--steps", "4", "--save-every", "1"]
+
+    def made(out: Path) -> dict[str, Any]:
+        log = [json.loads(line) for line in (out / "out" / "log.jsonl").read_text().splitlines()]
+        losses = [[line["step"], line.get("loss"), line.get("held_out", {}).get("accepted_per_round")] for line in log]
+        return {"weights": digest((out / "out" / "drafter" / "model.safetensors").read_bytes()), "log": losses}
+
+    def run(out: Path) -> int:
+        return train.main([*words, "--out", str(out / "out"), "--feature-cache", str(out / "features")])
+
+    return Work(run, made)
+
+
+def generated(out: Path) -> int:
+    """`generate` with a compile cache of its own, which begins empty: it compiles, and is killed doing so."""
+    options = ["--target", str(TARGET), "--token-ids", "5,6,7,5,6,7", "--max-new-tokens", "20", "--method", "lookup"]
+    cache = ["--compile-cache", str(out / "cache"), "--policy", "fixed", "--max-spec-len", "7", "--json"]
+    return generate.main([*options, *cache])
+
+
+def answered(out: Path) -> list[int]:
+    """The answer of one more run: all programs come from the cache, and none is damaged."""
+    import contextlib
+    import io
+    import warnings
+
+    with contextlib.redirect_stdout(io.StringIO()) as said, warnings.catch_warnings():
+        warnings.simplefilter("error")  # JAX warns of programs that it cannot read
+        assert generated(out) == 0
+    answer = json.loads(said.getvalue())
+    assert answer["stats"]["compiles"] == 0, answer["stats"]
+    return answer["output_ids"]
+
+
+def served(out: Path) -> int:
+    """`serve` with an engine of random weights and byte tokens."""
+    serve.load_engine = lambda args, method: chat_engine()
+    options = "--method lookup --policy fixed --max-spec-len 7 --batch 2 --context 64 --port 0 --model-name tiny"
+    return serve.main(options.split())

@@ -1,0 +1,372 @@
+"""Kills commands at random moments, gives them again, and looks whether anything was lost.
+
+    python tests/kills.py --times 1000 [--seconds 1800] [--only convert,bench]
+
+Each command runs in a process forked from this one, which has imported everything and touched no device. It is killed
+after a random time, or at a random one of its file operations (before it, or between two halves of a write), by
+SIGKILL, SIGTERM or SIGINT, up to six times in a row. After each kill every file under its final name must be whole;
+what is made in the end must be what an undisturbed run makes, with nothing left beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import http.client
+import json
+import os
+import random
+import re
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LONGEST_S = 120.0
+"""A command that runs for longer hangs. (Generous: the machine may be busy.)"""
+CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "kills.half"}
+SIGNALS = (signal.SIGKILL,) * 4 + (signal.SIGTERM, signal.SIGINT)
+INTERRUPTED = 130
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+"""Programs that compile quickly."""
+
+
+class Lost(AssertionError):
+    """What a kill must not do."""
+
+
+# -- processes -----------------------------------------------------------------------------------------------
+
+
+class FileOperations:
+    """Counts what a process changes in a folder, and kills it before number `last`."""
+
+    def __init__(self, folder: Path, last: int | None):
+        self.folder, self.last, self.count, self.write = str(folder), last, 0, os.write
+
+    def install(self) -> None:
+        """For the rest of this process."""
+        os.write = self.in_halves
+        sys.addaudithook(self.saw)
+
+    def in_halves(self, descriptor: int, data: Any) -> int:
+        """`os.write`, which may take a part of the data; a part is what a kill leaves."""
+        if len(data) < 2 or descriptor < 3:
+            return self.write(descriptor, data)
+        written = self.write(descriptor, data[: len(data) // 2])
+        sys.audit("kills.half", self.folder)
+        return written
+
+    def saw(self, event: str, arguments: tuple) -> None:
+        """An audit hook."""
+        opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if not (opened or event in CHANGES) or not str(arguments[0]).startswith(self.folder):
+            return
+        self.count += 1
+        if self.count == self.last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclasses.dataclass
+class Run:
+    """A process that runs a command, and where its words go."""
+
+    pid: int
+    said: Path
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status (negative: a signal), or None if it still runs then."""
+        with contextlib.closing(open_descriptor(os.pidfd_open(self.pid))) as descriptor:
+            if not select.select([descriptor], [], [], seconds)[0]:
+                return None
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def stop(self, number: int) -> int:
+        """Sends a signal, and waits for the end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+        status = self.wait(LONGEST_S)
+        if status is None:
+            os.kill(self.pid, signal.SIGUSR1)
+            time.sleep(2)  # for the stacks of its threads
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait(LONGEST_S)
+            raise Lost(f"signal {number} did not end it: {self.words()}")
+        return status
+
+    def words(self) -> str:
+        """What it said on both streams."""
+        return self.said.read_text(errors="replace")
+
+
+def open_descriptor(descriptor: int) -> Any:
+    """A descriptor that can be closed."""
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def start(command: Callable[[], int], folder: Path, said: Path, last: int | None = None) -> Run:
+    """Runs a command in a forked process; `last`: it is killed before that one of its changes in `folder`."""
+    sys.stdout.flush()
+    said.unlink(missing_ok=True)
+    pid = os.fork()
+    if pid:
+        return Run(pid, said)
+    status = 70
+    try:
+        output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        faulthandler.register(signal.SIGUSR1)
+        operations = FileOperations(folder, last)
+        operations.install()
+        status = command()
+        said.with_suffix(".count").write_text(str(operations.count))
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+# -- what is killed ------------------------------------------------------------------------------------------
+
+
+def check_whole(folder: Path) -> None:
+    """Raises Lost: a file under its final name is cut off."""
+    from safetensors import safe_open
+
+    unfinished = re.compile(r"\.part$|\.partial\b|tmp")
+    for path in sorted(folder.rglob("*")):
+        if unfinished.search(str(path.relative_to(folder))) or not path.is_file():
+            continue
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_text())
+            elif path.suffix == ".jsonl":  # its last line may be cut off, which is said when it is read
+                [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+            elif path.suffix == ".safetensors":
+                with safe_open(path, "np") as file:
+                    [file.get_tensor(name) for name in file.keys()]
+            elif path.suffix == ".npz":
+                import numpy as np
+
+                with np.load(path) as data:
+                    [data[name] for name in data]
+        except Exception as error:
+            raise Lost(f"{path}: {error}") from error
+
+
+def names_in(folder: Path) -> list[str]:
+    """Everything in a folder but Orbax' own files, whose names differ from run to run."""
+    found = (str(path.relative_to(folder)) for path in folder.rglob("*"))
+    named = (re.sub("-[0-9a-f]{64}-cache", "-cache", name) for name in found)  # of programs: depends on the folder
+    return sorted(name for name in named if not re.search(r"/(d|ocdbt\.process_\d+)/", f"/{name}/"))
+
+
+class Killer:
+    """Kills one kind of work.
+
+    Attributes:
+      kills: by signal.
+      faults: what was lost, with the seed of each.
+      seconds: of an undisturbed run.
+      took: seconds spent on trials.
+    """
+
+    def __init__(self, name: str, work: Any, folder: Path):
+        self.name, self.work, self.folder = name, work, folder
+        self.kills: Counter[str] = Counter()
+        self.faults: list[dict[str, Any]] = []
+        self.took = 0.0
+        folder.mkdir()
+        whole, begin = self._new("whole"), time.monotonic()
+        self._finish(whole)
+        self.seconds = time.monotonic() - begin
+        self.operations = int((self.folder / "said.count").read_text())
+        self.expected, self.names = self._result(whole), names_in(whole)
+
+    def _new(self, name: str) -> Path:
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        (self.folder / name).mkdir()
+        self._call(lambda: self.work.prepare(self.folder / name))
+        return self.folder / name
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        """What a function returns (JSON-ready) in a process of its own: this one must touch no device."""
+        place = self.folder / "returned.json"
+
+        def write() -> int:
+            place.write_text(json.dumps(function()))
+            return 0
+
+        run = start(write, self.folder, self.folder / "said.txt")
+        if run.wait(LONGEST_S) != 0:
+            raise Lost(run.words())
+        return json.loads(place.read_text())
+
+    def _result(self, folder: Path) -> Any:
+        return self._call(lambda: self.work.result(folder))
+
+    def _start(self, folder: Path, last: int | None = None) -> Run:
+        return start(lambda: self.work.command(folder), folder, self.folder / "said.txt", last)
+
+    def _finish(self, folder: Path) -> None:
+        """Runs the command to its end."""
+        run = self._start(folder)
+        status = run.wait(LONGEST_S)
+        if status is None:
+            run.stop(signal.SIGKILL)
+        if status != 0:
+            raise Lost(f"exit status {status}: {run.words()}")
+
+    def _kill(self, folder: Path, rng: random.Random) -> bool:
+        """Starts the command and kills it; whether it had ended before."""
+        if rng.random() < 0.6:
+            run = self._start(folder, rng.randrange(1, self.operations + 1))
+            status, number = run.wait(LONGEST_S), signal.SIGKILL
+            status = run.stop(number) if status is None else status
+        else:
+            run, number = self._start(folder), rng.choice(SIGNALS)
+            status = run.wait(rng.uniform(0, self.seconds))
+            status = run.stop(number) if status is None else status
+        check_whole(folder)
+        if status == 0:
+            return True
+        if status == -number or (number == signal.SIGINT and status == INTERRUPTED):
+            self.kills[signal.Signals(number).name] += 1
+            if "Traceback" in run.words():
+                raise Lost(f"{signal.Signals(number).name} gives a traceback: {run.words()}")
+            return False
+        raise Lost(f"exit status {status} behind {signal.Signals(number).name}: {run.words()}")
+
+    def trial(self, seed: str) -> None:
+        """Kills a command up to six times, then lets it end, and compares."""
+        rng, begin = random.Random(seed), time.monotonic()
+        try:
+            folder = self._new("killed")
+            for _ in range(rng.choice([1, 2, 4, 6])):
+                if self._kill(folder, rng):
+                    break
+                if self.work.done(folder):
+                    break
+            if not self.work.done(folder):
+                self._finish(folder)
+            check_whole(folder)
+            if (result := self._result(folder)) != self.expected:
+                raise Lost(f"another result: {str(result)[:2000]}, not {str(self.expected)[:2000]}")
+            if (names := names_in(folder)) != self.names:
+                raise Lost(f"other files: {sorted({*names} ^ {*self.names})}")
+        except Exception as error:
+            self.faults.append({"work": self.name, "seed": seed, "error": f"{type(error).__name__}: {error}"})
+        self.took += time.monotonic() - begin
+
+
+class ServerKiller(Killer):
+    """Kills a server while it starts, waits or answers; the next one must give the same answer."""
+
+    def _answer(self, port: int, kill: Callable[[], None] | None = None) -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONGEST_S)
+        with contextlib.closing(connection):
+            body = json.dumps({"prompt": "abc", "max_tokens": 30, "temperature": 0})
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            if kill is not None:
+                kill()
+            answer = json.loads(connection.getresponse().read())
+        return [choice["text"] for choice in answer["choices"]]
+
+    def _port(self, run: Run, seconds: float) -> int | None:
+        """Where it listens; None: not yet."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if found := re.search(r"serving tiny at http://127.0.0.1:\d+", run.words() if run.said.exists() else ""):
+                return int(found[0].rpartition(":")[2])
+            time.sleep(0.02)
+        return None
+
+    def _finish(self, folder: Path) -> None:
+        run = self._start(folder)
+        try:
+            port = self._port(run, LONGEST_S)
+            if port is None:
+                raise Lost(f"it does not serve: {run.words()}")
+            (folder / "answer").write_text(json.dumps(self._answer(port)))
+        finally:
+            status = run.stop(signal.SIGTERM)
+        if status != 0 or "Traceback" in run.words():
+            raise Lost(f"told to stop: exit status {status}: {run.words()}")
+
+    def _kill(self, folder: Path, rng: random.Random) -> bool:
+        run, number = self._start(folder), rng.choice(SIGNALS)
+        if rng.random() < 0.4:
+            time.sleep(rng.uniform(0, self.seconds))
+            status = run.stop(number)
+        else:
+            port, statuses = self._port(run, LONGEST_S), []
+
+            def kill() -> None:
+                time.sleep(rng.uniform(0, 0.1))
+                statuses.append(run.stop(number))
+
+            try:  # a whole answer is a right one
+                (folder / "answer").write_text(json.dumps(self._answer(port, kill)))
+            except (http.client.HTTPException, ConnectionError):
+                pass
+            status = statuses[0]
+        self.kills[signal.Signals(number).name] += 1
+        if status not in (-number, 0, INTERRUPTED) or "Traceback" in run.words():
+            raise Lost(f"exit status {status} behind {signal.Signals(number).name}: {run.words()}")
+        return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=1000, help="kills, over all kinds of work")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="most time")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--only", help="kinds of work, separated by commas")
+    args = parser.parse_args()
+    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()}
+    sys.path.append(str(Path(__file__).parent / "serving"))
+    import killed_work
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        works = killed_work.prepare(folder)
+        chosen = args.only.split(",") if args.only else list(works)
+        begin = time.monotonic()
+        killers = [(ServerKiller if one == "serve" else Killer)(one, works[one], folder / one) for one in chosen]
+        print(json.dumps({"ready_s": round(time.monotonic() - begin, 1)}), file=sys.stderr, flush=True)
+        begin, number = time.monotonic(), 0
+        while sum(sum(k.kills.values()) for k in killers) < args.times and time.monotonic() - begin < args.seconds:
+            # Each kind gets as much time as the others, and a first trial.
+            killer = min(killers, key=lambda killer: killer.took)
+            killer.trial(f"{args.seed} {killer.name} {number}")
+            number += 1
+        print(json.dumps(report(args.seed, killers, time.monotonic() - begin), indent=1))
+    return int(any(killer.faults for killer in killers))
+
+
+def report(seed: int, killers: list[Killer], seconds: float) -> dict[str, Any]:
+    """What was done, and what was found."""
+    kills = {killer.name: dict(killer.kills) for killer in killers}
+    total = sum(killer.kills.total() for killer in killers)
+    undisturbed = {killer.name: round(killer.seconds, 1) for killer in killers}
+    rate = {"kills": total, "a_minute": round(60 * total / seconds, 1), "undisturbed_s": undisturbed}
+    return {"seed": seed, **rate, "by_work": kills, "faults": [fault for killer in killers for fault in killer.faults]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""Full disks, folders that cannot be written, two processes in one place: said in a line, and nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from checkpoint_files import GOLDEN, run_python
+
+from failfast_jax import compilation, files, generate, pricing
+from failfast_jax.bench.__main__ import main as bench
+from failfast_jax.errors import ConfigError, OptionError
+from failfast_jax.files import Journal, append_lines, claim, read_lines, sole_writer, write_atomically
+from failfast_jax.train import features
+
+TARGET = GOLDEN / "llama_tied"
+ASKED = ["--target", str(TARGET), "--token-ids", "5,6,7", "--max-new-tokens", "4", "--method", "vanilla"]
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """After so many more bytes the disk is full; a write that does not fit takes what does."""
+
+    def fill(room: int) -> None:
+        write = os.write
+        left = [room]
+
+        def limited(descriptor, data):
+            if not left[0]:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            taken = write(descriptor, data[: left[0]])
+            left[0] -= taken
+            return taken
+
+        monkeypatch.setattr(os, "write", limited)
+
+    return fill
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_a_full_disk_keeps_what_was_there(tmp_path, full_disk, room):
+    path = tmp_path / "settings.json"
+    write_atomically(path, "old")
+    full_disk(room)
+    with pytest.raises(OSError) as caught:
+        write_atomically(path, "x" * 1000)
+    said = files.explained(caught.value)
+    assert said == f"{path}: No space left on device; make room there, or name another folder"
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["settings.json"]
+
+
+@pytest.mark.parametrize("room", [0, 3, 60])
+def test_a_journal_on_a_full_disk(tmp_path, full_disk, room):
+    """A line that does not fit is not there at all, and the same command goes on."""
+    path = tmp_path / "out" / "records.jsonl"
+    Journal(path, {"a": 1}).append({"kind": "x", "n": 0})
+    before = path.read_bytes()
+    journal = Journal(path, {"a": 1})
+    with pytest.MonkeyPatch.context():
+        full_disk(room)
+        with pytest.raises(OSError, match="No space left.*records.jsonl"):
+            journal.append({"kind": "x", "text": "y" * 100})
+    assert path.read_bytes() == before and len(journal.records) == 1
+
+
+def test_a_line_is_added_whole_though_the_system_takes_it_in_parts(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
+    append_lines(tmp_path / "log.jsonl", [{"text": "a long line"}, {"n": 2}])
+    assert read_lines(tmp_path / "log.jsonl") == ([{"text": "a long line"}, {"n": 2}], False)
+
+
+def test_writers_of_one_file_take_turns(tmp_path):
+    """Whoever reads it reads one of the contents, whole."""
+    path, ends = tmp_path / "costs.json", threading.Event()
+    contents = {number: json.dumps([number] * 20_000) for number in range(6)}
+
+    def write(number: int) -> None:
+        for _ in range(20):
+            write_atomically(path, contents[number])
+
+    def read() -> int:
+        count = 0
+        while not ends.is_set() or not count:
+            assert not path.exists() or path.read_text() in contents.values()
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(8) as pool:
+        reader = pool.submit(read)
+        for writer in [pool.submit(write, number) for number in contents]:
+            writer.result(60)
+        ends.set()
+        assert reader.result(60) > 0
+    assert os.listdir(tmp_path) == ["costs.json"]
+
+
+def test_one_process_writes_to_a_folder(tmp_path):
+    with sole_writer(tmp_path / "a"):
+        with pytest.raises(OptionError, match="--out .*a: another process is writing there; wait for it, or name"):
+            with sole_writer(tmp_path / "a"):
+                pass
+        (tmp_path / "a" / "file").touch()
+    with sole_writer(tmp_path / "a"):
+        pass
+    with sole_writer(tmp_path / "b" / "c"):
+        pass
+    assert not (tmp_path / "b" / "c").exists()  # nothing was written
+    with pytest.raises(OptionError, match="not a folder"), sole_writer(tmp_path / "a" / "file"):
+        pass
+
+
+def test_two_benchmarks_in_one_folder(tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": [5, 6, 7]}\n')
+    words = ["--target", str(TARGET), "--dataset", str(prompts), "--methods", "lookup", "--no-figures"]
+    (tmp_path / "out").mkdir()
+    held = claim(tmp_path / "out")
+    assert bench([*words, "--out", str(tmp_path / "out")]) == 2
+    os.close(held)
+    assert "another process is writing there" in capsys.readouterr().err and not os.listdir(tmp_path / "out")
+
+
+def test_a_trace_that_cannot_be_written(tmp_path, full_disk, capsys):
+    """The answer is there all the same."""
+    full_disk(100)
+    path = tmp_path / "rounds.html"
+    assert generate.main([*ASKED, "--trace", str(path)]) == 2
+    said = capsys.readouterr()
+    assert len(said.out.split(",")) == 4
+    assert f"error: {path}: No space left on device; make room there" in said.err and not os.listdir(tmp_path)
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from checkpoint_files import GOLDEN
+from failfast_jax.bench.__main__ import main
+out = Path(sys.argv[1])
+(out / "prompts.jsonl").write_text('{"prompt": [5, 6, 7]}\\n' * 2)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+words = ["--target", str(GOLDEN / "llama_tied"), "--dataset", str(out / "prompts.jsonl"), "--methods", "lookup"]
+words += ["--set", "policy=fixed", "--max-new-tokens", "4", "--no-scores", "--no-figures"]
+sys.exit(main([*words, "--out", str(out / "out")]))
+"""
+
+
+def test_the_system_ends_a_file(tmp_path):
+    """With the system's own limit on the size of files, also of compiled programs; later on the run goes on."""
+    variables = {"FAILFAST_COMPILE_CACHE": str(tmp_path / "cache")}
+    cut = run_python("-c", LIMITED, tmp_path, 1500, **variables)
+    assert cut.returncode == 2 and "Traceback" not in cut.stderr, cut.stderr
+    records = tmp_path / "out" / "records.jsonl"
+    assert f"error: {records}: File too large; make room there, or name another folder" in cut.stderr
+    assert not read_lines(records)[1] if records.exists() else True
+    whole = run_python("-c", LIMITED, tmp_path, 10**9, **variables)
+    assert whole.returncode == 0, whole.stderr
+    assert all(compilation.is_whole(path.read_bytes()) for path in (tmp_path / "cache").glob("*-cache"))
+
+
+def test_features_need_their_room_before_they_are_computed(tmp_path, monkeypatch):
+    def full(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left on device: '.*features.bin'"):
+        features.mapped(tmp_path / "features.bin", (10, 2, 4))
+    monkeypatch.undo()
+    values = features.mapped(tmp_path / "features.bin", (10, 2, 4))
+    assert values.shape == (10, 2, 4) and not np.asarray(values, np.float32).any()
+    assert (tmp_path / "features.bin").stat().st_blocks * 512 >= 160
+
+
+# The compile cache.
+
+
+def test_programs_that_were_cut_off_are_removed(tmp_path):
+    whole = zlib.compress(b"a program" * 1000)
+    for name, content in {"a": whole, "b": whole[:-3], "c": b"", "d": whole[: len(whole) // 2]}.items():
+        (tmp_path / f"{name}-cache").write_bytes(content)
+    (tmp_path / "b-atime").write_bytes(b"")
+    compilation.drop_cut_off(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["a-cache", "b-atime", compilation.CHECKED]
+    # What was found whole is not read again; what came later is.
+    (tmp_path / "a-cache").write_bytes(whole[:5])
+    os.utime(tmp_path / "a-cache", (0, 0))
+    (tmp_path / "e-cache").write_bytes(whole[:5])
+    compilation.drop_cut_off(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*-cache")) == ["a-cache"]
+
+
+def test_programs_packed_by_zstandard():
+    zstandard = pytest.importorskip("zstandard")
+    packed = zstandard.ZstdCompressor().compress(b"a program" * 1000)
+    assert compilation.is_whole(packed) and not compilation.is_whole(packed[:-1])
+
+
+@pytest.mark.parametrize("reason", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, capsys, reason):
+    """As root every mode may be written: hence the system's answer, without the system."""
+    opened = os.open
+
+    def refuse(path, flags, *rest, **more):
+        if str(path).startswith(str(tmp_path)) and flags & os.O_CREAT:
+            raise OSError(reason, os.strerror(reason), str(path))
+        return opened(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert generate.main([*ASKED, "--compile-cache", str(tmp_path / "cache")]) == 2
+    [said] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said.startswith(f"error: compile cache {tmp_path / 'cache'}: {os.strerror(reason)}; name another folder")
+    assert said.endswith("or turn it off with the value 'off'")
+
+
+def test_a_folder_that_is_a_file(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert generate.main([*ASKED, "--compile-cache", str(tmp_path / "file")]) == 2
+    assert f"compile cache {tmp_path / 'file'}: File exists; name another folder" in capsys.readouterr().err
+
+
+def test_costs_that_cannot_be_kept_are_no_error(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(pricing.CostBook, "path", staticmethod(lambda: tmp_path / "absent" / pricing.FILE))
+    book = pricing.CostBook()
+    book.keep({"key": {"verify": {"1": 1.0}}})
+    assert "No such file or directory" in caplog.text and "measured again next time" in caplog.text
+    monkeypatch.setattr(pricing.CostBook, "path", staticmethod(lambda: tmp_path / pricing.FILE))
+    book.keep({"key": {"verify": {"1": 1.0}}})
+    assert book.stored() == {"key": {"verify": {"1": 1.0}}}
+    for odd in ('{"machine": []}', '{"costs": 3}', "[]", "{"):
+        (tmp_path / pricing.FILE).write_text(odd)
+        assert book.stored() == {}
+
+
+def test_two_processes_share_a_cache(tmp_path):
+    """Both begin with an empty one, at once."""
+    words = ["-m", "failfast_jax.generate", *ASKED, "--compile-cache", tmp_path / "cache", "--json"]
+    with ThreadPoolExecutor(2) as pool:
+        runs: list[subprocess.CompletedProcess] = list(pool.map(lambda _: run_python(*words), range(2)))
+    answers = [json.loads(run.stdout)["output_ids"] for run in runs]
+    assert answers[0] == answers[1] and len(answers[0]) == 4
+    programs = list((tmp_path / "cache").glob("*-cache"))
+    assert programs and all(compilation.is_whole(path.read_bytes()) for path in programs)
+
+
+# What is read.
+
+
+def test_files_beyond_all_measure(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LARGEST_TEXT", 10)
+    (tmp_path / "config.json").write_text(json.dumps({"a": "b" * 20}))
+    with pytest.raises(ConfigError, match="config.json: more than 10 bytes"):
+        files.read_json(tmp_path / "config.json")
+    monkeypatch.undo()
+    for content in ("[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\ud83d"):
+        (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+        with pytest.raises(ConfigError, match=r"config\.json: not "):
+            files.read_json(tmp_path / "config.json")

@@ -13,7 +13,9 @@ from failfast_jax.checkpoints.loading import open_source
 from failfast_jax.errors import CheckpointError, ConfigError
 
 
-@pytest.mark.parametrize("count", [3080, pytest.param(20_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "count", [600, pytest.param(3080, marks=pytest.mark.long), pytest.param(20_000, marks=pytest.mark.exhaustive)]
+)
 def test_odd_input_is_served_or_refused(count):
     """In a process that may take four gigabytes more than its libraries, programs and models."""
     done = run_python(fuzzing.__file__, "--seed", 1, "--count", count, "--seconds", 800, "--gigabytes", 4)

@@ -21,13 +21,20 @@ def run(*words: object) -> dict:
     return report
 
 
-@pytest.mark.parametrize("work", ["convert,overwrite", "bench", "generate", "train", "serve"])
+@pytest.mark.parametrize(
+    "work",
+    [
+        "convert,overwrite",
+        "bench",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("generate", "train", "serve")),
+    ],
+)
 def test_nothing_is_lost(work):
     report = run("--times", 3, "--seconds", 240, "--only", work)
     assert report["kills"] >= 1, report
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_nothing_is_lost_in_a_hundred_kills():
     report = run("--times", 100, "--seconds", 840)
     assert report["kills"] >= 20 and all(report["by_work"].values()), report

@@ -51,11 +51,12 @@ def together(result) -> int:
     "name, count",
     [
         ("fast_dllm_v2_tied", 3),
+        pytest.param("fast_dllm_v2_untied", 10, marks=pytest.mark.long),
         *(
-            pytest.param(f"fast_dllm_v2_{name}", count, marks=pytest.mark.long)
+            pytest.param(f"fast_dllm_v2_{name}", count, marks=pytest.mark.exhaustive)
             for name in ("tied", "untied")
             for count in range(1, 11)
-            if (name, count) != ("tied", 3)
+            if (name, count) not in (("tied", 3), ("untied", 10))
         ),
     ],
 )
@@ -207,7 +208,7 @@ def test_the_command_calibrates_and_reports(tmp_path, capsys):
     assert "--states 65: must be in [1, 64]" in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_trained_model_takes_fewer_passes():
     """On prompts that it was neither trained nor calibrated on, at threshold 1.0."""
     done = run_python("tests/trained_dllm.py", without=("XLA_FLAGS",))

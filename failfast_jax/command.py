@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import logging
 import math
+import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from failfast_jax import distributed, files, progress
@@ -66,6 +70,31 @@ def deadline_after(minutes: float | None) -> float:
     return time.monotonic() + 60 * minutes
 
 
+@contextlib.contextmanager
+def heard() -> Iterator[None]:
+    """Inside, a signal whose exception nobody catches comes again, until somebody does.
+
+    What a signal raises, it raises wherever the main thread is. In a destructor or in a callback of the garbage
+    collector (JAX has one) Python says that it ignores it, and the command would go on.
+    """
+    before, numbers = sys.unraisablehook, {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}
+
+    def again(lost: Any) -> None:
+        number = numbers.get(lost.exc_type)
+        if number is None or not callable(signal.getsignal(number)):
+            return before(lost)
+        # A moment later, and from another thread: the main one is still where it was.
+        timer = threading.Timer(0.02, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
 def run(
     work: Callable[[], int | None],
     interrupted: str = "interrupted",
@@ -87,7 +116,7 @@ def run(
     progress.set_verbosity(verbosity)
     try:
         distributed.join(where)
-        with distributed.one_voice():
+        with heard(), distributed.one_voice():
             logging.basicConfig(stream=sys.stderr, format="%(levelname)s: %(message)s")
             status = work() or 0
     except (ValueError, OSError) as error:

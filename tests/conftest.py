@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from importlib import metadata
 from pathlib import Path
 
@@ -86,6 +87,14 @@ def few_widths():
         patch.setattr(plan, "CPU_PREFILL_WIDTHS", (32,))
         patch.setattr(plan, "EXACT_WIDTH", 24)
         yield
+
+
+@pytest.fixture
+def interrupts():
+    """Python's own handler: who is started in the background of a shell ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module", autouse=True)

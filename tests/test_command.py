@@ -1,6 +1,10 @@
-"""Flags and commands that are misspelt: refused, with what was meant."""
+"""Flags and commands that are misspelt: refused, with what was meant. Signals: always heard."""
 
 from __future__ import annotations
+
+import gc
+import signal
+import time
 
 import pytest
 
@@ -43,3 +47,49 @@ def test_values_that_look_like_flags():
     assert parser.parse_args(["--prompt", "--verbose is a flag"]).prompt == "--verbose is a flag"
     assert parser.parse_args(["--prompt=--verbose"]).prompt == "--verbose"
     assert parser.parse_args(["--prompt", "x", "--", "--verbose"]).rest == ["--verbose"]
+
+
+def terminated(*_):
+    raise SystemExit(0)
+
+
+class Destructor:
+    def __init__(self, number):
+        self.number = number
+
+    def __del__(self):
+        signal.raise_signal(self.number)
+
+
+def in_a_destructor(number):
+    Destructor(number)
+
+
+def in_the_collector(number):
+    def callback(*_):
+        gc.callbacks.remove(callback)
+        signal.raise_signal(number)
+
+    gc.callbacks.append(callback)
+    gc.collect()
+
+
+@pytest.mark.parametrize("lose", [in_a_destructor, in_the_collector])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_signals_are_heard_where_exceptions_are_lost(name, lose, interrupts, monkeypatch, capsys):
+    number = signal.Signals[name]
+    before = signal.signal(signal.SIGTERM, terminated)
+
+    def work():
+        lose(number)
+        time.sleep(10)
+
+    try:
+        if number == signal.SIGTERM:
+            with pytest.raises(SystemExit):
+                command.run(work)
+        else:
+            assert command.run(work) == command.INTERRUPTED
+            assert capsys.readouterr().err == "interrupted\n"
+    finally:
+        signal.signal(signal.SIGTERM, before)

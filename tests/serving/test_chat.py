@@ -67,14 +67,6 @@ def test_another_method_says_the_same(talker, monkeypatch, capsys):
     typed(talker, monkeypatch, capsys, "/method lookup")
 
 
-@pytest.fixture
-def interrupts():
-    """Python's own handler: who is started in the background of a shell ignores Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(talker, monkeypatch, capsys, interrupts):
     class Impatient(io.StringIO):
         """Presses Ctrl-C once some of the answer is there."""

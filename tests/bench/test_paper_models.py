@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from failfast_jax.bench.__main__ import main
 from failfast_jax.bench.run_options import PRESETS
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.exhaustive
 FIELD = GOLDEN / "field"
 MASK = 129
 """Behind the tokenizer's 129 tokens; 130 is the stop token."""

@@ -61,7 +61,12 @@ def test_mosaic_compiles_the_kernels(topology):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "topology, device",
-    [("v5e:2x2", "TPU v5 lite"), ("v6e:2x2", "TPU v6 lite"), ("v5p:2x2x1", "TPU v5"), ("tpu7x:2x2x1", "TPU7x")],
+    [
+        ("v5e:2x2", "TPU v5 lite"),
+        ("v6e:2x2", "TPU v6 lite"),
+        pytest.param("v5p:2x2x1", "TPU v5", marks=pytest.mark.exhaustive),
+        pytest.param("tpu7x:2x2x1", "TPU7x", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_report_on_every_generation(topology, device, tmp_path):
     """Qwen2.5-7B's shapes, cut to one layer, tensor-parallel over four chips."""

@@ -96,6 +96,42 @@ def test_options_by_size_and_by_flag(preset, tmp_path, capsys):
     assert "eagle3: drafter: known for 32B; this target: my-70B (--set ROW:drafter=..." in capsys.readouterr().err
 
 
+def test_rows_are_changed_and_swept_around(preset, tmp_path, capsys):
+    """`ROW:key=value` and `--sweep ROW:key=...` start from the preset's row, not from the method's defaults."""
+    released = {"schedule": "aligned", "spec_len": 10, "max_spec_len": 60, "threshold": 0.05, "tau": 0.45}
+    chains = "eagle3:tree_depth=none,tree_top_k=none,tree_budget=none,spec_len=3|5"
+    methods = ["--methods", "failfast,failfast:tau=0.3,spec-len=8,ar:spec_len=8,fast-dllm+:threshold=0.5"]
+    sweeps = ["--sweep", "3:4", "--sweep", "failfast:max_spec_len=10|20", "--sweep", chains]
+    sweeps += ["--sweep", "fast-dllm:spec_len=8,threshold=0.2|0.4"]  # not a row: a method
+    assert preset(*methods, *sweeps, "--set", "failfast:threshold=0.1", "--limit", "1") == 0
+    found = {r["setting"]: r["options"] for r in records(tmp_path)}
+    own = {**released, "threshold": 0.1}
+    assert found["failfast"] == own and found["failfast:tau=0.3,spec_len=8"] == {**own, "tau": 0.3, "spec_len": 8}
+    assert found["ar:spec_len=8"] == {"spec_len": 8}
+    assert {n for n in found if "0.5" in n} == {f"fast-dllm:threshold=0.5,spec_len={n}" for n in (3, 4)}
+    assert [found[f"failfast:max_spec_len={n}"] for n in (10, 20)] == [{**own, "max_spec_len": n} for n in (10, 20)]
+    chain = found["eagle3:spec_len=5"]
+    assert (chain["spec_len"], chain["tree_budget"], chain["drafter"]) == (5, None, EAGLE)
+    assert found["fast-dllm:spec_len=8,threshold=0.2"] == {"spec_len": 8, "threshold": 0.2}
+    assert "| **failfast:max_spec_len=" in capsys.readouterr().out
+    assert preset("--methods", "failfats") == 2
+    said = "--methods failfats: there is no such row; rows of failfast-paper: ar, fast-dllm+, eagle3, suffix, failfast"
+    assert said in capsys.readouterr().err
+    assert preset("--methods", "reuse:speed=1") == 2
+    assert "--methods reuse:speed=1: there is no option 'speed' of failfast" in capsys.readouterr().err
+    assert preset("--methods", "failfast", "--sweep", "reuse:speed=1|2") == 2
+    assert "--sweep reuse:speed=1|2: there is no option 'speed' of failfast" in capsys.readouterr().err
+
+
+def test_records_of_other_options_are_refused(preset, stub, tmp_path, capsys):
+    assert preset("--methods", "failfast,suffix") == 0
+    given = len(stub.given)
+    assert preset("--methods", "suffix,failfast", "--set", "failfast:tau=0.3") == 2
+    said = capsys.readouterr().err
+    assert "records.jsonl: failfast was answered with other options (" in said and "name another --out" in said
+    assert preset("--methods", "suffix") == 0 and len(stub.given) == given
+
+
 @pytest.mark.parametrize("target, value", [("a/Qwen2.5-14B-x", 3), ("/m/qwen2.5-7b-it-4bit", 2), (None, 9), ("x", 9)])
 def test_sizes(target, value):
     assert for_size({"tau": {"7B": 2, "14B": 3, "other": 9}, "n": 1}, target, "row") == {"tau": value, "n": 1}
@@ -190,6 +226,49 @@ def test_averages_are_over_questions():
     assert "| FailFast | Acceptance rate, % | 41.7 (40.6) | 41.7 (40.6) |" in text
     assert "| FailFast | Acceptance rate, %, pooled | 37.5 (40.6)" in text
     assert "| FailFast | modelled, mean of questions | 4.90 (4.94)" in paper_tables.speedups(paper_run())
+
+
+def test_rows_are_compared_over_the_same_questions(tmp_path, capsys):
+    """Of a killed run: `failfast` lacks question b, and `wide` all of it; of another dataset only a row has begun."""
+    late = [r for r in RECORDS if (r["setting"], r["question"]) != ("failfast", "b")]
+    other = [{**r, "dataset": "gsm8k"} for r in RECORDS if r["setting"] in ("vanilla", "wide") and r["question"] == "a"]
+    run = paper_tables.run_of([*late, *other], "Qwen2.5-32B-Instruct", parse_latency("1:10"), released=False)
+    assert run.paired == {"math500": 1, "gsm8k": 1} and run.behind["math500"] == {"failfast": 1}
+    assert set(run.behind["gsm8k"]) == set(run.chosen["math500"].values()) - {"wide"} | {
+        f"{method}:spec_len=8" for method in ("ar", "fast-dllm")
+    }
+    assert {a.record["question"] for rows in run.rows["math500"].values() for a in rows} == {"a"}
+    # Question a alone: 12 and 9 tokens in two rounds each. No average over one dataset of two.
+    assert paper_tables.over(run, FAILFAST, AR, "modelled")[0] == pytest.approx((120 / 25) / (90 / 28))
+    assert paper_tables.over(run, FAILFAST, AR, "modelled")[1:] == [None, None]
+    assert paper_tables.over(run, "wide", "wide", "modelled") == [1.0, 1.0, 1.0]
+    none = [r for r in RECORDS if (r["setting"], r["question"]) not in (("failfast", "a"), ("wide", "b"))]
+    none = [
+        r for r in none if r["setting"] in ("vanilla", "wide") or (r["setting"], r["question"]) == ("failfast", "b")
+    ]
+    with pytest.raises(ValueError, match="x: no question was answered by all rows yet"):
+        paper_tables.run_of(none, "x", parse_latency("1:10"), released=False)
+
+
+def test_a_killed_run_is_said(preset, stub, tmp_path, capsys):
+    rows, run = "ar,failfast", str(tmp_path / "out")
+    stub.fail_after = 2 * 7 + 8  # the first six lengths are done, and vanilla and seven others of the next ones
+    assert preset("--methods", rows) == 130
+    capsys.readouterr()
+    assert main(["paper", run]) == 0
+    said = capsys.readouterr()
+    assert "- math500, n = 1: AR drafter" in said.out
+    for text in (said.out, said.err):
+        assert (
+            "math500: unfinished, tables have the 1 answers that every row there has; answers that rows lack: ar:"
+            in text
+        )
+    stub.fail_after = None
+    assert preset("--methods", rows) == 0
+    capsys.readouterr()
+    assert main(["paper", run]) == 0
+    said = capsys.readouterr()
+    assert "- math500, n = 2: AR drafter" in said.out and "unfinished" not in said.out + said.err
 
 
 def test_claims():

@@ -194,7 +194,8 @@ def test_tables_are_means_of_questions(found, page):
     }
     best = max(LENGTHS, key=lambda n: ar[n][0][-1])
     text = (page / "paper.md").read_text()
-    assert f"math500: AR drafter `ar:spec_len={best}`, Fast-dLLM `fast-dllm:threshold=0.9,spec_len={best}`" in text
+    fast = f"Fast-dLLM `fast-dllm:threshold=0.9,spec_len={best}`"
+    assert f"math500, n = 2: AR drafter `ar:spec_len={best}`, {fast}" in text
     rows = {"AR drafter": ar[best][0]}
     records = {row: [found["math500", id, row] for id, _ in MATH] for row in ("failfast", "suffix")}
     rows["suffix"] = by_hand(records["suffix"], lambda _: 0, lambda entry: entry["drafted"])

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.bench.limits import papers_speedup
-from failfast_jax.bench.modelled import Latency
+from failfast_jax.bench.modelled import Latency, is_priced
 from failfast_jax.bench.published import appendix_b, published_for
 from failfast_jax.bench.released import Counts, counts
 from failfast_jax.bench.variants import BASELINE
-from failfast_jax.drafters import METHODS
 from failfast_jax.files import Record
-from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION
 from failfast_jax.tables import markdown
 
 AR, FAST_DLLM, FAST_DLLM_PLUS, FAILFAST = "AR drafter", "Fast-dLLM", "Fast-dLLM+", "FailFast"
@@ -41,7 +39,7 @@ class Answer:
 
     def modelled(self, tokens: int, rounds: int, passes: int) -> float | None:
         """The modelled speedup of such an answer; None where the latencies are not those of its drafter."""
-        if not is_priced(self.record):
+        if not is_priced(self.record["method"]):
             return None
         return self.latency.speedup(tokens=tokens, rounds=rounds, passes=passes)
 
@@ -57,16 +55,9 @@ class Answer:
             "passes": passes / rounds,
             "modelled": self.modelled(self.counts.tokens, rounds, passes),
             "measured": self.plain_s / self.record["decode_s"],
-            "draft_ms": passes * self.latency.draft_pass if is_priced(self.record) else None,
+            "draft_ms": passes * self.latency.draft_pass if is_priced(self.record["method"]) else None,
             "verify_ms": rounds * self.latency.target_step,
         }
-
-
-def is_priced(record: Record) -> bool:
-    """Whether the authors' latency of a drafter pass, that of a model of 1.5B, holds for an answer: not for drafters of
-    a layer or so that read the target's features, which the paper has timed and not modelled."""
-    kinds = METHODS[record["method"]].kinds
-    return not kinds or not {AUTOREGRESSIVE, BLOCK_DIFFUSION}.isdisjoint(kinds)
 
 
 def averaged(answers: Sequence[Answer]) -> dict[str, float | None]:

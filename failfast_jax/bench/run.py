@@ -157,7 +157,7 @@ def compare(task: Task, latency: Latency, out: Path) -> int:
     records = with_passes(judged, released=args.count_passes == RELEASED)
     right = scores(answers, journal, records) if args.scores else {}
     found = summary.whole(
-        {d.name: summary.of_dataset(d, variants, records, latency, right) for d in datasets},
+        {d.name: summary.of_dataset(d, variants, records, latency, right, args.best) for d in datasets},
         machine=facts["machine"],
         models=facts["models"] | {name: getattr(args, name) for name in ("dtype", "tensor_parallel", "attention")},
         count_passes=args.count_passes,

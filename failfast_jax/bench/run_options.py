@@ -12,6 +12,7 @@ from typing import Any
 from failfast_jax import distributed
 from failfast_jax.bench.datasets import SOURCES, Dataset, load_dataset
 from failfast_jax.bench.extras import needed
+from failfast_jax.bench.summary import BEST, TIMED
 from failfast_jax.bench.variants import (
     BASELINE,
     SWEPT,
@@ -52,6 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "max_new_tokens": 256,
     "set": {},
     "count_passes": OURS,
+    "best": TIMED,
     "weights": {},
     "exact": False,
     "repeats": 1,
@@ -119,7 +121,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--tensor-parallel", metavar="n", type=int, help="devices that share each layer")
     models.add_argument("--attention", choices=KERNELS, help="kernel of cached attention")
     _add_places(models)
-    result = parser.add_argument_group("result")
+    _add_results(parser.add_argument_group("result"))
+
+
+def _add_results(result: Any) -> None:
+    """Flags that say what is written and how it is counted."""
     result.add_argument("--out", metavar="DIR", help=f"an interrupted run continues there ({DEFAULTS['out']})")
     result.add_argument("--records", choices=("jsonl", "parquet"), help="parquet: also write records.parquet")
     result.add_argument(
@@ -127,6 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(OURS, RELEASED),
         help="drafter passes: as they are made, or as the authors' released code would make and count them",
     )
+    result.add_argument("--best", choices=BEST, help="by which speedup the best point of a sweep is picked")
     result.add_argument("--near-tie", metavar="x", type=float, help="logit gap that excuses another token")
     result.add_argument("--exact", action="store_true", default=None, help="bit-identical outputs: nothing is excused")
     result.add_argument(

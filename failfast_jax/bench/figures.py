@@ -68,7 +68,8 @@ class Records:
     def __init__(self, folder: Path):
         path = folder / RECORDS
         if not path.is_file():
-            raise ValueError(f"{path}: no such file")
+            copy = " (records.parquet is a copy for other programs)" if (folder / "records.parquet").exists() else ""
+            raise ValueError(f"{path}: no such file{copy}")
         lines, _ = read_lines(path)
         self.answers = [line for line in lines if line.get("kind") == ANSWER]
         if not self.answers:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax import distributed
-from failfast_jax.bench.datasets import SOURCES, Dataset, load_dataset
+from failfast_jax.bench.datasets import CHOICES, SOURCES, Dataset, load_dataset
 from failfast_jax.bench.extras import needed
 from failfast_jax.bench.summary import BEST, TIMED
 from failfast_jax.bench.variants import (
@@ -49,6 +49,7 @@ DEFAULTS: dict[str, Any] = {
     "sweep": [],
     "dataset": None,
     "data": [],
+    "choices": None,
     "limit": None,
     "max_new_tokens": 256,
     "set": {},
@@ -68,7 +69,7 @@ DEFAULTS: dict[str, Any] = {
 MODELS = ("target", "drafter", "ar_drafter")
 LISTS = ("dataset", "methods", "sweep", "data")
 KINDS: dict[str, type] = {name: str for name in (*MODELS, "dtype", "attention", "modelled")}
-KINDS |= {"limit": int, "dataset": list}
+KINDS |= {"limit": int, "choices": str, "dataset": list}
 """Of values whose default is None."""
 ENTRIES: dict[str, dict[str, type]] = {
     "methods": {"method": str, "label": str, "options": dict, "sweep": dict},
@@ -89,6 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[D=]FILE",
         action="append",
         help="JSONL, JSON or Parquet with the rows of dataset D, instead of its package or the Hub",
+    )
+    what.add_argument(
+        "--choices", choices=CHOICES, help="order of GPQA's answers: its own for each question, or A correct"
     )
     what.add_argument("--limit", metavar="n", type=int, help="first n rows of each dataset")
     what.add_argument(
@@ -306,11 +310,13 @@ def read_datasets(args: argparse.Namespace) -> list[Dataset]:
             data=Path(data) if data is not None else None,
             limit=limit,
             template=entry.get("template"),
-            choices=entry.get("choices"),
+            choices=args.choices if name == "gpqa" and args.choices else entry.get("choices"),
         )
         if dataset.name in datasets:
             raise ValueError(f"--dataset {name}: named twice")
         datasets[dataset.name] = dataset
+    if args.choices and "gpqa" not in datasets:
+        raise ValueError(f"--choices {args.choices}: --dataset does not name gpqa")
     if files:
         raise ValueError(f"--data {next(iter(files))}={next(iter(files.values()))}: --dataset does not name it")
     return list(datasets.values())

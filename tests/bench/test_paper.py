@@ -6,13 +6,16 @@ import pytest
 import yaml
 from stub_engine import StubEngine, StubEnginePool
 
-from failfast_jax.bench import answers, engine_pool, paper_claims, paper_tables, run
+from failfast_jax import generate
+from failfast_jax.bench import answers, engine_pool, paper_claims, paper_tables
 from failfast_jax.bench.__main__ import main
 from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.modelled import parse_latency
 from failfast_jax.bench.paper_tables import AR, FAILFAST, FAST_DLLM, FAST_DLLM_PLUS
 from failfast_jax.bench.run_options import PRESETS, for_size
+from failfast_jax.checkpoints import hub
 from failfast_jax.errors import CheckpointError
+from failfast_jax.train import __main__ as train
 
 EAGLE = "ruipeterpan/Qwen2.5-32B-Instruct_EAGLE3_UltraChat"
 GPQA = {
@@ -31,7 +34,7 @@ def stub(monkeypatch):
     monkeypatch.setattr(answers, "EnginePool", pool)
     kinds = {"Qwen/Qwen2.5-1.5B-Instruct": ("autoregressive", "ar"), EAGLE: ("eagle", "eagle3")}
     monkeypatch.setattr(engine_pool, "own_method", lambda source: kinds.get(source, ("block-diffusion", "failfast")))
-    monkeypatch.setattr(run, "resolve_source", lambda source: source)
+    monkeypatch.setattr(hub, "resolve_source", lambda source: source)
     return engine
 
 
@@ -142,12 +145,52 @@ def test_missing_weights_are_said_first(preset, stub, tmp_path, monkeypatch, cap
         if "Fast_dLLM" in str(source):
             raise CheckpointError(f"{source}: no such file or folder here")
 
-    monkeypatch.setattr(run, "resolve_source", resolve)
+    monkeypatch.setattr(hub, "resolve_source", resolve)
     assert preset("--methods", "ar,failfast") == 2
     said = capsys.readouterr().err
     assert "--drafter Efficient-Large-Model/Fast_dLLM_v2_1.5B: no such file" in said
     assert "the weights: 3 GB, https://huggingface.co/Efficient" in said and not stub.given
     assert preset("--methods", "suffix") == 0  # which needs none
+
+
+QWEN, FAST = "Qwen/Qwen2.5-7B-Instruct", "Efficient-Large-Model/Fast_dLLM_v2_1.5B"
+
+
+@pytest.mark.parametrize(
+    "command, flag, name",
+    [
+        (f"bench batches --dataset humaneval --batch 1 --target {QWEN}", "--target", QWEN),
+        (f"bench batches --dataset humaneval --batch 1 --drafter {FAST}", "--drafter", FAST),
+        (f"bench specdiff --dataset humaneval --target {QWEN}", "--target", QWEN),
+        (f"bench specdiff --dataset humaneval --drafter {FAST}", "--drafter", FAST),
+        (f"bench run --dataset humaneval --methods ar --ar-drafter {QWEN}", "--ar-drafter", QWEN),
+        (
+            f"bench run --dataset humaneval --methods eagle3:drafter={EAGLE}",
+            f"--methods eagle3:drafter={EAGLE}:",
+            EAGLE,
+        ),
+        (f"generate --prompt x --target {QWEN} --drafter {FAST}", "--target", QWEN),
+        (f"generate --prompt x --drafter {FAST} --method failfast", "--drafter", FAST),
+        (f"train --data x --target {QWEN}", "--target", QWEN),
+        (f"train --data x --preset fast-dllm-v2 --start {FAST}", "--start", FAST),
+        (f"train selfgen --target {QWEN}", "--target", QWEN),
+    ],
+)
+def test_each_command_names_what_is_missing(command, flag, name, tmp_path, monkeypatch, capsys):
+    def absent(*_, **__):
+        raise OSError("not in the cache")
+
+    monkeypatch.setattr(hub, "unreachable", lambda *_: TimeoutError("nobody answers"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
+    hub.snapshot.cache_clear()
+    module, *words = command.split()
+    run = {"bench": main, "generate": generate.main, "train": train.main}[module]
+    out = ["--out", str(tmp_path / "out")] if module != "generate" else []
+    assert run([*words, *out]) == 2
+    said = capsys.readouterr().err
+    assert f"error: {flag} {name}: no such file or folder here" in said
+    assert f"where there is a network: hf download {name}" in said
+    assert not (tmp_path / "out" / "records.jsonl").exists()
 
 
 def test_choices(tmp_path):
@@ -161,6 +204,22 @@ def test_choices(tmp_path):
         load_dataset("gpqa", data=file, choices="best")
     with pytest.raises(ValueError, match="aime: choices 'shuffled'"):
         load_dataset("aime", data=file, choices="shuffled")
+
+
+def test_choices_by_flag(preset, stub, tmp_path, capsys):
+    """The preset has the correct answer first; the other order is that of every other run."""
+    file = tmp_path / "gpqa.jsonl"
+    file.write_text(json.dumps({**GPQA, "Question": "Which one?"}))
+    gpqa = ["--dataset", "gpqa", "--data", f"gpqa={file}", "--methods", "suffix", "--out", str(tmp_path / "gpqa")]
+    args = ["run", "--preset", "failfast-paper", "--no-scores", "--no-figures", *gpqa]
+    assert main([*args, "--choices", "shuffled"]) == 0
+    (prompt,) = {prompt for *_, prompt in stub.given}
+    (shuffled,) = load_dataset("gpqa", data=file, template="{A}|{B}|{C}|{D}").questions
+    assert all(f") {text}\n" in prompt for text in shuffled.prompt.split("|")) and shuffled.reference["answer"] != "A"
+    assert main([*args, "--choices", "correct-first"]) == 2
+    assert "other settings (prompt rec1 of gpqa)" in capsys.readouterr().err
+    assert preset("--methods", "suffix", "--choices", "shuffled") == 2
+    assert "--choices shuffled: --dataset does not name gpqa" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, row", [("cnn", {"article": "It rained."}), ("openwebtext", {"text": "word " * 90})])
@@ -338,6 +397,10 @@ def test_the_command(preset, tmp_path, capsys):
     assert "no such question in" in capsys.readouterr().err
     assert main(["paper", str(tmp_path / "out"), "--trajectory", "math500/q1"]) == 2
     assert main(["paper", str(tmp_path)]) == 2
+    assert "records.jsonl: no such file" in capsys.readouterr().err
+    (tmp_path / "records.parquet").touch()
+    assert main(["paper", str(tmp_path)]) == 2
+    assert "no such file (records.parquet is a copy for other programs)" in capsys.readouterr().err
 
 
 def test_old_records_are_refused(preset, tmp_path, capsys):

@@ -368,6 +368,15 @@ def test_a_pass_of_eagle_has_no_price():
     claims = {cells[0]: cells[1] for cells in lines}
     assert claims["FailFast over EAGLE-3, measured, a target's mean"] == "0.90 to 0.90"  # 2.25 over 2.5
     assert "| eagle3 | modelled | - | - |" in paper_tables.ratios(run)
+    # Of chains, only the long ones.
+    long = [
+        answer(f"eagle3:spec_len={n}", "eagle3", q, [(n, 4, n)], {"spec_len": n}, decode_s=s)
+        for n, s in ((8, 3.0), (60, 12.0))
+        for q in "ab"
+    ]
+    run = paper_tables.run_of([*RECORDS, *rows, *long], "x", parse_latency("1:10"), released=False)
+    text = "| EAGLE-3, chains of 50 to 60, over vanilla, measured | 0.50 to 0.50 | a slowdown | - |"
+    assert text in paper_claims.table([run])
 
 
 def test_lengths_of_the_preset_by_flag(preset, tmp_path, capsys):

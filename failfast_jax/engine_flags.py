@@ -64,8 +64,10 @@ def default_method(target: str | None, drafter: str | None) -> str:
     """The method where none is named."""
     if drafter is None:
         return "failfast" if target is None else "lookup"
+    from failfast_jax.checkpoints.hub import find_models
     from failfast_jax.checkpoints.pair import own_method
 
+    find_models({"--target": target, "--drafter": drafter})
     return own_method(drafter)[1]
 
 
@@ -102,9 +104,11 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
 
 def load_engine(args: argparse.Namespace, method: str) -> Any:
     """The engine that flags describe."""
+    from failfast_jax.checkpoints.hub import find_models
     from failfast_jax.defaults import load_pair
     from failfast_jax.models import quantization
 
+    find_models({"--target": args.target, "--drafter": args.drafter})
     start = time.perf_counter()
     engine = load_pair(
         args.target,

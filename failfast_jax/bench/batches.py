@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.bench.datasets import load_dataset
-from failfast_jax.bench.engine_pool import EnginePool
+from failfast_jax.bench.engine_pool import EnginePool, find_wanted
 from failfast_jax.bench.extras import needed
 from failfast_jax.bench.figures import figure_class, save_figure
 from failfast_jax.bench.run_options import DEFAULTS
@@ -102,6 +102,7 @@ def work(args: argparse.Namespace) -> int:
     questions = [question.prompt for question in dataset.questions if question.follows is None]
     if len(questions) < max(batches):
         raise ValueError(f"--batch {max(batches)}: {args.dataset} has {len(questions)} questions")
+    find_wanted(args, variants)
     engines = EnginePool(args.target, args.drafter, args.ar_drafter, args.dtype, tensor_parallel=args.tensor_parallel)
     for variant in variants:
         engines.prepare(variant, variant.config(common))

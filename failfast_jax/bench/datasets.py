@@ -78,15 +78,19 @@ def _need(row: Row, *keys: str) -> Any:
 
 
 def _math(row: Row, index: int, template: str) -> Question:
-    return Question(
-        str(row.get("unique_id") or row.get("id") or index),
-        template.format(problem=_need(row, "problem", "question")),
-        {"answer": str(_need(row, "answer", "solution"))},
-    )
+    answer = str(_need(row, "answer", "solution"))
+    if GSM8K_END in answer:
+        raise ValueError(f"its answer holds {GSM8K_END!r}: these are rows of gsm8k")
+    problem = template.format(problem=_need(row, "problem", "question"))
+    return Question(str(row.get("unique_id") or row.get("id") or index), problem, {"answer": answer})
+
+
+GSM8K_END = "####"
+"""Stands before the number that a GSM8K answer ends with."""
 
 
 def _gsm8k(row: Row, index: int, template: str) -> Question:
-    answer = str(_need(row, "answer")).rpartition("####")[2].strip().replace(",", "")
+    answer = str(_need(row, "answer")).rpartition(GSM8K_END)[2].strip().replace(",", "")
     return Question(str(index), template.format(problem=_need(row, "question")), {"answer": answer})
 
 
@@ -149,12 +153,14 @@ class Source:
       hub: `(repository, configuration or None, split)` on the Hugging Face Hub.
       template: of the prompt, with the fields in braces.
       scoring: see `Dataset`.
+      access: what the Hub asks for before it gives the rows.
     """
 
     read: Callable[..., Question | list[Question]]
     hub: tuple[str, str | None, str]
     template: str
     scoring: str | None
+    access: str = ""
 
 
 SOURCES: dict[str, Source] = {
@@ -166,6 +172,7 @@ SOURCES: dict[str, Source] = {
         ("Idavidrein/gpqa", "gpqa_diamond", "train"),
         "{problem}\n\n{choices}\n\nPlease reason step by step, and put the letter of your answer within \\boxed{{}}.",
         "choice",
+        "it is gated: accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa, then hf auth login",
     ),
     "humaneval": Source(_humaneval, ("openai/openai_humaneval", None, "test"), "{problem}", "humaneval"),
     # The two of "Speculative Diffusion Decoding".
@@ -247,9 +254,10 @@ def hub_rows(name: str, source: Source, limit: int | None = None) -> list[Any]:
             return list(datasets.load_dataset(repository, configuration, split=split))
     except Exception as error:  # the Hub's client, the cache and the file readers each raise their own kinds
         cause = silence or error
+        access = f"{source.access}; or " if source.access else ""
         raise ValueError(
             f"{name}: {repository} is neither in the Hub's cache nor could it be fetched "
-            f"({type(cause).__name__}: {cause}); name a local file with --data FILE"
+            f"({type(cause).__name__}: {cause}); {access}name a local file with --data FILE"
         ) from error
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench.datasets import stamp
 from failfast_jax.bench.variants import BASELINE, DRAFTER, Variant
-from failfast_jax.checkpoints.hub import default_target_path
+from failfast_jax.checkpoints.hub import default_target_path, find_models
 from failfast_jax.checkpoints.pair import own_method
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
+from failfast_jax.errors import CheckpointError
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK
 
 
@@ -25,6 +28,34 @@ def model_stamp(source: str | os.PathLike) -> dict[str, Any]:
     files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
     states = [(os.path.relpath(f, path), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return {"name": str(source), "files": stamp(states)}
+
+
+def find_wanted(
+    args: argparse.Namespace, variants: Sequence[Variant], origins: Mapping[str, str] | None = None
+) -> None:
+    """Finds every model that variants need, downloading it where needed, before the first one is loaded.
+
+    Args:
+      args: with `target`, `drafter` and, where the command has it, `ar_drafter`.
+      origins: where models come from, by name.
+
+    Raises:
+      CheckpointError: one is missing; the message names its flag or row, and where it comes from.
+    """
+    kinds = {kind for v in variants if DRAFTER not in v.options for kind in METHODS[v.method].kinds}
+    wanted = {"--target": args.target}
+    wanted |= {"--drafter": args.drafter} if kinds - {AUTOREGRESSIVE} else {}
+    wanted |= {"--ar-drafter": args.ar_drafter} if AUTOREGRESSIVE in kinds and "ar_drafter" in args else {}
+    for variant in (v for v in variants if DRAFTER in v.options):
+        flag = f"--methods {variant.label}:" if ":" in variant.label else f"--set {variant.label}:drafter"
+        wanted[flag] = variant.options[DRAFTER]
+    for flag, source in wanted.items():
+        try:
+            find_models({flag: source})
+        except CheckpointError as error:
+            origin = (origins or {}).get(str(source))
+            said = f"; the weights: {origin}; or name another folder or id with {flag}" if origin else ""
+            raise CheckpointError(f"{error}{said}") from None
 
 
 class EnginePool:

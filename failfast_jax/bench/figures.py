@@ -23,6 +23,8 @@ from failfast_jax.bench.extras import needed
 from failfast_jax.bench.journal import ANSWER, RECORDS
 from failfast_jax.bench.modelled import LARGEST, THEORY_LENGTHS, authors_latencies, theory_curve
 from failfast_jax.bench.published import appendix_b
+from failfast_jax.bench.released import Counts, counts
+from failfast_jax.bench.run_options import RELEASED
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.files import Record, read_lines, write_atomically
 
@@ -59,18 +61,22 @@ class Records:
 
     Attributes:
       names: per dataset, labels with a row of their own (no points of sweeps but the best) and the row's name.
+      released: whether passes and lengths are counted as the authors' released code does: as the summary says.
+      modelled: per dataset and label, the summary's modelled speedup, or None.
     """
 
     def __init__(self, folder: Path):
         path = folder / RECORDS
         if not path.is_file():
-            raise ValueError(f"{path}: no such file")
+            copy = " (records.parquet is a copy for other programs)" if (folder / "records.parquet").exists() else ""
+            raise ValueError(f"{path}: no such file{copy}")
         lines, _ = read_lines(path)
         self.answers = [line for line in lines if line.get("kind") == ANSWER]
         if not self.answers:
             raise ValueError(f"{path}: holds no answers")
         summary = folder / "summary.json"
-        rows = json.loads(summary.read_text(encoding="utf-8"))["datasets"] if summary.is_file() else {}
+        found = json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {}
+        rows, self.released = found.get("datasets", {}), found.get("count_passes") == RELEASED
         if rows:
             self.answers = [r for r in self.answers if r["setting"] in rows.get(r["dataset"], {}).get("settings", {})]
         place = operator.itemgetter("dataset", "question", "repeat", "block")
@@ -78,16 +84,22 @@ class Records:
         # A killed run's last turn may lack `vanilla`'s answer.
         self.answers = [r for r in self.answers if place(r) in plain]
         self.datasets = list(dict.fromkeys(r["dataset"] for r in self.answers))
-        self.tables, self.names = {}, {}
+        self.tables, self.names, self.modelled = {}, {}, {}
         for dataset in self.datasets:
             labels = list(dict.fromkeys(r["setting"] for r in self.of(dataset)))
             self.tables[dataset] = report.totals(self.of(dataset), labels)
+            settings = rows.get(dataset, {}).get("settings", {})
+            self.modelled[dataset] = {label: row.get("modelled") for label, row in settings.items()}
             names = rows[dataset]["rows"] if dataset in rows else {label: label for label in labels}
             self.names[dataset] = {label: name for label, name in names.items() if label != BASELINE}
 
     def of(self, dataset: str, label: str | None = None) -> list[Record]:
         """Answers to a dataset's questions, all or those of one setting."""
         return [r for r in self.answers if r["dataset"] == dataset and (label is None or r["setting"] == label)]
+
+    def counted(self, dataset: str, label: str) -> list[Counts]:
+        """The rounds of each answer to a dataset's questions by one setting."""
+        return [counts(record, released=self.released) for record in self.of(dataset, label)]
 
     def labels(self) -> dict[str, str]:
         """Every label with a row in any dataset."""
@@ -144,28 +156,34 @@ def per_dataset(records: Records, draw: Callable[[Any, str], Any], missing: str,
     return figure
 
 
-def of_drafting_rows(records: Records, draw: Callable[[Any, list[Record], str, Any], None], **labels: Any) -> Any:
-    """`per_dataset` with `draw(axis, answers, name, colour)` for each variant with a row that drafted anything."""
+def of_drafting_rows(records: Records, draw: Callable[[Any, str, str, str, Any], None], **labels: Any) -> Any:
+    """`per_dataset` with `draw(axis, dataset, label, name, colour)` for each row that drafted anything."""
     colour = colours(list(records.labels()))
 
     def panel(axis: Any, dataset: str) -> None:
         for label, name in records.names[dataset].items():
-            rows = records.of(dataset, label)
-            if any(e["drafted"] for r in rows for e in r["detail"]):
-                draw(axis, rows, name, colour[label])
+            if any(e["drafted"] for r in records.of(dataset, label) for e in r["detail"]):
+                draw(axis, dataset, label, name, colour[label])
 
     return per_dataset(records, panel, "no variant drafted anything", **labels)
 
 
+COUNTED = {True: ", counted as the authors' released code does", False: ""}
+SUMMED = ("accepted", "speculated", "passes")
+
+
 def length_cdf(records: Records) -> Any:
-    """Share of rounds with at most so many tokens: accepted (solid) and speculated (dashed)."""
+    """Share of rounds with at most so many tokens: accepted (solid) and speculated (dashed).
 
-    def draw(axis: Any, rows: list[Record], name: str, colour: Any) -> None:
-        entries = [e for r in rows for e in r["detail"]]
-        axis.ecdf([report.accepted_of(e) for e in entries], color=colour, label=name)
-        axis.ecdf([e["drafted"] for e in entries], color=colour, linestyle="--")
+    Counted as released, drafts are as long as was asked for; else they end where the answer does.
+    """
 
-    said = "tokens a round (solid: accepted, dashed: speculated)"
+    def draw(axis: Any, dataset: str, label: str, name: str, colour: Any) -> None:
+        found = records.counted(dataset, label)
+        axis.ecdf([n for own in found for n in own.accepted], color=colour, label=name)
+        axis.ecdf([n for own in found for n in own.speculated], color=colour, linestyle="--")
+
+    said = f"tokens a round (solid: accepted, dashed: speculated){COUNTED[records.released]}"
     return of_drafting_rows(records, draw, xlabel=said, ylabel="share of rounds")
 
 
@@ -173,24 +191,27 @@ def acceptance_against_compute(records: Records) -> Any:
     """Acceptance rate over drafter passes a round, every variant a point: what more compute for drafts brings.
 
     Lines join points of one method and one draft length, which alone can be compared: a longer draft takes more
-    passes and has a lower rate.
+    passes and has a lower rate. Both figures divide sums over all rounds.
     """
     colour = colours(sorted({r["method"] for r in records.answers if r["method"] != BASELINE}))
 
     def draw(axis: Any, dataset: str) -> None:
         lines = defaultdict(list)
-        for label, row in records.tables[dataset].items():
-            if row["passes"] and row["acceptance_rate"] is not None:
+        for label in records.tables[dataset]:
+            found = records.counted(dataset, label)
+            accepted, speculated, passes = (sum(sum(getattr(c, n)) for c in found) for n in SUMMED)
+            if passes and speculated:
                 first = records.of(dataset, label)[0]
                 length = tuple(first["options"].get(key) for key in ("spec_len", "max_spec_len"))
-                lines[first["method"], length].append((row["passes_per_round"], row["acceptance_rate"]))
+                point = passes / sum(c.rounds for c in found), accepted / speculated
+                lines[first["method"], length].append(point)
         named = set()
         for (method, _), points in lines.items():
             axis.plot(*zip(*sorted(points)), "o-", color=colour[method], label=None if method in named else method)
             named.add(method)
         axis.set_xlim(left=0)
 
-    labels = {"xlabel": "drafter passes a round", "ylabel": "acceptance rate"}
+    labels = {"xlabel": f"drafter passes a round{COUNTED[records.released]}", "ylabel": "acceptance rate"}
     return per_dataset(records, draw, "no variant drafted with a model", **labels)
 
 
@@ -242,16 +263,16 @@ def easy_regions(records: Records) -> Any:
     """Share of tokens that lie in runs of consecutive easy tokens longer than x."""
     cutoffs = range(101)
 
-    def draw(axis: Any, rows: list[Record], name: str, colour: Any) -> None:
-        axis.plot(cutoffs, easy_share(rows, cutoffs), color=colour, label=name)
+    def draw(axis: Any, dataset: str, label: str, name: str, colour: Any) -> None:
+        axis.plot(cutoffs, easy_share(records.of(dataset, label), cutoffs), color=colour, label=name)
 
     labels = {"xlabel": "length of an easy region (tokens)", "ylabel": "share of tokens in longer ones"}
     return of_drafting_rows(records, draw, **labels)
 
 
 def sensitivity(records: Records, key: str) -> Any:
-    """Speedup and acceptance over one swept option."""
-    lines: dict[tuple, list[tuple[float, float, float | None]]] = defaultdict(list)
+    """Speedup (solid: measured, dashed: modelled) and acceptance over one swept option."""
+    lines: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for dataset in records.datasets:
         for label, row in records.tables[dataset].items():
             rows = records.of(dataset, label)
@@ -260,16 +281,19 @@ def sensitivity(records: Records, key: str) -> Any:
                 continue
             rest = ",".join(f"{k}={v}" for k, v in options.items() if k != key)
             name = f"{rows[0]['method']}{':' + rest if rest else ''}, {dataset}"
-            lines[name].append((options[key], row["speedup"], row["acceptance_rate"]))
-    lines = {name: sorted(points) for name, points in lines.items() if len(points) > 1}
+            modelled = records.modelled[dataset].get(label)
+            values = (row["speedup"], modelled, row["acceptance_rate"])
+            lines[name].append((options[key], *(np.nan if value is None else value for value in values)))
+    lines = {name: sorted(points) for name, points in lines.items() if len({x for x, *_ in points}) > 1}
     if not lines:
         raise NoData(f"no sweep over {key} (--sweep method:{key}=v1|v2|...)")
     figure, (left, right) = panels(2)
     for (name, points), colour in zip(lines.items(), colours(list(lines)).values()):
-        x, speedup, rate = zip(*points)
+        x, speedup, modelled, rate = zip(*points)
         left.plot(x, speedup, "o-", color=colour, label=name)
-        right.plot(x, [np.nan if r is None else r for r in rate], "o-", color=colour, label=name)
-    left.set(xlabel=SENSITIVE[key], ylabel="speedup over vanilla decoding")
+        left.plot(x, modelled, "o--", color=colour, markersize=3)
+        right.plot(x, rate, "o-", color=colour, label=name)
+    left.set(xlabel=SENSITIVE[key], ylabel="speedup over vanilla decoding (solid: measured, dashed: modelled)")
     left.set_ylim(bottom=0)  # noise should not look like a slope
     right.set(xlabel=SENSITIVE[key], ylabel="acceptance rate", ylim=(0, 1))
     left.legend(fontsize="small")

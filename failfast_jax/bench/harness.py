@@ -142,11 +142,23 @@ class Comparison:
         self._warm: set[tuple] = set()
         self._idle_since = time.perf_counter()
         """When the engine's last work ended: what follows is the harness's."""
+        self._check_options()
         self._check_prompts()
 
     def engine(self, variant: Variant) -> FailFast:
         """The engine that answers for a variant."""
         return self.engines.get(variant, self.configs[variant.label])
+
+    def _check_options(self) -> None:
+        """A label stands for the same options in records and now."""
+        options = {variant.label: dict(variant.options) for variant in self.variants}
+        for record in self.journal.answers.values():
+            label = record["setting"]
+            if options.get(label, record["options"]) != record["options"]:
+                raise ValueError(
+                    f"{self.journal.path}: {label} was answered with other options ({record['options']} there, "
+                    f"{options[label]} here); name another --out"
+                )
 
     # -- prompts -----------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from scipy.optimize import brentq
 
 from failfast_jax.bench.limits import papers_speedup, speedup_limit
 from failfast_jax.bench.published import DATASETS, appendix_b, published_for
+from failfast_jax.drafters import METHODS
+from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION
 from failfast_jax.tables import markdown
 
 METHOD_NAMES = {"ar": "AR drafter", "fast_dllm": "Fast-dLLM", "failfast": "FailFast"}
@@ -37,6 +39,13 @@ class Latency:
     def speedup(self, *, tokens: float, rounds: float, passes: float) -> float:
         """Speedup over vanilla decoding of `tokens` in `rounds` with `passes` of the drafter in all."""
         return speedup_limit(tokens / rounds - 1, passes / rounds, self.target_step, self.draft_pass)
+
+
+def is_priced(method: str) -> bool:
+    """Whether the authors' latency of a drafter pass, that of a model of 1.5B, holds for a method's drafters: not for
+    those of a layer or so that read the target's features, which the paper has timed and not modelled."""
+    kinds = METHODS[method].kinds
+    return not kinds or not {AUTOREGRESSIVE, BLOCK_DIFFUSION}.isdisjoint(kinds)
 
 
 def authors_latencies() -> dict[str, Latency]:

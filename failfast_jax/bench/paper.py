@@ -82,10 +82,26 @@ def read_runs(args: argparse.Namespace, counted: str) -> list[PaperRun]:
     return found
 
 
+def unfinished(run: PaperRun) -> list[str]:
+    """What is said of a run whose rows did not all answer the same questions, a sentence a dataset."""
+    said = []
+    for dataset, behind in run.behind.items():
+        rows = ", ".join(f"{label} ({lacking})" for label, lacking in behind.items())
+        kept = (
+            f"tables have the {run.paired[dataset]} answers that every row there has"
+            if dataset in run.paired
+            else "left out"
+        )
+        said.append(f"{run.target}, {dataset}: unfinished, {kept}; answers that rows lack: {rows}.")
+    return said
+
+
 def page(args: argparse.Namespace) -> str:
-    """All tables as Markdown."""
+    """All tables as Markdown; says on stderr which runs are unfinished."""
     other = OURS if args.count_passes == RELEASED else RELEASED
     runs, others = read_runs(args, args.count_passes), read_runs(args, other)
+    for text in (text for run in runs for text in unfinished(run)):
+        print(text, file=sys.stderr)
     parts = [f'# "Fail Fast, Win Big", from records\n\nDrafter passes: {args.count_passes}. {NOTES}']
     for run, counted_otherwise in zip(runs, others):
         both = {args.count_passes: run, other: counted_otherwise}
@@ -94,8 +110,9 @@ def page(args: argparse.Namespace) -> str:
             dataset: ", ".join(f"{row} `{label}`" for row, label in c.items()) for dataset, c in run.chosen.items()
         }
         parts += [
-            f"## Target {run.target}\n\nLatencies of modelled speedups: {latency}.",
-            "\n".join(f"- {dataset}: {rows}" for dataset, rows in chosen.items()),
+            f"## Target {run.target}\n\nLatencies of modelled speedups: {latency}. Every row has the same n answers:",
+            "\n".join(f"- {dataset}, n = {run.paired[dataset]}: {rows}" for dataset, rows in chosen.items()),
+            *unfinished(run),
             f"Tables 1 and 4: speedup over vanilla decoding.\n\n{paper_tables.speedups(run)}",
             paper_tables.ratios(run),
             f"Table 5.\n\n{paper_tables.details(run)}",

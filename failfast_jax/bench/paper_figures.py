@@ -17,23 +17,26 @@ STRIP = ("math500", (0, 4, 15, 18, 21))
 
 
 def latency_shares(runs: Sequence[PaperRun]) -> Any:
-    """Fig. 6: modelled seconds of speculation (above) and verification (below) an answer, by target and row."""
+    """Fig. 6: modelled seconds of speculation (above) and verification (below) an answer, by target and row: means over
+    the datasets that all of the target's rows have."""
     figure = figure_class()(figsize=(2.5 + 2.2 * len(runs), 3.5), layout="constrained")
     axis, width = figure.subplots(), 0.8 / len(PAPERS)
     drawn = False
     for place, run in enumerate(runs):
+        there = [row for row in run.names() if row in PAPERS]
+        datasets = [rows for rows in run.rows.values() if all(row in rows for row in there)]
         for index, row in enumerate(PAPERS):
-            found = [averaged(rows[row]) for rows in run.rows.values() if row in rows]
-            if not found:
+            if row not in there or not datasets:
                 continue
+            found = [averaged(rows[row]) for rows in datasets]
             draft, verify = (mean(f[name] for f in found) / 1e3 for name in ("draft_ms", "verify_ms"))
             at, drawn = place + (index - (len(PAPERS) - 1) / 2) * width, True
             axis.bar(at, verify, width * 0.95, color=f"C{index}", label=row if place == 0 else None)
             axis.bar(at, draft, width * 0.95, bottom=verify, color=f"C{index}", alpha=0.4)
     if not drawn:
-        raise NoData("no row of the paper")
+        raise NoData("no dataset with rows of the paper")
     axis.set_xticks(range(len(runs)), [Path(run.target).name for run in runs])
-    axis.set(ylabel="seconds an answer", title="verification (full), speculation (pale)")
+    axis.set(ylabel="modelled seconds an answer", title="Modelled latency: verification (full), speculation (pale)")
     figure.legend(fontsize="small", ncols=4, loc="outside lower center")
     return figure
 

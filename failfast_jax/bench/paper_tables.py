@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.bench.limits import papers_speedup
-from failfast_jax.bench.modelled import Latency
+from failfast_jax.bench.modelled import Latency, is_priced
 from failfast_jax.bench.published import appendix_b, published_for
 from failfast_jax.bench.released import Counts, counts
 from failfast_jax.bench.variants import BASELINE
-from failfast_jax.drafters import METHODS
 from failfast_jax.files import Record
-from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION
 from failfast_jax.tables import markdown
 
 AR, FAST_DLLM, FAST_DLLM_PLUS, FAILFAST = "AR drafter", "Fast-dLLM", "Fast-dLLM+", "FailFast"
@@ -41,7 +39,7 @@ class Answer:
 
     def modelled(self, tokens: int, rounds: int, passes: int) -> float | None:
         """The modelled speedup of such an answer; None where the latencies are not those of its drafter."""
-        if not is_priced(self.record):
+        if not is_priced(self.record["method"]):
             return None
         return self.latency.speedup(tokens=tokens, rounds=rounds, passes=passes)
 
@@ -57,16 +55,9 @@ class Answer:
             "passes": passes / rounds,
             "modelled": self.modelled(self.counts.tokens, rounds, passes),
             "measured": self.plain_s / self.record["decode_s"],
-            "draft_ms": passes * self.latency.draft_pass if is_priced(self.record) else None,
+            "draft_ms": passes * self.latency.draft_pass if is_priced(self.record["method"]) else None,
             "verify_ms": rounds * self.latency.target_step,
         }
-
-
-def is_priced(record: Record) -> bool:
-    """Whether the authors' latency of a drafter pass, that of a model of 1.5B, holds for an answer: not for drafters of
-    a layer or so that read the target's features, which the paper has timed and not modelled."""
-    kinds = METHODS[record["method"]].kinds
-    return not kinds or not {AUTOREGRESSIVE, BLOCK_DIFFUSION}.isdisjoint(kinds)
 
 
 def averaged(answers: Sequence[Answer]) -> dict[str, float | None]:
@@ -108,13 +99,18 @@ class PaperRun:
 
     Attributes:
       target: its name.
-      rows: per dataset, the answers of each row of the paper's tables, and of all others by their label.
+      rows: per dataset, the answers of each row of the paper's tables, and of all others by their label: to the
+        questions that all of them answered.
       chosen: per dataset and row, the label that stands for it.
+      paired: per dataset, how many answers each row has, to the same questions.
+      behind: per dataset, the labels that lack answers which others have there, and how many they lack.
     """
 
     target: str
     rows: Mapping[str, Mapping[str, Sequence[Answer]]]
     chosen: Mapping[str, Mapping[str, str]]
+    paired: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    behind: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
 
     @property
     def size(self) -> str | None:
@@ -191,19 +187,45 @@ def released_failfast(answers: Mapping[str, Sequence[Answer]]) -> str | None:
     return "failfast" if "failfast" in found else next(iter(found), None)
 
 
+Place = tuple[str, int]
+"""A question and its repeat."""
+
+
+def paired(answers: Mapping[str, Mapping[Place, Answer]]) -> tuple[dict[str, list[Answer]], dict[str, int]]:
+    """One dataset's answers to the questions that all labels answered, and how many answers which labels lack."""
+    begun = set().union(*answers.values())
+    common = [place for place in next(iter(answers.values())) if all(place in own for own in answers.values())]
+    behind = {label: len(begun) - len(own) for label, own in answers.items() if len(own) < len(begun)}
+    return {label: [own[place] for place in common] for label, own in answers.items()}, behind
+
+
 def run_of(records: Iterable[Record], target: str, latency: Latency, *, released: bool) -> PaperRun:
-    """Groups the records of one run."""
+    """Groups the records of one run. A killed run's rows may have got to different questions: those that all rows of
+    a dataset answered are kept, the others noted in `behind`.
+
+    Raises:
+      ValueError: no dataset has such a question.
+    """
     records = list(records)
     place = [(r["dataset"], r["question"], r["repeat"], r["block"]) for r in records]
     plain = {at: r["decode_s"] for at, r in zip(place, records) if r["setting"] == BASELINE}
-    found: dict[str, dict[str, list[Answer]]] = {}
+    found: dict[str, dict[str, dict[Place, Answer]]] = {}
     for at, record in zip(place, records):
         if record["setting"] != BASELINE and at in plain:
             own = Answer(record, counts(record, released=released), latency, plain[at])
-            found.setdefault(record["dataset"], {}).setdefault(record["setting"], []).append(own)
-    chosen = {dataset: rows_of(answers) for dataset, answers in found.items()}
-    rows = {d: {row: found[d][label] for row, label in labels.items()} for d, labels in chosen.items()}
-    return PaperRun(target, rows, chosen)
+            found.setdefault(record["dataset"], {}).setdefault(record["setting"], {})[at[1:3]] = own
+    labels = dict.fromkeys(label for answers in found.values() for label in answers)
+    both = {dataset: paired(answers) for dataset, answers in found.items()}
+    kept = {dataset: answers for dataset, (answers, _) in both.items() if any(answers.values())}
+    if found and not kept:
+        raise ValueError(f"{target}: no question was answered by all rows yet; let the run go on")
+    for dataset, answers in found.items():
+        begun = len(set().union(*answers.values()))
+        both[dataset][1].update((label, begun) for label in labels if label not in answers)
+    chosen = {dataset: rows_of(answers) for dataset, answers in kept.items()}
+    rows = {d: {row: kept[d][label] for row, label in labels.items()} for d, labels in chosen.items()}
+    counted = {d: len(next(iter(answers.values()))) for d, answers in kept.items()}
+    return PaperRun(target, rows, chosen, counted, {d: behind for d, (_, behind) in both.items() if behind})
 
 
 # -- tables --------------------------------------------------------------------------------------------------
@@ -221,9 +243,9 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 
 def over_datasets(run: PaperRun, row: str, value: Callable[[str, str], float | None]) -> list[float | None]:
-    """`value(dataset, row)` of each dataset, and their mean."""
+    """`value(dataset, row)` of each dataset, and their mean: None where one of them is missing."""
     found = [value(dataset, row) if row in run.rows[dataset] else None for dataset in run.rows]
-    return [*found, mean(found)]
+    return [*found, None if None in found else mean(found)]
 
 
 def with_published(

@@ -126,9 +126,9 @@ def calibration(records: Iterable[Record], label: str) -> dict[str, Any]:
 # -- what is fastest -------------------------------------------------------------------------------------------
 
 
-def best_of(table: Mapping[str, Mapping[str, Any]], labels: Iterable[str]) -> str | None:
-    """The fastest of several variants, by total decode time against `vanilla`."""
-    return max(labels, key=lambda label: table[label]["speedup"], default=None)
+def best_of(table: Mapping[str, Mapping[str, Any]], labels: Iterable[str], by: str = "speedup") -> str | None:
+    """The fastest of several variants, by total decode time against `vanilla`, or by another figure of theirs."""
+    return max(labels, key=lambda label: table[label][by], default=None)
 
 
 def verdict_on_speed(table: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]) -> str | None:
@@ -246,7 +246,7 @@ def summary_table(table: Mapping[str, Mapping[str, Any]], names: Mapping[str, st
 def sweep_table(table: Mapping[str, Mapping[str, Any]], points: Sequence[str], best: str) -> str:
     """The points of a sweep as Markdown, the best one in bold."""
     columns = {"median": lambda row: shown(row["prompt_speedup"]["median"]), **SUMMARY_COLUMNS}
-    head = ["speedup", "median", "acceptance", "accepted / speculated a round", "passes/round"]
+    head = ["speedup", "median", "modelled", "acceptance", "accepted / speculated a round", "passes/round"]
     rows = [
         [f"**{label}**" if label == best else label] + [columns[name](table[label]) for name in head]
         for label in points

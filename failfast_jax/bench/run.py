@@ -23,20 +23,17 @@ from failfast_jax import distributed
 from failfast_jax.bench import figures, scoring, summary
 from failfast_jax.bench.answers import ENGINES, Answers, RayAnswers, Task
 from failfast_jax.bench.datasets import Dataset, stamp
+from failfast_jax.bench.engine_pool import find_wanted
 from failfast_jax.bench.extras import needed
 from failfast_jax.bench.harness import asked_records
 from failfast_jax.bench.journal import RECORDS, SCORE, Journal
 from failfast_jax.bench.modelled import Latency, latency_for, parse_latency
 from failfast_jax.bench.released import with_passes
 from failfast_jax.bench.run_options import RELEASED, add_arguments, merged, read_datasets, read_variants
-from failfast_jax.bench.variants import DRAFTER, Variant, changed_options, check_common
+from failfast_jax.bench.variants import changed_options, check_common
 from failfast_jax.bench.verdicts import DIFFERENT
-from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.config import GenerationConfig
-from failfast_jax.drafters import METHODS
-from failfast_jax.errors import CheckpointError
 from failfast_jax.files import Record, sole_writer, write_atomically
-from failfast_jax.models.drafter_model import AUTOREGRESSIVE
 
 __all__ = ["add_arguments", "work"]
 
@@ -53,28 +50,6 @@ def check_needs(args: argparse.Namespace, datasets: Sequence[Dataset]) -> None:
         needed("pyarrow.parquet", "--records parquet")
     if args.scores and any(dataset.scoring == "math" for dataset in datasets):
         needed("math_verify", "scores", otherwise=", or leave them out with --no-scores")
-
-
-def check_weights(args: argparse.Namespace, variants: Sequence[Variant]) -> None:
-    """Finds every model, downloading it where needed, before the first one is loaded.
-
-    Raises:
-      CheckpointError: one is missing; the message names its flag or row, and where the file says that it comes from.
-    """
-    kinds = {kind for v in variants if DRAFTER not in v.options for kind in METHODS[v.method].kinds}
-    wanted = {"--target": args.target}
-    wanted |= {"--drafter": args.drafter} if kinds - {AUTOREGRESSIVE} else {}
-    wanted |= {"--ar-drafter": args.ar_drafter} if AUTOREGRESSIVE in kinds else {}
-    wanted |= {f"--set {v.label}:drafter": v.options[DRAFTER] for v in variants if DRAFTER in v.options}
-    for flag, source in wanted.items():
-        if source is None:
-            continue
-        try:
-            resolve_source(source)
-        except CheckpointError as error:
-            origin = args.weights.get(str(source))
-            said = f"; the weights: {origin}; or name another folder or id with {flag}" if origin else ""
-            raise CheckpointError(f"{flag} {error}{said}") from None
 
 
 def scores(answers: Answers | RayAnswers, journal: Journal, records: Sequence[Record]) -> dict[tuple[str, str], float]:
@@ -141,8 +116,7 @@ def check(args: argparse.Namespace) -> tuple[Task, Latency]:
     latency = latency_for(args.target) if args.modelled is None else parse_latency(str(args.modelled))
     datasets = read_datasets(args)
     check_needs(args, datasets)
-    if args.weights:
-        check_weights(args, variants)
+    find_wanted(args, variants, args.weights)
     return Task(args, common, variants, optional, datasets), latency
 
 
@@ -157,7 +131,7 @@ def compare(task: Task, latency: Latency, out: Path) -> int:
     records = with_passes(judged, released=args.count_passes == RELEASED)
     right = scores(answers, journal, records) if args.scores else {}
     found = summary.whole(
-        {d.name: summary.of_dataset(d, variants, records, latency, right) for d in datasets},
+        {d.name: summary.of_dataset(d, variants, records, latency, right, args.best) for d in datasets},
         machine=facts["machine"],
         models=facts["models"] | {name: getattr(args, name) for name in ("dtype", "tensor_parallel", "attention")},
         count_passes=args.count_passes,

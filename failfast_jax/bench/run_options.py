@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax import distributed
-from failfast_jax.bench.datasets import SOURCES, Dataset, load_dataset
+from failfast_jax.bench.datasets import CHOICES, SOURCES, Dataset, load_dataset
 from failfast_jax.bench.extras import needed
+from failfast_jax.bench.summary import BEST, TIMED
 from failfast_jax.bench.variants import (
     BASELINE,
     SWEPT,
@@ -24,6 +25,7 @@ from failfast_jax.bench.variants import (
     parse_options,
     parse_sweep,
     split_methods,
+    split_sweep,
     sweep,
     sweep_values,
 )
@@ -47,10 +49,12 @@ DEFAULTS: dict[str, Any] = {
     "sweep": [],
     "dataset": None,
     "data": [],
+    "choices": None,
     "limit": None,
     "max_new_tokens": 256,
     "set": {},
     "count_passes": OURS,
+    "best": TIMED,
     "weights": {},
     "exact": False,
     "repeats": 1,
@@ -65,7 +69,7 @@ DEFAULTS: dict[str, Any] = {
 MODELS = ("target", "drafter", "ar_drafter")
 LISTS = ("dataset", "methods", "sweep", "data")
 KINDS: dict[str, type] = {name: str for name in (*MODELS, "dtype", "attention", "modelled")}
-KINDS |= {"limit": int, "dataset": list}
+KINDS |= {"limit": int, "choices": str, "dataset": list}
 """Of values whose default is None."""
 ENTRIES: dict[str, dict[str, type]] = {
     "methods": {"method": str, "label": str, "options": dict, "sweep": dict},
@@ -87,18 +91,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="JSONL, JSON or Parquet with the rows of dataset D, instead of its package or the Hub",
     )
+    what.add_argument(
+        "--choices", choices=CHOICES, help="order of GPQA's answers: its own for each question, or A correct"
+    )
     what.add_argument("--limit", metavar="n", type=int, help="first n rows of each dataset")
     what.add_argument(
         "--methods",
         metavar="a,b",
         help=f"method or method:key=value,...; of {', '.join(METHODS)}, fast-dllm+ (its length swept), or all; or "
-        "rows of the file, by label",
+        "rows of the file by label, ROW or ROW:key=value,...",
     )
     what.add_argument(
         "--sweep",
         metavar="a:b",
         action="append",
-        help="draft lengths of ar and fast-dllm+, the best per dataset is reported; or method:key=v1|v2|...",
+        help="draft lengths of ar and fast-dllm+, the best per dataset is reported; or method:key=v1|v2|... (of a row "
+        "of the file: ROW:key=...), with other options in front of the key: method:key=value,key=v1|v2",
     )
     what.add_argument("--max-new-tokens", metavar="n", type=int)
     what.add_argument(
@@ -117,7 +125,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--tensor-parallel", metavar="n", type=int, help="devices that share each layer")
     models.add_argument("--attention", choices=KERNELS, help="kernel of cached attention")
     _add_places(models)
-    result = parser.add_argument_group("result")
+    _add_results(parser.add_argument_group("result"))
+
+
+def _add_results(result: Any) -> None:
+    """Flags that say what is written and how it is counted."""
     result.add_argument("--out", metavar="DIR", help=f"an interrupted run continues there ({DEFAULTS['out']})")
     result.add_argument("--records", choices=("jsonl", "parquet"), help="parquet: also write records.parquet")
     result.add_argument(
@@ -125,6 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(OURS, RELEASED),
         help="drafter passes: as they are made, or as the authors' released code would make and count them",
     )
+    result.add_argument("--best", choices=BEST, help="by which speedup the best point of a sweep is picked")
     result.add_argument("--near-tie", metavar="x", type=float, help="logit gap that excuses another token")
     result.add_argument("--exact", action="store_true", default=None, help="bit-identical outputs: nothing is excused")
     result.add_argument(
@@ -208,9 +221,13 @@ def merged(args: argparse.Namespace) -> argparse.Namespace:
         for row, _, text in (text.partition(":") for text in of_rows):
             rows.setdefault(row, []).append(text)
         given["set"] = base["set"] | parse_options("--set", [text for text in given["set"] if text not in of_rows])
+    labels = {entry["label"]: entry for entry in base["methods"] if isinstance(entry, Mapping) and entry.get("label")}
     if "methods" in given:
-        labels = {entry.get("label"): entry for entry in base["methods"] if isinstance(entry, Mapping)}
-        given["methods"] = [labels.get(text, text) for text in given["methods"]]
+        given["methods"] = [row_named(text, labels, args.preset or config) for text in given["methods"]]
+    if labels and "sweep" in given:
+        swept = [sweep_named(text, labels) for text in given["sweep"]]
+        given["methods"] = [*given.get("methods", base["methods"]), *(entry for entry in swept if entry)]
+        given["sweep"] = [text for text, entry in zip(given["sweep"], swept) if not entry]
     if "dataset" in given:
         named = {entry.get("name"): entry for entry in base["dataset"] or () if isinstance(entry, Mapping)}
         given["dataset"] = [named.get(text, text) for text in given["dataset"]]
@@ -218,6 +235,50 @@ def merged(args: argparse.Namespace) -> argparse.Namespace:
     if found["exact"]:
         found["set"] = {**found["set"], "exact": True}
     return argparse.Namespace(**found)
+
+
+def around_row(row: str, entry: Mapping[str, Any], shown: str, texts: str) -> dict[str, Any]:
+    """A row of the file with other options, `key=value,...`; none leaves one out.
+
+    Raises:
+      ValueError: no such option of the row's method; the message begins with `shown`.
+    """
+    given = parse_options(shown, texts.split(",") if texts else (), entry.get("method"))
+    swept = {key: values for key, values in (entry.get("sweep") or {}).items() if key not in given}
+    spelled = ",".join(f"{key}={value}" for key, value in given.items() if value is not None)
+    changed = {**entry, "label": f"{row}:{spelled}" if spelled else row, "of": row, "given": given, "sweep": swept}
+    return changed if swept else {key: value for key, value in changed.items() if key != "sweep"}
+
+
+def row_named(text: str, rows: Mapping[str, Mapping[str, Any]], file: Path | str | None) -> Any:
+    """What an entry of `--methods` means beside a file's rows: a row, `ROW:key=value,...` a row with other options, or
+    else the text itself.
+
+    Raises:
+      ValueError: neither a row nor a method; the message names the rows.
+    """
+    row, _, options = text.partition(":")
+    if row not in rows:
+        if rows and row not in (*METHODS, *SWEPT, ALL):
+            raise ValueError(f"--methods {text}: there is no such row; rows of {file}: {', '.join(rows)}")
+        return text
+    return around_row(row, rows[row], f"--methods {text}", options) if options else rows[row]
+
+
+def sweep_named(text: str, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The entry that `--sweep ROW:key=values` means, points around a file's row; None for other sweeps.
+
+    Raises:
+      ValueError: no such option of the row's method.
+    """
+    row, options, key, values = split_sweep(text)
+    if row not in rows:
+        return None
+    shown = f"--sweep {text}"
+    entry = around_row(row, rows[row], shown, options)
+    check_option(shown, key, entry["method"])
+    found = {"label": f"{row}:{key}", "start": entry["label"], "sweep": {key: sweep_values(shown, values)}}
+    return entry | found
 
 
 def read_datasets(args: argparse.Namespace) -> list[Dataset]:
@@ -249,11 +310,13 @@ def read_datasets(args: argparse.Namespace) -> list[Dataset]:
             data=Path(data) if data is not None else None,
             limit=limit,
             template=entry.get("template"),
-            choices=entry.get("choices"),
+            choices=args.choices if name == "gpqa" and args.choices else entry.get("choices"),
         )
         if dataset.name in datasets:
             raise ValueError(f"--dataset {name}: named twice")
         datasets[dataset.name] = dataset
+    if args.choices and "gpqa" not in datasets:
+        raise ValueError(f"--choices {args.choices}: --dataset does not name gpqa")
     if files:
         raise ValueError(f"--data {next(iter(files))}={next(iter(files.values()))}: --dataset does not name it")
     return list(datasets.values())
@@ -285,25 +348,27 @@ def read_entry(
     """The variant, or the points of the sweeps, of a mapping in the file's `methods`.
 
     Args:
+      entry: as in the file; or a row of it changed by `around_row` or `sweep_named`.
       given: options by `--set ROW:...`, instead of the file's.
       lengths: `--sweep FIRST:LAST`, instead of the file's draft lengths of `ar` and `fast-dllm`.
     """
-    if not isinstance(entry, Mapping) or entry.keys() - {"method", "label", "options", "sweep"}:
+    if not isinstance(entry, Mapping) or entry.keys() - {*ENTRIES["methods"], "of", "given", "start"}:
         raise ValueError(f"methods: {entry!r} must be text, or have the keys method, label, options, sweep")
     method, shown = str(entry.get("method")), f"methods: {entry!r}"
     label = entry.get("label")
-    options = for_size({**(entry.get("options") or {}), **(given or {})}, target, label or shown)
+    options = {**(entry.get("options") or {}), **(given or {}), **entry.get("given", {})}
+    options = for_size(options, target, label or shown)
     if "sweep" not in entry:
         return [make_variant(method, options, label, shown=shown)]
     points = []
     for key, values in dict(entry["sweep"]).items():
-        if lengths is not None and method in SWEPT.values() and key == "spec_len":
+        if lengths is not None and method in SWEPT.values() and key == "spec_len" and "start" not in entry:
             values, shown = lengths, f"--sweep {lengths}"
         if not isinstance(values, (str, list)):
             raise ValueError(f'{shown}: values of a sweep must be a list, or a range in quotes like "3:20"')
         values = sweep_values(shown, values) if isinstance(values, str) else values
         name = label if label and len(entry["sweep"]) == 1 else f"{label or method}:{key}"
-        points += sweep(name, method, key, values, options, shown=shown)
+        points += sweep(name, method, key, values, options, shown=shown, row=entry.get("start"))
     return points
 
 
@@ -319,7 +384,8 @@ def row_options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
       ValueError: no such option of the row's method.
     """
     methods = {text: text for text in args.methods if isinstance(text, str) and text in METHODS}
-    methods |= {entry.get("label"): entry.get("method") for entry in args.methods if isinstance(entry, Mapping)}
+    entries = [entry for entry in args.methods if isinstance(entry, Mapping)]
+    methods |= {entry.get("of", entry.get("label")): entry.get("method") for entry in entries}
     return {row: parse_options(f"--set {row}", texts, methods.get(row)) for row, texts in args.rows.items()}
 
 
@@ -330,13 +396,15 @@ def read_variants(args: argparse.Namespace) -> tuple[list[Variant], set[str]]:
       ValueError: an unknown method or option; the message names the flag or the file's entry.
     """
     lengths = next((text for text in args.sweep if "=" not in text), None)
-    overrides = row_options(args)
+    overrides, used = row_options(args), set()
     texts = [entry for entry in args.methods if isinstance(entry, str) and entry != ALL]
     named = [variant for text in texts for variant in parse_method(text, lengths)]
     for entry in args.methods:
         if not isinstance(entry, str):
-            label = entry.get("label") if isinstance(entry, Mapping) else None
-            named += read_entry(entry, args.target, overrides.pop(label, None), lengths)
+            row = entry.get("of", entry.get("label")) if isinstance(entry, Mapping) else None
+            named += read_entry(entry, args.target, overrides.get(row), lengths)
+            used.add(row)
+    overrides = {row: options for row, options in overrides.items() if row not in used}
     named = [dataclasses.replace(v, options={**v.options, **overrides.pop(v.label, {})}) for v in named]
     if overrides:
         raise ValueError(f"--set {next(iter(overrides))}:...: there is no such row; rows: {', '.join(labels_of(args))}")

@@ -20,7 +20,7 @@ import numpy as np
 from failfast_jax import decoding
 from failfast_jax.bench import report
 from failfast_jax.bench.datasets import Dataset, load_dataset
-from failfast_jax.bench.engine_pool import EnginePool
+from failfast_jax.bench.engine_pool import EnginePool, find_wanted
 from failfast_jax.bench.extras import needed
 from failfast_jax.bench.figures import figure_class, save_figure
 from failfast_jax.bench.harness import Comparison
@@ -178,6 +178,7 @@ def work(args: argparse.Namespace) -> int:
     common = GenerationConfig(max_new_tokens=args.max_new_tokens)
     common.validate()
     dataset = load_dataset(args.dataset, data=args.data, limit=args.limit)
+    find_wanted(args, variants)
     with sole_writer(args.out):
         return compare(args, variants, common, dataset)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from failfast_jax.bench import report
 from failfast_jax.bench.datasets import Dataset
-from failfast_jax.bench.modelled import Latency
+from failfast_jax.bench.modelled import Latency, is_priced
 from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.files import Record, write_atomically
 
@@ -22,6 +22,12 @@ CALIBRATION = (
     "first token was accepted, and how many tokens were."
 )
 PASSES = {"ours": "as they are made", "released": "as the authors' released code makes and counts them"}
+UNPRICED = (
+    "A drafter that reads the target's features has no modelled speedup: its pass is not that of a model of 1.5B. "
+)
+TIMED, MODELLED = "timed", "modelled"
+"""What says which point of a sweep is the best."""
+BEST = {TIMED: "the speedup as timed", MODELLED: "the modelled speedup, by which the paper picks"}
 ROLES = {"target": "Target", "drafter": "drafter", "ar_drafter": "autoregressive drafter"}
 
 
@@ -31,11 +37,13 @@ def of_dataset(
     records: Sequence[Record],
     latency: Latency,
     scores: Mapping[tuple[str, str], float],
+    best_by: str = TIMED,
 ) -> dict[str, Any]:
     """What the records say of a dataset.
 
     Args:
       scores: the share of right answers by dataset and label.
+      best_by: of `BEST`; sweeps of methods without a modelled speedup go by the timed one.
 
     Returns:
       `settings`: `report.totals` of every variant, with `modelled` and `score`.
@@ -45,16 +53,18 @@ def of_dataset(
     """
     records = [record for record in records if record["dataset"] == dataset.name]
     table = report.totals(records, [v.label for v in variants])
+    methods = {v.label: v.method for v in variants} | {BASELINE: BASELINE}
     for label, row in table.items():
         used = {"tokens": row["tokens"], "rounds": row["rounds"], "passes": row["passes"]}
-        row["modelled"] = latency.speedup(**used) if row["rounds"] else None
+        row["modelled"] = latency.speedup(**used) if row["rounds"] and is_priced(methods[label]) else None
         row["score"] = scores.get((dataset.name, label))
     names, sweeps = {BASELINE: BASELINE} | {v.label: v.label for v in variants if not v.sweep}, {}
     for name in dict.fromkeys(v.sweep for v in variants if v.sweep):
         points = [v.label for v in variants if v.sweep == name]
-        best = report.best_of(table, points)
-        sweeps[name] = {"points": points, "best": best}
-        names[best] = f"{name} (best: {best.rpartition(':')[2]})"
+        by = TIMED if any(table[label]["modelled"] is None for label in points) else best_by
+        best = report.best_of(table, points, "speedup" if by == TIMED else "modelled")
+        sweeps[name] = {"points": points, "best": best, "by": by}
+        names[best] = f"{name} (best{'' if by == TIMED else ' modelled'}: {best.rpartition(':')[2]})"
     calibration = {label: report.calibration(records, label) for label in names}
     return {
         "questions": len(dataset.questions),
@@ -79,13 +89,15 @@ def markdown(summary: Mapping[str, Any]) -> str:
     host, models, latency = summary["machine"], summary["models"], summary["modelled_with"]
     named = ", ".join(f"{said} `{models[role]}`" for role, said in ROLES.items() if models[role])
     options = ", ".join(f"{name} {value}" for name, value in summary["options"].items())
+    rows = [row for found in summary["datasets"].values() for row in found["settings"].values()]
+    unpriced = any(row["modelled"] is None and row["rounds"] for row in rows)
     lines = [
         "# Benchmark",
         f"{host['device']}, {host['processor']}, {host['cores']} cores, JAX {host['jax']}, "
         f"Python {host['python']}, {host['date']}.",
         f"{named}; batch 1, repeats: {summary['repeats']}, options for all: {options}.",
         f"{HOW}Modelled: the paper's model with these statistics at {latency['draft_pass']:g} ms a drafter pass and "
-        f"{latency['target_step']:g} ms a target step ({latency['name']}).",
+        f"{latency['target_step']:g} ms a target step ({latency['name']}). {UNPRICED if unpriced else ''}".rstrip(),
         f"Drafter passes: {PASSES[summary['count_passes']]}.",
         f"The harness cost {summary['harness_s']:.2f} s beside {summary['decode_s']:.1f} s of decoding "
         f"({100 * summary['harness_share']:.2f} %).",
@@ -95,7 +107,8 @@ def markdown(summary: Mapping[str, Any]) -> str:
         lines += [f"## {name}: {found['questions']} questions", report.summary_table(table, rows, latency["name"])]
         lines += filter(None, [report.verdict_on_speed(table, rows)])
         for sweep, points in found["sweeps"].items():
-            lines += [f"Sweep `{sweep}`:", report.sweep_table(table, **points)]
+            said = f"Sweep `{sweep}`; in bold the best by {BEST[points['by']]}:"
+            lines += [said, report.sweep_table(table, points["points"], points["best"])]
         bins = {rows[label]: bins for label, bins in found["calibration"].items()}
         if bins:
             lines += [CALIBRATION, report.calibration_table(bins), report.positions_table(bins)]

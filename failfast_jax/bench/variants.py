@@ -168,10 +168,22 @@ def sweep_values(shown: str, text: str) -> list[Any]:
 
 
 def sweep(
-    name: str, method: str, key: str, values: Iterable[Any], options: Mapping[str, Any] | None = None, *, shown: str
+    name: str,
+    method: str,
+    key: str,
+    values: Iterable[Any],
+    options: Mapping[str, Any] | None = None,
+    *,
+    shown: str,
+    row: str | None = None,
 ) -> list[Variant]:
-    """The points of a sweep over the option `key`; `options` are those of every point."""
-    return [make_variant(method, {**(options or {}), key: value}, sweep=name, shown=shown) for value in values]
+    """The points of a sweep over the option `key`; `options` are those of every point. Labels spell them, or begin with
+    `row` in their place."""
+    labels = {value: row and f"{row}{',' if ':' in row else ':'}{key}={value}" for value in values}
+    return [
+        make_variant(method, {**(options or {}), key: value}, label, sweep=name, shown=shown)
+        for value, label in labels.items()
+    ]
 
 
 def split_methods(text: str) -> list[str]:
@@ -204,19 +216,26 @@ def parse_method(text: str, lengths: str | None = None) -> list[Variant]:
     return sweep(text, method, "spec_len", values, options, shown=shown)
 
 
+def split_sweep(text: str) -> tuple[str, str, str, str]:
+    """`method:key=value,key=v1|v2|...` as the method (or row), the options before the last, its key and its values."""
+    place, _, values = text.rpartition("=")
+    method, _, rest = place.partition(":")
+    options, _, key = rest.rpartition(",")
+    return method, options, key.strip().replace("-", "_"), values
+
+
 def parse_sweep(text: str) -> list[Variant]:
-    """The points of `--sweep method:key=v1|v2|...`.
+    """The points of `--sweep method:key=v1|v2|...`; further options, of every point, stand in front of the key.
 
     Raises:
       ValueError: an unknown method or option.
     """
     shown = f"--sweep {text}"
-    place, _, values = text.partition("=")
-    method, _, key = place.partition(":")
+    method, rest, key, values = split_sweep(text)
     if method not in METHODS or method == BASELINE:
         raise ValueError(f"{shown}: must be FIRST:LAST or method:key=values, with a method of {', '.join(METHODS)}")
-    key = key.strip().replace("-", "_")
-    return sweep(f"{method}:{key}", method, key, sweep_values(shown, values), shown=shown)
+    options = parse_options(shown, rest.split(",") if rest else (), method)
+    return sweep(f"{method}:{key}", method, key, sweep_values(shown, values), options, shown=shown)
 
 
 def check_labels(variants: Sequence[Variant]) -> list[Variant]:

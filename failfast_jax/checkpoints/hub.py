@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from failfast_jax import progress
@@ -52,6 +52,23 @@ def resolve_source(path_or_hub_id: str | os.PathLike[str]) -> Path:
     return snapshot(name)
 
 
+def find_models(sources: Mapping[str, str | os.PathLike[str] | None]) -> None:
+    """Finds models, downloading them where needed, before the first one is read.
+
+    Args:
+      sources: by the flag that names them; None: not named.
+
+    Raises:
+      CheckpointError: one is missing; the message begins with its flag.
+    """
+    for flag, source in sources.items():
+        try:
+            if source is not None:
+                resolve_source(source)
+        except CheckpointError as error:
+            raise CheckpointError(f"{flag} {error}") from None
+
+
 @functools.cache
 def snapshot(hub_id: str) -> Path:
     """Folder of a model from the Hub: its newest version, or the cached one where the Hub does not answer. Asked for
@@ -71,7 +88,7 @@ def snapshot(hub_id: str) -> Path:
         reason = str(cause).strip().splitlines()[0] if str(cause).strip() else "no answer"
         raise CheckpointError(
             f"{hub_id}: no such file or folder here, and as a Hugging Face Hub id it is neither cached nor "
-            f"downloadable ({type(cause).__name__}: {reason})"
+            f"downloadable ({type(cause).__name__}: {reason}); where there is a network: hf download {hub_id}"
         ) from error
 
 

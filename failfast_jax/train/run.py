@@ -24,7 +24,7 @@ import numpy as np
 from failfast_jax.checkpoints import deepspec
 from failfast_jax.checkpoints.drafter import STORAGES
 from failfast_jax.checkpoints.dspark import check_target
-from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path, resolve_source
+from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path, find_models, resolve_source
 from failfast_jax.checkpoints.loading import load_model, open_source
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.command import OutOfTime, deadline_after
@@ -228,6 +228,7 @@ def _check_target(args: argparse.Namespace, source: Any, config: ModelConfig) ->
 def work(args: argparse.Namespace) -> None:
     """Trains, or goes on training, and prints a line of JSON: the drafter's folder and its figures."""
     optimization, deadline = check(args), deadline_after(args.minutes)
+    find_models({"--target": args.target, "--start": args.start})
     source = args.target or default_target_path()
     config = open_source(source).config
     layers, spread = _check_target(args, source, config), Spread.over(args.fsdp)

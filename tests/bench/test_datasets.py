@@ -108,6 +108,10 @@ def test_from_the_hub(monkeypatch):
     monkeypatch.setattr(hub, "unreachable", lambda *_: TimeoutError("nobody answers"))
     with pytest.raises(ValueError, match=r"could it be fetched \(TimeoutError: nobody answers\)"):
         load_dataset("math500")
+    with pytest.raises(
+        ValueError, match=r"nobody answers\); it is gated: accept its terms at .*/gpqa, then hf auth login"
+    ):
+        load_dataset("gpqa")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"needs datasets.*\.\[bench\]"):
         load_dataset("aime")
@@ -124,6 +128,8 @@ def test_humaneval_works_offline():
     [
         ("gsm8k", '{"question": "?"}', "row 0 of gsm8k: needs a field 'answer', has 'question'"),
         ("math500", '"text"', "row 0 of math500: is no object"),
+        ("math500", json.dumps(ROWS["gsm8k"]), "row 0 of math500: its answer holds '####': these are rows of gsm8k"),
+        ("gsm8k", json.dumps(ROWS["math500"]), "row 0 of gsm8k: needs a field 'question', has 'problem', 'answer'"),
         ("mtbench", '{"turns": "one"}', "row 0 of mtbench: needs a list of turns"),
         ("aime", 2 * (json.dumps(ROWS["aime"]) + "\n"), "two rows of aime have the id '60'"),
         ("aime", "", "holds no rows"),

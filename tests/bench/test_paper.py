@@ -6,13 +6,16 @@ import pytest
 import yaml
 from stub_engine import StubEngine, StubEnginePool
 
-from failfast_jax.bench import answers, engine_pool, paper_claims, paper_tables, run
+from failfast_jax import generate
+from failfast_jax.bench import answers, engine_pool, paper_claims, paper_tables
 from failfast_jax.bench.__main__ import main
 from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.modelled import parse_latency
 from failfast_jax.bench.paper_tables import AR, FAILFAST, FAST_DLLM, FAST_DLLM_PLUS
 from failfast_jax.bench.run_options import PRESETS, for_size
+from failfast_jax.checkpoints import hub
 from failfast_jax.errors import CheckpointError
+from failfast_jax.train import __main__ as train
 
 EAGLE = "ruipeterpan/Qwen2.5-32B-Instruct_EAGLE3_UltraChat"
 GPQA = {
@@ -31,7 +34,7 @@ def stub(monkeypatch):
     monkeypatch.setattr(answers, "EnginePool", pool)
     kinds = {"Qwen/Qwen2.5-1.5B-Instruct": ("autoregressive", "ar"), EAGLE: ("eagle", "eagle3")}
     monkeypatch.setattr(engine_pool, "own_method", lambda source: kinds.get(source, ("block-diffusion", "failfast")))
-    monkeypatch.setattr(run, "resolve_source", lambda source: source)
+    monkeypatch.setattr(hub, "resolve_source", lambda source: source)
     return engine
 
 
@@ -96,6 +99,42 @@ def test_options_by_size_and_by_flag(preset, tmp_path, capsys):
     assert "eagle3: drafter: known for 32B; this target: my-70B (--set ROW:drafter=..." in capsys.readouterr().err
 
 
+def test_rows_are_changed_and_swept_around(preset, tmp_path, capsys):
+    """`ROW:key=value` and `--sweep ROW:key=...` start from the preset's row, not from the method's defaults."""
+    released = {"schedule": "aligned", "spec_len": 10, "max_spec_len": 60, "threshold": 0.05, "tau": 0.45}
+    chains = "eagle3:tree_depth=none,tree_top_k=none,tree_budget=none,spec_len=3|5"
+    methods = ["--methods", "failfast,failfast:tau=0.3,spec-len=8,ar:spec_len=8,fast-dllm+:threshold=0.5"]
+    sweeps = ["--sweep", "3:4", "--sweep", "failfast:max_spec_len=10|20", "--sweep", chains]
+    sweeps += ["--sweep", "fast-dllm:spec_len=8,threshold=0.2|0.4"]  # not a row: a method
+    assert preset(*methods, *sweeps, "--set", "failfast:threshold=0.1", "--limit", "1") == 0
+    found = {r["setting"]: r["options"] for r in records(tmp_path)}
+    own = {**released, "threshold": 0.1}
+    assert found["failfast"] == own and found["failfast:tau=0.3,spec_len=8"] == {**own, "tau": 0.3, "spec_len": 8}
+    assert found["ar:spec_len=8"] == {"spec_len": 8}
+    assert {n for n in found if "0.5" in n} == {f"fast-dllm:threshold=0.5,spec_len={n}" for n in (3, 4)}
+    assert [found[f"failfast:max_spec_len={n}"] for n in (10, 20)] == [{**own, "max_spec_len": n} for n in (10, 20)]
+    chain = found["eagle3:spec_len=5"]
+    assert (chain["spec_len"], chain["tree_budget"], chain["drafter"]) == (5, None, EAGLE)
+    assert found["fast-dllm:spec_len=8,threshold=0.2"] == {"spec_len": 8, "threshold": 0.2}
+    assert "| **failfast:max_spec_len=" in capsys.readouterr().out
+    assert preset("--methods", "failfats") == 2
+    said = "--methods failfats: there is no such row; rows of failfast-paper: ar, fast-dllm+, eagle3, suffix, failfast"
+    assert said in capsys.readouterr().err
+    assert preset("--methods", "reuse:speed=1") == 2
+    assert "--methods reuse:speed=1: there is no option 'speed' of failfast" in capsys.readouterr().err
+    assert preset("--methods", "failfast", "--sweep", "reuse:speed=1|2") == 2
+    assert "--sweep reuse:speed=1|2: there is no option 'speed' of failfast" in capsys.readouterr().err
+
+
+def test_records_of_other_options_are_refused(preset, stub, tmp_path, capsys):
+    assert preset("--methods", "failfast,suffix") == 0
+    given = len(stub.given)
+    assert preset("--methods", "suffix,failfast", "--set", "failfast:tau=0.3") == 2
+    said = capsys.readouterr().err
+    assert "records.jsonl: failfast was answered with other options (" in said and "name another --out" in said
+    assert preset("--methods", "suffix") == 0 and len(stub.given) == given
+
+
 @pytest.mark.parametrize("target, value", [("a/Qwen2.5-14B-x", 3), ("/m/qwen2.5-7b-it-4bit", 2), (None, 9), ("x", 9)])
 def test_sizes(target, value):
     assert for_size({"tau": {"7B": 2, "14B": 3, "other": 9}, "n": 1}, target, "row") == {"tau": value, "n": 1}
@@ -106,12 +145,52 @@ def test_missing_weights_are_said_first(preset, stub, tmp_path, monkeypatch, cap
         if "Fast_dLLM" in str(source):
             raise CheckpointError(f"{source}: no such file or folder here")
 
-    monkeypatch.setattr(run, "resolve_source", resolve)
+    monkeypatch.setattr(hub, "resolve_source", resolve)
     assert preset("--methods", "ar,failfast") == 2
     said = capsys.readouterr().err
     assert "--drafter Efficient-Large-Model/Fast_dLLM_v2_1.5B: no such file" in said
     assert "the weights: 3 GB, https://huggingface.co/Efficient" in said and not stub.given
     assert preset("--methods", "suffix") == 0  # which needs none
+
+
+QWEN, FAST = "Qwen/Qwen2.5-7B-Instruct", "Efficient-Large-Model/Fast_dLLM_v2_1.5B"
+
+
+@pytest.mark.parametrize(
+    "command, flag, name",
+    [
+        (f"bench batches --dataset humaneval --batch 1 --target {QWEN}", "--target", QWEN),
+        (f"bench batches --dataset humaneval --batch 1 --drafter {FAST}", "--drafter", FAST),
+        (f"bench specdiff --dataset humaneval --target {QWEN}", "--target", QWEN),
+        (f"bench specdiff --dataset humaneval --drafter {FAST}", "--drafter", FAST),
+        (f"bench run --dataset humaneval --methods ar --ar-drafter {QWEN}", "--ar-drafter", QWEN),
+        (
+            f"bench run --dataset humaneval --methods eagle3:drafter={EAGLE}",
+            f"--methods eagle3:drafter={EAGLE}:",
+            EAGLE,
+        ),
+        (f"generate --prompt x --target {QWEN} --drafter {FAST}", "--target", QWEN),
+        (f"generate --prompt x --drafter {FAST} --method failfast", "--drafter", FAST),
+        (f"train --data x --target {QWEN}", "--target", QWEN),
+        (f"train --data x --preset fast-dllm-v2 --start {FAST}", "--start", FAST),
+        (f"train selfgen --target {QWEN}", "--target", QWEN),
+    ],
+)
+def test_each_command_names_what_is_missing(command, flag, name, tmp_path, monkeypatch, capsys):
+    def absent(*_, **__):
+        raise OSError("not in the cache")
+
+    monkeypatch.setattr(hub, "unreachable", lambda *_: TimeoutError("nobody answers"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
+    hub.snapshot.cache_clear()
+    module, *words = command.split()
+    run = {"bench": main, "generate": generate.main, "train": train.main}[module]
+    out = ["--out", str(tmp_path / "out")] if module != "generate" else []
+    assert run([*words, *out]) == 2
+    said = capsys.readouterr().err
+    assert f"error: {flag} {name}: no such file or folder here" in said
+    assert f"where there is a network: hf download {name}" in said
+    assert not (tmp_path / "out" / "records.jsonl").exists()
 
 
 def test_choices(tmp_path):
@@ -125,6 +204,22 @@ def test_choices(tmp_path):
         load_dataset("gpqa", data=file, choices="best")
     with pytest.raises(ValueError, match="aime: choices 'shuffled'"):
         load_dataset("aime", data=file, choices="shuffled")
+
+
+def test_choices_by_flag(preset, stub, tmp_path, capsys):
+    """The preset has the correct answer first; the other order is that of every other run."""
+    file = tmp_path / "gpqa.jsonl"
+    file.write_text(json.dumps({**GPQA, "Question": "Which one?"}))
+    gpqa = ["--dataset", "gpqa", "--data", f"gpqa={file}", "--methods", "suffix", "--out", str(tmp_path / "gpqa")]
+    args = ["run", "--preset", "failfast-paper", "--no-scores", "--no-figures", *gpqa]
+    assert main([*args, "--choices", "shuffled"]) == 0
+    (prompt,) = {prompt for *_, prompt in stub.given}
+    (shuffled,) = load_dataset("gpqa", data=file, template="{A}|{B}|{C}|{D}").questions
+    assert all(f") {text}\n" in prompt for text in shuffled.prompt.split("|")) and shuffled.reference["answer"] != "A"
+    assert main([*args, "--choices", "correct-first"]) == 2
+    assert "other settings (prompt rec1 of gpqa)" in capsys.readouterr().err
+    assert preset("--methods", "suffix", "--choices", "shuffled") == 2
+    assert "--choices shuffled: --dataset does not name gpqa" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, row", [("cnn", {"article": "It rained."}), ("openwebtext", {"text": "word " * 90})])
@@ -192,6 +287,49 @@ def test_averages_are_over_questions():
     assert "| FailFast | modelled, mean of questions | 4.90 (4.94)" in paper_tables.speedups(paper_run())
 
 
+def test_rows_are_compared_over_the_same_questions(tmp_path, capsys):
+    """Of a killed run: `failfast` lacks question b, and `wide` all of it; of another dataset only a row has begun."""
+    late = [r for r in RECORDS if (r["setting"], r["question"]) != ("failfast", "b")]
+    other = [{**r, "dataset": "gsm8k"} for r in RECORDS if r["setting"] in ("vanilla", "wide") and r["question"] == "a"]
+    run = paper_tables.run_of([*late, *other], "Qwen2.5-32B-Instruct", parse_latency("1:10"), released=False)
+    assert run.paired == {"math500": 1, "gsm8k": 1} and run.behind["math500"] == {"failfast": 1}
+    assert set(run.behind["gsm8k"]) == set(run.chosen["math500"].values()) - {"wide"} | {
+        f"{method}:spec_len=8" for method in ("ar", "fast-dllm")
+    }
+    assert {a.record["question"] for rows in run.rows["math500"].values() for a in rows} == {"a"}
+    # Question a alone: 12 and 9 tokens in two rounds each. No average over one dataset of two.
+    assert paper_tables.over(run, FAILFAST, AR, "modelled")[0] == pytest.approx((120 / 25) / (90 / 28))
+    assert paper_tables.over(run, FAILFAST, AR, "modelled")[1:] == [None, None]
+    assert paper_tables.over(run, "wide", "wide", "modelled") == [1.0, 1.0, 1.0]
+    none = [r for r in RECORDS if (r["setting"], r["question"]) not in (("failfast", "a"), ("wide", "b"))]
+    none = [
+        r for r in none if r["setting"] in ("vanilla", "wide") or (r["setting"], r["question"]) == ("failfast", "b")
+    ]
+    with pytest.raises(ValueError, match="x: no question was answered by all rows yet"):
+        paper_tables.run_of(none, "x", parse_latency("1:10"), released=False)
+
+
+def test_a_killed_run_is_said(preset, stub, tmp_path, capsys):
+    rows, run = "ar,failfast", str(tmp_path / "out")
+    stub.fail_after = 2 * 7 + 8  # the first six lengths are done, and vanilla and seven others of the next ones
+    assert preset("--methods", rows) == 130
+    capsys.readouterr()
+    assert main(["paper", run]) == 0
+    said = capsys.readouterr()
+    assert "- math500, n = 1: AR drafter" in said.out
+    for text in (said.out, said.err):
+        assert (
+            "math500: unfinished, tables have the 1 answers that every row there has; answers that rows lack: ar:"
+            in text
+        )
+    stub.fail_after = None
+    assert preset("--methods", rows) == 0
+    capsys.readouterr()
+    assert main(["paper", run]) == 0
+    said = capsys.readouterr()
+    assert "- math500, n = 2: AR drafter" in said.out and "unfinished" not in said.out + said.err
+
+
 def test_claims():
     lines = [line.strip("| ").split(" | ") for line in paper_claims.table([paper_run()]).splitlines()[2:]]
     found = {cells[0]: cells[1:] for cells in lines}
@@ -230,6 +368,15 @@ def test_a_pass_of_eagle_has_no_price():
     claims = {cells[0]: cells[1] for cells in lines}
     assert claims["FailFast over EAGLE-3, measured, a target's mean"] == "0.90 to 0.90"  # 2.25 over 2.5
     assert "| eagle3 | modelled | - | - |" in paper_tables.ratios(run)
+    # Of chains, only the long ones.
+    long = [
+        answer(f"eagle3:spec_len={n}", "eagle3", q, [(n, 4, n)], {"spec_len": n}, decode_s=s)
+        for n, s in ((8, 3.0), (60, 12.0))
+        for q in "ab"
+    ]
+    run = paper_tables.run_of([*RECORDS, *rows, *long], "x", parse_latency("1:10"), released=False)
+    text = "| EAGLE-3, chains of 50 to 60, over vanilla, measured | 0.50 to 0.50 | a slowdown | - |"
+    assert text in paper_claims.table([run])
 
 
 def test_lengths_of_the_preset_by_flag(preset, tmp_path, capsys):
@@ -259,6 +406,10 @@ def test_the_command(preset, tmp_path, capsys):
     assert "no such question in" in capsys.readouterr().err
     assert main(["paper", str(tmp_path / "out"), "--trajectory", "math500/q1"]) == 2
     assert main(["paper", str(tmp_path)]) == 2
+    assert "records.jsonl: no such file" in capsys.readouterr().err
+    (tmp_path / "records.parquet").touch()
+    assert main(["paper", str(tmp_path)]) == 2
+    assert "no such file (records.parquet is a copy for other programs)" in capsys.readouterr().err
 
 
 def test_old_records_are_refused(preset, tmp_path, capsys):

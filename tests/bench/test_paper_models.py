@@ -1,80 +1,31 @@
-"""The paper's preset with real engines, as a user runs it: every row is lossless, and the tables follow from records.
-
-The target is a golden model of nine layers; its autoregressive drafter is the same with some noise on its weights, its
-block-diffusion drafter the same in Fast-dLLM v2's layout, both surer of themselves; its EAGLE-3 drafter is golden, too.
-"""
+"""The paper's preset with real engines, as a user runs it: rows are lossless, and the tables follow from records."""
 
 from __future__ import annotations
 
 import json
-import shutil
 
 import numpy as np
 import pytest
-import yaml
-from checkpoint_files import GOLDEN, hf_folder
-from safetensors.numpy import load_file, save_file
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from paper_models import AR, DIFFUSION, EAGLE, GSM8K, MATH, TARGET, write_models, write_rows
 
 from failfast_jax.bench.__main__ import main
-from failfast_jax.bench.run_options import PRESETS
 
 pytestmark = pytest.mark.exhaustive
-FIELD = GOLDEN / "field"
-MASK = 129
-"""Behind the tokenizer's 129 tokens; 130 is the stop token."""
 STEP, PASS = 52.6, 6.1
 """The authors' latencies of a 32B target and of its drafter, in ms."""
 LENGTHS = (3, 4)
-MATH = [("q1", "What is 2 + 3?"), ("q2", "What is 11 + 7?")]
-GSM8K = [("0", "How much is 5 + 8?"), ("1", "How much is 6 + 1?")]
-CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """129 pieces of the preset's prompts."""
-    texts = [entry["template"] for entry in yaml.safe_load(PRESETS["failfast-paper"].read_text())["datasets"]]
-    texts += [text for _, text in MATH + GSM8K]
-    pieces = Tokenizer(models.BPE(unk_token="?"))
-    pieces.pre_tokenizer = pre_tokenizers.Split(Regex(" "), "merged_with_next")
-    pieces.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=MASK, special_tokens=["?", "</s>"]))
-    assert pieces.get_vocab_size() == MASK
-    return PreTrainedTokenizerFast(tokenizer_object=pieces, unk_token="?", eos_token="</s>", chat_template=CHAT)
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """Folders of target, drafters and questions, by flag."""
+    """Flags that name target, drafters and questions."""
     folder = tmp_path_factory.mktemp("models")
-    target, close, diffusion = (folder / name for name in ("Qwen2.5-32B-Instruct", "1.5B", "Fast_dLLM"))
-    for copied in (target, close):
-        shutil.copytree(FIELD / "llama_e", copied)
-        tokenizer().save_pretrained(copied)
-    rng, tensors = np.random.default_rng(0), load_file(close / "model.safetensors")
-    sure = {"model.norm.weight": 3 * tensors["model.norm.weight"]}
-    noisy = {name: (t * (1 + 0.1 * rng.standard_normal(t.shape))).astype(t.dtype) for name, t in tensors.items()}
-    save_file(noisy | sure, close / "model.safetensors")
-
-    config = json.loads((target / "config.json").read_text())
-    same = {name: config[name] for name in config if name not in ("architectures", "model_type", "head_dim")}
-    sizes = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"], "v": config["num_key_value_heads"]}
-    biases = {
-        f"model.layers.{layer}.self_attn.{part}_proj.bias": np.zeros(heads * config["head_dim"], np.float32)
-        for layer in range(config["num_hidden_layers"])
-        for part, heads in sizes.items()
-    }
-    hf_folder(diffusion, "fast_dllm_v2_tied", tensors | biases | sure, **same, bd_size=32, mask_token_id=MASK)
-    tokenizer().save_pretrained(diffusion)
-
-    files = {"math500": folder / "math.jsonl", "gsm8k": folder / "gsm8k.jsonl"}
-    rows = {"math500": [{"problem": text, "answer": "5", "unique_id": id} for id, text in MATH]}
-    rows["gsm8k"] = [{"question": text, "answer": "#### 7"} for _, text in GSM8K]
-    for name, file in files.items():
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
-    data = [text for name, file in files.items() for text in ("--data", f"{name}={file}")]
-    models = ["--target", target, "--drafter", diffusion, "--ar-drafter", close]
-    return [*map(str, models), "--set", f"eagle3:drafter={FIELD / 'eagle3_llama_e'}", *data]
+    write_models(folder)
+    write_rows(folder)
+    data = [text for name in ("math500", "gsm8k") for text in ("--data", f"{name}={folder / name}.jsonl")]
+    models = {"--target": TARGET, "--drafter": DIFFUSION, "--ar-drafter": AR}
+    named = [text for flag, name in models.items() for text in (flag, str(folder / name))]
+    return [*named, "--set", f"eagle3:drafter={folder / EAGLE}", *data]
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +145,8 @@ def test_tables_are_means_of_questions(found, page):
     }
     best = max(LENGTHS, key=lambda n: ar[n][0][-1])
     text = (page / "paper.md").read_text()
-    assert f"math500: AR drafter `ar:spec_len={best}`, Fast-dLLM `fast-dllm:threshold=0.9,spec_len={best}`" in text
+    fast = f"Fast-dLLM `fast-dllm:threshold=0.9,spec_len={best}`"
+    assert f"math500, n = 2: AR drafter `ar:spec_len={best}`, {fast}" in text
     rows = {"AR drafter": ar[best][0]}
     records = {row: [found["math500", id, row] for id, _ in MATH] for row in ("failfast", "suffix")}
     rows["suffix"] = by_hand(records["suffix"], lambda _: 0, lambda entry: entry["drafted"])

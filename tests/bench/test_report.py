@@ -1,11 +1,15 @@
 """The arithmetic of the report and of the figures."""
 
+import json
+
+import numpy as np
 import pytest
 
-from failfast_jax.bench import figures, harness, report
+from failfast_jax.bench import figures, harness, report, summary
+from failfast_jax.bench.datasets import Dataset, Question
 from failfast_jax.bench.journal import Journal
 from failfast_jax.bench.modelled import parse_latency
-from failfast_jax.bench.variants import BASELINE
+from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, OTHER_SAMPLE
 from failfast_jax.config import GenerationConfig
 
@@ -137,6 +141,71 @@ def test_easy_regions():
     easy = figures.easy_tokens(answer)
     assert easy == [True] * 4 + [True, False] + [False] + [True] * 3 + [True] * 2
     assert figures.easy_share([answer], [0, 4, 5, 9]) == [10 / 12, 10 / 12, 0.0, 0.0]
+
+
+def drawn(figure):
+    """Points of each line of a figure's first panel, and what its axes say."""
+    axis = figure.axes[0]
+    return [line.get_xydata().tolist() for line in axis.lines], axis.get_xlabel() + axis.get_ylabel()
+
+
+def test_figures_count_as_the_summary_says(tmp_path):
+    """A draft of ten that the answer's end cut to four, of which two count: as released it is one of ten, in a pass and
+    a prefill, and three were accepted."""
+    shape = {"kind": "aligned", "spec_len": 10, "grows": True, "block": 32, "shift": 1}
+    place = {"kind": "answer", "dataset": "d", "drafter": shape, "prompt_tokens": 40}
+    entry = {"drafted": 4, "accepted": 3, "emitted": 2, "passes": 1, "ids": [1] * 4, "confidence": [0.5] * 4}
+    options = {"spec_len": 10, "tau": 0.3}
+    plain = {**made_up(BASELINE, 0, 4.0, 2), **place, "method": BASELINE, "options": {}}
+    rows = [plain]
+    for tau, seconds in ((0.3, 2.0), (0.6, 1.0)):
+        record = {
+            **made_up(f"f:{tau}", 0, seconds, 2),
+            **place,
+            "method": "failfast",
+            "options": {**options, "tau": tau},
+        }
+        rows.append({**record, "detail": [entry], "rounds": 1, "drafted": 4, "drafter_passes": 1})
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {row["setting"]: {"modelled": 3.5} for row in rows}
+    table = {"rows": {label: label for label in settings}, "settings": settings}
+    expected = {"ours": ([1, 0.5], [4.0], [2.0], ""), "released": ([2, 0.3], [10.0], [3.0], "released code")}
+    for counted, (point, speculated, accepted, said) in expected.items():
+        (tmp_path / "summary.json").write_text(json.dumps({"count_passes": counted, "datasets": {"d": table}}))
+        records = figures.Records(tmp_path)
+        lines, words = drawn(figures.acceptance_against_compute(records))
+        assert lines == [[point, point]] and said in words
+        lines, words = drawn(figures.length_cdf(records))
+        assert [sorted({x for x, _ in line if np.isfinite(x)}) for line in lines[:2]] == [accepted, speculated]
+        assert said in words
+    lines, words = drawn(figures.sensitivity(records, "tau"))
+    assert lines == [[[0.3, 2.0], [0.6, 4.0]], [[0.3, 3.5], [0.6, 3.5]]] and "dashed: modelled" in words
+
+
+@pytest.mark.parametrize("by, best", [("timed", "ar:spec_len=2"), ("modelled", "ar:spec_len=8")])
+def test_the_best_point_of_a_sweep(by, best):
+    """By the clock, or by the model of the paper; EAGLE-3's layer costs another pass than the model's."""
+    variants = [Variant(f"ar:spec_len={n}", "ar", {"spec_len": n}, "ar") for n in (2, 8)]
+    variants += [Variant(f"eagle3:spec_len={n}", "eagle3", {"spec_len": n}, "eagle3") for n in (2, 3)]
+    records = [made_up(BASELINE, 0, 9.0, 9)]
+    for variant in variants:
+        n = variant.options["spec_len"]
+        rounds = [([0.5] * n, n)] * (8 // n if variant.method == "ar" else 1)
+        records.append({**made_up(variant.label, 0, float(n), 9, rounds)})
+    dataset = Dataset("d", (Question("0", "x"),))
+    found = summary.of_dataset(
+        dataset, variants, [{**r, "dataset": "d"} for r in records], parse_latency("1:10"), {}, by
+    )
+    assert found["sweeps"]["ar"]["best"] == best and found["sweeps"]["ar"]["by"] == by
+    assert found["sweeps"]["eagle3"] == {
+        "points": [v.label for v in variants[2:]],
+        "best": "eagle3:spec_len=2",
+        "by": "timed",
+    }
+    assert found["rows"][best] == f"ar (best{'' if by == 'timed' else ' modelled'}: {best.partition(':')[2]})"
+    assert found["settings"]["eagle3:spec_len=2"]["modelled"] is None and found["settings"][best]["modelled"] > 1
+    text = report.sweep_table(found["settings"], found["sweeps"]["ar"]["points"], best)
+    assert "| modelled |" in text.splitlines()[0] and f"| **{best}** |" in text
 
 
 def test_other_samples_are_no_differences():

@@ -15,6 +15,7 @@ from failfast_jax.bench.journal import Journal
 from failfast_jax.bench.prompts import humaneval_problems
 from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
+from failfast_jax.checkpoints import hub
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
 
@@ -28,6 +29,7 @@ def stub(monkeypatch):
         answers, "EnginePool", lambda *sources, **_: StubEnginePool(engine, **dict(zip(NAMES, sources)))
     )
     monkeypatch.setattr(engine_pool, "own_method", lambda _: ("autoregressive", "ar"))
+    monkeypatch.setattr(hub, "resolve_source", lambda source: source)
     return engine
 
 

@@ -29,7 +29,9 @@ def started(devices: int, *words: str) -> list[subprocess.Popen]:
     return [subprocess.Popen([*command, f"{where},2,{index}", str(devices), *words], **pipes) for index in range(2)]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.exhaustive)]
+)
 def devices(request):
     return request.param
 

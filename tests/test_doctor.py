@@ -42,6 +42,7 @@ def test_this_installation(capsys):
     assert "kernel 'reference' in float32" in found["attention"]["text"]
 
 
+@pytest.mark.long
 def test_a_model_answers():
     [finding] = doctor.decoding()
     assert finding.state == doctor.OK, finding

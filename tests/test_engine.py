@@ -249,6 +249,7 @@ def depends_on_width(monkeypatch, width_matters) -> None:
     monkeypatch.setattr(Decoder, "window", patched)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("narrowest, warned", [(17, False), (1000, True)])
 def test_exact_leaves_out_widths_that_matter(monkeypatch, caplog, narrowest, warned):
     """Narrow widths differ from wide ones: they are not used. All differ: one constant width serves."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
 from safetensors.numpy import load_file, save_file
+from tiers import tiers
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.dspark import load_dspark
@@ -65,7 +66,7 @@ def test_sdar_writes_as_published():
 
 
 @pytest.mark.usefixtures("few_widths")
-@pytest.mark.parametrize("method", ["failfast", "fast-dllm"])
+@pytest.mark.parametrize("method", tiers(["failfast", "fast-dllm"], quick=["failfast"]))
 def test_sdar_drafts_for_qwen3_without_loss(method):
     engine = FailFast(FIELD / "qwen3_a")
     engine.drafter = load_model(FIELD / "sdar_a")  # by hand: their vocabularies differ by SDAR's own two tokens
@@ -108,7 +109,7 @@ def published_rounds(name: str, key: str | None) -> list[tuple[list[int], list[d
     return answers
 
 
-@pytest.mark.parametrize("name, key", BLOCKS)
+@pytest.mark.parametrize("name, key", tiers(BLOCKS, quick=[BLOCKS[0], BLOCKS[5]], long=None))
 def test_block_drafters_draft_as_published(name, key):
     engine, answers = FailFast(FIELD / "qwen3_a", FIELD / name), published_rounds(name, key)
     assert len(answers) == 3
@@ -122,7 +123,14 @@ def test_block_drafters_draft_as_published(name, key):
             np.testing.assert_allclose(ours.confidence, theirs.get("confidence", ours.confidence), atol=2e-4)
 
 
-@pytest.mark.parametrize("name, key", [("dflash_qwen3_a", None), ("dspark_gated_qwen3_a", "threshold_0.5")])
+@pytest.mark.parametrize(
+    "name, key",
+    tiers(
+        [("dflash_qwen3_a", None), ("dspark_gated_qwen3_a", "threshold_0.5")],
+        quick=[("dflash_qwen3_a", None)],
+        long=None,
+    ),
+)
 def test_the_command_line_says_the_same(name, key, capsys):
     prompt, output, rounds = published_rounds(name, key)[1]
     ids = ",".join(map(str, prompt))

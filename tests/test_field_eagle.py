@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from checkpoint_files import GOLDEN, refuses, tensors_of, with_bad_value
 from safetensors.numpy import load_file, save_file
+from tiers import tiers
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.eagle import load_eagle
@@ -68,7 +69,7 @@ def assert_same(case: dict, rounds: list[dict], output: list[int]) -> None:
         at += len(ours["emitted"])
 
 
-@pytest.mark.parametrize("drafter", [*TREES, CHAIN])
+@pytest.mark.parametrize("drafter", tiers([*TREES, CHAIN], quick=[CHAIN], long=None))
 def test_every_round_is_the_public_codes(drafter):
     """In a batch; the drafter names its method."""
     settings, cases = answers(drafter)
@@ -83,7 +84,7 @@ def test_every_round_is_the_public_codes(drafter):
     }
 
 
-@pytest.mark.parametrize("drafter", [TREE, CHAIN])
+@pytest.mark.parametrize("drafter", tiers([TREE, CHAIN], quick=[TREE], long=None))
 def test_the_command_line_says_the_same(drafter, capsys):
     """Of one prompt alone."""
     settings, (_, case, _) = answers(drafter)

@@ -9,6 +9,7 @@ from pathlib import Path
 import kills
 import pytest
 from checkpoint_files import run_python
+from tiers import tiers
 
 HERE = Path(__file__).parent
 
@@ -21,14 +22,10 @@ def run(*words: object) -> dict:
     return report
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
-        "convert,overwrite",
-        "bench",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("generate", "train", "serve")),
-    ],
-)
+WORK = ("convert,overwrite", "bench", "generate", "train", "serve")
+
+
+@pytest.mark.parametrize("work", tiers(WORK, quick=WORK[:1], long=None))
 def test_nothing_is_lost(work):
     report = run("--times", 3, "--seconds", 240, "--only", work)
     assert report["kills"] >= 1, report

@@ -38,6 +38,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / pricing.FILE, counted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rounds_of_each_kind_are_timed(batch):
     work = session(batch)

@@ -30,6 +30,7 @@ PUBLISHED = [(target, dataset) for target in ("qwen2.5-32b", "qwen2.5-14b") for 
 # -- sizes and limits --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_parameters_of_the_public_models():
     counts = {name: parameters(config) for name, config in CONFIGS.items()}
     assert counts["qwen2.5-1.5b"] == counts["fast-dllm-v2-1.5b"] == 1_543_714_304
@@ -194,6 +195,7 @@ def ran(tmp_path_factory):
     return types.SimpleNamespace(out=out, logs=logs, args=args, summary=json.loads((out / "replay.json").read_text()))
 
 
+@pytest.mark.long
 def test_the_rounds_follow_the_draws(ran):
     assert [case.passes for case, _ in ran.logs] == ["wide", "paper"]
     (record,) = ran.summary["targets"]
@@ -211,6 +213,7 @@ def test_the_rounds_follow_the_draws(ran):
         assert shown["tokens"] == (accepted + 1).sum() and shown["accepted_per_round"] == accepted.mean()
 
 
+@pytest.mark.long
 def test_the_report_is_whole(ran):
     (record,) = ran.summary["targets"]
     assert "acceptance injected" in ran.summary["what"] and "agrees_long" in ran.summary["law"]
@@ -247,6 +250,7 @@ def test_every_pass_is_executed_on_the_device():
         assert len(re.findall(r"f32\[(?:1,)?10,96\]\S* dot\(", text)) == heads
 
 
+@pytest.mark.long
 def test_a_finished_target_is_not_run_again(ran, monkeypatch, capsys):
     monkeypatch.setattr(replay, "ReplayedPair", None)
     assert bench.main(ran.args) == 0
@@ -255,6 +259,7 @@ def test_a_finished_target_is_not_run_again(ran, monkeypatch, capsys):
     assert "made with other settings (seed: 0 there, 1 here); name another --out" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_rounds_that_leave_the_draws_are_an_error(ran):
     case, log = ran.logs[0]
     with pytest.raises(RuntimeError, match=r"MATH, wide: round 5 of 12 left the draws \(accepted\)"):
@@ -282,6 +287,7 @@ def test_without_a_target(monkeypatch, capsys):
     assert "| tiny | skipped: mocked |" in printed
 
 
+@pytest.mark.long
 def test_the_32b_pair_fits_80_gb():
     """The rounds lower for CUDA, and the weights and caches leave room for them."""
     options = ReplayOptions("fast-dllm-v2-1.5b", ("MATH",), ("paper",), 128, 1024, "bfloat16", "gpu", None, 0, 1)

@@ -60,6 +60,7 @@ def test_a_summary_compares_with_the_best_fixed_setting(answer, monkeypatch):
     assert steps_of(3.0)[2] == pytest.approx(3.0) and steps_of(1.0) == [1, 1, 1, 1]
 
 
+@pytest.mark.long
 def test_the_command_goes_on_from_what_is_answered(tmp_path, capsys, monkeypatch):
     from checkpoint_files import GOLDEN
 

@@ -259,6 +259,7 @@ def test_the_choice_is_written_into_the_folder(command, scripted, tmp_path, caps
     assert f"--write: {tmp_path} is not a drafter's folder" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_real_pair(command, extended, tmp_path):
     few = "--spec-len 2 --tau 0.3,0.8 --lookup-min 2 --min-gain 0 --max-spec-len none --limit 2"
     status, summary = command(*few.split(), "--full-sweep")

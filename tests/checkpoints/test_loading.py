@@ -391,6 +391,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_host_memory_is_the_model_and_one_parameter(tmp_path, dtype):
     config = config_of("llama_tied") | {

@@ -9,6 +9,7 @@ import functools
 
 import numpy as np
 import pytest
+from tiers import tiers
 from tiny_models import VOCAB, diffusion_config, fond_dspark, fond_eagle, fond_of, random_model, tiny_config
 
 from failfast_jax import FailFast, drafters
@@ -34,6 +35,7 @@ for name, chosen in OPTIONS.items():
     small = {key: value for key, value in SMALL.items() if key in taken and name not in LEFT_OUT.get(key, ())}
     OPTIONS[name] = small | chosen
 SPECULATIVE = [name for name in OPTIONS if name != "vanilla"]
+QUICK = ("failfast", "lookup", "ar", "dspark", "eagle3")
 PROMPTS = [[3, 4, 5] * 6, [9], [5, 6, 5, 6], [30, 20, 10] * 3]
 CAPACITY = 88
 """Less than the first prompt and its answer need."""
@@ -69,8 +71,8 @@ def answers(method: str, batch: int, temperature: float, seed: int, stop: int | 
     return pair.generate(PROMPTS[:batch], temperature=temperature, seed=seed, exact=True, **options)
 
 
-@pytest.mark.parametrize("method", SPECULATIVE)
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("method", tiers(SPECULATIVE, quick=QUICK, long=None))
+@pytest.mark.parametrize("batch", tiers([1, 4], quick=[4]))
 def test_a_seed_gives_one_text(method, batch):
     """Bit for bit, greedy and at two temperatures, with and without top-k and top-p."""
     for seed in FILTERS:

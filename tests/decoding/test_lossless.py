@@ -122,6 +122,7 @@ def test_exact(dtype, data, stops, tau):
     check_all(1, dtype, data.draw(texts_of(3)), options, stops)
 
 
+@pytest.mark.long
 def test_exact_drafts_longer_than_the_constant_width():
     options = {"max_new_tokens": 90, "tau": 0.0, "spec_len": 20, "max_spec_len": 80, "exact": True, "ignore_eos": True}
     check_all(1, "bfloat16", [[5, 6, 7]], options, [0], ["failfast"])

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from distributions import chi_square, filtered_probability
+from tiers import tiers
 from tiny_models import diffusion_config, prefilled, random_dspark, random_eagle, random_model, sampling, tiny_config
 
 from failfast_jax import decoding
@@ -137,7 +138,7 @@ def p_value(sampled: np.ndarray, vocab: int = VOCAB, probability: np.ndarray | N
     return chi_square(cells, target_distribution() if probability is None else probability, least)
 
 
-@pytest.mark.parametrize("drafts", RIGHT)
+@pytest.mark.parametrize("drafts", tiers(RIGHT, quick=[left_to_right_drafts], long=None))
 def test_both_rules_give_the_targets_distribution(drafts):
     assert p_value(texts(drafts, SAMPLES)) > 1e-3
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import tiers
 from tiny_models import VOCAB, diffusion_config, prefilled, random_model, tiny_config
 
 from failfast_jax import decoding
@@ -312,7 +313,9 @@ def large_copies(hlo: str, state) -> list[str]:
     return [line for line in copies if any(shape in line.split(" copy")[0] for shape in shapes)]
 
 
-@pytest.mark.parametrize("kind, batch", [("wide", 2), ("tree", 2), ("ar", 1), ("lookup", 1)])
+@pytest.mark.parametrize(
+    "kind, batch", tiers([("wide", 2), ("tree", 2), ("ar", 1), ("lookup", 1)], quick=[("wide", 2)], long=None)
+)
 def test_caches_and_logs_are_never_copied(kind, batch):
     program, state = compiled_loop(kind, batch)
     assert large_copies(program.as_text(), state) == []

@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 from checkpoint_files import GOLDEN, run_python
+from tiers import tiers
 from tiny_models import diffusion_config, random_model
 
 from failfast_jax import FailFast
@@ -112,7 +113,7 @@ def engine() -> FailFast:
 PROMPTS = [[5, 6, 7], [8, 9] * 15, [3], [4] * 16]
 
 
-@pytest.mark.parametrize("block_cache", [False, True])
+@pytest.mark.parametrize("block_cache", tiers([False, True], quick=[True]))
 def test_a_batch_says_what_plain_decoding_says(block_cache, graph_file):
     """Whatever the temperature and the threshold: two programs."""
     options = {"method": "dllm", "small_block_size": 4, "max_new_tokens": 45, "block_cache": block_cache}

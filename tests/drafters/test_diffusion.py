@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import tiers
 from tiny_engines import engine
 from tiny_models import VOCAB, committed, diffusion_config, outcome, random_model, tiny_config
 
@@ -156,7 +157,7 @@ turns = st.lists(
 )
 
 
-@pytest.mark.parametrize("kind", [*DIFFUSION, *AUTOREGRESSIVE])
+@pytest.mark.parametrize("kind", tiers([*DIFFUSION, *AUTOREGRESSIVE], quick=["aligned", "fast-dllm", "ar"], long=None))
 @settings(max_examples=6)
 @given(
     prompts=st.lists(texts | st.just([7, 3] * 70), min_size=BATCH, max_size=BATCH),

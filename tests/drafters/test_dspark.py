@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import tiers
 from tiny_models import VOCAB, random_dspark, random_extended, random_model, tiny_config
 
 from failfast_jax import FailFast
@@ -87,6 +88,7 @@ def chunk(kind: str, ids: list[int], drafted: list[int], first: int) -> list[tup
     return found[first:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sliding"])
 def test_drafts_are_what_the_network_says(kind):
     """Over two blocks, where it may: the second sees the first as known rows."""
@@ -141,12 +143,16 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [
-        *((kind, "own") for kind in KINDS),
-        *(("vanilla", how) for how in OPTIONS if how != "own"),
-        *(("extended", how) for how in ("dspark", "careful", "tree", "denoised")),
-        *(("rnn", "long"), ("dflash", "denoised")),
-    ],
+    tiers(
+        [
+            *((kind, "own") for kind in KINDS),
+            *(("vanilla", how) for how in OPTIONS if how != "own"),
+            *(("extended", how) for how in ("dspark", "careful", "tree", "denoised")),
+            *(("rnn", "long"), ("dflash", "denoised")),
+        ],
+        quick=[("vanilla", "own"), ("vanilla", "tree"), ("extended", "own")],
+        long=[("rnn", "own"), ("gated", "own"), ("dflash", "own"), ("vanilla", "hybrid"), ("vanilla", "reuse")],
+    ),
 )
 @settings(max_examples=5)
 @given(seed=st.integers(0, 99), tokens=st.integers(1, 40), heat=st.sampled_from([0.0, 0.0, 0.9]))

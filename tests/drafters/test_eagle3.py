@@ -45,6 +45,7 @@ def answers(prompts: list[list[int]], stop: int | None, **options) -> list[Resul
     return engine().generate(prompts, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=12)
 @given(data=st.data())

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array, Float, Int
+from tiers import tiers
 from tiny_engines import engine, extended_engine, lossless
 
 from failfast_jax import pricing
@@ -248,8 +249,11 @@ PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], list(range(3, 23)), [9]]
 
 
 @pytest.mark.parametrize("draft", [0.05, 5.0])
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3}, {"exact": True}, {"spec_len": 4}])
-@pytest.mark.parametrize("make", [engine, extended_engine])
+@pytest.mark.parametrize(
+    "options",
+    tiers([{}, {"temperature": 0.8, "seed": 3}, {"exact": True}, {"spec_len": 4}], quick=[{}], long=[{"exact": True}]),
+)
+@pytest.mark.parametrize("make", tiers([engine, extended_engine], quick=[engine]))
 def test_no_token_changes(make, options, draft, monkeypatch):
     model = make()
     monkeypatch.setattr(pricing, "measure", lambda session: table_for(session, draft))

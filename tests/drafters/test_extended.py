@@ -264,6 +264,7 @@ def test_a_folder_brings_its_decoding_defaults(target, folder):
     assert engine.build_drafter(GenerationConfig(method="failfast", spec_len=3)).spec_len == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"max_spec_len": 4}, {"exact": True}], ids=lambda o: next(iter(o)))
 def test_lookups_and_the_drafter_take_turns(engine, options):
     """The hybrid that ships: its defaults but for the options here."""

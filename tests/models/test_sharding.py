@@ -13,6 +13,8 @@ from tiny_models import random_model, tiny_config
 from failfast_jax.errors import OptionError
 from failfast_jax.models import sharding
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def report() -> dict:

@@ -35,5 +35,6 @@ def answers(batch: int, method: str, **options) -> list[list[int]]:
     return [one.output_ids for one in found]
 
 
+@pytest.mark.long
 def test_eight_rows_say_what_one_says():
     assert answers(8, "failfast", **DRAFTING) == answers(1, "vanilla")

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from checkpoint_files import run_python
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def report() -> dict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+from tiers import tiers
 from tiny_engines import engine, extended_engine
 from tiny_models import fond_eagle, random_model, tiny_config
 
@@ -43,7 +44,7 @@ PROMPT = tuple(2 + (number * number) % 5 for number in range(50))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("common", [50, 33])
+@pytest.mark.parametrize("common", tiers([50, 33], quick=[50]))
 def test_the_same_text_and_the_same_drafts(kind, common):
     make, options = KINDS[kind]
     work = make()

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from tiers import tiers
 from tiny_engines import engine
 
 from failfast_jax import GenerationConfig
@@ -84,7 +85,7 @@ def answers(queue: Queue, asked: list[dict]) -> list[Finished]:
     return [answer.result() for answer in [queue.submit(**one) for one in asked]]
 
 
-@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("kind", tiers(METHODS, quick=["auto"]))
 def test_none_is_lost_and_each_says_what_it_says_alone(kind):
     """48 requests over three rows; once everything is warm, nothing is compiled."""
     asked, before = requests(48), compile_counts()

@@ -37,6 +37,7 @@ UNTIMED = {"growth": 50.0, "overhead": 1e4, "first_token": 1e4}
 """Limits for a model that takes no time, on a machine that does something else, too."""
 
 
+@pytest.mark.long
 def test_a_server_and_clients_of_whom_a_third_hang_up():
     pytest.importorskip("httpx")
     pytest.importorskip("uvicorn")

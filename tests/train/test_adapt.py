@@ -121,6 +121,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIONS)
 def test_loss_and_gradients_equal_the_dense_reference(name):
     options = OPTIONS[name]

@@ -71,6 +71,7 @@ def made(target, corpus, tmp_path_factory):
     return out
 
 
+@pytest.mark.long
 def test_the_loss_falls(made):
     records = [json.loads(line) for line in (made / "log.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
@@ -80,6 +81,7 @@ def test_the_loss_falls(made):
     assert wanted.items() <= settings.items() and settings["weight_decay"] == 0 and settings["steps"] == 30
 
 
+@pytest.mark.long
 def test_the_folder_is_a_model_of_its_own(made, target):
     tokenizer = load_tokenizer(made / "drafter")
     model = load_model(made / "drafter")
@@ -103,6 +105,7 @@ def in_layers(tensors) -> set[str]:
     return {re.sub(r"layers\.\d+\.", "layers.N.", name) for name in tensors}
 
 
+@pytest.mark.long
 def test_the_folder_is_laid_out_as_released(made, target):
     """Key by key; what a key says is the released model's of this kind, or the model's that it was made from."""
     config, released = json.loads((made / "drafter" / "config.json").read_text()), config_of("fast_dllm_v2_untied")
@@ -137,6 +140,7 @@ def test_a_released_model_is_written_as_it_was_read(name, tmp_path):
     np.testing.assert_array_equal(logits(tmp_path / "again"), logits(GOLDEN / name))
 
 
+@pytest.mark.long
 def test_the_folder_drafts_for_another_target(made, target, tmp_path):
     """One with other layers and the same tokens, with every method that takes such a drafter."""
     other = shutil.copytree(GOLDEN / "field" / "qwen3_a", tmp_path / "other")
@@ -149,6 +153,7 @@ def test_the_folder_drafts_for_another_target(made, target, tmp_path):
         assert drafted.output_ids == plain.output_ids and drafted.stats.drafted > 0
 
 
+@pytest.mark.long
 def test_the_folder_answers_in_fewer_passes(made, corpus, tmp_path, capsys):
     """Calibrated on prompts like those that it was trained on."""
     command = ["spiffy", "--target", str(made / "drafter"), "--data", str(corpus / "chats.jsonl")]
@@ -160,6 +165,7 @@ def test_the_folder_answers_in_fewer_passes(made, corpus, tmp_path, capsys):
     assert sizes[1]["passes"] < sizes[1]["plain"]
 
 
+@pytest.mark.long
 def test_a_made_model_is_trained_on(made, target, corpus, tmp_path, capsys):
     more = ["--start", str(made / "drafter"), "--freeze", "embed", "--packing", "separate", "--steps", "2"]
     assert main(arguments(target, corpus, tmp_path / "run", *more)) == 0

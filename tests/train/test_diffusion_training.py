@@ -169,6 +169,7 @@ def test_only_what_is_not_frozen_is_trained():
             frozen_parts(text, config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
 def test_what_is_written_is_a_model_and_a_drafter(tmp_path, family):
     """For `load_model`, for `dllm`, and for a target of other sizes with the same tokens."""
@@ -212,6 +213,7 @@ def test_devices_that_share_parameters_are_counted():
     assert [spread.axis(shape) for shape in ((8, 24), (24, 6), (7, 9), (64,), (2, 8, 16))] == [1, 0, None, None, 2]
 
 
+@pytest.mark.long
 def test_devices_share_parameters(tmp_path):
     """Four of them, in a mesh of two by two and in one of four: the gradients and losses of devices with copies, each
     with a part of what is trained and of what the optimiser keeps; a run goes on on another mesh."""

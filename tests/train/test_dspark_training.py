@@ -36,6 +36,7 @@ def objective_of(target, kind: str, options: dspark.DSparkOptions, draft_ids=Non
     return dspark.DSparkObjective(model.network, target, draft_ids, options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "draft_ids"), [("gated", np.arange(3, 33)), ("rnn", None), ("extended", np.arange(3, 33))]
 )

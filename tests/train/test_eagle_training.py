@@ -30,6 +30,7 @@ def objective_of(target, draft_ids, **changes) -> eagle.EagleObjective:
     return eagle.EagleObjective(model.network, target, draft_ids, eagle.EagleOptions(step_decay=0.7))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{"draft_ids": DRAFT_IDS}, {"draft_ids": None, "normed_residual": True}])
 def test_the_loss_equals_a_plain_reference(documents, target, changes):
     """Gradients too: the engine's passes over its cache, chain by chain, against the batched loss."""
@@ -107,7 +108,9 @@ def test_the_start_is_the_targets_last_layer(qk_norm):
     np.testing.assert_array_equal(model.norm.weight[...], target.norm.weight[...])
 
 
-@pytest.mark.parametrize(("draft_ids", "borrow"), [(None, False), (DRAFT_IDS, True)])
+@pytest.mark.parametrize(
+    ("draft_ids", "borrow"), [(None, False), pytest.param(DRAFT_IDS, True, marks=pytest.mark.long)]
+)
 def test_a_folder_gives_the_same_drafter(documents, target, tmp_path, draft_ids, borrow):
     """After some steps of training; and the text is vanilla's."""
     objective = make_eagle(target, (0, 1), draft_ids, anchors=8)

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
+from tiers import tiers
 from tiny_models import random_extended
 
 from failfast_jax import FailFast, load_model
@@ -50,16 +51,15 @@ def arguments(data, out, *more: str) -> list[str]:
     return ["--target", TARGET, "--data", str(data), "--out", str(out), "--seq-len", "64", *small, *more]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        ["--family", "dflash", "--rows", "3", "--draft-vocab", "50", "--row-features", "0,1", "--borrow"],
-        ["--family", "dspark", "--rows", "3", "--markov-rank", "8", "--mask-token", "1", "--features", "0,1"],
-        ["--family", "eagle3", "--ttt-length", "3", "--draft-vocab", "60", "--features", "0,1"],
-        ["--family", "standalone", "--layers", "1", "--block-size", "16", "--kl-weight", "0.5"],
-    ],
-    ids=lambda flags: flags[1],
-)
+FAMILIES = [
+    ["--family", "dflash", "--rows", "3", "--draft-vocab", "50", "--row-features", "0,1", "--borrow"],
+    ["--family", "dspark", "--rows", "3", "--markov-rank", "8", "--mask-token", "1", "--features", "0,1"],
+    ["--family", "eagle3", "--ttt-length", "3", "--draft-vocab", "60", "--features", "0,1"],
+    ["--family", "standalone", "--layers", "1", "--block-size", "16", "--kl-weight", "0.5"],
+]
+
+
+@pytest.mark.parametrize("family", tiers(FAMILIES, quick=[], long=FAMILIES[1:2]), ids=lambda flags: flags[1])
 def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, monkeypatch):
     out = tmp_path / "run"
     whole = arguments(data, out, *family, "--steps", "4", "--save-every", "2", "--storage", "float32")
@@ -170,6 +170,7 @@ def test_bad_options_are_refused_before_anything_is_written(data, tmp_path, flag
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_a_drafter_is_trained_on(data, tmp_path, capsys):
     """With heads that it lacked."""
     target = load_model(TARGET)
@@ -204,6 +205,7 @@ def test_missing_data_are_named(tmp_path, capsys):
     assert "nothing.npz: no such file or folder" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_two_devices_learn_what_one_does(data, tmp_path, capsys):
     """The same losses from a batch that two (simulated) devices share, and a measurement at the end."""
     flags = ["--rows", "3", "--draft-vocab", "50", "--row-features", "0,1", "--markov-rank", "4", "--steps", "3"]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import tiers
 from training_runs import LENGTH, make_batches, make_objective
 
 from failfast_jax import FailFast
@@ -25,7 +26,9 @@ from failfast_jax.train.resume import begin, is_begun
 ANSWER = 16
 
 
-@pytest.mark.parametrize("family", ["extended", "dspark", "eagle3", "standalone", "diffusion"])
+@pytest.mark.parametrize(
+    "family", tiers(["extended", "dspark", "eagle3", "standalone", "diffusion"], quick=["dspark"], long=None)
+)
 def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, family, monkeypatch):
     objective = make_objective(family, target, documents)
     ema = 0.0 if family == "diffusion" else 0.99
@@ -157,6 +160,7 @@ def own_answers(documents, target):
     return data.Documents(tokens, documents.prompt_length)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["extended", "eagle3", "standalone"])
 def test_training_makes_a_drafter_that_loads_and_drafts(own_answers, target, tmp_path, family):
     """Overfits a few documents: the drafter then predicts some of the target's own answers."""

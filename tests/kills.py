@@ -105,7 +105,7 @@ class Run:
 
     def words(self) -> str:
         """What it said on both streams."""
-        return self.said.read_text(errors="replace")
+        return self.said.read_text(errors="replace") if self.said.exists() else ""
 
 
 def open_descriptor(descriptor: int) -> Any:
@@ -171,8 +171,9 @@ def check_whole(folder: Path) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Everything in a folder but Orbax' own files, whose names differ from run to run."""
-    found = (str(path.relative_to(folder)) for path in folder.rglob("*"))
+    """Everything in a folder but Orbax' own files, whose names differ from run to run, and how long programs took to
+    compile, which nobody knows where that was killed."""
+    found = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.name != "seconds.json")
     named = (re.sub("-[0-9a-f]{64}-cache", "-cache", name) for name in found)  # of programs: depends on the folder
     return sorted(name for name in named if not re.search(r"/(d|ocdbt\.process_\d+)/", f"/{name}/"))
 
@@ -292,7 +293,7 @@ class ServerKiller(Killer):
         """Where it listens; None: not yet."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if found := re.search(r"serving tiny at http://127.0.0.1:\d+", run.words() if run.said.exists() else ""):
+            if found := re.search(r"serving tiny at http://127.0.0.1:\d+", run.words()):
                 return int(found[0].rpartition(":")[2])
             time.sleep(0.02)
         return None

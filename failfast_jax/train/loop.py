@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from failfast_jax.models.config import ModelConfig
 from failfast_jax.train.spread import Spread
 
 LOG_FILE = "log.jsonl"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, KEPT = "checkpoints", 2
 LOG_EVERY = 10
 """Steps between two lines of the log."""
 
@@ -271,8 +272,13 @@ def train(
 
 
 def _checkpoints(folder: Path) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)  # of a killed run
-    return ocp.CheckpointManager((folder / CHECKPOINTS).absolute(), options=options)
+    place = (folder / CHECKPOINTS).absolute()
+    # A run that was killed may have left checkpoints half-written, and older ones half-deleted.
+    steps = sorted((int(path.name) for path in place.glob("[0-9]*") if path.name.isdigit()), reverse=True)
+    for step in steps[KEPT:]:
+        shutil.rmtree(place / str(step))
+    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True)
+    return ocp.CheckpointManager(place, options=options)
 
 
 def _restored(manager: ocp.CheckpointManager, state: dict[str, Any]) -> dict[str, Any]:

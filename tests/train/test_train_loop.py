@@ -61,9 +61,11 @@ def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, fa
     # The newest checkpoint is of step 8: the line of step 10 has to go, too.
     with (tmp_path / "killed" / "log.jsonl").open("a") as file:
         file.write('{"step": 11, "los')  # cut off while it was written
+    (tmp_path / "killed" / "checkpoints" / "2").mkdir()  # half-deleted
     continued, log_continued = run(tmp_path / "killed", dataset)
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(continued)):
         np.testing.assert_array_equal(a, b)
+    assert {path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()} == {"8", "12"}
     timeless = [{k: v for k, v in record.items() if not k.endswith("_per_s")} for record in log]
     assert timeless == [{k: v for k, v in r.items() if not k.endswith("_per_s")} for r in log_continued]
 

@@ -78,6 +78,41 @@ def test_what_is_public_has_a_docstring():
     assert not missing, "\n".join(missing)
 
 
+def parameters(node: ast.ClassDef | ast.FunctionDef) -> set[str]:
+    """Names of a function's parameters; of a class those of its `__init__`, or its fields."""
+    if isinstance(node, ast.ClassDef):
+        inits = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+        if not inits:
+            return {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
+        [node] = inits
+    given = node.args
+    named = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return {argument.arg for argument in named if argument is not None}
+
+
+def described_arguments(docstring: str) -> list[str]:
+    """What stands before the colon in each entry of the section `Args:`."""
+    section = re.search(r"^Args:\n((?: +.*\n?|\n)+)", docstring, re.MULTILINE)
+    if section is None:
+        return []
+    indent = re.match(" *", section[1])[0]
+    return [line.split(":")[0].strip(" *") for line in re.findall(rf"^{indent}(\S.*)", section[1], re.MULTILINE)]
+
+
+def test_docstrings_describe_parameters_that_there_are():
+    """One by one, by name: two in one entry are a parameter that does not exist."""
+    wrong, count = [], 0
+    for path in sorted(path for folder in ("failfast_jax", "convert") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                names = described_arguments(ast.get_docstring(node) or "")
+                count += len(names)
+                unknown = [name for name in names if name not in parameters(node)]
+                wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}: {name!r}" for name in unknown]
+    assert count > 300
+    assert not wrong, "\n".join(wrong)
+
+
 def said() -> list[str]:
     """Texts of the package, with a NUL for what is filled in."""
     found = []

@@ -318,7 +318,8 @@ class Queue:
           prompt: text, messages or ids.
           sequence: tells samples of one prompt and seed apart.
           stop: strings before the first of which the answer ends; they need a tokenizer.
-          tell, logprobs: see `Answer`.
+          tell: called with each `Piece`, in the queue's thread; see `Answer`.
+          logprobs: most probable tokens to be told beside each that was picked; None: none, see `Answer`.
           options: fields named in `PER_REQUEST`. `max_new_tokens` is cut to what there is room for.
 
         Raises:

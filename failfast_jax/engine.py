@@ -109,7 +109,8 @@ class FailFast:
         if tuned is not None:
             drafters.check_defaults(tuned.decoding, str(tuned.path))
         one_device = tensor_parallel == data_parallel == 1 and distributed.alone()
-        with memory_explained(f"loading {target if isinstance(target, str) else 'the models'}"):
+        loading = "loading the models" if isinstance(target, Decoder) else f"loading {target}"
+        with memory_explained(loading), waiting(loading):
             pair = read_pair(
                 target,
                 drafter,
@@ -339,7 +340,7 @@ class FailFast:
             session.prepare(max(map(len, prompts)))
             start = time.perf_counter()
             # While the loop, the largest program, may still be compiling.
-            with waiting(f"prefill of {sum(map(len, prompts))} tokens"):
+            with waiting(f"prefill of {sum(map(len, prompts))} tokens", beside_bar=False):
                 state = session.prefill([self.request(prompt, config, row) for row, prompt in enumerate(prompts)])
                 jax.block_until_ready(state)
             times = {"prefill_s": time.perf_counter() - start}

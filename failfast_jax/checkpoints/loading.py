@@ -25,7 +25,7 @@ from failfast_jax.checkpoints import mapping, native, safetensors
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import read_json
+from failfast_jax.files import is_there, read_json
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.config import ModelConfig, eos_ids, resolve_mask_token
 from failfast_jax.models.transformer import Decoder
@@ -217,7 +217,7 @@ def open_source(path_or_hub_id: str | os.PathLike[str]) -> Source:
         return _open_file(path)
     if path.name.endswith(native.PARTIAL):
         raise CheckpointError(f"{path}: an unfinished conversion; run the conversion again")
-    if not (path / "config.json").is_file():
+    if not is_there(path / "config.json"):
         if (path / native.PARAMS).is_dir():
             raise CheckpointError(f"{path}: an unfinished conversion (no config.json); run the conversion again")
         hint = "expected a Hugging Face folder or one written by python -m convert"

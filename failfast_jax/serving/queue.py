@@ -291,7 +291,7 @@ class Queue:
         return self._open and self.error is None and self._thread.is_alive()
 
     def encode(self, prompt: Any, *, template: bool = True) -> list[int]:
-        """Token ids of a prompt: see `FailFast.encode`.
+        """Token ids of a prompt, also for `template`: see `FailFast.encode`.
 
         Raises:
           PromptError: see there; `PromptTooLong`: it leaves no room for an answer.

@@ -167,6 +167,8 @@ def _config(source: loading.Source, dtype: np.dtype) -> dict[str, Any]:
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
+    if not (above := _above(out)).is_dir():
+        raise CheckpointError(f"{above}: is not a folder, so {out} cannot be made in it")
     if not out.exists() and not out.is_symlink():
         return
     if not overwrite:
@@ -176,8 +178,15 @@ def _check_out(out: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{out}: not a converted model; remove it by hand if you mean to replace it")
 
 
+def _above(out: Path) -> Path:
+    """The nearest of the folders above `out` that there is."""
+    return next(path for path in out.absolute().parents if path.exists())
+
+
 def _check_space(out: Path, needed: int) -> None:
-    parent = next(path for path in out.absolute().parents if path.exists())
+    parent = _above(out)
+    if os.statvfs(parent).f_flag & os.ST_RDONLY:
+        raise CheckpointError(f"{parent}: its file system is read-only; name a folder that may be written")
     needed += SPARE_BYTES
     free = shutil.disk_usage(parent).free
     if free < needed:

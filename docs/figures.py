@@ -87,18 +87,18 @@ def acceptance(result: Result, engine: FailFast) -> str:
     return svg(max(widest + 8, 540), y + 6, marks)
 
 
-def main() -> None:
-    """Writes both pictures beside this file."""
+def main(folder: Path = HERE) -> None:
+    """Writes both pictures into a folder."""
     tiny = FailFast(GOLDEN / "qwen2_target_160", GOLDEN / "fast_dllm_v2_untied")
     drafts = tiny.generate([[7, 12, 100, 5]], method="failfast", tau=TAU, spec_len=CHUNK, max_new_tokens=24)[0].rounds
     # One of each length, the longest first.
     kinds = {len(entry.drafted): entry for entry in drafts}
     shown = [kinds[length] for length in sorted(kinds, reverse=True)]
-    (HERE / "expansion.svg").write_text(expansion(shown[:4]), encoding="utf-8")
+    (folder / "expansion.svg").write_text(expansion(shown[:4]), encoding="utf-8")
     engine = load_pair(method="failfast")
     options = {"policy": "fixed", "lookup_min": 3, "min_gain": 0.0}
     answer = engine.generate(QUESTION, method="failfast", max_new_tokens=64, **options)[0]
-    (HERE / "rounds.svg").write_text(acceptance(answer, engine), encoding="utf-8")
+    (folder / "rounds.svg").write_text(acceptance(answer, engine), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class GenerationConfig:
         with probability min(1, p(x) / q(x)).
       ignore_eos: go on after stop tokens.
       exact: bit-identical outputs whatever the method, at some speed.
-      options: of the method, by name; None counts as not given.
+      options: of the method, by name; None counts as not given. They may also be `named` one by one, as above.
     """
 
     method: str | None

@@ -70,7 +70,8 @@ class FailFast:
 
     Attributes:
       runtime: the models and everything compiled for them; see `Runtime`.
-      target, drafter: its models; the drafter may be replaced by one of the same shapes.
+      target: the model whose text it is.
+      drafter: the model that drafts, or None; it may be replaced by one of the same shapes.
       vocab: ids that a drafter may propose.
       load_s: seconds that loading took.
       eos_token_ids: stop tokens; the target's own unless replaced.
@@ -109,7 +110,8 @@ class FailFast:
         if tuned is not None:
             drafters.check_defaults(tuned.decoding, str(tuned.path))
         one_device = tensor_parallel == data_parallel == 1 and distributed.alone()
-        with memory_explained(f"loading {target if isinstance(target, str) else 'the models'}"):
+        loading = "loading the models" if isinstance(target, Decoder) else f"loading {target}"
+        with memory_explained(loading), waiting(loading):
             pair = read_pair(
                 target,
                 drafter,
@@ -170,12 +172,11 @@ class FailFast:
         """`cpu`, `gpu` or `tpu`."""
         return self.runtime.platform
 
-    # -- inputs ------------------------------------------------------------------------------------------
-
     def encode(self, prompt: Any, *, template: bool = True) -> list[int]:
         """Token ids of a prompt: a string (one user turn, if the tokenizer has a chat template), messages, or ids.
 
         Args:
+          prompt: `"text"`, `[{"role": "user", "content": "text"}]` or `[1, 2, 3]`.
           template: False takes a string as it is, whatever the tokenizer has.
 
         Raises:
@@ -186,26 +187,37 @@ class FailFast:
     def _encode_all(self, prompts: Any) -> list[list[int]]:
         return [self.encode(prompt) for prompt in separate(prompts)]
 
-    # -- answers -----------------------------------------------------------------------------------------
-
     def generate(self, prompts: Any, config: GenerationConfig | None = None, **options: Any) -> list[Result]:
         """Answers one prompt or a batch, each whole answer in one dispatch.
 
         Args:
           prompts: a string, a list of strings, messages, a list of messages, ids, or a list of ids.
-          config: the request; `options` replace single fields of it.
+          config: the request; None: `GenerationConfig()`.
+          options: replace single fields of it: `max_new_tokens=64`.
 
         Returns:
-          One result a prompt, in order.
+          One result a prompt, in order. Its times are in seconds, and those of the whole batch.
 
         Raises:
-          ValueError: a bad option (`OptionError`) or prompt (`PromptError`), too little memory (`DeviceMemoryError`).
+          ValueError: a bad option (`OptionError`) or prompt (`PromptError`), models that the method cannot use
+            (`ConfigError`), too little memory (`DeviceMemoryError`), logits that are not finite (`NonFiniteError`).
         """
         *_, last = self._run(self._encode_all(prompts), self.resolve(config, **options), stream=False)
         return last
 
     def stream(self, prompts: Any, config: GenerationConfig | None = None, **options: Any) -> Iterator[StreamEvent]:
-        """Like `generate`, in slices of a few rounds: yields what became final after each."""
+        """Like `generate`, in slices of a few rounds: yields what became final after each.
+
+        Args:
+          prompts: see `generate`, also for `config` and `options`.
+
+        Yields:
+          Tokens and text of one sequence that will not change any more; its last event has the whole result. Text may
+          lag behind the tokens by a character that is not complete.
+
+        Raises:
+          ValueError: see `generate`; at the first event, not at the call.
+        """
         encoded = self._encode_all(prompts)
         sent = [0] * len(encoded)
         texts = [""] * len(encoded)
@@ -225,7 +237,7 @@ class FailFast:
                 sent[index] = len(ids)
 
     def resolve(self, config: GenerationConfig | None = None, **options: Any) -> GenerationConfig:
-        """The request with its method decided, checked; `options` replace single fields.
+        """The request `config` with its method decided, checked; `options` replace single fields.
 
         Raises:
           OptionError: an option out of its range, or one that the method ignores.
@@ -248,7 +260,13 @@ class FailFast:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def request(self, prompt: Sequence[int], config: GenerationConfig, sequence: int = 0) -> Request:
-        """What a session is asked for a prompt's ids; `sequence` tells its randomness from others' with the seed."""
+        """What a session is asked.
+
+        Args:
+          prompt: token ids, see `encode`.
+          config: limits, sampling and stop tokens are taken from it; it must be resolved, see `resolve`.
+          sequence: tells its randomness from that of others with the same seed.
+        """
         return Request(
             prompt=prompt,
             max_new_tokens=config.max_new_tokens,
@@ -339,7 +357,7 @@ class FailFast:
             session.prepare(max(map(len, prompts)))
             start = time.perf_counter()
             # While the loop, the largest program, may still be compiling.
-            with waiting(f"prefill of {sum(map(len, prompts))} tokens"):
+            with waiting(f"prefill of {sum(map(len, prompts))} tokens", beside_bar=False):
                 state = session.prefill([self.request(prompt, config, row) for row, prompt in enumerate(prompts)])
                 jax.block_until_ready(state)
             times = {"prefill_s": time.perf_counter() - start}
@@ -367,7 +385,7 @@ class FailFast:
             expected = max(sum(entry.seconds for entry in log.rounds) for log in logs)
             self.runtime.costs.check(session, expected, times["decode_s"])
         if self.time_rounds:
-            logs = [dataclasses.replace(log, rounds=_timed(log.rounds, took)) for log in logs]
+            logs = [log.timed(took) for log in logs]
         used = compile_counts().since(counts)
         counted = {"compiles": used.compiles, "cache_hits": used.cache_hits, "host_syncs": syncs + 1}
         yield [
@@ -407,24 +425,12 @@ class FailFast:
             text=self._decode(ids) if self.tokenizer is not None else None,
             finish_reason=FINISH_REASONS[finish],
             method=config.method,
-            stats=Stats(
-                rounds=len(log.rounds),
-                drafted=sum(len(r.drafted) for r in log.rounds),
-                accepted=sum(r.accepted for r in log.rounds),
-                drafter_passes=log.drafter_passes,
-                target_passes=log.target_passes,
-                adopted_passes=log.adopted_passes,
-                load_s=self.load_s,
-                tokens_per_s=len(ids) / measured["decode_s"],
-                **measured,
-            ),
+            stats=Stats.of(log, load_s=self.load_s, tokens_per_s=len(ids) / measured["decode_s"], **measured),
             rounds=log.rounds,
         )
 
-    # -- drafters ----------------------------------------------------------------------------------------
-
     def build_drafter(self, config: GenerationConfig) -> Drafter:
-        """The drafter of a method with the request's settings.
+        """The drafter of the request `config`: of its method, with its settings.
 
         Raises:
           ConfigError, OptionError: the method needs another kind of model than `drafter`.
@@ -442,8 +448,3 @@ class FailFast:
         if self.corpus.tokens.max() >= self.target.config.vocab_size:
             raise PromptError(f"the corpus holds token id {self.corpus.tokens.max()}, which {self.target_name} lacks")
         return drafter.with_corpus(self.corpus.tokens)
-
-
-def _timed(rounds: Sequence[Round], took: Sequence[float]) -> list[Round]:
-    """Rounds with the times of the batch's; a row runs from the first of these on."""
-    return [dataclasses.replace(entry, took=seconds) for entry, seconds in zip(rounds, took)]

@@ -97,8 +97,6 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
         chosen.read_graph(args.target)
     if args.drafter is not None and not all_options()[method].kinds:
         raise ValueError(f"--drafter {args.drafter}: --method {method} drafts without a model")
-    if args.method is None and method == "lookup":
-        progress.note("no --drafter and no --method: drafting by --method lookup, from the text itself")
     return config
 
 
@@ -126,6 +124,8 @@ def load_engine(args: argparse.Namespace, method: str) -> Any:
         quantize_drafter=args.quantize_drafter,
     )
     engine.load_s = time.perf_counter() - start
+    if args.method is None and method == "lookup":
+        progress.note("no --drafter and no --method: drafting by --method lookup, from the text itself")
     for name, flag, model in (
         ("target", args.quantize, engine.target),
         ("drafter", args.quantize_drafter, engine.drafter),

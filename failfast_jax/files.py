@@ -24,6 +24,21 @@ LARGEST_TEXT = 2**28
 """Bytes of a file that is read whole."""
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is a file by that name.
+
+    Raises:
+      ConfigError: what there is cannot be read as one: a pipe, a device, a folder, a link that leads nowhere.
+    """
+    if path.is_file():
+        return True
+    if path.exists():
+        raise ConfigError(f"{path}: not a regular file")
+    if path.is_symlink():
+        raise ConfigError(f"{path}: a link that leads nowhere")
+    return False
+
+
 def read_text(path: Path, most: int | None = None) -> str:
     """Reads a UTF-8 text of up to `most` bytes (LARGEST_TEXT).
 

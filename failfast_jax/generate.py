@@ -17,6 +17,7 @@ from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_mo
 from failfast_jax.files import read_text
 from failfast_jax.results import Result, fate
 from failfast_jax.templates import LONGEST_TEXT
+from failfast_jax.trajectory import TERMINAL, write_trace
 
 TRACES = (".html", ".htm", ".svg", ".jsonl", ".json")
 
@@ -43,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--trace",
         metavar="FILE",
         type=Path,
-        help="write the rounds: a page if .html, a picture if .svg, else JSON lines; -: coloured, on the terminal",
+        help="write the rounds: a page if .html, a picture if .svg, else JSON lines; -: for the terminal, on stderr",
     )
     output.add_argument("--profile", metavar="DIR", type=Path, help="write a jax.profiler trace of the answer")
     sampling = parser.add_argument_group("sampling")
@@ -112,9 +113,9 @@ def _config(args: argparse.Namespace) -> GenerationConfig:
     """The request. Checked before models are read: a typo should not cost seconds."""
     common = [field.name for field in dataclasses.fields(GenerationConfig) if field.name not in ("options", "method")]
     config = config_of(args, **{name: getattr(args, name) for name in common})
-    if args.trace is not None and str(args.trace) != "-" and args.trace.suffix.lower() not in TRACES:
+    if args.trace is not None and str(args.trace) != TERMINAL and args.trace.suffix.lower() not in TRACES:
         raise ValueError(f"--trace {args.trace}: must end in {', '.join(TRACES)}, or be - for the terminal")
-    if args.trace is not None and str(args.trace) != "-" and not args.trace.resolve().parent.is_dir():
+    if args.trace is not None and str(args.trace) != TERMINAL and not args.trace.resolve().parent.is_dir():
         raise ValueError(f"--trace {args.trace}: no such folder")
     return config
 
@@ -124,8 +125,10 @@ def _run(args: argparse.Namespace) -> None:
     config = _config(args)
     engine = load_engine(args, config.method)
     engine.time_rounds = args.trace is not None
+    # On a terminal the view of the rounds has the answer.
+    viewed = str(args.trace) == TERMINAL and sys.stdout.isatty() and sys.stderr.isatty()
     with contextlib.nullcontext() if args.profile is None else engine.profile(args.profile):
-        if args.json or not sys.stdout.isatty():
+        if args.json or viewed or not sys.stdout.isatty():
             result = engine.generate([prompt], config)[0]
         else:
             for event in engine.stream([prompt], config):
@@ -138,8 +141,6 @@ def _run(args: argparse.Namespace) -> None:
     elif not sys.stdout.isatty():
         print(result.text if result.text is not None else ",".join(map(str, result.output_ids)))
     if args.trace is not None and distributed.speaks():
-        from failfast_jax.trajectory import write_trace
-
         write_trace(result, args.trace, engine.tokenizer)
     progress.note(_summary(result))
 

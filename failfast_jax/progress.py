@@ -7,8 +7,11 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from tqdm import tqdm
 
 QUIET, NORMAL, VERBOSE, DEBUG = "quiet", "normal", "verbose", "debug"
 LEVELS = {QUIET: logging.ERROR, NORMAL: logging.WARNING, VERBOSE: logging.INFO, DEBUG: logging.INFO}
@@ -16,6 +19,8 @@ PATIENCE_S = 2.0
 """Seconds after which a wait is named."""
 
 _verbosity = NORMAL
+_bars: weakref.WeakSet[tqdm] = weakref.WeakSet()
+"""Those that are closed are disabled, too."""
 
 
 def add_flags(parser: Any) -> None:
@@ -46,21 +51,34 @@ def shows() -> bool:
     return _verbosity != QUIET and sys.stderr.isatty()
 
 
-def bar_options() -> dict[str, Any]:
-    """Of a `tqdm` bar that appears once the work has taken a while."""
-    return {"disable": True} if _verbosity == QUIET else {"delay": PATIENCE_S, "disable": None}
+def progress_bar(what: str, unit: str, items: Iterable[Any] | None = None, **options: Any) -> tqdm:
+    """A bar on stderr, if progress is shown.
+
+    Args:
+      what: is counted, in a word or two.
+      unit: of the count.
+      items: what to iterate over; None: its `update` is called.
+      options: of `tqdm`; `disable` where somebody else has decided.
+    """
+    bar = tqdm(items, what, file=sys.stderr, unit=unit, **({"disable": not shows()} | options))
+    _bars.add(bar)
+    return bar
 
 
 def note(message: str) -> None:
-    """A line on stderr, unless quiet."""
+    """A line on stderr, above the bar if there is one, unless quiet."""
     if _verbosity != QUIET:
-        print(message, file=sys.stderr, flush=True)
+        tqdm.write(message, file=sys.stderr)
 
 
 @contextlib.contextmanager
-def waiting(what: str, known: str = "") -> Iterator[None]:
-    """Names what is waited for, if that takes a while, with what is known of it, and then how long it took."""
-    if not shows():
+def waiting(what: str, known: str = "", beside_bar: bool = True) -> Iterator[None]:
+    """Names what is waited for, if that takes a while, with what is known of it, and then how long it took.
+
+    Args:
+      beside_bar: False for a part of what a bar counts: the bar is enough.
+    """
+    if not shows() or not (beside_bar or all(bar.disable for bar in _bars)):
         yield
         return
     begin, timer = time.monotonic(), threading.Timer(PATIENCE_S, note, [f"{what}{known} ..."])

@@ -111,15 +111,26 @@ class Runtime:
         return StatePlacement(self.target, self.drafter_model)
 
     def plan(self, drafter: Drafter, exact: bool = False, batch: int = 1) -> Plan:
-        """Static widths of every pass for a drafter; with `exact`, widths whose rows are bit-identical (which may
-        take a self-check of some seconds, the first time)."""
+        """Static widths, in rows, of every pass for a drafter.
+
+        Args:
+          drafter: what will draft.
+          exact: widths whose rows are bit-identical; a self-check of some seconds may find them, the first time.
+          batch: sequences that are decoded together, for that check.
+        """
         if not exact or self.platform != "cpu" or self.target.dtype != jnp.float32:
             return make_plan(drafter, platform=self.platform, exact=exact)
         widths = self.width_check.widths(drafter, batch)
         return make_plan(drafter, platform=self.platform, exact=True, interchangeable=widths)
 
     def capacity(self, prompt_tokens: int, max_new_tokens: int, longest_draft: int = 0) -> int:
-        """Tokens to make room for: a bucket that holds prompt, output and a draft, at most `max_seq_len`.
+        """Tokens to make room for: a bucket that holds prompt, output and a draft, at most `max_seq_len`. Requests of
+        one bucket share programs.
+
+        Args:
+          prompt_tokens: of the longest prompt.
+          max_new_tokens: most tokens of an answer.
+          longest_draft: the drafter's `max_draft`.
 
         Raises:
           PromptTooLong: the prompt alone is.
@@ -172,9 +183,16 @@ class Runtime:
         takes all widths to cost the same until `costs.price` tells the session what they do.
 
         Args:
+          drafter: what drafts: built for `drafter_model`, where it has a model.
+          batch: rows; a multiple of the data-parallel groups.
+          capacity: tokens of a row, see `capacity`.
+          plan: None: that of `plan` for this drafter, without `exact`.
           decodes: False for a session that prefills rows for another one: its loop is compiled only if it is used.
           logprobs: keep the log-probability of each emitted token, and of so many most probable ones at its place, for
             `DraftSession.logprobs`; None: keep none, at no cost.
+
+        Raises:
+          OptionError: see `placement`.
         """
         plan, place = plan or self.plan(drafter, batch=batch), self.placement(batch)
         return DraftSession(self.programs, place, self.target, drafter, batch, capacity, plan, decodes, logprobs)
@@ -196,6 +214,8 @@ class Runtime:
 
         Args:
           model: None: the target; or its weights under another block size.
+          batch: rows; a multiple of the data-parallel groups.
+          capacity: tokens of a row, see `capacity`.
           threshold: see `decoding.dllm.step`, as for the next three.
           small_block: divides the block size.
           block_cache: whether passes may run over the small block alone.

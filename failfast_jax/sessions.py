@@ -37,8 +37,11 @@ class Request:
     Attributes:
       prompt: token ids, at least one.
       max_new_tokens: most tokens to emit.
-      temperature, top_k, top_p: how the target picks its tokens; temperature 0 is greedy, top_k 0 and top_p 1 are off.
-      seed, sequence: these two and a token's position determine its randomness, whatever row the request is in.
+      temperature: of the target's softmax; 0 is greedy.
+      top_k: tokens that it picks from, the most probable ones; 0: all.
+      top_p: probability of those that it picks from, the most probable ones; 1: all.
+      seed: with `sequence` and a token's position it determines the randomness, whatever row the request is in.
+      sequence: tells requests of one seed apart.
       eos: stop token ids, at most `decoding.state.MAX_EOS_TOKENS`.
     """
 
@@ -66,7 +69,8 @@ class Session:
     """Compiled programs for `batch` rows of `capacity` tokens; made by a `Runtime`.
 
     Attributes:
-      batch, capacity: as said.
+      batch: rows.
+      capacity: most tokens of a row, prompt and output.
       models: what every program takes first: the target and the drafter, or the model that writes.
       placement: see `Runtime.placement`.
       shapes: a state of shapes, with their places.
@@ -95,8 +99,6 @@ class Session:
         self._advance = functools.partial(advance, placement=self.placement)
         if decodes:
             self._advancing  # noqa: B018  it compiles while others are waited for
-
-    # What the two kinds of sessions differ in.
 
     def _inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Arguments of `init_state`, checked."""

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import failfast_jax
+from failfast_jax import decoding, results
+from failfast_jax.serving.queue import Queue
+from failfast_jax.sessions import Progress
 
 ROOT = Path(__file__).parents[1]
 IMPLEMENTS = {
@@ -76,6 +82,88 @@ def test_what_is_public_has_a_docstring():
     share = 100 * (1 - len(missing) / len(found))
     print(f"{len(found)} public names, {inherited} described by what they override: {share:.1f} % documented")
     assert not missing, "\n".join(missing)
+
+
+def parameters(node: ast.ClassDef | ast.FunctionDef) -> set[str]:
+    """Names of a function's parameters; of a class those of its `__init__`, or its fields."""
+    if isinstance(node, ast.ClassDef):
+        inits = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+        if not inits:
+            return {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
+        [node] = inits
+    given = node.args
+    named = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return {argument.arg for argument in named if argument is not None}
+
+
+def described_arguments(docstring: str) -> list[str]:
+    """What stands before the colon in each entry of the section `Args:`."""
+    section = re.search(r"^Args:\n((?: +.*\n?|\n)+)", docstring, re.MULTILINE)
+    if section is None:
+        return []
+    indent = re.match(" *", section[1])[0]
+    return [line.split(":")[0].strip(" *") for line in re.findall(rf"^{indent}(\S.*)", section[1], re.MULTILINE)]
+
+
+def test_docstrings_describe_parameters_that_there_are():
+    """One by one, by name: two in one entry are a parameter that does not exist."""
+    wrong, count = [], 0
+    for path in sorted(path for folder in ("failfast_jax", "convert") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                names = described_arguments(ast.get_docstring(node) or "")
+                count += len(names)
+                unknown = [name for name in names if name not in parameters(node)]
+                wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}: {name!r}" for name in unknown]
+    assert count > 300
+    assert not wrong, "\n".join(wrong)
+
+
+def parts_described(node: ast.ClassDef) -> set[str]:
+    """Fields of a class that a string behind them describes."""
+    pairs = itertools.pairwise(node.body)
+    return {
+        field.target.id
+        for field, behind in pairs
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(behind, ast.Expr)
+        and isinstance(behind.value, ast.Constant)
+        and isinstance(behind.value.value, str)
+    }
+
+
+def undescribed(name: str, node: ast.ClassDef | ast.FunctionDef) -> list[str]:
+    """Parameters and fields that neither the docstring nor a string behind them mentions; of a class its methods', too.
+
+    A method that overrides a described one has no docstring, and is left out.
+    """
+    docstring = ast.get_docstring(node) or ""
+    known = parts_described(node) if isinstance(node, ast.ClassDef) else {"self", "cls"}
+    missing = [
+        f"{name}: {each}"
+        for each in sorted(parameters(node) - known - {"self"})
+        if not re.search(rf"\b{each}\b", docstring)
+    ]
+    for part in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(part, ast.FunctionDef) and not part.name.startswith("_") and ast.get_docstring(part):
+            missing += undescribed(f"{name}.{part.name}", part)
+    return missing
+
+
+def test_what_programs_import_says_what_it_takes():
+    """Every parameter and field of what `failfast_jax` and `failfast_jax.decoding` export, and of what that returns."""
+    given = [getattr(module, name) for module in (failfast_jax, decoding) for name in module.__all__]
+    given = [each for each in given if not isinstance(each, str)] + [results.Stats, results.Round, Progress, Queue]
+    places = {(each.__module__.replace(".", "/"), each.__name__) for each in given}
+    nodes = [
+        public.node
+        for public in publics()
+        if public.inside is None and (public.where.partition(".py")[0], public.name) in places
+    ]
+    assert len(nodes) == len(places) > 30
+    wrong = [line for node in nodes for line in undescribed(node.name, node)]
+    # How many sequences there are needs no words.
+    assert [line for line in wrong if not line.endswith(": batch")] == []
 
 
 def said() -> list[str]:

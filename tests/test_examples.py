@@ -37,6 +37,18 @@ def test_a_stopping_rule_in_ones_own_jit(example, capsys):
     assert all(10 <= length < 60 for length in lengths)
 
 
+def test_the_figures_of_the_pages(monkeypatch, tmp_path):
+    """`docs/figures.py` still draws them; who changes what they show draws them anew."""
+    docs = GOLDEN.parents[2] / "docs"
+    monkeypatch.syspath_prepend(docs)
+    importlib.import_module("figures").main(tmp_path)
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    assert drawn.keys() == {"expansion.svg", "rounds.svg"}
+    assert all(text.startswith("<svg") and text.endswith("</svg>\n") for text in drawn.values())
+    assert len(drawn["expansion.svg"].splitlines()) == len((docs / "expansion.svg").read_text().splitlines())
+    assert "rejected" in drawn["rounds.svg"] and drawn["rounds.svg"].count("<rect") > 60
+
+
 def test_train_a_drafter(example, tmp_path, capsys):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 150, 5).tolist() for _ in range(16)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -39,8 +41,31 @@ def test_silence(monkeypatch, capsys, verbosity, watched):
     watch(monkeypatch, watched)
     with progress.waiting("reading"):
         time.sleep(0.2)
+    assert list(progress.progress_bar("counting", "sheep", range(3))) == [0, 1, 2]
     assert capsys.readouterr().err == ""
-    assert progress.bar_options()["disable"] is (True if verbosity == progress.QUIET else None)
+
+
+def test_lines_stand_above_a_bar(monkeypatch, capsys):
+    """One that is a part of what the bar counts is not said."""
+    watch(monkeypatch)
+    with progress.progress_bar("counting", "sheep", total=2) as bar:
+        with progress.waiting("a part", beside_bar=False):
+            time.sleep(0.2)
+        bar.update()
+        with progress.waiting("compiling"):
+            time.sleep(0.2)
+    with progress.waiting("afterwards", beside_bar=False):
+        time.sleep(0.2)
+    said = capsys.readouterr().err
+    assert "a part" not in said and "afterwards ..." in said
+    assert "\rcompiling ...\n" in said and "1/2" in said
+
+
+def test_bars_are_made_in_one_place():
+    """What `--quiet` and a stderr that is no terminal silence."""
+    package = Path(progress.__file__).parent
+    makers = [path.name for path in package.rglob("*.py") if re.search(r"\btqdm\(", path.read_text(encoding="utf-8"))]
+    assert makers == ["progress.py"]
 
 
 def test_quiet_says_nothing_but_the_answer(capsys):

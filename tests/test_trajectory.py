@@ -69,4 +69,43 @@ def test_traces_by_name(tmp_path, tokenizer, result, capsys):
         assert (tmp_path / name).read_text().startswith(begins)
     trajectory.write_trace(result, Path("-"), tokenizer)
     said = capsys.readouterr().err  # no terminal: no colours
-    assert said.startswith("   1   2/4") and "\033" not in said
+    assert said == trajectory.to_terminal(result.rounds, tokenizer, colours=False) + "\n" and "\033" not in said
+
+
+def test_the_view_for_a_terminal(tokenizer, result):
+    """The answer first, fates in colours or in brackets; then draft lengths; then rounds, those without a draft in one
+    line."""
+    plain = trajectory.to_terminal(result.rounds, tokenizer, colours=False)
+    legend, answer, bars, rounds = plain.split("\n\n")
+    assert legend == "⟦drafted and accepted⟧  the target's own  ⟪rejected⟫"
+    assert answer + "\n" == TEXT.replace("if n", "⟦if n⟧")
+    count = len(result.rounds)
+    assert bars.strip().splitlines()[1] == "█" + "·" * (count - 1) and "4 tokens" in bars
+    rejected = tokenizer.decode([5]) + tokenizer.decode([6])
+    _, first, *others = rounds.splitlines()
+    assert first == f"   1   2/4    1.5 ⟦if n⟧ <⟪{rejected}⟫"
+    assert len(others) == 1 and others[0].startswith(f"   2 to {count}, no draft:  2:↵    return")
+    coloured = trajectory.to_terminal(result.rounds, tokenizer)
+    assert "\033[32mif n\033[0m\033[34m <" in coloured and f"\033[9;31m{rejected}\033[0m" in coloured
+    unmarked = re.sub("\033\\[[0-9;]*m", "", coloured)
+    assert unmarked.replace("\n", "") == re.sub("[⟦⟧⟪⟫]", "", plain).replace("\n", "")
+
+
+def test_long_runs_are_cut_and_strips_wrap():
+    rounds = result_of(list(range(100)), [(0, []) for _ in range(100)]).rounds
+    lines = trajectory.to_terminal(rounds, colours=False).splitlines()
+    assert max(map(len, lines[3:])) < 100 and "No round had a draft" in lines
+    assert lines[-1].startswith("   1 to 100, no draft: 0 1 2") and lines[-1].endswith("…")
+    mixed = result_of(list(range(300)), [(1, [2 * i]) for i in range(100)]).rounds
+    assert [len(line) for line in trajectory.to_terminal(mixed).splitlines() if line.startswith("█")] == [64, 36]
+    assert trajectory.to_terminal([]).count("\n") > 3
+    page = trajectory.page({"m": result_of(list(range(100)), [(0, []) for _ in range(100)])})
+    assert page.count("<svg") == 1 + 5 and max(map(int, re.findall(r'width="(\d+)" height="\d+">', page))) < 390 - 32
+
+
+def test_the_strip_has_the_colours_of_the_text():
+    """What the target wrote itself is not shown as accepted."""
+    picture = trajectory.strip(result_of([1, 2, 3, 4], [(2, [1, 2, 9]), (0, [])]).rounds)
+    kept = re.findall(r'height="(\d+)" class="kept"', picture)
+    own = re.findall(r'height="(\d+)" class="own"', picture)
+    assert kept == ["16", "0"] and own == ["24", "8"]

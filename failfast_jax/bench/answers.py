@@ -10,8 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from failfast_jax.bench.datasets import Dataset
 from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.extras import needed
@@ -22,6 +20,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.errors import OptionError
 from failfast_jax.files import Record
 from failfast_jax.platforms import machine
+from failfast_jax.progress import progress_bar
 
 Place = tuple[str, str]
 """A dataset's name and a question's id."""
@@ -177,7 +176,7 @@ class RayAnswers:
         """Answers what has no record; each actor gets the next questions when it has answered."""
         waiting = list(self._asked(journal))
         idle, busy = list(self.actors), {}
-        with tqdm(total=len(waiting), desc="bench", unit="question", file=sys.stderr) as bar:
+        with progress_bar("bench", "question", total=len(waiting)) as bar:
             while waiting or busy:
                 while waiting and idle:
                     actor, (places, known) = idle.pop(), waiting.pop(0)

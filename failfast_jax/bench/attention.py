@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from failfast_jax import platforms
 from failfast_jax.bench.clock import interleaved
 from failfast_jax.kernels import gpu, reference
+from failfast_jax.progress import progress_bar
 from failfast_jax.tables import markdown
 
 # Query heads, KV heads, head_dim.
@@ -147,7 +147,7 @@ def all_numerics(routes: dict[str, list[str]]) -> tuple[list[dict[str, Any]], bo
     """`numerics` of every shape, route and width, and whether all are right."""
     checks, ok = [], True
     cases = [(shape, name, width) for shape, names in routes.items() for name in names for width in WIDTHS]
-    for index, (shape, name, width) in enumerate(tqdm(cases, desc="numerics", unit="case")):
+    for index, (shape, name, width) in enumerate(progress_bar("numerics", "case", cases)):
         block_size = (1, 32)[index % 2]
         case = {"heads": SHAPES[shape], "width": width, "dtype": DTYPE, "block_size": block_size}
         found = numerics(route(name, block_size), capacity=4096, seed=index, **case)
@@ -163,7 +163,7 @@ def all_times(routes: dict[str, list[str]], bandwidth: float) -> list[dict[str, 
     """Seconds of every shape, context and width by route, and `floor`: the live cache at the bandwidth of a copy."""
     rows = []
     cases = [(shape, context, width) for shape in routes for context in CONTEXTS for width in WIDTHS]
-    for shape, context, width in tqdm(cases, desc="timing", unit="case"):
+    for shape, context, width in progress_bar("timing", "case", cases):
         taken = {name: time_call(route(name, 1), shape, width, context) for name in routes[shape]}
         floor = live_bytes(shape, context) / bandwidth
         rows.append({"shape": shape, "context": context, "width": width, "floor": floor, "seconds": taken})

@@ -26,6 +26,7 @@ from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.engine import FailFast, Prompt, Result
 from failfast_jax.errors import PromptError
+from failfast_jax.progress import progress_bar
 
 WARM_UPS = 3
 """Most answers of one question and variant that are thrown away because they compiled something."""
@@ -84,12 +85,14 @@ class Turn:
     """A question answered once by `vanilla` and by each variant of a block.
 
     Attributes:
+      number: of the question, in the order in which they are asked, from 1.
       block: the block's name.
       reverse: whether the last variant begins.
     """
 
     dataset: Dataset
     question: Question
+    number: int
     repeat: int
     block: str
     variants: list[Variant]
@@ -265,7 +268,7 @@ class Comparison:
     def run(self, only: Collection[tuple[str, str]] | None = None) -> None:
         """Answers what has no record yet: all questions, or `only` these, each a dataset's name and an id."""
         turns = [
-            Turn(dataset, question, repeat, block, part, reverse=bool((repeat + index) % 2))
+            Turn(dataset, question, index + 1, repeat, block, part, reverse=bool((repeat + index) % 2))
             for dataset in self.datasets
             for block, part in blocks(self.variants)
             for repeat in range(self.repeats)
@@ -274,7 +277,7 @@ class Comparison:
         ]
         missing = sum(len(self._pending(turn)) for turn in turns)
         total = sum(1 + len(turn.variants) for turn in turns)
-        with tqdm(total=total, initial=total - missing, desc="bench", unit="answer", file=sys.stderr) as bar:
+        with progress_bar("bench", "answer", total=total, initial=total - missing) as bar:
             for turn in turns:
                 self._answer_all(turn, bar)
                 self._compare(turn, bar)
@@ -288,7 +291,7 @@ class Comparison:
         for position, variant in enumerate(order):
             if variant not in pending:
                 continue
-            bar.set_postfix_str(f"{dataset.name}, {variant.label}", refresh=False)
+            bar.set_postfix_str(f"{dataset.name} {turn.number} of {len(dataset.questions)}, {variant.label}")
             harness_s = self._idle()
             result = self.answer(variant, dataset, question)
             self._idle_since = time.perf_counter()

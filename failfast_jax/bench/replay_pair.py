@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.limits import papers_speedup
@@ -49,6 +47,7 @@ from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.cache import round_up
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import Execution
+from failfast_jax.progress import progress_bar
 
 LONGEST = 70
 """Longest draft of the paper's tables."""
@@ -210,7 +209,7 @@ class ReplayedPair:
         small = self._fill(*map(hollow, self.configs))
         results = {}
         turns = len(self.programs) * (self.options.repeats + 1)
-        with tqdm(desc=f"replay {self.name}", unit="run", total=turns, file=sys.stderr) as bar:
+        with progress_bar(f"replay {self.name}", "run", total=turns) as bar:
 
             def run(key: Key) -> None:
                 bar.set_postfix_str(" ".join(map(str, key)))

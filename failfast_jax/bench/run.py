@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from failfast_jax import distributed
 from failfast_jax.bench import figures, scoring, summary
@@ -34,6 +33,7 @@ from failfast_jax.bench.variants import changed_options, check_common
 from failfast_jax.bench.verdicts import DIFFERENT
 from failfast_jax.config import GenerationConfig
 from failfast_jax.files import Record, sole_writer, write_atomically
+from failfast_jax.progress import progress_bar
 
 __all__ = ["add_arguments", "work"]
 
@@ -57,7 +57,7 @@ def scores(answers: Answers | RayAnswers, journal: Journal, records: Sequence[Re
     asked = {(d.name, q.id): (d.scoring, q.reference) for d in answers.task.datasets if d.scoring for q in d.questions}
     found, scored = defaultdict(list), [r for r in records if (r["dataset"], r["question"]) in asked]
     texts = answers.texts([record["output_ids"] for record in scored]) if scored else []
-    for record, text in zip(tqdm(scored, "scores", file=sys.stderr), texts):
+    for record, text in zip(progress_bar("scores", "text", scored), texts):
         dataset, question = record["dataset"], record["question"]
         way, reference = asked[dataset, question]
         key = dataset, question, stamp(text)

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from tqdm import tqdm
 
 from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.config import GenerationConfig
@@ -41,6 +39,7 @@ from failfast_jax.drafters.economic import Economic
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.engine import FailFast
 from failfast_jax.files import Journal, sole_writer, write_atomically
+from failfast_jax.progress import progress_bar
 from failfast_jax.runtime import Request
 from failfast_jax.tables import markdown
 
@@ -101,7 +100,7 @@ def answers(engine: FailFast, prompts: Sequence[list[int]], tokens: int, journal
     """All answers, those that the journal lacks given now."""
     drafter = engine.build_drafter(GenerationConfig("failfast", policy="fixed", lookup_min=0, min_gain=0.0))
     unverified, runtime = Unverified(model=drafter), engine.runtime
-    for prompt in tqdm(prompts[len(journal.records) :], "answers", file=sys.stderr):
+    for prompt in progress_bar("answers", "answer", prompts[len(journal.records) :]):
         capacity = runtime.capacity(len(prompt), tokens, drafter.max_draft)
         session = runtime.session(unverified, capacity=capacity)
         state = session.advance(session.prefill([Request(prompt, tokens, eos=engine.eos_token_ids)]))
@@ -301,7 +300,7 @@ def simulated(given: Sequence[Answer]) -> dict[str, Any]:
     """Speeds on all machines, and how well chances were known on them."""
     size = 128 * -(-max(len(a.prompt) + len(a.output) + LONGEST for a in given) // 128)
     arrays = [inputs(answer, size) for answer in given]
-    found = [places(answer) for answer in tqdm(given, "places", file=sys.stderr)]
+    found = [places(answer) for answer in progress_bar("places", "answer", given)]
     lengths = np.asarray([len(answer.output) for answer in given])
     settings = settings_of(min(len(given[0].drafted[0]), LONGEST))
     rows, known = [], np.zeros((2, 10, 3))

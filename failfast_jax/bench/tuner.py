@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from failfast_jax.bench import grid as grids
 from failfast_jax.bench.datasets import stamp
@@ -26,6 +24,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.engine import FailFast
 from failfast_jax.files import Journal, Record
 from failfast_jax.platforms import machine
+from failfast_jax.progress import progress_bar
 
 RECORDS = "records.jsonl"
 TURN = "timed turn"
@@ -130,7 +129,7 @@ class Tuner:
         order = sorted(range(prompts), key=lambda number: len(self.prompts[number]))
         turns = [(block, repeat, number) for block in blocks for repeat in range(repeats) for number in order]
         said = f"{phase}: {len(labels)} settings, {prompts} prompts"
-        for position, (block, repeat, number) in enumerate(tqdm(turns, said, unit="turn", file=sys.stderr)):
+        for position, (block, repeat, number) in enumerate(progress_bar(said, "turn", turns)):
             timed = [len(self.pairs.get((phase, label), {}).get(number, ())) for label in block]
             missing = [label for label, times in zip(block, timed) if times <= repeat]
             if missing:

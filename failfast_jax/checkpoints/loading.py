@@ -20,18 +20,17 @@ import jax
 import ml_dtypes
 import numpy as np
 from flax import nnx
-from tqdm import tqdm
 
 from failfast_jax.checkpoints import mapping, native, safetensors
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import read_json
+from failfast_jax.files import is_there, read_json
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.config import ModelConfig, eos_ids, resolve_mask_token
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.platforms import memory_explained
-from failfast_jax.progress import bar_options
+from failfast_jax.progress import PATIENCE_S, progress_bar
 
 MASK_TOKEN = "|<MASK>|"
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
@@ -181,9 +180,9 @@ class Source:
             blocks = sharding.blocks_here(shardings[name], self.shapes[name])
             return {block: plan.assemble(name, self.shapes[name], dtype, block) for block in blocks}
 
-        shown = bar_options() if progress is None else {"disable": not progress}
+        shown = {} if progress is None else {"disable": not progress}
         size, label = self.num_parameters() * dtype.itemsize, f"reading {self.path.name}"
-        with tqdm(total=size, desc=label, unit="B", unit_scale=True, **shown) as bar:
+        with progress_bar(label, "B", total=size, unit_scale=True, delay=PATIENCE_S, **shown) as bar:
             for name, blocks in _ahead(assemble, list(self.shapes)):
                 # Waiting keeps host copies from piling up behind a slow link to the device.
                 read = jax.block_until_ready(sharding.from_blocks(blocks, shardings[name], self.shapes[name]))
@@ -218,7 +217,7 @@ def open_source(path_or_hub_id: str | os.PathLike[str]) -> Source:
         return _open_file(path)
     if path.name.endswith(native.PARTIAL):
         raise CheckpointError(f"{path}: an unfinished conversion; run the conversion again")
-    if not (path / "config.json").is_file():
+    if not is_there(path / "config.json"):
         if (path / native.PARAMS).is_dir():
             raise CheckpointError(f"{path}: an unfinished conversion (no config.json); run the conversion again")
         hint = "expected a Hugging Face folder or one written by python -m convert"

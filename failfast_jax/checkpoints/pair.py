@@ -26,7 +26,7 @@ from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.loading import Source, as_dtype, open_source
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.errors import ConfigError, OptionError
-from failfast_jax.files import read_json
+from failfast_jax.files import is_there, read_json
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.attention import refusal
 from failfast_jax.models.config import ModelConfig
@@ -47,7 +47,7 @@ def feature_kind(source: str | os.PathLike) -> Kind | None:
       ConfigError: a drafter of another architecture than those that are read.
     """
     config = resolve_source(source) / "config.json"
-    if not config.is_file():
+    if not is_there(config):
         return None
     raw = read_json(config)
     names = raw.get("architectures") or []

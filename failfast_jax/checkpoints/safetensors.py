@@ -19,7 +19,7 @@ import numpy as np
 
 from failfast_jax.checkpoints.mapping import StoredTensor
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import read_json
+from failfast_jax.files import is_there, read_json
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -46,10 +46,11 @@ def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dic
 
     Raises:
       CheckpointError: no weights, only pickled ones, a missing shard, or a damaged file.
+      ConfigError: by the name of one is something that is no file.
     """
-    if (folder / WEIGHTS).is_file():
+    if is_there(folder / WEIGHTS):
         return file_tensors(folder / WEIGHTS, dtypes)
-    if not (folder / INDEX).is_file():
+    if not is_there(folder / INDEX):
         raise CheckpointError(_no_weights(folder))
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -57,7 +58,7 @@ def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dic
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
         path = folder / shard
-        if not path.is_file():
+        if not is_there(path):
             raise CheckpointError(f"{path}: no such file, but {INDEX} names it; download the checkpoint again")
         for name, tensor in file_tensors(path, dtypes).items():
             if weight_map.get(name) != shard:

@@ -61,7 +61,7 @@ class Drafter:
         return ()
 
     def with_corpus(self, tokens: Int[Array, " corpus"]) -> Drafter:
-        """The drafter, knowing earlier texts (-1 behind each), if it has a use for them."""
+        """The drafter, knowing the `tokens` of earlier texts (-1 behind each), if it has a use for them."""
         del tokens
         return self
 
@@ -90,14 +90,23 @@ class Drafter:
     ) -> Any:
         """Consumes prompt positions `start .. start + width - 1` (beyond a prompt's end: padding).
 
-        `features` are those of the same positions; they are final where `position < length - 1`.
+        Args:
+          state: of `init`, or of the chunk before.
+          committed: the prompts, `[B, T]`.
+          start: a multiple of `chunk_multiple`, traced.
+          width: static.
+          features: the target's residual stream at the same positions, of the F layers `feature_layers`; final where
+            `position < length - 1`.
+
+        Returns:
+          The state behind these positions.
         """
         del committed, start, width, features
         return state
 
     def held(self, state: Any, committed: Committed) -> Int[Array, " B"]:
         """Leading positions whose keys and values in the state's caches are final: what another text that begins alike
-        need not prefill again."""
+        need not prefill again, at most `committed.length` - 1."""
         del state
         return committed.length - 1
 
@@ -105,7 +114,12 @@ class Drafter:
         """Proposes tokens for positions `length ...` of every running sequence.
 
         Args:
+          state: of `prefill` or `commit`.
+          committed: the text so far, and how long a draft still fits (`committed.room`).
           begun: first part of the draft, from another source: an expanding drafter goes on behind it.
+
+        Returns:
+          Drafts of 0 to `max_draft` tokens, and the state.
 
         Raises:
           ValueError: a begun draft was given to a drafter that does not expand.
@@ -118,7 +132,12 @@ class Drafter:
             raise ValueError(f"{type(self).__name__} does not expand its drafts: it cannot go on with another's")
 
     def commit(self, state: Any, outcome: Outcome) -> Any:
-        """Learns what became of the draft."""
+        """Learns what became of the draft.
+
+        Args:
+          state: of `draft`.
+          outcome: the text before and after, the draft, and how much of it was accepted.
+        """
         del outcome
         return state
 

@@ -38,13 +38,22 @@ class Plan:
 
 
 def make_plan(drafter: Drafter, *, platform: str, exact: bool = False, interchangeable: tuple[int, ...] = ()) -> Plan:
-    """Chooses the widths for a drafter on a platform (`cpu`, `gpu`, `tpu`).
+    """Chooses the widths for a drafter on a platform.
 
     Args:
+      drafter: its `draft_lengths`, `max_draft` and `chunk_multiple` decide.
+      platform: `cpu`, `gpu` or `tpu`, as of `jax.default_backend()`.
       exact: a row's result must not depend on the pass it is computed in. One constant width then serves
         every step, the prefill's too.
       interchangeable: under `exact`, widths whose rows were shown to be bit-identical; they serve as the
         ladder instead of the constant width.
+
+    Returns:
+      Static: pass it to `jit` by name in `static_argnames`.
+
+    Raises:
+      ValueError: a drafter that reads the target's features, and whose `chunk_multiple` does not divide the widths of
+        the target's prefill.
     """
     multiple = drafter.chunk_multiple
     longest = drafter.max_draft + 1
@@ -80,7 +89,8 @@ def cpu_ladder(longest: int) -> tuple[int, ...]:
 
 
 def buffer_length(capacity: int, drafter: Drafter, plan: Plan) -> int:
-    """Positions to allocate for `capacity` tokens: a window may reach beyond the last of them."""
+    """Positions to allocate for `capacity` tokens, a multiple of the plan's tile: a window of the drafter or of
+    a verify may reach beyond the last token. It is the T of `DecodeState.tokens`."""
     longest = round_up(drafter.max_draft + 1, plan.widths[-1])
     widest = max(longest, drafter.window + drafter.max_draft, plan.prefill_widths[0], plan.drafter_prefill_widths[0])
     return round_up(capacity + widest, plan.tile)
@@ -111,7 +121,14 @@ def prefill_schedule(
     """Chunks that cover all but the last of `prompt_tokens` tokens, within a buffer of `buffer` positions.
 
     Args:
+      prompt_tokens: of the longest prompt.
+      drafter: its own chunks are beside the target's where their widths differ.
+      plan: says which widths there are.
+      buffer: see `buffer_length`.
       begin: positions that the caches hold already, a multiple of the drafter's `chunk_multiple`.
+
+    Returns:
+      Arguments of `prefill_chunk`, in order: the target's chunks before those of a drafter that has others.
     """
 
     def chunks(widths: tuple[int, ...], parts: tuple[str, ...]) -> list[PrefillCall]:

@@ -46,11 +46,22 @@ def init_state(
     """A state with the prompts committed and empty caches; call `prefill` next.
 
     Args:
-      tokens: prompts, padded on the right with anything.
-      prompt_length: at least 1, at most `capacity`.
+      target: the model whose text it is; its cache is made here.
+      drafter: what will draft; its state is made here.
+      tokens: ids of B prompts, padded on the right with anything to P tokens.
+      prompt_length: tokens of each prompt, at least 1, at most `capacity`.
+      max_new_tokens: most tokens to emit, of each sequence.
       eos: each sequence's stop token ids, padded with -1: see `stop_tokens`.
-      capacity: most tokens a sequence may hold; static.
+      sampling: how the target picks, by sequence: see `greedy_sampling`.
+      capacity: most tokens a sequence may hold, prompt and output; static.
+      plan: of `make_plan`; static, and the same in every later call.
       logprobs: static: keep the log-probability of each emitted token and of so many most probable ones; None: of none.
+
+    Returns:
+      A state of its own memory, which may be donated; a sequence whose prompt leaves no room is finished.
+
+    Raises:
+      ValueError: P exceeds `capacity`.
     """
     batch, width = tokens.shape
     if width > capacity:
@@ -76,7 +87,7 @@ def init_state(
 
 
 def greedy_sampling(batch: int) -> Sampling:
-    """Settings for plain greedy decoding."""
+    """Settings for plain greedy decoding of `batch` sequences: temperature 0, no filters. Every leaf is `[B]`."""
     return Sampling(
         temperature=jnp.zeros((batch,), jnp.float32),
         top_k=jnp.zeros((batch,), jnp.int32),
@@ -88,6 +99,9 @@ def greedy_sampling(batch: int) -> Sampling:
 
 def stop_tokens(ids: tuple[int, ...], batch: int = 1) -> Int[np.ndarray, "B Z"]:
     """Stop ids in the static shape that a state holds, the same for each of `batch` sequences.
+
+    Returns:
+      `[B, MAX_EOS_TOKENS]`, padded with -1.
 
     Raises:
       ValueError: more than `MAX_EOS_TOKENS`.
@@ -108,7 +122,16 @@ def prefill_chunk(
 ) -> DecodeState:
     """Caches prompt positions `start .. start + width - 1`; the last prompt token is left to the first round.
 
-    `parts` restricts the work to one of the two models, for plans in which their widths differ.
+    Args:
+      target: the model whose text it is.
+      drafter: sees the target's features of these positions, if it wants them.
+      state: of `init_state`, or of the chunk before.
+      start: first position, traced; a multiple of the drafter's `chunk_multiple`.
+      width: positions, static; one of the plan's.
+      parts: which of the two models, for plans in which their widths differ.
+
+    Returns:
+      The state with longer caches; its text is as it was.
     """
     batch = state.length.shape[0]
     features = jnp.zeros((batch, width, 0, target.config.hidden_size), target.dtype)
@@ -123,14 +146,26 @@ def prefill_chunk(
 
 
 def prefill(target: Decoder, drafter: Drafter, state: DecodeState, *, prompt_tokens: int, plan: Plan) -> DecodeState:
-    """All prefill chunks for prompts of up to `prompt_tokens` tokens (static), in one trace."""
+    """All prefill chunks, in one trace: caches what `init_state` committed.
+
+    Args:
+      target: the model whose text it is.
+      drafter: what will draft; it sees the prompts, too.
+      state: fresh from `init_state`.
+      prompt_tokens: tokens of the longest prompt, static.
+      plan: that of the state.
+
+    Returns:
+      The state, ready for `step` and `generate`. The last token of each prompt is left to the first round.
+    """
     for call in prefill_schedule(prompt_tokens, drafter, plan, state.tokens.shape[1]):
         state = prefill_chunk(target, drafter, state, jnp.int32(call.start), width=call.width, parts=call.parts)
     return state
 
 
 def draft(drafter: Drafter, state: DecodeState) -> tuple[Draft, DecodeState]:
-    """The drafter's proposal."""
+    """The first part of a round: the drafter's proposal for each of the sequences in `state`, 0 to `drafter.max_draft`
+    tokens, and the state with what the drafter remembers of making it."""
     with jax.named_scope("draft"):
         proposal, drafter_state = drafter.draft(state.drafter, state.committed)
         return proposal, state.replace(drafter=drafter_state)
@@ -139,14 +174,34 @@ def draft(drafter: Drafter, state: DecodeState) -> tuple[Draft, DecodeState]:
 def verify(
     target: Decoder, drafter: Drafter, state: DecodeState, proposal: Draft, *, plan: Plan
 ) -> tuple[Verified, DecodeState]:
-    """The target's own picks after the last committed token and along the draft."""
+    """The second part: the target's own picks after the last committed token and along the draft.
+
+    Args:
+      target: the model whose text it is.
+      drafter: says whether drafts are trees, and which of the target's layers it wants to see.
+      state: of `draft`.
+      proposal: of `draft`, up to M tokens a sequence.
+      plan: that of the state; the pass has the narrowest of its widths that holds the longest draft and a token (under
+        a `constant` plan there are as many passes as it takes).
+
+    Returns:
+      `[B, M + 1]` picks, and how many drafted tokens they agree with; and the state with a longer cache.
+    """
     verifier = verify_tree if drafter.drafts_trees else verify_chain
     with jax.named_scope("verify"):
         return verifier(target, drafter.feature_layers, state, proposal, plan)
 
 
 def commit(drafter: Drafter, state: DecodeState, proposal: Draft, verified: Verified) -> DecodeState:
-    """Appends what was accepted and one token of the target's, cut at EOS and length; logs the round."""
+    """The last part: appends what was accepted and one token of the target's, cut at EOS and length; tells the drafter
+    (`Drafter.commit`), and logs the round. A sequence whose logits are not finite ends as FAILED before that token.
+
+    Args:
+      drafter: what drafted.
+      state: of `verify`.
+      proposal: of `draft`.
+      verified: of `verify`.
+    """
     with jax.named_scope("commit"):
         before, running = state.committed, state.running
         left = state.max_length - state.length
@@ -212,7 +267,8 @@ def _logged(log: RoundLog, running: Array, proposal: Draft, verified: Verified, 
 
 
 def step(target: Decoder, drafter: Drafter, state: DecodeState, *, plan: Plan) -> DecodeState:
-    """One round: draft, verify, commit. Finished sequences stay as they are."""
+    """One round: draft, verify, commit, with the `target`'s picks at the widths of `plan`. Each
+    running sequence of `state` emits 1 to `drafter.max_draft` + 1 tokens; finished ones stay as they are."""
     proposal, state = draft(drafter, state)
     verified, state = verify(target, drafter, state, proposal, plan=plan)
     return commit(drafter, state, proposal, verified)
@@ -227,10 +283,19 @@ def generate(
     *,
     plan: Plan,
 ) -> DecodeState:
-    """Rounds until every sequence is finished, or at most `rounds` more (a traced number; None: no limit).
+    """Rounds until every sequence is finished, or at most `rounds` more: one `while_loop`, no host in between.
 
     Args:
+      target: the model whose text it is.
+      drafter: what drafts.
+      state: behind `prefill`, or a former call; it may be donated.
+      rounds: most rounds of this call, traced; None: no limit.
       until_any: traced, too: end as soon as one of the sequences that are still running has finished.
+      plan: that of the state, static.
+
+    Returns:
+      The state: sequence b's text is `tokens[b, :length[b]]`, its prompt included, `finish[b]` says why it ended, and
+      `log` has the rounds.
     """
     last = state.log.round + rounds if rounds is not None else jnp.iinfo(jnp.int32).max
     least = jnp.where(until_any, jnp.maximum(state.running.sum(), 1), 1)

@@ -186,7 +186,9 @@ def step(
 
     Args:
       graph: see the module; with no row it is `dllm.step`, which notes what states could have been made of.
-      small_block, block_cache, steps: see `dllm.step`.
+      small_block: see `dllm.step`.
+      block_cache: likewise.
+      steps: likewise.
     """
     block, at, graph = model.config.block_size, state.at, jnp.asarray(graph)
     work = dllm.work_of(model, state, small_block)

@@ -19,11 +19,12 @@ from failfast_jax.decoding.state import Outcome
 
 @flax.struct.dataclass
 class DraftSoFar:
-    """What a rule sees after each chunk."""
+    """What a rule sees after each chunk of B drafts of at most M tokens."""
 
     tokens: Int[Array, "B M"]
-    """Anything beyond `drafted`."""
+    """Ids; anything beyond `drafted`."""
     confidence: Float[Array, "B M"]
+    """In [0, 1], the probability of the drafter's own pick; anything beyond `drafted`."""
     drafted: Int[Array, " B"]
     """Length of the draft, the newest chunk included."""
     newest: Int[Array, " B"]
@@ -38,19 +39,34 @@ class DraftSoFar:
 
 @flax.struct.dataclass
 class StopRule:
-    """Decides for each sequence whether its draft stops growing. Pure and traceable."""
+    """Decides for each sequence whether its draft stops growing: the condition of the loop in Algorithm 1 of the paper.
+    Pure and traceable; fields are settings, and may be traced, too."""
 
     def init(self, batch: int) -> Any:
-        """The memory before the first round: arrays whose first axis is the batch."""
+        """The memory before the first round: a pytree of arrays whose first axis is the batch; here none."""
         del batch
         return ()
 
     def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
-        """Whether the draft ends with its newest chunk. (It also ends where no further chunk fits.)"""
+        """Whether the draft ends with its newest chunk. (It also ends where no further chunk fits.)
+
+        Args:
+          draft: of all B sequences, also of those whose draft has ended; their answer counts no more.
+          memory: of `init` and `learn`.
+
+        Raises:
+          NotImplementedError: a rule must define it.
+        """
         raise NotImplementedError
 
     def learn(self, memory: Any, outcome: Outcome) -> Any:
-        """The memory after a round."""
+        """The memory after a round.
+
+        Args:
+          memory: before it.
+          outcome: what became of the draft: `outcome.draft.length` tokens, of which `outcome.agreed` (both `[B]`) are
+            now text.
+        """
         del outcome
         return memory
 
@@ -78,6 +94,7 @@ class AtLength(StopRule):
     """Stop at a length, whatever the confidences."""
 
     length: Int[ArrayLike, ""]
+    """Tokens."""
 
     def stops(self, draft: DraftSoFar, memory: Any) -> Bool[Array, " B"]:
         return draft.drafted >= self.length
@@ -88,8 +105,8 @@ class CongestionWindow(StopRule):
     """Draft as far as the round before went well (paper, Appendix E, after TCP's congestion control).
 
     A window bounds the draft: one that was accepted whole multiplies it by `increase`; after any other it is what was
-    accepted. The memory is the window of each sequence. In the authors' early code `first` is 10, `least` 8, `increase`
-    1.8 and `most` 30.
+    accepted. The memory is the window of each sequence, `[B]`. In the authors' early code `first` is 10, `least` 8,
+    `increase` 1.8 and `most` 30. All but `increase`, a factor, are in tokens.
     """
 
     first: Int[ArrayLike, ""]

@@ -111,7 +111,8 @@ class BlockPass:
 
         Args:
           active: sequences that the pass is for.
-          threshold, least: see `above_threshold`.
+          threshold: see `above_threshold`.
+          least: likewise.
           opens_next: of stored blocks, whether the next block's first token is written, if the model shifts tokens.
 
         Returns:

@@ -50,11 +50,15 @@ class FailFastLM(TemplateLM):
     """An engine as the harness sees it. These are what `--model_args` takes:
 
     Args:
-      target, drafter, method: as in `python -m failfast_jax.generate`; without any, the default pair.
+      target: as in `python -m failfast_jax.generate`, as are the next two; without any, the default pair.
+      drafter: of a method that drafts with a model.
+      method: None: the drafter's own.
       batch: rows of generation, and texts that are scored together. `--batch_size` is the same.
       context: most tokens of a text, or of a prompt and its answer; None: what the model has, at most 2048.
       max_gen_toks: tokens of an answer where a task names no limit.
-      dtype, max_batch_size, device: the harness' own; only `dtype` does something.
+      dtype: of loaded weights.
+      max_batch_size: the harness' own, without effect.
+      device: likewise; JAX chooses it.
       engine: instead of `target` and `drafter`.
       options: of the method, and `exact`.
 

@@ -202,7 +202,8 @@ def window_attention(
 
     Args:
       qkv: of each KV head its G query heads, and the key and the value, which are not used (see `write_window`).
-      cos, sin: see `rotary_tables`.
+      cos: see `rotary_tables`.
+      sin: likewise.
       seen: what each row sees, instead of the mask rule: see `reference.in_ranges`.
 
     Raises:

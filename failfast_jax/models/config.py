@@ -30,6 +30,8 @@ LARGEST = {
 }
 """Keys of `config.json` by field, and bounds beyond any model: a damaged or hostile file must not take all memory."""
 
+POSITIVE_OF_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
@@ -127,7 +129,23 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape and rules of one decoder, as read from `config.json`."""
+    """Shape and rules of one decoder, as read from `config.json`: see `from_dict`, which names the keys.
+
+    Attributes:
+      model_type: one of `SUPPORTED_MODEL_TYPES`.
+      vocab_size: rows of the embedding; logits are as wide.
+      hidden_size: width of the residual stream.
+      intermediate_size: width of the gated MLP.
+      num_layers: decoder layers.
+      num_heads: query heads of a layer, a multiple of `num_kv_heads`.
+      num_kv_heads: heads of its keys and values.
+      head_dim: width of a head, even.
+      rms_norm_eps: added to mean squares before their root is taken.
+      rope: the rotary embedding.
+      qkv_bias: whether queries, keys and values have biases.
+      o_bias: whether the output projection of attention has one.
+      mlp_bias: whether the MLP's matrices have.
+    """
 
     model_type: str
     vocab_size: int
@@ -145,7 +163,9 @@ class ModelConfig:
     qk_norm: bool = False
     """RMSNorm of each query's and each key's head, before the rotary embedding (Qwen3)."""
     tie_embeddings: bool = False
+    """Whether the embedding also makes the logits."""
     max_position_embeddings: int = 2048
+    """The context: most tokens of prompt and output together."""
     block_size: int = 1
     """Attention rule: position i sees position j iff i // block_size >= j // block_size; 1 is causal."""
     mask_token_id: int | None = None
@@ -153,6 +173,7 @@ class ModelConfig:
     token_shift: bool = True
     """Whether row i predicts token i + 1; a block-diffusion model without it (SDAR) fills position i from row i."""
     eos_token_ids: tuple[int, ...] = ()
+    """Stop tokens."""
 
     @property
     def is_diffusion(self) -> bool:
@@ -164,7 +185,8 @@ class ModelConfig:
         return {key: getattr(self, key) for key in ("model_type", "vocab_size", "hidden_size", "num_layers")}
 
     def with_mask_row(self, num_layers: int, block_size: int) -> ModelConfig:
-        """Of a block-diffusion drafter that borrows this model's embedding; one row more is its mask."""
+        """Of a block-diffusion drafter of `num_layers` layers, which fills blocks of `block_size` positions and borrows
+        this model's embedding; one row more is its mask."""
         return dataclasses.replace(
             self,
             num_layers=num_layers,
@@ -178,6 +200,10 @@ class ModelConfig:
         """Parses a Hugging Face `config.json`.
 
         The mask token is only read from the key `mask_token_id` here; `resolve_mask_token` adds what a tokenizer says.
+
+        Args:
+          raw: the file's object.
+          where: the file, for messages.
 
         Raises:
           ConfigError: an unknown `model_type`, a missing key or a value that the decoder cannot serve.
@@ -238,9 +264,10 @@ class ModelConfig:
         for name, (key, most) in LARGEST.items():
             if not 1 <= getattr(self, name) <= most:
                 raise ConfigError(f"{where}: key {key!r} must be from 1 to {most}, got {getattr(self, name)}")
-        rope = (self.rope.theta, self.rope.factor, self.rope.attention_factor)
-        if not all(math.isfinite(value) and value > 0 for value in (self.rms_norm_eps, *rope)):
-            raise ConfigError(f"{where}: rms_norm_eps and the numbers of the rotary embedding must be positive")
+        positive = {"rms_norm_eps": self.rms_norm_eps, "rope_theta": self.rope.theta}
+        for key, value in (positive | {key: getattr(self.rope, key) for key in POSITIVE_OF_ROPE}).items():
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{where}: key {key!r} must be a positive number, got {value}")
         if self.num_heads % self.num_kv_heads:
             heads = f"num_attention_heads {self.num_heads} is no multiple of num_key_value_heads {self.num_kv_heads}"
             raise ConfigError(f"{where}: {heads}")

@@ -291,7 +291,7 @@ class Queue:
         return self._open and self.error is None and self._thread.is_alive()
 
     def encode(self, prompt: Any, *, template: bool = True) -> list[int]:
-        """Token ids of a prompt: see `FailFast.encode`.
+        """Token ids of a prompt, also for `template`: see `FailFast.encode`.
 
         Raises:
           PromptError: see there; `PromptTooLong`: it leaves no room for an answer.
@@ -318,7 +318,8 @@ class Queue:
           prompt: text, messages or ids.
           sequence: tells samples of one prompt and seed apart.
           stop: strings before the first of which the answer ends; they need a tokenizer.
-          tell, logprobs: see `Answer`.
+          tell: called with each `Piece`, in the queue's thread; see `Answer`.
+          logprobs: most probable tokens to be told beside each that was picked; None: none, see `Answer`.
           options: fields named in `PER_REQUEST`. `max_new_tokens` is cut to what there is room for.
 
         Raises:

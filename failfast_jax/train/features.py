@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from tqdm import tqdm
 
 from failfast_jax.command import OutOfTime
 from failfast_jax.files import naming, read_json, write_atomically
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.progress import progress_bar
 from failfast_jax.train.data import DataError, Documents
 
 BATCH = 8
@@ -114,7 +114,8 @@ class FeatureCache:
         # By length, so that little is padding.
         order = np.argsort(self.lengths, kind="stable")
         groups = [order[at : at + BATCH] for at in range(0, len(order), BATCH)]
-        for number in tqdm(range(done, len(groups)), desc="features", unit="batch", initial=done, total=len(groups)):
+        left = range(done, len(groups))
+        for number in progress_bar("features", "batch", left, initial=done, total=len(groups)):
             group = groups[number]
             width = -(-max(self.lengths[i] for i in group) // 64) * 64
             tokens = np.zeros((BATCH, width), np.int32)

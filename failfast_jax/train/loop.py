@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from tqdm import tqdm
 
 from failfast_jax.errors import OptionError
 from failfast_jax.files import append_lines, read_lines, write_atomically
 from failfast_jax.models.config import ModelConfig
+from failfast_jax.progress import progress_bar
 from failfast_jax.train.spread import Spread
 
 LOG_FILE = "log.jsonl"
@@ -299,7 +299,7 @@ class _Progress:
         self.log, self.objective = log, objective
         records = read_lines(log)[0] if log.exists() else []
         write_atomically(log, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
-        self.bar = tqdm(total=steps, initial=step, desc="train", unit="step")
+        self.bar = progress_bar("train", "step", total=steps, initial=step)
         self._shown: dict[str, str] = {}
         self._rows, self._operations, self._start = 0, 0.0, time.perf_counter()
 

@@ -22,9 +22,6 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-from tqdm import tqdm
 
 from failfast_jax.checkpoints.hub import default_target_path, find_models
 from failfast_jax.checkpoints.loading import as_dtype
@@ -33,6 +30,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
 from failfast_jax.files import sole_writer
+from failfast_jax.progress import progress_bar
 from failfast_jax.train.data import DataError, read_documents, write_documents
 from failfast_jax.train.openings import OPENINGS, held_out_prompts, read_openings
 from failfast_jax.train.resume import begin, is_begun
@@ -139,8 +137,7 @@ def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -
         bar.update(documents)
 
     done = (len(shards) - len(missing)) * size
-    options: dict[str, Any] = {"desc": "selfgen", "unit": "doc", "file": sys.stderr}
-    with tqdm(total=len(shards) * size, initial=done, **options) as bar:
+    with progress_bar("selfgen", "doc", total=len(shards) * size, initial=done) as bar:
         for number in shards:
             path = shard_path(folder, number)
             if number not in missing:

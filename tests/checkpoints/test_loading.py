@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import socket
 import time
@@ -169,6 +170,29 @@ def test_pickles_are_refused(golden, name):
     (folder / "model.safetensors").rename(folder / name)
     for path in (folder, folder / name):
         refuses("unpickling runs whatever code.*safetensors version", path)
+
+
+def test_what_is_no_file_is_called_so(golden):
+    """Nothing waits for a pipe or reads a device without end."""
+    folder = golden()
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    weights.unlink()
+    os.mkfifo(weights)
+    refuses("model.safetensors: not a regular file", folder, error=ConfigError)
+    weights.unlink()
+    weights.symlink_to("/dev/zero")
+    refuses("model.safetensors: not a regular file", folder, error=ConfigError)
+    config.unlink()
+    config.symlink_to(config.name)
+    refuses("config.json: a link that leads nowhere", folder, error=ConfigError)
+
+
+@pytest.mark.parametrize("key, value", [("rope_theta", "NaN"), ("rope_theta", "-1"), ("rms_norm_eps", "Infinity")])
+def test_numbers_out_of_range_are_named(golden, key, value):
+    config = golden() / "config.json"
+    raw = {name: each for name, each in json.loads(config.read_text()).items() if name not in (key, "rope_parameters")}
+    config.write_text(f'{json.dumps(raw)[:-1]}, "{key}": {value}}}')
+    refuses(f"config.json: key '{key}' must be a positive number, got", config.parent, error=ConfigError)
 
 
 def test_folders_without_a_model(tmp_path, golden):

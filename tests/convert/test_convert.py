@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import signal
 from collections import namedtuple
@@ -207,6 +208,16 @@ def test_too_little_disk_space(capsys, monkeypatch, out):
     needed = parameters * 4 + (GOLDEN / "llama_tied" / "generation_config.json").stat().st_size
     assert f"{needed + conversion.SPARE_BYTES:,} bytes needed, 5,000 bytes available" in message
     assert not out.parent.exists()
+
+
+def test_places_where_nothing_can_be_made(capsys, monkeypatch, tmp_path, out):
+    (tmp_path / "page.md").touch()
+    message = refused(capsys, qwen2, GOLDEN / "llama_tied", tmp_path / "page.md" / "out")
+    assert f"{tmp_path / 'page.md'}: is not a folder" in message
+    flags = namedtuple("flags", "f_flag")(os.ST_RDONLY)
+    monkeypatch.setattr(conversion.os, "statvfs", lambda path: flags)
+    message = refused(capsys, qwen2, GOLDEN / "llama_tied", out)
+    assert "its file system is read-only; name a folder that may be written" in message and not out.parent.exists()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 import sys
@@ -52,12 +53,18 @@ def _decoder(tokenizer: Any) -> Callable[[int], str]:
 
 
 def to_terminal(rounds: Sequence[Round], tokenizer: Any = None) -> str:
-    """One line a round, coloured with ANSI escapes."""
+    """One line a round, coloured with ANSI escapes; rounds without drafts, one after the other, share a line."""
     decode = _decoder(tokenizer)
-    lines = []
-    for number, (entry, row) in enumerate(zip(rounds, spans(rounds)), 1):
-        text = "".join(f"{_ANSI[kind]}{decode(token)}{_RESET}" for kind, token, _ in row).replace("\n", "\\n")
-        lines.append(f"{number:4d} {entry.accepted:3d}/{len(entry.drafted):<3d} {text}")
+    lines, begin = [], 1
+    for drafted, group in itertools.groupby(zip(rounds, spans(rounds)), key=lambda found: bool(found[0].drafted)):
+        together = list(group)
+        for run in [[one] for one in together] if drafted else [together]:
+            row = [span for _, spans_of in run for span in spans_of]
+            text = "".join(f"{_ANSI[kind]}{decode(token)}{_RESET}" for kind, token, _ in row).replace("\n", "\\n")
+            entry, last = run[0][0], begin + len(run) - 1
+            numbers = f"{begin:4d}" if last == begin else f"{begin}-{last}".rjust(4)
+            lines.append(f"{numbers} {entry.accepted:3d}/{len(entry.drafted):<3d} {text}")
+            begin = last + 1
     return "\n".join(lines)
 
 

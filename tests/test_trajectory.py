@@ -70,3 +70,9 @@ def test_traces_by_name(tmp_path, tokenizer, result, capsys):
     trajectory.write_trace(result, Path("-"), tokenizer)
     said = capsys.readouterr().err  # no terminal: no colours
     assert said.startswith("   1   2/4") and "\033" not in said
+
+
+def test_rounds_without_drafts_share_a_line_of_the_terminal():
+    lines = trajectory.to_terminal(result_of([*range(3, 12)], [(1, [3]), (0, []), (0, []), (0, []), (0, [7])]).rounds)
+    plain = [re.sub("\033\\[[0-9;]*m", "", line) for line in lines.splitlines()]
+    assert plain == ["   1   1/1   3 4 ", " 2-4   0/0   5 6 7 ", "   5   0/1   8 7 "]

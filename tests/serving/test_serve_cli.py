@@ -80,6 +80,17 @@ def test_told_to_stop_before_it_serves(name, status, said):
         assert server.wait(20) == status
 
 
+def test_quiet_says_nothing():
+    """In a process of its own, as programs that log keep what stderr was. As where tokenizers are read, transformers
+    does not advise to install PyTorch."""
+    program = "import os; os.environ['TRANSFORMERS_NO_ADVISORY_WARNINGS'] = '1'\n" + SERVER
+    program = program.replace(
+        "raise", "from failfast_jax.serving.server import Server\nServer.run = lambda *_, **__: None\nraise"
+    )
+    with start("-c", program.replace("--port 0", "--port 0 --quiet")) as server:
+        assert server.stderr.read() == "" and server.wait(60) == 0
+
+
 def test_ctrl_c_while_a_command_is_imported():
     """Ends it as it ends other programs, without a traceback; who imports the package gets his exception."""
     with start("-v", "-m", "failfast_jax.serve") as server:  # says what it imports

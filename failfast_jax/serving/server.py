@@ -43,6 +43,7 @@ class Server(uvicorn.Server):
     def __init__(self, queue: Queue, options: ServeOptions, model: str):
         app = build_app(queue, options, model)
         settings: dict[str, Any] = {"timeout_keep_alive": KEEP_ALIVE_S, "lifespan": "off"}
+        settings["log_config"] = None  # whose process it is says where to: uvicorn's own would close others' handlers
         # Should all else fail.
         settings["timeout_graceful_shutdown"] = options.grace + 2 * LAST_WORDS_S
         super().__init__(uvicorn.Config(app, log_level="warning", backlog=BACKLOG, **settings))

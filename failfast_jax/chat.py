@@ -72,7 +72,7 @@ class Chat:
 
     def _queue(self, config: GenerationConfig) -> Queue:
         rows = RowOptions(batch=1, context=self.options.context, rounds=2)
-        progress.note("compiling")
+        progress.note("compiling: minutes at the first time, seconds later")
         return Queue(self.engine, config, least_reuse=1, **rows.for_queue(self.engine.max_seq_len))
 
     def close(self) -> None:

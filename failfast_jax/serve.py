@@ -91,7 +91,7 @@ def _work(args: argparse.Namespace) -> None:
             least = len(engine.encode([{"role": "user", "content": "?"}]))
             if how["capacity"] <= least:
                 raise OptionError(f"--context {how['capacity']}: the chat template alone takes {least} tokens")
-        progress.note("compiling")
+        progress.note("compiling: minutes at the first time, seconds later")
         with Queue(engine, config, waiting=options.waiting, logprobs=options.logprobs, **how) as queue:
             name = options.model_name or os.path.basename(str(engine.target_name).rstrip("/"))
             server = Server(queue, options, name)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from failfast_jax import command
+from failfast_jax import command, progress
 from failfast_jax.config import GenerationConfig
 from failfast_jax.engine import FailFast
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.options import CommandOptions, add_flags_of, option
 from failfast_jax.results import fate
 from failfast_jax.serving.options import RowOptions, refuse_diffusion
-from failfast_jax.serving.queue import PER_REQUEST, Finished, Queue
+from failfast_jax.serving.queue import PER_REQUEST, Answer, Finished, Queue
 from failfast_jax.trajectory import to_terminal
 
 HELP = """\
@@ -40,6 +44,16 @@ class ChatOptions(CommandOptions):
     seed: int = option(0, "one seed, one conversation", least=0, most=2**32 - 1)
 
 
+@contextlib.contextmanager
+def handling(handler: Any) -> Iterator[Any]:
+    """Inside, this handles Ctrl-C; gives what did before."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield before
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Chat:
     """A conversation with an engine. Its caches stay: a turn prefills what is new.
 
@@ -51,12 +65,14 @@ class Chat:
     def __init__(self, engine: FailFast, config: GenerationConfig, options: ChatOptions):
         self.engine, self.options = engine, options
         self.answers: list[Finished] = []
+        self._answer: Answer | None = None
+        self._stopped = False
         self.queue = self._queue(config)
         self.reset()
 
     def _queue(self, config: GenerationConfig) -> Queue:
         rows = RowOptions(batch=1, context=self.options.context, rounds=2)
-        print("compiling", file=sys.stderr, flush=True)
+        progress.note("compiling: minutes at the first time, seconds later")
         return Queue(self.engine, config, least_reuse=1, **rows.for_queue(self.engine.max_seq_len))
 
     def close(self) -> None:
@@ -68,22 +84,29 @@ class Chat:
         system = self.options.system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
+    def stop(self, *_: object) -> None:
+        """Stops the answer that is being given, if there is one: a handler of Ctrl-C, which raises nothing."""
+        self._stopped = True
+        if self._answer is not None:
+            self._answer.cancel()
+
     def say(self, text: str) -> None:
-        """Takes a turn, and prints the answer as it comes. Ctrl-C ends it there; what was said stays."""
+        """Takes a turn, and prints the answer as it comes. Any number of Ctrl-C end it; what was said stays."""
         messages = [*self.messages, {"role": "user", "content": text}]
         settings = {name: getattr(self.options, name) for name in PER_REQUEST if name != "ignore_eos"}
-        answer = self.queue.submit(messages, **settings)
-        try:
+        self._stopped = False
+        with handling(self.stop):
+            answer = self._answer = self.queue.submit(messages, **settings)
+            if self._stopped:
+                answer.cancel()
             for piece in answer:
                 print(piece, end="", flush=True)
-        except KeyboardInterrupt:
-            answer.cancel()
-        finished = answer.result()
-        print(" [stopped]" if finished.finish_reason == "cancelled" else "", flush=True)
-        if finished.finish_reason == "length":
-            print("[the answer reached its limit: see --max-new-tokens and --context]", file=sys.stderr)
-        self.messages = [*messages, {"role": "assistant", "content": finished.text}]
-        self.answers.append(finished)
+            finished = answer.result()
+            print(" [stopped]" if finished.finish_reason == "cancelled" else "", flush=True)
+            if finished.finish_reason == "length":
+                print("[the answer reached its limit: see --max-new-tokens and --context]", file=sys.stderr)
+            self.messages = [*messages, {"role": "assistant", "content": finished.text}]
+            self.answers.append(finished)
 
     def command(self, line: str) -> bool:
         """A line that begins with a slash; returns whether the conversation goes on."""
@@ -104,12 +127,18 @@ class Chat:
         return True
 
     def change_method(self, method: str) -> None:
-        """Goes on with another method; none: says which."""
+        """Goes on with another method; none: says which. Ctrl-C goes back to the one before."""
         if method:
             config = self.engine.resolve(GenerationConfig(method, exact=self.queue.config.exact))
             self.engine.build_drafter(config)  # what cannot be served is said before the old queue is closed
+            before = self.queue.config
             self.queue.close()
-            self.queue = self._queue(config)
+            try:
+                with handling(signal.default_int_handler):
+                    self.queue = self._queue(config)
+            except KeyboardInterrupt:
+                print("interrupted; going back", file=sys.stderr)
+                self.queue = self._queue(before)
         print(f"method: {self.queue.config.method}")
 
     def stats(self) -> str:
@@ -131,24 +160,26 @@ def _sentence(answers: list[Finished]) -> str:
 
 
 def talk(chat: Chat) -> None:
-    """Reads lines until the end."""
-    while True:
-        try:
-            line = input("> ").strip()
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print("\n/quit leaves")
-            continue
-        try:
-            if line.startswith("/"):
-                if not chat.command(line):
-                    return
-            elif line:
-                chat.say(line)
-        except ValueError as error:  # the conversation is as it was before
-            print(f"error: {error}", file=sys.stderr)
+    """Reads lines until the end. Ctrl-C raises an exception at the prompt only."""
+    with handling(chat.stop) as usual:
+        while True:
+            try:
+                with handling(usual):
+                    line = input("> ").strip()
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print("\n/quit leaves")
+                continue
+            try:
+                if line.startswith("/"):
+                    if not chat.command(line):
+                        return
+                elif line:
+                    chat.say(line)
+            except ValueError as error:  # the conversation is as it was before
+                print(f"error: {error}", file=sys.stderr)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -174,7 +205,7 @@ def _work(args: argparse.Namespace) -> None:
     engine.encode([{"role": "user", "content": "?"}])  # a chat template is needed
     chat = Chat(engine, config, options)
     try:
-        print(f"{Path(str(engine.target_name)).name}, method {chat.queue.config.method}; /help", file=sys.stderr)
+        progress.note(f"{Path(str(engine.target_name)).name}, method {chat.queue.config.method}; /help")
         talk(chat)
     finally:
         chat.close()

@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from failfast_jax import distributed, files, progress
+from failfast_jax import distributed, files, progress, starting
 from failfast_jax.errors import OptionError
 
 FORMATTER = argparse.RawDescriptionHelpFormatter
-UNEXPECTED, USAGE_ERROR, UNFINISHED, INTERRUPTED = 1, 2, 3, 130
-"""Exit statuses. UNFINISHED: `--minutes` ended the work; the same command goes on."""
+UNEXPECTED, USAGE_ERROR, UNFINISHED, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
+"""Exit statuses. UNFINISHED: `--minutes` ended the work; the same command goes on. The last two are what shells say of
+SIGINT and SIGTERM."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,6 +71,11 @@ def deadline_after(minutes: float | None) -> float:
     return time.monotonic() + 60 * minutes
 
 
+def terminated(*_: object) -> NoReturn:
+    """A handler of SIGTERM for work that must not end in the middle of a line."""
+    raise SystemExit(TERMINATED)
+
+
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
     """Inside, a signal whose exception nobody catches comes again, until somebody does.
@@ -104,8 +110,8 @@ def run(
     """Runs a command's work and returns its exit status.
 
     Input that cannot be served (`ValueError`, `OSError`) becomes one line on stderr and status 2, the end of
-    `--minutes` (`OutOfTime`) 3, Ctrl-C 130. Anything else is a fault of ours: a line and status 1, with `--debug` its
-    traceback.
+    `--minutes` (`OutOfTime`) 3, Ctrl-C 130, SIGTERM 143 where its handler is `terminated`. Anything else is a fault of
+    ours: a line and status 1, with `--debug` its traceback.
 
     Args:
       work: returns a status; None is 0.
@@ -115,10 +121,11 @@ def run(
     """
     progress.set_verbosity(verbosity)
     try:
-        distributed.join(where)
-        with heard(), distributed.one_voice():
-            logging.basicConfig(stream=sys.stderr, format="%(levelname)s: %(message)s")
-            status = work() or 0
+        with starting.interruptible():
+            distributed.join(where)
+            with heard(), distributed.one_voice():
+                logging.basicConfig(stream=sys.stderr, format="%(levelname)s: %(message)s")
+                status = work() or 0
     except (ValueError, OSError) as error:
         said = files.explained(error) if isinstance(error, OSError) else error
         print(distributed.named(f"error: {said}"), file=sys.stderr)
@@ -129,6 +136,11 @@ def run(
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         status = INTERRUPTED
+    except SystemExit as told:
+        if told.code != TERMINATED:
+            raise
+        print("stopped by SIGTERM", file=sys.stderr)
+        status = TERMINATED
     except Exception as error:
         if progress.is_debugging():
             raise

@@ -83,6 +83,13 @@ def _texts(prompt: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
+def characters(prompt: Any) -> int:
+    """Of a text, or of messages; 0 of token ids."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(map(len, _texts(prompt))) if len(prompt) and isinstance(prompt[0], Mapping) else 0
+
+
 def separate(prompts: Any) -> list[Any]:
     """One prompt or several, as a list of prompts.
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 
-from failfast_jax import command
+from failfast_jax import command, progress
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.errors import OptionError
 from failfast_jax.options import add_flags_of
@@ -68,17 +68,13 @@ def is_loopback(address: str) -> bool:
     return False
 
 
-def _terminated(*_: object) -> None:
-    raise SystemExit(0)
-
-
 def _work(args: argparse.Namespace) -> None:
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, command.terminated)
     options = ServeOptions.given(args)
     refuse_diffusion(args.method)
     check_extra()
     from failfast_jax.serving.queue import Queue
-    from failfast_jax.serving.server import BACKLOG, Server, url_of
+    from failfast_jax.serving.server import BACKLOG, Server, signals_end, url_of
 
     key = options.key()
     config = config_of(args, exact=args.exact, max_new_tokens=options.max_new_tokens)
@@ -95,15 +91,14 @@ def _work(args: argparse.Namespace) -> None:
             least = len(engine.encode([{"role": "user", "content": "?"}]))
             if how["capacity"] <= least:
                 raise OptionError(f"--context {how['capacity']}: the chat template alone takes {least} tokens")
-        print("compiling", file=sys.stderr, flush=True)
+        progress.note("compiling: minutes at the first time, seconds later")
         with Queue(engine, config, waiting=options.waiting, logprobs=options.logprobs, **how) as queue:
             name = options.model_name or os.path.basename(str(engine.target_name).rstrip("/"))
             server = Server(queue, options, name)
-            # From here on not by an exception, which may come while the loop is not ready for one.
-            signal.signal(signal.SIGTERM, server.handle_exit)
-            listening.listen(BACKLOG)  # before it is said
-            print(f"serving {name} at {url_of(listening)}/v1", file=sys.stderr, flush=True)
-            server.run(sockets=[listening])
+            with signals_end(server):
+                listening.listen(BACKLOG)  # before it is said
+                progress.note(f"serving {name} at {url_of(listening)}/v1")
+                server.run(sockets=[listening])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -35,7 +35,7 @@ LONGEST_S = 120.0
 """A command that runs for longer hangs. (Generous: the machine may be busy.)"""
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "kills.half"}
 SIGNALS = (signal.SIGKILL,) * 4 + (signal.SIGTERM, signal.SIGINT)
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 """Programs that compile quickly."""
 
@@ -328,7 +328,7 @@ class ServerKiller(Killer):
                 pass
             status = statuses[0]
         self.kills[signal.Signals(number).name] += 1
-        if status not in (-number, 0, INTERRUPTED) or "Traceback" in run.words():
+        if status not in (-number, 0, INTERRUPTED, TERMINATED) or "Traceback" in run.words():
             raise Lost(f"exit status {status} behind {signal.Signals(number).name}: {run.words()}")
         return False
 

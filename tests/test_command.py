@@ -49,10 +49,6 @@ def test_values_that_look_like_flags():
     assert parser.parse_args(["--prompt", "x", "--", "--verbose"]).rest == ["--verbose"]
 
 
-def terminated(*_):
-    raise SystemExit(0)
-
-
 class Destructor:
     def __init__(self, number):
         self.number = number
@@ -78,7 +74,7 @@ def in_the_collector(number):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_signals_are_heard_where_exceptions_are_lost(name, lose, interrupts, monkeypatch, capsys):
     number = signal.Signals[name]
-    before = signal.signal(signal.SIGTERM, terminated)
+    before = signal.signal(signal.SIGTERM, command.terminated)
 
     def work():
         lose(number)
@@ -86,8 +82,8 @@ def test_signals_are_heard_where_exceptions_are_lost(name, lose, interrupts, mon
 
     try:
         if number == signal.SIGTERM:
-            with pytest.raises(SystemExit):
-                command.run(work)
+            assert command.run(work) == command.TERMINATED
+            assert capsys.readouterr().err == "stopped by SIGTERM\n"
         else:
             assert command.run(work) == command.INTERRUPTED
             assert capsys.readouterr().err == "interrupted\n"

@@ -41,7 +41,7 @@ BOTTOM = {
         "platforms",
         "progress",
     ),
-    *("results", "tables", "templates"),
+    *("results", "starting", "tables", "templates"),
 }
 LAYERS = (
     BOTTOM,

@@ -416,4 +416,7 @@ def read_variants(args: argparse.Namespace) -> tuple[list[Variant], set[str]]:
     swept = [v for v in (*named, *rest) if v.sweep and v.method in SWEPT.values() and "spec_len" in v.options]
     if lengths is not None and not swept:
         raise ValueError(f"--sweep {lengths}: is for {' and '.join(SWEPT)}; --methods names neither")
-    return check_labels([*named, *rest]), {v.label for v in rest} - {v.label for v in named}
+    variants = check_labels([*named, *rest])
+    if not variants:
+        raise ValueError(f"--methods: {BASELINE} is what others are compared with, and always runs; name one beside it")
+    return variants, {v.label for v in rest} - {v.label for v in named}

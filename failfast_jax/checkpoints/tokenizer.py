@@ -36,15 +36,21 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> PreTrainedTokenize
         from failfast_jax.checkpoints.gguf import GGUFFile
         from failfast_jax.checkpoints.gguf_tokenizer import fast_tokenizer_arguments
 
-        return _transformers().PreTrainedTokenizerFast(**fast_tokenizer_arguments(GGUFFile.open(path)))
+        return _silent(_transformers().PreTrainedTokenizerFast(**fast_tokenizer_arguments(GGUFFile.open(path))))
     try:
         if (path / "tokenizer.json").is_file():
-            return _transformers().PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+            return _silent(_transformers().PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True))
         if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-            return _from_vocabulary_files(path)
+            return _silent(_from_vocabulary_files(path))
     except Exception as error:  # the Rust library raises bare Exceptions
         raise CheckpointError(f"{path}: its tokenizer cannot be read ({error})") from error
     return None
+
+
+def _silent(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Says nothing of texts longer than the model's context: how long one may be is checked, and said, by who asks."""
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
 
 
 def _from_vocabulary_files(folder: Path) -> PreTrainedTokenizerBase:

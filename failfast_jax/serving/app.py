@@ -242,6 +242,7 @@ def build_app(queue: Queue, options: ServeOptions, model: str) -> fastapi.FastAP
 
     app.include_router(v1)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"description": "the engine has failed"}})
     async def health() -> JSONResponse:
         """Whether requests are taken."""

@@ -18,6 +18,11 @@ class Gone(Exception):
     """The client has closed the connection."""
 
 
+def unavailable(error: QueueClosed) -> RequestError:
+    """What a client is told of a queue that has failed or ends."""
+    return RequestError(f"the server cannot answer: {error}", status=503, code="unavailable")
+
+
 class Exchange:
     """The answers to one HTTP request. Whoever leaves it, however, frees their rows.
 
@@ -78,7 +83,7 @@ class Exchange:
             wait = {"Retry-After": str(round(error.seconds))}
             raise RequestError(f"{error}; try again", status=429, code="queue_full", **wait) from None
         except QueueClosed as error:
-            raise RequestError(str(error), status=503, code="unavailable") from None
+            raise unavailable(error) from None
         finally:
             if self._left:  # in the meantime
                 self.leave()
@@ -110,8 +115,8 @@ class Exchange:
                     raise Gone
                 index, piece = news
                 if piece.error is not None:
-                    status = 503 if isinstance(piece.error, QueueClosed) else 500
-                    raise RequestError(str(piece.error), status=status)
+                    closed = isinstance(piece.error, QueueClosed)
+                    raise unavailable(piece.error) if closed else RequestError(str(piece.error), status=500)
                 if piece.finished is not None:
                     self.finished[index] = piece.finished
                 yield index, piece

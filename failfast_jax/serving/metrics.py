@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -100,7 +101,8 @@ class Metrics:
 
 
 class CountedResponses:
-    """Counts an application's responses by their status. What it raises is logged, and answered with a 500."""
+    """Counts an application's responses by their status. What it raises is logged, and answered with a 500; what is
+    cancelled because the server ends, with a 503."""
 
     def __init__(self, app: Any, metrics: Metrics):
         self._app, self._metrics = app, metrics
@@ -117,6 +119,9 @@ class CountedResponses:
 
         try:
             await self._app(scope, receive, counted)
+        except asyncio.CancelledError:  # the server's own task: nobody is above it but uvicorn, which would log it
+            if not begun:
+                await refuse(counted, 503, "the server ends")
         except Exception:
             if begun:
                 raise

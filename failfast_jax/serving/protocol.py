@@ -79,6 +79,8 @@ def explained(errors: Sequence[dict[str, Any]]) -> tuple[str, str | None]:
     either = next((at for at, part in enumerate(parts) if part in CHOICES), None)
     if first["type"] == "json_invalid":
         return RULES["json_invalid"].format(**first["ctx"]), None
+    if not parts and isinstance(first.get("input"), bytes):
+        return "the body: must be JSON, with the header 'Content-Type: application/json'", None
     if first["type"] == "value_error":
         said = str(first["msg"]).removeprefix("Value error, ")
         name, colon, _ = said.partition(":")
@@ -207,6 +209,8 @@ class ChatRequest(_Request):
 
     @model_validator(mode="after")
     def _served_here(self) -> ChatRequest:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_completion_tokens: is another name of max_tokens, which says something else")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
         if self.response_format not in (None, {"type": "text"}):

@@ -10,6 +10,7 @@ with Queue(engine, batch=4, capacity=1024) as queue:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import queue
 import threading
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from failfast_jax.config import GenerationConfig
+from failfast_jax.encoding import characters
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError, PromptTooLong
 from failfast_jax.results import Round, TokenLogprob
@@ -25,6 +27,7 @@ from failfast_jax.runtime import Request, RowLog
 from failfast_jax.serving.options import refuse_diffusion
 from failfast_jax.serving.scheduler import Job, Scheduler
 from failfast_jax.serving.text import TextStream
+from failfast_jax.templates import LONGEST_TEXT
 
 logger = logging.getLogger("failfast_jax")
 
@@ -290,12 +293,24 @@ class Queue:
         """Whether requests are being served."""
         return self._open and self.error is None and self._thread.is_alive()
 
+    @functools.cached_property
+    def _most_characters(self) -> int:
+        """In which there may be room for an answer: no token spells more than the longest. (Reading megabytes as
+        tokens would hold up everybody else.)"""
+        tokenizer = self.engine.tokenizer
+        return (
+            self.capacity * max(map(len, tokenizer.get_vocab()), default=0) if tokenizer is not None else LONGEST_TEXT
+        )
+
     def encode(self, prompt: Any, *, template: bool = True) -> list[int]:
         """Token ids of a prompt, also for `template`: see `FailFast.encode`.
 
         Raises:
           PromptError: see there; `PromptTooLong`: it leaves no room for an answer.
         """
+        if (found := characters(prompt)) > self.capacity and found > self._most_characters:
+            most = f"{self.capacity} tokens, those of its answer among them, spell at most {self._most_characters}"
+            raise PromptTooLong(f"the prompt has {found} characters; {most}")
         with self._encoding:
             ids = self.engine.encode(prompt, template=template)
         if len(ids) >= self.capacity:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -20,14 +22,19 @@ KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open: longer than clients keep theirs, so that none meets a closing one."""
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
+LAST_WORDS_S = 2
+"""Seconds for telling clients that their answers are cut off."""
 
 
 class Server(uvicorn.Server):
-    """Serves a queue; told to end, it says what it waits for.
+    """Serves a queue; told to end, it says what it waits for, and to whom it waited for in vain that it ends.
 
     Args:
-      queue: open; the caller closes it.
+      queue: open; the caller closes it. It is closed here if answers are cut off.
       model: what it is called in the API.
+
+    Attributes:
+      signals: those that came.
 
     Raises:
       OptionError: see `ServeOptions.key`.
@@ -35,17 +42,68 @@ class Server(uvicorn.Server):
 
     def __init__(self, queue: Queue, options: ServeOptions, model: str):
         app = build_app(queue, options, model)
-        settings: dict[str, Any] = {"timeout_graceful_shutdown": options.grace, "timeout_keep_alive": KEEP_ALIVE_S}
+        settings: dict[str, Any] = {"timeout_keep_alive": KEEP_ALIVE_S, "lifespan": "off"}
+        settings["log_config"] = None  # whose process it is says where to: uvicorn's own would close others' handlers
+        # Should all else fail.
+        settings["timeout_graceful_shutdown"] = options.grace + 2 * LAST_WORDS_S
         super().__init__(uvicorn.Config(app, log_level="warning", backlog=BACKLOG, **settings))
-        self._queue, self._grace = queue, options.grace
+        self._queue, self._grace, self._cut = queue, options.grace, 0
+        self.signals: list[int] = []
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """A handler of signals: at the first one the server ends, at the second it waits no longer."""
+        self.signals.append(sig)
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves them to those who own the process: see `signals_end`."""
+        yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends what was begun, for as long as `grace` says."""
         if left := self._queue.unfinished:
             progress.note(f"finishing {_answers(left)}, for at most {self._grace} s; Ctrl-C again: at once")
+        cutting = asyncio.create_task(self._cut_off())
         await super().shutdown(sockets)
-        left = self._queue.unfinished
-        progress.note(f"ended; cut off: {_answers(left)}" if left else "ended")
+        cutting.cancel()
+        progress.note(f"ended; cut off: {_answers(self._cut)}" if self._cut else "ended")
+
+    async def _cut_off(self) -> None:
+        """When time is over, closes the queue, which tells everybody who still waits, and then what connects them."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + self._grace
+        while clock() < end and len(self.signals) < 2:
+            await asyncio.sleep(0.05)
+        self._cut = self._queue.unfinished
+        closing = asyncio.create_task(asyncio.to_thread(self._queue.close))
+        await asyncio.wait({closing}, timeout=LAST_WORDS_S)
+        await asyncio.sleep(LAST_WORDS_S / 4)  # for the words to be sent
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        await asyncio.sleep(LAST_WORDS_S / 4)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        self.force_exit = True
+
+
+@contextlib.contextmanager
+def signals_end(server: Server) -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM end the server, and not by an exception, which may come while its loop is not ready
+    for one.
+
+    Raises:
+      KeyboardInterrupt: behind it, if SIGINT came first.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, server.handle_exit) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if server.signals[:1] == [signal.SIGINT]:
+        raise KeyboardInterrupt
 
 
 def _answers(count: int) -> str:

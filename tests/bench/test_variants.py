@@ -29,6 +29,11 @@ def test_options_follow_their_method():
     assert every.options == {"tau": 0.5, "block_size": None, "exact": True, "schedule": "aligned"}
 
 
+def test_vanilla_alone_is_no_comparison():
+    with pytest.raises(ValueError, match="--methods: vanilla is what others are compared with, and always runs"):
+        read(["vanilla"])
+
+
 def test_a_corpus_is_no_option_of_the_request():
     variant, *swept = read(["suffix:corpus=64,tau=0.2"], ["suffix:corpus=8|16"])
     assert variant.label == "suffix:corpus=64,tau=0.2" and variant.options == {"corpus": 64, "tau": 0.2}

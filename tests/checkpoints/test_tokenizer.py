@@ -47,6 +47,16 @@ def test_smollm2_round_trip(smollm2, text):
     assert 0 <= min(ids) and max(ids) < 49_152
 
 
+def test_a_long_text_is_no_warning(smollm2, monkeypatch):
+    """Whether there is room for it, others check; a server would log transformers' word on it."""
+    from transformers import tokenization_utils_base
+
+    said = []
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", said.append)
+    monkeypatch.setattr(smollm2, "model_max_length", 4)
+    assert len(smollm2("one two three four five six")["input_ids"]) > 4 and not said
+
+
 def test_smollm2_special_tokens(smollm2):
     for id, token in enumerate(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]):
         assert smollm2.encode(token) == [id]

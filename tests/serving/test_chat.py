@@ -14,6 +14,8 @@ from served import chat_engine, quick
 
 from failfast_jax import chat
 from failfast_jax.chat import Chat, ChatOptions, talk
+from failfast_jax.serving.queue import Answer, Queue
+from failfast_jax.serving.scheduler import Scheduler
 from failfast_jax.trajectory import to_terminal
 
 pytestmark = pytest.mark.usefixtures("few_widths")
@@ -69,16 +71,14 @@ def test_another_method_says_the_same(talker, monkeypatch, capsys):
 
 def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(talker, monkeypatch, capsys, interrupts):
     class Impatient(io.StringIO):
-        """Presses Ctrl-C once some of the answer is there."""
+        """Presses Ctrl-C whenever some of the answer is there."""
 
         def write(self, text: str) -> int:
             done = super().write(text)
-            if not pressed and self.getvalue():
-                pressed.append(True)
+            if text and not text.startswith("> "):  # not at the prompt
                 signal.raise_signal(signal.SIGINT)
             return done
 
-    pressed: list[bool] = []
     monkeypatch.setattr(talker, "options", dataclasses.replace(talker.options, max_new_tokens=200, temperature=1.5))
     talker.reset()
     talker.say("what is it?")
@@ -95,6 +95,41 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(talker, monkeypatch, 
     monkeypatch.undo()
     talker.say("go on")
     assert [message["role"] for message in talker.messages[1:]] == ["user", "assistant"] * 2
+
+
+@pytest.mark.parametrize("where", ["submit", "result"])
+def test_ctrl_c_again_and_again_ends_no_conversation(talker, monkeypatch, capsys, interrupts, where):
+    """Before there is an answer, and while its end is waited for."""
+    owner = Queue if where == "submit" else Answer
+    honest = getattr(owner, where)
+
+    def pressing(self, *args, **named):
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        return honest(self, *args, **named)
+
+    monkeypatch.setattr(owner, where, pressing)
+    monkeypatch.setattr(talker, "options", dataclasses.replace(talker.options, max_new_tokens=200, temperature=1.5))
+    talker.reset()
+    out = typed(talker, monkeypatch, capsys, "what is it?", "/quit")
+    assert [message["role"] for message in talker.messages[1:]] == ["user", "assistant"]
+    assert ("[stopped]" in out) == (where == "submit")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_while_a_method_is_compiled_goes_back(talker, monkeypatch, capsys, interrupts):
+    build, waited = Scheduler.__init__, []
+
+    def pressing(self, *args, **named):
+        waited.append(True)
+        signal.raise_signal(signal.SIGINT)
+        build(self, *args, **named)
+
+    monkeypatch.setattr(Scheduler, "__init__", pressing)
+    talker.reset()
+    out = typed(talker, monkeypatch, capsys, "a", "/method vanilla", "b", "/quit")
+    assert "method: lookup" in out and len(waited) == 2
+    assert [message["content"] for message in talker.messages[1::2]] == ["a", "b"]
 
 
 def slow() -> None:

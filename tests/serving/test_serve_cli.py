@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -36,11 +37,19 @@ raise SystemExit(serve.main(options.split()))
 """
 
 
-def test_told_to_stop_it_leaves():
-    """In a process of its own, with the signal that init systems send."""
+def start(*words: str) -> subprocess.Popen:
+    """Python in a process of its own, which hears Ctrl-C even if this one does not."""
     folders = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "serving"), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": folders}
-    with subprocess.Popen([sys.executable, "-c", SERVER], stderr=subprocess.PIPE, text=True, env=environment) as server:
+    hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(
+        [sys.executable, *words], stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=hear
+    )
+
+
+def test_told_to_stop_it_leaves():
+    """With the signal that init systems send."""
+    with start("-c", SERVER) as server:
         lines = []
         for line in server.stderr:
             lines.append(line)
@@ -57,6 +66,41 @@ def test_told_to_stop_it_leaves():
         rest = server.stderr.read()
         assert server.wait(20) == 0, rest
         assert "Traceback" not in rest and rest.splitlines()[-1] == "ended"
+
+
+@pytest.mark.parametrize(
+    "name, status, said", [("SIGINT", 130, "stopped by Ctrl-C"), ("SIGTERM", 143, "stopped by SIGTERM")]
+)
+def test_told_to_stop_before_it_serves(name, status, said):
+    slow = "(print('reading', file=__import__('sys').stderr), __import__('time').sleep(60))"
+    with start("-c", SERVER.replace("lambda args, method: chat_engine()", f"lambda args, method: {slow}")) as server:
+        assert server.stderr.readline() == "reading\n"
+        server.send_signal(signal.Signals[name])
+        assert server.stderr.read().splitlines()[-1] == said
+        assert server.wait(20) == status
+
+
+def test_quiet_says_nothing():
+    """In a process of its own, as programs that log keep what stderr was. As where tokenizers are read, transformers
+    does not advise to install PyTorch."""
+    program = "import os; os.environ['TRANSFORMERS_NO_ADVISORY_WARNINGS'] = '1'\n" + SERVER
+    program = program.replace(
+        "raise", "from failfast_jax.serving.server import Server\nServer.run = lambda *_, **__: None\nraise"
+    )
+    with start("-c", program.replace("--port 0", "--port 0 --quiet")) as server:
+        assert server.stderr.read() == "" and server.wait(60) == 0
+
+
+def test_ctrl_c_while_a_command_is_imported():
+    """Ends it as it ends other programs, without a traceback; who imports the package gets his exception."""
+    with start("-v", "-m", "failfast_jax.serve") as server:  # says what it imports
+        next(line for line in server.stderr if line.startswith("import 'jax"))
+        server.send_signal(signal.SIGINT)
+        assert "Traceback" not in server.stderr.read()
+        assert server.wait(20) == -signal.SIGINT
+    program = "import failfast_jax, signal; raise SystemExit(signal.getsignal(2) is not signal.default_int_handler)"
+    with start("-c", program) as other:
+        assert other.wait(60) == 0
 
 
 @pytest.fixture

@@ -208,6 +208,27 @@ def test_a_prompt_that_is_too_long_has_openais_code(site):
     assert post(site, prompt=[1, 40]).json()["error"]["code"] is None
 
 
+def test_what_cannot_fit_is_refused_before_it_is_tokenised(site, queue, monkeypatch):
+    """No token has more characters than `token 39`."""
+    monkeypatch.setattr(queue.engine, "encode", lambda *_, **__: 1 / 0)
+    text = "a" * (8 * CAPACITY + 1)
+    for path, body in (
+        ("completions", {"prompt": text}),
+        ("chat/completions", {"messages": [TURNS[0] | {"content": text}]}),
+    ):
+        answer = post(site, path, **body)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+    monkeypatch.undo()
+    assert "the prompt has 1280 tokens" in post(site, prompt=text[1:]).text
+
+
+def test_two_limits_that_differ_are_refused(site):
+    asked = {"messages": TURNS, "max_tokens": 2}
+    answer = post(site, "chat/completions", **asked, max_completion_tokens=3)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_completion_tokens"
+    assert post(site, "chat/completions", **asked, max_completion_tokens=2).status_code == 200
+
+
 def test_errors_name_the_argument_and_no_file(site, queue, monkeypatch):
     monkeypatch.setattr(queue.engine, "target_name", "/srv/models/secret")
     error = post(site, prompt=[1, 40]).json()["error"]
@@ -255,6 +276,9 @@ def test_wrong_chats_paths_and_bytes(site, client):
     for content, said in ((b"[]", "the body: must be an object"), (b"", "the body: is missing")):
         answer = httpx.post(f"{site.url}/v1/completions", content=content, headers=headers)
         assert answer.status_code == 400 and answer.json()["error"]["message"] == said
+    form = {**headers, "Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
+    answer = httpx.post(f"{site.url}/v1/completions", content=b'{"prompt": "a"}', headers=form)
+    assert answer.status_code == 400 and "the header 'Content-Type: application/json'" in answer.text
     assert httpx.get(f"{site.url}/v1/nothing", headers=headers).json()["error"]["message"] == "Not Found"
     assert httpx.get(f"{site.url}/v1/completions", headers=headers).status_code == 405
 
@@ -270,6 +294,7 @@ def test_the_key(site):
 def test_health_and_metrics(site, client):
     client.completions.create(model="tiny", prompt="abcabcabc", temperature=0, max_tokens=20)
     assert httpx.get(f"{site.url}/health").json() == {"status": "ok"}
+    assert httpx.head(f"{site.url}/health").status_code == 200
     text = httpx.get(f"{site.url}/metrics").text
     values = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if not line.startswith("#")}
     assert values["failfast_rows"] == 3 and values["failfast_queue_length"] == 0 == values["failfast_rows_busy"]

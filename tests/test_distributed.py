@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -15,6 +17,7 @@ from two_processes import COMMON, DRAFTER, PROMPTS, TARGET
 
 from failfast_jax import FailFast, distributed
 from failfast_jax.checkpoints.safetensors import WEIGHTS
+from failfast_jax.command import INTERRUPTED
 from failfast_jax.errors import OptionError
 
 SCRIPT = Path(__file__).parent / "two_processes.py"
@@ -40,7 +43,7 @@ def report(devices):
     said, errors = first.communicate(timeout=500)
     assert first.returncode == 0, errors
     assert second.wait(60) == 0 and second.stdout.read() == ""  # process 0 speaks for both
-    return json.loads(said)
+    return json.loads(said) | {"stderr": errors}
 
 
 def test_answers_are_those_of_one_process(report):
@@ -53,6 +56,12 @@ def test_a_process_reads_only_its_parts(report):
     """Of what is spread; norms are whole on every device, and so are the drafter's layers and too few KV heads."""
     everything = sum(value.size for folder in (TARGET, DRAFTER) for value in load_file(folder / WEIGHTS).values())
     assert report["numbers read"] < 0.9 * everything
+
+
+def test_a_target_is_read_without_an_exchange(report):
+    """Its KV heads are copied, and yet no process connects to the other: many small exchanges lock each other out."""
+    before, after = report["stderr"].split("TARGET READ")
+    assert "[Gloo]" not in before and "[Gloo]" in after
 
 
 def test_processes_agree(report):
@@ -73,6 +82,20 @@ def test_a_lost_process_ends_the_other():
     assert second.wait(60) == 9
     _, errors = first.communicate(timeout=60)
     assert first.returncode != 0 and errors
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, INTERRUPTED)])
+def test_a_process_that_waits_hears_signals(number, status):
+    first, second = started(1, "wait")
+    try:
+        assert first.stdout.readline() == "waiting\n", first.communicate()[1]
+        time.sleep(2)
+        first.send_signal(number)
+        assert first.wait(10) == status
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize("where", ["here", "localhost,2,0", "localhost:1234,2", "localhost:1234,2,2", "a:1,x,0"])

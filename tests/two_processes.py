@@ -1,7 +1,7 @@
 """One of two processes that answer together; process 0 prints the answers as JSON.
 
 Run as a script: `two_processes.py HOST:PORT,2,INDEX DEVICES` for that many devices in each, with `lose` behind it to
-lose process 1 while they answer.
+lose process 1 while they answer, with `wait` to have process 0 wait for it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 
 if __name__ == "__main__":
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={sys.argv[2]}"
@@ -43,8 +44,12 @@ def main() -> None:
         FailFast(TARGET, tensor_parallel=devices)
     except OptionError as error:
         report["a process left out"] = str(error)
+    if "wait" in sys.argv:
+        wait()
     if "lose" in sys.argv:
         lose(FailFast(TARGET, tensor_parallel=2 * devices))
+    FailFast(TARGET, tensor_parallel=2 * devices)
+    print("TARGET READ", file=sys.stderr, flush=True)
     read.clear()
     spread = FailFast(TARGET, DRAFTER, tensor_parallel=2 * devices)
     report["numbers read"] = sum(read)
@@ -54,6 +59,14 @@ def main() -> None:
     report["two groups"] = [result.output_ids for result in engine.generate(PROMPTS, method="vanilla", **COMMON)]
     report["agreed"] = distributed.agreed({"process": jax.process_index(), "text": "ä" * (1 + jax.process_index())})
     print(json.dumps(report))
+
+
+def wait() -> None:
+    """Process 0 waits for a value of process 1, which does not bring it."""
+    print("waiting", flush=True)
+    if jax.process_index() == 1:
+        time.sleep(300)
+    distributed.agreed("nothing")
 
 
 def lose(engine: FailFast) -> None:

@@ -8,6 +8,7 @@ beside the caches is small and the same on all devices.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -138,12 +139,48 @@ def from_blocks(blocks: Blocks, place: Sharding, shape: tuple[int, ...]) -> jax.
     return jax.make_array_from_callback(shape, place, lambda part: blocks[_block(part, shape)])
 
 
-def put(value: ArrayLike, place: Sharding) -> jax.Array:
-    """`jax.device_put` that sends nothing between processes: each has the value, and keeps its devices' parts."""
-    if place.is_fully_addressable or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+def put(value: ArrayLike, place: Sharding, name: str = "an array") -> jax.Array:
+    """`jax.device_put` that sends nothing between processes: each has the value, or all that its devices shall hold.
+
+    Raises:
+      ValueError: a part of it lies on another process alone; says `name`. See `whole`.
+    """
+    if place.is_fully_addressable:
         return jax.device_put(value, place)
-    value = np.asarray(value)
-    return jax.make_array_from_callback(value.shape, place, lambda part: value[part])
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+        return jax.make_array_from_callback(value.shape, place, lambda part: value[part])
+    if value.sharding.is_equivalent_to(place, value.ndim):
+        parts = [shard.data for shard in value.addressable_shards]
+        return jax.make_array_from_single_device_arrays(value.shape, place, parts)
+    held = {_block(shard.index, value.shape): shard.data for shard in value.addressable_shards}
+
+    def found(part: tuple[slice, ...]) -> np.ndarray:
+        wanted = _block(part, value.shape)
+        for block, data in held.items():
+            if all(start <= low and high <= end for (start, end), (low, high) in zip(block, wanted)):
+                inside = tuple(slice(low - start, high - start) for (start, _), (low, high) in zip(block, wanted))
+                return np.asarray(data)[inside]
+        raise ValueError(f"{name} {list(value.shape)}: another process has {wanted}, and parts are not sent")
+
+    return jax.make_array_from_callback(value.shape, place, found)
+
+
+def whole(value: Array) -> Array:
+    """All of an array on one device of this process; as it is if that is all there is (or while it is traced).
+
+    Parts on other processes are sent, and waited for: two exchanges under way at once can lock each other out.
+    """
+    if isinstance(value, jax.core.Tracer) or value.is_fully_addressable:
+        return value
+    if not value.is_fully_replicated:
+        value = jax.block_until_ready(_gathered(value.sharding)(value))
+    return value.addressable_data(0)
+
+
+@functools.cache
+def _gathered(place: NamedSharding) -> Callable:
+    return jax.jit(lambda value: value, out_shardings=NamedSharding(place.mesh, P()))
 
 
 def equal(value: np.ndarray, array: jax.Array) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from failfast_jax import distributed, drafters
-from failfast_jax.checkpoints.pair import read_pair
+from failfast_jax.checkpoints.pair import config_at, read_pair
 from failfast_jax.checkpoints.tuned import check_models, other_machine, read_settings
 from failfast_jax.compilation import Executables, compile_counts, enable_compile_cache
 from failfast_jax.config import GenerationConfig
@@ -108,7 +108,7 @@ class FailFast:
         tuned = None if settings is None else read_settings(settings)
         if tuned is not None:
             drafters.check_defaults(tuned.decoding, str(tuned.path))
-        one_device = tensor_parallel == data_parallel == 1 and distributed.alone()
+        single = tensor_parallel == data_parallel == 1 and distributed.alone()
         with memory_explained(f"loading {target if isinstance(target, str) else 'the models'}"):
             pair = read_pair(
                 target,
@@ -116,7 +116,7 @@ class FailFast:
                 tokenizer=tokenizer,
                 drafter_tokenizer=drafter_tokenizer,
                 dtype=dtype,
-                mesh=None if one_device else sharding.make_mesh(tensor_parallel, data_parallel),
+                mesh=None if single else sharding.make_mesh(tensor_parallel, data_parallel, lambda: config_at(target)),
                 attention=attention,
                 quantize=quantize,
                 quantize_drafter=quantize_drafter,

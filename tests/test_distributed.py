@@ -69,10 +69,31 @@ def test_processes_agree(report):
     assert report["costs"]["source"].startswith("measured")
 
 
+def test_parts_of_an_array_are_never_sent_unsaid(report, devices):
+    count = 4 * devices
+    assert report["parts"] == {
+        "whole": list(range(count)),
+        "kept": [True, True],
+        "error": f"head.weight [{count}]: another process has ((0, {count}),), and parts are not sent",
+    }
+
+
 def test_a_mesh_must_have_all_processes(report, devices):
-    assert report["a process left out"] == (
-        f"--tensor-parallel {devices} (x 1 data-parallel): 2 processes have {2 * devices} devices together, and all "
-        f"take part; --tensor-parallel {2 * devices} would do"
+    """The advice is one that the model can take."""
+    count = 2 * devices
+    left_out, odd, uneven = report["refused"]
+    together = f"2 processes have {count} devices together, and all take part"
+    assert left_out == (
+        f"--tensor-parallel {devices} (x 1 data-parallel): {together}; --tensor-parallel {count} would do"
+    )
+    numbers = {4: "1, 3, 6", 8: "1, 3, 6, 12"}[count]
+    advice = (
+        f"; this model takes {numbers} devices together; or, from Python and for batches, in groups: "
+        f"FailFast(..., tensor_parallel=1, data_parallel={count})"
+    )
+    assert odd == f"--tensor-parallel 1 (x 1 data-parallel): {together}{advice}"
+    assert uneven == (
+        f"--tensor-parallel {count}: 3 key and value heads cannot be spread evenly over {count} devices{advice}"
     )
 
 

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,6 +20,8 @@ from typing import Any, NoReturn
 from failfast_jax import distributed, files, progress, starting
 from failfast_jax.errors import OptionError
 
+STUCK_S = 3
+"""Seconds after Ctrl-C in which Python would have heard of it."""
 FORMATTER = argparse.RawDescriptionHelpFormatter
 UNEXPECTED, USAGE_ERROR, UNFINISHED, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 """Exit statuses. UNFINISHED: `--minutes` ended the work; the same command goes on. The last two are what shells say of
@@ -101,6 +104,41 @@ def heard() -> Iterator[None]:
         sys.unraisablehook = before
 
 
+@contextlib.contextmanager
+def unstuck(interrupted: str) -> Iterator[None]:
+    """Inside, Ctrl-C ends a process that waits for another one below Python, where no exception can be raised.
+
+    Args:
+      interrupted: what to say then.
+    """
+    if distributed.alone():
+        yield
+        return
+    came, (ours, signals) = threading.Event(), socket.socketpair()
+    signals.setblocking(False)
+
+    def raised(*_: Any) -> NoReturn:
+        came.set()
+        raise KeyboardInterrupt
+
+    def watch() -> None:
+        while number := ours.recv(1):
+            if number[0] == signal.SIGINT and not came.wait(STUCK_S):
+                print(interrupted, file=sys.stderr, flush=True)
+                os._exit(INTERRUPTED)
+            came.clear()
+
+    before = signal.signal(signal.SIGINT, raised)
+    signal.set_wakeup_fd(signals.fileno())
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, before)
+        signals.close()
+
+
 def run(
     work: Callable[[], int | None],
     interrupted: str = "interrupted",
@@ -123,7 +161,7 @@ def run(
     try:
         with starting.interruptible():
             distributed.join(where)
-            with heard(), distributed.one_voice():
+            with heard(), unstuck(interrupted), distributed.one_voice():
                 logging.basicConfig(stream=sys.stderr, format="%(levelname)s: %(message)s")
                 status = work() or 0
     except (ValueError, OSError) as error:

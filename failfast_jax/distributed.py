@@ -73,6 +73,8 @@ def join(where: str | None = None) -> None:
         given = {"coordinator_address": found[1], "num_processes": int(found[2]), "process_id": int(found[3])}
     index = f"process {given['process_id']} of {given['num_processes']}" if given else "this process"
     print(f"{index}: waiting for the others, up to five minutes", file=sys.stderr, flush=True)
+    # The service keeps SIGTERM for itself, to save at: nothing here asks it, and the process would live on.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(**given, heartbeat_timeout_seconds=TIMEOUT_S, shutdown_timeout_seconds=TIMEOUT_S)
     except (ValueError, RuntimeError) as error:

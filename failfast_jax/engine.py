@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from failfast_jax import distributed, drafters
-from failfast_jax.checkpoints.pair import read_pair
+from failfast_jax.checkpoints.pair import config_at, read_pair
 from failfast_jax.checkpoints.tuned import check_models, other_machine, read_settings
 from failfast_jax.compilation import Executables, compile_counts, enable_compile_cache
 from failfast_jax.config import GenerationConfig
@@ -109,7 +109,7 @@ class FailFast:
         tuned = None if settings is None else read_settings(settings)
         if tuned is not None:
             drafters.check_defaults(tuned.decoding, str(tuned.path))
-        one_device = tensor_parallel == data_parallel == 1 and distributed.alone()
+        single = tensor_parallel == data_parallel == 1 and distributed.alone()
         loading = "loading the models" if isinstance(target, Decoder) else f"loading {target}"
         with memory_explained(loading), waiting(loading):
             pair = read_pair(
@@ -118,7 +118,7 @@ class FailFast:
                 tokenizer=tokenizer,
                 drafter_tokenizer=drafter_tokenizer,
                 dtype=dtype,
-                mesh=None if one_device else sharding.make_mesh(tensor_parallel, data_parallel),
+                mesh=None if single else sharding.make_mesh(tensor_parallel, data_parallel, lambda: config_at(target)),
                 attention=attention,
                 quantize=quantize,
                 quantize_drafter=quantize_drafter,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -15,6 +17,7 @@ from two_processes import COMMON, DRAFTER, PROMPTS, TARGET
 
 from failfast_jax import FailFast, distributed
 from failfast_jax.checkpoints.safetensors import WEIGHTS
+from failfast_jax.command import INTERRUPTED
 from failfast_jax.errors import OptionError
 
 SCRIPT = Path(__file__).parent / "two_processes.py"
@@ -42,7 +45,7 @@ def report(devices):
     said, errors = first.communicate(timeout=500)
     assert first.returncode == 0, errors
     assert second.wait(60) == 0 and second.stdout.read() == ""  # process 0 speaks for both
-    return json.loads(said)
+    return json.loads(said) | {"stderr": errors}
 
 
 def test_answers_are_those_of_one_process(report):
@@ -57,15 +60,42 @@ def test_a_process_reads_only_its_parts(report):
     assert report["numbers read"] < 0.9 * everything
 
 
+def test_a_target_is_read_without_an_exchange(report):
+    """Its KV heads are copied, and yet no process connects to the other: many small exchanges lock each other out."""
+    before, after = report["stderr"].split("TARGET READ")
+    assert "[Gloo]" not in before and "[Gloo]" in after
+
+
 def test_processes_agree(report):
     assert report["agreed"] == {"process": 0, "text": "ä"}
     assert report["costs"]["source"].startswith("measured")
 
 
+def test_parts_of_an_array_are_never_sent_unsaid(report, devices):
+    count = 4 * devices
+    assert report["parts"] == {
+        "whole": list(range(count)),
+        "kept": [True, True],
+        "error": f"head.weight [{count}]: another process has ((0, {count}),), and parts are not sent",
+    }
+
+
 def test_a_mesh_must_have_all_processes(report, devices):
-    assert report["a process left out"] == (
-        f"--tensor-parallel {devices} (x 1 data-parallel): 2 processes have {2 * devices} devices together, and all "
-        f"take part; --tensor-parallel {2 * devices} would do"
+    """The advice is one that the model can take."""
+    count = 2 * devices
+    left_out, odd, uneven = report["refused"]
+    together = f"2 processes have {count} devices together, and all take part"
+    assert left_out == (
+        f"--tensor-parallel {devices} (x 1 data-parallel): {together}; --tensor-parallel {count} would do"
+    )
+    numbers = {4: "1, 3, 6", 8: "1, 3, 6, 12"}[count]
+    advice = (
+        f"; this model takes {numbers} devices together; or, from Python and for batches, in groups: "
+        f"FailFast(..., tensor_parallel=1, data_parallel={count})"
+    )
+    assert odd == f"--tensor-parallel 1 (x 1 data-parallel): {together}{advice}"
+    assert uneven == (
+        f"--tensor-parallel {count}: 3 key and value heads cannot be spread evenly over {count} devices{advice}"
     )
 
 
@@ -75,6 +105,20 @@ def test_a_lost_process_ends_the_other():
     assert second.wait(60) == 9
     _, errors = first.communicate(timeout=60)
     assert first.returncode != 0 and errors
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, INTERRUPTED)])
+def test_a_process_that_waits_hears_signals(number, status):
+    first, second = started(1, "wait")
+    try:
+        assert first.stdout.readline() == "waiting\n", first.communicate()[1]
+        time.sleep(2)
+        first.send_signal(number)
+        assert first.wait(10) == status
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize("where", ["here", "localhost,2,0", "localhost:1234,2", "localhost:1234,2,2", "a:1,x,0"])

@@ -12,8 +12,11 @@ SCRIPT = Path(__file__).parents[1] / "tpu_scripts" / "tpu_vm.sh"
 STAND_IN = """#!/bin/sh
 [ "$1" = config ] && echo project-a && exit
 echo "$@" >> "$LOG"
+case "$*" in *" list "*) cat "$LOG.listed" ;; esac
+case "$*" in *"$STOPS"*) kill -INT 0 ;; esac
 case "$*" in *"$FAILS"*) exit 1 ;; esac
 """
+NEVER = "nothing that is ever said"
 
 
 class Cloud:
@@ -27,13 +30,20 @@ class Cloud:
         git = folder / "git"  # packing the checkout takes seconds
         git.write_text("#!/bin/sh\ntrue\n")
         git.chmod(0o755)
+        (folder / "log.listed").write_text("")
         names = {"TPU_NAME": "tpu-a", "TPU_ZONE": "zone-b", "TPU_TYPE": tpu_type, "LOG": str(folder / "log")}
         self.env = os.environ | names | {"XDG_STATE_HOME": str(folder), "PATH": f"{folder}:{os.environ['PATH']}"}
 
-    def run(self, *args: str, fails: str = "nothing that is ever said") -> subprocess.CompletedProcess:
-        where = SCRIPT.parents[1]
-        command = ["bash", str(SCRIPT), *args]
-        return subprocess.run(command, env=self.env | {"FAILS": fails}, capture_output=True, text=True, cwd=where)
+    def run(self, *args: str, fails: str = NEVER, stops: str = NEVER, **changes: str) -> subprocess.CompletedProcess:
+        """Runs the script; gcloud fails, or Ctrl-C comes, at calls with such a text."""
+        env = self.env | {"FAILS": fails, "STOPS": stops} | changes
+        command, where = ["bash", str(SCRIPT), *args], SCRIPT.parents[1]
+        return subprocess.run(command, env=env, capture_output=True, text=True, cwd=where, start_new_session=True)
+
+    def all_told(self) -> list[str]:
+        """Everything that gcloud was ever told."""
+        log = self.folder / "log"
+        return log.read_text().splitlines() if log.exists() else []
 
     def told(self, *args: str) -> list[str]:
         """What a command that succeeds tells gcloud."""
@@ -102,28 +112,111 @@ def test_what_remains_is_said_and_nothing_else_is_deleted(tmp_path):
     cloud = Cloud(tmp_path, "v6e-8")
     nothing = cloud.run("delete")
     assert nothing.returncode == 2 and "nothing named tpu-a in zone-b was created from here" in nothing.stderr
-    failed = cloud.run("create", fails="tpu-vm create")
-    assert failed.returncode == 1
-    assert "costs money until 'tpu_vm.sh delete': disk of tpu-a in zone-b" in failed.stderr
+    made = cloud.run("create")
+    assert made.stderr == "costs money until 'tpu_vm.sh delete': disk vm of tpu-a in zone-b\n"
     again = cloud.run("create")
     assert again.returncode == 2 and "was created before" in again.stderr
-    assert cloud.told("delete") == ["compute disks delete tpu-a-data --zone zone-b"]
-    cloud.told("create")
     kept = cloud.run("delete", fails="disks delete")
-    assert "costs money until 'tpu_vm.sh delete': disk of tpu-a" in kept.stderr
-    done = cloud.run("delete")
-    assert done.returncode == 0 and done.stderr == ""
+    assert kept.returncode == 1 and kept.stderr == "costs money until 'tpu_vm.sh delete': disk of tpu-a in zone-b\n"
+    assert cloud.told("delete") == ["compute disks delete tpu-a-data --zone zone-b"]
+    assert cloud.run("delete").returncode == 2
+
+
+@pytest.mark.parametrize("how", ["fails", "stops"])
+@pytest.mark.parametrize(
+    "words, call, sure, unsure",
+    [
+        ((), "disks create", "", "disk"),
+        ((), "tpu-vm create", "disk", "vm"),
+        (("--queue",), "queued-resources create", "disk", "queue"),
+    ],
+)
+def test_what_may_exist_is_said_and_deleted(tmp_path, how, words, call, sure, unsure):
+    """gcloud may have made what it fails at, or is stopped at, all the same."""
+    cloud = Cloud(tmp_path, "v6e-8")
+    done = cloud.run("create", *words, **{how: call})
+    assert done.returncode != 0
+    says = [f"costs money until 'tpu_vm.sh delete': {sure} of tpu-a in zone-b"] if sure else []
+    says += [
+        f"may exist and cost money until 'tpu_vm.sh delete': {unsure} of tpu-a in zone-b (asked for, not confirmed)"
+    ]
+    assert done.stderr.splitlines() == says
+    assert "was created before" in cloud.run("create").stderr
+    said = {"vm": "tpu-vm delete", "queue": "queued-resources delete", "disk": "disks delete"}[unsure]
+    (tmp_path / "log.listed").write_text("other-tpu-a\nprojects/p/nodes/tpu-a\ntpu-a-data\n")
+    kept = cloud.run("delete", fails=said)
+    assert kept.returncode == 1 and f"delete': {unsure} of tpu-a" in kept.stderr
+    silent = cloud.run("delete", fails=" ")
+    assert silent.returncode == 2 and "gcloud does not say" in silent.stderr and "may exist" in silent.stderr
+    (tmp_path / "log.listed").write_text("other-tpu-a\nother-tpu-a-data\n")
+    gone = cloud.run("delete", fails=said)
+    assert gone.returncode == 0 and gone.stderr == f"gcloud lists no such {unsure}: it was asked for and not made\n"
+    assert cloud.run("delete").returncode == 2
+
+
+DELETED = [
+    "gcloud compute tpus tpu-vm delete tpu-a --zone zone-b ",
+    "gcloud compute disks delete tpu-a-data --zone zone-b ",
+]
 
 
 def test_a_dry_run_does_nothing(tmp_path):
-    cloud = Cloud(tmp_path, "v6e-8")
-    for command in (("create", "--queue"), ("setup",), ("run", "python -V"), ("copy", "report", "here"), ("status",)):
-        done = cloud.run("--dry-run", *command)
+    cloud, temporary = Cloud(tmp_path, "v6e-8"), tmp_path / "temporary"
+    temporary.mkdir()
+    commands = (
+        ("create", "--queue"),
+        ("setup",),
+        ("run", "python -V"),
+        ("copy", "report", "here"),
+        ("status",),
+        ("delete",),
+    )
+    for command in commands:
+        done, again = (cloud.run("--dry-run", *command, TMPDIR=str(temporary)) for _ in range(2))
         assert done.returncode == 0 and done.stdout.startswith("gcloud "), done.stderr
-    assert not (tmp_path / "log").exists() and cloud.run("delete").returncode == 2
+        assert again.stdout == done.stdout
+    assert done.stdout.splitlines() == DELETED
+    assert cloud.run("--dry-run", "delete", TPU_TYPE="v6e-16").stdout.splitlines() == DELETED[:1]
+    assert not cloud.all_told() and not list(temporary.iterdir()) and cloud.run("delete").returncode == 2
+    cloud.told("create")
+    assert cloud.run("--dry-run", "delete").stdout.splitlines() == DELETED
+    assert len(cloud.told("delete")) == 2
 
 
-@pytest.mark.parametrize("tpu_type, said", [("tpu7x-8", "GKE alone"), ("a100", "must be v5litepod-N")])
-def test_other_chips_are_refused(tmp_path, tpu_type, said):
-    done = Cloud(tmp_path, tpu_type).run("create")
-    assert done.returncode != 0 and said in done.stderr
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("delete", "--dry-run"), ("delete", "all"), ("setup", "--dry-run"), ("setup", "now"), ("create", "--dry-run"),
+        ("create", "now"), ("run", "--dry-run", "python"), ("run",), ("copy", "--dry-run", "report"), ("copy", "a"),
+        ("copy", "report", "here", "there"), ("status", "--dry-run"), ("remove",), (),
+    ],
+)  # fmt: skip
+def test_words_that_are_not_understood(tmp_path, command):
+    """Nothing is done, nor is what was made forgotten."""
+    cloud = Cloud(tmp_path, "v6e-8")
+    cloud.told("create")
+    before = cloud.all_told()
+    done = cloud.run(*command)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) in (2, 13)  # one line, or the usage; and what costs
+    assert cloud.all_told() == before
+    assert len(cloud.told("delete")) == 2
+
+
+def test_a_command_has_its_own_flags(tmp_path):
+    [command] = Cloud(tmp_path, "v6e-8").told("run", "python", "x.py", "--dry-run")
+    assert "python x.py --dry-run" in command
+
+
+@pytest.mark.parametrize(
+    "tpu_type, said",
+    [
+        ("", "TPU_TYPE: set it"), ("tpu7x-8", "GKE alone"), ("a100", "must be v5litepod-N"), ("v6e-", "must be"),
+        ("v6e-abc", "must be"), ("v6e-0", "must be"), ("v5e-8", "gcloud calls it v5litepod-8"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("command", [("create",), ("setup",), ("run", "python")])
+def test_types_are_checked_before_anything_is_done(tmp_path, tpu_type, said, command):
+    cloud = Cloud(tmp_path, tpu_type)
+    done = cloud.run(*command)
+    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not cloud.all_told()

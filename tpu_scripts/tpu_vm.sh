@@ -9,14 +9,16 @@
 #   tpu_scripts/tpu_vm.sh status
 #   tpu_scripts/tpu_vm.sh delete                      # what create has made, and nothing else; gcloud asks first
 #
-# --dry-run in front of any of them prints the commands and does nothing. See tpu_scripts/README.md.
+# --dry-run, in front of any of them and nowhere else, prints the commands and does nothing. See tpu_scripts/README.md.
 set -euo pipefail
 
-dry=
+refuse() { echo "$*" >&2 && exit 2; }
+
+dry='' archive=''
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
 : "${TPU_NAME:?set it to the name of the slice}" "${TPU_ZONE:?set it to a zone such as us-east5-b}"
 folder=failfast-jax disk=$TPU_NAME-data
-# What was made here, a word a line, so that delete touches nothing else.
+# What was made here, a word a line, so that delete touches nothing else; with a question mark what was asked for only.
 made=${XDG_STATE_HOME:-$HOME/.local/state}/failfast-jax/tpu/$TPU_ZONE.$TPU_NAME
 
 call() {
@@ -25,34 +27,52 @@ call() {
 
 tpu() { call gcloud compute tpus "$@" --zone "$TPU_ZONE"; }
 
-note() {
-  if [ -z "$dry" ]; then mkdir -p "${made%/*}" && echo "$1" >> "$made"; fi
+# make WHAT COMMAND...: written down before it is asked for, as what gcloud does not come back from may exist, too.
+make() {
+  local what=$1
+  shift
+  if [ -z "$dry" ]; then mkdir -p "${made%/*}" && echo "$what?" >> "$made"; fi
+  "$@"
+  if [ -z "$dry" ]; then sed -i "s/^$what?\$/$what/" "$made"; fi
 }
 
-was_made() { [ -f "$made" ] && grep -qx "$1" "$made"; }
+is_made() { [ -f "$made" ] && grep -qx "$1" "$made"; }
 
-say_what_costs() {
-  if [ -z "$dry" ] && [ -s "$made" ]; then
-    echo "costs money until 'tpu_vm.sh delete': $(tr '\n' ' ' < "$made")of $TPU_NAME in $TPU_ZONE" >&2
+was_asked_for() { is_made "$1" || is_made "$1?"; }
+
+at_the_end() {
+  if [ -n "$archive" ]; then rm -f "$archive"; fi
+  if [ -n "$dry" ] || [ ! -s "$made" ]; then return; fi
+  local sure unsure
+  sure=$(grep -v '?' "$made" | tr '\n' ' ' || true) unsure=$(grep '?' "$made" | tr '?\n' ' ' | tr -s ' ' || true)
+  if [ -n "$sure" ]; then echo "costs money until 'tpu_vm.sh delete': ${sure}of $TPU_NAME in $TPU_ZONE" >&2; fi
+  if [ -n "$unsure" ]; then
+    echo "may exist and cost money until 'tpu_vm.sh delete': ${unsure}of $TPU_NAME in $TPU_ZONE (asked for, not confirmed)" >&2
   fi
 }
-trap say_what_costs EXIT
+trap at_the_end EXIT
 
 # Hosts of a slice: 8 chips of v5e and v6e may share one, else 4 chips do; v5p counts cores, two a chip.
 hosts() {
-  local type=${TPU_TYPE:?set it to an accelerator type such as v6e-8} size
+  local type=${TPU_TYPE:-} size
   size=${type##*-}
+  if [ -z "$type" ]; then refuse "TPU_TYPE: set it to an accelerator type such as v6e-8"; fi
   case "$type" in
-    v5litepod-* | v5e-* | v6e-*) echo $((size <= 8 ? 1 : size / 4)) ;;
+    tpu7x-* | v7x-*) refuse "TPU_TYPE=$type: Google offers this chip through GKE alone" ;;
+    v5e-*) refuse "TPU_TYPE=$type: gcloud calls it v5litepod-$size" ;;
+  esac
+  if [[ ! $type =~ ^(v5litepod|v6e|v5p)-[1-9][0-9]{0,4}$ ]]; then
+    refuse "TPU_TYPE=$type: must be v5litepod-N, v6e-N or v5p-N, with a number such as 8 for N"
+  fi
+  case "$type" in
     v5p-*) echo $((size <= 8 ? 1 : size / 8)) ;;
-    tpu7x-* | v7x-*) echo "TPU_TYPE=$type: Google offers this chip through GKE alone" >&2 && return 2 ;;
-    *) echo "TPU_TYPE=$type: must be v5litepod-N, v6e-N or v5p-N" >&2 && return 2 ;;
+    *) echo $((size <= 8 ? 1 : size / 4)) ;;
   esac
 }
 
 runtime() {
   case "$TPU_TYPE" in
-    v5litepod-* | v5e-*) echo v2-alpha-tpuv5-lite ;;
+    v5litepod-*) echo v2-alpha-tpuv5-lite ;;
     v5p-*) echo v2-alpha-tpuv5 ;;
     v6e-*) echo v2-alpha-tpuv6e ;;
   esac
@@ -86,30 +106,28 @@ on_all_hosts() { tpu tpu-vm ssh "$TPU_NAME" --worker all --command "$1"; }
 
 in_environment() {
   local models=
-  if was_made disk || [ -n "$dry" ] && [ "$(hosts)" = 1 ]; then models="export HF_HOME=/mnt/data/huggingface && "; fi
+  if { was_asked_for disk || [ -n "$dry" ]; } && [ "$count" = 1 ]; then models="export HF_HOME=/mnt/data/huggingface && "; fi
   echo "${models}cd $folder && source .venv/bin/activate && $*"
 }
 
 create() {
-  local spot=() queue='' count
+  local spot=() queue=''
   for word in "$@"; do
     case "$word" in
       --spot) spot=(--spot) ;;
       --queue) queue=yes ;;
-      *) echo "create $word: must be --spot or --queue" >&2 && exit 2 ;;
+      *) refuse "create $word: must be --spot or --queue (--dry-run goes in front: tpu_vm.sh --dry-run create)" ;;
     esac
   done
-  count=$(hosts)
-  if [ -s "$made" ]; then echo "$TPU_NAME in $TPU_ZONE was created before: delete it, or take another name" >&2 && exit 2; fi
+  if [ -s "$made" ]; then refuse "$TPU_NAME in $TPU_ZONE was created before: delete it, or take another name"; fi
   # A disk that can be written belongs to one host. Those of a pod have their boot disks, 100 GB each.
   if [ "$count" = 1 ]; then
-    call gcloud compute disks create "$disk" --zone "$TPU_ZONE" --size "${TPU_DISK_GB:-200}GB" --type "$(disk_type)"
-    note disk
+    make disk call gcloud compute disks create "$disk" --zone "$TPU_ZONE" --size "${TPU_DISK_GB:-200}GB" --type "$(disk_type)"
   fi
   local kind=(--accelerator-type "$TPU_TYPE")
   if [ -n "$queue" ]; then
-    tpu queued-resources create "$TPU_NAME" --node-id "$TPU_NAME" "${kind[@]}" --runtime-version "$(runtime)" "${spot[@]}"
-    note queue
+    make queue tpu queued-resources create "$TPU_NAME" --node-id "$TPU_NAME" "${kind[@]}" \
+      --runtime-version "$(runtime)" "${spot[@]}"
     return
   fi
   if [ "$count" = 1 ]; then
@@ -117,20 +135,19 @@ create() {
     project=$(if [ -n "$dry" ]; then echo PROJECT; else gcloud config get-value project; fi)
     kind+=(--data-disk "source=projects/$project/zones/$TPU_ZONE/disks/$disk,mode=read-write")
   fi
-  tpu tpu-vm create "$TPU_NAME" "${kind[@]}" --version "$(runtime)" "${spot[@]}"
-  note vm
+  make vm tpu tpu-vm create "$TPU_NAME" "${kind[@]}" --version "$(runtime)" "${spot[@]}"
 }
 
 setup() {
-  local archive
-  archive=$(mktemp --suffix=.tar.gz)
-  git archive --format=tar.gz --prefix="$folder/" -o "$archive" HEAD
-  if was_made queue && was_made disk; then
+  if [ -z "$dry" ]; then
+    archive=$(mktemp --suffix=.tar.gz)
+    git archive --format=tar.gz --prefix="$folder/" -o "$archive" HEAD
+  fi
+  if was_asked_for queue && was_asked_for disk; then
     call gcloud alpha compute tpus tpu-vm attach-disk "$TPU_NAME" --zone "$TPU_ZONE" --disk "$disk" --mode read-write
   fi
-  tpu tpu-vm scp "$archive" "$TPU_NAME:failfast-jax.tar.gz" --worker all
-  rm "$archive"
-  if [ "$(hosts)" = 1 ]; then on_all_hosts "$mount_disk"; fi
+  tpu tpu-vm scp "${archive:-failfast-jax.tar.gz}" "$TPU_NAME:failfast-jax.tar.gz" --worker all
+  if [ "$count" = 1 ]; then on_all_hosts "$mount_disk"; fi
   on_all_hosts "$install"
   # The small default model has three KV heads: one process, on its own, answers.
   tpu tpu-vm ssh "$TPU_NAME" --worker 0 --command "cd $folder && source .venv/bin/activate \
@@ -138,29 +155,86 @@ setup() {
 python -m failfast_jax.generate --prompt 'What is the capital of France?'"
 }
 
+remove() {
+  case "$1" in
+    vm) tpu tpu-vm delete "$TPU_NAME" ;;
+    queue) tpu queued-resources delete "$TPU_NAME" --force ;;
+    disk) call gcloud compute disks delete "$disk" --zone "$TPU_ZONE" ;;
+  esac
+}
+
+# Whether gcloud lists it; ends the script if gcloud cannot say.
+exists() {
+  local name=$TPU_NAME names
+  case "$1" in
+    vm) names=$(tpu tpu-vm list --format 'value(name)') ;;
+    queue) names=$(tpu queued-resources list --format 'value(name)') ;;
+    disk) name=$disk names=$(gcloud compute disks list --zones "$TPU_ZONE" --format 'value(name)') ;;
+  esac || refuse "delete: gcloud does not say whether there is a $1 $name in $TPU_ZONE"
+  grep -qx "\(.*/\)\?$name" <<< "$names"
+}
+
 delete() {
+  if [ ! -s "$made" ] && [ -z "$dry" ]; then
+    refuse "nothing named $TPU_NAME in $TPU_ZONE was created from here: nothing is deleted"
+  fi
   if [ ! -s "$made" ]; then
-    echo "nothing named $TPU_NAME in $TPU_ZONE was created from here: nothing is deleted" >&2
-    exit 2
+    echo "nothing named $TPU_NAME in $TPU_ZONE was created from here yet; after 'create' these would be told" >&2
+    for what in vm disk; do
+      if [ "$what" = vm ] || [ -z "${TPU_TYPE:-}" ] || [ "$(hosts)" = 1 ]; then remove "$what"; fi
+    done
+    return
   fi
   # Each is crossed off once it is gone: what fails stays, and is said.
   for what in vm queue disk; do
-    if ! was_made "$what"; then continue; fi
-    case "$what" in
-      vm) tpu tpu-vm delete "$TPU_NAME" ;;
-      queue) tpu queued-resources delete "$TPU_NAME" --force ;;
-      disk) call gcloud compute disks delete "$disk" --zone "$TPU_ZONE" ;;
-    esac
-    if [ -z "$dry" ]; then sed -i "/^$what\$/d" "$made"; fi
+    if is_made "$what"; then
+      remove "$what"
+    elif is_made "$what?"; then
+      if ! remove "$what"; then
+        if exists "$what"; then exit 1; fi
+        echo "gcloud lists no such $what: it was asked for and not made" >&2
+      fi
+    else
+      continue
+    fi
+    if [ -z "$dry" ]; then sed -i "/^$what?*\$/d" "$made"; fi
   done
 }
 
-case "${1:-}" in
-  create | setup | delete) "$@" ;;
-  run) shift && on_all_hosts "$(in_environment "$@")" ;;
-  copy) tpu tpu-vm scp --recurse "$TPU_NAME:$folder/${2:?name what to copy}" "${3:?name a folder here}" --worker 0 ;;
-  status)
-    if was_made queue; then tpu queued-resources describe "$TPU_NAME"; else tpu tpu-vm describe "$TPU_NAME"; fi
+status() {
+  if was_asked_for queue; then tpu queued-resources describe "$TPU_NAME"; else tpu tpu-vm describe "$TPU_NAME"; fi
+}
+
+# at_most NUMBER WORD...: one too many, or a flag, may have meant something else; nothing is done.
+at_most() {
+  local most=$1 word
+  shift
+  for word in "$@"; do
+    case "$word" in -*) refuse "$command $word: flags go in front: tpu_vm.sh --dry-run $command" ;; esac
+  done
+  if [ $# -gt "$most" ]; then refuse "$command: a word too many: ${!#}"; fi
+}
+
+command=${1:-} count=
+if [ $# != 0 ]; then shift; fi
+case "$command" in
+  create | setup | run) count=$(hosts) ;;
+esac
+case "$command" in
+  create) create "$@" ;;
+  setup | delete | status)
+    at_most 0 "$@"
+    "$command"
+    ;;
+  run)
+    if [ $# = 0 ]; then refuse "run: name a command"; fi
+    at_most 1 "$1"
+    on_all_hosts "$(in_environment "$@")"
+    ;;
+  copy)
+    at_most 2 "$@"
+    if [ $# -lt 2 ]; then refuse "copy: name what to copy, and a folder here"; fi
+    tpu tpu-vm scp --recurse "$TPU_NAME:$folder/$1" "$2" --worker 0
     ;;
   *) sed -n '2,13p' "$0" >&2 && exit 2 ;;
 esac

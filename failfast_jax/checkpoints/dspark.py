@@ -27,7 +27,7 @@ from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.files import read_json
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.dspark import MARKOV_HEADS, DSpark, DSparkConfig, DSparkModel
-from failfast_jax.models.sharding import equal
+from failfast_jax.models.sharding import equal, whole
 from failfast_jax.models.transformer import Decoder
 
 NUM_ANCHORS = 512
@@ -67,7 +67,7 @@ def load_dspark(folder: Path, target: Decoder, target_name: str = "the target") 
     opened = open_dspark(folder, target.config, target_name, dtype)
     skeleton, plan, draft_ids = opened.skeleton, opened.plan, opened.draft_ids
     head = target.head_weight
-    borrowed = {"embed": target.embed[...], "head": head if draft_ids is None else head[draft_ids]}
+    borrowed = {"embed": target.embed[...], "head": head if draft_ids is None else whole(head)[draft_ids]}
     own: dict[str, jax.Array] = {}
     for name in [name for name in borrowed if name in opened.shapes]:
         value = plan.assemble(name, opened.shapes[name], dtype)

@@ -209,6 +209,11 @@ def read_pair(
     return Pair(target, drafter, tokenizer, vocab, decoding, **names)
 
 
+def config_at(model: Decoder | str | os.PathLike) -> ModelConfig:
+    """A target's configuration, whether it is loaded or not."""
+    return open_source(model).config if _is_path(model) else model.config
+
+
 def _check_options(drafter: Any, attention: str | None, quantize: str | None, quantize_drafter: str | None) -> None:
     quantization.check(quantize)
     quantization.check(quantize_drafter, "--quantize-drafter")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
 
 
@@ -19,11 +20,11 @@ def with_borrowed(model: Decoder, target: Decoder, mask: Float[Array, " E"]) -> 
       model: of a configuration made by `ModelConfig.with_mask_row`; only its layers and final norm are used.
     """
     model = copy.copy(model)
-    model.embed = type(target.embed)(_with_row(target.embed[...], mask))
+    model.embed = type(target.embed)(_with_row(whole(target.embed[...]), mask))
     model.head = None
     # A quantised head of a tied embedding is made again from the new one, if at all.
     if not target.config.tie_embeddings:
-        weight = target.head_weight
+        weight = whole(target.head_weight)
         # Made anew rather than copied: inside `jax.grad` a module of an outer trace may not be changed.
         model.head = nnx.merge(*nnx.split(target.head))
         model.head.weight = type(target.head.weight)(_with_row(weight, jnp.zeros_like(weight[0])))

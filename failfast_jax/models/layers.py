@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from failfast_jax.models.cache import round_up
 from failfast_jax.models.config import ModelConfig
-from failfast_jax.models.sharding import ONE_DEVICE, Execution, total
+from failfast_jax.models.sharding import ONE_DEVICE, Execution, put, total, whole
 
 
 class Linear(nnx.Module):
@@ -156,7 +156,8 @@ class Attention(nnx.Module):
             if isinstance(value, jax.ShapeDtypeStruct):
                 value = jax.eval_shape(change, value)
             else:
-                value = jax.jit(change, out_shardings=NamedSharding(mesh, place))(value)
+                # On every device by itself: over all of them at once, XLA would make them exchange parts.
+                value = put(change(whole(value)), NamedSharding(mesh, place), name)
             setattr(linear, name, parameter.replace(value))
         return clone
 
@@ -166,6 +167,7 @@ def padded_group(config: ModelConfig, copies: int) -> int:
     return round_up(config.num_heads // config.num_kv_heads, copies)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "copies"))
 def padded_queries(weight: Array, config: ModelConfig, copies: int) -> Array:
     """`[E, Q * H]`, of the output projection, with columns of zeros for heads that only fill up a group."""
     group = config.num_heads // config.num_kv_heads
@@ -174,6 +176,7 @@ def padded_queries(weight: Array, config: ModelConfig, copies: int) -> Array:
     return jnp.pad(weight, ((0, 0), (0, 0), (0, more), (0, 0))).reshape(weight.shape[0], -1)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "copies"))
 def kv_heads_copied(weight: Array, config: ModelConfig, copies: int) -> Array:
     """`[K, (G + 2) * H, ...]` as `[K * copies, (G' / copies + 2) * H, ...]`: each key and value repeated, and G' of
     `padded_group`."""

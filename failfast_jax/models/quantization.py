@@ -41,12 +41,15 @@ def check(scheme: str | None, flag: str = "--quantize") -> None:
 def rounded(
     weight: Float[Array, "*O I"] | jax.ShapeDtypeStruct,
 ) -> tuple[Int8[Array, "*O I"], Float[Array, "*O 1"]] | tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """A weight in int8 and its scales, each device its part; abstract if the weight is."""
+    """A weight in int8 and its scales, each device its part; abstract if the weight is.
+
+    Returns once they are there: devices exchange maxima, and two exchanges at once can lock each other out.
+    """
     if isinstance(weight, jax.ShapeDtypeStruct):
         places = _places(weight.sharding, weight.ndim)
         shapes = jax.eval_shape(_round, weight)
         return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x, place in zip(shapes, places))
-    return rounder(weight.sharding, weight.ndim)(weight)
+    return jax.block_until_ready(rounder(weight.sharding, weight.ndim)(weight))
 
 
 def converter(config: ModelConfig) -> Callable[[str, jax.Array], dict[str, jax.Array]]:
@@ -59,7 +62,7 @@ def converter(config: ModelConfig) -> Callable[[str, jax.Array], dict[str, jax.A
         # Norms are the only other weights, and vectors.
         if not name.endswith(".weight") or value.ndim == 1:
             return {name: value}
-        weight, scale = jax.block_until_ready(rounded(value))
+        weight, scale = rounded(value)
         return {name: weight, name.removesuffix("weight") + "scale": scale}
 
     return convert

@@ -8,6 +8,7 @@ beside the caches is small and the same on all devices.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -138,12 +139,48 @@ def from_blocks(blocks: Blocks, place: Sharding, shape: tuple[int, ...]) -> jax.
     return jax.make_array_from_callback(shape, place, lambda part: blocks[_block(part, shape)])
 
 
-def put(value: ArrayLike, place: Sharding) -> jax.Array:
-    """`jax.device_put` that sends nothing between processes: each has the value, and keeps its devices' parts."""
-    if place.is_fully_addressable or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+def put(value: ArrayLike, place: Sharding, name: str = "an array") -> jax.Array:
+    """`jax.device_put` that sends nothing between processes: each has the value, or all that its devices shall hold.
+
+    Raises:
+      ValueError: a part of it lies on another process alone; says `name`. See `whole`.
+    """
+    if place.is_fully_addressable:
         return jax.device_put(value, place)
-    value = np.asarray(value)
-    return jax.make_array_from_callback(value.shape, place, lambda part: value[part])
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+        return jax.make_array_from_callback(value.shape, place, lambda part: value[part])
+    if value.sharding.is_equivalent_to(place, value.ndim):
+        parts = [shard.data for shard in value.addressable_shards]
+        return jax.make_array_from_single_device_arrays(value.shape, place, parts)
+    held = {_block(shard.index, value.shape): shard.data for shard in value.addressable_shards}
+
+    def found(part: tuple[slice, ...]) -> np.ndarray:
+        wanted = _block(part, value.shape)
+        for block, data in held.items():
+            if all(start <= low and high <= end for (start, end), (low, high) in zip(block, wanted)):
+                inside = tuple(slice(low - start, high - start) for (start, _), (low, high) in zip(block, wanted))
+                return np.asarray(data)[inside]
+        raise ValueError(f"{name} {list(value.shape)}: another process has {wanted}, and parts are not sent")
+
+    return jax.make_array_from_callback(value.shape, place, found)
+
+
+def whole(value: Array) -> Array:
+    """All of an array on one device of this process; as it is if that is all there is (or while it is traced).
+
+    Parts on other processes are sent, and waited for: two exchanges under way at once can lock each other out.
+    """
+    if isinstance(value, jax.core.Tracer) or value.is_fully_addressable:
+        return value
+    if not value.is_fully_replicated:
+        value = jax.block_until_ready(_gathered(value.sharding)(value))
+    return value.addressable_data(0)
+
+
+@functools.cache
+def _gathered(place: NamedSharding) -> Callable:
+    return jax.jit(lambda value: value, out_shardings=NamedSharding(place.mesh, P()))
 
 
 def equal(value: np.ndarray, array: jax.Array) -> bool:
@@ -168,8 +205,11 @@ def constrain_rows(tree: Any, execution: Execution) -> Any:
     return jax.tree.map(placed, tree)
 
 
-def make_mesh(tensor: int = 1, data: int = 1) -> Mesh:
+def make_mesh(tensor: int = 1, data: int = 1, config: Callable[[], ModelConfig] | None = None) -> Mesh:
     """A mesh of the first `tensor * data` devices; of several processes, of all that they have together.
+
+    Args:
+      config: of the model that is to be spread, for the advice in an error.
 
     Raises:
       OptionError: there are fewer, or some process would be left out.
@@ -185,7 +225,7 @@ def make_mesh(tensor: int = 1, data: int = 1) -> Mesh:
     if processes > 1 and tensor * data < count:
         raise OptionError(
             f"--tensor-parallel {tensor} (x {data} data-parallel): {processes} processes have {count} devices "
-            f"together, and all take part; --tensor-parallel {count // data} would do"
+            f"together, and all take part{'' if config is None else f'; {_advice(config(), data, count)}'}"
         )
     return mesh_of(jax.devices()[: tensor * data], data)
 
@@ -204,6 +244,22 @@ def kv_copies(config: ModelConfig, tensor: int) -> int | None:
     return copies if rest == 0 else None
 
 
+def _advice(config: ModelConfig, data: int, count: int) -> str:
+    """What would do for a model on `count` devices, of which several processes must take all."""
+    alone = jax.process_count() == 1
+    most = count // data if alone else 2 * max(count, config.num_kv_heads)
+    fine = [n for n in range(1, most + 1) if kv_copies(config, n) and config.intermediate_size % n == 0]
+    if alone:
+        return f"{', '.join(map(str, fine))} would do"
+    if count % data == 0 and count // data in fine:
+        return f"--tensor-parallel {count // data} would do"
+    tensor = max(n for n in fine if count % n == 0)
+    return (
+        f"this model takes {', '.join(map(str, fine))} devices together; or, from Python and for batches, in groups: "
+        f"FailFast(..., tensor_parallel={tensor}, data_parallel={count // tensor})"
+    )
+
+
 def execution_of(config: ModelConfig, mesh: Mesh, *, drafter: bool = False, kernel: str | None = None) -> Execution:
     """How a model runs on a mesh of `make_mesh`.
 
@@ -216,14 +272,12 @@ def execution_of(config: ModelConfig, mesh: Mesh, *, drafter: bool = False, kern
     tensor, data = mesh.shape[TENSOR], mesh.shape[DATA]
     heads, mlp = kv_copies(config, tensor) is not None, config.intermediate_size % tensor == 0
     if not drafter and not (heads and mlp):
-        counts = range(1, 2 * max(tensor, config.num_kv_heads) + 1)
-        fine = [n for n in counts if kv_copies(config, n) is not None and config.intermediate_size % n == 0]
         what = (
             f"the MLP's {config.intermediate_size} features" if heads else f"{config.num_kv_heads} key and value heads"
         )
         raise OptionError(
             f"--tensor-parallel {tensor}: {what} cannot be spread evenly over {tensor} devices; "
-            f"{', '.join(map(str, fine))} would do"
+            f"{_advice(config, data, max(mesh.size, len(jax.devices())))}"
         )
     spread = TENSOR if tensor > 1 else None
     return Execution(

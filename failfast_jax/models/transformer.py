@@ -35,6 +35,7 @@ from failfast_jax.models.sharding import (
     constrain,
     execution_of,
     kv_copies,
+    name_of,
     parameter_specs,
     put,
     total,
@@ -268,7 +269,8 @@ class Decoder(nnx.Module):
         execution = execution_of(self.config, mesh, drafter=drafter, kernel=kernel)
         model = self.with_execution(execution)
         specs = parameter_specs(model, execution)
-        return jax.tree.map(lambda x, spec: put(x, NamedSharding(mesh, spec)), model, specs)
+        place = functools.partial(NamedSharding, mesh)
+        return jax.tree_util.tree_map_with_path(lambda path, x, spec: put(x, place(spec), name_of(path)), model, specs)
 
     def quantized(self, scheme: str = "int8") -> Decoder:
         """The model with the weight of every `Linear` quantised; one that is already so stays as it is.

@@ -123,7 +123,8 @@ def test_bad_input_is_named_before_anything_is_read(monkeypatch, capsys):
         FailFast("nowhere", quantize_drafter="int8")
     with pytest.raises(OptionError, match="--quantize-drafter int8: --method lookup drafts without a model"):
         load_pair("nowhere", method="lookup", quantize_drafter="int8")
-    assert main(["--target", "nowhere", "--token-ids", "1", "--method", "vanilla", "--quantize", "int4"]) == 2
+    target = str(GOLDEN / "qwen2_target_160")
+    assert main(["--target", target, "--token-ids", "1", "--method", "vanilla", "--quantize", "int4"]) == 2
     assert "error: --quantize int4: must be one of int8" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "qwix", None)
     with pytest.raises(OptionError, match=r'--quantize int8: needs qwix.*pip install -e "\.\[quant\]"'):

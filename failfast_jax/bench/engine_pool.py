@@ -40,8 +40,9 @@ def find_wanted(
       origins: where models come from, by name.
 
     Raises:
-      CheckpointError: one is missing; the message names its flag or row, and where it comes from.
+      CheckpointError: some are missing; a line for each names its flag or row, and where it comes from.
     """
+    missing = []
     kinds = {kind for v in variants if DRAFTER not in v.options for kind in METHODS[v.method].kinds}
     wanted = {"--target": args.target}
     wanted |= {"--drafter": args.drafter} if kinds - {AUTOREGRESSIVE} else {}
@@ -55,7 +56,9 @@ def find_wanted(
         except CheckpointError as error:
             origin = (origins or {}).get(str(source))
             said = f"; the weights: {origin}; or name another folder or id with {flag}" if origin else ""
-            raise CheckpointError(f"{error}{said}") from None
+            missing.append(f"{error}{said}")
+    if missing:
+        raise CheckpointError("\n".join(missing))
 
 
 class EnginePool:

@@ -60,12 +60,13 @@ class Records:
     """A benchmark's answers, by dataset and variant.
 
     Attributes:
+      answers: records of answers, in the order of the file; of the last session's variants alone if `last_only`.
       names: per dataset, labels with a row of their own (no points of sweeps but the best) and the row's name.
       released: whether passes and lengths are counted as the authors' released code does: as the summary says.
       modelled: per dataset and label, the summary's modelled speedup, or None.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, last_only: bool = True):
         path = folder / RECORDS
         if not path.is_file():
             copy = " (records.parquet is a copy for other programs)" if (folder / "records.parquet").exists() else ""
@@ -77,7 +78,7 @@ class Records:
         summary = folder / "summary.json"
         found = json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {}
         rows, self.released = found.get("datasets", {}), found.get("count_passes") == RELEASED
-        if rows:
+        if rows and last_only:
             self.answers = [r for r in self.answers if r["setting"] in rows.get(r["dataset"], {}).get("settings", {})]
         place = operator.itemgetter("dataset", "question", "repeat", "block")
         plain = {place(r) for r in self.answers if r["setting"] == BASELINE}

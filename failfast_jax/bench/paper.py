@@ -71,7 +71,7 @@ def read_runs(args: argparse.Namespace, counted: str) -> list[PaperRun]:
     """The runs, their passes counted in one of the two ways."""
     found = []
     for folder in args.runs:
-        records, target = Records(folder), target_of(folder)
+        records, target = Records(folder, last_only=False), target_of(folder)
         if missing := next((r for r in records.answers if "drafter" not in r), None):
             place = f"{missing['dataset']}, question {missing['question']}"
             raise ValueError(

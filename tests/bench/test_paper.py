@@ -309,6 +309,24 @@ def test_rows_are_compared_over_the_same_questions(tmp_path, capsys):
         paper_tables.run_of(none, "x", parse_latency("1:10"), released=False)
 
 
+def test_all_rows_of_a_folder_are_shown(preset, stub, tmp_path, capsys):
+    """Not those of the last session alone, whose summary lies there."""
+    assert preset("--methods", "ar,failfast") == 0 and preset("--methods", "failfast:tau=0.9") == 0
+    capsys.readouterr()
+    assert main(["paper", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr()
+    assert "AR drafter `ar:spec_len=" in said.out and "FailFast `failfast`, failfast:tau=0.9 `" in said.out
+
+
+def test_of_several_with_one_length_the_best_stands_for_it():
+    fast = [r for r in RECORDS if r["method"] == "fast-dllm"]
+    slow = [{**r, "setting": f"{r['setting']},threshold=1"} for r in fast]
+    slow = [{**r, "detail": [{**entry, "passes": 99} for entry in r["detail"]]} for r in slow]
+    for both in ([*RECORDS, *slow], [*slow, *RECORDS]):
+        run = paper_tables.run_of(both, "Qwen2.5-32B-Instruct", parse_latency("1:10"), released=False)
+        assert not any("threshold=1" in label for label in run.chosen["math500"].values())
+
+
 def test_a_killed_run_is_said(preset, stub, tmp_path, capsys):
     rows, run = "ar,failfast", str(tmp_path / "out")
     stub.fail_after = 2 * 7 + 8  # the first six lengths are done, and vanilla and seven others of the next ones

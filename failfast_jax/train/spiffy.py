@@ -122,7 +122,10 @@ def calibrated(engine: FailFast, prompts: Sequence[Ids], config: GenerationConfi
             trajectories += trajectories_of(row, engine.target.config.mask_token_id)
     chosen = best_states(trajectories, most)
     if not chosen:
-        raise ConfigError(f"{engine.target_name}: no state of {len(prompts)} answers could have been foreseen")
+        raise ConfigError(
+            f"{engine.target_name}: no pass of {len(prompts)} answers filled what the one before had among its best; give "
+            "more --prompts or a larger --max-new-tokens, or leave --spiffy out with this model"
+        )
     block, small, threshold = sizes
     about = {
         "threshold": threshold,

@@ -123,8 +123,8 @@ def calibrated(engine: FailFast, prompts: Sequence[Ids], config: GenerationConfi
     chosen = best_states(trajectories, most)
     if not chosen:
         raise ConfigError(
-            f"{engine.target_name}: no pass of {len(prompts)} answers filled what the one before had among its best; give "
-            "more --prompts or a larger --max-new-tokens, or leave --spiffy out with this model"
+            f"{engine.target_name}: no pass of {len(prompts)} answers filled what the one before had among its best; "
+            "give more --prompts or a larger --max-new-tokens, or leave --spiffy out with this model"
         )
     block, small, threshold = sizes
     about = {

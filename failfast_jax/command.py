@@ -123,7 +123,8 @@ def unstuck(interrupted: str) -> Iterator[None]:
 
     def watch() -> None:
         while number := ours.recv(1):
-            if number[0] == signal.SIGINT and not came.wait(STUCK_S):
+            ours_to_end = number[0] == signal.SIGINT and signal.getsignal(signal.SIGINT) is raised
+            if ours_to_end and not came.wait(STUCK_S):
                 print(interrupted, file=sys.stderr, flush=True)
                 os._exit(INTERRUPTED)
             came.clear()

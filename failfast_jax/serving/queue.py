@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from failfast_jax import distributed
 from failfast_jax.config import GenerationConfig
 from failfast_jax.encoding import characters
 from failfast_jax.engine import FailFast
@@ -33,6 +34,11 @@ logger = logging.getLogger("failfast_jax")
 
 PER_REQUEST = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
 """Fields of `GenerationConfig` that each request has its own of; the others are the queue's."""
+
+
+IDLE_S = 1.0
+"""Seconds after which the first of several processes tells the others that nobody came: longer, and their wait might
+be taken for a fault."""
 
 
 class QueueFull(Exception):
@@ -223,7 +229,8 @@ class Answer(Job):
 class Queue:
     """An engine's rows, shared by requests from any thread, in order of arrival.
 
-    The constructor compiles everything and measures what rounds cost if need be; from then on nothing is compiled.
+    The constructor compiles everything and measures what rounds cost if need be; from then on nothing is compiled. Of
+    several processes all open the same queue; the first takes requests, the others `follow`.
 
     Args:
       engine: models and tokenizer. It must not be used otherwise while the queue is open.
@@ -270,7 +277,8 @@ class Queue:
         self._entered = self._submitted = 0
         """Requests in the inbox, and all that there ever were."""
         self._thread = threading.Thread(target=self._work, name="failfast-queue", daemon=True)
-        self._thread.start()
+        if distributed.speaks():
+            self._thread.start()
 
     def __enter__(self) -> Queue:
         return self
@@ -375,7 +383,12 @@ class Queue:
         with self._lock:
             self._open, self._draining = False, drain
             self._inbox.put(None)
-        self._thread.join()
+        if distributed.speaks():
+            self._thread.join()
+
+    def follow(self) -> None:
+        """In other processes than the first: computes what its queue computes, until that is closed."""
+        self.scheduler.follow()
 
     # The thread.
 
@@ -385,6 +398,7 @@ class Queue:
             while self._open or (self._draining and (more or not self._inbox.empty())):
                 self._take_in(wait=self._open and not more)
                 more = self.scheduler.step()
+            self.scheduler.close()
         except BaseException as error:  # told to everybody who waits
             logger.exception("the queue's thread failed")
             self.error = error
@@ -398,8 +412,12 @@ class Queue:
 
     def _take_in(self, wait: bool) -> None:
         """Everything from the inbox into the line."""
+        longest = None if distributed.alone() else IDLE_S
         while wait or not self._inbox.empty():
-            answer, wait = self._inbox.get(), False
+            try:
+                answer, wait = self._inbox.get(timeout=longest), False
+            except queue.Empty:
+                return
             if answer is not None:  # None only wakes the thread
                 with self._lock:
                     self.scheduler.submit(answer)

@@ -8,6 +8,8 @@
 A step is a chunk of somebody's prefill (or several short prompts), then a slice: a few rounds of all rows, fewer if a
 row finishes. What a request says does not depend on when it came, nor on who else is there; all shapes are static, so
 nothing is compiled once the constructor has returned.
+
+Of several processes the first has the requests; the others `follow`: a step begins with what it alone can know.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from failfast_jax import distributed
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.state import FAILED, RUNNING
 from failfast_jax.engine import FINISH_REASONS
@@ -40,6 +43,7 @@ class Job:
       logprobs: whether it is told log-probabilities, which only some schedulers know.
       ids: tokens emitted so far.
       cancelled: set it, from any thread, and the row is free within a slice.
+      satisfied: its receiver had enough; the row is free when the next step begins.
       reused: tokens of the prompt that were not prefilled, because a row held them already.
       submitted, started, first: `time.perf_counter()` when it came, when its prefill began, and when its first token
         was there; None: not yet.
@@ -48,7 +52,7 @@ class Job:
     def __init__(self, request: Request, logprobs: bool = False):
         self.request, self.logprobs = request, logprobs
         self.ids: list[int] = []
-        self.cancelled = False
+        self.cancelled = self.satisfied = False
         self.reused = 0
         self.submitted = time.perf_counter()
         self.started: float | None = None
@@ -65,6 +69,19 @@ class Job:
     def failed(self, error: BaseException) -> None:
         """Told that there will be no answer."""
         raise NotImplementedError
+
+
+class _Elsewhere(Job):
+    """A request whose answer the first process gives."""
+
+    def news(self, ids, logprobs):
+        return True
+
+    def done(self, reason, log):
+        pass
+
+    def failed(self, error):
+        pass
 
 
 @dataclasses.dataclass
@@ -158,6 +175,8 @@ class Scheduler:
         self._rounds, self._least_reuse = rounds, least_reuse
         self._reuse = reuse and (batch == 1 or not exact)
         self._rows = [_Row() for _ in range(batch)]
+        self._arrived: list[Job] = []
+        """Since the last step; then they wait."""
         self._waiting: collections.deque[Job] = collections.deque()
         self._begun: _Begun | None = None
         self._clock = itertools.count(1)
@@ -191,7 +210,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests that have no row yet."""
-        return len(self._waiting) + (self._begun is not None)
+        return len(self._arrived) + len(self._waiting) + (self._begun is not None)
 
     @property
     def busy(self) -> int:
@@ -200,45 +219,80 @@ class Scheduler:
 
     def submit(self, job: Job) -> None:
         """Puts a request at the end of the line."""
-        self._waiting.append(job)
+        self._arrived.append(job)
 
     def step(self) -> bool:
         """Prefill, if somebody waits and a row is free, and a slice. Returns whether there is more."""
-        self._drop_cancelled()
-        self._prefill()
-        if self.busy:
-            begin = time.perf_counter()
-            # The first words should not wait for the next ones.
-            fresh = any(row.job is not None and row.job.first is None for row in self._rows)
-            self._state = self.session.advance(self._state, 1 if fresh else self._rounds, until_any=True)
-            progress = self.session.read(self._state)
-            self.counts.decode_s += time.perf_counter() - begin
-            self.counts.slices += 1
-            self.counts.busy_rows += self.busy
-            self._deliver(progress.ids, progress.finish)
+        self._hear()
+        self._turn()
         return bool(self.busy or self.waiting)
+
+    def follow(self) -> None:
+        """In other processes than the first: takes the steps that it takes, until its scheduler is closed."""
+        while self._hear():
+            self._turn()
+
+    def close(self) -> None:
+        """In the first of several processes: the others need not follow any more."""
+        if not distributed.alone():
+            self._hear(last=True)
 
     def abandon(self, error: BaseException) -> None:
         """Tells everybody that there will be no answer."""
-        jobs = [row.job for row in self._rows if row.job is not None]
-        jobs += [] if self._begun is None else [self._begun.job]
-        for job in (*jobs, *self._waiting):
+        for job in (*self._jobs(), *self._arrived):
             self._fail(job, error)
+        self._arrived.clear()
         self._waiting.clear()
         self._begun, self._rows = None, [_Row() for _ in self._rows]
 
     # Rows.
 
-    def _drop_cancelled(self) -> None:
-        for job in [job for job in self._waiting if job.cancelled]:
+    def _jobs(self) -> list[Job]:
+        """Requests that have a row, are being prefilled, or wait."""
+        begun = [] if self._begun is None else [self._begun.job]
+        return [*(row.job for row in self._rows if row.job is not None), *begun, *self._waiting]
+
+    def _hear(self, last: bool = False) -> bool:
+        """What came from outside since the last step: requests, and who wants no more. Returns whether steps follow."""
+        arrived, self._arrived = self._arrived, []
+        jobs = [*self._jobs(), *arrived]
+        endings = [CANCELLED if job.cancelled else STOPPED if job.satisfied else None for job in jobs]
+        if not distributed.alone():
+            requests = [(dataclasses.astuple(job.request), job.logprobs) for job in arrived]
+            requests, endings, last = distributed.agreed([requests, endings, last])
+            if not distributed.speaks():
+                arrived = [_Elsewhere(Request(*fields), logprobs) for fields, logprobs in requests]
+        self._waiting += arrived
+        self._drop({id(job): ending for job, ending in zip(self._jobs(), endings, strict=True) if ending})
+        return not last
+
+    def _turn(self) -> None:
+        """A step, once it is known what came."""
+        self._prefill()
+        if not self.busy:
+            return
+        begin = time.perf_counter()
+        # The first words should not wait for the next ones.
+        fresh = any(row.job is not None and row.job.first is None for row in self._rows)
+        self._state = self.session.advance(self._state, 1 if fresh else self._rounds, until_any=True)
+        progress = self.session.read(self._state)
+        self.counts.decode_s += time.perf_counter() - begin
+        self.counts.slices += 1
+        self.counts.busy_rows += self.busy
+        self._deliver(progress.ids, progress.finish)
+
+    def _drop(self, endings: dict[int, str]) -> None:
+        """Ends jobs, by their `id`."""
+        for job in [job for job in self._waiting if id(job) in endings]:
             self._waiting.remove(job)
-            self._finish(job, CANCELLED, None)
-        if self._begun is not None and self._begun.job.cancelled:
-            self._finish(self._begun.job, CANCELLED, None)
+            self._finish(job, endings[id(job)], None)
+        if self._begun is not None and id(self._begun.job) in endings:
+            self._finish(self._begun.job, endings[id(self._begun.job)], None)
             self._begun = None
-        rows = {number for number, row in enumerate(self._rows) if row.job is not None and row.job.cancelled}
+        rows = {number: endings[id(row.job)] for number, row in enumerate(self._rows) if id(row.job) in endings}
         if rows:
-            self._free(dict.fromkeys(rows, CANCELLED))
+            self._state = self.session.end(self._state, rows)
+            self._free(rows)
 
     def _deliver(self, ids: Sequence[list[int]], finish: Sequence[int]) -> None:
         jobs = {number: row.job for number, row in enumerate(self._rows) if row.job is not None}
@@ -252,22 +306,19 @@ class Scheduler:
             if new and job.first is None:
                 job.first = time.perf_counter()
             self.counts.output_tokens += len(new)
-            wants = not new or job.news(new, logprobs.get(number))
+            if new and not job.news(new, logprobs.get(number)):
+                job.satisfied = True
             if finish[number] == FAILED:
                 at = len(row.text)
                 self._rows[number] = _Row(used=row.used)
                 self._fail(job, NonFiniteError(f"the target's logits for position {at} are not finite"))
-            elif not wants:
-                ended[number] = STOPPED
             elif finish[number] != RUNNING:
-                ended[number] = FINISH_REASONS[finish[number]]
+                ended[number] = STOPPED if job.satisfied else FINISH_REASONS[finish[number]]
         if ended:
             self._free(ended)
 
     def _free(self, reasons: dict[int, str]) -> None:
         """Ends rows, which keep their caches for whoever goes on from there."""
-        if {STOPPED, CANCELLED} & set(reasons.values()):
-            self._state = self.session.end(self._state, reasons)
         for number, reason in reasons.items():
             # While anything may fail the job stays where `abandon` finds it.
             log = self.session.rounds_of(self._state, number)

@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-from failfast_jax.checkpoints.hub import default_target_path, find_models
+from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.loading import as_dtype
 from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.config import GenerationConfig
@@ -100,7 +100,6 @@ def work(args: argparse.Namespace) -> None:
     if begun and all(shard_path(args.out, number).exists() for number in shards):
         print(f"selfgen: {args.out} has all {len(shards)} shards", file=sys.stderr)
         return
-    find_models({"--target": args.target})
     engine = load_pair(args.target, method=options.method, dtype=args.dtype)
     writer = Writer(engine, options)
     settings |= {

@@ -1,0 +1,141 @@
+"""A server over two processes that share each layer: what it says, who leaves, and how both end."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from served import CAPACITY, ChatPieces, quick, until
+from tiny_engines import new_engine
+
+from failfast_jax.serving.queue import Queue
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = f"""
+import sys
+from failfast_jax import serve
+from failfast_jax.decoding import plan
+from served import ChatPieces
+from tiny_engines import new_engine
+
+plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
+pieces = {{"tokenizer": ChatPieces(), "drafter_tokenizer": ChatPieces()}}
+serve.load_engine = lambda args, method: new_engine(tensor_parallel=args.tensor_parallel, **pieces)
+options = "--method lookup --policy fixed --max-spec-len 7 --batch 2 --context {CAPACITY} --port 0 --model-name tiny"
+raise SystemExit(serve.main([*options.split(), "--tensor-parallel", "2", "--distributed", sys.argv[1]]))
+"""
+
+
+def start(where: str) -> subprocess.Popen:
+    folders = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "serving"), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": folders, "JAX_PLATFORMS": "cpu"}
+    hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = [sys.executable, "-c", PROGRAM, where]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=hear)
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+    found = [start(f"{where},2,{index}") for index in range(2)]
+    yield found
+    for process in found:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def site(processes) -> Iterator[httpx.Client]:
+    lines = []
+    for line in processes[0].stderr:
+        lines.append(line)
+        if found := re.search(r"serving tiny at (http://127.0.0.1:\d+)/v1", line):
+            break
+    else:
+        raise AssertionError("".join(lines))
+    with httpx.Client(base_url=found[1], timeout=60) as client:
+        yield client
+
+
+PROMPTS = [[3, 4, 5], [6, 7] * 20, [2, 3, 4, 5, 6] * 8, [6, 7] * 20 + [3], [9], [6, 7] * 21]
+
+
+def spoken(metrics: str, name: str) -> float:
+    return float(re.search(rf"^{name} (\S+)$", metrics, re.M)[1])
+
+
+def requests_and_answers() -> tuple[list[dict], list[list[str]]]:
+    """What is asked, and what one process says: samples, stop strings, two choices, prompts that share a beginning."""
+    requests = [
+        {"prompt": prompt, "max_tokens": 40, "ignore_eos": True, "seed": seed, "temperature": 0.8 * (seed != 1)}
+        for seed, prompt in enumerate(PROMPTS)
+    ]
+    requests[3]["n"] = 2
+    engine = new_engine(tokenizer=ChatPieces(), drafter_tokenizer=ChatPieces())
+    with Queue(engine, quick(), batch=2, capacity=CAPACITY) as queue:
+
+        def answered(request: dict) -> list[str]:
+            own = {name: request[name] for name in ("ignore_eos", "seed", "temperature")}
+            own |= {"max_new_tokens": request["max_tokens"], "stop": request.get("stop", ())}
+            asked = [queue.submit(request["prompt"], sequence=i, **own) for i in range(request.get("n", 1))]
+            return [answer.result().text for answer in asked]
+
+        whole = [answered(request) for request in requests]
+        for number in (2, 4):
+            requests[number]["stop"] = [whole[number][0][6:8]]
+        cut = [answered(request) for request in requests]
+    assert all(len(cut[number][0]) <= 6 for number in (2, 4))
+    return requests, cut
+
+
+def texts(answer: httpx.Response) -> list[str]:
+    assert answer.status_code == 200, answer.text
+    return [choice["text"] for choice in answer.json()["choices"]]
+
+
+def test_two_processes_serve_as_one(processes, site):
+    requests, alone = requests_and_answers()
+    assert texts(site.post("/v1/completions", json=requests[0])) == alone[0]
+    compiled = spoken(site.get("/metrics").text, "failfast_compilations_total")
+    with concurrent.futures.ThreadPoolExecutor(len(requests)) as pool:
+        found = list(pool.map(lambda body: texts(site.post("/v1/completions", json=body)), requests))
+    assert found == alone
+    # Who leaves frees the row everywhere: else the next answer never came, or was another one.
+    long = {"prompt": [8, 9], "max_tokens": 150, "ignore_eos": True, "stream": True}
+    for _ in range(3):
+        with site.stream("POST", "/v1/completions", json=long) as stream:
+            next(stream.iter_lines())
+    until(lambda: spoken(site.get("/metrics").text, "failfast_rows_busy") == 0)
+    assert texts(site.post("/v1/completions", json=requests[3])) == alone[3]
+    assert spoken(site.get("/metrics").text, "failfast_compilations_total") == compiled
+
+
+def test_both_end_when_they_are_told(processes, site):
+    """An answer that was begun is given, with what the other process computes of it."""
+    body = {"prompt": [8, 9], "max_tokens": 150, "ignore_eos": True, "stream": True}
+    with site.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        for process in reversed(processes):
+            process.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    first, second = processes
+    said = first.stderr.read()
+    assert first.wait(40) == 0, said
+    assert said.splitlines()[-1] == "ended" and "Traceback" not in said
+    assert second.wait(40) == 0 and "Traceback" not in second.stderr.read()

@@ -15,8 +15,6 @@ from failfast_jax.checkpoints.pair import read_pair
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 from failfast_jax.generate import main
 
-pytestmark = pytest.mark.optimized
-
 FIELD = GOLDEN / "field"
 TARGETS = ("qwen3_a", "llama_e")
 

@@ -19,8 +19,6 @@ from failfast_jax.checkpoints.pair import own_method
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 from failfast_jax.generate import main
 
-pytestmark = pytest.mark.optimized
-
 FIELD = GOLDEN / "field"
 TREES = {"eagle3_qwen3_a": "qwen3_a", "eagle3_llama_e": "llama_e"}
 CHAIN, TREE = "deepspec_eagle3_qwen3_a", "eagle3_qwen3_a"

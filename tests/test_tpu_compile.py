@@ -29,14 +29,21 @@ METHODS = (
     *("dspark", "dspark-failfast", "eagle-chain", "eagle-tree"),
     *("dllm", "dllm-spiffy", "dllm-spiffy-cache", "dllm-sdar", "dllm-sdar-spiffy"),
 )
+FEW = ("auto", "trees", "dspark-failfast", "eagle-tree", "dllm-spiffy-cache", "dllm-sdar")
+"""Of each kind of program one."""
 
 
 @pytest.mark.parametrize(
-    "topology, device",
-    [("v5e:1x1", "TPU v5 lite"), pytest.param("v6e:1x1", "TPU v6 lite", marks=pytest.mark.long)],
+    "topology, device, methods",
+    [
+        pytest.param("v5e:1x1", "TPU v5 lite", FEW, id="v5e-few"),
+        pytest.param("v6e:1x1", "TPU v6 lite", FEW, id="v6e-few", marks=pytest.mark.long),
+        pytest.param("v5e:1x1", "TPU v5 lite", METHODS, id="v5e-all", marks=pytest.mark.exhaustive),
+        pytest.param("v6e:1x1", "TPU v6 lite", METHODS, id="v6e-all", marks=pytest.mark.exhaustive),
+    ],
 )
-def test_a_whole_answer_is_one_program_on_the_chip(topology, device):
-    for method, report in compiled(topology, *METHODS).items():
+def test_a_whole_answer_is_one_program_on_the_chip(topology, device, methods):
+    for method, report in compiled(topology, *methods).items():
         assert report["device"] == device, method
         assert report["entries"] == 1 and report["loops"] >= 2, method
         assert report["host_transfers"] == [] and report["host_bytes"] == 0, method
@@ -93,7 +100,10 @@ def test_the_report_on_every_generation(topology, device, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("topology", "rows", "gigabytes"), [("v6e:2x4", 4, 32), ("v5e:2x4", 2, 16)])
+@pytest.mark.parametrize(
+    ("topology", "rows", "gigabytes"),
+    [("v6e:2x4", 4, 32), pytest.param("v5e:2x4", 2, 16, marks=pytest.mark.exhaustive)],
+)
 def test_a_step_of_training_fits(topology, rows, gigabytes):
     """Of Fast-dLLM v2's recipe for Qwen2.5-1.5B on eight chips that share its parameters."""
     report = json.loads(run("tests/train_step_compile.py", topology, rows).splitlines()[-1])

@@ -15,7 +15,7 @@ from tiny_models import VOCAB, diffusion_config, fond_dspark, fond_eagle, fond_o
 from failfast_jax import FailFast, drafters
 from failfast_jax.engine import Result
 
-pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("few_widths")]
+pytestmark = pytest.mark.usefixtures("few_widths")
 
 FAVOURITE = 7
 SMALL = {"spec_len": 3, "max_spec_len": 9, "tau": 0.3, "small_block_size": 4}
@@ -36,6 +36,7 @@ for name, chosen in OPTIONS.items():
     OPTIONS[name] = small | chosen
 SPECULATIVE = [name for name in OPTIONS if name != "vanilla"]
 QUICK = ("failfast", "lookup", "ar", "dspark", "eagle3")
+"""Of these bits are compared in optimised programs, too."""
 PROMPTS = [[3, 4, 5] * 6, [9], [5, 6, 5, 6], [30, 20, 10] * 3]
 CAPACITY = 88
 """Less than the first prompt and its answer need."""
@@ -71,7 +72,13 @@ def answers(method: str, batch: int, temperature: float, seed: int, stop: int | 
     return pair.generate(PROMPTS[:batch], temperature=temperature, seed=seed, exact=True, **options)
 
 
-@pytest.mark.parametrize("method", tiers(SPECULATIVE, quick=QUICK, long=None))
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(pytest.param(method, marks=pytest.mark.optimized) for method in QUICK),
+        *tiers([method for method in SPECULATIVE if method not in QUICK], quick=(), long=None),
+    ],
+)
 @pytest.mark.parametrize("batch", tiers([1, 4], quick=[4]))
 def test_a_seed_gives_one_text(method, batch):
     """Bit for bit, greedy and at two temperatures, with and without top-k and top-p."""

@@ -22,8 +22,6 @@ from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.drafters.eagle3 import EagleChain
 from failfast_jax.drafters.wide import Wide
 
-pytestmark = pytest.mark.optimized
-
 SAMPLES = 200_000 if os.environ.get("FAILFAST_TEST_OPTIMIZED") else 60_000
 VOCAB, DRAFT, TOKENS = 5, 2, 3
 """Two tokens are drafted a round; the first three that are emitted are looked at."""

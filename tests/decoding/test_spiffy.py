@@ -47,7 +47,6 @@ def together(result) -> int:
     return result.stats.target_passes + result.stats.adopted_passes
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize(
     "name, count",
     [

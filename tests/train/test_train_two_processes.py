@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
 from safetensors.numpy import load_file
+from tiers import tiers
 
 pytestmark = pytest.mark.long
 
@@ -24,6 +25,8 @@ COMMON = "--seq-len 64 --batch 4 --held-out 4 --eval-prompts 2 --eval-tokens 6 -
 FAMILIES = {
     "diffusion": "--family diffusion --block-size 16 --mask-token 1 --fsdp 4 --freeze embed --accumulate 2",
     "dspark": "--family dspark --rows 3 --markov-rank 8 --mask-token 1 --features 0,1 --anchors 4",
+    "eagle3": "--family eagle3 --ttt-length 3 --draft-vocab 60 --features 0,1 --anchors 4",
+    "standalone": "--family standalone --layers 1 --block-size 16 --kl-weight 0.5",
     "dflash": "--family dflash --rows 3 --draft-vocab 50 --row-features 0,1 --borrow --anchors 4",
 }
 
@@ -97,7 +100,7 @@ def assert_same(one: Path, two: Path) -> None:
     assert before.keys() <= after.keys() and len(before) > 1
     for step, loss in before.items():
         assert after[step] == pytest.approx(loss, rel=1e-4)
-    first, second = (load_file(out / "drafter" / "model.safetensors") for out in (one, two))
+    [first], [second] = (map(load_file, (out / "drafter").glob("*.safetensors")) for out in (one, two))
     assert first.keys() == second.keys()
     for name, value in first.items():
         np.testing.assert_allclose(second[name], value, atol=2e-4, err_msg=name)
@@ -114,22 +117,24 @@ def test_two_processes_learn_what_one_does(documents, tmp_path, alone):
     assert run(flags, 2) == report | {"drafter": str(out / "drafter")}
 
 
-def test_features_are_computed_where_the_rows_are(documents, tmp_path, alone):
-    (whole, report), out = alone("dspark"), tmp_path / "run"
-    assert run(words("dspark", documents, out), 2) == report | {"drafter": str(out / "drafter")}
+@pytest.mark.parametrize("family", tiers(["dspark", "eagle3", "standalone"], quick=[], long=["dspark"]))
+def test_drafters_learn_where_their_rows_are(documents, tmp_path, alone, family):
+    """From features of their target, or from its logits, which each process computes of its own rows."""
+    (whole, report), out = alone(family), tmp_path / "run"
+    assert run(words(family, documents, out), 2) == report | {"drafter": str(out / "drafter")}
     assert_same(whole, out)
 
 
-def test_features_are_cached_together(documents, tmp_path, alone):
-    """Begun by two processes, and gone on with by one."""
-    whole, _ = alone("dflash")
-    flags = words("dflash", documents, tmp_path / "run", "--feature-cache", str(tmp_path / "features"))
-    statuses, _, errors = ended(start([*flags, "--minutes", "0.0001"], 2))
+def test_features_are_cached_once_for_all_processes(documents, tmp_path):
+    """Begun by two processes in two pieces, and read by one."""
+    one, two = (words("dflash", documents, tmp_path / name, "--steps", "4") for name in ("one", "two"))
+    cached = ["--feature-cache", str(tmp_path / "features")]
+    statuses, _, errors = ended(start([*two, *cached, "--minutes", "0.0001"], 2))
     assert statuses == [3, 3], errors
     assert json.loads((tmp_path / "features" / "features.json").read_text())["done"] == 1
-    assert run([*flags, "--minutes", "0.0001"], 2, status=3)["steps"] == 1
-    run(flags, 1)
-    assert log_of(whole).keys() <= log_of(tmp_path / "run").keys()
+    run([*two, *cached], 2)
+    run([*one, *cached], 1)
+    assert_same(tmp_path / "one", tmp_path / "two")
 
 
 def test_a_lost_process_ends_the_other_and_one_goes_on(documents, tmp_path, alone):

@@ -1,4 +1,4 @@
-"""Several processes that decode as one, on the hosts of a TPU pod or elsewhere: each runs the same command.
+"""Several processes that decode or train as one, on the hosts of a TPU pod or elsewhere: each runs the same command.
 
 Process 0 speaks and writes; what depends on a clock or on a host's own files is agreed on, as programs that differ
 between processes would wait for each other for ever.

@@ -231,7 +231,7 @@ def _static_key(function: Any, name: int | str, value: Any) -> Hashable:
 def _type_of(leaf: Any) -> Hashable:
     """Type of an argument as far as a program depends on it."""
     place = getattr(leaf, "sharding", None)
-    if place is not None and place == SingleDeviceSharding(jax.devices()[0]):
+    if place is not None and place == SingleDeviceSharding(jax.local_devices()[0]):
         place = None  # where JAX puts arrays that have no place yet, NumPy's for example
     dtype = getattr(leaf, "dtype", type(leaf))
     return np.shape(leaf), dtype, bool(getattr(leaf, "weak_type", False)), place

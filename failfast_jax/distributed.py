@@ -1,4 +1,4 @@
-"""Several processes that decode as one, on the hosts of a TPU pod or elsewhere: each runs the same command.
+"""Several processes that decode or train as one, on the hosts of a TPU pod or elsewhere: each runs the same command.
 
 Process 0 speaks and writes; what depends on a clock or on a host's own files is agreed on, as programs that differ
 between processes would wait for each other for ever.
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +34,8 @@ _GOOGLE = "0x1ae0"
 """Vendor of TPU chips on the PCI bus."""
 
 Value = TypeVar("Value")
+
+_apart = False
 
 
 def add_flag(parser: Any) -> None:
@@ -109,7 +111,18 @@ def tpu_hosts(devices: Path = Path("/sys/bus/pci/devices")) -> int:
 
 def alone() -> bool:
     """Whether this is the only process. Asking does not make JAX look for devices."""
-    return not jax.distributed.is_initialized() or jax.process_count() == 1
+    return _apart or not jax.distributed.is_initialized() or jax.process_count() == 1
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Inside, this process works for itself and on its own devices, as if there were no others."""
+    global _apart
+    before, _apart = _apart, True
+    try:
+        yield
+    finally:
+        _apart = before
 
 
 def speaks() -> bool:
@@ -159,6 +172,35 @@ def agreed(value: Value) -> Value:
     while len(said) < length:
         said += broadcast(words[len(said) :][:_PIECE], _PIECE)
     return json.loads(said[_LENGTH:length])
+
+
+def first(work: Callable[[], Value]) -> Value:
+    """What `work` returns in process 0, which alone does it; everywhere, JSON-ready.
+
+    Raises:
+      ValueError, OSError: `work` raised it; in the other processes an OptionError that says the same.
+    """
+    result, error = None, None
+    if speaks():
+        try:
+            result = work()
+        except (ValueError, OSError) as raised:
+            error = raised
+    result, said = agreed([result, None if error is None else str(error)])
+    if error is not None:
+        raise error
+    if said is not None:
+        raise OptionError(said)
+    return result
+
+
+def where_not(holds: bool) -> list[int]:
+    """Numbers of the processes in which it does not hold, everywhere."""
+    if alone():
+        return [] if holds else [0]
+    from jax.experimental.multihost_utils import process_allgather
+
+    return np.flatnonzero(~process_allgather(np.asarray(holds))).tolist()
 
 
 def leave(status: int) -> None:

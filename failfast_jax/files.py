@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,25 +166,45 @@ def sole_writer(folder: Path) -> Iterator[None]:
     Raises:
       OptionError: another process writes there, or it is no folder.
     """
-    if not distributed.speaks():
+    new, claimed = not folder.exists(), []
+    distributed.first(lambda: claimed.append(_claimed(folder)))
+    try:
         yield
-        return
-    new = not folder.exists()
+    finally:
+        for descriptor in claimed:  # process 0's
+            if new:
+                with contextlib.suppress(OSError):  # not empty
+                    folder.rmdir()
+            os.close(descriptor)
+
+
+def _claimed(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = claim(folder)
+        return claim(folder)
     except (FileExistsError, NotADirectoryError):
         raise OptionError(f"--out {folder}: not a folder") from None
     except BlockingIOError:
         said = "another process is writing there; wait for it, or name another folder"
         raise OptionError(f"--out {folder}: {said}") from None
-    try:
-        yield
-    finally:
-        if new:
-            with contextlib.suppress(OSError):  # not empty
-                folder.rmdir()
-        os.close(descriptor)
+
+
+def check_shared(folder: Path, flag: str = "--out") -> None:
+    """Checks that all processes see process 0's folder, which is there.
+
+    Raises:
+      OptionError: one does not.
+    """
+    if distributed.alone():
+        return
+    token = folder / f".{distributed.agreed(uuid.uuid4().hex)}"
+    distributed.first(token.touch)
+    unseen = distributed.where_not(token.exists())
+    if distributed.speaks():
+        token.unlink()
+    if unseen:
+        said = f"process {unseen[0]} does not see it; name a folder that all hosts share"
+        raise OptionError(f"{flag} {folder}: {said}")
 
 
 Record = dict[str, Any]

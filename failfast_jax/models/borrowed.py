@@ -20,7 +20,7 @@ def with_borrowed(model: Decoder, target: Decoder, mask: Float[Array, " E"]) -> 
       model: of a configuration made by `ModelConfig.with_mask_row`; only its layers and final norm are used.
     """
     model = copy.copy(model)
-    model.embed = type(target.embed)(_with_row(whole(target.embed[...]), mask))
+    model.embed = type(target.embed)(_with_row(whole(target.embed[...]), whole(mask)))
     model.head = None
     # A quantised head of a tied embedding is made again from the new one, if at all.
     if not target.config.tie_embeddings:

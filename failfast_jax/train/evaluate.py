@@ -7,14 +7,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from failfast_jax import distributed
 from failfast_jax.engine import FailFast
 from failfast_jax.models.drafter_model import EAGLE, FEATURE_BLOCK
+from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.data import Documents
 
 
 class Evaluation:
     """Answers held-out prompts with the engine, drafting one pass a round; a chain of passes with an EAGLE drafter.
+
+    Of several processes each does so on a device of its own, lest others wait for it, and process 0's figures count.
 
     Args:
       objective: makes a drafter of parameters (`drafter`).
@@ -42,8 +46,9 @@ class Evaluation:
         # The engine runs on one device, training on all.
         self._device = jax.local_devices()[0]
         tokenizer, drafter_tokenizer = tokenizers or (None, None)
-        drafter = jax.device_put(objective.drafter(objective.trainable), self._device)
-        self.engine = FailFast(target, drafter, tokenizer=tokenizer, drafter_tokenizer=drafter_tokenizer)
+        drafter = self._drafter(objective.trainable)
+        with distributed.apart():
+            self.engine = FailFast(target, drafter, tokenizer=tokenizer, drafter_tokenizer=drafter_tokenizer)
         model = self.engine.drafter
         # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
         method = {"method": "failfast", "tau": 1.0}
@@ -55,15 +60,21 @@ class Evaluation:
         self.prompts = [prompt.tolist() for prompt, _ in held_out.pairs()[:prompts]]
         self.last: dict[str, float] | None = None
 
+    def _drafter(self, trainable: Any) -> Any:
+        drafter = self.objective.drafter(trainable)
+        return jax.tree.map(lambda leaf: jax.device_put(whole(leaf), self._device), drafter)
+
     def __call__(self, trainable: Any) -> dict[str, float]:
         """`accepted_per_round`, `rounds`, and how often the first drafted token was accepted."""
-        self.engine.drafter = jax.device_put(self.objective.drafter(trainable), self._device)
-        results = self.engine.generate(self.prompts, **self.options)
+        self.engine.drafter = self._drafter(trainable)
+        with distributed.apart():
+            results = self.engine.generate(self.prompts, **self.options)
         rounds = [log for result in results for log in result.rounds]
-        self.last = {
+        figures = {
             "accepted_per_round": float(np.mean([log.accepted for log in rounds])),
             "first_token_accepted": float(np.mean([log.accepted > 0 for log in rounds])),
             "drafted_per_round": float(np.mean([len(log.drafted) for log in rounds])),
             "rounds": len(rounds),
         }
+        self.last = distributed.agreed(figures)
         return self.last

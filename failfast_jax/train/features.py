@@ -13,10 +13,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from failfast_jax import distributed
 from failfast_jax.command import OutOfTime
-from failfast_jax.files import naming, read_json, write_atomically
+from failfast_jax.files import check_shared, naming, read_json, write_atomically
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.progress import progress_bar
 from failfast_jax.train.data import DataError, Documents
@@ -32,14 +36,29 @@ def captured_layers(feature_layers: tuple[int, ...], target_layers: int) -> tupl
     return tuple(sorted({*feature_layers, target_layers - 1}))
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def target_features(target: Decoder, tokens: Int[Array, "B T"], layers: tuple[int, ...]) -> Float[Array, "B T F E"]:
-    """Residual stream of whole sequences after the given layers."""
-    batch, width = tokens.shape
-    _, _, features = target.window(
-        tokens, target.init_cache(batch, width), jnp.zeros((batch,), jnp.int32), jnp.int32(width), layers
-    )
-    return features
+def target_features(target: Decoder, tokens: Int[ArrayLike, "B T"], layers: tuple[int, ...]) -> Float[Array, "B T F E"]:
+    """Residual stream of whole sequences after the given layers.
+
+    Where the tokens are spread over a mesh, on which the target is whole everywhere, so are the features: each device
+    computes those of its rows.
+    """
+    place = getattr(tokens, "sharding", None)
+    return _features(target, tokens, layers, place if isinstance(place, NamedSharding) else None)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _features(target: Decoder, tokens: Array, layers: tuple[int, ...], place: NamedSharding | None) -> Array:
+    def of_rows(target: Decoder, tokens: Array) -> Array:
+        batch, width = tokens.shape
+        _, _, features = target.window(
+            tokens, target.init_cache(batch, width), jnp.zeros((batch,), jnp.int32), jnp.int32(width), layers
+        )
+        return features
+
+    if place is None:
+        return of_rows(target, tokens)
+    specs = {"in_specs": (P(), place.spec), "out_specs": place.spec}
+    return jax.shard_map(of_rows, mesh=place.mesh, check_vma=False, **specs)(target, tokens)
 
 
 def mapped(file: Path, shape: tuple[int, ...]) -> np.memmap:
@@ -58,7 +77,7 @@ class FeatureCache:
     """Features of every document in one memory-mapped bfloat16 file, computed once.
 
     With few cores the target's pass costs more than the drafter's; and a run that is killed and continued does
-    not compute them again.
+    not compute them again. Of several processes each computes them, lest others wait for it, and process 0 writes.
 
     Args:
       folder: holds `features.bin` and `features.json`, which says what they belong to and how far they are.
@@ -69,6 +88,7 @@ class FeatureCache:
 
     Raises:
       DataError: the folder belongs to other documents, layers or another target.
+      OptionError: one of several processes does not see the folder.
       OutOfTime: at the deadline.
     """
 
@@ -90,24 +110,30 @@ class FeatureCache:
         key = {"documents": documents.digest(), "weights": weights, "target": target.config.shape_key()}
         where = f"{flag} {folder}"
         self._index = folder / "features.json"
-        stored, done = tuple(sorted({*layers, *also})), 0
-        if self._index.exists():
-            stored, done = self._found(key, layers, where)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.columns = [stored.index(layer) for layer in layers]
-        shape = (int(self.starts[-1]), len(stored), target.config.hidden_size)
-        self.values = mapped(folder / "features.bin", shape)
-        self._compute(target, stored, done, {**key, "layers": stored}, deadline)
 
-    def _found(self, key: dict, layers: tuple[int, ...], where: str) -> tuple[tuple[int, ...], int]:
+        def begun() -> tuple[list[int], int]:
+            found = self._found(key, layers, where) if self._index.exists() else (sorted({*layers, *also}), 0)
+            folder.mkdir(parents=True, exist_ok=True)
+            return found
+
+        stored, done = distributed.first(begun)
+        check_shared(folder, flag)
+        self.columns = [stored.index(layer) for layer in layers]
+        file, shape = folder / "features.bin", (int(self.starts[-1]), len(stored), target.config.hidden_size)
+        self.values = mapped(file, shape) if distributed.speaks() else None
+        self._compute(target, tuple(stored), done, {**key, "layers": stored}, deadline)
+        if self.values is None:
+            self.values = np.memmap(file, jnp.bfloat16, "r", shape=shape)
+
+    def _found(self, key: dict, layers: tuple[int, ...], where: str) -> tuple[list[int], int]:
         """Layers that the folder holds, and how many passes are in it."""
         index = read_json(self._index)
-        done, stored = index.pop("done", 0), tuple(index.pop("layers", ()))
+        done, stored = index.pop("done", 0), index.pop("layers", [])
         if index != key:
             what = "another target" if index.get("documents") == key["documents"] else "other documents"
             raise DataError(f"{where}: holds features of {what}; name another folder")
         if missing := sorted({*layers} - {*stored}):
-            raise DataError(f"{where}: holds features of layers {list(stored)}, not of {missing}")
+            raise DataError(f"{where}: holds features of layers {stored}, not of {missing}")
         return stored, done
 
     def _compute(self, target: Decoder, layers: tuple[int, ...], done: int, index: dict, deadline: float) -> None:
@@ -122,13 +148,14 @@ class FeatureCache:
             for row, i in enumerate(group):
                 tokens[row, : self.lengths[i]] = self.documents.tokens[i]
             computed = np.asarray(target_features(target, tokens, layers).astype(jnp.bfloat16))
-            for row, i in enumerate(group):
-                self.values[self.starts[i] : self.starts[i + 1]] = computed[row, : self.lengths[i]]
             late, last = time.monotonic() > deadline, number + 1 == len(groups)
-            if (number + 1) % SAVE_EVERY == 0 or last or late:
-                self.values.flush()
-                write_atomically(self._index, json.dumps({**index, "done": number + 1}))
-            if late and not last:
+            if distributed.speaks():
+                for row, i in enumerate(group):
+                    self.values[self.starts[i] : self.starts[i + 1]] = computed[row, : self.lengths[i]]
+                if (number + 1) % SAVE_EVERY == 0 or last or late:
+                    self.values.flush()
+                    write_atomically(self._index, json.dumps({**index, "done": number + 1}))
+            if distributed.agreed(late) and not last:
                 raise OutOfTime
 
     def batch(self, batch: dict[str, np.ndarray]) -> np.ndarray:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +18,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
+from failfast_jax import distributed
 from failfast_jax.errors import OptionError
 from failfast_jax.files import append_lines, read_lines, write_atomically
 from failfast_jax.models.config import ModelConfig
@@ -147,7 +149,7 @@ def initial_state(objective: Objective, optimization: Optimization, spread: Spre
     """Step 0: parameters, their moving average (if any), the optimiser's state; each device its part."""
 
     def placed(tree: Any) -> Any:
-        return tree if spread is None else jax.device_put(tree, spread.places(tree))
+        return tree if spread is None else spread.parts(tree)
 
     trainable = placed(jax.tree.map(jnp.array, objective.trainable))
     state = {"step": jnp.int32(0), "params": trainable, "optimizer": optimization.optimizer().init(trainable)}
@@ -199,7 +201,7 @@ def make_step(objective: Objective, optimization: Optimization) -> Callable:
 
 
 def check_devices(optimization: Optimization) -> None:
-    """Raises OptionError: the batch does not divide over this process' devices."""
+    """Raises OptionError: the batch does not divide over the devices."""
     if optimization.batch % len(jax.devices()):
         raise OptionError(f"--batch {optimization.batch}: must be a multiple of the {len(jax.devices())} devices")
 
@@ -241,21 +243,22 @@ def train(
     check_devices(optimization)
     spread = spread or Spread.over()
     state = initial_state(objective, optimization, spread)
-    objective.constants = jax.device_put(objective.constants, spread.everywhere)
+    objective.constants = spread.copies(objective.constants)
     with _checkpoints(folder) as manager:
         state = _restored(manager, state)
         done = int(state["step"])
         progress = _Progress(folder / LOG_FILE, objective, done, optimization.steps)
-        step = jax.jit(make_step(objective, optimization), donate_argnums=0, out_shardings=(spread.places(state), None))
+        places = spread.places(state), spread.everywhere
+        step = jax.jit(make_step(objective, optimization), donate_argnums=0, out_shardings=places)
         while done < optimization.steps:
             batch = dataset[done]
             # Features are computed from tokens that are spread over the devices.
-            batch = {**batch, "tokens": jax.device_put(batch["tokens"], spread.rows)}
-            batch = jax.device_put(objective.prepare(batch), spread.rows)
+            batch = {**batch, "tokens": spread.batch(batch["tokens"])}
+            batch = spread.batch(objective.prepare(batch))
             state, metrics = step(state, objective.constants, batch)
             done += 1
             progress.count(batch)
-            out_of_time = time.monotonic() > deadline
+            out_of_time = deadline < math.inf and distributed.agreed(time.monotonic() > deadline)
             last = done == optimization.steps or out_of_time
             save = done % save_every == 0 or last
             if done % LOG_EVERY == 0 or save:
@@ -266,27 +269,39 @@ def train(
                 manager.save(done, args=ocp.args.StandardSave(state))
             if out_of_time:
                 break
-        manager.wait_until_finished()
         progress.bar.close()
     return state, done == optimization.steps
 
 
-def _checkpoints(folder: Path) -> ocp.CheckpointManager:
+@contextlib.contextmanager
+def _checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
     place = (folder / CHECKPOINTS).absolute()
-    # A run that was killed may have left checkpoints half-written, and older ones half-deleted.
-    steps = sorted((int(path.name) for path in place.glob("[0-9]*") if path.name.isdigit()), reverse=True)
-    for step in steps[KEPT:]:
-        shutil.rmtree(place / str(step))
+
+    def sweep() -> None:
+        # A run that was killed may have left checkpoints half-written, and older ones half-deleted.
+        steps = sorted((int(path.name) for path in place.glob("[0-9]*") if path.name.isdigit()), reverse=True)
+        for step in steps[KEPT:]:
+            shutil.rmtree(place / str(step))
+
+    distributed.first(sweep)
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True)
-    return ocp.CheckpointManager(place, options=options)
+    manager = ocp.CheckpointManager(place, options=options)
+    try:
+        yield manager
+    except BaseException:
+        if distributed.alone():  # others wait for this process, which must not wait for them
+            manager.close()
+        raise
+    manager.close()
 
 
 def _restored(manager: ocp.CheckpointManager, state: dict[str, Any]) -> dict[str, Any]:
     """The newest checkpoint; without one, `state` itself."""
-    if manager.latest_step() is None:
+    step = distributed.agreed(manager.latest_step())
+    if step is None:
         return state
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    return manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(abstract))
+    return manager.restore(step, args=ocp.args.StandardRestore(abstract))
 
 
 class _Progress:
@@ -297,8 +312,9 @@ class _Progress:
 
     def __init__(self, log: Path, objective: Objective, step: int, steps: int):
         self.log, self.objective = log, objective
-        records = read_lines(log)[0] if log.exists() else []
-        write_atomically(log, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
+        if distributed.speaks():
+            records = read_lines(log)[0] if log.exists() else []
+            write_atomically(log, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
         self.bar = progress_bar("train", "step", total=steps, initial=step)
         self._shown: dict[str, str] = {}
         self._rows, self._operations, self._start = 0, 0.0, time.perf_counter()
@@ -335,6 +351,7 @@ class _Progress:
         self._start += time.perf_counter() - paused
 
     def _write(self, record: dict[str, Any], shown: dict[str, str]) -> None:
-        append_lines(self.log, [record])
+        if distributed.speaks():
+            append_lines(self.log, [record])
         self._shown |= shown
         self.bar.set_postfix(self._shown)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from failfast_jax import distributed
 from failfast_jax.checkpoints.dspark import load_dspark
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.errors import OptionError
@@ -103,7 +104,7 @@ def _dspark(
         return dspark.DSparkObjective(model, target, draft_ids, options, **how)
 
     untrained = objective()
-    if not layers.rows or args.no_fit or loop.has_checkpoint(args.out):
+    if not layers.rows or args.no_fit or distributed.agreed(loop.has_checkpoint(args.out)):
         return untrained
     dataset = data.batches(train, length=args.seq_len, batch=8, seed=args.seed)
     batches = (dataset[i] for i in range(max(min(len(train) // 8, 64), 1)))

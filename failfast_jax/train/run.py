@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from failfast_jax import distributed
 from failfast_jax.checkpoints import deepspec
 from failfast_jax.checkpoints.drafter import STORAGES
 from failfast_jax.checkpoints.dspark import check_target
@@ -30,8 +31,9 @@ from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.errors import OptionError
-from failfast_jax.files import read_json, sole_writer
+from failfast_jax.files import check_shared, differences, read_json, sole_writer
 from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.sharding import whole
 from failfast_jax.options import flag_of
 from failfast_jax.train import data, loop, presets
 from failfast_jax.train.conversations import ROWS, check_template, read_conversations
@@ -63,6 +65,7 @@ LONGEST_CHAIN = 64
 RUN_ONLY = (
     *("out", "minutes", "fsdp", "save_every", "eval_every", "eval_prompts", "eval_tokens", "eval_spec_len", "storage"),
     *("data", "cache_layers", "push_to_hub"),  # the documents themselves are compared, not where they lie
+    *("distributed", "verbosity"),
 )
 """Options that do not change what is learned."""
 
@@ -116,6 +119,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--push-to-hub", metavar="NAME", help="upload the finished drafter to this Hugging Face repository"
     )
     run.add_argument("--storage", choices=STORAGES, default="bfloat16")
+    distributed.add_flag(run)
 
 
 def check(args: argparse.Namespace) -> loop.Optimization:
@@ -247,15 +251,36 @@ def work(args: argparse.Namespace) -> None:
     }
     documents = documents.take(np.random.default_rng(args.seed).permutation(len(documents)))
     train, held_out = data.split(documents, args.held_out)
-    with sole_writer(args.out):
+    _check_same(settings)
+
+    def begun() -> dict[str, Any] | None:
         begin(args.out / SETTINGS_FILE, settings, foreign="*", may_grow=("steps",))
-        if (report := _finished(args.out / "drafter", optimization.steps, args.storage)) is not None:
-            print(json.dumps(report))
-            if args.push_to_hub is not None:
-                push(args.out / "drafter", args.push_to_hub)
+        report = _finished(args.out / "drafter", optimization.steps, args.storage)
+        if report is None:
+            data.write_documents(args.out / HELD_OUT, held_out.pairs(), config.vocab_size)
+        return report
+
+    with sole_writer(args.out):
+        check_shared(args.out)
+        if (report := distributed.first(begun)) is None:
+            _make(args, source, start, layers, (train, held_out), optimization, deadline, spread)
             return
-        data.write_documents(args.out / HELD_OUT, held_out.pairs(), config.vocab_size)
-        _make(args, source, start, layers, (train, held_out), optimization, deadline, spread)
+        print(json.dumps(report))
+        _push(args)
+
+
+def _check_same(settings: dict[str, Any]) -> None:
+    """Raises OptionError: not all processes were given the same settings and documents."""
+    mine = json.loads(json.dumps(settings))
+    other = differences(distributed.agreed(mine), mine)
+    if unlike := distributed.where_not(not other):
+        said = f" ({'; '.join(other)})" if other else ""
+        raise OptionError(f"process {unlike[0]} has other options or documents than process 0{said}; give all the same")
+
+
+def _push(args: argparse.Namespace) -> None:
+    if args.push_to_hub is not None:
+        distributed.first(lambda: push(args.out / "drafter", args.push_to_hub))
 
 
 def _make(
@@ -331,18 +356,27 @@ def _train(
     state, done = loop.train(objective, dataset, optimization, args.out, spread=spread, evaluate=measure, **often)
     # A run whose last step was done before measures nothing more.
     figures = measure.last or measure(loop.averaged(state))
-    training = {
-        **read_json(args.out / SETTINGS_FILE),
-        "data": [path.name for path in args.data],
-        "storage": args.storage,
-    }
-    training |= {"steps_done": int(state["step"]), "held_out_figures": figures}
-    objective.save(loop.averaged(state), args.out / "drafter", storage=args.storage, training=training)
-    print(json.dumps(_report(args.out / "drafter", training)))
+    steps_done, made = int(state["step"]), _on_host(loop.averaged(state))
+
+    def written() -> dict[str, Any]:
+        training = {
+            **read_json(args.out / SETTINGS_FILE),
+            "data": [path.name for path in args.data],
+            "storage": args.storage,
+        }
+        training |= {"steps_done": steps_done, "held_out_figures": figures}
+        objective.save(made, args.out / "drafter", storage=args.storage, training=training)
+        return _report(args.out / "drafter", training)
+
+    print(json.dumps(distributed.first(written)))
     if not done:
         raise OutOfTime
-    if args.push_to_hub is not None:
-        push(args.out / "drafter", args.push_to_hub)
+    _push(args)
+
+
+def _on_host(tree: Any) -> Any:
+    """Whole parameters, on every host if several processes have parts of them."""
+    return jax.tree.map(lambda leaf: leaf if leaf.is_fully_addressable else np.asarray(whole(leaf)), tree)
 
 
 def _report(drafter: Path, training: dict[str, Any]) -> dict[str, Any]:

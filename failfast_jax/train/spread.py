@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from failfast_jax.errors import OptionError
+from failfast_jax.models.sharding import put, whole
 
 DATA, FSDP = "data", "fsdp"
 """Mesh axes. Texts are spread over both; the parts of a parameter over the second, and copied along the first."""
@@ -48,7 +49,7 @@ class Spread:
 
     @classmethod
     def over(cls, fsdp: int = 1, devices: Sequence[Any] | None = None) -> Spread:
-        """Over all devices of the process, or those given; `fsdp` of them hold a parameter together.
+        """Over all devices of all processes, or those given; `fsdp` of them hold a parameter together.
 
         Raises:
           OptionError: groups of `fsdp` devices do not use all of them.
@@ -89,6 +90,18 @@ class Spread:
     def places(self, tree: Any) -> Any:
         """The shardings of a tree of arrays, abstract or not."""
         return jax.tree.map(lambda leaf: self.place("", tuple(leaf.shape)), tree)
+
+    def parts(self, tree: Any) -> Any:
+        """Parameters, or what the optimiser keeps of them: each device its part."""
+        return jax.tree.map(put, tree, self.places(tree))
+
+    def copies(self, tree: Any) -> Any:
+        """Arrays that every device has whole."""
+        return jax.tree.map(lambda leaf: put(whole(leaf), self.everywhere), tree)
+
+    def batch(self, tree: Any) -> Any:
+        """Arrays whose leading axis is the batch, which every process has: each device its rows."""
+        return jax.tree.map(lambda leaf: put(leaf, self.rows), tree)
 
     def gather(self, tree: Any, *, parts: Callable[[tuple[Any, ...]], bool] = lambda path: True) -> Gather:
         """What makes a tree of whole arrays whole again.

@@ -85,7 +85,7 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     # A finished run is told from its folder; decoding defaults that were written meanwhile stay.
     write_decoding(out / "drafter", "cpu", {"spec_len": 2})
     monkeypatch.setattr(run, "load_model", None)
-    assert main(whole) == 0
+    assert main([*whole, "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out) == report
     assert decoding_defaults(out / "drafter", "cpu") == {"spec_len": 2}
     held_out = load_documents([out / "held_out.npz"], vocab_size=150, shortest=1, longest=64)

@@ -1,0 +1,177 @@
+"""Training over two processes of two devices each: what one process of four learns, and what ends them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_files import GOLDEN
+from safetensors.numpy import load_file
+from tiers import tiers
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parents[2]
+COMMON = "--seq-len 64 --batch 4 --held-out 4 --eval-prompts 2 --eval-tokens 6 --storage float32 --save-every 2"
+FAMILIES = {
+    "diffusion": "--family diffusion --block-size 16 --mask-token 1 --fsdp 4 --freeze embed --accumulate 2",
+    "dspark": "--family dspark --rows 3 --markov-rank 8 --mask-token 1 --features 0,1 --anchors 4",
+    "eagle3": "--family eagle3 --ttt-length 3 --draft-vocab 60 --features 0,1 --anchors 4",
+    "standalone": "--family standalone --layers 1 --block-size 16 --kl-weight 0.5",
+    "dflash": "--family dflash --rows 3 --draft-vocab 50 --row-features 0,1 --borrow --anchors 4",
+}
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory) -> Path:
+    rng = np.random.default_rng(0)
+    lengths = {"prompt": rng.integers(3, 7, 20), "answer": rng.integers(30, 50, 20)}
+    arrays = {name: rng.integers(2, 140, count.sum()).astype(np.uint16) for name, count in lengths.items()}
+    file = tmp_path_factory.mktemp("data") / "a.npz"
+    np.savez(file, **arrays, **{f"{name}_len": count.astype(np.int32) for name, count in lengths.items()})
+    return file
+
+
+def words(family: str, documents: Path, out: Path | str, *more: str) -> list[str]:
+    where = ["--target", str(GOLDEN / "llama_tied"), "--data", str(documents), "--out", str(out)]
+    return [*where, *COMMON.split(), *FAMILIES[family].split(), "--steps", "12", *more]
+
+
+def start(flags: list[str], processes: int, folders: tuple[Path, ...] = (ROOT, ROOT)) -> list[subprocess.Popen]:
+    """The command in so many processes, of four devices together, each in its folder."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    given = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={4 // processes}"
+    environment = os.environ | {"XLA_FLAGS": given, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": hear, "env": environment}
+    started = []
+    for index in range(processes):
+        joined = [] if processes == 1 else ["--distributed", f"localhost:{port},{processes},{index}"]
+        command = [sys.executable, "-m", "failfast_jax.train", *flags, *joined]
+        started.append(subprocess.Popen(command, cwd=folders[index], **how))
+    return started
+
+
+def ended(started: list[subprocess.Popen]) -> tuple[list[int], list[str], list[str]]:
+    """Exit statuses, and what was said on stdout and on stderr."""
+    said = [process.communicate(timeout=300) for process in started]
+    return [process.returncode for process in started], *map(list, zip(*said))
+
+
+def run(flags: list[str], processes: int, status: int = 0) -> dict:
+    """The report of process 0; the others say nothing."""
+    statuses, (report, *others), errors = ended(start(flags, processes))
+    assert statuses == [status] * processes, errors
+    assert not any(others)
+    return json.loads(report)
+
+
+def log_of(out: Path) -> dict[int, float]:
+    """Losses by step."""
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+@pytest.fixture(scope="module")
+def alone(documents, tmp_path_factory):
+    """By family: a run of one process, and its report."""
+
+    @functools.cache
+    def made(family: str) -> tuple[Path, dict]:
+        out = tmp_path_factory.mktemp("alone") / family
+        return out, run(words(family, documents, out), 1)
+
+    return made
+
+
+def assert_same(one: Path, two: Path) -> None:
+    before, after = log_of(one), log_of(two)
+    assert before.keys() <= after.keys() and len(before) > 1
+    for step, loss in before.items():
+        assert after[step] == pytest.approx(loss, rel=1e-4)
+    [first], [second] = (map(load_file, (out / "drafter").glob("*.safetensors")) for out in (one, two))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        np.testing.assert_allclose(second[name], value, atol=2e-4, err_msg=name)
+
+
+def test_two_processes_learn_what_one_does(documents, tmp_path, alone):
+    """A whole model, of which each of four devices has a part; in two pieces."""
+    (whole, report), out = alone("diffusion"), tmp_path / "run"
+    flags = words("diffusion", documents, out)
+    assert run([*flags, "--minutes", "0.0001"], 2, status=3)["steps"] == 1
+    assert run(flags, 2) == report | {"drafter": str(out / "drafter")}
+    assert_same(whole, out)
+    # Finished: what process 0 reads is told to the other.
+    assert run(flags, 2) == report | {"drafter": str(out / "drafter")}
+
+
+@pytest.mark.parametrize("family", tiers(["dspark", "eagle3", "standalone"], quick=[], long=["dspark"]))
+def test_drafters_learn_where_their_rows_are(documents, tmp_path, alone, family):
+    """From features of their target, or from its logits, which each process computes of its own rows."""
+    (whole, report), out = alone(family), tmp_path / "run"
+    assert run(words(family, documents, out), 2) == report | {"drafter": str(out / "drafter")}
+    assert_same(whole, out)
+
+
+def test_features_are_cached_once_for_all_processes(documents, tmp_path):
+    """Begun by two processes in two pieces, and read by one."""
+    one, two = (words("dflash", documents, tmp_path / name, "--steps", "4") for name in ("one", "two"))
+    cached = ["--feature-cache", str(tmp_path / "features")]
+    statuses, _, errors = ended(start([*two, *cached, "--minutes", "0.0001"], 2))
+    assert statuses == [3, 3], errors
+    assert json.loads((tmp_path / "features" / "features.json").read_text())["done"] == 1
+    run([*two, *cached], 2)
+    run([*one, *cached], 1)
+    assert_same(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_lost_process_ends_the_other_and_one_goes_on(documents, tmp_path, alone):
+    whole, _ = alone("diffusion")
+    flags = words("diffusion", documents, tmp_path / "run")
+    first, second = start(flags, 2)
+    until = time.monotonic() + 120
+    while not (tmp_path / "run" / "checkpoints" / "2").exists():
+        assert time.monotonic() < until and first.poll() is None, first.communicate()
+        time.sleep(0.01)
+    second.kill()
+    lost = time.monotonic()
+    assert ended([first])[0] != [0] and time.monotonic() - lost < 60
+    second.communicate()
+    assert not (tmp_path / "run" / "drafter").exists()
+    run(flags, 1)
+    assert_same(whole, tmp_path / "run")
+
+
+def test_a_folder_that_not_all_see_is_refused(documents, tmp_path):
+    folders = tmp_path / "a", tmp_path / "b"
+    for folder in folders:
+        folder.mkdir()
+    started = start(words("dspark", documents, "run"), 2, folders)
+    (status, _), _, (said, _) = ended(started)
+    assert status == 2, said
+    assert "process 0: error: --out run: process 1 does not see it; name a folder that all hosts share" in said
+    assert not any(any(folder.iterdir()) for folder in folders)
+
+
+def test_other_documents_are_refused(documents, tmp_path):
+    folders = tmp_path / "a", tmp_path / "b"
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        with np.load(documents) as arrays:
+            np.savez(folder / "data.npz", **{**arrays, "answer": arrays["answer"] + np.uint16(number)})
+    started = start(words("dspark", Path("data.npz"), tmp_path / "run"), 2, folders)
+    (status, _), _, (said, _) = ended(started)
+    assert status == 2 and "error: process 1 has other options or documents than process 0" in said, said
+    assert not (tmp_path / "run").exists()

@@ -138,7 +138,7 @@ PAPERS_ROUNDS = {
 
 def shown_rounds(rounds: dict[int, tuple[int, int, int]]) -> list[str]:
     """Rounds as the paper writes them."""
-    return [f"{at}: {own}/{asked} ({passes} passes)" for at, (own, asked, passes) in rounds.items()]
+    return [f"{at}: {own}/{asked} ({passes} pass{'es' * (passes != 1)})" for at, (own, asked, passes) in rounds.items()]
 
 
 def longest_rounds(answer: Answer) -> dict[int, tuple[int, int, int]]:

@@ -270,12 +270,13 @@ class Journal:
     """Records of long work in a file of JSON lines, from which a killed run goes on.
 
     A line that a kill cut off is dropped, with a word on stderr; everything before it stays as it is, byte for byte.
-    Each session that writes begins with a line `{"kind": "run", "session", "identity", "machine"}`.
+    Each session that writes begins with a line `{"kind": "run", "session", "identity", "machine"}`, and `plan`.
 
     Args:
       path: the file, made with its first line; None keeps the records in memory only.
       identity: JSON-ready; what all sessions of a file must agree on (a key that one side lacks is no disagreement).
-      machine: noted beside it.
+      machine: noted beside it; sessions may differ in it.
+      plan: so is this, where there is one.
 
     Attributes:
       records: what was appended, by this session and earlier ones, in order.
@@ -287,7 +288,9 @@ class Journal:
 
     RUN = "run"
 
-    def __init__(self, path: Path | None, identity: Record, machine: Record | None = None) -> None:
+    def __init__(
+        self, path: Path | None, identity: Record, machine: Record | None = None, plan: Record | None = None
+    ) -> None:
         self.path = path
         self.records: list[Record] = []
         self.session = 0
@@ -302,6 +305,7 @@ class Journal:
             "session": self.session,
             "identity": identity,
             "machine": machine,
+            **({} if plan is None else {"plan": plan}),
         }
 
     def _resume(self, path: Path, identity: Record) -> None:

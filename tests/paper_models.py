@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from failfast_jax.bench.paper_appendix import EXAMPLE
 from failfast_jax.bench.run_options import PRESETS
 
 FIELD = GOLDEN / "field"
@@ -69,8 +70,9 @@ def write_models(folder: Path) -> None:
 def write_rows(folder: Path) -> None:
     """A file for each data set, by its name, and `chat`: conversations."""
     article = "Please reason step by step, separate logical reasoning steps, and put your final answer. " * 8
+    math = (*MATH, (EXAMPLE, "What is 7 + 9?"))
     rows = {
-        "math500": [{"problem": text, "answer": "5", "unique_id": id} for id, text in MATH],
+        "math500": [{"problem": text, "answer": "5", "unique_id": id} for id, text in math],
         "gsm8k": [{"question": text, "answer": "#### 7"} for _, text in GSM8K],
         "cnn": [{"article": article}],
         "openwebtext": [{"text": article}],

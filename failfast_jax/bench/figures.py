@@ -20,7 +20,7 @@ import numpy as np
 
 from failfast_jax.bench import report
 from failfast_jax.bench.extras import needed
-from failfast_jax.bench.journal import ANSWER, RECORDS
+from failfast_jax.bench.journal import ANSWER, RECORDS, planned
 from failfast_jax.bench.modelled import LARGEST, THEORY_LENGTHS, authors_latencies, theory_curve
 from failfast_jax.bench.published import appendix_b
 from failfast_jax.bench.released import Counts, counts
@@ -64,6 +64,7 @@ class Records:
       names: per dataset, labels with a row of their own (no points of sweeps but the best) and the row's name.
       released: whether passes and lengths are counted as the authors' released code does: as the summary says.
       modelled: per dataset and label, the summary's modelled speedup, or None.
+      planned: per dataset and label, how many answers the sessions of the file were to give.
     """
 
     def __init__(self, folder: Path, *, last_only: bool = True):
@@ -72,6 +73,7 @@ class Records:
             copy = " (records.parquet is a copy for other programs)" if (folder / "records.parquet").exists() else ""
             raise ValueError(f"{path}: no such file{copy}")
         lines, _ = read_lines(path)
+        self.planned = planned(path, lines)
         self.answers = [line for line in lines if line.get("kind") == ANSWER]
         if not self.answers:
             raise ValueError(f"{path}: holds no answers")

@@ -19,6 +19,7 @@ from failfast_jax.bench.extras import needed
 from failfast_jax.bench.figures import Records
 from failfast_jax.bench.journal import RECORDS, result_of
 from failfast_jax.bench.modelled import latency_for, parse_latency
+from failfast_jax.bench.paper_appendix import longest_drafts
 from failfast_jax.bench.paper_tables import PaperRun
 from failfast_jax.bench.run_options import OURS, RELEASED
 from failfast_jax.bench.variants import BASELINE
@@ -78,12 +79,13 @@ def read_runs(args: argparse.Namespace, counted: str) -> list[PaperRun]:
                 f"{folder / RECORDS}: {place}: recorded without drafted ids; run it again into another --out"
             )
         latency = latency_for(target) if args.modelled is None else parse_latency(args.modelled)
-        found.append(paper_tables.run_of(records.answers, target, latency, released=counted == RELEASED))
+        own = {"released": counted == RELEASED, "planned": records.planned}
+        found.append(paper_tables.run_of(records.answers, target, latency, **own))
     return found
 
 
 def unfinished(run: PaperRun) -> list[str]:
-    """What is said of a run whose rows did not all answer the same questions, a sentence a dataset."""
+    """What is said of a run whose rows did not all answer the same questions, or not all that were planned."""
     said = []
     for dataset, behind in run.behind.items():
         rows = ", ".join(f"{label} ({lacking})" for label, lacking in behind.items())
@@ -93,6 +95,10 @@ def unfinished(run: PaperRun) -> list[str]:
             else "left out"
         )
         said.append(f"{run.target}, {dataset}: unfinished, {kept}; answers that rows lack: {rows}.")
+    for dataset, labels in run.waiting.items():
+        begun = dataset in run.paired or dataset in run.behind
+        rows = f"rows that have not begun: {', '.join(labels)}" if begun else "no row has begun"
+        said.append(f"{run.target}, {dataset}: unfinished, {rows}.")
     return said
 
 
@@ -118,7 +124,8 @@ def page(args: argparse.Namespace) -> str:
             f"Table 5.\n\n{paper_tables.details(run)}",
             paper_tables.passes_both_ways(both[OURS], both[RELEASED]),
         ]
-    return "\n\n".join([*parts, f"## Numbers of the text\n\n{paper_claims.table(runs)}"]) + "\n"
+    parts += [f"## Numbers of the text\n\n{paper_claims.table(runs)}", f"## Appendix F\n\n{longest_drafts(runs)}"]
+    return "\n\n".join(parts) + "\n"
 
 
 def tokenizer_of(target: str) -> Any:

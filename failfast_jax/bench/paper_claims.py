@@ -10,6 +10,14 @@ import numpy as np
 
 from failfast_jax.bench.figures import easy_share
 from failfast_jax.bench.modelled import LARGEST, THEORY_LENGTHS, Latency, authors_latencies, theory_curve
+from failfast_jax.bench.paper_appendix import (
+    best_chain,
+    carried_over,
+    confidence_tells,
+    steadiness,
+    tau_over_best,
+    trees,
+)
 from failfast_jax.bench.paper_tables import (
     AR,
     DATASET_NAMES,
@@ -164,6 +172,17 @@ def fewer_rounds(runs: Runs) -> str | None:
     return " / ".join(found) or None
 
 
+def by_run(runs: Runs, value: Callable[[PaperRun], float | None]) -> str | None:
+    """A figure of each target that has it."""
+    found = [value(run) for run in runs]
+    return " / ".join(number(own) for own in found if own is not None) or None
+
+
+def of_datasets(runs: Runs, values: Callable[[PaperRun], Iterable[float]]) -> str | None:
+    """The smallest and the largest of a figure that each dataset of each target has."""
+    return between(itertools.chain.from_iterable(values(run) for run in runs))
+
+
 LONG_CHAIN = 50
 """Tokens, of chains that the paper found slower than plain decoding."""
 
@@ -188,11 +207,14 @@ CLAIMS = (
     ),
     Claim("... its best dataset", "1.3 to 1.7", lambda runs: by_target(runs, FAILFAST, "eagle3", max)),
     Claim("EAGLE-3, chains of 50 to 60, over vanilla, measured", "a slowdown", long_chains),
+    Claim("... best chain of 3 to 20 over its tree, measured", "below 1", lambda runs: of_datasets(runs, best_chain)),
+    Claim("... largest tree, tokens; depth", "50 to 60; 8", trees),
     Claim("Fast-dLLM+ over Fast-dLLM", "2.3 to 3.3 %", lambda runs: gain(runs, FAST_DLLM_PLUS, FAST_DLLM)),
     Claim("SuffixDecoding over vanilla", "negligible", lambda runs: spread(runs, "suffix")),
     Claim("speculation latency, Fast-dLLM below AR", "22.9 %", lambda runs: saved(runs, FAST_DLLM, AR, "draft_ms")),
     Claim("... FailFast below Fast-dLLM", "41.1 %", lambda runs: saved(runs, FAILFAST, FAST_DLLM, "draft_ms")),
     Claim("verification latency, FailFast below AR", "17.1 %", lambda runs: saved(runs, FAILFAST, AR, "verify_ms")),
+    Claim("... Fast-dLLM below AR", "near 0", lambda runs: saved(runs, FAST_DLLM, AR, "verify_ms")),
     Claim("tokens a pass, FailFast, MATH", "4.1", lambda runs: of_rounds(runs, FAILFAST, a_pass("speculated"))),
     Claim("... accepted of them", "1.7", lambda runs: of_rounds(runs, FAILFAST, a_pass("accepted"))),
     Claim("... accepted, AR drafter", "0.6", lambda runs: of_rounds(runs, AR, a_pass("accepted"))),
@@ -207,6 +229,16 @@ CLAIMS = (
     Claim("reuse over FailFast", "2 %", lambda runs: gain(runs, "reuse", FAILFAST)),
     Claim("... on its best question", "1.15", lambda runs: best_question(runs, "reuse", FAILFAST, 0)),
     Claim("... over vanilla there", "8.8", lambda runs: best_question(runs, "reuse", FAILFAST, 1)),
+    Claim("MATH, tau 0.45 over the best tau", "1", lambda runs: by_run(runs, lambda run: tau_over_best(run, 0.45))),
+    Claim("... 0.7", "too careful", lambda runs: by_run(runs, lambda run: tau_over_best(run, 0.7))),
+    Claim("... 0.1", "too greedy", lambda runs: by_run(runs, lambda run: tau_over_best(run, 0.1))),
+    Claim("... N_max of 30 to 70, worst over best", "reliably well", lambda runs: by_run(runs, steadiness)),
+    Claim(
+        "FailFast, correlation of a round's acceptance rate with the last one's",
+        "not well",
+        lambda runs: of_datasets(runs, carried_over),
+    ),
+    Claim("... with the mean confidence of its draft", "high", lambda runs: of_datasets(runs, confidence_tells)),
 )
 
 
@@ -222,6 +254,7 @@ def from_appendix() -> dict[str, str]:
         (FAST_DLLM, AR, "draft_ms", "speculation latency, Fast-dLLM below AR"),
         (FAILFAST, FAST_DLLM, "draft_ms", "... FailFast below Fast-dLLM"),
         (FAILFAST, AR, "verify_ms", "verification latency, FailFast below AR"),
+        (FAST_DLLM, AR, "verify_ms", "... Fast-dLLM below AR"),
     ):
         shares = []
         for run in published_runs():

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from failfast_jax.bench.journal import Plan
 from failfast_jax.bench.limits import papers_speedup
 from failfast_jax.bench.modelled import Latency, is_priced
 from failfast_jax.bench.published import appendix_b, published_for
@@ -103,7 +104,8 @@ class PaperRun:
         questions that all of them answered.
       chosen: per dataset and row, the label that stands for it.
       paired: per dataset, how many answers each row has, to the same questions.
-      behind: per dataset, the labels that lack answers which others have there, and how many they lack.
+      behind: per dataset, the labels that lack answers which others have there or which were planned, and how many.
+      waiting: per dataset, the labels that were planned and have no answer there.
     """
 
     target: str
@@ -111,6 +113,7 @@ class PaperRun:
     chosen: Mapping[str, Mapping[str, str]]
     paired: Mapping[str, int] = dataclasses.field(default_factory=dict)
     behind: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    waiting: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
     @property
     def size(self) -> str | None:
@@ -196,17 +199,35 @@ Place = tuple[str, int]
 """A question and its repeat."""
 
 
-def paired(answers: Mapping[str, Mapping[Place, Answer]]) -> tuple[dict[str, list[Answer]], dict[str, int]]:
-    """One dataset's answers to the questions that all labels answered, and how many answers which labels lack."""
-    begun = set().union(*answers.values())
+def paired(answers: Mapping[str, Mapping[Place, Answer]]) -> dict[str, list[Answer]]:
+    """One dataset's answers to the questions that all labels answered."""
     common = [place for place in next(iter(answers.values())) if all(place in own for own in answers.values())]
-    behind = {label: len(begun) - len(own) for label, own in answers.items() if len(own) < len(begun)}
-    return {label: [own[place] for place in common] for label, own in answers.items()}, behind
+    return {label: [own[place] for place in common] for label, own in answers.items()}
 
 
-def run_of(records: Iterable[Record], target: str, latency: Latency, *, released: bool) -> PaperRun:
+def lacking(
+    answers: Mapping[str, Mapping[str, Mapping[Place, Answer]]], planned: Plan
+) -> tuple[dict[str, dict[str, int]], dict[str, list[str]]]:
+    """By dataset, `PaperRun.behind` and `PaperRun.waiting` of answers by dataset and label."""
+    waiting = {d: [label for label in rows if label not in answers.get(d, {})] for d, rows in planned.items()}
+    labels, behind = dict.fromkeys(label for rows in answers.values() for label in rows), {}
+    for dataset, rows in answers.items():
+        begun, plan = len(set().union(*rows.values())), planned.get(dataset, {})
+        known = [label for label in labels if label not in waiting.get(dataset, ())]
+        short = {label: max(begun, plan.get(label, 0)) - len(rows.get(label, ())) for label in known}
+        behind[dataset] = {label: count for label, count in short.items() if count}
+    return tuple({d: found for d, found in both.items() if found} for both in (behind, waiting))
+
+
+def run_of(
+    records: Iterable[Record], target: str, latency: Latency, *, released: bool, planned: Plan | None = None
+) -> PaperRun:
     """Groups the records of one run. A killed run's rows may have got to different questions: those that all rows of
     a dataset answered are kept, the others noted in `behind`.
+
+    Args:
+      released: whether rounds are counted as the authors' released code does.
+      planned: what the run was to have; without it, rows that have no answer at all are not known.
 
     Raises:
       ValueError: no dataset has such a question.
@@ -219,18 +240,14 @@ def run_of(records: Iterable[Record], target: str, latency: Latency, *, released
         if record["setting"] != BASELINE and at in plain:
             own = Answer(record, counts(record, released=released), latency, plain[at])
             found.setdefault(record["dataset"], {}).setdefault(record["setting"], {})[at[1:3]] = own
-    labels = dict.fromkeys(label for answers in found.values() for label in answers)
     both = {dataset: paired(answers) for dataset, answers in found.items()}
-    kept = {dataset: answers for dataset, (answers, _) in both.items() if any(answers.values())}
+    kept = {dataset: answers for dataset, answers in both.items() if any(answers.values())}
     if found and not kept:
         raise ValueError(f"{target}: no question was answered by all rows yet; let the run go on")
-    for dataset, answers in found.items():
-        begun = len(set().union(*answers.values()))
-        both[dataset][1].update((label, begun) for label in labels if label not in answers)
     chosen = {dataset: rows_of(answers) for dataset, answers in kept.items()}
     rows = {d: {row: kept[d][label] for row, label in labels.items()} for d, labels in chosen.items()}
     counted = {d: len(next(iter(answers.values()))) for d, answers in kept.items()}
-    return PaperRun(target, rows, chosen, counted, {d: behind for d, (_, behind) in both.items() if behind})
+    return PaperRun(target, rows, chosen, counted, *lacking(found, planned or {}))
 
 
 # -- tables --------------------------------------------------------------------------------------------------
@@ -310,7 +327,9 @@ def details(run: PaperRun) -> str:
         spoken += (("Max speculated length", "most_speculated", 0, 1), ("Speculation rounds", "rounds", 1, 1))
         spoken += (("Drafter passes / round", "passes", 1, 1),)
         for said, name, digits, scale in spoken:
-            lines.append([row, said, *with_published(run, row, name, digits, scale)])
+            cells = with_published(run, row, name, digits, scale)
+            # The longest of all has no average, there as here.
+            lines.append([row, said, *cells[:-1], "-" if name.startswith("most_") else cells[-1]])
         for said, name, digits, scale in (*spoken[:3], spoken[-1]):
             lines.append([row, f"{said}, pooled", *with_published(run, row, name, digits, scale, way=pooled)])
     return markdown(head_of(run, "row", "metric"), lines)

@@ -125,7 +125,8 @@ def compare(task: Task, latency: Latency, out: Path) -> int:
     args, common, datasets = task.args, task.common, task.datasets
     answers = ENGINES[args.engine](task)
     variants, facts = answers.variants, answers.facts()
-    journal = Journal(out / RECORDS, facts["identity"], facts["machine"])
+    plan = {d.name: {v.label: len(d.questions) * args.repeats for v in variants} for d in datasets}
+    journal = Journal(out / RECORDS, facts["identity"], facts["machine"], plan)
     answers.run(journal)
     judged = asked_records(journal, datasets, variants, common, repeats=args.repeats, near_tie=args.near_tie)
     records = with_passes(judged, released=args.count_passes == RELEASED)

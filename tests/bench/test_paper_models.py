@@ -32,7 +32,8 @@ def weights(tmp_path_factory):
 def run(weights, tmp_path_factory):
     """The folder of a run of all rows, draft lengths 3 and 4 where the preset sweeps them."""
     out = tmp_path_factory.mktemp("runs") / "run"
-    args = ["run", "--preset", "failfast-paper", *weights, "--dataset", "math500,gsm8k", "--sweep", "3:4"]
+    args = ["run", "--preset", "failfast-paper", *weights, "--dataset", "math500,gsm8k", "--limit", "2"]
+    args += ["--sweep", "3:4"]
     assert main([*args, "--max-new-tokens", "40", "--no-scores", "--no-figures", "--out", str(out)]) == 0
     return out
 

@@ -100,7 +100,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     Raises:
       OSError: it cannot be written; the error names `path`, and what was there before is there still.
     """
-    part = path.with_name(path.name + ".part")
+    part = _part_of(path)
     data = content.encode() if isinstance(content, str) else content
     with naming(path):
         descriptor = _opened_alone(part)
@@ -113,6 +113,27 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             raise
         finally:
             os.close(descriptor)
+
+
+def drop_part(path: Path) -> None:
+    """Removes what a kill left of `write_atomically(path)`; what somebody is writing now stays.
+
+    Raises:
+      OSError: it cannot be removed.
+    """
+    part = _part_of(path)
+    with contextlib.suppress(FileNotFoundError, BlockingIOError):
+        descriptor = os.open(part, os.O_WRONLY)
+        try:
+            _lock(descriptor, wait=False)
+            if os.path.samestat(os.fstat(descriptor), os.stat(part)):
+                part.unlink()
+        finally:
+            os.close(descriptor)
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
 
 
 def _opened_alone(part: Path) -> int:

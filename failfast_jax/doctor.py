@@ -31,7 +31,7 @@ SMALL_DISK = 5e9
 """Bytes below which a folder of models or programs soon runs full."""
 FULL, CONTEXT = 0.9, 2048
 """Share of the free memory that models may take, and tokens of prompt and answer that are made room for."""
-EXPLAINED = "docs/messages.md explains messages"
+EXPLAINED = "as the message says; the repository's page docs/messages.md has more"
 TOLERANCE = 2e-2
 """Of attention in bfloat16, relative to its largest output."""
 LAYOUTS = {"hf": "safetensors files", "gguf": "GGUF file", "native": "converted folder"}

@@ -83,11 +83,12 @@ def explained(error: OSError) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Inside, an error of the operating system that names no file names this one."""
+    """Inside, an error of the operating system that names no file, or the one that is written beside it, names this
+    one."""
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.filename is not None:
+        if error.errno is None or error.filename not in (None, _part_of(path), str(_part_of(path))):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
 

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -105,6 +106,22 @@ def heard() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Inside, what libraries warn of is a line like ours, without the place in their code, and nothing if quiet."""
+    before = warnings.formatwarning
+
+    def line(message: Any, *_: Any, **__: Any) -> str:
+        return "" if progress.is_quiet() else f"WARNING: {message}\n"
+
+    if not progress.is_debugging():
+        warnings.formatwarning = line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+@contextlib.contextmanager
 def unstuck(interrupted: str) -> Iterator[None]:
     """Inside, Ctrl-C ends a process that waits for another one below Python, where no exception can be raised.
 
@@ -162,7 +179,7 @@ def run(
     try:
         with starting.interruptible():
             distributed.join(where)
-            with heard(), unstuck(interrupted), distributed.one_voice():
+            with heard(), plain_warnings(), unstuck(interrupted), distributed.one_voice():
                 logging.basicConfig(stream=sys.stderr, format="%(levelname)s: %(message)s")
                 status = work() or 0
     except (ValueError, OSError) as error:

@@ -161,7 +161,7 @@ def run(
     work: Callable[[], int | None],
     interrupted: str = "interrupted",
     where: str | None = distributed.ALONE,
-    verbosity: str = progress.NORMAL,
+    verbosity: str | None = None,
 ) -> int:
     """Runs a command's work and returns its exit status.
 
@@ -173,9 +173,9 @@ def run(
       work: returns a status; None is 0.
       interrupted: what to say at Ctrl-C.
       where: of several processes, see `distributed.join`.
-      verbosity: see `progress.set_verbosity`.
+      verbosity: see `progress.set_verbosity`; None: the command has no flags for it.
     """
-    progress.set_verbosity(verbosity)
+    progress.set_verbosity(verbosity or progress.NORMAL)
     try:
         with starting.interruptible():
             distributed.join(where)
@@ -202,7 +202,8 @@ def run(
             raise
         said = (str(error).strip() or "no message").splitlines()[0]
         print(distributed.named(f"unexpected error: {type(error).__name__}: {said}"), file=sys.stderr)
-        print("--debug shows where; please report it, with python -m failfast_jax.doctor", file=sys.stderr)
+        shows = "" if verbosity is None else "--debug shows where; "
+        print(f"{shows}please report it, with python -m failfast_jax.doctor", file=sys.stderr)
         status = UNEXPECTED
     distributed.leave(status)
     return status

@@ -23,7 +23,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from failfast_jax import command
+from failfast_jax import command, progress
 
 PACKAGE = "failfast-jax"
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -402,8 +402,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", metavar="P", help="check this model, too: a folder, a .gguf file or a Hub id")
     parser.add_argument("--drafter", metavar="P", help="likewise, and whether it fits the target (or the default one)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    progress.add_flags(parser)
     args = parser.parse_args(argv)
-    return command.run(lambda: work(args), where=None)
+    return command.run(lambda: work(args), where=None, verbosity=args.verbosity)
 
 
 if __name__ == "__main__":

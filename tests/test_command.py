@@ -106,3 +106,20 @@ def test_warnings_of_libraries_are_lines(verbosity, said):
         progress.set_verbosity(progress.NORMAL)
     assert found[0].startswith(said) and (found[0] == said) == (verbosity != "debug")
     assert warnings.formatwarning("full", UserWarning, "library.py", 3, "warn()").startswith("library.py:3: ")
+
+
+@pytest.mark.parametrize("words", [(doctor.main, "--quiet"), (qwen2.main, "nowhere out --debug")])
+def test_every_command_takes_the_flags_that_its_messages_name(words, monkeypatch, capsys):
+    main, line = words
+    monkeypatch.setattr(doctor, "work", lambda args: 1 / 0)
+    monkeypatch.setattr("convert.conversion.convert", lambda *_, **__: 1 / 0)
+    try:
+        if "--debug" in line:
+            with pytest.raises(ZeroDivisionError):
+                main(line.split())
+        else:
+            assert main(line.split()) == command.UNEXPECTED
+            assert "--debug shows where" in capsys.readouterr().err
+    finally:
+        progress.set_verbosity(progress.NORMAL)
+    assert command.run(lambda: 1 / 0) == command.UNEXPECTED and "--debug" not in capsys.readouterr().err

@@ -22,6 +22,7 @@ from failfast_jax.checkpoints.loading import as_dtype
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
 from failfast_jax.files import FULL, claim, read_json, write_atomically
+from failfast_jax.progress import add_flags
 
 # Copied as they are, where the source has them.
 SIDE_FILES = (
@@ -94,17 +95,16 @@ class Converter:
         written = f"dtype of the written parameters (default: {kept})"
         parser.add_argument("--dtype", choices=loading.DTYPES, help=written)
         parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion at OUT")
-        parser.add_argument(
-            "--no-progress", action="store_const", const=False, dest="progress", help="show no progress bar"
-        )
-        options = parser.parse_args(argv)
+        add_flags(parser)
+        options = vars(parser.parse_args(argv))
+        verbosity = options.pop("verbosity")
 
         def work() -> None:
-            out = convert(self, **vars(options))
+            out = convert(self, **options)
             size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
             print(f"{out}: {size / 1e6:,.1f} MB")
 
-        return command.run(work)
+        return command.run(work, verbosity=verbosity)
 
 
 def convert(

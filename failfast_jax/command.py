@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -105,6 +106,22 @@ def heard() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Inside, what libraries warn of is a line like ours, without the place in their code, and nothing if quiet."""
+    before = warnings.formatwarning
+
+    def line(message: Any, *_: Any, **__: Any) -> str:
+        return "" if progress.is_quiet() else f"WARNING: {message}\n"
+
+    if not progress.is_debugging():
+        warnings.formatwarning = line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+@contextlib.contextmanager
 def unstuck(interrupted: str) -> Iterator[None]:
     """Inside, Ctrl-C ends a process that waits for another one below Python, where no exception can be raised.
 
@@ -144,7 +161,7 @@ def run(
     work: Callable[[], int | None],
     interrupted: str = "interrupted",
     where: str | None = distributed.ALONE,
-    verbosity: str = progress.NORMAL,
+    verbosity: str | None = None,
 ) -> int:
     """Runs a command's work and returns its exit status.
 
@@ -156,13 +173,13 @@ def run(
       work: returns a status; None is 0.
       interrupted: what to say at Ctrl-C.
       where: of several processes, see `distributed.join`.
-      verbosity: see `progress.set_verbosity`.
+      verbosity: see `progress.set_verbosity`; None: the command has no flags for it.
     """
-    progress.set_verbosity(verbosity)
+    progress.set_verbosity(verbosity or progress.NORMAL)
     try:
         with starting.interruptible():
             distributed.join(where)
-            with heard(), unstuck(interrupted), distributed.one_voice():
+            with heard(), plain_warnings(), unstuck(interrupted), distributed.one_voice():
                 logging.basicConfig(stream=sys.stderr, format="%(levelname)s: %(message)s")
                 status = work() or 0
     except (ValueError, OSError) as error:
@@ -185,7 +202,8 @@ def run(
             raise
         said = (str(error).strip() or "no message").splitlines()[0]
         print(distributed.named(f"unexpected error: {type(error).__name__}: {said}"), file=sys.stderr)
-        print("--debug shows where; please report it, with python -m failfast_jax.doctor", file=sys.stderr)
+        shows = "" if verbosity is None else "--debug shows where; "
+        print(f"{shows}please report it, with python -m failfast_jax.doctor", file=sys.stderr)
         status = UNEXPECTED
     distributed.leave(status)
     return status

@@ -25,7 +25,7 @@ from jax import monitoring
 from jax.sharding import SingleDeviceSharding
 
 from failfast_jax import progress
-from failfast_jax.files import write_atomically
+from failfast_jax.files import drop_part, write_atomically
 from failfast_jax.platforms import chips_here, compiler_options, tell_libtpu
 
 CACHE_VARIABLE = "FAILFAST_COMPILE_CACHE"
@@ -77,9 +77,10 @@ def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
 
 
 def drop_cut_off(folder: Path) -> None:
-    """Removes the programs of a compile cache that a kill or a full disk cut off.
+    """Removes from a compile cache what a kill or a full disk cut off.
 
-    JAX writes them in place, cannot read those, and never writes them anew.
+    Programs: JAX writes them in place, cannot read those, and never writes them anew. And the seconds that they took,
+    which are not written again as long as nothing is compiled.
 
     Raises:
       OSError: the folder cannot be written.
@@ -88,6 +89,7 @@ def drop_cut_off(folder: Path) -> None:
     since = checked.stat().st_mtime_ns if checked.exists() else 0
     # Before looking: what is written meanwhile is looked at the next time.
     write_atomically(checked, "programs that are older are whole\n")
+    drop_part(folder / SECONDS_FILE)
     for entry in os.scandir(folder):
         with contextlib.suppress(FileNotFoundError):  # another process looks, too
             newer = entry.name.endswith("-cache") and entry.stat().st_mtime_ns >= since

@@ -23,7 +23,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from failfast_jax import command
+from failfast_jax import command, progress
 
 PACKAGE = "failfast-jax"
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -31,7 +31,7 @@ SMALL_DISK = 5e9
 """Bytes below which a folder of models or programs soon runs full."""
 FULL, CONTEXT = 0.9, 2048
 """Share of the free memory that models may take, and tokens of prompt and answer that are made room for."""
-EXPLAINED = "docs/messages.md explains messages"
+EXPLAINED = "as the message says; the repository's page docs/messages.md has more"
 TOLERANCE = 2e-2
 """Of attention in bfloat16, relative to its largest output."""
 LAYOUTS = {"hf": "safetensors files", "gguf": "GGUF file", "native": "converted folder"}
@@ -402,8 +402,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", metavar="P", help="check this model, too: a folder, a .gguf file or a Hub id")
     parser.add_argument("--drafter", metavar="P", help="likewise, and whether it fits the target (or the default one)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    progress.add_flags(parser)
     args = parser.parse_args(argv)
-    return command.run(lambda: work(args), where=None)
+    return command.run(lambda: work(args), where=None, verbosity=args.verbosity)
 
 
 if __name__ == "__main__":

@@ -84,11 +84,12 @@ def explained(error: OSError) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Inside, an error of the operating system that names no file names this one."""
+    """Inside, an error of the operating system that names no file, or the one that is written beside it, names this
+    one."""
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.filename is not None:
+        if error.errno is None or error.filename not in (None, _part_of(path), str(_part_of(path))):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
 
@@ -101,7 +102,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     Raises:
       OSError: it cannot be written; the error names `path`, and what was there before is there still.
     """
-    part = path.with_name(path.name + ".part")
+    part = _part_of(path)
     data = content.encode() if isinstance(content, str) else content
     with naming(path):
         descriptor = _opened_alone(part)
@@ -114,6 +115,27 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             raise
         finally:
             os.close(descriptor)
+
+
+def drop_part(path: Path) -> None:
+    """Removes what a kill left of `write_atomically(path)`; what somebody is writing now stays.
+
+    Raises:
+      OSError: it cannot be removed.
+    """
+    part = _part_of(path)
+    with contextlib.suppress(FileNotFoundError, BlockingIOError):
+        descriptor = os.open(part, os.O_WRONLY)
+        try:
+            _lock(descriptor, wait=False)
+            if os.path.samestat(os.fstat(descriptor), os.stat(part)):
+                part.unlink()
+        finally:
+            os.close(descriptor)
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
 
 
 def _opened_alone(part: Path) -> int:

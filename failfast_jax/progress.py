@@ -41,6 +41,11 @@ def set_verbosity(verbosity: str) -> None:
     logging.getLogger("failfast_jax").setLevel(LEVELS[verbosity])
 
 
+def is_quiet() -> bool:
+    """Whether nothing is to be said but errors."""
+    return _verbosity == QUIET
+
+
 def is_debugging() -> bool:
     """Whether an unexpected error is shown with its traceback."""
     return _verbosity == DEBUG

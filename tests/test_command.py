@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import signal
 import time
+import warnings
 
 import pytest
 
 from convert import qwen2
-from failfast_jax import chat, command, doctor, generate, serve
+from failfast_jax import chat, command, doctor, generate, progress, serve
 from failfast_jax.bench.__main__ import main as bench
 from failfast_jax.train.__main__ import main as train
 
@@ -89,3 +90,36 @@ def test_signals_are_heard_where_exceptions_are_lost(name, lose, interrupts, mon
             assert capsys.readouterr().err == "interrupted\n"
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("verbosity, said", [("normal", "WARNING: full\n"), ("quiet", ""), ("debug", "library.py:3: ")])
+def test_warnings_of_libraries_are_lines(verbosity, said):
+    """pytest keeps warnings to itself: what would be shown is asked for."""
+    found = []
+
+    def work():
+        found.append(warnings.formatwarning("full", UserWarning, "library.py", 3, "warn()"))
+
+    try:
+        assert command.run(work, verbosity=verbosity) == 0
+    finally:
+        progress.set_verbosity(progress.NORMAL)
+    assert found[0].startswith(said) and (found[0] == said) == (verbosity != "debug")
+    assert warnings.formatwarning("full", UserWarning, "library.py", 3, "warn()").startswith("library.py:3: ")
+
+
+@pytest.mark.parametrize("words", [(doctor.main, "--quiet"), (qwen2.main, "nowhere out --debug")])
+def test_every_command_takes_the_flags_that_its_messages_name(words, monkeypatch, capsys):
+    main, line = words
+    monkeypatch.setattr(doctor, "work", lambda args: 1 / 0)
+    monkeypatch.setattr("convert.conversion.convert", lambda *_, **__: 1 / 0)
+    try:
+        if "--debug" in line:
+            with pytest.raises(ZeroDivisionError):
+                main(line.split())
+        else:
+            assert main(line.split()) == command.UNEXPECTED
+            assert "--debug shows where" in capsys.readouterr().err
+    finally:
+        progress.set_verbosity(progress.NORMAL)
+    assert command.run(lambda: 1 / 0) == command.UNEXPECTED and "--debug" not in capsys.readouterr().err

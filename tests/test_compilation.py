@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import fcntl
 import functools
 import json
 import os
@@ -201,6 +202,22 @@ def test_a_cache_that_cannot_be_written_or_read_is_no_obstacle(cache, monkeypatc
         patch.setattr(compilation, "write_atomically", full)
         assert multiply(3).compiles == 1 and file.read_text() == '{"matmul": '
     assert multiply(4).compiles == 1 and len(json.loads(file.read_text())) == 1
+
+
+def test_what_a_kill_left_of_the_seconds_goes_with_the_next_start(tmp_path):
+    old = jax.config.jax_compilation_cache_dir
+    left = tmp_path / "seconds.json.part"
+    try:
+        left.write_text("{")
+        writer = os.open(left, os.O_WRONLY)
+        fcntl.flock(writer, fcntl.LOCK_EX)  # another process that is writing
+        enable_compile_cache(tmp_path)
+        assert left.exists()
+        os.close(writer)
+        enable_compile_cache(tmp_path)
+        assert not left.exists()
+    finally:
+        enable_compile_cache(old)
 
 
 def test_cache_folder(tmp_path, monkeypatch):

@@ -56,6 +56,13 @@ def test_a_full_disk_keeps_what_was_there(tmp_path, full_disk, room):
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["settings.json"]
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    """Not the one beside it, of which its user knows nothing."""
+    with pytest.raises(FileNotFoundError) as caught:
+        write_atomically(tmp_path / "nowhere" / "a.json", "x")
+    assert caught.value.filename == str(tmp_path / "nowhere" / "a.json")
+
+
 @pytest.mark.parametrize("room", [0, 3, 60])
 def test_a_journal_on_a_full_disk(tmp_path, full_disk, room):
     """A line that does not fit is not there at all, and the same command goes on."""

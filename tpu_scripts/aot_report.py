@@ -30,6 +30,10 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from failfast_jax import starting
+
+starting.begin()  # before the imports that take seconds
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +42,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from failfast_jax import decoding, platforms
+from failfast_jax import command, decoding, platforms
 from failfast_jax.bench import hlo, limits
 from failfast_jax.bench.public_models import (
     CONFIGS,
@@ -50,12 +54,11 @@ from failfast_jax.bench.public_models import (
     cache_bytes,
 )
 from failfast_jax.bench.published import fit, published_for
-from failfast_jax.command import Parser
 from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding import accept
-from failfast_jax.decoding.placement import StatePlacement
+from failfast_jax.decoding import accept, placement
 from failfast_jax.drafters import build_drafter
 from failfast_jax.errors import OptionError
+from failfast_jax.files import write_atomically
 from failfast_jax.kernels import tpu
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.cache import TPU_TILE, KVCache, round_up
@@ -156,7 +159,7 @@ class Compiler:
         config, vocab = GenerationConfig(method=self.drafter.method), self.target.config.vocab_size
         drafter = build_drafter(config, model=self.drafter, model_name=case.drafter, vocab=vocab, platform="tpu")
         plan = decoding.make_plan(drafter, platform="tpu")
-        keep = StatePlacement(self.target, self.drafter)
+        keep = placement.StatePlacement(self.target, self.drafter)
         sharding.check_batch(case.batch, self.mesh)
 
         def init(target, drafter):
@@ -390,9 +393,33 @@ def row(found: dict[str, Any]) -> str:
     return f"| {' | '.join(map(str, [*(cell(found) for cell in COLUMNS.values()), *costs]))} |"
 
 
+def work(chosen: list[Case], options: dict[str, Any], out: Path | None) -> int:
+    """Prints the table, a line a case as it is ready; 1: a case does not compile or fit."""
+    quantization.check(options["quantize"])
+    try:
+        found = json.loads(out.read_text(encoding="utf-8")) if out and out.exists() else []
+    except ValueError as error:
+        raise OptionError(f"--out {out}: no report of this command ({error}); name another file") from None
+    failed = False
+    print(markdown([*COLUMNS, *COST_COLUMNS], []), flush=True)
+    for case in tqdm(chosen, desc="compiling", unit="case", file=sys.stderr):
+        try:
+            done = (old for old in found if case_of(old) == case and old["options"] == options)
+            if (result := next(done, None)) is None:
+                found.append(result := report(case, **options))
+            print(row(result), flush=True)
+            failed |= result["hbm_gb"] > result["hbm_capacity_gb"]
+        except Exception as error:  # whatever a compiler may say: the other cases go on
+            failed = True
+            print(f"| {case} | {case.batch} | {str(error).strip().splitlines()[0][:200]} |", flush=True)
+        if out:
+            write_atomically(out, json.dumps(found, indent=1) + "\n")
+    return int(failed)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Prints the table, a line a case as it is ready; exit status 1 if a case does not compile or fit."""
-    parser = Parser(prog="aot_report.py", description=__doc__.splitlines()[0])
+    """The command line; exit status 1 if a case does not compile or fit."""
+    parser = command.Parser(prog="aot_report.py", description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=TARGETS)
     parser.add_argument("--drafter", choices=(*DRAFTERS, *READERS), help="default: fast-dllm-v2-1.5b, or the target's")
     parser.add_argument("--topology", help="such as v5e:2x4, v6e:2x2, v5p:2x2x1, tpu7x:2x2x1")
@@ -406,39 +433,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quantize", choices=quantization.SCHEMES, help="the matrices of both models in 8 bits")
     parser.add_argument("--out", type=Path, help="write everything as JSON; cases that it holds are not compiled again")
     args = parser.parse_args(argv)
-    try:
-        quantization.check(args.quantize)
-    except OptionError as error:
-        parser.error(str(error))
     if args.target and args.topology and args.tp:
         drafter = args.drafter or next((n for n, (of, _) in READERS.items() if of == args.target), Case.drafter)
-        rest = {"dp": args.dp or 1, "batch": args.batch or args.dp or 1, "drafter": drafter}
-        chosen = [Case(args.target, args.topology, args.tp, **rest)]
+        chosen = [Case(args.target, args.topology, args.tp, args.dp or 1, args.batch or args.dp or 1, drafter=drafter)]
     else:
         wanted = {name: getattr(args, name) for name in ("target", "topology", "tp", "dp", "batch", "drafter")}
         chosen = [c for c in CASES if all(value in (None, getattr(c, name)) for name, value in wanted.items())]
     chosen = [dataclasses.replace(case, capacity=args.capacity) for case in chosen]
     if not chosen:
         parser.error("no such case among the known ones: give --target, --topology and --tp")
-    names = ("costs", "layers", "replicate_drafter", "quantize")
-    options = {name: getattr(args, name) for name in names}
-    found = json.loads(args.out.read_text(encoding="utf-8")) if args.out and args.out.exists() else []
-    failed = False
-    print(markdown([*COLUMNS, *COST_COLUMNS], []), flush=True)
-    for case in tqdm(chosen, desc="compiling", unit="case", file=sys.stderr):
-        try:
-            done = (old for old in found if case_of(old) == case and old["options"] == options)
-            if (result := next(done, None)) is None:
-                result = report(case, **options)
-                found.append(result)
-            print(row(result), flush=True)
-            failed |= result["hbm_gb"] > result["hbm_capacity_gb"]
-        except Exception as error:  # whatever a compiler may say: the other cases go on
-            failed = True
-            print(f"| {case} | {case.batch} | {str(error).strip().splitlines()[0][:200]} |", flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return int(failed)
+    options = {name: getattr(args, name) for name in ("costs", "layers", "replicate_drafter", "quantize")}
+    return command.run(lambda: work(chosen, options, args.out), "interrupted; with --out the same command goes on")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def start(*words: str) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": folders}
     hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(
-        [sys.executable, *words], stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=hear
+        [sys.executable, *words], stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=hear, cwd=ROOT
     )
 
 
@@ -91,14 +91,22 @@ def test_quiet_says_nothing():
         assert server.stderr.read() == "" and server.wait(60) == 0
 
 
-def test_ctrl_c_while_a_command_is_imported():
-    """Ends it as it ends other programs, without a traceback; who imports the package gets his exception."""
-    with start("-v", "-m", "failfast_jax.serve") as server:  # says what it imports
-        next(line for line in server.stderr if line.startswith("import 'jax"))
-        server.send_signal(signal.SIGINT)
-        assert "Traceback" not in server.stderr.read()
-        assert server.wait(20) == -signal.SIGINT
-    program = "import failfast_jax, signal; raise SystemExit(signal.getsignal(2) is not signal.default_int_handler)"
+COMMANDS = ["-m failfast_jax.serve", "-m convert.qwen2", "-m tpu_scripts.aot_report", "tpu_scripts/aot_report.py"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_while_a_command_is_imported(command):
+    """Ends it as it ends other programs, without a traceback."""
+    with start("-v", *command.split()) as started:  # says what it imports
+        next(line for line in started.stderr if line.startswith("import 'jax"))
+        started.send_signal(signal.SIGINT)
+        assert "Traceback" not in started.stderr.read()
+        assert started.wait(20) == -signal.SIGINT
+
+
+@pytest.mark.parametrize("package", ["failfast_jax", "convert.qwen2"])
+def test_programs_that_import_the_package_are_interrupted_by_an_exception(package):
+    program = f"import {package}, signal; raise SystemExit(signal.getsignal(2) is not signal.default_int_handler)"
     with start("-c", program) as other:
         assert other.wait(60) == 0
 

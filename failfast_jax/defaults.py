@@ -51,13 +51,13 @@ def load_pair(
       ValueError: a model is missing, unreadable or does not fit; the message names it.
     """
     kinds = check_method(method).kinds
-    find_models({"--target": target, "--drafter": drafter})
     if settings is not None:
         if method != "failfast":
             raise OptionError(f"--settings {settings}: only --method failfast takes tuned settings, not {method}")
         schedule = schedule or read_settings(settings).decoding.get("schedule")
     if not kinds and (scheme := options.get("quantize_drafter")):
         raise OptionError(f"--quantize-drafter {scheme}: --method {method} drafts without a model")
+    find_models({"--target": target, "--drafter": drafter})
     options |= {"settings": settings, "programs": None if share is None else share.runtime.programs}
 
     def build(*drafter: Any) -> FailFast:

@@ -66,8 +66,8 @@ class Soak:
         return found
 
 
-def soak(queue: Queue, seconds: float, seed: int = 0) -> Soak:
-    """Keeps a queue busy.
+def soak(queue: Queue, seconds: float, seed: int = 0, *, least: int = 0) -> Soak:
+    """Keeps a queue busy, for some seconds and for some requests at least.
 
     Raises:
       RuntimeError: an answer got lost or came twice.
@@ -76,7 +76,7 @@ def soak(queue: Queue, seconds: float, seed: int = 0) -> Soak:
     kinds = [_kind(queue, dice) for _ in range(KINDS)]
     said: dict[int, list[int]] = {}
     begin, before, resident = time.perf_counter(), compile_counts(), Resident()
-    while time.perf_counter() - begin < seconds:
+    while time.perf_counter() - begin < seconds or out.requests < least:
         _burst(queue, dice, kinds, said, out)
         resident.sample()
     out.seconds = time.perf_counter() - begin

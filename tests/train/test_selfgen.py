@@ -57,7 +57,6 @@ def openings(tmp_path) -> Path:
 @pytest.fixture
 def make(engine, openings, monkeypatch):
     """Runs the command with the tiny target; returns its exit status."""
-    monkeypatch.setattr(selfgen, "find_models", lambda _: None)
     monkeypatch.setattr(selfgen, "load_pair", lambda *_, **__: engine)
 
     def run(out: Path, *args: str) -> int:

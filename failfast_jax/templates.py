@@ -24,7 +24,8 @@ GROWTH = 2**30
 """Bytes that the process may grow by while a template is rendered."""
 LONGEST_TEXT = 2**24
 """Characters of a prompt, whether a template or a user wrote it: more than any context has room for."""
-_POLL_S = 0.05
+_POLL_S, AGAIN_S = 0.05, 1.0
+"""Seconds between looks at what a rendering takes, and between exceptions that are to end it."""
 
 
 class _Ended(Exception):
@@ -84,14 +85,14 @@ def _bounded() -> Iterator[None]:
     reasons: list[str] = []
 
     def watch() -> None:
-        while not done.wait(_POLL_S):
+        while not done.wait(AGAIN_S if reasons else _POLL_S):
             late = time.monotonic() > end
-            if late or _memory() > most:
+            if reasons or late or _memory() > most:
                 with lock:  # either it is not done, or nothing is raised
                     if not done.is_set():
                         reasons.append(f"takes more than {SECONDS:g} s" if late else "takes more than a gigabyte")
+                        # Again if need be: one is lost where Python ignores them, as in callbacks of its collector.
                         _raise_in(this, _Ended)
-                return
 
     threading.Thread(target=watch, daemon=True).start()
     try:

@@ -84,7 +84,7 @@ def test_an_unexpected_error_is_a_line(capsys):
     def broken():
         raise KeyError("what nobody thought of")
 
-    assert command.run(broken) == command.UNEXPECTED
+    assert command.run(broken, verbosity=progress.NORMAL) == command.UNEXPECTED
     first, second = capsys.readouterr().err.splitlines()
     assert first == "unexpected error: KeyError: 'what nobody thought of'" and "--debug" in second
     with pytest.raises(KeyError):

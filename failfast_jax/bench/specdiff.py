@@ -25,6 +25,7 @@ from failfast_jax.bench.extras import needed
 from failfast_jax.bench.figures import figure_class, save_figure
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import RECORDS, Journal
+from failfast_jax.bench.public_models import nbytes
 from failfast_jax.bench.variants import BASELINE, VANILLA, Variant, make_variant
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.round import greedy_sampling, stop_tokens
@@ -75,8 +76,9 @@ def program_costs(engine: FailFast, config: GenerationConfig, prompt_tokens: int
     """What the compiler says of a round's two programs.
 
     Returns:
-      `pass_flops` of one drafter pass (its loop's body is counted once), `verify_flops`, and `bytes`: arguments,
-      results and temporaries of the larger program. None: this backend does not say.
+      `pass_flops` of one drafter pass (its loop's body is counted once), `verify_flops`, and `bytes`: both models
+      (what they share once), the state, and results and temporaries of the larger program. None: this backend does
+      not say.
     """
     drafter = engine.build_drafter(engine.resolve(config))
     plan = engine.runtime.plan(drafter)
@@ -104,7 +106,7 @@ def program_costs(engine: FailFast, config: GenerationConfig, prompt_tokens: int
     return {
         "pass_flops": flops(draft) if drafter.max_draft else None,
         "verify_flops": flops(verify),
-        "bytes": max(memory(draft), memory(verify)),
+        "bytes": held(engine.target, drafter) + nbytes(state) + max(added(draft), added(verify)),
     }
 
 
@@ -115,11 +117,15 @@ def flops(program: jax.stages.Compiled) -> float | None:
     return (found or {}).get("flops")
 
 
-def memory(program: jax.stages.Compiled) -> int:
-    """Bytes that a program holds while it runs."""
+def held(*models: Any) -> int:
+    """Bytes of models; arrays that they share count once."""
+    return sum({id(leaf): nbytes(leaf) for leaf in jax.tree.leaves(models)}.values())
+
+
+def added(program: jax.stages.Compiled) -> int:
+    """Bytes that a program holds beside its arguments while it runs."""
     found = program.memory_analysis()
-    whole = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
-    return whole - found.alias_size_in_bytes
+    return found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes
 
 
 def rows_of(table: dict[str, Any], costs: dict[str, Any], variants: Sequence[Variant]) -> list[dict[str, Any]]:

@@ -59,7 +59,11 @@ def test_operations_grow_with_the_rows():
     assert one < few < many
     assert long["verify_flops"] / short["verify_flops"] == pytest.approx(many / few, rel=0.1)
     assert plain["pass_flops"] is None and plain["verify_flops"] < short["verify_flops"] / 4
-    assert short["pass_flops"] > 0 and long["bytes"] >= short["bytes"] > plain["bytes"]
+    assert short["pass_flops"] > 0 and long["bytes"] >= short["bytes"]
+    # Both models are held while either works.
+    assert (
+        short["bytes"] > plain["bytes"] + specdiff.held(engine.drafter) > specdiff.held(engine.target, engine.drafter)
+    )
 
 
 def test_batches(prompts, tmp_path, capsys):

@@ -165,6 +165,9 @@ def work(args: argparse.Namespace) -> int:
         needed("matplotlib.figure", "figures", "plot", otherwise=", or leave them out with --no-figures")
     if args.trajectory and not args.out:
         raise ValueError("--trajectory: needs --out, a folder for its pages")
+    names = [folder.name for folder in args.runs]
+    if args.trajectory and (twice := next((name for name in names if names.count(name) > 1), None)):
+        raise ValueError(f"--trajectory: two runs are called {twice}, as their pages would be; rename one")
     text = page(args)
     print(text)
     if args.out:

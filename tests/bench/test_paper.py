@@ -326,3 +326,9 @@ def test_old_records_are_refused(preset, tmp_path, capsys):
     path.write_text(path.read_text().replace('"drafter": {"kind"', '"old": {"kind"'))
     assert main(["paper", str(tmp_path / "out")]) == 2
     assert "recorded without drafted ids" in capsys.readouterr().err
+
+
+def test_pages_of_two_runs_of_one_name_would_be_one(tmp_path, capsys):
+    runs = [str(tmp_path / place / "32b") for place in ("first", "second")]
+    assert main(["paper", *runs, "--trajectory", "math500/q1", "--out", str(tmp_path / "out")]) == 2
+    assert "--trajectory: two runs are called 32b" in capsys.readouterr().err

@@ -139,3 +139,9 @@ def test_both_end_when_they_are_told(processes, site):
     assert first.wait(40) == 0, said
     assert said.splitlines()[-1] == "ended" and "Traceback" not in said
     assert second.wait(40) == 0 and "Traceback" not in second.stderr.read()
+
+
+def test_a_lost_process_ends_the_server(processes, site):
+    first, second = processes
+    second.kill()
+    assert first.wait(60) != 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+
+# Bash cannot be made to hear a Ctrl-C that it was started deaf to.
+pytestmark = pytest.mark.usefixtures("interrupts")
 
 SCRIPT = Path(__file__).parents[1] / "tpu_scripts" / "tpu_vm.sh"
 STAND_IN = """#!/bin/sh
@@ -40,10 +41,7 @@ class Cloud:
         """Runs the script; gcloud fails, or Ctrl-C comes, at calls with such a text."""
         env = self.env | {"FAILS": fails, "STOPS": stops} | changes
         command, where = ["bash", str(SCRIPT), *args], SCRIPT.parents[1]
-        how = {"env": env, "cwd": where, "start_new_session": True}
-        # Bash hears no Ctrl-C that it was started deaf to, as from the background of a shell.
-        hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        return subprocess.run(command, capture_output=True, text=True, preexec_fn=hear, **how)
+        return subprocess.run(command, env=env, capture_output=True, text=True, cwd=where, start_new_session=True)
 
     def all_told(self) -> list[str]:
         """Everything that gcloud was ever told."""

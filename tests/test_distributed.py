@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 from safetensors.numpy import load_file
+from tiers import tiers
 from two_processes import COMMON, DRAFTER, PROMPTS, TARGET
 
 from failfast_jax import FailFast, distributed
@@ -107,7 +108,10 @@ def test_a_lost_process_ends_the_other():
     assert first.returncode != 0 and errors
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, INTERRUPTED)])
+@pytest.mark.parametrize(
+    "number, status",
+    tiers([(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, INTERRUPTED)], quick=[(signal.SIGINT, INTERRUPTED)]),
+)
 def test_a_process_that_waits_hears_signals(number, status):
     first, second = started(1, "wait")
     try:

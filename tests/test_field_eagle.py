@@ -112,6 +112,7 @@ def test_failfast_drafts_the_confident_part_of_the_same_chain():
     assert len(lengths) >= 4
 
 
+@pytest.mark.long
 def test_eight_bits():
     prompts = [case["prompt"] for case in answers(CHAIN)[1]]
     small = FailFast(FIELD / "qwen3_a", FIELD / CHAIN, quantize_drafter="int8", programs=engine(CHAIN).runtime.programs)

@@ -69,8 +69,8 @@ first_draft = jax.jit(lambda drafter, state, now: drafter.draft(state, now)[0])
     ("name", "kind"),
     [
         *(pytest.param(DIFFUSION[0], kind, marks=pytest.mark.optimized) for kind in ("wide", "aligned")),
-        *((name, kind) for name in DIFFUSION[1:] for kind in ("wide", "aligned")),
-        ("field/sdar_a", "wide"),
+        *(pytest.param(name, kind, marks=pytest.mark.long) for name in DIFFUSION[1:] for kind in ("wide", "aligned")),
+        pytest.param("field/sdar_a", "wide", marks=pytest.mark.long),
     ],
 )
 def test_drafts(name, kind, golden_model):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import tiers
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax.compilation import compile_counts
@@ -22,7 +23,7 @@ from failfast_jax.errors import OptionError, PromptError
 from failfast_jax.runtime import Request, RowLog, Runtime, Session
 
 CAPACITY = 128
-KINDS = ("lookup", "wide", "dllm", pytest.param("spiffy", marks=pytest.mark.long))
+KINDS = tiers(["lookup", "wide", "dllm", "spiffy"], quick=["wide", "dllm"], long=None)
 
 
 @functools.cache

@@ -43,6 +43,7 @@ def test_the_grid(prompts, tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_operations_grow_with_the_rows():
     engine = standalone_engine()
 
@@ -66,6 +67,7 @@ def test_operations_grow_with_the_rows():
     )
 
 
+@pytest.mark.long
 def test_batches(prompts, tmp_path, capsys):
     out = tmp_path / "out"
     command = ["batches", "--dataset", prompts, "--methods", "lookup", "--batch", "1,2", "--turns", "1"]

@@ -30,6 +30,7 @@ PUBLISHED = [(target, dataset) for target in ("qwen2.5-32b", "qwen2.5-14b") for 
 # -- sizes and limits --------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_parameters_of_the_public_models():
     counts = {name: parameters(config) for name, config in CONFIGS.items()}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_long_acceptance import OPTIONS
+from tiers import tiers
 from tiny_models import VOCAB, random_model, tiny_config
 
 from failfast_jax import FailFast
@@ -100,9 +101,9 @@ stops = st.lists(st.integers(0, 60), max_size=2)
     "seed, batch, lengths, room",
     [
         (0, 1, {"spec_len": 3, "max_spec_len": 9}, 96),
-        (2, 2, LENGTHS, 512),
-        pytest.param(1, 2, {"spec_len": 4, "max_spec_len": 12}, 512, marks=pytest.mark.long),
-        pytest.param(2, 1, {"spec_len": 4, "max_spec_len": 12}, 96, marks=pytest.mark.long),
+        pytest.param(2, 2, LENGTHS, 512, marks=pytest.mark.long),
+        pytest.param(1, 2, {"spec_len": 4, "max_spec_len": 12}, 512, marks=pytest.mark.exhaustive),
+        pytest.param(2, 1, {"spec_len": 4, "max_spec_len": 12}, 96, marks=pytest.mark.exhaustive),
     ],
 )
 @settings(max_examples=6)
@@ -113,7 +114,7 @@ def test_greedy(seed, batch, lengths, room, data, stops, new_tokens, tau):
     check_all(seed, "float32", data.draw(texts_of(batch)), options, stops)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", tiers(["bfloat16", "float32"], quick=[], long=["bfloat16"]))
 @settings(max_examples=4)
 @given(data=st.data(), stops=stops, tau=st.sampled_from([0.0, 0.45]))
 def test_exact(dtype, data, stops, tau):

@@ -136,7 +136,7 @@ def p_value(sampled: np.ndarray, vocab: int = VOCAB, probability: np.ndarray | N
     return chi_square(cells, target_distribution() if probability is None else probability, least)
 
 
-@pytest.mark.parametrize("drafts", tiers(RIGHT, quick=[left_to_right_drafts], long=None))
+@pytest.mark.parametrize("drafts", tiers(RIGHT, quick=[], long=[left_to_right_drafts]))
 def test_both_rules_give_the_targets_distribution(drafts):
     assert p_value(texts(drafts, SAMPLES)) > 1e-3
 
@@ -205,7 +205,7 @@ def sampling_drafter(kind: str):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["wide", "ar", "eagle3", "dspark", "dflash"])
+@pytest.mark.parametrize("kind", tiers(["wide", "ar", "eagle3", "dspark", "dflash"], quick=[], long=["dspark"]))
 def test_rounds_with_sampled_drafts_give_the_targets_distribution(kind):
     """From prompt to text: chunks, expansion, caches, bonus tokens; and at temperature 0 the greedy text."""
     target, drafter = small_target(), sampling_drafter(kind)

@@ -314,7 +314,8 @@ def large_copies(hlo: str, state) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "kind, batch", tiers([("wide", 2), ("tree", 2), ("ar", 1), ("lookup", 1)], quick=[("wide", 2)], long=None)
+    "kind, batch",
+    tiers([("wide", 2), ("tree", 2), ("ar", 1), ("lookup", 1)], quick=[("wide", 2)], long=[("lookup", 1)]),
 )
 def test_caches_and_logs_are_never_copied(kind, batch):
     program, state = compiled_loop(kind, batch)

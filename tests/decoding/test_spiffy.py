@@ -51,7 +51,7 @@ def together(result) -> int:
     "name, count",
     [
         ("fast_dllm_v2_tied", 3),
-        pytest.param("fast_dllm_v2_untied", 10, marks=pytest.mark.long),
+        pytest.param("fast_dllm_v2_untied", 10, marks=pytest.mark.exhaustive),
         *(
             pytest.param(f"fast_dllm_v2_{name}", count, marks=pytest.mark.exhaustive)
             for name in ("tied", "untied")
@@ -84,7 +84,7 @@ def test_golden_answers(name, count, golden_model, graph_file):
     assert adopted >= 20
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(10, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", tiers([3, 10], quick=[], long=[3]))
 def test_golden_answers_of_sdar(count, golden_model, graph_file):
     engine, adopted = FailFast(golden_model("field/sdar_a")), 0
     for case in json.loads((GOLDEN / "field" / "sdar_a" / "generate.json").read_text()):
@@ -112,7 +112,7 @@ def engine() -> FailFast:
 PROMPTS = [[5, 6, 7], [8, 9] * 15, [3], [4] * 16]
 
 
-@pytest.mark.parametrize("block_cache", tiers([False, True], quick=[True]))
+@pytest.mark.parametrize("block_cache", tiers([False, True], quick=[], long=[True]))
 def test_a_batch_says_what_plain_decoding_says(block_cache, graph_file):
     """Whatever the temperature and the threshold: two programs."""
     options = {"method": "dllm", "small_block_size": 4, "max_new_tokens": 45, "block_cache": block_cache}

@@ -157,7 +157,9 @@ turns = st.lists(
 )
 
 
-@pytest.mark.parametrize("kind", tiers([*DIFFUSION, *AUTOREGRESSIVE], quick=["aligned", "fast-dllm", "ar"], long=None))
+@pytest.mark.parametrize(
+    "kind", tiers([*DIFFUSION, *AUTOREGRESSIVE], quick=["aligned", "ar"], long=["wide", "fast-dllm"])
+)
 @settings(max_examples=6)
 @given(
     prompts=st.lists(texts | st.just([7, 3] * 70), min_size=BATCH, max_size=BATCH),

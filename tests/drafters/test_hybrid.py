@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from test_extended import looked_at
 from test_lookup import continued, match_by_hand
+from tiers import tiers
 from tiny_engines import DRAFT_IDS, ROWS, extended_engine, lossless, standalone_engine
 
 from failfast_jax.decoding.state import Draft
@@ -94,7 +95,9 @@ def test_a_draft_is_the_lookups_and_then_the_networks(extended, min_gain):
         assert (False, False, False) in kinds  # it sat rounds out
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [("extended", 0.8), ("standalone", 0.0)])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), tiers([("extended", 0.8), ("standalone", 0.0)], quick=[("extended", 0.8)], long=None)
+)
 def test_no_token_changes_in_a_batch(request, kind, temperature):
     engine = request.getfixturevalue(kind)
     prompts = [with_short_match(), repetitive(9, seed=3), [7]]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import tiers
 
 from failfast_jax.kernels import reference, tpu
 from failfast_jax.models.attention import Window, attend, write_windows
@@ -93,7 +94,7 @@ def test_equals_the_reference(case, seed, places, bidirectional):
         assert close(shape, got, wanted)
 
 
-@pytest.mark.parametrize("most", [128, 16])
+@pytest.mark.parametrize("most", tiers([128, 16], quick=[16], long=None))
 def test_groups_of_rows_see_what_they_are_told(most, monkeypatch):
     """Copies of a block behind different texts, all at a time and two at a time; the last is a part of its block."""
     for name in ("window_attention", "write_window"):

@@ -59,6 +59,7 @@ def test_commands(talker, monkeypatch, capsys):
     assert len(talker.messages) == 1
 
 
+@pytest.mark.long
 def test_another_method_says_the_same(talker, monkeypatch, capsys):
     talker.reset()
     typed(talker, monkeypatch, capsys, "what is it?")

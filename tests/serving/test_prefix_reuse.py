@@ -43,7 +43,7 @@ KINDS = {
 PROMPT = tuple(2 + (number * number) % 5 for number in range(50))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiers(KINDS, quick=["hybrid", "suffix", "eagle3", "ar"], long=None))
 @pytest.mark.parametrize("common", tiers([50, 33], quick=[50]))
 def test_the_same_text_and_the_same_drafts(kind, common):
     make, options = KINDS[kind]

@@ -80,6 +80,7 @@ def test_told_to_stop_before_it_serves(name, status, said):
         assert server.wait(20) == status
 
 
+@pytest.mark.long
 def test_quiet_says_nothing():
     """In a process of its own, as programs that log keep what stderr was. As where tokenizers are read, transformers
     does not advise to install PyTorch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from served import CAPACITY, chat_engine, quick
+from tiers import tiers
 from tiny_engines import engine
 
 from failfast_jax import GenerationConfig
@@ -18,7 +19,7 @@ from failfast_jax.serving.queue import Queue
 pytestmark = pytest.mark.usefixtures("few_widths")
 
 
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("exact", tiers([True, False], quick=[True], long=None))
 def test_a_few_seconds_of_everything(exact):
     """Under `exact` as in the other tests; else with a drafter that weighs costs, and with caches taken over."""
     config = quick(exact=True) if exact else GenerationConfig("lookup", max_spec_len=7)
@@ -102,6 +103,7 @@ def test_memory_is_what_there_is_now(monkeypatch):
     assert found.last == 103 and round(found.grown_percent, 6) == 3
 
 
+@pytest.mark.long
 def test_the_report_of_a_queue():
     found = serving_report(engine(), ["what is it?", "and that?"], (2,), 8)
     assert set(found) == {"2"} and found["2"]["speedup"] > 0

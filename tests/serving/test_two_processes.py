@@ -141,6 +141,7 @@ def test_both_end_when_they_are_told(processes, site):
     assert second.wait(40) == 0 and "Traceback" not in second.stderr.read()
 
 
+@pytest.mark.exhaustive
 def test_a_lost_process_ends_the_server(processes, site):
     first, second = processes
     second.kill()

@@ -127,7 +127,7 @@ def test_a_drafter_goes_on_with_more_heads(target):
 
 
 @pytest.mark.parametrize("borrow", [False, True])
-@pytest.mark.parametrize("draft_ids", [None, np.arange(3, 33)])
+@pytest.mark.parametrize("draft_ids", [None, pytest.param(np.arange(3, 33), marks=pytest.mark.long)])
 def test_a_folder_gives_the_same_drafter(tmp_path, borrow, draft_ids):
     target = random_model(tiny_config(num_layers=3))
     model = random_dspark(target, markov="rnn", draft_ids=draft_ids)

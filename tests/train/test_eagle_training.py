@@ -109,7 +109,11 @@ def test_the_start_is_the_targets_last_layer(qk_norm):
 
 
 @pytest.mark.parametrize(
-    ("draft_ids", "borrow"), [(None, False), pytest.param(DRAFT_IDS, True, marks=pytest.mark.long)]
+    ("draft_ids", "borrow"),
+    [
+        pytest.param(None, False, marks=pytest.mark.long),
+        pytest.param(DRAFT_IDS, True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_folder_gives_the_same_drafter(documents, target, tmp_path, draft_ids, borrow):
     """After some steps of training; and the text is vanilla's."""

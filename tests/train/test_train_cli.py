@@ -95,6 +95,7 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     assert "seed: 0 there, 1 here" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_finished_run_is_lengthened(data, tmp_path, capsys):
     """It goes on from its last checkpoint, keeps its log and says how long it was meant to be; it never shrinks."""
     small = ["--family", "dflash", "--rows", "3", "--draft-vocab", "50", "--row-features", "0,1", "--borrow"]

@@ -27,7 +27,7 @@ ANSWER = 16
 
 
 @pytest.mark.parametrize(
-    "family", tiers(["extended", "dspark", "eagle3", "standalone", "diffusion"], quick=["dspark"], long=None)
+    "family", tiers(["extended", "dspark", "eagle3", "standalone", "diffusion"], quick=["dspark"], long=["eagle3"])
 )
 def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, family, monkeypatch):
     objective = make_objective(family, target, documents)

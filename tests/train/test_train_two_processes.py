@@ -106,6 +106,7 @@ def assert_same(one: Path, two: Path) -> None:
         np.testing.assert_allclose(second[name], value, atol=2e-4, err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_two_processes_learn_what_one_does(documents, tmp_path, alone):
     """A whole model, of which each of four devices has a part; in two pieces."""
     (whole, report), out = alone("diffusion"), tmp_path / "run"
@@ -125,6 +126,7 @@ def test_drafters_learn_where_their_rows_are(documents, tmp_path, alone, family)
     assert_same(whole, out)
 
 
+@pytest.mark.exhaustive
 def test_features_are_cached_once_for_all_processes(documents, tmp_path):
     """Begun by two processes in two pieces, and read by one."""
     one, two = (words("dflash", documents, tmp_path / name, "--steps", "4") for name in ("one", "two"))
@@ -137,6 +139,7 @@ def test_features_are_cached_once_for_all_processes(documents, tmp_path):
     assert_same(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.exhaustive
 def test_a_lost_process_ends_the_other_and_one_goes_on(documents, tmp_path, alone):
     whole, _ = alone("diffusion")
     flags = words("diffusion", documents, tmp_path / "run")

@@ -117,6 +117,23 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             os.close(descriptor)
 
 
+def check_writable(path: Path) -> None:
+    """Finds out before the work whether `write_atomically(path)` can begin. What is there stays.
+
+    Raises:
+      OSError: it cannot; the error names `path`.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    part = _part_of(path)
+    with naming(path):
+        descriptor = _opened_alone(part)
+        try:
+            part.unlink()
+        finally:
+            os.close(descriptor)
+
+
 def drop_part(path: Path) -> None:
     """Removes what a kill left of `write_atomically(path)`; what somebody is writing now stays.
 

@@ -14,7 +14,7 @@ from failfast_jax import command, distributed, progress
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
-from failfast_jax.files import read_text
+from failfast_jax.files import check_writable, read_text
 from failfast_jax.results import Result, fate
 from failfast_jax.templates import LONGEST_TEXT
 from failfast_jax.trajectory import TERMINAL, write_trace
@@ -113,11 +113,17 @@ def _config(args: argparse.Namespace) -> GenerationConfig:
     """The request. Checked before models are read: a typo should not cost seconds."""
     common = [field.name for field in dataclasses.fields(GenerationConfig) if field.name not in ("options", "method")]
     config = config_of(args, **{name: getattr(args, name) for name in common})
-    if args.trace is not None and str(args.trace) != TERMINAL and args.trace.suffix.lower() not in TRACES:
-        raise ValueError(f"--trace {args.trace}: must end in {', '.join(TRACES)}, or be - for the terminal")
-    if args.trace is not None and str(args.trace) != TERMINAL and not args.trace.resolve().parent.is_dir():
-        raise ValueError(f"--trace {args.trace}: no such folder")
+    if args.trace is not None and str(args.trace) != TERMINAL:
+        _check_trace(args.trace)
     return config
+
+
+def _check_trace(path: Path) -> None:
+    if path.suffix.lower() not in TRACES:
+        raise ValueError(f"--trace {path}: must end in {', '.join(TRACES)}, or be - for the terminal")
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"--trace {path}: no such folder")
+    check_writable(path)
 
 
 def _run(args: argparse.Namespace) -> None:

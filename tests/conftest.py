@@ -14,13 +14,14 @@ os.environ.setdefault(
     str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "failfast_jax_tests"),
 )
 
-# Programs compile in a third of the time without LLVM's optimisations and in one piece each (there are as many workers
-# as cores); commands that tests start inherit it. With FAILFAST_TEST_OPTIMIZED=1 they are those that users run.
+# Programs compile in a quarter of the time with XLA's older code generator, without LLVM's optimisations, and in one
+# piece each (there are as many workers as cores); commands that tests start inherit it. With FAILFAST_TEST_OPTIMIZED=1
+# they are those that users run.
 OPTIMIZED = bool(os.environ.get("FAILFAST_TEST_OPTIMIZED"))
 if not OPTIMIZED:
     quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    if metadata.version("jaxlib").startswith("0.10."):  # others may not know it, and end at an unknown flag
-        quick += " --xla_cpu_parallel_codegen_split_count=1"
+    if metadata.version("jaxlib").startswith("0.10."):  # later ones have one generator, and end at an unknown flag
+        quick += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
 
 # Where a line of a program came from is looked at by nobody here, and written into every one.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import io
 import json
 import linecache
@@ -136,6 +137,37 @@ class Checkpoints:
         (self.folder / "model.safetensors").write_bytes(content)
         self._opened(self.folder)
 
+    def parts(self, rng: random.Random) -> str:
+        """An index of two parts that lies, and an odd `generation_config.json`."""
+        (self.folder / "config.json").write_text(json.dumps(self.config))
+        names = [name for name in self.header if name != "__metadata__"]
+        parts = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+        index = {"metadata": {"total_size": len(self.data)}, "weight_map": dict.fromkeys(names, parts[0])}
+        if rng.random() < 0.5:
+            elsewhere = ["../model.safetensors", "/dev/zero", "config.json", "absent", "", "\0", "part\n", parts[1]]
+            index["weight_map"][rng.choice(names)] = rng.choice(elsewhere)
+        said = json.dumps(_changed(rng, index) if rng.random() < 0.7 else index).encode()
+        said = _mangled(rng, said, len(said)) if rng.random() < 0.1 else said
+        generation = {"eos_token_id": [1, 2], "pad_token_id": 0, "temperature": 0.7, "do_sample": True}
+        files = {
+            "model.safetensors.index.json": said,
+            "generation_config.json": json.dumps(_changed(rng, generation)).encode(),
+            parts[0]: self.weights,
+        }
+        whole, kept = self.folder / "model.safetensors", self.folder / "generation_config.json"
+        before = kept.read_bytes()
+        whole.unlink(missing_ok=True)
+        for name, content in files.items():
+            (self.folder / name).write_bytes(content)
+        try:
+            self._opened(self.folder)
+        finally:
+            for name in files:
+                (self.folder / name).unlink()
+            kept.write_bytes(before)
+            whole.write_bytes(self.weights)
+        return said.decode("utf-8", "replace")
+
     def gguf_header(self, rng: random.Random) -> None:
         """Damaged GGUF headers."""
         self.gguf_copy.write_bytes(_mangled(rng, self.gguf, 4000))
@@ -158,7 +190,7 @@ class Reached(ValueError):
     """A command line got as far as reading models."""
 
 
-def _reached(*_: Any) -> None:
+def _reached(*_: Any, **__: Any) -> None:
     raise Reached("models would be read now")
 
 
@@ -169,32 +201,52 @@ def prompt_file(rng: random.Random, folder: Path) -> Path:
     return rng.choice([path, path, path, folder, folder / "absent", folder / "a\0b", Path("/dev/null")])
 
 
-def command_line(rng: random.Random, folder: Path) -> None:
-    """Options of `generate`, some of them right, up to the point where models would be read."""
-    from failfast_jax import generate
+COMMANDS = ("generate", "generate", "serve", "chat", "bench run", "bench tune", "bench soak", "train", "train selfgen")
 
-    flags = re.findall(r"^ +(--[\w-]+)(.*)", generate.build_parser().format_help(), re.M)
+
+def said_and_status(words: list[str]) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a command of the package."""
+    module = importlib.import_module(f"failfast_jax.{words[0]}")
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"{module.__name__}.__main__")
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(out):
+        try:
+            status = module.main(words[1:])
+        except SystemExit as error:
+            status = error.code
+    return status, out.getvalue(), err.getvalue()
+
+
+@functools.cache
+def flags_of(name: str) -> list[tuple[str, str]]:
+    """A command's flags, and what its help says beside each."""
+    status, said, _ = said_and_status([*name.split(), "--help"])
+    found = re.findall(r"^ +(?:-\w, )?(--[\w-]+)(.*)", said, re.M)
+    assert status == 0 and len(found) > 10, (name, said)
+    return sorted(set(found) - {("--help", "")})
+
+
+def command_line(rng: random.Random, folder: Path) -> None:
+    """Options of a command, some of them right, up to the point where models would be read."""
+    name = rng.choice(COMMANDS)
     ids = rng.choice(["1,2,3", "1,2,3", "1,,2", ",", "1 2", "1.0", "-1", "9" * 5000, "\u0663", "0x1", "1,\ud83d"])
-    argv = ["--token-ids", ids] if rng.random() < 0.4 else []
-    for flag, rest in rng.sample(sorted(flags), rng.randrange(1, 5)):
+    argv = ["--token-ids", ids] if name == "generate" and rng.random() < 0.4 else []
+    for flag, rest in rng.sample(flags_of(name), rng.randrange(1, 5)):
         argv.append(flag)
         if rest and rest.split("  ")[0].strip():  # it takes a value
             choices = re.findall(r"{(.*)}", rest)
             known = choices[0].split(",") if choices else ["lookup", "failfast", "dllm", "eagle3", "7"]
             argv.append(rng.choice(known) if rng.random() < 0.6 else rng.choice(WORDS))
-    if rng.random() < 0.3:
+    if name == "generate" and rng.random() < 0.3:
         argv += ["--prompt", rng.choice([*TEXTS, "x" * 10**5, "x" * (2**24 + 1)])]
-    elif rng.random() < 0.2:
+    elif name == "generate" and rng.random() < 0.2:
         argv += ["--prompt-file", str(prompt_file(rng, folder))]
-    silence = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stderr(silence[0]), contextlib.redirect_stdout(silence[1]):
-        try:
-            status = generate.main(argv)
-        except SystemExit as error:
-            status = error.code
-    assert status in (0, 2), (argv, status)
+    with contextlib.chdir(folder):  # where files go that a flag names
+        status, _, said = said_and_status([*name.split(), *argv])
+    assert status in (0, 2) and "Traceback" not in said, (name, argv, status, said)
     if status == 2:
-        raise Reached(silence[0].getvalue())
+        raise Reached(said)
 
 
 def run(
@@ -229,10 +281,12 @@ def all_cases(folder: Path) -> dict[str, Case]:
     """The cases; damaged files are written to `folder`."""
     from checkpoint_files import GOLDEN, write_gguf
 
-    from failfast_jax import generate, templates
-    from failfast_jax.bench import datasets
+    from failfast_jax import chat, generate, serve, templates
+    from failfast_jax.bench import datasets, engine_pool, soak, tune
+    from failfast_jax.train import run, selfgen
 
-    generate.load_engine = datasets.hub_rows = _reached
+    generate.load_engine = serve.load_engine = chat.load_engine = datasets.hub_rows = _reached
+    engine_pool.load_pair = soak.load_pair = tune.load_pair = selfgen.load_pair = run.open_source = _reached
     templates.SECONDS, templates.GROWTH = 0.3, 2**28
     sys.stdin = io.StringIO("a prompt")
     files = Checkpoints(folder, GOLDEN / "qwen2_untied", write_gguf(folder / "whole.gguf", "qwen2_untied"))
@@ -241,6 +295,7 @@ def all_cases(folder: Path) -> dict[str, Case]:
     return {
         "config.json": files.config_json,
         "safetensors": files.safetensors,
+        "index of parts": files.parts,
         "GGUF": files.gguf_header,
         "command line": functools.partial(command_line, folder=folder),
         "tokenizer": tokenizers.files_changed,

@@ -1,6 +1,7 @@
 """Answers on 8 simulated devices, and on one; prints what differs as JSON.
 
-Run as a script, in a process of its own: the number of devices is fixed when JAX is first used.
+Run as a script, in a process of its own: the number of devices is fixed when JAX is first used. With the word `grid`:
+every split, at batch 1 and 8.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -22,6 +24,7 @@ from failfast_jax.decoding import accept
 from failfast_jax.decoding.state import Sampling
 from failfast_jax.errors import OptionError
 from failfast_jax.models import quantization, sharding
+from failfast_jax.models.transformer import Decoder
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [5] * 20]
 KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
@@ -29,7 +32,9 @@ OPTIONS = {"failfast": {"spec_len": 3, "max_spec_len": 6, "tau": 0.2}, "vanilla"
 
 
 def answers(engine: FailFast, method: str, batch: int) -> list[list[int]]:
-    results = engine.generate(PROMPTS[:batch], method=method, max_new_tokens=20, ignore_eos=True, **OPTIONS[method])
+    results = engine.generate(
+        (PROMPTS * 2)[:batch], method=method, max_new_tokens=20, ignore_eos=True, **OPTIONS[method]
+    )
     return [result.output_ids for result in results]
 
 
@@ -82,10 +87,26 @@ def readers_of_features(target, expected: list[int]) -> dict[str, bool]:
     }
 
 
+def pair() -> tuple[Decoder, Decoder]:
+    config = tiny_config(num_heads=12, num_kv_heads=4, hidden_size=64, intermediate_size=64)
+    return random_model(config), random_model(diffusion_config(num_heads=4, num_kv_heads=2))
+
+
+def grid() -> dict[str, bool]:
+    """Whether every split gives the tokens of one device."""
+    one, report = FailFast(*pair()), {}
+    for tensor, data in ((2, 1), (4, 1), (8, 1), (2, 2), (2, 4), (4, 2), (1, 8)):
+        engine = FailFast(*pair(), tensor_parallel=tensor, data_parallel=data)
+        for batch in (1, 8) if data == 1 else (8,):
+            for method in ("lookup", "failfast"):
+                same = answers(engine, method, batch) == answers(one, "vanilla", batch)
+                report[f"{tensor}x{data}, {method}, batch {batch}"] = same
+    return report
+
+
 def main() -> None:
     report: dict[str, object] = {}
-    config = tiny_config(num_heads=12, num_kv_heads=4, hidden_size=64, intermediate_size=64)
-    target, drafter = random_model(config), random_model(diffusion_config(num_heads=4, num_kv_heads=2))
+    target, drafter = pair()
     one = FailFast(target, drafter)
     splits = {"4x1": (4, 1), "8x1": (8, 1), "4x2": (4, 2)}
     engines = {
@@ -134,4 +155,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["grid"]:
+        print(json.dumps(grid()))
+    else:
+        main()

@@ -179,10 +179,11 @@ def sweep(
 ) -> list[Variant]:
     """The points of a sweep over the option `key`; `options` are those of every point. Labels spell them, or begin with
     `row` in their place."""
-    labels = {value: row and f"{row}{',' if ':' in row else ':'}{key}={value}" for value in values}
+    points = {str(value): value for value in values}
+    labels = {text: row and f"{row}{',' if ':' in row else ':'}{key}={text}" for text in points}
     return [
-        make_variant(method, {**(options or {}), key: value}, label, sweep=name, shown=shown)
-        for value, label in labels.items()
+        make_variant(method, {**(options or {}), key: value}, labels[text], sweep=name, shown=shown)
+        for text, value in points.items()
     ]
 
 

@@ -55,6 +55,9 @@ def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dic
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / INDEX}: no 'weight_map'")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
+            raise CheckpointError(f"{folder / INDEX}: tensor {name} is in {shard!r}, which is not a file's name")
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
         path = folder / shard

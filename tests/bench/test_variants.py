@@ -5,7 +5,15 @@ import argparse
 import pytest
 
 from failfast_jax.bench.run_options import DEFAULTS, read_variants
-from failfast_jax.bench.variants import Variant, check_common, check_labels, make_variant, parse_method, split_methods
+from failfast_jax.bench.variants import (
+    Variant,
+    check_common,
+    check_labels,
+    make_variant,
+    parse_method,
+    split_methods,
+    sweep,
+)
 from failfast_jax.config import GenerationConfig
 
 
@@ -46,12 +54,19 @@ def test_sweeps():
     assert plain == Variant("fast-dllm", "fast-dllm")
     assert [s.label for s in points[:3]] == ["ar:spec_len=3", "ar:spec_len=4", "ar:spec_len=5"]
     options = {"threshold": 0.5, "spec_len": 3}
-    sweep = "fast-dllm+:threshold=0.5"
-    assert points[3] == Variant("fast-dllm:threshold=0.5,spec_len=3", "fast-dllm", options, sweep)
+    name = "fast-dllm+:threshold=0.5"
+    assert points[3] == Variant("fast-dllm:threshold=0.5,spec_len=3", "fast-dllm", options, name)
     assert [s.label for s in read(["ar"])] == ["ar"]
     assert len(parse_method("fast-dllm+")) == 18
     tau = read(["failfast"], ["failfast:tau=0.1|0.45|0.7"])[1:]
     assert [s.options["tau"] for s in tau] == [0.1, 0.45, 0.7] and tau[0].sweep == "failfast:tau"
+
+
+def test_values_that_no_option_takes():
+    good, bad = sweep("a", "failfast", "tau", [0.5, [1]], shown="here")
+    assert good.config(GenerationConfig()).options
+    with pytest.raises(ValueError, match=r"tau.*\[1\]"):
+        bad.config(GenerationConfig())
 
 
 @pytest.mark.parametrize(

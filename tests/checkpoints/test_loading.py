@@ -105,6 +105,9 @@ def test_shards_that_contradict_the_index(golden):
     refuses("model-00002-of-00003.safetensors: no such file", folder)
     index.write_text("{}")
     refuses("no 'weight_map'", folder)
+    for odd in (7, None, "", "../model.safetensors", "/dev/zero"):
+        index.write_text(json.dumps({"weight_map": weight_map | {first: odd}}))
+        refuses(f"tensor {first} is in {odd!r}, which is not a file's name", folder)
 
 
 def test_missing_unexpected_and_misshaped_tensors_are_named_before_any_data_is_read(tmp_path, monkeypatch):

@@ -1,12 +1,14 @@
 """Queues over simulated devices that share layers, the batch, or both, and over one; prints what they say as JSON.
 
-Run as a script, in a process of its own: the number of devices is fixed when JAX is first used.
+Run as a script, in a process of its own: the number of devices is fixed when JAX is first used. With the word `wide`:
+other splits.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
@@ -27,14 +29,23 @@ CASES = {
     "4 groups of 2, batch 8": (2, 4, 8, MODEL),
 }
 """Devices that share layers, groups that share the batch, rows, and the method."""
+WIDE = {
+    "one device": (1, 1, 8, LOOKUP),
+    "4 share layers, batch 1": (4, 1, 1, MODEL),
+    "4 share layers, batch 8": (4, 1, 8, LOOKUP),
+    "8 share layers, batch 8": (8, 1, 8, MODEL),
+    "2 groups of 4, batch 8": (4, 2, 8, LOOKUP),
+}
 
 
 def main() -> None:
     plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
-    target = random_model(tiny_config(num_layers=1), seed=1)
+    wide = sys.argv[1:] == ["wide"]
+    heads = {"num_heads": 8, "num_kv_heads": 4, "hidden_size": 64} if wide else {}
+    target = random_model(tiny_config(num_layers=1, **heads), seed=1)
     drafter = random_model(diffusion_config(), seed=2)
     report = {}
-    for name, (tensor, data, batch, options) in CASES.items():
+    for name, (tensor, data, batch, options) in (WIDE if wide else CASES).items():
         engine = FailFast(target, drafter, tensor_parallel=tensor, data_parallel=data)
         config = GenerationConfig(max_new_tokens=30, ignore_eos=True, **options)
         with Queue(engine, config, batch=batch, capacity=160, least_reuse=8, logprobs=2) as queue:

@@ -20,6 +20,7 @@ from served import CAPACITY, Served, chat_engine, quick, served, until  # noqa: 
 
 from failfast_jax import __version__  # noqa: E402
 from failfast_jax.errors import OptionError  # noqa: E402
+from failfast_jax.serving import limits  # noqa: E402
 from failfast_jax.serving.options import KEY_VARIABLE, ServeOptions  # noqa: E402
 from failfast_jax.serving.queue import Queue  # noqa: E402
 
@@ -281,6 +282,17 @@ def test_wrong_chats_paths_and_bytes(site, client):
     assert answer.status_code == 400 and "the header 'Content-Type: application/json'" in answer.text
     assert httpx.get(f"{site.url}/v1/nothing", headers=headers).json()["error"]["message"] == "Not Found"
     assert httpx.get(f"{site.url}/v1/completions", headers=headers).status_code == 405
+
+
+def test_a_body_that_does_not_come(site, monkeypatch):
+    monkeypatch.setattr(limits, "BODY_SECONDS", 1.0)
+    host, _, port = site.url.removeprefix("http://").partition(":")
+    headers = "Host: here", "Content-Type: application/json", "Content-Length: 100"
+    begun = "\r\n".join(["POST /v1/completions HTTP/1.1", *headers, "", "{"])
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall(begun.encode())
+        said = b"".join(iter(lambda: client.recv(4096), b"")).decode()
+    assert said.startswith("HTTP/1.1 408 ") and "the body did not come within 1 seconds" in said
 
 
 def test_the_key(site):

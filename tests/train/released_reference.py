@@ -1,10 +1,11 @@
 """Fast-dLLM v2's training objective written out anew, over a checkpoint's own tensors: one transformer over a noised
-and a clean half, an explicit mask, a shift of the noised half's logits. It shares no code with the package."""
+and a clean half, an explicit mask, a shift of the noised half's logits. NumPy alone, in float64; it shares no code with
+the package, and its derivatives are differences."""
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+from collections.abc import Mapping
+
 import numpy as np
 
 
@@ -22,14 +23,19 @@ def attention_mask(length: int, block: int) -> np.ndarray:
 def rotate(x, theta: float):
     """Rotary embedding of `[B, 2 L, heads, D]`; both halves have the text's positions."""
     half = x.shape[-1] // 2
-    position = jnp.tile(jnp.arange(x.shape[1] // 2), 2)
-    angle = position[:, None] * theta ** (-jnp.arange(half) / half)
-    cos, sin = (jnp.concatenate([f(angle)] * 2, -1)[:, None] for f in (jnp.cos, jnp.sin))
-    return x * cos + jnp.concatenate([-x[..., half:], x[..., :half]], -1) * sin
+    position = np.tile(np.arange(x.shape[1] // 2), 2)
+    angle = position[:, None] * theta ** (-np.arange(half) / half)
+    cos, sin = (np.concatenate([f(angle)] * 2, -1)[:, None] for f in (np.cos, np.sin))
+    return x * cos + np.concatenate([-x[..., half:], x[..., :half]], -1) * sin
+
+
+def softmax(x):
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
 
 
 def rms_norm(x, weight, eps: float):
-    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 
 def hidden_states(tensors, config, tokens):
@@ -49,13 +55,13 @@ def hidden_states(tensors, config, tokens):
             for part in "qkv"
         )
         q, k = rotate(q, config.rope.theta), rotate(k, config.rope.theta)
-        k, v = (jnp.repeat(part, heads // kv_heads, axis=2) for part in (k, v))
-        scores = jnp.where(visible, jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(size), -jnp.inf)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+        k, v = (np.repeat(part, heads // kv_heads, axis=2) for part in (k, v))
+        scores = np.where(visible, np.einsum("bqhd,bkhd->bhqk", q, k, optimize=True) / np.sqrt(size), -np.inf)
+        mixed = np.einsum("bhqk,bkhd->bqhd", softmax(scores), v, optimize=True)
         x = x + mixed.reshape(*y.shape[:2], -1) @ layer["self_attn.o_proj.weight"].T
         y = rms_norm(x, layer["post_attention_layernorm.weight"], config.rms_norm_eps)
         gate, up = (y @ layer[f"mlp.{part}_proj.weight"].T for part in ("gate", "up"))
-        x = x + (jax.nn.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
     return rms_norm(x, tensors["model.norm.weight"], config.rms_norm_eps)
 
 
@@ -75,7 +81,13 @@ def released_loss(tensors, config, tokens, labelled, masked):
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     logits = hidden[:, : tokens.shape[1]] @ head.T
     # Row i - 1 is the prediction of token i, across blocks, too; nothing predicts the first.
-    scores, labels = jax.nn.log_softmax(logits[:, :-1]), labels[:, 1:]
+    scores, labels = np.log(softmax(logits[:, :-1])), labels[:, 1:]
     counted = labels != -100
-    picked = jnp.take_along_axis(scores, np.where(counted, labels, 0)[..., None], axis=-1)[..., 0]
-    return -jnp.sum(jnp.where(counted, picked, 0.0)) / counted.sum()
+    picked = np.take_along_axis(scores, np.where(counted, labels, 0)[..., None], axis=-1)[..., 0]
+    return -np.sum(np.where(counted, picked, 0.0)) / counted.sum()
+
+
+def derivative(loss, tensors: Mapping[str, np.ndarray], name: str, direction: np.ndarray, step: float = 1e-4) -> float:
+    """Of a loss along a direction of one tensor: a central difference, with an error of step ** 2."""
+    above, below = (loss({**tensors, name: tensors[name] + sign * step * direction}) for sign in (1, -1))
+    return (above - below) / (2 * step)

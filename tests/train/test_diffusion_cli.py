@@ -30,8 +30,12 @@ SPECIAL = ["?", "<s>", "</s>"]
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """A model of 160 tokens, of which a tokenizer of characters uses a hundred, and that has a chat template."""
-    folder = hf_folder(tmp_path_factory.mktemp("target"), "qwen2_target_160", eos_token_id=2)
+    return spelling(tmp_path_factory.mktemp("target"), "qwen2_target_160")
+
+
+def spelling(folder, name: str):
+    """A golden model, of whose tokens a tokenizer of characters uses a hundred, and that has a chat template."""
+    folder = hf_folder(folder, name, eos_token_id=2)
     (folder / "generation_config.json").unlink(missing_ok=True)
     alphabet = [*SPECIAL, "\n", *map(chr, range(32, 127))]  # "?" once
     vocabulary = {token: number for number, token in enumerate(dict.fromkeys(alphabet))}
@@ -175,6 +179,25 @@ def test_a_made_model_is_trained_on(made, target, corpus, tmp_path, capsys):
     assert {key for key in before if np.array_equal(before[key], after[key])} == {"model.embed_tokens.weight"}
     record = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
     assert record["loss"] < 1.0  # it goes on from what it learned
+
+
+@pytest.mark.long
+def test_a_released_model_is_trained_on(corpus, tmp_path, capsys):
+    start = GOLDEN / "fast_dllm_v2_tied"
+    more = ["--start", str(start), "--block-size", "32", "--steps", "12"]
+    assert main(arguments(spelling(tmp_path / "target", "qwen2_target_211"), corpus, tmp_path / "run", *more)) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 12
+    before, after = (
+        load_file(start / "model.safetensors"),
+        load_file(tmp_path / "run" / "drafter" / "model.safetensors"),
+    )
+    assert {key: tensor.shape for key, tensor in before.items()} == {key: tensor.shape for key, tensor in after.items()}
+    assert not any(np.array_equal(before[key], after[key]) for key in before)
+    made = load_model(tmp_path / "run" / "drafter").config
+    assert (made.block_size, made.mask_token_id) == (32, 209)
+    records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from block_texts import BLOCK, MASK, WIDTH, draw, model, pair, quick_jit, random_tokens
 from checkpoint_files import run_python
 from flax import nnx
-from released_reference import released_loss
+from released_reference import derivative, released_loss
 from tiny_models import VOCAB, random_model, tiny_config
 
 from failfast_jax import FailFast, load_model
@@ -64,16 +65,48 @@ def test_the_released_objective(tied):
     masked = np.asarray(masked)[:2]
     tokens = np.where(batch["tokens"] < 0, MASK, batch["tokens"])
     tensors = mapping.stored_tensors(mapping.HF_TABLE, jax.device_get(objective.trainable), net.config)
-    reference = quick_jit(jax.value_and_grad(lambda t: released_loss(t, net.config, tokens, batch["labelled"], masked)))
-    expected, expected_gradients = reference(tensors)
+    tensors = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
+
+    def loss(tensors: dict[str, np.ndarray]) -> float:
+        return released_loss(tensors, net.config, tokens, batch["labelled"], masked)
+
     assert metrics["labels"] == batch["labelled"].sum()  # each answer once: in one view or in the other
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(value, loss(tensors), rtol=1e-5)
     got = mapping.stored_tensors(mapping.HF_TABLE, jax.device_get(gradients), net.config)
-    assert got.keys() == expected_gradients.keys() and ("lm_head.weight" in got) != tied
-    for name, wanted in expected_gradients.items():
-        scale = float(jnp.abs(wanted).max())
+    assert got.keys() == tensors.keys() and ("lm_head.weight" in got) != tied
+    rng = np.random.default_rng(0)
+    for name, gradient in got.items():
+        scale = float(np.abs(gradient).max())
         assert scale > 1e-5, name
-        np.testing.assert_allclose(got[name], wanted, atol=1e-5 * scale, err_msg=name)
+        ways = list(rng.normal(size=(3, *gradient.shape)))
+        largest = np.zeros(gradient.shape)
+        largest.flat[np.abs(gradient).argmax()] = 1
+        for way in (*(way / np.linalg.norm(way) for way in ways), largest):
+            wanted = derivative(loss, tensors, name, way)
+            np.testing.assert_allclose((gradient * way).sum(), wanted, atol=1e-5 * scale, rtol=1e-5, err_msg=name)
+
+
+def test_steps_in_bfloat16_over_parameters_in_float32():
+    """Updates that bfloat16 would round away are kept."""
+    net, batch, key = model(), packed_batch(), jax.random.key(3)
+    full = Diffusion(net.config, parameters(net), RELEASED)
+    half = Diffusion(net.config, parameters(net), RELEASED, compute_dtype=jnp.bfloat16)
+    gradient = {o: quick_jit(jax.value_and_grad(o.loss, has_aux=True)) for o in (full, half)}
+    trainable, optimizer = half.trainable, optax.adam(1e-5)
+    state, losses = optimizer.init(trainable), []
+    for _ in range(3):
+        (value, _), gradients = gradient[half](trainable, {}, batch, key)
+        updates, state = optimizer.update(gradients, state)
+        trainable = optax.apply_updates(trainable, updates)
+        losses.append(float(value))
+    (exact, _), wanted = gradient[full](full.trainable, {}, batch, key)
+    assert losses[0] != exact and losses[0] == pytest.approx(float(exact), rel=1e-2)
+    (after, _), _ = gradient[full](trainable, {}, batch, key)
+    assert after < exact
+    for name, value in trainable.items():
+        assert value.dtype == gradients[name].dtype == jnp.float32, name
+        assert np.mean(value != half.trainable[name]) > 0.8, name
+        assert np.abs(gradients[name] - wanted[name]).mean() < 0.1 * np.abs(wanted[name]).max(), name
 
 
 def test_our_objective_differs_in_a_blocks_first_label_alone():

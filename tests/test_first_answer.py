@@ -1,0 +1,24 @@
+"""The README's first command answers, from nothing; `first_answer.py` also says after how long."""
+
+from __future__ import annotations
+
+import json
+
+import first_answer
+import pytest
+from checkpoint_files import run_python
+
+
+@pytest.mark.exhaustive
+def test_the_first_command_answers():
+    done = run_python(first_answer.__file__)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    assert report["status"] == 0 and "Paris" in report["answer"][0] and report["seconds"] > 1
+
+
+def test_there_are_two_commands():
+    assert [command.split(" && ")[0] for command in first_answer.quickstart()] == [
+        "python3 -m venv .venv",
+        '.venv/bin/pip install -e ".[test]"',
+    ]

@@ -74,7 +74,7 @@ def test_train_a_drafter(example, tmp_path, capsys):
 
 
 def test_the_notebook(tmp_path, monkeypatch):
-    """Every cell, by its own parameter for small sizes. What it installs is resolved and not installed once more."""
+    """Every cell, by its own parameter for small sizes. What it installs is looked up and not installed once more."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     root = GOLDEN.parents[2]
@@ -82,7 +82,7 @@ def test_the_notebook(tmp_path, monkeypatch):
     nbformat.validate(notebook)
     monkeypatch.setenv("FAILFAST_SMALL", "1")
     monkeypatch.setenv("FAILFAST_SOURCE", str(root))
-    monkeypatch.setenv("FAILFAST_PIP", "install -q --dry-run")
+    monkeypatch.setenv("FAILFAST_PIP", "install -q --dry-run --no-deps")
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     where = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from checkpoint_files import FIXTURES
+from tiers import tiers
 
 from failfast_jax import FailFast, runtime
 from failfast_jax.bench import engine_pool
@@ -63,7 +64,7 @@ def test_greedy_tokens_equal_those_of_transformers(engine, name):
 
 
 @pytest.mark.parametrize("name", SHORT)
-@pytest.mark.parametrize("method", ["lookup", "failfast"])
+@pytest.mark.parametrize("method", tiers(["lookup", "failfast"], quick=["failfast"]))
 def test_drafting_changes_nothing(engine, method, name):
     case = CASES[name]
     (result,) = engine.generate([case["prompt_ids"]], method=method, max_new_tokens=16, **DRAFTS[method])

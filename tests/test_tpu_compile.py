@@ -8,9 +8,12 @@ import json
 import pytest
 from checkpoint_files import run_python
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason='needs the TPU compiler: pip install -e ".[aot]"'
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason='needs the TPU compiler: pip install -e ".[aot]"'
+    ),
+]
 
 
 def run(*command: object) -> str:
@@ -37,7 +40,7 @@ FEW = ("auto", "trees", "dspark-failfast", "eagle-tree", "dllm-spiffy-cache", "d
     "topology, device, methods",
     [
         pytest.param("v5e:1x1", "TPU v5 lite", FEW, id="v5e-few"),
-        pytest.param("v6e:1x1", "TPU v6 lite", FEW, id="v6e-few", marks=pytest.mark.long),
+        pytest.param("v6e:1x1", "TPU v6 lite", FEW, id="v6e-few"),
         pytest.param("v5e:1x1", "TPU v5 lite", METHODS, id="v5e-all", marks=pytest.mark.exhaustive),
         pytest.param("v6e:1x1", "TPU v6 lite", METHODS, id="v6e-all", marks=pytest.mark.exhaustive),
     ],
@@ -58,14 +61,13 @@ def test_quantised_weights_are_read_as_integers():
     assert report["host_transfers"] == [] and report["cache_copies"] == []
 
 
-@pytest.mark.parametrize("topology", ["v5e:1x1", pytest.param("v6e:1x1", marks=pytest.mark.long)])
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
 def test_mosaic_compiles_the_kernels(topology):
     report = compiled(topology, "kernels")
     assert len(report["kernels"]) == 2 * 8 + 3
     assert all(report["kernels"].values()), report["kernels"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "topology, device",
     [

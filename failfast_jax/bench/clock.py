@@ -15,16 +15,21 @@ import numpy as np
 Key = TypeVar("Key", bound=Hashable)
 
 
-def interleaved(actions: Mapping[Key, Callable[[], Any]], repeats: int) -> dict[Key, list[float]]:
+def interleaved(
+    actions: Mapping[Key, Callable[[], Any]], repeats: int, before: Callable[[], None] | None = None
+) -> dict[Key, list[float]]:
     """Seconds of each action, turn by turn, so that equal indices were timed side by side.
 
     Args:
       actions: are waited for if they return arrays.
       repeats: turns that count, behind one that does not. Every other one runs in reversed order.
+      before: called in front of each action, and not timed.
     """
     seconds: dict[Key, list[float]] = {key: [] for key in actions}
     for turn in range(repeats + 1):
         for key in list(actions)[:: -1 if turn % 2 else 1]:
+            if before is not None:
+                before()
             start = time.perf_counter()
             jax.block_until_ready(actions[key]())
             seconds[key].append(time.perf_counter() - start)

@@ -11,6 +11,7 @@
 - passes: drafter passes per round of the schedule `wide`;
 - reuse: programs compiled by a first and by a second answer;
 - startup: seconds from the start of a second process to its first token, with a warm compile cache;
+- loading: seconds of loading `--model`, beside those of reading its files through (not by default);
 - attention: numerics and times of the attention kernel, on an NVIDIA GPU (by default where there is one).
 
 Timings of things that are compared are interleaved, and medians are reported.
@@ -37,6 +38,7 @@ from failfast_jax import platforms
 from failfast_jax.bench import attention, hf_reference
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.datasets import load_dataset
+from failfast_jax.bench.loading import loading_report
 from failfast_jax.bench.prompts import PROMPTS
 from failfast_jax.bench.public_models import hollow, nbytes
 from failfast_jax.bench.replay_programs import Models, OnDevice, compiled, start_of, verify_program
@@ -48,13 +50,26 @@ from failfast_jax.decoding.economics import Costs
 from failfast_jax.decoding.plan import Plan, buffer_length
 from failfast_jax.defaults import load_pair
 from failfast_jax.engine import FailFast
+from failfast_jax.errors import OptionError
 from failfast_jax.files import write_atomically
 from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.runtime import Request, Session
 
-PARTS = ("speed", "widths", "overhead", "plain", "batch", "passes", "reuse", "startup", "attention", "serving")
-BY_DEFAULT = PARTS[:-2]
+PARTS = (
+    "speed",
+    "widths",
+    "overhead",
+    "plain",
+    "batch",
+    "passes",
+    "reuse",
+    "startup",
+    "attention",
+    "serving",
+    "loading",
+)
+BY_DEFAULT = PARTS[:-3]
 """And `attention` on a GPU."""
 WIDTHS = (1, 4, 8, 16, 32, 64)
 CONTEXT = 256
@@ -252,6 +267,8 @@ def work(args: argparse.Namespace) -> int:
         raise ValueError(f"--parts: {', '.join(unknown)}: must be among {', '.join(PARTS)}")
     if "attention" in wanted:
         attention.check()
+    if ("loading" in wanted) != (args.model is not None):
+        raise OptionError("--parts loading: needs --model, and no other part takes it")
     engine = functools.cache(small_engine)
     jobs = {
         "speed": lambda: speed_report(engine()),
@@ -263,6 +280,7 @@ def work(args: argparse.Namespace) -> int:
         "reuse": lambda: reuse_report(engine()),
         "startup": startup_report,
         "attention": attention.report,
+        "loading": lambda: loading_report(args.model),
         "serving": lambda: serving_report(load_pair(method="failfast"), PROMPTS, (1, *BATCHES), TOKENS),
     }
     report: dict[str, Any] = {"machine": platforms.machine()}
@@ -282,4 +300,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--parts", help=f"comma-separated, of {', '.join(PARTS)} (default: what can be run here)")
     parser.add_argument("--dataset", default="humaneval", help="of `batch`: a dataset of `bench run`, or a file")
+    parser.add_argument("--model", metavar="PATH", type=Path, help="of `loading`: a Hugging Face folder or a GGUF file")
     parser.add_argument("--out", type=Path, help="write the JSON there")

@@ -35,6 +35,7 @@ def answers(engine, monkeypatch):
     return given
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_a_run(answers, tmp_path, capsys, monkeypatch):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"

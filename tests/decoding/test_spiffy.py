@@ -84,7 +84,7 @@ def test_golden_answers(name, count, golden_model, graph_file):
     assert adopted >= 20
 
 
-@pytest.mark.parametrize("count", tiers([3, 10], quick=[], long=[3]))
+@pytest.mark.parametrize("count", tiers([3, 10], quick=[]))
 def test_golden_answers_of_sdar(count, golden_model, graph_file):
     engine, adopted = FailFast(golden_model("field/sdar_a")), 0
     for case in json.loads((GOLDEN / "field" / "sdar_a" / "generate.json").read_text()):

@@ -16,6 +16,8 @@ from served import CAPACITY, chat_engine, quick, served  # noqa: E402
 from failfast_jax.serving.options import ServeOptions  # noqa: E402
 from failfast_jax.serving.queue import Queue  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 KEY = "a-key"
 
 

@@ -24,7 +24,7 @@ from failfast_jax.serving.logprobs import LEAST, Spelling, of_completion  # noqa
 from failfast_jax.serving.options import ServeOptions  # noqa: E402
 from failfast_jax.serving.queue import Finished, Queue  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("few_widths")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("few_widths")]
 
 BEST = 3
 METHODS = {

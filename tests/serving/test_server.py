@@ -24,6 +24,8 @@ from failfast_jax.serving import limits  # noqa: E402
 from failfast_jax.serving.options import KEY_VARIABLE, ServeOptions  # noqa: E402
 from failfast_jax.serving.queue import Queue  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 KEY = "a key of this test"
 LONG = {"max_tokens": 120, "extra_body": {"ignore_eos": True}}
 PROMPT = "what is it?"

@@ -59,7 +59,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("family", tiers(FAMILIES, quick=[], long=FAMILIES[1:2]), ids=lambda flags: flags[1])
+@pytest.mark.parametrize("family", tiers(FAMILIES, quick=[]), ids=lambda flags: flags[1])
 def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, monkeypatch):
     out = tmp_path / "run"
     whole = arguments(data, out, *family, "--steps", "4", "--save-every", "2", "--storage", "float32")
@@ -206,6 +206,7 @@ def test_missing_data_are_named(tmp_path, capsys):
     assert "nothing.npz: no such file or folder" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_two_devices_learn_what_one_does(data, tmp_path, capsys):
     """The same losses from a batch that two (simulated) devices share, and a measurement at the end."""

@@ -163,7 +163,7 @@ def own_answers(documents, target):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["extended", "eagle3", "standalone"])
+@pytest.mark.parametrize("family", tiers(["extended", "eagle3", "standalone"], quick=[], long=["eagle3"]))
 def test_training_makes_a_drafter_that_loads_and_drafts(own_answers, target, tmp_path, family):
     """Overfits a few documents: the drafter then predicts some of the target's own answers."""
     objective = make_objective(family, target, own_answers)

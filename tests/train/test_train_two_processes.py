@@ -118,7 +118,7 @@ def test_two_processes_learn_what_one_does(documents, tmp_path, alone):
     assert run(flags, 2) == report | {"drafter": str(out / "drafter")}
 
 
-@pytest.mark.parametrize("family", tiers(["dspark", "eagle3", "standalone"], quick=[], long=["dspark"]))
+@pytest.mark.parametrize("family", tiers(["dspark", "eagle3", "standalone"], quick=[]))
 def test_drafters_learn_where_their_rows_are(documents, tmp_path, alone, family):
     """From features of their target, or from its logits, which each process computes of its own rows."""
     (whole, report), out = alone(family), tmp_path / "run"

@@ -74,6 +74,15 @@ def entry_of(costs: Costs, widths: tuple[int, ...]) -> Entry:
     }
 
 
+def _told(costs: Costs, source: str, widths: tuple[int, ...]) -> str:
+    """What the policy goes by, in a line."""
+    step = float(costs.verify[0])
+    rows = ", ".join(f"{width}: {value / step:.2f}" for width, value in zip(widths, costs.verify))
+    draft = float(costs.draft) / step
+    measured = f"steps take {1e3 * step:.1f} ms ({source})"
+    return f"--policy auto: {measured}; in steps, verifies by rows {rows}, a draft {draft:.2f}"
+
+
 def costs_of(entry: Mapping[str, Any], widths: tuple[int, ...], where: str) -> Costs:
     """Costs of these widths; between the rows that an entry names they are interpolated.
 
@@ -121,6 +130,7 @@ class CostBook:
         widths, key = session.plan.widths, session.key
         if key not in self._known:
             self._known[key] = self._found(session, key)
+            logger.info("%s", _told(*self._known[key], widths))
         costs, source = self._known[key]
         return session.with_costs(costs), {**entry_of(costs, widths), "source": source}
 

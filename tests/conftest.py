@@ -37,7 +37,7 @@ type_checks.install("failfast_jax")
 from checkpoint_files import GOLDEN
 from hypothesis import settings
 
-from failfast_jax import load_model, pricing
+from failfast_jax import load_model, pricing, progress
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.decoding import plan
 from failfast_jax.decoding.economics import Costs
@@ -88,6 +88,13 @@ def few_widths():
         patch.setattr(plan, "CPU_PREFILL_WIDTHS", (32,))
         patch.setattr(plan, "EXACT_WIDTH", 24)
         yield
+
+
+@pytest.fixture(autouse=True)
+def said_as_usual():
+    """What a command was told to say or not to say is not told to the next test."""
+    yield
+    progress.set_verbosity(progress.NORMAL)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from convert import qwen2
-from failfast_jax import chat, command, doctor, generate, progress, serve
+from failfast_jax import chat, command, doctor, generate, serve
 from failfast_jax.bench.__main__ import main as bench
 from failfast_jax.train.__main__ import main as train
 
@@ -100,10 +100,7 @@ def test_warnings_of_libraries_are_lines(verbosity, said):
     def work():
         found.append(warnings.formatwarning("full", UserWarning, "library.py", 3, "warn()"))
 
-    try:
-        assert command.run(work, verbosity=verbosity) == 0
-    finally:
-        progress.set_verbosity(progress.NORMAL)
+    assert command.run(work, verbosity=verbosity) == 0
     assert found[0].startswith(said) and (found[0] == said) == (verbosity != "debug")
     assert warnings.formatwarning("full", UserWarning, "library.py", 3, "warn()").startswith("library.py:3: ")
 
@@ -113,13 +110,10 @@ def test_every_command_takes_the_flags_that_its_messages_name(words, monkeypatch
     main, line = words
     monkeypatch.setattr(doctor, "work", lambda args: 1 / 0)
     monkeypatch.setattr("convert.conversion.convert", lambda *_, **__: 1 / 0)
-    try:
-        if "--debug" in line:
-            with pytest.raises(ZeroDivisionError):
-                main(line.split())
-        else:
-            assert main(line.split()) == command.UNEXPECTED
-            assert "--debug shows where" in capsys.readouterr().err
-    finally:
-        progress.set_verbosity(progress.NORMAL)
+    if "--debug" in line:
+        with pytest.raises(ZeroDivisionError):
+            main(line.split())
+    else:
+        assert main(line.split()) == command.UNEXPECTED
+        assert "--debug shows where" in capsys.readouterr().err
     assert command.run(lambda: 1 / 0) == command.UNEXPECTED and "--debug" not in capsys.readouterr().err

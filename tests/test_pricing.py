@@ -77,7 +77,7 @@ def test_costs_are_remembered_for_this_machine(cache, caplog):
     file = json.loads(path.read_text())
     file["machine"]["processor"] = "Another 9000"
     path.write_text(json.dumps(file))
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="failfast_jax"):
         book = CostBook()
         book.price(work)
         book.price(session(batch=2))
@@ -95,7 +95,7 @@ def test_a_damaged_file_is_no_hindrance(cache, caplog):
 
 def test_what_the_policy_goes_by_is_told_once(cache, caplog):
     book, work = CostBook(), session()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="failfast_jax"):
         for _ in range(2):
             costs = book.price(work)[0].drafter.costs
     (said,) = [r.message for r in caplog.records if r.message.startswith("--policy auto: steps take ")]

@@ -13,12 +13,6 @@ import pytest
 from failfast_jax import command, generate, progress
 
 
-@pytest.fixture(autouse=True)
-def as_it_was():
-    yield
-    progress.set_verbosity(progress.NORMAL)
-
-
 def watch(monkeypatch, watched: bool = True) -> None:
     """Somebody watches, or nobody, and patience is short."""
     monkeypatch.setattr(progress, "PATIENCE_S", 0.05)

@@ -83,7 +83,6 @@ def test_the_notebook(tmp_path, monkeypatch):
     monkeypatch.setenv("FAILFAST_SMALL", "1")
     monkeypatch.setenv("FAILFAST_SOURCE", str(root))
     monkeypatch.setenv("FAILFAST_PIP", "install -q --dry-run --no-deps")
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     where = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]

@@ -29,8 +29,6 @@ from failfast_jax.drafters.tree import TreeDrafter
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.kernels import tpu
 
-pytestmark = pytest.mark.optimized
-
 CAPACITY = 128
 SPEC_LEN, MAX_SPEC_LEN = 3, 9
 LIMITS = np.asarray([30, 40], np.int32)
@@ -256,6 +254,7 @@ def test_a_branch_that_was_taken_leaves_no_stale_keys():
 # Finished rows.
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("kind", ["wide", "lookup"])
 def test_a_finished_row_changes_nothing(kind):
     drafter, target = make_drafter(kind), models().target
@@ -313,6 +312,7 @@ def large_copies(hlo: str, state) -> list[str]:
     return [line for line in copies if any(shape in line.split(" copy")[0] for shape in shapes)]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "kind, batch",
     tiers([("wide", 2), ("tree", 2), ("ar", 1), ("lookup", 1)], quick=[("wide", 2)], long=[("lookup", 1)]),
@@ -324,6 +324,7 @@ def test_caches_and_logs_are_never_copied(kind, batch):
     assert program.memory_analysis().alias_size_in_bytes >= donated
 
 
+@pytest.mark.optimized
 def test_copies_would_be_noticed():
     program, state = compiled_loop("vanilla", 1, donate=False)
     assert len(large_copies(program.as_text(), state)) >= 4  # keys and values of two layers

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from failfast_jax import command, progress
+from failfast_jax import command, distributed, progress
 from failfast_jax.config import GenerationConfig
 from failfast_jax.engine import FailFast
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
@@ -54,6 +54,30 @@ def handling(handler: Any) -> Iterator[Any]:
         signal.signal(signal.SIGINT, before)
 
 
+def open_queue(engine: FailFast, config: GenerationConfig, options: ChatOptions) -> Queue:
+    """One row, whose caches stay from turn to turn."""
+    rows = RowOptions(batch=1, context=options.context, rounds=2)
+    progress.note("compiling: minutes at the first time, seconds later")
+    return Queue(engine, config, least_reuse=1, **rows.for_queue(engine.max_seq_len))
+
+
+def other_method(engine: FailFast, config: GenerationConfig, method: str) -> GenerationConfig:
+    """Another method, with its own defaults."""
+    return engine.resolve(GenerationConfig(method, exact=config.exact))
+
+
+def follow(engine: FailFast, config: GenerationConfig, options: ChatOptions) -> None:
+    """What other processes than the first do: they compute its answers, with whatever method, until it leaves. Ctrl-C
+    is for the first, also where it comes to all of them."""
+    with handling(signal.SIG_IGN):
+        method: str | None = config.method
+        while method is not None:
+            with open_queue(engine, config, options) as queue:
+                queue.follow()
+            if (method := distributed.agreed(None)) is not None:
+                config = other_method(engine, config, method)
+
+
 class Chat:
     """A conversation with an engine. Its caches stay: a turn prefills what is new.
 
@@ -67,17 +91,16 @@ class Chat:
         self.answers: list[Finished] = []
         self._answer: Answer | None = None
         self._stopped = False
-        self.queue = self._queue(config)
+        self.queue = open_queue(engine, config, options)
         self.reset()
 
-    def _queue(self, config: GenerationConfig) -> Queue:
-        rows = RowOptions(batch=1, context=self.options.context, rounds=2)
-        progress.note("compiling: minutes at the first time, seconds later")
-        return Queue(self.engine, config, least_reuse=1, **rows.for_queue(self.engine.max_seq_len))
-
     def close(self) -> None:
-        """Ends the queue."""
+        """Ends the queue, and the processes that follow."""
+        self._leave_queue(None)
+
+    def _leave_queue(self, method: str | None) -> None:
         self.queue.close()
+        distributed.agreed(method)
 
     def reset(self) -> None:
         """Forgets the conversation."""
@@ -127,18 +150,18 @@ class Chat:
         return True
 
     def change_method(self, method: str) -> None:
-        """Goes on with another method; none: says which. Ctrl-C goes back to the one before."""
+        """Goes on with another method; none: says which. Ctrl-C goes back to the one before, if no process follows."""
         if method:
-            config = self.engine.resolve(GenerationConfig(method, exact=self.queue.config.exact))
-            self.engine.build_drafter(config)  # what cannot be served is said before the old queue is closed
             before = self.queue.config
-            self.queue.close()
+            config = other_method(self.engine, before, method)
+            self.engine.build_drafter(config)  # what cannot be served is said before the old queue is closed
+            self._leave_queue(method)
             try:
-                with handling(signal.default_int_handler):
-                    self.queue = self._queue(config)
+                with handling(signal.default_int_handler if distributed.alone() else signal.SIG_IGN):
+                    self.queue = open_queue(self.engine, config, self.options)
             except KeyboardInterrupt:
                 print("interrupted; going back", file=sys.stderr)
-                self.queue = self._queue(before)
+                self.queue = open_queue(self.engine, before, self.options)
         print(f"method: {self.queue.config.method}")
 
     def stats(self) -> str:
@@ -193,7 +216,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags_of(parser.add_argument_group("conversation"), ChatOptions)
     add_model_flags(parser)
     add_method_flags(parser)
-    add_engine_flags(parser)
+    add_engine_flags(parser, together=True)
     return parser
 
 
@@ -203,6 +226,9 @@ def _work(args: argparse.Namespace) -> None:
     config = config_of(args, exact=args.exact)
     engine = load_engine(args, config.method)
     engine.encode([{"role": "user", "content": "?"}])  # a chat template is needed
+    if not distributed.speaks():
+        follow(engine, config, options)
+        return
     chat = Chat(engine, config, options)
     try:
         progress.note(f"{Path(str(engine.target_name)).name}, method {chat.queue.config.method}; /help")
@@ -214,7 +240,7 @@ def _work(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status (2 for input that cannot be served)."""
     args = build_parser().parse_args(argv)
-    return command.run(lambda: _work(args), verbosity=args.verbosity)
+    return command.run(lambda: _work(args), where=args.distributed, verbosity=args.verbosity)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""A server over two processes that share each layer: what it says, who leaves, and how both end."""
+"""A server, and a conversation, over two processes that share each layer: what is said, who leaves, how both end."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import functools
+import io
 import os
 import re
 import signal
@@ -14,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from served import CAPACITY, ChatPieces, quick, until
+from served import CAPACITY, ChatPieces, chat_engine, quick, until
 from tiny_engines import new_engine
 
+from failfast_jax.chat import Chat, ChatOptions, talk
 from failfast_jax.serving.queue import Queue
 
 httpx = pytest.importorskip("httpx")
@@ -26,33 +28,37 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 PROGRAM = f"""
 import sys
-from failfast_jax import serve
+from failfast_jax import chat, serve
 from failfast_jax.decoding import plan
 from served import ChatPieces
 from tiny_engines import new_engine
 
 plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
 pieces = {{"tokenizer": ChatPieces(), "drafter_tokenizer": ChatPieces()}}
-serve.load_engine = lambda args, method: new_engine(tensor_parallel=args.tensor_parallel, **pieces)
-options = "--method lookup --policy fixed --max-spec-len 7 --batch 2 --context {CAPACITY} --port 0 --model-name tiny"
-raise SystemExit(serve.main([*options.split(), "--tensor-parallel", "2", "--distributed", sys.argv[1]]))
+command = {{"serve": serve, "chat": chat}}[sys.argv[1]]
+command.load_engine = lambda args, method: new_engine(tensor_parallel=args.tensor_parallel, **pieces)
+options = "--method lookup --policy fixed --max-spec-len 7 --context {CAPACITY} --tensor-parallel 2".split()
+raise SystemExit(command.main([*options, *sys.argv[2:]]))
 """
+COMMANDS = {"serve": ("--batch", "2", "--port", "0", "--model-name", "tiny"), "chat": ("--max-new-tokens", "20")}
 
 
-def start(where: str) -> subprocess.Popen:
+def start(command: str, where: str) -> subprocess.Popen:
     folders = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "serving"), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": folders, "JAX_PLATFORMS": "cpu"}
     hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    command = [sys.executable, "-c", PROGRAM, where]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=hear)
+    line = [sys.executable, "-c", PROGRAM, command, *COMMANDS[command], "--distributed", where]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(line, **pipes, text=True, env=environment, preexec_fn=hear)
 
 
 @pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen]]:
+def processes(request) -> Iterator[list[subprocess.Popen]]:
+    """Two of a command: the server, where a test names no other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{free.getsockname()[1]}"
-    found = [start(f"{where},2,{index}") for index in range(2)]
+    found = [start(getattr(request, "param", "serve"), f"{where},2,{index}") for index in range(2)]
     yield found
     for process in found:
         process.kill()
@@ -139,6 +145,26 @@ def test_both_end_when_they_are_told(processes, site):
     assert first.wait(40) == 0, said
     assert said.splitlines()[-1] == "ended" and "Traceback" not in said
     assert second.wait(40) == 0 and "Traceback" not in second.stderr.read()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("processes", ["chat"], indirect=True)
+def test_two_processes_talk_as_one(processes, monkeypatch, capsys):
+    """Another method is another queue everywhere; Ctrl-C that comes to all of them is for the first."""
+    lines = "what is it?\nand that?\n/method vanilla\n/method nonsense\nwhy?\n/method lookup\nreally?\n/quit\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    alone = Chat(chat_engine(), quick(), ChatOptions(max_new_tokens=20, context=CAPACITY))
+    try:
+        talk(alone)
+    finally:
+        alone.close()
+    first, second = processes
+    said, errors = first.communicate(lines, timeout=100)
+    assert first.returncode == 0, errors
+    expected = capsys.readouterr()
+    assert said == expected.out and expected.err.splitlines()[-1] in errors
+    assert said.count("method: ") == 2 and "--method nonsense" in errors
+    assert second.wait(40) == 0 and second.stdout.read() == ""
 
 
 @pytest.mark.exhaustive

@@ -9,7 +9,7 @@ import argparse
 import importlib
 import sys
 
-from failfast_jax import command
+from failfast_jax import command, distributed
 from failfast_jax.errors import OptionError
 
 
@@ -22,6 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
         "What --model_args takes: see failfast_jax/harness/model.py.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    distributed.add_flag(parser)
     parser.add_argument("subcommand", choices=("run", "ls", "validate"), help="of lm_eval")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of lm_eval's subcommand")
     return parser
@@ -30,18 +31,29 @@ def build_parser() -> argparse.ArgumentParser:
 def _work(args: argparse.Namespace) -> None:
     try:
         main_of_harness = importlib.import_module("lm_eval.__main__")
-        importlib.import_module("failfast_jax.harness.model")  # registers itself
+        model = importlib.import_module("failfast_jax.harness.model")  # registers itself
     except ImportError as error:
         said = 'pip install "failfast-jax[eval]", or -e ".[eval]" in a checkout'
         raise OptionError(f"the harness needs {error.name or 'lm_eval'}: {said}") from None
+    if not distributed.speaks():
+        model.follow()
+        return
     sys.argv = ["lm_eval", args.subcommand, *args.arguments]
-    main_of_harness.cli_evaluate()
+    try:
+        main_of_harness.cli_evaluate()
+    finally:
+        model.tell(None)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status (2 for input that cannot be served)."""
-    args = build_parser().parse_args(argv)
-    return command.run(lambda: _work(args))
+    parser = build_parser()
+    # What is ours is ours wherever it stands: the rest is lm_eval's as it is.
+    ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    distributed.add_flag(ours)
+    found, others = ours.parse_known_args(argv)
+    args = parser.parse_args(others)
+    return command.run(lambda: _work(args), where=found.distributed)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,17 @@ from jaxtyping import Array, Bool, Float, Int
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
+from failfast_jax import distributed
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.accept import argmax
 from failfast_jax.defaults import load_pair
 from failfast_jax.engine import FailFast
 from failfast_jax.engine_flags import default_method
 from failfast_jax.errors import OptionError
+from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.serving.options import refuse_diffusion
-from failfast_jax.serving.queue import Queue
+from failfast_jax.serving.queue import Answer, Queue
 from failfast_jax.templates import render
 
 SHORTEST = 64
@@ -45,6 +47,39 @@ def scores(
     return own - jax.nn.logsumexp(logits, axis=-1), argmax(logits) == following
 
 
+MODEL, SCORE, ANSWER = "model", "score", "answer"
+"""What the first of several processes tells the others to compute with it."""
+
+
+def tell(what: str | None, value: Any = None) -> None:
+    """Tells the processes that `follow` what comes next; None: that is all."""
+    if distributed.speaks():
+        distributed.agreed([what, value])
+
+
+def follow() -> None:
+    """What other processes than the first do: they compute what its model computes, and know nothing of the harness.
+
+    Raises:
+      ValueError: the model could not be made here, though the first process has it.
+    """
+    model, error = None, None
+    while (told := distributed.agreed(None))[0] is not None:
+        what, value = told
+        if error is not None:
+            raise error
+        if what == MODEL:
+            try:
+                model = FailFastLM(**value)
+            except ValueError as raised:  # the first process says the same, and ends
+                error = raised
+        elif what == SCORE:
+            model.score(value)
+        else:
+            with model.open_queue() as queue:
+                queue.follow()
+
+
 @register_model("failfast_jax")
 class FailFastLM(TemplateLM):
     """An engine as the harness sees it. These are what `--model_args` takes:
@@ -57,6 +92,7 @@ class FailFastLM(TemplateLM):
       context: most tokens of a text, or of a prompt and its answer; None: what the model has, at most 2048.
       max_gen_toks: tokens of an answer where a task names no limit.
       dtype: of loaded weights.
+      tensor_parallel: devices that share each layer.
       max_batch_size: the harness' own, without effect.
       device: likewise; JAX chooses it.
       engine: instead of `target` and `drafter`.
@@ -77,18 +113,23 @@ class FailFastLM(TemplateLM):
         context: int | None = None,
         max_gen_toks: int = 256,
         dtype: str | None = None,
+        tensor_parallel: int = 1,
         max_batch_size: Any = None,
         device: Any = None,
         engine: FailFast | None = None,
         **options: Any,
     ):
         super().__init__()
+        if engine is None:
+            common = {"max_gen_toks": max_gen_toks, "dtype": dtype, "tensor_parallel": tensor_parallel}
+            own = {"method": method, "batch": batch, "batch_size": batch_size, "context": context}
+            tell(MODEL, {"target": target, "drafter": drafter, **own, **common, **options})
         if isinstance(batch_size, str) and not batch_size.isdigit():
             raise OptionError(f"--batch_size {batch_size}: must be a number; name one, or batch=n in --model_args")
         self.batch = batch or int(batch_size or 1)
         refuse_diffusion(method)
         method = method or (None if engine else default_method(target, drafter))
-        self.engine = engine or load_pair(target, drafter, method=method, dtype=dtype)
+        self.engine = engine or load_pair(target, drafter, method=method, dtype=dtype, tensor_parallel=tensor_parallel)
         if self.engine.tokenizer is None:
             raise OptionError(f"{self.engine.target_name}: has no tokenizer, and the harness speaks text")
         self.tokenizer, self.max_gen_toks = self.engine.tokenizer, max_gen_toks
@@ -97,7 +138,11 @@ class FailFastLM(TemplateLM):
 
     @functools.cached_property
     def queue(self) -> Queue:
-        """What generates; made when a task first asks for it."""
+        """What generates where this is the only process; made when a task first asks for it."""
+        return self.open_queue()
+
+    def open_queue(self) -> Queue:
+        """One that generates, and is to be closed."""
         return Queue(
             self.engine, self._config, batch=self.batch, capacity=self.max_length, waiting=2**30, least_reuse=32
         )
@@ -145,6 +190,7 @@ class FailFastLM(TemplateLM):
         for context, text in pairs:
             if not context or not 0 < len(text) <= self.max_length:
                 raise OptionError(f"a text of {len(text)} tokens behind {len(context)}: must be 1 to {self.max_length}")
+        tell(SCORE, pairs)
         found: dict[int, tuple[float, bool]] = {}
         for batch in self._batches([len(context) + len(text) for context, text in pairs]):
             texts = [[*pairs[index][0], *pairs[index][1]][-self.max_length - 1 :] for index in batch]
@@ -162,7 +208,7 @@ class FailFastLM(TemplateLM):
 
     def _scored(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         args = (self.engine.target, ids[:, :-1], ids[:, 1:])
-        return jax.device_get(self.engine.runtime.compile(scores, *args)(*args))
+        return jax.device_get(jax.tree.map(whole, self.engine.runtime.compile(scores, *args)(*args)))
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Indices of texts of about the same length, the longest first: memory runs out at once or not at all."""
@@ -196,16 +242,21 @@ class FailFastLM(TemplateLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Answers, each up to the first of its stop strings."""
-        answers = []
-        for request in requests:
-            context, settings = request.args
-            answers.append(self._submitted(context, dict(settings)))
-        texts = [answer.result().text for answer in answers]
+        if distributed.alone():
+            texts = self._answered(self.queue, requests)
+        else:
+            tell(ANSWER)
+            with self.open_queue() as queue:  # its end is where the others go on
+                texts = self._answered(queue, requests)
         for request, text in zip(requests, texts):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
 
-    def _submitted(self, context: str, settings: dict[str, Any]) -> Any:
+    def _answered(self, queue: Queue, requests: Any) -> list[str]:
+        answers = [self._submitted(queue, request.args[0], dict(request.args[1])) for request in requests]
+        return [answer.result().text for answer in answers]
+
+    def _submitted(self, queue: Queue, context: str, settings: dict[str, Any]) -> Answer:
         until = settings.get("until") or []
         limit = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or self.max_gen_toks)
         sampled = settings.get("do_sample", float(settings.get("temperature") or 0) > 0)
@@ -218,4 +269,4 @@ class FailFastLM(TemplateLM):
         }
         prompt = self.tok_encode(context)[-(self.max_length - options["max_new_tokens"]) :]
         stop = [until] if isinstance(until, str) else until
-        return self.queue.submit(prompt, stop=[text for text in stop if text], **options)
+        return queue.submit(prompt, stop=[text for text in stop if text], **options)

@@ -33,6 +33,15 @@ class ChatPieces(BytePieces):
         return text + "\4"
 
 
+class HarnessPieces(ChatPieces):
+    """Letters are tokens of their own; special ones may be asked for."""
+
+    bos_token, bos_token_id = None, 2
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [2] * add_special_tokens + super().__call__(text)["input_ids"]}
+
+
 def chat_engine() -> FailFast:
     return new_engine(tokenizer=ChatPieces(), drafter_tokenizer=ChatPieces())
 

@@ -13,22 +13,13 @@ from lm_eval import evaluator  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
-from served import ChatPieces  # noqa: E402
+from served import HarnessPieces  # noqa: E402
 from tiny_engines import new_engine  # noqa: E402
 
 from failfast_jax.errors import OptionError  # noqa: E402
 from failfast_jax.harness.model import FailFastLM  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("few_widths")]
-
-
-class HarnessPieces(ChatPieces):
-    """Letters are tokens of their own; special ones may be asked for."""
-
-    bos_token, bos_token_id = None, 2
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": [2] * add_special_tokens + super().__call__(text)["input_ids"]}
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,12 @@
-"""A server, and a conversation, over two processes that share each layer: what is said, who leaves, how both end."""
+"""A server, a conversation and the harness over two processes that share each layer: what is said, who leaves, how both
+end."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import functools
 import io
+import json
 import os
 import re
 import signal
@@ -14,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from served import CAPACITY, ChatPieces, chat_engine, quick, until
 from tiny_engines import new_engine
@@ -30,11 +33,18 @@ PROGRAM = f"""
 import sys
 from failfast_jax import chat, serve
 from failfast_jax.decoding import plan
-from served import ChatPieces
+from served import ChatPieces, HarnessPieces
 from tiny_engines import new_engine
 
 plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
 pieces = {{"tokenizer": ChatPieces(), "drafter_tokenizer": ChatPieces()}}
+if sys.argv[1] == "harness":
+    from failfast_jax.harness import __main__ as harness, model
+
+    model.load_pair = lambda *_, tensor_parallel, **__: new_engine(
+        tensor_parallel=tensor_parallel, tokenizer=HarnessPieces(), drafter_tokenizer=HarnessPieces()
+    )
+    raise SystemExit(harness.main(sys.argv[2:]))
 command = {{"serve": serve, "chat": chat}}[sys.argv[1]]
 command.load_engine = lambda args, method: new_engine(tensor_parallel=args.tensor_parallel, **pieces)
 options = "--method lookup --policy fixed --max-spec-len 7 --context {CAPACITY} --tensor-parallel 2".split()
@@ -43,22 +53,27 @@ raise SystemExit(command.main([*options, *sys.argv[2:]]))
 COMMANDS = {"serve": ("--batch", "2", "--port", "0", "--model-name", "tiny"), "chat": ("--max-new-tokens", "20")}
 
 
-def start(command: str, where: str) -> subprocess.Popen:
+def start(command: str, *words: str) -> subprocess.Popen:
     folders = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "serving"), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": folders, "JAX_PLATFORMS": "cpu"}
     hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    line = [sys.executable, "-c", PROGRAM, command, *COMMANDS[command], "--distributed", where]
+    line = [sys.executable, "-c", PROGRAM, command, *words]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(line, **pipes, text=True, env=environment, preexec_fn=hear)
+
+
+def start_two(command: str, *words: str) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+    return [start(command, *words, "--distributed", f"{where},2,{index}") for index in range(2)]
 
 
 @pytest.fixture
 def processes(request) -> Iterator[list[subprocess.Popen]]:
     """Two of a command: the server, where a test names no other."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = f"127.0.0.1:{free.getsockname()[1]}"
-    found = [start(getattr(request, "param", "serve"), f"{where},2,{index}") for index in range(2)]
+    command = getattr(request, "param", "serve")
+    found = start_two(command, *COMMANDS[command])
     yield found
     for process in found:
         process.kill()
@@ -165,6 +180,38 @@ def test_two_processes_talk_as_one(processes, monkeypatch, capsys):
     assert said == expected.out and expected.err.splitlines()[-1] in errors
     assert said.count("method: ") == 2 and "--method nonsense" in errors
     assert second.wait(40) == 0 and second.stdout.read() == ""
+
+
+@pytest.mark.exhaustive
+def test_two_processes_are_scored_as_one(tmp_path):
+    """By the harness' own command, which process 0 alone runs: both kinds of questions."""
+    pytest.importorskip("lm_eval")
+    rows = [{"text": f"say {number}" * 3, "choices": ["one", "two"], "answer": number % 2} for number in range(5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}}
+    common |= {"test_split": "test", "doc_to_text": "{{text}}", "doc_to_target": "{{answer}}"}
+    choose = {"task": "choose", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}"}
+    write = {"task": "write", "output_type": "generate_until", "generation_kwargs": {"until": [], "max_gen_toks": 12}}
+    for task in (choose, write):
+        (tmp_path / f"{task['task']}.yaml").write_text(json.dumps(common | task))
+    words = ["run", "--model", "failfast_jax", "--tasks", "choose,write", "--include_path", str(tmp_path)]
+    settings = "method=lookup,policy=fixed,max_spec_len=7,batch=3,context=96,tensor_parallel="
+
+    def run(name: str, begin, devices: int) -> dict[str, list]:
+        own = ["--model_args", f"{settings}{devices}", "--log_samples", "--output_path", str(tmp_path / name)]
+        first, *others = begin("harness", *words, *own)
+        said, errors = first.communicate(timeout=200)
+        assert first.returncode == 0 and "|write" in said, errors
+        assert all(other.wait(40) == 0 and other.stdout.read() == "" for other in others)
+        files = list((tmp_path / name).glob("*/samples_*"))
+        assert len(files) == 2  # of process 0 alone
+        found = {file.name.split("_")[1]: [json.loads(line)["resps"] for line in file.open()] for file in files}
+        return {name: sorted(found[name]) for name in found}
+
+    one, two = run("one", lambda *words: [start(*words)], 1), run("two", start_two, 2)
+    assert two["write"] == one["write"] and any(text for ((text,),) in one["write"])
+    for mine, theirs in zip(two["choose"], one["choose"]):
+        np.testing.assert_allclose(*(np.asarray([x[0][0] for x in r], float) for r in (mine, theirs)), rtol=1e-4)
 
 
 @pytest.mark.exhaustive

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from failfast_jax import distributed
 from failfast_jax.errors import OptionError
 from failfast_jax.files import differences, read_json, write_atomically
 
@@ -60,3 +61,12 @@ def begin(file: Path, settings: dict[str, Any], foreign: str | None = None, may_
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(settings, indent=1) + "\n")
     return False
+
+
+def check_same(settings: dict[str, Any]) -> None:
+    """Raises OptionError: not all processes were given the same settings, and what else is among them."""
+    mine = json.loads(json.dumps(settings))
+    other = differences(distributed.agreed(mine), mine)
+    if unlike := distributed.where_not(not other):
+        said = f" ({'; '.join(other)})" if other else ""
+        raise OptionError(f"process {unlike[0]} has other options or documents than process 0{said}; give all the same")

@@ -31,7 +31,7 @@ from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.errors import OptionError
-from failfast_jax.files import check_shared, differences, read_json, sole_writer
+from failfast_jax.files import check_shared, read_json, sole_writer
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import whole
 from failfast_jax.options import flag_of
@@ -54,7 +54,7 @@ from failfast_jax.train.families import (
 from failfast_jax.train.objectives import Layers, make_diffusion, make_objective
 from failfast_jax.train.packing import packed_batches
 from failfast_jax.train.publish import push
-from failfast_jax.train.resume import begin
+from failfast_jax.train.resume import begin, check_same
 from failfast_jax.train.spread import Spread
 
 SETTINGS_FILE = "train.json"
@@ -251,7 +251,7 @@ def work(args: argparse.Namespace) -> None:
     }
     documents = documents.take(np.random.default_rng(args.seed).permutation(len(documents)))
     train, held_out = data.split(documents, args.held_out)
-    _check_same(settings)
+    check_same(settings)
 
     def begun() -> dict[str, Any] | None:
         begin(args.out / SETTINGS_FILE, settings, foreign="*", may_grow=("steps",))
@@ -267,15 +267,6 @@ def work(args: argparse.Namespace) -> None:
             return
         print(json.dumps(report))
         _push(args)
-
-
-def _check_same(settings: dict[str, Any]) -> None:
-    """Raises OptionError: not all processes were given the same settings and documents."""
-    mine = json.loads(json.dumps(settings))
-    other = differences(distributed.agreed(mine), mine)
-    if unlike := distributed.where_not(not other):
-        said = f" ({'; '.join(other)})" if other else ""
-        raise OptionError(f"process {unlike[0]} has other options or documents than process 0{said}; give all the same")
 
 
 def _push(args: argparse.Namespace) -> None:

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 import time
 from pathlib import Path
 
+from failfast_jax import distributed
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.loading import as_dtype
 from failfast_jax.command import OutOfTime, deadline_after
@@ -33,7 +35,7 @@ from failfast_jax.files import sole_writer
 from failfast_jax.progress import progress_bar
 from failfast_jax.train.data import DataError, read_documents, write_documents
 from failfast_jax.train.openings import OPENINGS, held_out_prompts, read_openings
-from failfast_jax.train.resume import begin, is_begun
+from failfast_jax.train.resume import begin, check_same, is_begun
 from failfast_jax.train.writer import FEWEST_SAMPLED, ShardOptions, Writer
 
 SETTINGS_FILE, SHARDS = "selfgen.json", "shard-*.npz"
@@ -57,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shard-size", metavar="n", type=int, default=64, help="documents; best several batches")
     parser.add_argument("--method", default="vanilla", help=f"one of {', '.join(METHODS)}: how the target decodes")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer")
+    parser.add_argument("--data-parallel", metavar="n", type=int, default=1, help="groups of those that share a batch")
+    distributed.add_flag(parser)
     parser.add_argument("--minutes", type=float, help="stop after the shard that ends behind this time (exit status 3)")
 
 
@@ -68,9 +73,13 @@ def _options(args: argparse.Namespace) -> ShardOptions:
         ("max_prompt_tokens", FEWEST_SAMPLED),
         ("max_answer_tokens", 1),
         ("shard_size", 1),
+        ("tensor_parallel", 1),
+        ("data_parallel", 1),
     ):
         if getattr(args, flag) < least:
             raise OptionError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least {least}")
+    if args.batch_size % args.data_parallel:
+        raise OptionError(f"--batch-size {args.batch_size}: must be a multiple of --data-parallel {args.data_parallel}")
     if not args.temperature > 0:
         raise OptionError(f"--temperature {args.temperature}: must be positive, or prompts would repeat")
     if args.method not in METHODS:
@@ -87,7 +96,7 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def work(args: argparse.Namespace) -> None:
-    """Writes the shards that are missing."""
+    """Writes the shards that are missing. Of several processes the first one reads and writes the folder."""
     options, deadline = _options(args), deadline_after(args.minutes)
     settings = {
         "target": args.target or default_target_path().name,
@@ -96,11 +105,13 @@ def work(args: argparse.Namespace) -> None:
     }
     file = args.out / SETTINGS_FILE
     shards = range(-(-args.documents // options.shard_size))
-    begun = is_begun(file, settings, SHARDS)
-    if begun and all(shard_path(args.out, number).exists() for number in shards):
+    check_same(settings)
+    begun = distributed.first(lambda: is_begun(file, settings, SHARDS))
+    if begun and not _missing(args.out, shards):
         print(f"selfgen: {args.out} has all {len(shards)} shards", file=sys.stderr)
         return
-    engine = load_pair(args.target, method=options.method, dtype=args.dtype)
+    mesh = {"tensor_parallel": args.tensor_parallel, "data_parallel": args.data_parallel}
+    engine = load_pair(args.target, method=options.method, dtype=args.dtype, **mesh)
     writer = Writer(engine, options)
     settings |= {
         "vocab_size": engine.target.config.vocab_size,
@@ -108,10 +119,14 @@ def work(args: argparse.Namespace) -> None:
         "template": [writer.turn.before, writer.turn.after],
     }
     with sole_writer(args.out):
-        begin(file, settings, SHARDS)
+        distributed.first(lambda: begin(file, settings, SHARDS))
         said = write_shards(writer, args.out, shards, deadline)
     skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(writer.skipped.items())) or "none"
     print(f"selfgen: {said} | skipped: {skipped} | compile {writer.compile_s:.1f} s", file=sys.stderr)
+
+
+def _missing(folder: Path, shards: range) -> list[int]:
+    return distributed.first(lambda: [number for number in shards if not shard_path(folder, number).exists()])
 
 
 def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -> str:
@@ -121,7 +136,7 @@ def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -
       OutOfTime: at the deadline, behind a whole shard.
     """
     size, vocab = writer.options.shard_size, writer.engine.target.config.vocab_size
-    missing = [number for number in shards if not shard_path(folder, number).exists()]
+    missing = _missing(folder, shards)
     start, tokens = time.perf_counter(), 0
     seen: set[tuple[int, ...]] = set()
 
@@ -140,10 +155,11 @@ def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -
         for number in shards:
             path = shard_path(folder, number)
             if number not in missing:
-                seen.update(_prompts(path, vocab))
+                seen.update(map(tuple, distributed.first(functools.partial(_prompts, path, vocab))))
                 continue
-            write_documents(path, writer.shard(number, seen, progress), vocab)
-            if time.monotonic() > deadline and number < missing[-1]:
+            documents = writer.shard(number, seen, progress)
+            distributed.first(functools.partial(write_documents, path, documents, vocab))
+            if number < missing[-1] and distributed.agreed(time.monotonic() > deadline):
                 raise OutOfTime
     return f"{len(missing) * size} documents, {tokens} tokens, {speed()}"
 

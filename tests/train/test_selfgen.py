@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +31,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BEFORE = f"{START}system\nbe brief{END}\n{START}user\n"
+ROOT = Path(__file__).parents[2]
 AFTER = f"{END}\n{START}assistant\n"
 LIMITS = ["--max-prompt-tokens", "12", "--max-answer-tokens", "20", "--batch-size", "2", "--shard-size", "5"]
 
@@ -63,6 +68,56 @@ def make(engine, openings, monkeypatch):
         return main(["selfgen", "--out", str(out), "--target", "tiny", "--openings", str(openings), *LIMITS, *args])
 
     return run
+
+
+TWO = """
+import sys
+from pathlib import Path
+
+from failfast_jax import FailFast
+from failfast_jax.train import selfgen
+from failfast_jax.train.__main__ import main
+from test_selfgen import letters_tokenizer
+from tiny_models import random_model, tiny_config
+
+
+def load(*_, method, dtype, **mesh):
+    return FailFast(random_model(tiny_config(num_layers=1)), tokenizer=letters_tokenizer(), **mesh)
+
+
+selfgen.load_pair = load
+raise SystemExit(main(["selfgen", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.exhaustive
+def test_two_processes_write_as_one(make, openings, tmp_path):
+    """A batch shared between them; the second one has no folder of its own, and goes on where the first says."""
+    alone = tmp_path / "alone"
+    assert make(alone, "--documents", "10") == 0
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))}
+
+    def together(documents: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            where = f"127.0.0.1:{free.getsockname()[1]}"
+        words = ["--target", "tiny", "--openings", str(openings), *LIMITS, "--documents", str(documents)]
+        words += ["--data-parallel", "2"]
+        found = []
+        for index in range(2):
+            (tmp_path / str(index)).mkdir(exist_ok=True)
+            own = ["--out", "data", "--distributed", f"{where},2,{index}"]
+            command = [sys.executable, "-c", TWO, *words, *own]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            found.append(subprocess.Popen(command, cwd=tmp_path / str(index), env=environment, **pipes))
+        said = [process.communicate(timeout=200)[0] for process in found]
+        assert [process.returncode for process in found] == [0, 0], said
+
+    together(5)
+    together(10)
+    assert not list((tmp_path / "1").iterdir())
+    for number in range(2):
+        assert equal(selfgen.shard_path(tmp_path / "0" / "data", number), arrays(selfgen.shard_path(alone, number)))
 
 
 def shard_options(**changes) -> ShardOptions:

@@ -215,7 +215,9 @@ def test_two_processes_are_scored_as_one(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_lost_process_ends_the_server(processes, site):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_process_ends_the_server(how, processes, site):
+    """Also one that is there, and silent."""
     first, second = processes
-    second.kill()
+    second.send_signal(how)
     assert first.wait(60) != 0

@@ -150,14 +150,13 @@ def _tensor(path: Path, name: str, shape: tuple, kind: int, offset: int, base: i
             f"{path}: truncated: tensor {name} ends at byte {end}, the file at {size}; download it again"
         )
 
-    def read(start: int, stop: int) -> np.ndarray:
-        at, count = start_of_data + start * row_bytes, (stop - start) * row_bytes
+    def read(start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
+        at, part = start_of_data + start * row_bytes, (stop - start, *shape[1:])
         if quant in _PLAIN:
-            values = read_array(path, _PLAIN[quant], count // block_bytes, at)
-        else:
-            # As one long row: the package's own grouping of 16 rows is slower.
-            values = gguf.dequantize(read_array(path, np.dtype(np.uint8), count, at).reshape(1, -1), quant)
-        return values.reshape(stop - start, *shape[1:])
+            return read_array(path, _PLAIN[quant], part, at, out)
+        # As one long row: the package's own grouping of 16 rows is slower.
+        stored = read_array(path, np.dtype(np.uint8), (1, (stop - start) * row_bytes), at)
+        return gguf.dequantize(stored, quant).reshape(part)
 
     return StoredTensor(name, shape, _PLAIN.get(quant, np.dtype(np.float32)), path, read)
 

@@ -23,6 +23,8 @@ from failfast_jax.models.sharding import Block
 # Elements per copied piece. Temporaries then stay in a core's cache and in memory that malloc keeps;
 # dequantising a whole tensor at once takes ten times as long, mostly in page faults.
 PIECE = 2**16
+# Of those that are read to where they stay, and checked there: each costs a system call or three.
+DIRECT_PIECE = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +36,9 @@ class StoredTensor:
     dtype: np.dtype
     """Of what `read` returns."""
     file: Path
-    read: Callable[[int, int], np.ndarray]
-    """`read(start, stop)` gives that range of the leading axis."""
+    read: Callable[..., np.ndarray]
+    """`read(start, stop, out=None)` gives that range of the leading axis: in `out`, contiguous and of this dtype and
+    shape, if what is stored can be put there as it is; else in a new array."""
 
 
 class Row(NamedTuple):
@@ -244,17 +247,19 @@ def fill(
       CheckpointError: NaN or infinity, stored or made by the cast.
     """
     unit = interleaved_head or 1
-    rows = max(PIECE // math.prod(out.shape[1:]) // unit, 1) * unit
+    direct = tensor.dtype == out.dtype and out.flags.c_contiguous and columns is None and interleaved_head is None
+    rows = max((DIRECT_PIECE if direct else PIECE) // math.prod(out.shape[1:]) // unit, 1) * unit
     for low in range(0, out.shape[0], rows):
         piece = out[low : low + rows]
-        values = tensor.read(start + low, start + low + piece.shape[0])
+        values = tensor.read(start + low, start + low + piece.shape[0], piece if direct else None)
         values = values if columns is None else values[:, columns]
         if interleaved_head:
             # llama.cpp's row order within a head is (pair, half), ours is (half, pair).
             piece = piece.reshape(-1, 2, interleaved_head // 2, *piece.shape[1:]).swapaxes(1, 2)
             values = values.reshape(piece.shape)
-        with np.errstate(over="ignore"):
-            piece[...] = values
+        if values is not piece:
+            with np.errstate(over="ignore"):
+                piece[...] = values
         # While the piece is in the core's cache.
         if not is_finite(piece):
             if is_finite(values):

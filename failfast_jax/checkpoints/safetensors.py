@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -130,24 +131,30 @@ def _tensor(path: Path, name: str, entry: Any, base: int, size: int, dtypes: Map
         )
     row = math.prod(shape[1:])
 
-    def read(start: int, stop: int) -> np.ndarray:
-        offset = base + low + start * row * dtype.itemsize
-        return read_array(path, dtype, (stop - start) * row, offset).reshape(stop - start, *shape[1:])
+    def read(start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
+        return read_array(path, dtype, (stop - start, *shape[1:]), base + low + start * row * dtype.itemsize, out)
 
     return StoredTensor(name, shape, dtype, path, read)
 
 
-def read_array(path: Path, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
-    """`count` items at a byte offset of a file.
+def read_array(
+    path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int, out: np.ndarray | None = None
+) -> np.ndarray:
+    """An array at a byte offset of a file: in `out`, contiguous and of this dtype and shape, or a new one.
 
     Raises:
       CheckpointError: the file ends before.
     """
-    # numpy's own readers know no bfloat16, hence bytes and a view.
-    raw = np.fromfile(path, np.uint8, count * dtype.itemsize, offset=offset)
-    if raw.size != count * dtype.itemsize:
-        raise CheckpointError(f"{path}: ends within its tensor data; download it again")
-    return raw.view(dtype)
+    if out is None:
+        out = np.empty(shape, dtype)
+    # numpy's own readers know no bfloat16, and fill no array that is there.
+    left = memoryview(out.reshape(-1).view(np.uint8))
+    with path.open("rb", buffering=0) as file:
+        while left:
+            if not (count := os.preadv(file.fileno(), [left], offset)):
+                raise CheckpointError(f"{path}: ends within its tensor data; download it again")
+            left, offset = left[count:], offset + count
+    return out
 
 
 def _no_weights(folder: Path) -> str:

@@ -100,7 +100,8 @@ class Converter:
         verbosity = options.pop("verbosity")
 
         def work() -> None:
-            out = convert(self, **options)
+            with command.cut_short():  # Orbax writes in threads
+                out = convert(self, **options)
             size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
             print(f"{out}: {size / 1e6:,.1f} MB")
 

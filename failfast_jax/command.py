@@ -81,6 +81,32 @@ def terminated(*_: object) -> NoReturn:
 
 
 @contextlib.contextmanager
+def cut_short() -> Iterator[None]:
+    """Inside, Ctrl-C also silences other threads, unless with `--debug`.
+
+    Those of a library go on for a moment without what they worked for, and what they say of that helps nobody. To be
+    used where Ctrl-C ends the process.
+    """
+
+    def interrupted(*_: object) -> NoReturn:
+        if not progress.is_debugging():
+            logging.disable(logging.CRITICAL)
+            # The first is also whom callbacks of native code tell.
+            sys.excepthook = threading.excepthook = lambda *_: None
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
 def heard() -> Iterator[None]:
     """Inside, a signal whose exception nobody catches comes again, until somebody does.
 

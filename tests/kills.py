@@ -126,7 +126,7 @@ def start(command: Callable[[], int], folder: Path, said: Path, last: int | None
         os.dup2(output, 1)
         os.dup2(output, 2)
         faulthandler.register(signal.SIGUSR1)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have jobs in the background ignore it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as while a command is imported, see `starting`
         operations = FileOperations(folder, last)
         operations.install()
         status = command()

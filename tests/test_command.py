@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
+import sys
+import threading
 import time
 import warnings
 
@@ -90,6 +93,38 @@ def test_signals_are_heard_where_exceptions_are_lost(name, lose, interrupts, mon
             assert capsys.readouterr().err == "interrupted\n"
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("debugging", [False, True])
+def test_what_threads_say_of_being_cut_short(debugging, interrupts, monkeypatch, capsys):
+    for module in (sys, threading):
+        monkeypatch.setattr(module, "excepthook", module.excepthook)
+    go = threading.Event()
+
+    def lose() -> None:
+        go.wait(10)
+        logging.getLogger("library").error("it is gone")
+        sys.excepthook(ValueError, ValueError("cut off"), None)  # as a callback of native code
+
+    thread = threading.Thread(target=lose)
+
+    def work() -> None:
+        with command.cut_short():
+            thread.start()
+            try:
+                signal.raise_signal(signal.SIGINT)
+                pytest.fail("nothing was raised")
+            finally:
+                go.set()
+                thread.join()
+
+    try:
+        assert command.run(work, verbosity="debug" if debugging else "normal") == command.INTERRUPTED
+    finally:
+        logging.disable(logging.NOTSET)
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1] == "interrupted"
+    assert ("it is gone" in said or "cut off" in said) is debugging, said
 
 
 @pytest.mark.parametrize("verbosity, said", [("normal", "WARNING: full\n"), ("quiet", ""), ("debug", "library.py:3: ")])

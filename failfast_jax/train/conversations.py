@@ -1,5 +1,5 @@
-"""Text that is given, as training documents: conversations, questions with answers, and plain texts, in JSON lines or
-Parquet files, in the forms that people exchange."""
+"""Text that is given, as training documents: conversations, questions with answers, and plain texts, in the forms that
+people exchange, from JSON lines, Parquet files or datasets of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from failfast_jax.checkpoints import hub
 from failfast_jax.templates import has_template, render
-from failfast_jax.train.data import DataError, Document
+from failfast_jax.train.data import HUB, DataError, Document, kind
 
 SPEAKERS = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 PAIRS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("instruction", "output"))
@@ -27,7 +28,7 @@ def check_template(file: Path, tokenizer: Any) -> None:
 
 
 def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bool = False) -> list[Document]:
-    """Documents of a `.jsonl` or `.parquet` file, as the tokenizer's chat template writes them.
+    """Documents of a file of text or a dataset of the Hub, as the tokenizer's chat template writes them.
 
     A row has `messages` (`role`, `content`) or `conversations` (`from`: human or gpt, `value`), or one of `PAIRS`. A
     drafter that reads its target's features should learn from that target's own answers: have the target write them
@@ -43,7 +44,7 @@ def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bo
     """
     check_template(file, tokenizer)
     documents: list[Document] = []
-    for where, row in ROWS[file.suffix](file):
+    for where, row in ROWS[kind(file)](file):
         if whole and isinstance(row.get(TEXT), str) and row[TEXT].strip():
             found = [_text(row[TEXT], tokenizer)]
         elif whole:
@@ -90,11 +91,34 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise DataError(f"{file}: not a readable Parquet file ({str(error).splitlines()[0]})") from None
 
 
+def _hub_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    name, _, split = str(path).partition(":")
+    try:
+        import datasets
+    except ImportError:
+        said = "no such file or folder, and a dataset of the Hub needs datasets"
+        raise DataError(f"{path}: {said}: pip install datasets") from None
+    silence = hub.unreachable(name, "dataset")
+    try:
+        with hub.offline(silence is not None):
+            rows = datasets.load_dataset(name, split=split or "train")
+    except Exception as error:  # the Hub's client, the cache and the readers of files each raise their own kinds
+        cause = silence or error
+        said = str(cause).splitlines()[0] if str(cause) else ""
+        raise DataError(
+            f"{path}: no such file or folder, and no dataset that is in the Hub's cache or could be fetched "
+            f"({type(cause).__name__}: {said}); --data takes NAME/NAME:SPLIT (without a split: train)"
+        ) from error
+    for number, row in enumerate(rows, 1):
+        yield f"{path}: row {number}", row
+
+
 ROWS: dict[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
     ".jsonl": _json_rows,
     ".parquet": _parquet_rows,
+    HUB: _hub_rows,
 }
-"""Readers of rows, by suffix: each row with the words for where it is."""
+"""Readers of rows, by kind: each row with the words for where it is."""
 
 
 def _messages(row: Mapping[str, Any], where: str) -> list[dict[str, str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import numpy as np
 from failfast_jax.files import write_atomically
 
 ARRAYS = ("prompt", "prompt_len", "answer", "answer_len")
+FILES, HUB = (".npz", ".jsonl", ".parquet"), "hub"
+"""Kinds of training data: suffixes of files, and datasets of the Hugging Face Hub."""
 LARGEST_UINT16_VOCABULARY = 65_536
 
 Ids = Sequence[int] | np.ndarray
@@ -85,7 +88,7 @@ def load_documents(
     """Reads files, and folders of them, in the order of their names.
 
     Args:
-      read: readers of files of other kinds than `.npz`, by suffix.
+      read: readers of other kinds than `.npz`, see `kind`.
       shortest: tokens (prompt and answer) that a document needs: a block.
       longest: documents are cut to this many tokens.
       skip_short: leave out documents below `shortest` instead of refusing the file.
@@ -98,7 +101,8 @@ def load_documents(
     labelled: list[np.ndarray] = []
     whole = False
     for file in files(paths, (".npz", *(read or ()))):
-        found = read[file.suffix](file) if read and file.suffix in read else read_documents(file, vocab_size)
+        reader = (read or {}).get(kind(file))
+        found = reader(file) if reader else read_documents(file, vocab_size)
         for number, (prompt, answer, *marks) in enumerate(found):
             document = np.concatenate([prompt, answer]).astype(np.int32)[:longest]
             if len(document) < shortest or len(prompt) + 1 >= len(document):
@@ -119,8 +123,14 @@ def load_documents(
     return Documents(tokens, np.asarray(prompts, np.int32), labelled if whole else None)
 
 
-def files(paths: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
-    """The files that are named, and those with these suffixes in folders that are.
+def kind(path: Path) -> str:
+    """A file's suffix; HUB: `NAME/NAME` or `NAME/NAME:SPLIT`, which is nothing on this machine."""
+    named = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", str(path)) and path.suffix not in FILES
+    return HUB if named and not path.exists() else path.suffix
+
+
+def files(paths: Sequence[Path], kinds: Sequence[str]) -> list[Path]:
+    """The files that are named, and those of these kinds in folders that are; datasets of the Hub, if that is a kind.
 
     Raises:
       DataError: nothing is there.
@@ -128,11 +138,11 @@ def files(paths: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
     every: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found = sorted(file for file in path.iterdir() if file.suffix in suffixes)
+            found = sorted(file for file in path.iterdir() if file.suffix in kinds)
             if not found:
-                raise DataError(f"{path}: no {' or '.join(suffixes)} files in this folder")
+                raise DataError(f"{path}: no {' or '.join(name for name in kinds if name != HUB)} files in this folder")
             every += found
-        elif path.is_file():
+        elif path.is_file() or (HUB in kinds and kind(path) == HUB):
             every.append(path)
         else:
             raise DataError(f"{path}: no such file or folder")

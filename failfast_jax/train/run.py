@@ -74,7 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument(
-        "--data", type=Path, nargs="+", required=True, help=".npz, .jsonl or .parquet files, and folders of them"
+        "--data",
+        metavar="D",
+        type=Path,
+        nargs="+",
+        required=True,
+        help=".npz, .jsonl or .parquet files, folders of them, and datasets of the Hub (NAME/NAME, NAME/NAME:SPLIT)",
     )
     parser.add_argument("--preset", choices=presets.PRESETS, help="options that are not given are as in this recipe")
     parser.add_argument("--target", help="model to draft for; default: SmolLM2-135M-Instruct")
@@ -311,7 +316,7 @@ def _diffusion_start(args: argparse.Namespace, source: Any, config: ModelConfig)
 
 def _check_text(args: argparse.Namespace, source: Any) -> None:
     """Before anything else is asked of the tokenizer, such as a token to spare: can it write conversations?"""
-    text = [file for file in data.files(args.data, (".npz", *ROWS)) if file.suffix in ROWS]
+    text = [file for file in data.files(args.data, (".npz", *ROWS)) if data.kind(file) in ROWS]
     if text:
         check_template(text[0], load_tokenizer(source))
 

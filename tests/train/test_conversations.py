@@ -3,6 +3,8 @@
 import copy
 import json
 import sys
+import types
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -10,9 +12,10 @@ import pyarrow.parquet
 import pytest
 from checkpoint_files import default_target
 
+from failfast_jax.checkpoints import hub
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.train import data, publish
-from failfast_jax.train.conversations import read_conversations
+from failfast_jax.train.conversations import ROWS, read_conversations
 from failfast_jax.train.data import DataError
 
 
@@ -77,6 +80,36 @@ def test_parquet_files(tmp_path, tokenizer, columns, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"Parquet files need pyarrow: pip install"):
         read_conversations(tmp_path / "a.parquet", tokenizer, 49_152)
+
+
+def test_datasets_of_the_hub(tokenizer, monkeypatch):
+    """Asked for by the name that is given; who cannot be reached is said in a line."""
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        return [{"prompt": "Hi", "response": "Hello."}, {"prompt": "?", "response": ""}][: 1 + name.endswith("holes")]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(hub, "unreachable", lambda name, what: None)
+    limits = {"vocab_size": 49_152, "shortest": 3, "longest": 100}
+    read = dict.fromkeys(ROWS, lambda file: read_conversations(file, tokenizer, 49_152))
+    for name, split in (("org/chats", "train"), ("org/chats:train_sft", "train_sft")):
+        found = data.load_documents([Path(name)], read=read, **limits)
+        assert asked.pop() == ("org/chats", split) and len(found) == 1
+        assert tokenizer.decode(found.pairs()[0][1]).strip() == "Hello.<|im_end|>"
+    with pytest.raises(DataError, match="org/holes: row 2: must be an object with"):
+        data.load_documents([Path("org/holes")], read=read, **limits)
+    for lost in ("org/chats.jsonl", "chats", "a/b/c"):  # files, all of them
+        with pytest.raises(DataError, match=f"^{lost}: no such file or folder$"):
+            data.load_documents([Path(lost)], read=read, **limits)
+    monkeypatch.setattr(hub, "unreachable", lambda name, what: ConnectionError("no route"))
+    monkeypatch.setattr(sys.modules["datasets"], "load_dataset", lambda *_, **__: 1 / 0)
+    with pytest.raises(DataError, match=r"org/chats: no such file or folder, and no .*\(ConnectionError: no route\)"):
+        data.load_documents([Path("org/chats")], read=read, **limits)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match="org/chats: .* needs datasets: pip install datasets"):
+        data.load_documents([Path("org/chats")], read=read, **limits)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer):

@@ -44,6 +44,8 @@ class Server(uvicorn.Server):
         app = build_app(queue, options, model)
         settings: dict[str, Any] = {"timeout_keep_alive": KEEP_ALIVE_S, "lifespan": "off"}
         settings["log_config"] = None  # whose process it is says where to: uvicorn's own would close others' handlers
+        # Not uvloop, if somebody has installed it: with it a process of some hundreds did not hear its signal.
+        settings["loop"] = "asyncio"
         # Should all else fail.
         settings["timeout_graceful_shutdown"] = options.grace + 2 * LAST_WORDS_S
         super().__init__(uvicorn.Config(app, log_level="warning", backlog=BACKLOG, **settings))

@@ -6,7 +6,7 @@ python examples/generate_and_stream.py TARGET DRAFTER        # folders or Hub id
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.defaults import load_pair
@@ -40,4 +40,7 @@ def main(target: str | None = None, drafter: str | None = None, prompts: list = 
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("target", "drafter"):
+        parser.add_argument(name, nargs="?", help="a folder or a Hub id")
+    main(**vars(parser.parse_args()))

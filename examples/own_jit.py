@@ -8,8 +8,8 @@ the counts is one `jit`: models, drafter and state are pytrees.
 
 from __future__ import annotations
 
+import argparse
 import functools
-import sys
 
 import flax.struct
 import jax
@@ -90,4 +90,7 @@ def main(target_name: str, drafter_name: str, prompts: list[list[int]], limit: i
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], prompts=[[7, 12, 100, 5], [3, 9]])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("target", "drafter"):
+        parser.add_argument(name, help="a folder or a Hub id")
+    main(**vars(parser.parse_args()), prompts=[[7, 12, 100, 5], [3, 9]])

@@ -8,7 +8,7 @@ docs/train-a-drafter.md.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from failfast_jax import FailFast
@@ -62,5 +62,9 @@ def main(target: str, prompts: list, folder: str | Path, *options: str, max_new_
 
 
 if __name__ == "__main__":
-    name, lines, out, *more = sys.argv[1:]
-    main(name, Path(lines).read_text(encoding="utf-8").splitlines(), out, *more)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", help="a folder or a Hub id")
+    parser.add_argument("prompts", type=Path, help="a file of text")
+    parser.add_argument("folder", help="where documents and drafter are written")
+    given, more = parser.parse_known_args()
+    main(given.target, given.prompts.read_text(encoding="utf-8").splitlines(), given.folder, *more)

@@ -144,7 +144,7 @@ class Chat:
         elif name == "method":
             self.change_method(argument.strip())
         elif name == "trace":
-            print(to_terminal(self.answers[-1].rounds, self.engine.tokenizer) if self.answers else "nothing was said")
+            print(self.trace())
         else:
             print(HELP if name == "help" else f"/{name}: there is no such command\n{HELP}")
         return True
@@ -163,6 +163,12 @@ class Chat:
                 print("interrupted; going back", file=sys.stderr)
                 self.queue = open_queue(self.engine, before, self.options)
         print(f"method: {self.queue.config.method}")
+
+    def trace(self) -> str:
+        """How the last answer came about."""
+        if not self.answers:
+            return "nothing was said"
+        return to_terminal(self.answers[-1].rounds, self.engine.tokenizer, colours=sys.stdout.isatty())
 
     def stats(self) -> str:
         """What answers took."""

@@ -217,7 +217,8 @@ def flag_of(name: str) -> str:
 
 def type_of(field: dataclasses.Field) -> str:
     """`int`, `float`, `bool` or `str`."""
-    return str(field.type).partition(" ")[0]
+    written = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+    return written.partition(" ")[0]
 
 
 def check_value(field: dataclasses.Field, value: Any) -> None:

@@ -99,4 +99,5 @@ def _checkpointer(params: Iterable[Any]) -> Any:
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = reason.partition("See full TensorStore details")[0].rstrip(" .;")  # how, is for programmers
     return CheckpointError(f"{path}: cannot be read ({reason}); convert the model again")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import re
 import shlex
@@ -9,11 +11,14 @@ import sys
 import types
 from pathlib import Path
 
+import pytest
 from checkpoint_files import GOLDEN
 
 from failfast_jax import drafters
 from failfast_jax.bench.run_options import METHODS as BENCHMARKED
+from failfast_jax.errors import OptionError
 from failfast_jax.generate import main
+from failfast_jax.options import MethodOptions, add_flags, option
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-method.md"
 
@@ -60,8 +65,27 @@ def test_one_file_and_its_registration(monkeypatch, capsys):
 
 def test_a_stopping_rule(monkeypatch, capsys):
     monkeypatch.chdir(PAGE.parents[1])
-    names = module_of(block("rule") + block("use"), monkeypatch)
+    monkeypatch.setattr(drafters, "METHODS", dict(drafters.METHODS))
+    names = module_of(block("rule") + block("use") + block("method"), monkeypatch)
     ids, drafted = names["session"].read(names["state"]).ids[0], names["session"].rounds(names["state"])[0].rounds
     assert names["engine"].generate([[7, 12, 100, 5]], method="vanilla", max_new_tokens=32)[0].output_ids == ids
     assert {len(entry.drafted) for entry in drafted} <= {10, 20, 30, 40, 50, 60}
-    assert capsys.readouterr().out.startswith(str(ids))
+    one, other = capsys.readouterr().out.splitlines()
+    assert one.startswith(str(ids)) and other == str(ids)
+    as_method = ["--method", "mean", "--policy", "fixed", "--lookup-min", "0", "--token-ids", "7,12,100,5", "--json"]
+    pair = ["--target", str(GOLDEN / "qwen2_target_160"), "--drafter", str(GOLDEN / "fast_dllm_v2_untied")]
+    assert main([*as_method, *pair, "--max-new-tokens", "32"]) == 0
+    rounds = json.loads(capsys.readouterr().out)["rounds"]
+    assert [len(entry["drafted"]) for entry in rounds] == [len(entry.drafted) for entry in drafted]
+
+
+def test_options_written_without_the_future():
+    """Types are types then, and no strings."""
+
+    fields = [("often", int, option(3, "times", least=1))]
+    Options = dataclasses.make_dataclass("Options", fields, bases=(MethodOptions,), frozen=True)
+    parser = argparse.ArgumentParser()
+    add_flags(parser, {"own": Options})
+    assert parser.parse_args(["--often", "4"]).often == 4
+    with pytest.raises(OptionError, match="--often 'x': must be"):
+        Options.of({"often": "x"}, "cpu", None)

@@ -51,8 +51,12 @@ def test_commands(talker, monkeypatch, capsys):
     talker.answers.clear()
     assert typed(talker, monkeypatch, capsys, "/stats", "/trace").count("nothing was said") == 2
     out = typed(talker, monkeypatch, capsys, "abcabcabc", "/trace", "/stats", "/reset", "/method", "/what")
-    assert to_terminal(talker.answers[-1].rounds, talker.engine.tokenizer) in out
-    assert "\033[32m" in out and "\033[9;31m" in out and "\033[34m" in out
+    answer = talker.answers[-1].rounds, talker.engine.tokenizer
+    assert to_terminal(*answer, colours=False) in out and "\033" not in out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    coloured = typed(talker, monkeypatch, capsys, "/trace")
+    assert to_terminal(*answer) in coloured
+    assert "\033[32m" in coloured and "\033[9;31m" in coloured and "\033[34m" in coloured
     accepted = sum(entry.accepted for entry in talker.answers[-1].rounds)
     assert re.search(rf"last: \d+ tokens in .*, {accepted} of \d+ drafted tokens accepted", out)
     assert "forgotten" in out and "method: lookup" in out and "/reset          forget the conversation" in out

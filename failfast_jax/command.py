@@ -91,11 +91,16 @@ def cut_short() -> Iterator[None]:
     def interrupted(*_: object) -> NoReturn:
         if not progress.is_debugging():
             logging.disable(logging.CRITICAL)
-            # The first is also whom callbacks of native code tell.
-            sys.excepthook = threading.excepthook = lambda *_: None
+            threading.excepthook, sys.unraisablehook = nothing, only_signals  # the latter for callbacks of native code
         raise KeyboardInterrupt
 
-    before = signal.getsignal(signal.SIGINT)
+    def nothing(*_: object) -> None: ...
+
+    def only_signals(lost: Any) -> None:
+        if issubclass(lost.exc_type, (KeyboardInterrupt, SystemExit)):
+            unraisable(lost)
+
+    before, unraisable = signal.getsignal(signal.SIGINT), sys.unraisablehook
     if before is not signal.default_int_handler:
         yield
         return
@@ -128,7 +133,8 @@ def heard() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.unraisablehook = before
+        if sys.unraisablehook is again:  # and not one that shall stay to the end, see `cut_short`
+            sys.unraisablehook = before
 
 
 @contextlib.contextmanager

@@ -62,6 +62,13 @@ class Server(uvicorn.Server):
         """Leaves them to those who own the process: see `signals_end`."""
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to accept connections, on which nothing waits for more to send: asyncio sees to that for sockets that
+        are marked as TCP's, and those of others look like any stream's."""
+        for listening in sockets or ():
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await super().startup(sockets)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends what was begun, for as long as `grace` says."""
         if left := self._queue.unfinished:

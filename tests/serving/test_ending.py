@@ -1,4 +1,4 @@
-"""How a server ends while there is work."""
+"""How a server begins to listen, and how it ends while there is work."""
 
 from __future__ import annotations
 
@@ -56,3 +56,16 @@ def test_who_is_cut_off_is_told(engine, monkeypatch, capsys, grace, signals):
         assert b" 503 " in answer.readline() and b'"server_error"' in answer.read()
     said = capsys.readouterr().err
     assert said.splitlines()[-1] == "ended; cut off: 2 answers" and "Traceback" not in said
+
+
+def test_nothing_waits_for_more_to_send(engine):
+    """Else an answer in two pieces, as HTTP's are, comes 40 ms late."""
+    with (
+        Queue(engine, quick(), batch=2, capacity=CAPACITY) as work,
+        background(work, ServeOptions(grace=5), "tiny") as (server, url),
+        httpx.Client(base_url=url) as client,
+    ):
+        assert client.get("/health").status_code == 200
+        (connection,) = server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -25,7 +25,7 @@ def run(*words: object) -> dict:
 WORK = ("convert,overwrite", "bench", "generate", "train", "serve")
 
 
-@pytest.mark.parametrize("work", tiers(WORK, quick=[], long=["train"]))
+@pytest.mark.parametrize("work", tiers(WORK, quick=[], long=["convert,overwrite"]))
 def test_nothing_is_lost(work):
     report = run("--times", 3, "--seconds", 240, "--only", work)
     assert report["kills"] >= 1, report

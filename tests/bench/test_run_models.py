@@ -118,7 +118,7 @@ def test_what_the_engine_refuses(prompt, options, message, answers, tmp_path, ca
     assert not answers and not out.exists()
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_all_drafters_of_one_target(tmp_path, capsys):
     """Each variant with its own drafter, beside those that draft with none; the others are left out by name."""
     field, prompts = GOLDEN / "field", tmp_path / "prompts.jsonl"

@@ -148,6 +148,8 @@ class PaperRun:
 
 
 PAPERS = (AR, FAST_DLLM, FAST_DLLM_PLUS, FAILFAST)
+LONGEST_SWEPT = 20
+"""Tokens, of the drafts of fixed length among which the paper's sweep looks for the best; longer ones have own rows."""
 
 
 def rows_of(answers: Mapping[str, Sequence[Answer]]) -> dict[str, str]:
@@ -164,7 +166,8 @@ def rows_of(answers: Mapping[str, Sequence[Answer]]) -> dict[str, str]:
     for label, found in answers.items():
         first = found[0].record
         method, options = first["method"], first["options"]
-        if method in lengths and not options.get("dynamic") and "spec_len" in options:
+        swept = method in lengths and not options.get("dynamic") and options.get("spec_len", np.inf) <= LONGEST_SWEPT
+        if swept:
             same = lengths[method].setdefault(options["spec_len"], label)  # with another threshold, say
             lengths[method][options["spec_len"]] = max(same, label, key=modelled)
         elif label == released:

@@ -114,7 +114,7 @@ def check(args: argparse.Namespace) -> tuple[Task, Latency]:
     for variant in variants:
         variant.config(common)
     latency = latency_for(args.target) if args.modelled is None else parse_latency(str(args.modelled))
-    datasets = read_datasets(args)
+    datasets = read_datasets(args.dataset or (), args.data, limit=args.limit, choices=args.choices)
     check_needs(args, datasets)
     find_wanted(args, variants, args.weights)
     return Task(args, common, variants, optional, datasets), latency

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -281,42 +281,54 @@ def sweep_named(text: str, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, A
     return entry | found
 
 
-def read_datasets(args: argparse.Namespace) -> list[Dataset]:
-    """Datasets from names, or from mappings with `name`, `data`, `limit` and `template`.
+def read_datasets(
+    named: Sequence[str | Mapping[str, Any]],
+    data: Sequence[str | Path] = (),
+    *,
+    limit: int | None = None,
+    choices: str | None = None,
+) -> list[Dataset]:
+    """Datasets by `--dataset`: names, or mappings with `name`, `data`, `limit`, `template` and `choices`.
+
+    Args:
+      named: the datasets.
+      data: `--data`: files of rows, `D=FILE`, or one for the only dataset.
+      limit: first questions of each, where a mapping does not say.
+      choices: `--choices`: the order of GPQA's answers.
 
     Raises:
       ValueError, OSError: an unknown or repeated dataset, or rows that cannot be had; the message names them.
     """
-    if not args.dataset:
+    if not named:
         raise ValueError(f"--dataset: name one of {', '.join(SOURCES)}, or a file of prompts")
     files: dict[str | None, Path] = {}
-    for text in args.data:
+    for text in data:
         name, equals, file = str(text).partition("=")
         files[name if equals else None] = Path(file if equals else text)
-    if None in files and len(args.dataset) > 1:
+    if None in files and len(named) > 1:
         raise ValueError(f"--data {files[None]}: of which dataset? Write --data D={files[None]}")
     datasets: dict[str, Dataset] = {}
-    for entry in args.dataset:
+    for entry in named:
         entry = {"name": entry} if isinstance(entry, str) else entry
         known = ("name", "data", "limit", "template", "choices")
         if not isinstance(entry, Mapping) or "name" not in entry or entry.keys() - {*known}:
             raise ValueError(f"datasets: {entry!r} must be a name, or have the keys {', '.join(known)}")
         name = str(entry["name"])
-        data = entry.get("data") or files.pop(name, None) or files.pop(None, None)
-        if type(limit := entry.get("limit", args.limit)) not in (int, type(None)):
-            raise ValueError(f"datasets: limit of {name}: must be an integer, got {limit!r}")
+        rows = entry.get("data") or files.pop(name, None) or files.pop(None, None)
+        if type(most := entry.get("limit", limit)) not in (int, type(None)):
+            raise ValueError(f"datasets: limit of {name}: must be an integer, got {most!r}")
         dataset = load_dataset(
             name,
-            data=Path(data) if data is not None else None,
-            limit=limit,
+            data=Path(rows) if rows is not None else None,
+            limit=most,
             template=entry.get("template"),
-            choices=args.choices if name == "gpqa" and args.choices else entry.get("choices"),
+            choices=choices if name == "gpqa" and choices else entry.get("choices"),
         )
         if dataset.name in datasets:
             raise ValueError(f"--dataset {name}: named twice")
         datasets[dataset.name] = dataset
-    if args.choices and "gpqa" not in datasets:
-        raise ValueError(f"--choices {args.choices}: --dataset does not name gpqa")
+    if choices and "gpqa" not in datasets:
+        raise ValueError(f"--choices {choices}: --dataset does not name gpqa")
     if files:
         raise ValueError(f"--data {next(iter(files))}={next(iter(files.values()))}: --dataset does not name it")
     return list(datasets.values())

@@ -19,6 +19,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def work(args: argparse.Namespace) -> int:
     else:
         needed("httpx", "--clients")
         needed("uvicorn", "--clients", "serve")
-        prompts = _prompts(args)
+        prompts = prompts_of(args.dataset or (), args.data or ())
     engine = load_pair(args.target, args.drafter, method=args.method)
     config, capacity = GenerationConfig(args.method, exact=args.exact), min(args.context, engine.max_seq_len)
     with Queue(engine, config, batch=args.batch, capacity=capacity, waiting=load.waiting) as queue:
@@ -154,12 +155,11 @@ def work(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _prompts(args: argparse.Namespace) -> list[Any]:
-    """The prompts of all datasets, by turns; none where none is named."""
-    if not args.dataset:
+def prompts_of(named: Sequence[str], data: Sequence[str]) -> list[Any]:
+    """The prompts of all datasets, by turns; none where none is named. For the arguments see `read_datasets`."""
+    if not named:
         return []
-    args.data, args.limit = args.data or [], None
-    columns = [[question.prompt for question in dataset.questions] for dataset in read_datasets(args)]
+    columns = [[question.prompt for question in dataset.questions] for dataset in read_datasets(named, data)]
     return [prompt for row in itertools.zip_longest(*columns) for prompt in row if prompt is not None]
 
 

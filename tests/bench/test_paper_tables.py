@@ -151,3 +151,13 @@ def test_a_pass_of_eagle_has_no_price():
     run = paper_tables.run_of([*RECORDS, *rows, *long], "x", parse_latency("1:10"), released=False)
     text = "| EAGLE-3, chains of 50 to 60, over vanilla, measured | 0.50 to 0.50 | a slowdown | - |"
     assert text in paper_claims.table([run])
+
+
+def test_long_drafts_of_the_ar_drafter():
+    """60 tokens in 60 passes: 60 x 1 + 10 ms a round that emits 5 tokens, 10 ms each without drafts."""
+    rows = [
+        answer(f"ar:spec_len={n}", "ar", q, [(n, 4, n)], {"spec_len": n}, decode_s=1.0) for n in (8, 60) for q in "ab"
+    ]
+    run = paper_tables.run_of([*RECORDS, *rows], "x", parse_latency("1:10"), released=False)
+    text = "| AR drafter, drafts of 50 to 60, over vanilla | 0.71 to 0.71 | a slowdown | - |"
+    assert text in paper_claims.table([run])

@@ -7,7 +7,7 @@ import pytest
 from tiny_engines import standalone_engine
 
 from failfast_jax.bench.harness import shape_of, to_record
-from failfast_jax.bench.released import aligned_passes, counts
+from failfast_jax.bench.released import aligned_passes, counts, fewest_passes, table
 from failfast_jax.config import GenerationConfig
 
 BLOCK = 8
@@ -70,3 +70,23 @@ def test_a_stop_token_hides_no_speculation():
     ):
         found = counts({**record, "drafter": shape}, released=True)
         assert (found.speculated, found.passes) == ((length,), (passes,))
+
+
+def test_the_papers_passes_follow_from_its_lengths():
+    """A pass fills a small block, or more are needed: the sums lie just below the paper's figures."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table().splitlines()[2:]]
+    found = {tuple(row[:2]): [float(cell) for cell in row[2:]] for row in rows}
+    assert len(found) == 10 and found["Qwen2.5-32B-Instruct", "MATH"][-1] == 3.6
+    for drafts, prefills, both, paper in found.values():
+        assert both == pytest.approx(drafts + prefills, abs=0.011)
+        assert paper - 0.2 < both < paper + 0.05
+
+
+def test_fewest_passes():
+    """The drafter's own, where every pass fills all positions that it may."""
+    for record in recorded(**OPTIONS, threshold=0.0)[0]:
+        length = record["prompt_tokens"]
+        for entry, (own, _) in zip(record["detail"], aligned_passes(record)):
+            if entry["drafted"] % 4 == 0:  # not cut at the answer's end
+                assert own == fewest_passes(length, entry["drafted"], BLOCK, 4)
+            length += entry["emitted"]

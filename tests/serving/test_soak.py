@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from served import CAPACITY, chat_engine, quick
@@ -13,7 +15,7 @@ from failfast_jax.bench.__main__ import main as bench
 from failfast_jax.bench.load_options import LoadOptions
 from failfast_jax.bench.resident import Resident, resident_mb
 from failfast_jax.bench.serving import METHODS, serving_report
-from failfast_jax.bench.soak import Soak, soak
+from failfast_jax.bench.soak import Soak, prompts_of, soak
 from failfast_jax.serving.queue import Queue
 
 pytestmark = pytest.mark.usefixtures("few_widths")
@@ -87,6 +89,17 @@ def test_flags_of_a_load_need_clients(capsys):
     assert "--kill 1.5: must be in [0, 1]" in capsys.readouterr().err
     assert bench(["soak", "--clients", "2", "--dataset", "nothing"]) == 2
     assert "nothing: must be one of math500" in capsys.readouterr().err
+
+
+def test_prompts_of_several_datasets_take_turns(tmp_path):
+    for name, rows in (("a", ["one", "two", "three"]), ("b", ["eins"])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in rows))
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("a", "b")]
+    assert prompts_of(files, []) == ["one", "eins", "two", "three"]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "How many?", "answer": "#### 2"}) + "\n")
+    (only,) = prompts_of(["gsm8k"], [f"gsm8k={tmp_path / 'rows.jsonl'}"])
+    assert "How many?" in str(only)
+    assert prompts_of([], []) == []
 
 
 def test_memory_is_what_there_is_now(monkeypatch):

@@ -1,6 +1,7 @@
 """`python -m failfast_jax.harness`: the harness' own command (`lm_eval`), with the model `failfast_jax`.
 
-The harness finds models by import, and has no place where packages announce theirs: so this command imports it.
+Up to version 0.4.13 the harness finds models by import alone: so this command imports it. Later ones read the entry
+point `lm_eval.models` of packages, too.
 """
 
 from __future__ import annotations

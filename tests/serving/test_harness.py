@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import numpy as np
 import pytest
 
@@ -29,6 +31,12 @@ def model(few_widths):
     model = FailFastLM(engine=engine, method="lookup", batch=3, context=96, max_gen_toks=12, **options)
     yield model
     model.queue.close()
+
+
+def test_the_package_announces_its_model():
+    """Versions of the harness after 0.4.13 look for models there."""
+    (found,) = importlib.metadata.entry_points(group="lm_eval.models", name="failfast_jax")
+    assert found.load() is FailFastLM is get_model("failfast_jax")
 
 
 def asked(kind: str, *arguments) -> list[Instance]:

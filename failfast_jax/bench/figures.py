@@ -171,7 +171,7 @@ def of_drafting_rows(records: Records, draw: Callable[[Any, str, str, str, Any],
     return per_dataset(records, panel, "no variant drafted anything", **labels)
 
 
-COUNTED = {True: ", counted as the authors' released code does", False: ""}
+COUNTED = {True: ",\ncounted as the authors' released code does", False: ""}
 SUMMED = ("accepted", "speculated", "passes")
 
 

@@ -61,7 +61,8 @@ class Economic(Drafter):
     widths: tuple[int, ...] = flax.struct.field(pytree_node=False, default=(1,))
     """The plan's."""
     rows_refilled: bool = flax.struct.field(pytree_node=False, default=False)
-    """Whether the tokens of all rows count, and not those of the slowest one, for which a list of prompts waits."""
+    """Whether the tokens of all rows count, and not those of the slowest one, for which a list of prompts waits; then
+    rounds in which a row begins draft nothing."""
 
     @classmethod
     def of(cls, text: Drafter | None, model: Drafter | None) -> Economic:
@@ -146,13 +147,14 @@ class Economic(Drafter):
         text, text_state = self._from_text(state, committed)
         by_text = self._tokens(state.text_chances, text, committed)
         weight = self._weight(state.ahead, committed.running)[:, None]
-        asked = self._asks(state.purse, (weight * by_text).sum(0), running)
+        waits = self._someone_waits(committed)
+        asked = self._asks(state.purse, (weight * by_text).sum(0), running, waits)
         own, model_state = self._from_model(state, committed, asked)
         by_model = self._tokens(state.model_chances, own, committed)
         # Each row takes what promises more at the common width.
         tokens = jnp.maximum(by_model, by_text)
         spent = costs.draft * jnp.max(own.passes)
-        rung = self._best(state.purse, (weight * tokens).sum(0), spent)
+        rung = jnp.where(waits, 0, self._best(state.purse, (weight * tokens).sum(0), spent))
         cost = costs.verify[rung] + spent
         draft = _chosen((by_model > by_text)[:, rung], own, text)
         rows = jnp.where(costs.rows > 0, costs.rows, jnp.asarray(self.widths)[rung])
@@ -205,7 +207,15 @@ class Economic(Drafter):
         affordable = purse.allows(verify, tokens / jnp.maximum(tokens[0], 1e-6) - 1)
         return jnp.argmax(jnp.where(affordable, tokens / (verify + spent), 0.0))
 
-    def _asks(self, purse: Purse, tokens: Float[Array, " widths"], running: Int[Array, ""]) -> Bool[Array, ""]:
+    def _someone_waits(self, committed: Committed) -> Bool[Array, ""]:
+        """Whether a row that was filled has no token yet: somebody waits for it, and a plain step is short."""
+        if not self.rows_refilled:
+            return jnp.bool_(False)
+        return (committed.running & (committed.length == committed.prompt_length)).any()
+
+    def _asks(
+        self, purse: Purse, tokens: Float[Array, " widths"], running: Int[Array, ""], waits: Bool[Array, ""]
+    ) -> Bool[Array, ""]:
         """Whether a draft of the model promises more than the `tokens` that are at hand without it."""
         if self.model is None:
             return jnp.bool_(False)
@@ -214,7 +224,7 @@ class Economic(Drafter):
         pays = (purse.tokens == 0) | (purse.tokens * running > at_hand * purse.cost)
         # The pass alone is at risk here: what it drafts need not be verified.
         pays &= purse.allows(1 + costs.draft, 0.0, GAMBLE)
-        return jnp.where(costs.ask == 0, pays, costs.ask > 0)
+        return jnp.where(costs.ask == 0, pays & ~waits, costs.ask > 0)
 
     def commit(self, state: EconomicState, outcome: Outcome) -> EconomicState:
         running = outcome.before.running

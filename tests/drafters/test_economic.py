@@ -68,7 +68,7 @@ def committed(batch: int, length: int = 20, capacity: int = 64) -> Committed:
     return Committed(
         tokens=jnp.arange(batch * capacity).reshape(batch, capacity),
         length=lengths,
-        prompt_length=lengths,
+        prompt_length=lengths - 5,
         room=jnp.full((batch,), capacity - length - 1),
         running=jnp.ones((batch,), bool),
         eos=jnp.full((batch, 8), -1),
@@ -121,6 +121,23 @@ def test_the_choice_is_the_best_by_brute_force(chances, lengths, steps, purse, a
     assert draft.length.tolist() == kept
     brought = [1 + np.cumprod(sure[row][: kept[row]]).sum() for row in range(2)]
     np.testing.assert_allclose(draft.expected, brought, rtol=1e-4)
+
+
+def test_a_first_token_waits_for_no_draft():
+    """Where rows are refilled; a list of prompts is done when it is done."""
+    sure = Given(confidence=jnp.full((2, LONGEST), 0.99), length=jnp.full(2, LONGEST), cost=1)
+    drafter = Economic.of(None, sure).planned(WIDTHS)
+    usual, begins = committed(2), committed(2)
+    begins = begins.replace(prompt_length=begins.length.at[1].add(-3))
+    for kind, rows, drafts in (
+        (drafter, usual, True),
+        (drafter, begins, True),
+        (drafter.refilled(), usual, True),
+        (drafter.refilled(), begins, False),
+        (drafter.refilled(), begins.replace(running=jnp.array([False, True])), True),
+    ):
+        draft, _ = kind.draft(kind.init(2, 64), rows)
+        assert (draft.length > 0).any() == drafts == (draft.passes > 0).any()
 
 
 def test_expected_tokens_are_sums_of_products():

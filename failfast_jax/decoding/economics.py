@@ -32,6 +32,8 @@ STAKE = 0.01
 """Share of the time that may be lost to drafts that fail."""
 CREDIT = 2.0
 """Steps that may be lost before anything was won."""
+HINDSIGHT = 0.1
+"""Steps that a draft of the text earns which would have paid, could not be paid, and turned out to begin rightly."""
 GAMBLE = 0.1
 """Share of the purse that a drafter's pass may cost: what it drafts nobody knows before it is made."""
 LEAD = 4.0
@@ -153,6 +155,10 @@ class Purse:
             cost=jnp.where(asked, newer[1], self.cost * (1 - CURIOSITY)),
         )
 
-    def paid(self, cost: Float[Array, ""], tokens: Float[Array, ""]) -> Purse:
-        """After a round of that cost that brought the batch as far as so many plain steps."""
-        return self.replace(steps=self.steps + tokens - (1 - STAKE) * cost)
+    def paid(self, cost: Float[Array, ""], tokens: Float[Array, ""], missed: Float[ArrayLike, ""] = 0.0) -> Purse:
+        """After a round of that cost that brought the batch as far as so many plain steps.
+
+        Args:
+          missed: share of the rows whose drafts were right and could not be paid.
+        """
+        return self.replace(steps=self.steps + tokens - (1 - STAKE) * cost + HINDSIGHT * missed)

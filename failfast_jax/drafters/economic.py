@@ -43,6 +43,8 @@ class EconomicState:
     """What the sources drafted in this round, verified or not."""
     cost: Float[Array, ""]
     """Of this round, in plain steps of the batch, as expected."""
+    refused: Bool[Array, ""]
+    """Whether a draft of the text promised more than this round's and the purse could not pay it."""
     ahead: Float[Array, " B"]
     """Tokens that each row has emitted beyond plain decoding's."""
 
@@ -128,6 +130,7 @@ class Economic(Drafter):
             text_draft=Draft.empty(batch, self.max_draft),
             model_draft=Draft.empty(batch, self.max_draft),
             cost=jnp.float32(0),
+            refused=jnp.bool_(False),
             ahead=jnp.zeros(batch),
         )
 
@@ -167,7 +170,8 @@ class Economic(Drafter):
         )
         purse = state.purse.hoping(asked, (weight * by_model).sum(0)[rung] / jnp.maximum(running, 1), cost)
         made = {"text": text_state, "model": model_state, "text_draft": text, "model_draft": own}
-        return draft, state.replace(**made, cost=cost, purse=purse)
+        refused = ~waits & (jnp.argmax((weight * by_text).sum(0) / costs.verify) > rung)
+        return draft, state.replace(**made, cost=cost, purse=purse, refused=refused)
 
     def _from_text(self, state: EconomicState, committed: Committed) -> tuple[Draft, Any]:
         if self.text is None:
@@ -236,7 +240,9 @@ class Economic(Drafter):
         else:
             left = jnp.where(outcome.after.running.any(), outcome.after.running, running)
             gained = _least(ahead, left) - _least(state.ahead, running)
-        state = state.replace(purse=state.purse.paid(state.cost, 1 + gained), ahead=ahead)
+        right = running & (state.text_draft.length > 0) & (state.text_draft.tokens[:, 0] == text[:, 0])
+        missed = jnp.where(state.refused, right.sum() / jnp.maximum(running.sum(), 1), 0.0)
+        state = state.replace(purse=state.purse.paid(state.cost, 1 + gained, missed), ahead=ahead)
         if self.text is not None:
             state = state.replace(
                 text=self.text.commit(state.text, outcome),

@@ -172,9 +172,12 @@ def test_a_calibration_learns_what_happens_and_nothing_else():
     assert abs(float(often.chance(jnp.asarray([[0.99]]))[0, 0]) - 0.5) < 0.05
 
 
-def run(drafter: Economic, agrees: bool, rounds: int) -> tuple[list[int], list[float], list[int]]:
+def run(
+    drafter: Economic, agrees: bool, rounds: int, purse: float = CREDIT
+) -> tuple[list[int], list[float], list[int]]:
     """Lengths and costs of rounds whose drafts are all right, or all wrong, and the model's passes."""
     state, at = drafter.init(1, 4096), 20
+    state = state.replace(purse=state.purse.replace(steps=jnp.float32(purse)))
     lengths, seconds, passes = [], [], []
 
     @jax.jit
@@ -214,6 +217,14 @@ def test_what_always_fails_costs_at_most_the_purse(table):
 def test_what_always_succeeds_is_verified_whole():
     lengths, _, _ = run(economic(sources()[0], None, costs([1, 1.7, 1.9, 2.6])), True, 30)
     assert lengths[-10:] == [LONGEST] * 10
+
+
+def test_an_empty_purse_fills_while_drafts_are_seen_to_be_right():
+    """What was lost at the beginning does not keep a text that repeats itself from being drafted."""
+    drafter = economic(sources()[0], None, costs([1, 1.7, 1.9, 2.6]))
+    lengths, *_ = run(drafter, True, 40, purse=-1.0)
+    assert lengths[:8] == [0] * 8 and lengths[-25:] == [LONGEST] * 25
+    assert run(drafter, False, 40, purse=-1.0)[0] == [0] * 40
 
 
 def test_a_model_is_asked_where_it_is_cheap_and_right():

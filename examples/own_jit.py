@@ -30,6 +30,8 @@ from failfast_jax.decoding import (
 from failfast_jax.drafters.wide import Wide
 
 CAPACITY = 256
+PROMPTS = [[7, 12, 100, 5], [3, 9]]
+"""Any ids: whoever knows the models' tokenizer takes that."""
 
 
 @flax.struct.dataclass
@@ -66,22 +68,22 @@ def answer(target, drafter, tokens, lengths, limits, eos, *, plan: Plan):
     return state.tokens, state.length, drafted / jnp.maximum(jnp.sum(state.log.draft_length > 0, axis=1), 1)
 
 
-def main(target_name: str, drafter_name: str, prompts: list[list[int]], limit: int = 24) -> list[list[int]]:
+def main(target: str, drafter: str, prompts: list[list[int]], limit: int = 24) -> list[list[int]]:
     """Prints each answer, in ids, with its mean draft length; returns the answers."""
-    target, model = load_model(target_name), load_model(drafter_name)
-    drafter = Wide(model=model, vocab=target.config.vocab_size, rule=Surprise(0.01))
+    reader, model = load_model(target), load_model(drafter)
+    drafts = Wide(model=model, vocab=reader.config.vocab_size, rule=Surprise(0.01))
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     tokens = np.zeros((len(prompts), lengths.max()), np.int32)
     for row, prompt in zip(tokens, prompts):
         row[: len(prompt)] = prompt
     ids, ends, drafted = answer(
-        target,
-        drafter,
+        reader,
+        drafts,
         tokens,
         lengths,
         np.full(len(prompts), limit, np.int32),
-        stop_tokens(target.config.eos_token_ids, len(prompts)),
-        plan=make_plan(drafter, platform=jax.default_backend()),
+        stop_tokens(reader.config.eos_token_ids, len(prompts)),
+        plan=make_plan(drafts, platform=jax.default_backend()),
     )
     answers = [row[begin:end].tolist() for row, begin, end in zip(np.asarray(ids), lengths, np.asarray(ends))]
     for number, (found, length) in enumerate(zip(answers, drafted)):
@@ -93,4 +95,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("target", "drafter"):
         parser.add_argument(name, help="a folder or a Hub id")
-    main(**vars(parser.parse_args()), prompts=[[7, 12, 100, 5], [3, 9]])
+    main(**vars(parser.parse_args()), prompts=PROMPTS)

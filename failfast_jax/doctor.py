@@ -107,7 +107,8 @@ def extras() -> Iterator[Finding]:
     """Which of the optional parts are there."""
     whole, partly = [], []
     for extra in metadata.metadata(PACKAGE).get_all("Provides-Extra") or []:
-        missing = [found.name for found in _needed_by(PACKAGE, extra) if _problem(found)]
+        problems = [problem for found in _needed_by(PACKAGE, extra) if (problem := _problem(found))]
+        missing = [problem.removesuffix(" is missing") for problem in problems]
         (partly if missing else whole).append(f"{extra} ({', '.join(missing)})" if missing else extra)
     yield Finding("extras", OK, f"installed: {', '.join(whole) or 'none'}; missing: {', '.join(partly) or 'none'}")
 

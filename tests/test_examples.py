@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import runpy
 
 import numpy as np
 import pytest
@@ -28,12 +30,14 @@ def test_generate_and_stream(example, capsys):
     assert said.count(" drafted tokens accepted (") == 2
 
 
-def test_a_stopping_rule_in_ones_own_jit(example, capsys):
-    prompts = [[7, 12, 100, 5], [3, 9]]
-    found = example("own_jit").main(str(TARGET), str(DRAFTER), prompts)
-    plain = FailFast(TARGET).generate(prompts, method="vanilla", max_new_tokens=24)
-    assert found == [result.output_ids for result in plain]
-    lengths = [float(line.split("], ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
+def test_a_stopping_rule_in_ones_own_jit(monkeypatch, capsys):
+    """As its first lines say."""
+    monkeypatch.setattr("sys.argv", ["own_jit.py", str(TARGET), str(DRAFTER)])
+    found = runpy.run_path(str(GOLDEN.parents[2] / "examples" / "own_jit.py"), run_name="__main__")
+    plain = FailFast(TARGET).generate(found["PROMPTS"], method="vanilla", max_new_tokens=24)
+    lines = [line.partition(": ")[2].split("], ") for line in capsys.readouterr().out.splitlines()]
+    assert [json.loads(f"{ids}]") for ids, _ in lines] == [result.output_ids for result in plain]
+    lengths = [float(said.split()[0]) for _, said in lines]
     assert all(10 <= length < 60 for length in lengths)
 
 

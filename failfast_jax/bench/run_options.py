@@ -372,8 +372,10 @@ def read_entry(
     options = for_size(options, target, label or shown)
     if "sweep" not in entry:
         return [make_variant(method, options, label, shown=shown)]
+    if not isinstance(entry["sweep"], Mapping) or not entry["sweep"]:
+        raise ValueError(f"{shown}: sweep must map an option to its values, got {entry['sweep']!r}")
     points = []
-    for key, values in dict(entry["sweep"]).items():
+    for key, values in entry["sweep"].items():
         if lengths is not None and method in SWEPT.values() and key == "spec_len" and "start" not in entry:
             values, shown = lengths, f"--sweep {lengths}"
         if not isinstance(values, (str, list)):

@@ -87,7 +87,10 @@ def _dspark(
     else:
         start = load_dspark(resolve_source(args.start), target)
         if start.shared != ("embed", "head"):
-            raise OptionError(f"--start {args.start}: has an embedding or a head that is not its target's")
+            raise OptionError(
+                f"--start {args.start}: has an embedding or a head that is not its target's; if it was trained for "
+                "this target, it was stored in fewer bits: train that one again with --storage float32"
+            )
         model = dspark.continued(start.network, _with_heads(start.config, args), args.seed)
         draft_ids = None if start.draft_ids is None else np.asarray(start.draft_ids)
     config = model.config

@@ -82,6 +82,8 @@ def test_values_that_no_option_takes():
         (["failfast:exact=maybe"], [], "--exact maybe: must be true or false"),
         (["lookup"], ["3:20"], "--sweep 3:20: is for ar and fast-dllm+"),
         (["ar"], ["3:x"], "--sweep 3:x: a range must be FIRST:LAST"),
+        ([{"method": "ar", "sweep": None}], [], "sweep must map an option to its values, got None"),
+        ([{"method": "ar", "sweep": [3]}], [], "sweep must map an option to its values, got [3]"),
         (["ar"], ["5:3"], "--sweep 5:3: a range must be FIRST:LAST"),
         (["ar"], ["slow:tau=1|2"], "--sweep slow:tau=1|2: must be FIRST:LAST or method:key=values"),
         (["ar"], ["failfast:speed=1|2"], "--sweep failfast:speed=1|2: there is no option 'speed'"),

@@ -67,4 +67,8 @@ if __name__ == "__main__":
     parser.add_argument("prompts", type=Path, help="a file of text")
     parser.add_argument("folder", help="where documents and drafter are written")
     given, more = parser.parse_known_args()
-    main(given.target, given.prompts.read_text(encoding="utf-8").splitlines(), given.folder, *more)
+    try:
+        prompts = given.prompts.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"{given.prompts}: {error}")
+    main(given.target, prompts, given.folder, *more)

@@ -340,10 +340,11 @@ def _room(source: Any, fit: Any) -> Finding:
     numbers = source.num_parameters() + (0 if fit is None else fit.parameters)
     configs = [source.config, *([] if fit is None else [fit.config])]
     a_token = sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in configs) * dtype.itemsize
-    needed, free = numbers * dtype.itemsize + CONTEXT * a_token, free_memory()
+    context = min(CONTEXT, source.config.max_position_embeddings)
+    needed, free = numbers * dtype.itemsize + context * a_token, free_memory()
     weights = f"{numbers * dtype.itemsize / 1e9:.1f} of weights in {dtype.name}"
     text = (
-        f"{needed / 1e9:.1f} GB: {weights}, {a_token / 1e3:.0f} kB for each of {CONTEXT} tokens, and what programs "
+        f"{needed / 1e9:.1f} GB: {weights}, {a_token / 1e3:.0f} kB for each of {context} tokens, and what programs "
         f"need; {free / 1e9:.1f} GB free"
     )
     if needed < FULL * free:

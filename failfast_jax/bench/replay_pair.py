@@ -47,7 +47,7 @@ from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.cache import round_up
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import Execution
-from failfast_jax.progress import progress_bar
+from failfast_jax.progress import progress_bar, waiting
 
 LONGEST = 70
 """Longest draft of the paper's tables."""
@@ -191,7 +191,7 @@ class ReplayedPair:
 
     def _fill(self, target: ModelConfig, drafter: ModelConfig) -> OnDevice:
         models, caches, start = self.shapes(target, drafter)
-        return OnDevice(*random_arrays((models, caches), self.options.seed), start)
+        return OnDevice(*jax.block_until_ready(random_arrays((models, caches), self.options.seed)), start)
 
     def needed_bytes(self) -> int:
         """Of weights, caches and logits."""
@@ -205,7 +205,8 @@ class ReplayedPair:
           MisfitError: the device's memory cannot hold the pair.
         """
         check_memory(self.needed_bytes(), "weights, caches and logits")
-        real = self._fill(*self.configs)
+        with waiting(f"random weights of {self.name} and {self.options.drafter}"):
+            real = self._fill(*self.configs)
         small = self._fill(*map(hollow, self.configs))
         results = {}
         turns = len(self.programs) * (self.options.repeats + 1)

@@ -42,7 +42,7 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
 
 RULES = {
     "missing": "is missing",
-    "extra_forbidden": "no such argument is served",
+    "extra_forbidden": "is not served",
     "int_type": "must be an integer",
     "int_from_float": "must be an integer",
     "float_type": "must be a number",

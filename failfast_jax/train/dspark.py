@@ -84,8 +84,11 @@ def continued(start: DSpark, config: DSparkConfig, seed: int, dtype: Any = jnp.f
 
 
 def _without_markov(model: DSpark) -> DSpark:
-    if model.markov is not None:
+    if model.config.markov == "rnn":  # whose code is no token's alone
         model.markov.w2.weight[...] = jnp.zeros_like(model.markov.w2.weight[...])
+    elif model.markov is not None:
+        # These rather than w2: behind a token that training never saw, nothing is said.
+        model.markov.w1[...] = jnp.zeros_like(model.markov.w1[...])
     return model
 
 
@@ -274,6 +277,10 @@ def _teacher(config: DSparkConfig, constants, batch) -> Float[Array, "B T v"]:
     return jax.lax.stop_gradient(jax.nn.softmax(logits, axis=-1))
 
 
+def _of_heads(path: tuple[Any, ...], _: Any) -> bool:
+    return path[0] in ("markov", "confidence")
+
+
 class DSparkObjective:
     """`loop.Objective` of a block drafter: frozen target, features computed or cached on the host.
 
@@ -282,6 +289,7 @@ class DSparkObjective:
       compute_dtype: of the drafter's and the target's arithmetic (parameters stay float32).
       cache: features of the training documents; None: computed anew for each batch.
       borrow: see `save_dspark`.
+      heads_only: the Markov and confidence heads learn, and all else stays as it is.
     """
 
     def __init__(
@@ -294,9 +302,11 @@ class DSparkObjective:
         compute_dtype: Any = jnp.float32,
         cache: FeatureCache | None = None,
         borrow: bool = False,
+        heads_only: bool = False,
     ):
         self.config, self.options, self.cache, self.borrow = model.config, options, cache, borrow
-        self.graph, self.trainable = nnx.split(model)
+        self.heads_only = heads_only
+        self.graph, self.trainable, backbone = nnx.split(model, _of_heads if heads_only else ..., ...)
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.captured = captured_layers(model.config.feature_layers, target.config.num_layers)
         self.bound = bind(model, target, draft_ids)
@@ -304,7 +314,12 @@ class DSparkObjective:
         if draft_ids is not None:
             lookup = np.full_like(lookup, -1)
             lookup[draft_ids] = np.arange(len(draft_ids))
-        self.constants = {"target": target, "head": self.bound.head, "lookup": jnp.asarray(lookup)}
+        self.constants = {
+            "target": target,
+            "head": self.bound.head,
+            "lookup": jnp.asarray(lookup),
+            "backbone": backbone,
+        }
 
     def features(self, batch: dict[str, np.ndarray]) -> Any:
         """Captured features `[B, T, C, E]` of a batch."""
@@ -317,14 +332,16 @@ class DSparkObjective:
             "features": self.features(batch)
         }
 
-    def model(self, trainable: Any) -> DSpark:
-        """The network with these parameters."""
-        return nnx.merge(self.graph, trainable)
+    def model(self, trainable: Any, backbone: Any = None) -> DSpark:
+        """The network with these parameters; `backbone`: those that stay as they are, if not as they lie here."""
+        return nnx.merge(self.graph, trainable, self.constants["backbone"] if backbone is None else backbone)
 
     def loss(self, trainable, constants, batch, key):
-        cast = jax.tree.map(lambda x: x.astype(self.compute_dtype), trainable)
+        def cast(tree: Any) -> Any:
+            return jax.tree.map(lambda x: x.astype(self.compute_dtype), tree)
+
         batch = {**batch, "features": batch["features"].astype(self.compute_dtype)}
-        return loss(self.model(cast), constants, batch, key, self.options)
+        return loss(self.model(cast(trainable), cast(constants["backbone"])), constants, batch, key, self.options)
 
     def tokens(self, batch):
         return batch["tokens"].shape[0] * self.options.anchors * self.config.block_size
@@ -333,12 +350,13 @@ class DSparkObjective:
         base, slots = self.config.base, self.tokens(batch)
         size, head, vocab = base.hidden_size, base.head_dim, self.bound.head.shape[0]
         span = batch["tokens"].shape[1] + self.config.block_size
-        per_slot = base.num_layers * (6 * layer_weights(base) + 12 * base.num_heads * head * span)
-        per_slot += 4 * size * vocab + 6 * self.config.markov_rank * vocab  # the head is frozen
-        per_slot += 6 * size * size * bool(self.config.row_features)
-        per_anchor = 6 * size * size * len(self.config.row_features)
-        per_position = 6 * base.num_layers * size * 2 * base.num_kv_heads * head + 2 * size * vocab
-        per_position += 0 if self.config.context_layers else 6 * size * size * len(self.config.feature_layers)
+        learnt = 2 if self.heads_only else 6  # what stays as it is has no gradient
+        per_slot = base.num_layers * learnt * (layer_weights(base) + 2 * base.num_heads * head * span)
+        per_slot += (2 if self.heads_only else 4) * size * vocab + 6 * self.config.markov_rank * vocab
+        per_slot += learnt * size * size * bool(self.config.row_features)
+        per_anchor = learnt * size * size * len(self.config.row_features)
+        per_position = learnt * base.num_layers * size * 2 * base.num_kv_heads * head + 2 * size * vocab
+        per_position += 0 if self.config.context_layers else learnt * size * size * len(self.config.feature_layers)
         anchors = slots // self.config.block_size
         return float(slots * per_slot + anchors * per_anchor + batch["tokens"].size * per_position)
 
@@ -350,4 +368,5 @@ class DSparkObjective:
     def drafter(self, trainable: Any) -> DSparkModel:
         """The drafter as an engine takes it."""
         dtype = self.constants["target"].dtype
-        return self.bound.replace(network=self.model(jax.tree.map(lambda x: x.astype(dtype), trainable)))
+        made = jax.tree.map(lambda x: x.astype(dtype), (trainable, self.constants["backbone"]))
+        return self.bound.replace(network=self.model(*made))

@@ -27,6 +27,8 @@ STANDALONE, DIFFUSION = ("standalone",), ("diffusion",)
 MASKED = (*STANDALONE, *DIFFUSION)
 """Families of block-diffusion models."""
 FAMILIES = (*PUBLISHED, *MASKED)
+BACKBONE = "backbone"
+"""Of `--freeze`: what a block drafter is without its Markov and confidence heads."""
 THIRDS = "thirds"
 """Of `--row-features`: layers at 1/3 and 2/3 of the depth, and the last one."""
 DECIDED_BY_START = ("rows", "draft_vocab", "features", "row_features", "no_fit", "mask_token")
@@ -122,7 +124,10 @@ FAMILY_OPTIONS = {
         {"choices": PACKINGS},
     ),
     "freeze": FamilyOption(
-        None, DIFFUSION, f"parts that stay as they are: {', '.join(FREEZABLE)}", {"metavar": "PART,PART"}
+        None,
+        ("dspark", *DIFFUSION),
+        f"parts that stay as they are: {', '.join(FREEZABLE)}; of dspark drafters {BACKBONE}, all but the heads",
+        {"metavar": "PART,PART"},
     ),
     "kl_weight": _number(0.0, STANDALONE, "share of KL(target || drafter) in the loss"),
 }
@@ -160,6 +165,12 @@ def fill_in(args: argparse.Namespace) -> None:
             raise OptionError(f"{given}: the drafter of --start {args.start} decides it")
     if start is not None:
         args.rows, args.draft_vocab, args.mask_token = start.block_size, start.draft_vocab or 0, start.mask_token_id
+    if args.family == "dspark" and args.freeze not in (None, BACKBONE):
+        raise OptionError(
+            f"--freeze {args.freeze}: of a dspark drafter {BACKBONE} can stay as it is, all but its heads"
+        )
+    if args.family == "dspark" and args.freeze and start is None:
+        raise OptionError(f"--freeze {args.freeze}: needs --start, the drafter whose {BACKBONE} stays as it is")
     if args.prefix_fraction is None:
         args.prefix_fraction = 0.25 if args.row_features or (start is not None and start.row_features) else 0.0
 

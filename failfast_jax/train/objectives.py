@@ -104,7 +104,7 @@ def _dspark(
 
     def objective() -> dspark.DSparkObjective:
         how = {"compute_dtype": args.compute_dtype, "cache": cache, "borrow": args.borrow}
-        return dspark.DSparkObjective(model, target, draft_ids, options, **how)
+        return dspark.DSparkObjective(model, target, draft_ids, options, heads_only=args.freeze is not None, **how)
 
     untrained = objective()
     if not layers.rows or args.no_fit or distributed.agreed(loop.has_checkpoint(args.out)):

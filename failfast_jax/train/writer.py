@@ -85,13 +85,18 @@ class Writer:
       compile_s: seconds spent on compiling so far.
 
     Raises:
-      ValueError: no chat template, or a context too small for the limits.
+      ValueError: no chat template, a prompt that would begin with nothing, or a context too small for the limits.
     """
 
     def __init__(self, engine: FailFast, options: ShardOptions):
         self.engine, self.options = engine, options
         self.turn = user_turn(engine.tokenizer, engine.target_name)
         self._openings = [self._encode(self.turn.before + opening) for opening in options.openings]
+        if not all(self._openings):
+            raise OptionError(
+                f"--target {engine.target_name}: its chat template writes nothing before the user's text, so that an "
+                "empty opening is an empty prompt: name openings with --openings FILE, without an empty line"
+            )
         self._after = self._encode(self.turn.after)
         added = getattr(engine.tokenizer, "added_tokens_decoder", {})
         self._special = {id for id, token in added.items() if token.special} | set(engine.eos_token_ids)

@@ -333,6 +333,15 @@ def test_targets_that_cannot_write_prompts(engine):
         Writer(engine, shard_options(max_prompt_tokens=200))
 
 
+def test_a_template_that_begins_with_the_user(engine):
+    tokenizer = letters_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
+    bare = FailFast(engine.target, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="--target .*: its chat template .* is an empty prompt: name openings"):
+        Writer(bare, shard_options(openings=("what", "")))
+    assert Writer(bare, shard_options(openings=("what",))).turn.before == ""
+
+
 BAD = {
     "documents": (["--documents", "0"], "--documents 0: must be at least 1"),
     "batch": (["--batch-size", "0"], "--batch-size 0: must be at least 1"),

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 from checkpoint_files import GOLDEN
+from safetensors.numpy import load_file
 from tiers import tiers
 from tiny_models import random_extended
 
@@ -162,6 +163,9 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
         (["--start", PUBLISHED, "--family", "dflash"], "has a Markov or a confidence head: --family dspark"),
         (["--start", PUBLISHED], "drafts for a target with hidden size 64; "),
         (["--start", TARGET], f"--start {TARGET}: not a dspark or dflash drafter"),
+        (["--freeze", "backbone"], "--freeze backbone: needs --start"),
+        (["--start", PUBLISHED, "--freeze", "layers"], "--freeze layers: of a dspark drafter backbone can stay"),
+        (["--family", "eagle3", "--freeze", "backbone"], "--freeze backbone: --family eagle3 has no such option"),
         (["--cache-layers", "0"], "--cache-layers 0: needs --feature-cache"),
     ],
 )
@@ -192,6 +196,12 @@ def test_a_drafter_is_trained_on(data, tmp_path, capsys):
     assert made.config == dataclasses.replace(
         start.config, markov="vanilla", markov_rank=4, confidence=True, confidence_sees_markov=True
     )
+    assert main(arguments(data, tmp_path / "heads", *more, "--freeze", "backbone", "--storage", "float32")) == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("start", "heads/drafter"))
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    learnt = {name: after[name] for name in after if name not in before}
+    assert {name.split(".")[0] for name in learnt} == {"markov_head", "confidence_head"}
+    assert all(np.any(tensor) for tensor in learnt.values())
 
 
 def test_a_diffusion_target_is_refused(data, tmp_path, capsys):

@@ -72,7 +72,7 @@ def test_mosaic_compiles_the_kernels(topology):
     "topology, device",
     [
         ("v5e:2x2", "TPU v5 lite"),
-        ("v6e:2x2", "TPU v6 lite"),
+        pytest.param("v6e:2x2", "TPU v6 lite", marks=pytest.mark.exhaustive),
         pytest.param("v5p:2x2x1", "TPU v5", marks=pytest.mark.exhaustive),
         pytest.param("tpu7x:2x2x1", "TPU7x", marks=pytest.mark.exhaustive),
     ],

@@ -5,6 +5,7 @@
 - widths: what a verify of W rows costs, in one-row steps;
 - overhead: what a round spends outside model passes;
 - plain: what a round costs that drafts nothing, by method, in those of `vanilla`;
+- drafting: what a draft of the default drafter costs, beside the reading of its weights and without its Markov head;
 - batch: tokens a second of 4, 8 and 16 questions answered together, by policy, against `vanilla`;
 - serving: tokens a second of a queue of requests by rows, with and without drafts, seconds to the first token, and what
   a request costs (not by default);
@@ -38,6 +39,7 @@ from failfast_jax import platforms
 from failfast_jax.bench import attention, hf_reference
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.datasets import load_dataset
+from failfast_jax.bench.drafting import drafting_report
 from failfast_jax.bench.loading import loading_report
 from failfast_jax.bench.prompts import PROMPTS
 from failfast_jax.bench.public_models import hollow, nbytes
@@ -61,6 +63,7 @@ PARTS = (
     "widths",
     "overhead",
     "plain",
+    "drafting",
     "batch",
     "passes",
     "reuse",
@@ -275,6 +278,7 @@ def work(args: argparse.Namespace) -> int:
         "widths": lambda: widths_report(engine()),
         "overhead": lambda: overhead_report(engine()),
         "plain": plain_report,
+        "drafting": lambda: drafting_report(pair := load_pair(method="failfast"), pair.encode(PROMPTS[0])),
         "batch": lambda: batch_report(args.dataset),
         "passes": lambda: passes_report(engine()),
         "reuse": lambda: reuse_report(engine()),

@@ -65,6 +65,7 @@ def test_the_text_is_vanillas(way, data):
         assert [token for round in other.rounds for token in round.emitted] == one.output_ids
 
 
+@pytest.mark.long
 def test_drafts_were_right_and_wrong():
     """What the tests above rest on."""
     seen = {}

@@ -68,6 +68,7 @@ def test_told_to_stop_it_leaves():
         assert "Traceback" not in rest and rest.splitlines()[-1] == "ended"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, status, said", [("SIGINT", 130, "stopped by Ctrl-C"), ("SIGTERM", 143, "stopped by SIGTERM")]
 )

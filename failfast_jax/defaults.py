@@ -14,7 +14,7 @@ from failfast_jax.drafters import check_method
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
 from failfast_jax.models.borrowed import as_untrained_drafter
-from failfast_jax.models.drafter_model import BLOCK_DIFFUSION
+from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, FEATURE_BLOCK
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -71,7 +71,7 @@ def load_pair(
         return build()
     if drafter is not None:
         return build(drafter)
-    if target is not None or BLOCK_DIFFUSION not in kinds:
+    if target is not None or not {BLOCK_DIFFUSION, FEATURE_BLOCK} & {*kinds}:
         whose = "" if target is None else f" for {target}"
         raise OptionError(f"--method {method}: needs --drafter, a model of kind {' or '.join(kinds)}{whose}")
     shipped = embedded_drafter()

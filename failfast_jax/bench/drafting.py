@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -15,7 +14,6 @@ from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.public_models import nbytes
 from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.engine import FailFast
-from failfast_jax.models.dspark import DSparkModel
 from failfast_jax.runtime import Request
 
 DRAFTS, REPEATS = 50, 9
@@ -26,7 +24,7 @@ def drafting_report(engine: FailFast, prompt: list[int]) -> dict[str, Any]:
     """Milliseconds of a draft of one block, of the same without the Markov head, and of reading the weights once: the
     layers', the heads', and the rows of the target's head that it scores (medians of interleaved turns)."""
     model = engine.drafter
-    models = {"draft": model} | ({} if model.network.markov is None else {"without_markov": _without_heads(model)})
+    models = {"draft": model} | ({} if model.network.markov is None else {"without_markov": model.without_heads()})
     request = Request(prompt, 2 * model.rows)
     capacity = engine.runtime.capacity(len(request.prompt), request.max_new_tokens, model.rows)
     acts = {}
@@ -43,14 +41,6 @@ def drafting_report(engine: FailFast, prompt: list[int]) -> dict[str, Any]:
     if "without_markov" in ms:
         out["markov_share"] = 1 - ms["without_markov"] / ms["draft"]
     return out
-
-
-def _without_heads(model: DSparkModel) -> DSparkModel:
-    bare = {"markov": None, "markov_rank": 0, "confidence": False, "confidence_sees_markov": False}
-    network = nnx.clone(model.network)
-    network.config = dataclasses.replace(network.config, **bare)
-    network.markov = network.confidence = None
-    return model.replace(network=network)
 
 
 @jax.jit

@@ -11,13 +11,13 @@ from typing import Any
 from failfast_jax.bench.datasets import stamp
 from failfast_jax.bench.variants import BASELINE, DRAFTER, Variant
 from failfast_jax.checkpoints.hub import default_target_path, find_models
-from failfast_jax.checkpoints.pair import own_method
+from failfast_jax.checkpoints.pair import has_heads, own_method
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import CheckpointError
-from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK
+from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, FEATURE_BLOCK
 
 
 def model_stamp(source: str | os.PathLike) -> dict[str, Any]:
@@ -103,12 +103,16 @@ class EnginePool:
             return f"needs --drafter, {wanted}"
         if source is None and BLOCK_DIFFUSION in kinds:
             return None  # the default pair has one
+        if source is None and FEATURE_BLOCK in kinds:
+            source = embedded_drafter()
         if source is None:
             return f"needs {variant.method}:drafter=P, {wanted} for this target"
         kind, method = own_method(source)
-        if kind in kinds and (kind not in (FEATURE_BLOCK, EAGLE) or variant.method in (method, "failfast")):
-            return None
-        return f"needs {variant.method}:drafter=P, {wanted}; {source} is a drafter for {method}"
+        if kind not in kinds:
+            return f"needs {variant.method}:drafter=P, {wanted}; {source} is a drafter for {method}"
+        if variant.method == "dspark" and not has_heads(source):
+            return f"needs {variant.method}:drafter=P, {wanted}; {source} has no Markov or confidence head"
+        return None
 
     def _source(self, variant: Variant) -> str | os.PathLike | None:
         """The drafter that was named for a variant."""

@@ -31,6 +31,7 @@ from failfast_jax.models import quantization, sharding
 from failfast_jax.models.attention import refusal
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK, Kind
+from failfast_jax.models.dspark import DSparkConfig
 from failfast_jax.models.transformer import Decoder
 
 LOADERS: dict[Kind, Callable] = {FEATURE_BLOCK: load_dspark, EAGLE: load_eagle}
@@ -82,10 +83,19 @@ def own_method(source: str | os.PathLike) -> tuple[Kind, str]:
     if kind == EAGLE:
         return kind, "eagle3"
     if kind == FEATURE_BLOCK:
-        file = resolve_source(source) / "config.json"
-        return kind, parse_config(read_json(file), str(file)).method
+        return kind, _block_config(source).method
     diffusion = open_source(source).config.is_diffusion
     return (BLOCK_DIFFUSION, "failfast") if diffusion else (AUTOREGRESSIVE, "ar")
+
+
+def has_heads(source: str | os.PathLike) -> bool:
+    """Whether a block drafter, a DFlash or a DSpark, has a Markov or a confidence head; no tensor is read."""
+    return _block_config(source).published_method == "dspark"
+
+
+def _block_config(source: str | os.PathLike) -> DSparkConfig:
+    file = resolve_source(source) / "config.json"
+    return parse_config(read_json(file), str(file))
 
 
 @dataclasses.dataclass(frozen=True)

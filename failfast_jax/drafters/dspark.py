@@ -200,7 +200,7 @@ def build(site: Site, **settings: Any) -> DSparkDrafter:
 class DFlashOptions(WeighedOptions):
     """Options of `dflash`."""
 
-    summary = "a DFlash drafter: a whole block each round, in one pass over the target's features"
+    summary = "a DFlash drafter, or a DSpark drafter without its heads: a whole block each round, in one pass"
     kinds = (FEATURE_BLOCK,)
     samples = True
     auto = False
@@ -210,8 +210,8 @@ class DFlashOptions(WeighedOptions):
         return None, self.build(site)
 
     def build(self, site: Site) -> Drafter:
-        _check_method("dflash", site)
-        return build(site, spec_len=site.model.rows, max_spec_len=site.model.rows)
+        bare = dataclasses.replace(site, model=site.model.without_heads())
+        return build(bare, spec_len=site.model.rows, max_spec_len=site.model.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,16 +232,11 @@ class DSparkOptions(WeighedOptions):
         return None, self.build(site)
 
     def build(self, site: Site) -> Drafter:
-        _check_method("dspark", site)
+        if site.model.config.published_method != "dspark":
+            raise ConfigError(
+                f"{site.model_name}: has no Markov or confidence head, as --method dspark needs: use --method dflash "
+                "or failfast"
+            )
         rows = site.model.rows
         cut = np.float32(self.confidence_threshold) if self.confidence_threshold else None
         return build(site, spec_len=rows, max_spec_len=rows, cut=cut)
-
-
-def _check_method(method: str, site: Site) -> None:
-    other = site.model.config.published_method
-    if method != other:
-        raise ConfigError(
-            f"{site.model_name}: a drafter for --method {other} (or failfast), not for --method {method}: "
-            + ("it has a Markov or a confidence head" if other == "dspark" else "it has no Markov or confidence head")
-        )

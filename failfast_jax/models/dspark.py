@@ -407,6 +407,16 @@ class DSparkModel:
         quantization.check(scheme)
         return self.replace(network=quantization.with_rounded_matrices(self.network))
 
+    def without_heads(self) -> DSparkModel:
+        """Its backbone alone, without Markov and confidence heads."""
+        if self.config.published_method == "dflash":
+            return self
+        none = {"markov": None, "markov_rank": 0, "confidence": False, "confidence_sees_markov": False}
+        network = copy.copy(self.network)
+        network.config = dataclasses.replace(network.config, **none)
+        network.markov = network.confidence = None
+        return self.replace(network=network)
+
     def shape_key(self) -> dict[str, Any]:
         config = dataclasses.asdict(self.config)
         del config["base"]

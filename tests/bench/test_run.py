@@ -5,6 +5,7 @@ import sys
 
 import pyarrow.parquet
 import pytest
+from checkpoint_files import GOLDEN
 from stub_engine import StubEngine, StubEnginePool
 
 from failfast_jax.bench import answers, engine_pool, figures, harness, run
@@ -17,8 +18,10 @@ from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.checkpoints import hub
 from failfast_jax.config import GenerationConfig
+from failfast_jax.defaults import embedded_drafter
 from failfast_jax.drafters import METHODS
 
+FIELD = GOLDEN / "field"
 PROMPTS = ["first prompt", "second", "third prompt, the longest"]
 
 
@@ -331,6 +334,21 @@ def test_a_corpus_holds_the_questions_before(stub, bench, monkeypatch):
 
 
 # -- engines -------------------------------------------------------------------------------------------------
+
+
+def test_what_the_default_drafter_serves(monkeypatch):
+    """What its configuration says; published drafters likewise."""
+    monkeypatch.setattr(engine_pool, "load_pair", lambda *sources, **_: StubEngine())
+    default = engine_pool.EnginePool()
+    heads = "markov_head" in (embedded_drafter() / "config.json").read_text()
+    assert all(default.missing(Variant(m, m)) is None for m in ("failfast", "specdiff", "fast-dllm", "dflash"))
+    assert (default.missing(Variant("dspark", "dspark")) is None) == heads
+    assert default.missing(Variant("eagle3", "eagle3")).endswith("a model of kind eagle for this target")
+    named = engine_pool.EnginePool(FIELD / "qwen3_a", FIELD / "dspark_qwen3_a")
+    assert all(named.missing(Variant(m, m)) is None for m in ("failfast", "specdiff", "dflash", "dspark"))
+    bare = str(FIELD / "dspark_dflash_qwen3_a")
+    assert named.missing(Variant("x", "dspark", {"drafter": bare})).endswith(f"{bare} has no Markov or confidence head")
+    assert named.missing(Variant("eagle3", "eagle3")).endswith("is a drafter for dspark")
 
 
 def test_engines_share_their_target(monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import tiers
@@ -15,6 +16,8 @@ from tiny_models import VOCAB, random_dspark, random_extended, random_model, tin
 
 from failfast_jax import FailFast
 from failfast_jax.errors import ConfigError, OptionError
+from failfast_jax.models.dspark import DSpark, bind
+from failfast_jax.train.dspark import copy_parameters
 from failfast_jax.train.features import target_features
 
 ROWS = 4
@@ -170,17 +173,32 @@ def test_near_the_end_of_the_context():
         assert len(full.output_ids) == 256 - 9 and full.finish_reason == "length"
 
 
+def test_a_backbone_drafts_without_its_heads():
+    """As the same network drafts that was made without them."""
+    model = engine("gated").drafter
+    bare = model.without_heads()
+    alone = DSpark(bare.config, rngs=nnx.Rngs(0))
+    copy_parameters(alone, model.network)
+    options = {"max_new_tokens": 24, "ignore_eos": True}
+    made = [FailFast(target(), one).generate(prompts(2), **options) for one in (bind(alone, target()), bare)]
+    made.append(engine("gated").generate(prompts(2), method="dflash", **options))
+    rounds = [[result.rounds for result in results] for results in made]
+    assert rounds[0] == rounds[1] == rounds[2]
+    assert bare.without_heads() is bare and engine("gated").drafter.network.markov is not None
+    with_heads = engine("gated").generate(prompts(2), **options)
+    assert [r.output_ids for r in with_heads] == [r.output_ids for r in made[0]]
+    assert [r.rounds for r in with_heads] != rounds[0]
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "error", "message"),
     [
-        ("dflash", {"method": "dspark"}, ConfigError, "for --method dflash"),
-        ("vanilla", {"method": "dflash"}, ConfigError, "for --method dspark"),
+        ("dflash", {"method": "dspark"}, ConfigError, "no Markov or confidence head, as --method dspark needs"),
         ("vanilla", {"method": "ar"}, ConfigError, "use --method dspark"),
         ("vanilla", {"confidence_threshold": 1.5}, OptionError, "--confidence-threshold 1.5: must be in"),
         ("dflash", {"confidence_threshold": 0.5}, OptionError, "--method dflash has no such option, only dspark"),
         ("vanilla", {"method": "failfast", "spec_len": 5}, OptionError, "--spec-len 5: this drafter fills up to 4"),
         ("extended", {"max_spec_len": 5}, OptionError, "--max-spec-len 5: this drafter fills up to 4"),
-        ("extended", {"method": "dflash"}, ConfigError, "it has a Markov or a confidence head"),
         ("vanilla", {"method": "failfast", "schedule": "aligned"}, OptionError, "standalone block-diffusion drafter"),
     ],
 )

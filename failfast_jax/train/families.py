@@ -90,7 +90,7 @@ FAMILY_OPTIONS = {
     ),
     "ce_weight": _number(0.1, BLOCKS, "of the cross-entropy with the answers"),
     "l1_weight": _number(0.9, BLOCKS, "of the distance from the target's choices"),
-    "confidence_weight": _number(1.0, ("dspark",), "of the confidence head's loss"),
+    "confidence_weight": _number(1.0, ("dspark",), "of the confidence head's loss; 0: no such head"),
     "confidence_for": FamilyOption(
         "sampled",
         ("dspark",),

@@ -137,7 +137,7 @@ def _with_heads(config: DSparkConfig, args: argparse.Namespace) -> DSparkConfig:
     """With the heads that its family has and it lacks."""
     if args.family == "dspark" and not config.markov:
         config = dataclasses.replace(config, markov=args.markov, markov_rank=args.markov_rank)
-    if args.family == "dspark" and not config.confidence:
+    if args.family == "dspark" and args.confidence_weight and not config.confidence:
         config = dataclasses.replace(config, confidence=True, confidence_sees_markov=True)
     return config
 

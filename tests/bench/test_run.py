@@ -18,7 +18,6 @@ from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.checkpoints import hub
 from failfast_jax.config import GenerationConfig
-from failfast_jax.defaults import embedded_drafter
 from failfast_jax.drafters import METHODS
 
 FIELD = GOLDEN / "field"
@@ -340,9 +339,8 @@ def test_what_the_default_drafter_serves(monkeypatch):
     """What its configuration says; published drafters likewise."""
     monkeypatch.setattr(engine_pool, "load_pair", lambda *sources, **_: StubEngine())
     default = engine_pool.EnginePool()
-    heads = "markov_head" in (embedded_drafter() / "config.json").read_text()
-    assert all(default.missing(Variant(m, m)) is None for m in ("failfast", "specdiff", "fast-dllm", "dflash"))
-    assert (default.missing(Variant("dspark", "dspark")) is None) == heads
+    served = ("failfast", "specdiff", "fast-dllm", "dflash", "dspark")
+    assert all(default.missing(Variant(m, m)) is None for m in served)
     assert default.missing(Variant("eagle3", "eagle3")).endswith("a model of kind eagle for this target")
     named = engine_pool.EnginePool(FIELD / "qwen3_a", FIELD / "dspark_qwen3_a")
     assert all(named.missing(Variant(m, m)) is None for m in ("failfast", "specdiff", "dflash", "dspark"))

@@ -202,6 +202,9 @@ def test_a_drafter_is_trained_on(data, tmp_path, capsys):
     learnt = {name: after[name] for name in after if name not in before}
     assert {name.split(".")[0] for name in learnt} == {"markov_head", "confidence_head"}
     assert all(np.any(tensor) for tensor in learnt.values())
+    assert main(arguments(data, tmp_path / "markov", *more, "--freeze", "backbone", "--confidence-weight", "0")) == 0
+    only = load_file(tmp_path / "markov" / "drafter" / "model.safetensors")
+    assert {name.split(".")[0] for name in only if name not in before} == {"markov_head"}
 
 
 def test_a_diffusion_target_is_refused(data, tmp_path, capsys):

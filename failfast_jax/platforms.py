@@ -37,8 +37,8 @@ def machine() -> dict[str, Any]:
 
 
 def free_memory() -> int:
-    """Bytes that the device can still give."""
-    stats = jax.devices()[0].memory_stats()
+    """Bytes that the (first) device can still give."""
+    stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     info = Path("/proc/meminfo")

@@ -101,6 +101,22 @@ def test_the_report_on_every_generation(topology, device, tmp_path):
         assert at["1024"]["ms"] < at["32768"]["ms"], name
 
 
+@pytest.mark.parametrize(
+    ("topology", "programs"),
+    [
+        ("v5e:2x2", ("vanilla", "replay 1")),
+        *(pytest.param(name, (), marks=pytest.mark.exhaustive) for name in ("v5e:2x2", "v6e:2x2", "v6e:1x1")),
+    ],
+)
+def test_a_replay_over_all_chips(topology, programs):
+    found = compiled(topology, "replay", *programs)
+    assert len(found) == (len(programs) or 9)
+    for name, report in found.items():
+        assert report["kernels"] and report["host_transfers"] == [], name
+        # What a program returns lies as what it takes: the next one is not compiled anew.
+        assert report["caches_stay"] and report["aliased_bytes"] >= report["cache_bytes"], name
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("topology", "rows", "gigabytes"),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import sys
 import time
@@ -52,6 +51,8 @@ from failfast_jax.bench.public_models import (
     abstract_model,
     abstract_reader,
     cache_bytes,
+    spread_shapes,
+    weights_read,
 )
 from failfast_jax.bench.published import fit, published_for
 from failfast_jax.config import GenerationConfig
@@ -139,8 +140,7 @@ class Compiler:
         execution = sharding.execution_of(config, self.mesh, drafter=drafter, kernel="tpu")
         if drafter and self.replicate_drafter:
             execution = dataclasses.replace(execution, heads=None, mlp=None, vocab=None)
-        model = abstract_model(config, "bfloat16").with_execution(execution)
-        return jax.tree.map(self.array, model, sharding.parameter_specs(model, execution))
+        return spread_shapes(abstract_model(config, "bfloat16"), execution)
 
     def reader(self) -> DrafterModel:
         """A drafter that reads the target's hidden states: its own parameters whole on every chip."""
@@ -221,7 +221,7 @@ class Compiler:
             )
 
         def floor(context: int) -> float:
-            return (self.read_once(model) + batch * cache_bytes(config, context) / heads) / chip.bandwidth
+            return (weights_read(model) + batch * cache_bytes(config, context) / heads) / chip.bandwidth
 
         return {
             "ms": 1e3 * spent(CONTEXTS[0], True),
@@ -261,13 +261,6 @@ class Compiler:
             name: (max(cost.bytes_accessed / rate, cycles[name] / chip.clock), cost.bytes_accessed)
             for name, cost in moved.items()
         }
-
-    def read_once(self, model: Decoder) -> int:
-        """Bytes a chip of all weights that a pass reads whole."""
-        leaves = jax.tree_util.tree_leaves_with_path(model)
-        if model.head is not None:  # of the embedding only the rows of the window's tokens
-            leaves = [(path, leaf) for path, leaf in leaves if not sharding.name_of(path).startswith("embed")]
-        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for _, leaf in leaves)
 
 
 def text_of(compiled: Any) -> tuple[str | None, str]:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from failfast_jax import platforms
+from failfast_jax import distributed, platforms
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.config import FAST_DLLM_MASK_TOKEN, FAST_DLLM_MODEL_TYPE, ModelConfig, RopeConfig
 from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel
 from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
-from failfast_jax.models.sharding import Execution
+from failfast_jax.models.sharding import TENSOR, Execution, name_of, parameter_specs
 from failfast_jax.models.transformer import Decoder
 
 
@@ -129,6 +131,31 @@ def abstract_model(config: ModelConfig, dtype: str) -> Decoder:
     return nnx.eval_shape(lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
 
 
+def spread_shapes(model: Decoder, execution: Execution) -> Decoder:
+    """A decoder of shapes as it runs under `execution`; on a mesh each leaf says where it lies."""
+    model = model.with_execution(execution)
+    if execution.mesh is None:
+        return model
+    specs = parameter_specs(model, execution)
+    return jax.tree.map(lambda leaf, spec: leaf.update(sharding=NamedSharding(execution.mesh, spec)), model, specs)
+
+
+def weights_read(model: Decoder) -> int:
+    """Bytes of all weights that a pass reads whole, on one of the devices that a decoder (of shapes) is spread over."""
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    if model.head is not None:  # of the embedding only the rows of the window's tokens
+        leaves = [(path, leaf) for path, leaf in leaves if not name_of(path).startswith("embed")]
+    return platforms.bytes_on_a_device([leaf for _, leaf in leaves])
+
+
+def device_reads(model: Decoder) -> Callable[[float], float]:
+    """`pass_bytes` of one of the devices that a decoder of shapes is spread over, by live positions."""
+    execution, itemsize = model.execution, model.embed.get_value().dtype.itemsize
+    parts = execution.mesh.shape[TENSOR] if execution.heads else 1
+    weights = weights_read(model)
+    return lambda live: weights + cache_bytes(model.config, live, itemsize) / parts
+
+
 def abstract_reader(config: DSparkConfig | EagleConfig, target: Decoder, execution: Execution) -> DrafterModel:
     """A drafter of shapes that reads the hidden states of a target of shapes, in its dtype, and borrows from it."""
     make = DSpark if isinstance(config, DSparkConfig) else Eagle
@@ -140,18 +167,30 @@ def abstract_reader(config: DSparkConfig | EagleConfig, target: Decoder, executi
     return BoundEagle(network, embed, jax.ShapeDtypeStruct((config.draft_vocab,), jnp.int32))
 
 
-def abstract_caches(configs: Iterable[ModelConfig], length: int, dtype: str) -> tuple[KVCache, ...]:
-    """The shapes of a cache of `length` positions for each model."""
-    return tuple(jax.eval_shape(lambda c=c: KVCache.zeros(c, 1, length, jnp.dtype(dtype))) for c in configs)
+def abstract_caches(models: Iterable[Decoder], length: int, dtype: str) -> tuple[KVCache, ...]:
+    """The shapes of a cache of `length` positions for each model, where they lie included."""
+
+    def shapes(model: Decoder) -> KVCache:
+        cache = jax.eval_shape(lambda: KVCache.zeros(model.config, 1, length, jnp.dtype(dtype)))
+        execution = model.execution
+        if execution.mesh is None:
+            return cache
+        place = NamedSharding(execution.mesh, P(execution.batch, execution.heads))
+        return jax.tree.map(lambda leaf: leaf.update(sharding=place), cache)
+
+    return tuple(map(shapes, models))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    return jax.random.normal(key, shape, dtype) * shape[-1] ** -0.5
+@functools.cache
+def _normal(shape: tuple[int, ...], dtype: jnp.dtype, place: Sharding | None) -> Callable[[Array], Array]:
+    def draw(key):
+        return jax.random.normal(key, shape, dtype) * shape[-1] ** -0.5
+
+    return jax.jit(draw, out_shardings=place)
 
 
 def random_arrays(tree: Any, seed: int) -> Any:
-    """Fills a pytree of shapes on the device, leaf by leaf and the largest first.
+    """Fills a pytree of shapes where they say, or on the first device, leaf by leaf and the largest first.
 
     No second copy ever exists: at most one leaf's random bits lie beside the leaves that are done.
     """
@@ -161,9 +200,9 @@ def random_arrays(tree: Any, seed: int) -> Any:
     for index in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
         leaf = leaves[index]
         if leaf.ndim < 2:  # the norms' weights
-            filled[index] = jnp.ones(leaf.shape, leaf.dtype)
+            filled[index] = jnp.ones(leaf.shape, leaf.dtype, device=leaf.sharding)
         else:
-            filled[index] = _normal(jax.random.fold_in(key, index), leaf.shape, leaf.dtype)
+            filled[index] = _normal(leaf.shape, leaf.dtype, leaf.sharding)(jax.random.fold_in(key, index))
     return jax.tree.unflatten(treedef, [filled[index] for index in range(len(leaves))])
 
 
@@ -173,7 +212,8 @@ def nbytes(tree: Any) -> int:
 
 
 def check_memory(needed: int, what: str) -> None:
-    """Raises MisfitError if the device cannot hold `needed` bytes more."""
+    """Raises MisfitError, in all processes, if a device cannot hold `needed` bytes more."""
     free = platforms.free_memory()
-    if needed + SPARE_BYTES > free:
-        raise MisfitError(f"{what} need {needed / 1e9:.1f} GB, the device has {free / 1e9:.1f} GB free")
+    if lacking := distributed.where_not(needed + SPARE_BYTES <= free):
+        where = "the device" if distributed.alone() else f"one of process {lacking[0]} has less; one here"
+        raise MisfitError(f"{what} need {needed / 1e9:.1f} GB, {where} has {free / 1e9:.1f} GB free")

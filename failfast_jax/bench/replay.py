@@ -24,16 +24,17 @@ from typing import Any
 
 import jax
 
-from failfast_jax import platforms
+from failfast_jax import distributed, platforms
 from failfast_jax.bench import limits, published
 from failfast_jax.bench.figures import figure_class
-from failfast_jax.bench.public_models import DRAFTERS, TARGETS, MisfitError
+from failfast_jax.bench.public_models import CONFIGS, DRAFTERS, TARGETS, MisfitError
 from failfast_jax.bench.published import DATASETS, published_for
 from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
 from failfast_jax.bench.replay_report import NOTICE, plot, report
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.files import Journal, sole_writer, write_atomically
 from failfast_jax.models.attention import KERNELS
+from failfast_jax.models.sharding import make_mesh
 
 TARGETS_FILE = "targets.jsonl"
 REAL = ("qwen2.5-32b", "qwen2.5-14b", "qwen2.5-7b")
@@ -43,16 +44,22 @@ MEMORY_FRACTION = "0.95"
 
 
 def replay_target(name: str, options: ReplayOptions) -> dict[str, Any]:
-    """The record of one target: what was measured, or why it was skipped."""
+    """The record of one target: what was measured, or why it was skipped.
+
+    Raises:
+      OptionError: there are not so many devices, or the target cannot be spread over them.
+    """
+    single = options.tensor_parallel == 1 and distributed.alone()
+    mesh = None if single else make_mesh(options.tensor_parallel, config=lambda: CONFIGS[name])
     try:
         speed = platforms.bandwidth(2**28 if jax.default_backend() == "cpu" else 2**30)
-        pair = ReplayedPair(name, options)
+        pair = ReplayedPair(name, options, mesh)
         pair.measure()
         record = pair.report(speed)
     except MisfitError as error:
         record = {"target": name, "skipped": str(error)}
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if "RESOURCE_EXHAUSTED" not in str(error) or not distributed.alone():  # others would wait for this one
             raise
         record = {"target": name, "skipped": f"out of memory: {str(error).splitlines()[0]}"}
     # Widths are keys: as in a file that was read back.
@@ -65,9 +72,9 @@ def check(args: argparse.Namespace) -> ReplayOptions:
     Raises:
       ValueError: an option out of its range.
     """
-    for name, least in (("rounds", 2), ("context", 2), ("repeats", 1)):
+    for name, least in (("rounds", 2), ("context", 2), ("repeats", 1), ("tensor_parallel", 1)):
         if getattr(args, name) < least:
-            raise ValueError(f"--{name} {getattr(args, name)}: must be at least {least}")
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
     chosen = {
         "datasets": tuple(dict.fromkeys(published_for("", name).dataset for name in args.dataset.split(","))),
         "passes": ("wide", "paper") if args.passes is None else (args.passes,),
@@ -102,6 +109,7 @@ def work(args: argparse.Namespace) -> int:
         return 0
     if args.out is not None:
         figure_class()  # before hours of measuring
+        args.out = distributed.output_folder(args.out)
     if not any(name in os.environ for name in MEMORY_VARIABLES):  # read when JAX first meets the device
         os.environ[MEMORY_VARIABLES[0]] = MEMORY_FRACTION
     options = check(args)
@@ -152,6 +160,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", metavar="n", type=int, default=1024, help="committed tokens at the beginning")
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="plan widths as there (default: as here)")
+    parser.add_argument(
+        "--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer (default: 1)"
+    )
+    distributed.add_flag(parser)
     parser.add_argument("--kernel", choices=KERNELS, help="of attention (default: the platform's)")
     parser.add_argument("--seed", metavar="n", type=int, default=0, help="of weights and draws")
     parser.add_argument("--repeats", metavar="n", type=int, default=3, help="timed runs; medians are reported")

@@ -10,7 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from failfast_jax import platforms
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.limits import papers_speedup
 from failfast_jax.bench.public_models import (
@@ -18,10 +21,10 @@ from failfast_jax.bench.public_models import (
     abstract_caches,
     abstract_model,
     check_memory,
+    device_reads,
     hollow,
-    nbytes,
-    pass_bytes,
     random_arrays,
+    spread_shapes,
 )
 from failfast_jax.bench.published import CHUNK, Law, Statistics, draw, extra_passes, fit, published_for
 from failfast_jax.bench.replay_programs import (
@@ -32,6 +35,7 @@ from failfast_jax.bench.replay_programs import (
     Schedule,
     Start,
     compiled,
+    on_every_device,
     pass_program,
     replay_program,
     schedule,
@@ -46,7 +50,8 @@ from failfast_jax.decoding.stopping import Never
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.cache import round_up
 from failfast_jax.models.config import ModelConfig
-from failfast_jax.models.sharding import Execution
+from failfast_jax.models.sharding import TENSOR, Execution, execution_of
+from failfast_jax.models.transformer import Decoder
 from failfast_jax.progress import progress_bar, waiting
 
 LONGEST = 70
@@ -70,6 +75,8 @@ class ReplayOptions:
     """Attention kernel; None: the platform's."""
     seed: int
     repeats: int
+    tensor_parallel: int = 1
+    """Devices that share each layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,14 +129,30 @@ def make_cases(target: str, drafter: Wide, plan: Plan, options: ReplayOptions) -
     return cases
 
 
-def abstract_pair(target: ModelConfig, drafter: ModelConfig, options: ReplayOptions) -> Models:
-    """A target, and a `wide` drafter around its model, of shapes."""
-    shapes = [abstract_model(config, options.dtype) for config in (target, drafter)]
-    for shape in shapes:
-        shape.execution = Execution(kernel=options.kernel)
-    wide = Wide(model=shapes[1], vocab=target.vocab_size, rule=Never(), spec_len=CHUNK, max_spec_len=LONGEST)
-    models = Models(shapes[0], wide)
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), models)
+def abstract_pair(
+    target: ModelConfig, drafter: ModelConfig, options: ReplayOptions, mesh: Mesh | None = None, whole: bool = False
+) -> Models:
+    """A target, and a `wide` drafter around its model, of shapes.
+
+    Args:
+      mesh: devices that they are spread over.
+      whole: every device of the mesh has all of both.
+    """
+
+    def model(config: ModelConfig, is_drafter: bool) -> Decoder:
+        execution = Execution(kernel=options.kernel, mesh=mesh)
+        if mesh is not None and not whole:
+            execution = execution_of(config, mesh, drafter=is_drafter, kernel=options.kernel)
+        return spread_shapes(abstract_model(config, options.dtype), execution)
+
+    sizes = {"vocab": target.vocab_size, "spec_len": CHUNK, "max_spec_len": LONGEST}
+    wide = Wide(model=model(drafter, True), rule=Never(), **sizes)
+    everywhere = None if mesh is None else NamedSharding(mesh, P())
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere)
+
+    return jax.tree.map(shape, Models(model(target, False), wide))
 
 
 Key = tuple[str | int, ...]
@@ -139,15 +162,19 @@ Key = tuple[str | int, ...]
 class ReplayedPair:
     """One target and drafter, with every program that is timed on them. Nothing is allocated before `measure`.
 
+    Raises:
+      OptionError: the target cannot be spread over the mesh.
+
     Attributes:
       programs: by what is timed, a compiled function of models, caches, start and steps or draws, and the latter.
       seconds: medians, once measured.
     """
 
-    def __init__(self, name: str, options: ReplayOptions):
-        self.name, self.options = name, options
+    def __init__(self, name: str, options: ReplayOptions, mesh: Mesh | None = None):
+        self.name, self.options, self.mesh = name, options, mesh
         self.configs = CONFIGS[name], CONFIGS[options.drafter]
-        drafter = abstract_pair(*self.configs, options).drafter
+        self.models = abstract_pair(*self.configs, options, mesh)
+        drafter = self.models.drafter
         self.plan = make_plan(drafter, platform=options.platform)
         self.cases = make_cases(name, drafter, self.plan, options)
         self.capacity = options.context + max(case.schedule.tokens for case in self.cases) + LONGEST + 1
@@ -182,21 +209,23 @@ class ReplayedPair:
             programs["pass", width] = compiled(pass_program, width=width), part
         return programs
 
-    def shapes(self, target: ModelConfig, drafter: ModelConfig) -> tuple[Models, Caches, Start]:
+    def shapes(self, models: Models) -> tuple[Models, Caches, Start]:
         """What the programs take: shapes of models and caches, and a random context to begin with."""
-        rng = np.random.default_rng(self.options.seed)
-        start = start_of(rng.integers(0, min(target.vocab_size, drafter.vocab_size), self.options.context))
-        caches = abstract_caches((target, drafter), self.length, self.options.dtype)
-        return abstract_pair(target, drafter, self.options), caches, start
+        rng, pair = np.random.default_rng(self.options.seed), (models.target, models.drafter.model)
+        start = start_of(rng.integers(0, min(model.config.vocab_size for model in pair), self.options.context))
+        return models, abstract_caches(pair, self.length, self.options.dtype), start
 
-    def _fill(self, target: ModelConfig, drafter: ModelConfig) -> OnDevice:
-        models, caches, start = self.shapes(target, drafter)
-        return OnDevice(*jax.block_until_ready(random_arrays((models, caches), self.options.seed)), start)
+    def _fill(self, models: Models) -> OnDevice:
+        models, caches, start = self.shapes(models)
+        filled = jax.block_until_ready(random_arrays((models, caches), self.options.seed))
+        return OnDevice(*filled, start, self.mesh)
 
     def needed_bytes(self) -> int:
-        """Of weights, caches and logits."""
-        models, caches, _ = self.shapes(*self.configs)
-        return nbytes((models, caches)) + 4 * self.configs[0].vocab_size * self.plan.widths[-1]
+        """Of weights, caches and logits, on each device."""
+        models, caches, _ = self.shapes(self.models)
+        parts = self.mesh.shape[TENSOR] if self.models.target.execution.vocab else 1
+        logits = 4 * self.configs[0].vocab_size * self.plan.widths[-1] // parts
+        return platforms.bytes_on_a_device((models, caches)) + logits
 
     def measure(self) -> None:
         """Runs everything in turn, once to warm up and then `repeats` times, and checks the replays' logs.
@@ -206,15 +235,17 @@ class ReplayedPair:
         """
         check_memory(self.needed_bytes(), "weights, caches and logits")
         with waiting(f"random weights of {self.name} and {self.options.drafter}"):
-            real = self._fill(*self.configs)
-        small = self._fill(*map(hollow, self.configs))
+            real = self._fill(self.models)
+        as_usual = dataclasses.replace(self.options, kernel=None)  # the heads are too small for most kernels
+        small = self._fill(abstract_pair(*map(hollow, self.configs), as_usual, self.mesh, whole=True))
+        programs = {key: (run, on_every_device(last, self.mesh)) for key, (run, last) in self.programs.items()}
         results = {}
         turns = len(self.programs) * (self.options.repeats + 1)
         with progress_bar(f"replay {self.name}", "run", total=turns) as bar:
 
             def run(key: Key) -> None:
                 bar.set_postfix_str(" ".join(map(str, key)))
-                results[key] = (small if key == ("bookkeeping",) else real).run(*self.programs[key])
+                results[key] = (small if key == ("bookkeeping",) else real).run(*programs[key])
                 bar.update()
 
             acts = {key: functools.partial(run, key) for key in self.programs}
@@ -226,19 +257,19 @@ class ReplayedPair:
 
     def report(self, speed: dict[str, float]) -> dict[str, Any]:
         """Everything that is known about the target after `measure`; `speed`: `platforms.bandwidth`."""
-        itemsize = jnp.dtype(self.options.dtype).itemsize
-        (target, drafter), context, steps = self.configs, self.options.context, self.steps["vanilla"]
+        (target, drafter), context, steps = self._reads(), self.options.context, self.steps["vanilla"]
 
-        def timing(key: Key, repeats: int, config: ModelConfig, live: float) -> dict[str, float]:
-            seconds, floor = self.seconds[key] / repeats, pass_bytes(config, live, itemsize) / speed["copy"]
+        def timing(key: Key, repeats: int, reads: Callable[[float], float], live: float) -> dict[str, float]:
+            seconds, floor = self.seconds[key] / repeats, reads(live) / speed["copy"]
             return {"ms": 1e3 * seconds, "floor_ms": 1e3 * floor, "over_floor": seconds / floor}
 
-        part, begin = self.steps["part"], (context - 1) // drafter.block_size * drafter.block_size
+        block = self.models.drafter.block
+        part, begin = self.steps["part"], (context - 1) // block * block
         vanilla = timing(("vanilla",), steps, target, context + (steps - 1) / 2)
-        execution, dtype = Execution(kernel=self.options.kernel), jnp.dtype(self.options.dtype)
+        execution, dtype = self.models.target.execution, jnp.dtype(self.options.dtype)
         record = {
             "target": self.name,
-            "kernel": execution.resolved(dtype, target.head_dim),
+            "kernel": execution.resolved(dtype, self.configs[0].head_dim),
             "bandwidth_bytes_per_s": speed,
             "needed_bytes": self.needed_bytes(),
             "vanilla": {"steps": steps, **vanilla, "tokens_per_s": 1e3 / vanilla["ms"]},
@@ -246,13 +277,17 @@ class ReplayedPair:
             "drafter_pass": {w: timing(("pass", w), part, drafter, begin + w) for w in self.pass_widths},
             "bookkeeping_ms": 1e3 * self.seconds["bookkeeping",] / self.options.rounds,
         }
-        cases = [self._case(at, record, itemsize) for at in range(len(self.cases))]
+        cases = [self._case(at, record) for at in range(len(self.cases))]
         return record | {"cases": cases}
 
-    def _case(self, index: int, record: dict[str, Any], itemsize: int) -> dict[str, Any]:
+    def _reads(self) -> tuple[Callable[[float], float], Callable[[float], float]]:
+        """Bytes that a pass of each model has to read on a device, by live positions."""
+        return device_reads(self.models.target), device_reads(self.models.drafter.model)
+
+    def _case(self, index: int, record: dict[str, Any]) -> dict[str, Any]:
         case, rounds, seconds = self.cases[index], self.options.rounds, self.seconds["replay", index]
         planned, vanilla = case.schedule, record["vanilla"]
-        floor = planned.bytes_moved(*self.configs, itemsize) / record["bandwidth_bytes_per_s"]["copy"]
+        floor = planned.bytes_moved(*self._reads()) / record["bandwidth_bytes_per_s"]["copy"]
         by_target, by_drafter = planned.counts()
         parts = {
             "drafter": sum(n * record["drafter_pass"][width]["ms"] for width, n in by_drafter.items()) / rounds,

@@ -17,13 +17,16 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from failfast_jax.bench.public_models import pass_bytes
+from failfast_jax import platforms
 from failfast_jax.bench.published import CHUNK
 from failfast_jax.decoding import round
 from failfast_jax.decoding.accept import argmax_and_confidence
 from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.decoding.plan import Plan
 from failfast_jax.decoding.state import RUNNING, DecodeState, Draft, RoundLog, Sampling, Verified
 from failfast_jax.decoding.stopping import AtLength
@@ -31,7 +34,7 @@ from failfast_jax.decoding.windows import gather_window
 from failfast_jax.drafters.block_diffusion import BlockState
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.cache import KVCache
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.sharding import constrain, put
 from failfast_jax.models.transformer import Decoder
 
 Caches = tuple[KVCache, ...]
@@ -75,9 +78,11 @@ def start_of(tokens: np.ndarray) -> Start:
 class OnDevice:
     """A pair's weights and caches, which each run takes over from the one before."""
 
-    def __init__(self, models: Models, caches: Caches, start: Start):
+    def __init__(self, models: Models, caches: Caches, start: Start, mesh: Mesh | None):
         # All in the same place from the first run on: what moved would be compiled for again.
-        self.models, self.caches, self.start = jax.device_put((models, caches, start), jax.devices()[0])
+        if mesh is None:
+            models, caches = jax.device_put((models, caches), jax.devices()[0])
+        self.models, self.caches, self.start = models, caches, on_every_device(start, mesh)
 
     def run(self, program: Callable, last: Any) -> Any:
         """The result of a compiled program, which takes over the caches."""
@@ -85,9 +90,28 @@ class OnDevice:
         return jax.block_until_ready(result)
 
 
+def on_every_device(tree: Any, mesh: Mesh | None) -> Any:
+    """A pytree of small arrays, whole on each device of a mesh; without one on the first device."""
+    if mesh is None:
+        return jax.device_put(tree, jax.devices()[0])
+    return jax.tree.map(lambda leaf: put(np.asarray(leaf), NamedSharding(mesh, P())), tree)
+
+
 def compiled(function: Callable, **static: Any) -> Callable:
-    """A program of this module, which takes over the memory of its caches."""
-    return jax.jit(functools.partial(function, **static), donate_argnums=1)
+    """A program of this module, compiled with the engine's options, which takes over the memory of its caches."""
+    options = platforms.compiler_options(jax.devices()[0])
+    return jax.jit(functools.partial(function, **static), donate_argnums=1, compiler_options=options)
+
+
+def at_home(models: Models, caches: Caches) -> Caches:
+    """Tells XLA that the caches lie like their models' heads, so that the next program takes them as they are."""
+    executions = models.target.execution, *([] if models.drafter is None else [models.drafter.model.execution])
+    return tuple(constrain(cache, each, P(each.batch, each.heads)) for cache, each in zip(caches, executions))
+
+
+def on_all(models: Models, tree: Any) -> Any:
+    """Tells XLA that every device shall have all of a result."""
+    return constrain(tree, models.target.execution, P())
 
 
 def begin(target: Decoder, drafter: Drafter, caches: Caches, start: Start, capacity: int, plan: Plan) -> DecodeState:
@@ -107,7 +131,7 @@ def begin(target: Decoder, drafter: Drafter, caches: Caches, start: Start, capac
     state = state.replace(target=caches[0])
     if len(caches) > 1:
         state = state.replace(drafter=BlockState(cache=caches[1], cached=drafter.whole_blocks(length)))
-    return state
+    return StatePlacement(target, getattr(drafter, "model", None))(state)
 
 
 def drafter_pass(
@@ -168,7 +192,7 @@ def replay_program(
         lambda s: replay_step(*models, s, draws, plan=plan, extra=extra),
         begin(*models, caches, start, capacity, plan),
     )
-    return (state.target, state.drafter.cache), state.log
+    return at_home(models, (state.target, state.drafter.cache)), on_all(models, state.log)
 
 
 def vanilla_program(
@@ -177,7 +201,7 @@ def vanilla_program(
     """Plain decoding: the engine's own loop around the drafter that proposes nothing."""
     state = begin(models.target, Drafter(), caches[:1], start, capacity, plan)
     state = round.generate(models.target, Drafter(), state, steps, plan=plan)
-    return (state.target, *caches[1:]), state.log
+    return at_home(models, (state.target, *caches[1:])), on_all(models, state.log)
 
 
 def verify_program(
@@ -203,7 +227,7 @@ def verify_program(
 
     state = begin(models.target, drafter, caches[:1], start, capacity, plan)
     state = jax.lax.fori_loop(0, steps, repeat, state)
-    return (state.target, *caches[1:]), state.tokens
+    return at_home(models, (state.target, *caches[1:])), on_all(models, state.tokens)
 
 
 def pass_program(
@@ -218,7 +242,7 @@ def pass_program(
 
     window = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
     cache, window = jax.lax.fori_loop(0, steps, body, (caches[1], window))
-    return (caches[0], cache), window
+    return at_home(models, (caches[0], cache)), on_all(models, window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,10 +256,9 @@ class Schedule:
     tokens: int
     """Emitted tokens."""
 
-    def bytes_moved(self, target: ModelConfig, drafter: ModelConfig, itemsize: int) -> float:
-        """Bytes that all these passes have to read."""
-        own = sum(pass_bytes(target, live, itemsize) for _, live in self.target)
-        return own + sum(pass_bytes(drafter, live, itemsize) for _, live in self.drafter)
+    def bytes_moved(self, target: Callable[[float], float], drafter: Callable[[float], float]) -> float:
+        """Bytes that all these passes have to read, given those of one pass of each model by live positions."""
+        return sum(target(live) for _, live in self.target) + sum(drafter(live) for _, live in self.drafter)
 
     def counts(self) -> tuple[Counter, Counter]:
         """Number of the target's and of the drafter's passes by width."""

@@ -44,9 +44,10 @@ def report(summary: dict[str, Any]) -> str:
     parts = [
         f"**{NOTICE}**",
         f"{host['device']}, JAX {host['jax']}, {host['date']}; drafter {settings['drafter']}, {settings['dtype']}, "
-        f"batch 1, context {settings['context']}, {settings['rounds']} rounds, seed {settings['seed']}, attention "
-        f"kernel {settings['kernel'] or 'as the platform has it'}. The floor is "
-        "what has to be read (weights, live cache) at the measured bandwidth of a copy.",
+        f"tensor-parallel {settings['tensor_parallel']}, batch 1, context {settings['context']}, "
+        f"{settings['rounds']} rounds, seed {settings['seed']}, attention kernel "
+        f"{settings['kernel'] or 'as the platform has it'}. The floor is what a device has to read (weights, live "
+        "cache) at the measured bandwidth of a copy.",
     ]
     rows = []
     for record in done:

@@ -1,14 +1,19 @@
 """The replay benchmark: model sizes, limits, the drawn law, injection, and a whole run of tiny models."""
 
+import functools
 import json
+import os
 import re
+import socket
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_files import run_python
 from tiny_models import diffusion_config, tiny_config
 
 from failfast_jax import platforms
@@ -42,8 +47,10 @@ def test_parameters_of_the_public_models():
 
 def test_bytes_of_a_pass():
     for config in (CONFIGS["tiny"], tiny_config(qkv_bias=False, tie_embeddings=True, num_layers=3)):
-        cache = public_models.nbytes(public_models.abstract_caches([config], 128, "bfloat16"))
+        model = public_models.abstract_model(config, "bfloat16")
+        cache = public_models.nbytes(public_models.abstract_caches([model], 128, "bfloat16"))
         assert cache == public_models.cache_bytes(config, 128)
+        assert public_models.device_reads(model)(128) == public_models.pass_bytes(config, 128)
         unread = 0 if config.tie_embeddings else 2 * config.vocab_size * config.hidden_size
         assert public_models.pass_bytes(config, 128) == 2 * parameters(config) - unread + cache
 
@@ -161,9 +168,9 @@ def test_schedule():
     assert second == [(32, 64), (64, 96), (32, 64), (32, 64)]  # then the two added passes
     assert found.drafter[5:] == [(64, 96), (64, 96), (32, 96), (32, 96), (64, 128), (64, 128), (32, 128)]
     target, drafter = CONFIGS["tiny"], CONFIGS["tiny-drafter"]
-    moved = sum(public_models.pass_bytes(target, live) for live in (50, 71, 125))
-    moved += sum(public_models.pass_bytes(drafter, live) for _, live in found.drafter)
-    assert found.bytes_moved(target, drafter, 2) == pytest.approx(moved)
+    of_target, of_drafter = (functools.partial(public_models.pass_bytes, config) for config in (target, drafter))
+    moved = sum(map(of_target, (50, 71, 125))) + sum(of_drafter(live) for _, live in found.drafter)
+    assert found.bytes_moved(of_target, of_drafter) == pytest.approx(moved)
 
 
 # -- the run -----------------------------------------------------------------------------------------------
@@ -244,11 +251,53 @@ def test_every_pass_is_executed_on_the_device():
     pair = ReplayedPair("tiny", OPTIONS)
     for index, heads in enumerate((1, 2)):
         program, draws = pair.programs["replay", index]
-        text = program.lower(*pair.shapes(*pair.configs), draws).compile().as_text()
+        text = program.lower(*pair.shapes(pair.models), draws).compile().as_text()
         assert not hlo.host_transfers(text)
         assert re.search(r"f32\[(1,)?72,96\]\S* dot\(", text)
         # A pass of the drafter looks at ten rows, whatever its width; the added passes have a head of their own.
         assert len(re.findall(r"f32\[(?:1,)?10,96\]\S* dot\(", text)) == heads
+
+
+@pytest.mark.long
+def test_on_a_mesh(tmp_path):
+    """Four devices share both models, KV heads copied: the rounds follow the draws, or the command would say so."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    command = ["-m", "failfast_jax.bench", "replay", *SMALL, "--tensor-parallel", "4", "--out", tmp_path]
+    done = run_python(*command, XLA_FLAGS=flags)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "replay.json").read_text())
+    assert found["settings"]["tensor_parallel"] == 4 and ", tensor-parallel 4, batch 1" in done.stdout
+    (record,) = found["targets"]
+    assert len(record["cases"]) == 2
+    whole = ReplayedPair("tiny", OPTIONS).needed_bytes()
+    assert whole / 4 < record["needed_bytes"] < 0.6 * whole
+
+
+@pytest.mark.exhaustive
+def test_two_processes_replay_together(tmp_path):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = ["-m", "failfast_jax.bench", "replay", *SMALL, "--tensor-parallel", "4", "--out", tmp_path]
+    with ThreadPoolExecutor(2) as pool:
+        both = [
+            pool.submit(run_python, *command, "--distributed", f"{address},2,{number}", XLA_FLAGS=flags)
+            for number in range(2)
+        ]
+    first, second = (done.result() for done in both)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "| tiny | verify, 72 rows |" in first.stdout and second.stdout == ""
+    assert len(json.loads((tmp_path / "replay.json").read_text())["targets"][0]["cases"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [("0", "--tensor-parallel 0: must be at least 1"), ("64", "--tensor-parallel 64 (x 1 data-parallel): there are")],
+)
+def test_devices_that_there_are_not(count, message, capsys):
+    assert bench.main(["replay", *SMALL, "--tensor-parallel", count]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -294,7 +343,7 @@ def test_the_32b_pair_fits_80_gb():
     options = ReplayOptions("fast-dllm-v2-1.5b", ("MATH",), ("paper",), 128, 1024, "bfloat16", "gpu", None, 0, 1)
     pair = ReplayedPair("qwen2.5-32b", options)
     program, draws = pair.programs["replay", 0]
-    program.trace(*pair.shapes(*pair.configs), draws).lower(lowering_platforms=("cuda",))
+    program.trace(*pair.shapes(pair.models), draws).lower(lowering_platforms=("cuda",))
     assert 68e9 < pair.needed_bytes() < 0.9 * 80e9
 
 

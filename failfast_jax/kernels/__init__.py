@@ -1,4 +1,4 @@
-"""Attention of a window of queries over a static cache: Pallas kernels for TPU and GPU, and plain jnp.
+"""Attention of a window of queries over a static cache: Pallas kernels for TPU and GPU, LLVM for CPU, and plain jnp.
 
 One interface, `window_attention(..., k_cache, v_cache, start, until, live, *, block_size)`:
 
@@ -8,7 +8,9 @@ One interface, `window_attention(..., k_cache, v_cache, start, until, live, *, b
 - Tiles lie at absolute positions and are summed in a fixed order with an online float32 softmax: a row's result depends
   neither on where its window began nor on `live` nor on what lies behind it.
 
-`reference.window_attention` and `gpu.window_attention` take rotated queries `[B, W, Q, H]`, `tpu.window_attention` the
+`cpu`, `gpu` and `reference.window_attention` take rotated queries `[B, W, Q, H]`, `tpu.window_attention` the
 fused projection before rotation. `gpu.dense_window_attention` and `tpu.prefill_attention` serve wide windows.
 Each module of kernels has `supports(...)`, which says why it cannot serve a shape, and `MAX_WIDTH`.
+
+`cpu.product` multiplies the few rows of a decode pass by a matrix; `emit` is what the CPU's kernels are written with.
 """

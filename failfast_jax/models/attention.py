@@ -14,10 +14,10 @@ from failfast_jax.kernels import reference
 from failfast_jax.models.cache import TILE, write_window
 from failfast_jax.models.rope import rotated_heads
 
-KERNELS = ("reference", "tpu", "gpu", "cudnn", "xla")
-"""`reference`: plain jnp, for CPU and for comparison. `tpu`: Pallas kernels, and splash attention for prefill. `gpu`: a
-Pallas kernel for Hopper, and cuDNN for prefill. `cudnn`, `xla`: `jax.nn.dot_product_attention` over the whole capacity,
-for other GPUs."""
+KERNELS = ("reference", "cpu", "tpu", "gpu", "cudnn", "xla")
+"""`reference`: plain jnp, for comparison. `cpu`: compiled for the processor by LLVM; prefill in plain jnp. `tpu`: Pallas
+kernels, and splash attention for prefill. `gpu`: a Pallas kernel for Hopper, and cuDNN for prefill. `cudnn`, `xla`:
+`jax.nn.dot_product_attention` over the whole capacity, for other GPUs."""
 
 
 def kernel_of(device: Any, dtype: DTypeLike, head_dim: int) -> str:
@@ -28,6 +28,10 @@ def kernel_of(device: Any, dtype: DTypeLike, head_dim: int) -> str:
     """
     if device.platform == "tpu":
         return "tpu" if head_dim in (64, 128, 256) else "reference"
+    if device.platform == "cpu":
+        from failfast_jax.kernels import emit  # brings LLVM: only where it runs
+
+        return "cpu" if emit.vector_unit() else "reference"
     if device.platform != "gpu":
         return "reference"
     major = int(str(getattr(device, "compute_capability", "0")).partition(".")[0])
@@ -38,7 +42,7 @@ def kernel_of(device: Any, dtype: DTypeLike, head_dim: int) -> str:
 
 def refusal(kernel: str, device: Any) -> str | None:
     """Why a device cannot run a kernel of `KERNELS`, or None."""
-    wanted = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu"}.get(kernel, device.platform)
+    wanted = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cudnn": "gpu"}.get(kernel, device.platform)
     if device.platform != wanted:
         return f"this machine has no {wanted.upper()} (its JAX runs on {device.platform})"
     if kernel == "gpu" and kernel_of(device, jnp.bfloat16, 128) != "gpu":
@@ -105,8 +109,8 @@ def attend(
 
     Args:
       qkv: of each KV head its G query heads, its key and its value.
-      kernel: one of `KERNELS`. Trees and sliding windows are plain jnp on every platform, groups of rows on all but
-        the TPU.
+      kernel: one of `KERNELS`. Trees are plain jnp on every platform, sliding windows on all but the CPU, groups of
+        rows on all but the TPU.
 
     Returns:
       The heads' outputs, and both caches; in place when they are donated. The caller keeps `start + W` within the
@@ -133,10 +137,8 @@ def attend(
         return reference.tree_attention(q, *cache, first, window.visible, live, tile=TILE), cache
     if window.seen is not None:
         return reference.grouped_attention(q, *cache, window.seen, live, tile=TILE), cache
-    if window.back is not None:
-        mask = {"block_size": block_size, "tile": TILE, "back": window.back}
-        return reference.window_attention(q, *cache, start, until, live, **mask), cache
-    return cached_attention(q, *cache, start, live, block_size, until=until, kernel=kernel), cache
+    mask = {"until": until, "back": window.back}
+    return cached_attention(q, *cache, start, live, block_size, **mask, kernel=kernel), cache
 
 
 def _attend_groups(
@@ -170,6 +172,7 @@ def cached_attention(
     block_size: int,
     *,
     until: PerSequence | None = None,
+    back: int | None = None,
     kernel: str = "reference",
 ) -> Queries:
     """Attention of a padded window over the cache, causal (`block_size` 1) or block-causal.
@@ -182,8 +185,13 @@ def cached_attention(
     """
     until = jnp.zeros_like(start) if until is None else until
     arguments = (q, k_cache, v_cache, start, until, live)
-    if kernel == "reference":
-        return reference.window_attention(*arguments, block_size=block_size, tile=TILE)
+    if kernel == "cpu":
+        from failfast_jax.kernels import cpu
+
+        if cpu.supports(width=q.shape[1], capacity=k_cache.shape[2], dtype=k_cache.dtype) is None:
+            return cpu.window_attention(*arguments, block_size=block_size, back=back)
+    if kernel in ("reference", "cpu") or back is not None:
+        return reference.window_attention(*arguments, block_size=block_size, tile=TILE, back=back)
     if kernel == "tpu":
         from failfast_jax.kernels import tpu
 

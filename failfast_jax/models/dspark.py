@@ -33,7 +33,7 @@ from failfast_jax.models.attention import Window, attend, write_windows
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.drafter_model import FEATURE_BLOCK, Kind
-from failfast_jax.models.layers import Layer, Linear, RMSNorm, unit_rms
+from failfast_jax.models.layers import Layer, Linear, RMSNorm, product, unit_rms, xla_product
 from failfast_jax.models.rope import apply_rope, rotary, rotated_heads
 from failfast_jax.models.sharding import ONE_DEVICE, TENSOR, Execution, put
 from failfast_jax.models.transformer import Decoder
@@ -367,8 +367,8 @@ class DSparkModel:
 
     def logits(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R v"]:
         """Float32 logits of hidden states over the tokens that it can draft, before the Markov head."""
-        contract = (((hidden.ndim - 1,), (1,)), ((), ()))
-        return jax.lax.dot_general(hidden, self.head, contract, preferred_element_type=jnp.float32)
+        multiply = product if self.execution.mesh is None else xla_product
+        return multiply(hidden, self.head, jnp.float32)
 
     def over_vocabulary(self, logits: Float[Array, "*R v"]) -> Float[Array, "*R V"]:
         """Logits of the whole vocabulary; -inf for what it cannot draft."""

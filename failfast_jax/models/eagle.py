@@ -149,7 +149,7 @@ class Eagle(nnx.Module):
     def _pairs(self, embedded, hidden, cache, start, live, level):
         base, width = self.config.base, embedded.shape[1]
         kernel = self.execution.resolved(self.dtype, base.head_dim)
-        if kernel != "reference" and width % ROWS:
+        if kernel not in ("reference", "cpu") and width % ROWS:
 
             def padded(x: Array) -> Array:
                 return jnp.pad(x, ((0, 0), (0, -width % ROWS), *[(0, 0)] * (x.ndim - 2)))

@@ -1,8 +1,7 @@
 """The layer of every model here (Flax NNX), and what it is made of.
 
 RMSNorm, rotary embeddings and softmax run in float32, everything else in the model's dtype. Weights are stored
-`[out, in]`: on CPU XLA's matmul repacks the other layout at every step. Projections that read the same input are one
-matrix.
+`[out, in]`, along which the CPU's kernel sums. Projections that read the same input are one matrix.
 """
 
 from __future__ import annotations
@@ -18,11 +17,53 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from failfast_jax.models.cache import round_up
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import ONE_DEVICE, Execution, put, total, whole
+
+
+def product(
+    x: Float[Array, "*R I"], weight: Shaped[Array, "O I"], preferred: DTypeLike | None = None
+) -> Float[Array, "*R O"]:
+    """`x @ weight.T`, summed in float32 and returned in `preferred`, or else in the dtype of `x`.
+
+    A CPU computes the rows of a decode pass by `kernels.cpu`, wide ones as every other device does by XLA. Not for
+    weights that XLA shall spread over devices by itself: inside a `shard_map` only, or on one device.
+
+    Args:
+      weight: of any floating-point type, or int8.
+    """
+    plain = functools.partial(xla_product, preferred=preferred)
+    if jax.default_backend() != "cpu":
+        return plain(x, weight)
+    from failfast_jax.kernels import cpu  # brings LLVM: only where it runs
+
+    width = x.shape[-2] if x.ndim > 1 else 1
+    if cpu.supports_product(width=width, outputs=weight.shape[0], dtype=weight.dtype) is not None:
+        return plain(x, weight)
+
+    def ours(x, weight):
+        y = cpu.product(x.reshape(-1, x.shape[-1]).astype(jnp.float32), weight)
+        return y.astype(preferred or x.dtype).reshape(*x.shape[:-1], -1)
+
+    # What is compiled here may be meant for a TPU.
+    return jax.lax.platform_dependent(x, weight, cpu=ours, default=plain)
+
+
+def xla_product(
+    x: Float[Array, "*R I"], weight: Shaped[Array, "O I"], preferred: DTypeLike | None = None
+) -> Float[Array, "*R O"]:
+    """`product` by XLA, on every device and over any number of them.
+
+    Every int8 is exact in the narrowest dtype, and its conversion fuses into the product: what is read from memory is
+    int8.
+    """
+    if weight.dtype == jnp.int8:
+        weight, preferred = weight.astype(x.dtype), jnp.float32 if preferred is None else preferred
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight, contract, preferred_element_type=preferred)
 
 
 class Linear(nnx.Module):
@@ -38,28 +79,30 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(out_shape, dtype)) if bias else None
 
     def __call__(
-        self, x: Float[Array, "*R I"], preferred: DTypeLike | None = None, over: str | None = None
+        self,
+        x: Float[Array, "*R I"],
+        preferred: DTypeLike | None = None,
+        over: str | None = None,
+        multiply: Callable[..., Array] = product,
     ) -> Float[Array, "*R O"]:
         """`over`: mesh axis over which the inputs are spread, inside a `shard_map`."""
-        return self.some(slice(None), x, preferred, over)
+        return self.some(slice(None), x, preferred, over, multiply)
 
     def some(
-        self, which: slice, x: Float[Array, "*R I"], preferred: DTypeLike | None = None, over: str | None = None
+        self,
+        which: slice,
+        x: Float[Array, "*R I"],
+        preferred: DTypeLike | None = None,
+        over: str | None = None,
+        multiply: Callable[..., Array] = product,
     ) -> Float[Array, "*R O"]:
         """Only some of the outputs: a slice of the last output axis."""
         weight, scale, bias = (None if p is None else p[...] for p in (self.weight, self.scale, self.bias))
         weight = weight[..., which, :].reshape(-1, weight.shape[-1])
-        rows = x.reshape(-1, x.shape[-1])
-        if scale is None:
-            y = jax.lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=preferred)
-        else:
-            # Every int8 is exact in the narrowest dtype, so only sums and scales are rounded. The conversion fuses into
-            # the product: what is read from memory is int8.
-            y = jax.lax.dot_general(
-                rows, weight.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-            )
+        y = multiply(x, weight, preferred if scale is None else jnp.float32)
+        if scale is not None:  # only sums and scales are rounded
             y = (y * scale[..., which, :].reshape(-1)).astype(preferred or x.dtype)
-        y = total(y.reshape(*x.shape[:-1], -1), over)
+        y = total(y, over)
         return y if bias is None else y + bias[..., which].reshape(-1)
 
 

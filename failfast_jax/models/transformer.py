@@ -26,7 +26,7 @@ from failfast_jax.models.attention import LayerCache, RowGroups, TreeMask, Windo
 from failfast_jax.models.cache import KVCache, move_slots, round_up
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.drafter_model import Kind
-from failfast_jax.models.layers import Layer, Linear, RMSNorm, padded_group
+from failfast_jax.models.layers import Layer, Linear, RMSNorm, padded_group, product, xla_product
 from failfast_jax.models.rope import rotary, rotated_heads
 from failfast_jax.models.sharding import (
     ONE_DEVICE,
@@ -182,12 +182,11 @@ class Decoder(nnx.Module):
     @jax.named_scope("head")
     def logits_of(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R V"]:
         """Float32 logits of hidden states that `window` returned."""
+        multiply = product if self.execution.mesh is None else xla_product
         if self.head is not None:
-            logits = self.head(hidden, jnp.float32)
+            logits = self.head(hidden, jnp.float32, multiply=multiply)
         else:
-            logits = jax.lax.dot_general(
-                hidden, self.embed[...], (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-            )
+            logits = multiply(hidden, self.embed[...], jnp.float32)
         return constrain(logits, self.execution, P(*[P.UNCONSTRAINED] * (logits.ndim - 1), self.execution.vocab))
 
     def forward(self, ids: Int[Array, "B L"], length: Int[ArrayLike, ""] | None = None) -> Float[Array, "B L V"]:

@@ -28,9 +28,12 @@ def arrays(seed: int, batch: int, width: int, heads: int, kv_heads: int, capacit
     return q, rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32)
 
 
-@functools.partial(jax.jit, static_argnums=5)
-def attend(q, k, v, start, live, block_size):
-    return cached_attention(q, k, v, start, live, block_size)
+@functools.partial(jax.jit, static_argnames=("block_size", "back", "kernel"))
+def attend(q, k, v, start, live, block_size, until=None, back=None, kernel="reference"):
+    return cached_attention(q, k, v, start, live, block_size, until=until, back=back, kernel=kernel)
+
+
+both_kernels = pytest.mark.parametrize("kernel", ["reference", "cpu"])
 
 
 # Few shapes, so that few programs are compiled; what varies freely is not static.
@@ -53,54 +56,51 @@ cases = given(
 )
 
 
+@both_kernels
 @settings(max_examples=60)
 @cases
-def test_equals_dense_attention(shape, seed, starts, block_size):
+def test_equals_dense_attention(kernel, shape, seed, starts, block_size):
     q, k, v, start, live = attention_case(shape, seed, starts, block_size)
     expected = attention_by_hand(q, k, v, start, block_size)
-    np.testing.assert_allclose(attend(q, k, v, start, live, block_size), expected, atol=2e-5)
+    np.testing.assert_allclose(attend(q, k, v, start, live, block_size, kernel=kernel), expected, atol=2e-5)
 
 
+@both_kernels
 @settings(max_examples=10)
 @given(seed=st.integers(0, 99), start=st.integers(0, 300), back=st.sampled_from([1, 3, 40, 129]), whole=st.booleans())
-def test_a_sliding_window_sees_its_last_positions(seed, start, back, whole):
+def test_a_sliding_window_sees_its_last_positions(kernel, seed, start, back, whole):
     """Causal rows, or rows that see their whole block, as drafters of either publisher have them."""
     q, k, v = arrays(seed, 1, 8, 4, 2)
     starts, until = np.asarray([start], np.int32), np.asarray([start + 5 if whole else 0], np.int32)
-    got = sliding(q, k, v, starts, until, np.int32(start + 8), back)
+    got = attend(q, k, v, starts, np.int32(start + 8), 1, until, back, kernel)
     expected = attention_by_hand(q, k, v, starts, 1, until, back)
     np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
-sliding = jax.jit(
-    lambda q, k, v, start, until, live, back: reference.window_attention(
-        q, k, v, start, until, live, block_size=1, tile=TILE, back=back
-    ),
-    static_argnums=6,
-)
-
-
+@both_kernels
 @settings(max_examples=30)
 @cases
-def test_what_lies_behind_the_live_part_does_not_matter(shape, seed, starts, block_size):
+def test_what_lies_behind_the_live_part_does_not_matter(kernel, shape, seed, starts, block_size):
     q, k, v, start, live = attention_case(shape, seed, starts, block_size)
-    expected = np.asarray(attend(q, k, v, start, live, block_size))
+    expected = np.asarray(attend(q, k, v, start, live, block_size, kernel=kernel))
     k[:, :, live:] = v[:, :, live:] = 1e4
-    np.testing.assert_array_equal(attend(q, k, v, start, live, block_size), expected)
+    np.testing.assert_array_equal(attend(q, k, v, start, live, block_size, kernel=kernel), expected)
     for longer in (live + 1, round_up(int(live), TILE) + TILE, CAPACITY + 7):
-        np.testing.assert_array_equal(attend(q, k, v, start, np.int32(longer), block_size), expected)
+        longer = attend(q, k, v, start, np.int32(longer), block_size, kernel=kernel)
+        np.testing.assert_array_equal(longer, expected)
 
 
+@both_kernels
 @settings(max_examples=20)
 @given(seed=st.integers(0, 99), row=st.integers(8, CAPACITY - 9), block_size=st.sampled_from([1, 8]))
-def test_a_row_does_not_depend_on_where_its_window_begins(seed, row, block_size):
+def test_a_row_does_not_depend_on_where_its_window_begins(kernel, seed, row, block_size):
     width = 8
     q, k, v = arrays(seed, 1, CAPACITY, 4, 2)
     results = []
     for start in range(row - width + 1, row + 1):
         window = q[:, start : start + width]
         live = np.int32(min(start + width + block_size, CAPACITY))
-        out = attend(window, k, v, np.asarray([start], np.int32), live, block_size)
+        out = attend(window, k, v, np.asarray([start], np.int32), live, block_size, kernel=kernel)
         results.append(np.asarray(out)[0, row - start])
     for other in results[1:]:
         np.testing.assert_array_equal(other, results[0])
@@ -119,9 +119,10 @@ def test_whole_sequences_without_a_cache(block_size, length):
     np.testing.assert_allclose(got[:, :end], expected[:, :end], atol=2e-5)
 
 
-def test_a_pass_nobody_listens_to_has_finite_results():
+@both_kernels
+def test_a_pass_nobody_listens_to_has_finite_results(kernel):
     q, k, v = arrays(0, 2, 4, 4, 2)
-    out = attend(q, k, v, np.asarray([300, 0], np.int32), np.int32(0), 1)
+    out = attend(q, k, v, np.asarray([300, 0], np.int32), np.int32(0), 1, kernel=kernel)
     assert np.isfinite(out).all()
 
 
@@ -137,7 +138,7 @@ def test_write_window_writes_each_row_at_its_place():
 @pytest.mark.parametrize(
     "platform, capability, dtype, head_dim, kernel",
     [
-        ("cpu", None, "bfloat16", 128, "reference"),
+        ("cpu", None, "bfloat16", 128, "cpu"),
         ("tpu", None, "bfloat16", 128, "tpu"),
         ("tpu", None, "bfloat16", 80, "reference"),
         ("gpu", "9.0", "bfloat16", 128, "gpu"),

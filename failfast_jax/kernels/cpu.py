@@ -1,0 +1,493 @@
+"""Products of rows with a large matrix, and attention over a cache, on CPU.
+
+XLA's product of 2 to 64 rows packs the weights into another layout first, which costs more than one row's whole product
+does. Here a tile of rows and outputs is summed in registers, along the inputs, over weights as they lie (`[out, in]`):
+each is read from memory once, for all rows. Attention reads each key and value once, too.
+
+A row's result does not depend on how many rows there are: bits are the same for every number of rows, one included.
+Weights may be float32, bfloat16 or int8, caches float32 or bfloat16; sums are float32. Work is shared out over cores as
+operations that XLA runs at the same time.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
+from llvmlite import ir
+
+from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
+from failfast_jax.kernels import emit
+from failfast_jax.kernels.emit import ELEMENTS, FLOAT, LONG, POINTER, Call, Emitter, constant
+from failfast_jax.kernels.reference import HIDDEN, last_visible
+
+TARGETS = "failfast"
+"""What the names of what XLA calls begin with."""
+NO_UNIT = "a processor without fused multiply-add"
+MAX_WIDTH = 128
+"""Rows of a sequence. Beyond, arithmetic bounds a product, and XLA's is as fast or faster."""
+MOST_PARTS = 16
+SMALLEST_PART = 1 << 14
+"""Weights; a smaller product is not worth a second core."""
+TILE_ROWS = 4
+MANY_ROWS = 32
+OUTPUTS_IN_CACHE = 8
+"""Tiles of outputs whose weights stay in a core's cache while many rows pass over them."""
+
+
+def tile_outputs() -> int:
+    """Outputs of a tile: sums, a vector of each output and one of a row fill the registers."""
+    return 6 if emit.vector_unit().registers == 32 else 3
+
+
+def supports_product(*, width: int, outputs: int, dtype: DTypeLike) -> str | None:
+    """Why `product` cannot serve a shape; None if it can.
+
+    Args:
+      width: rows of a sequence.
+      outputs, dtype: of the weight.
+    """
+    if emit.vector_unit() is None:
+        return NO_UNIT
+    if not 1 <= width <= MAX_WIDTH:
+        return f"1 to {MAX_WIDTH} rows, not {width}"
+    if outputs < tile_outputs():
+        return f"{outputs} outputs: {tile_outputs()} or more"
+    if jnp.dtype(dtype).name not in ELEMENTS:
+        return f"weights of {jnp.dtype(dtype).name}: {', '.join(ELEMENTS)}"
+    return None
+
+
+@jax.custom_jvp
+def product(rows: Float[Array, "R I"], weight: Shaped[Array, "O I"]) -> Float[Array, "R O"]:
+    """`rows @ weight.T` in float32, on a CPU and for shapes that `supports_product`.
+
+    Args:
+      rows: float32.
+      weight: float32, bfloat16 or int8.
+    """
+    name = _registered(_product_module, str(weight.dtype))
+    outputs, inputs = weight.shape
+    step = tile_outputs()
+    parts = max(1, min(_cores(), outputs * inputs // SMALLEST_PART, outputs // step))
+    bounds = [outputs * part // parts // step * step for part in range(parts)] + [outputs]
+    results = []
+    for begin, end in itertools.pairwise(bounds):
+        shape = jax.ShapeDtypeStruct((rows.shape[0], end - begin), jnp.float32)
+        results.append(_call(name, shape)(rows, weight, jnp.int32(begin)))
+    return results[0] if parts == 1 else jnp.concatenate(results, axis=1)
+
+
+product.defjvps(lambda change, _, rows, weight: change @ weight.T, lambda change, _, rows, weight: rows @ change.T)
+
+
+def _call(name: str, shape: jax.ShapeDtypeStruct) -> Callable[..., Array]:
+    return jax.ffi.ffi_call(name, shape, vmap_method="sequential")
+
+
+def _cores() -> int:
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(found, MOST_PARTS)
+
+
+_lock = threading.Lock()
+
+
+def _registered(make: Callable[..., ir.Module], *how) -> str:
+    """Name of the FFI target that a module is, compiled once."""
+    with _lock:
+        return _compiled(TARGETS, make, *how)
+
+
+@functools.cache
+def _compiled(names: str, make: Callable[..., ir.Module], *how) -> str:
+    module = make(*how)
+    emit.register(module, module.name)
+    return module.name
+
+
+# -- products --------------------------------------------------------------------------------------------
+
+
+def _product_module(dtype: str) -> ir.Module:
+    module = ir.Module(f"{TARGETS}_product_{dtype}")
+    tiles = _tiles(module, dtype)
+    emit.handler(module, module.name, functools.partial(_product, tiles=tiles, dtype=dtype))
+    return module
+
+
+def _tiles(module: ir.Module, dtype: str) -> list[ir.Function]:
+    return [_tile(module, rows, dtype) for rows in range(1, TILE_ROWS + 1)]
+
+
+def _tile(module: ir.Module, rows: int, dtype: str) -> ir.Function:
+    """`tile(x, w, y, inputs, stride)`: `rows` rows times `tile_outputs()` outputs, summed in registers."""
+    width, lanes, element = tile_outputs(), emit.vector_unit().lanes, ELEMENTS[dtype]
+    arguments = [POINTER, POINTER, POINTER, LONG, LONG]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), f"tile_{rows}")
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    x, w, y, inputs, stride = function.args
+    emitter = Emitter(function.append_basic_block())
+    x_rows = [emitter.element(x, emitter.mul(inputs, constant(row))) for row in range(rows)]
+    w_rows = [emitter.element(w, emitter.mul(inputs, constant(output)), element) for output in range(width)]
+    next_tile = emitter.mul(inputs, constant(width))
+
+    def step(at, sums, lanes=lanes):
+        weights = []
+        for row in w_rows:
+            place = emitter.element(row, at, element)
+            emitter.prefetch(emitter.element(place, next_tile, element))
+            weights.append(emitter.floats(place, lanes, dtype))
+        numbers = [emitter.floats(emitter.element(row, at), lanes) for row in x_rows]
+        pairs = ((number, weight) for number in numbers for weight in weights)
+        return [emitter.multiply_add(*pair, total) for pair, total in zip(pairs, sums)]
+
+    whole = emitter.and_(inputs, constant(-lanes))
+    zeros = [emit.vector([0.0] * lanes)] * (rows * width)
+    sums = emitter.sums(emitter.loop(whole, lanes, step, zeros))
+    sums = emitter.loop(inputs, 1, functools.partial(step, lanes=1), sums, begin=whole)
+    for index, total in enumerate(sums):
+        row, output = divmod(index, width)
+        place = emitter.add(emitter.mul(stride, constant(row)), constant(output))
+        emitter.store(total, emitter.element(y, place))
+    emitter.ret_void()
+    return function
+
+
+def _by_rows(emitter: Emitter, rows, body: Callable) -> None:
+    """`body(row, count)` for tiles of `TILE_ROWS` rows, and once for those that are left."""
+    left = emitter.srem(rows, constant(TILE_ROWS))
+    whole = emitter.sub(rows, left)
+    emitter.loop(whole, TILE_ROWS, lambda row, _: body(row, TILE_ROWS))
+    for count in range(1, TILE_ROWS):
+        with emitter.if_then(emitter.icmp_signed("==", left, constant(count))):
+            body(whole, count)
+
+
+def _product(emitter: Emitter, call: Call, *, tiles: list[ir.Function], dtype: str) -> None:
+    """All rows times the outputs from a given one on, as many as the result has."""
+    x, w, y = call.input(0), call.input(1), call.output()
+    rows, inputs, outputs = x.size(0), x.size(1), y.size(1)
+    weights = emitter.element(w.data, emitter.mul(call.input(2).integer(), inputs), ELEMENTS[dtype])
+    width = tile_outputs()
+    many = emitter.icmp_signed(">", rows, constant(MANY_ROWS))
+    block = emitter.select(many, constant(width * OUTPUTS_IN_CACHE), constant(width))
+
+    def block_of_outputs(begin, _):
+        end = emitter.least(emitter.add(begin, block), outputs)
+
+        def tile_of_rows(row, count):
+            place = emitter.element(x.data, emitter.mul(row, inputs))
+            result = emitter.element(y.data, emitter.mul(row, outputs))
+            _times(emitter, tiles[count - 1], place, weights, result, inputs, outputs, begin, end, outputs, dtype)
+
+        _by_rows(emitter, rows, tile_of_rows)
+
+    emitter.loop(outputs, block, block_of_outputs)
+
+
+def _times(emitter: Emitter, tile: ir.Function, x, w, y, inputs, stride, begin, end, most, dtype: str) -> None:
+    """A tile's rows times the outputs `begin .. end-1` of `most`; results of a row are `stride` from the next one's."""
+    last = emitter.sub(most, constant(tile_outputs()))
+
+    def body(output, _):
+        output = emitter.least(output, last)  # the last tile overlaps the one before: the same numbers again
+        place = emitter.element(w, emitter.mul(output, inputs), ELEMENTS[dtype])
+        emitter.call(tile, [x, place, emitter.element(y, output), inputs, stride])
+
+    emitter.loop(end, tile_outputs(), body, begin=begin)
+
+
+# -- attention -------------------------------------------------------------------------------------------
+
+CHUNK = 256
+"""Slots of the cache that one core sums up by itself; chunks lie at absolute positions and are joined in order."""
+STEP = 16
+"""Slots are summed up in multiples of it; a cache has one of `models.cache.TILE`."""
+ROWS_AT_ONCE = 16
+
+
+def supports(*, width: int, capacity: int, dtype: DTypeLike) -> str | None:
+    """Why `window_attention` cannot serve a shape; None if it can.
+
+    Args:
+      capacity, dtype: of the cache.
+    """
+    if emit.vector_unit() is None:
+        return NO_UNIT
+    if not 1 <= width <= MAX_WIDTH:
+        return f"a window has 1 to {MAX_WIDTH} rows, not {width}"
+    if capacity % STEP:
+        return f"a cache of {capacity} positions: a multiple of {STEP}"
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        return f"a cache of {jnp.dtype(dtype).name}: bfloat16 or float32"
+    return None
+
+
+def window_attention(
+    q: Queries,
+    k_cache: Cache,
+    v_cache: Cache,
+    start: PerSequence,
+    until: PerSequence,
+    live: Scalar,
+    *,
+    block_size: int,
+    back: int | None = None,
+) -> Queries:
+    """Attention of a window of queries over the live part of a static cache, on a CPU and for shapes that it
+    `supports`; see the package's interface.
+
+    Args:
+      back: positions up to its own that a query sees; None: all.
+    """
+    batch, width, heads, head_dim = q.shape
+    kv_heads, group = k_cache.shape[1], heads // k_cache.shape[1]
+    # The query heads of one KV head are rows of one product.
+    rows = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    rows = rows.reshape(batch, kv_heads, group * width, head_dim).astype(jnp.float32) * head_dim**-0.5
+    last = last_visible(start, width, until, block_size)
+    first = jnp.zeros_like(last) if back is None else start[:, None] + jnp.arange(width) - (back - 1)
+    live = jnp.minimum(live, k_cache.shape[2])
+    first, last = (jnp.tile(bound.astype(jnp.int32), (1, group)) for bound in (first, last))
+    out = _attention_of_rows(rows, k_cache, v_cache, first, last, live).reshape(batch, kv_heads, group, width, head_dim)
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+
+
+def _attention_of_rows(
+    rows: Float[Array, "B K GW H"],
+    k_cache: Cache,
+    v_cache: Cache,
+    first: Int[Array, "B GW"],
+    last: Int[Array, "B GW"],
+    live: Scalar,
+) -> Float[Array, "B K GW H"]:
+    """Chunks of the cache, shared out over cores, then their sum.
+
+    Args:
+      rows: float32, scaled.
+      first, last: slots that each row sees.
+    """
+    batch, heads, count, head_dim = rows.shape
+    items = batch * heads * -(-k_cache.shape[2] // CHUNK)
+    parts = min(_cores(), items)
+    name = _registered(_attention_module, str(k_cache.dtype), head_dim)
+    shape = jax.ShapeDtypeStruct((-(-items // parts) * count * (head_dim + 2),), jnp.float32)
+    sums = [
+        _call(name, shape)(rows, k_cache, v_cache, first, last, live, jnp.int32(part), jnp.int32(parts))
+        for part in range(parts)
+    ]
+    joined = _registered(_join_module, head_dim)
+    return _call(joined, jax.ShapeDtypeStruct(rows.shape, jnp.float32))(live, jnp.int32(parts), *sums)
+
+
+def column_lanes(head_dim: int) -> int:
+    """Numbers of a head in a vector: as many as its size is a multiple of."""
+    return math.gcd(head_dim, emit.vector_unit().lanes)
+
+
+def _attention_module(dtype: str, head_dim: int) -> ir.Module:
+    module = ir.Module(f"{TARGETS}_attention_{dtype}_{head_dim}")
+    tiles = _tiles(module, dtype)
+    mixes = [_mix(module, rows, dtype, head_dim) for rows in range(1, TILE_ROWS + 1)]
+    chunk = _chunk(module, tiles, mixes, dtype, head_dim)
+    emit.handler(module, module.name, functools.partial(_attention, chunk=chunk, dtype=dtype, head_dim=head_dim))
+    return module
+
+
+def _attention(emitter: Emitter, call: Call, *, chunk: ir.Function, dtype: str, head_dim: int) -> None:
+    """Every chunk of every pair of sequence and KV head whose number is `part` modulo `parts`."""
+    rows, keys, values, first, last, live, part, parts = (call.input(index) for index in range(8))
+    sums, heads, count, capacity = call.output().data, rows.size(1), rows.size(2), keys.size(2)
+    pairs = emitter.mul(rows.size(0), heads)
+    used = live.integer()
+    chunks = emitter.sdiv(emitter.add(used, constant(CHUNK - 1)), constant(CHUNK))
+    every = parts.integer()
+
+    def item(index, _):
+        pair, place = emitter.srem(index, pairs), emitter.mul(emitter.sdiv(index, pairs), constant(CHUNK))
+        sequence = emitter.sdiv(pair, heads)
+        at = emitter.mul(emitter.add(emitter.mul(pair, capacity), place), constant(head_dim))
+        slots = emitter.least(emitter.sub(capacity, place), constant(CHUNK))
+        needed = emitter.and_(emitter.add(emitter.sub(used, place), constant(STEP - 1)), constant(-STEP))
+        bounds = emitter.mul(sequence, count)
+        size = emitter.mul(count, constant(head_dim + 2))
+        emitter.call(
+            chunk,
+            [
+                emitter.element(rows.data, emitter.mul(emitter.mul(pair, count), constant(head_dim))),
+                emitter.element(keys.data, at, ELEMENTS[dtype]),
+                emitter.element(values.data, at, ELEMENTS[dtype]),
+                emitter.element(first.data, bounds, emit.INT),
+                emitter.element(last.data, bounds, emit.INT),
+                emitter.element(sums, emitter.mul(emitter.sdiv(index, every), size)),
+                count,
+                place,
+                emitter.least(slots, needed),
+            ],
+        )
+
+    emitter.loop(emitter.mul(pairs, chunks), every, item, begin=part.integer())
+
+
+def _chunk(module: ir.Module, tiles: list, mixes: list, dtype: str, head_dim: int) -> ir.Function:
+    """`chunk(q, k, v, first, last, sums, rows, place, slots)`: of each row over the chunk's slots, the sum of values by
+    weight, then of all rows the highest score and the sum of weights."""
+    arguments = [POINTER] * 6 + [LONG] * 3
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), "chunk")
+    function.linkage = "internal"
+    q, k, v, first, last, sums, rows, place, slots = function.args
+    emitter = Emitter(function.append_basic_block())
+    weights = emitter.alloca(FLOAT, constant(ROWS_AT_ONCE * CHUNK))
+    weights.align = 64
+    highest = emitter.element(sums, emitter.mul(rows, constant(head_dim)))
+    totals = emitter.element(highest, rows)
+    size, stride = constant(head_dim), constant(CHUNK)
+
+    def some_rows(begin, _):
+        count = emitter.least(emitter.sub(rows, begin), constant(ROWS_AT_ONCE))
+
+        def scores(row, several):
+            queries = emitter.element(q, emitter.mul(emitter.add(begin, row), size))
+            result = emitter.element(weights, emitter.mul(row, stride))
+            _times(emitter, tiles[several - 1], queries, k, result, size, stride, constant(0), slots, slots, dtype)
+
+        def soften(row, _):
+            at = emitter.add(begin, row)
+            bounds = [emitter.load(emitter.element(bound, at, emit.INT), typ=emit.INT) for bound in (first, last)]
+            score, total = _softened(emitter, emitter.element(weights, emitter.mul(row, stride)), bounds, place, slots)
+            emitter.store(score, emitter.element(highest, at))
+            emitter.store(total, emitter.element(totals, at))
+
+        def mix(row, several):
+            result = emitter.element(sums, emitter.mul(emitter.add(begin, row), size))
+            emitter.call(mixes[several - 1], [emitter.element(weights, emitter.mul(row, stride)), v, result, slots])
+
+        _by_rows(emitter, count, scores)
+        emitter.loop(count, 1, soften)
+        _by_rows(emitter, count, mix)
+
+    emitter.loop(rows, ROWS_AT_ONCE, some_rows)
+    emitter.ret_void()
+    return function
+
+
+def _softened(emitter: Emitter, scores, bounds: list, place, slots) -> tuple:
+    """Turns a row's scores into weights, in place: e to what each is below the highest; 0 where it does not see.
+
+    Returns:
+      The highest score, and the sum of the weights.
+    """
+    lanes = emit.vector_unit().lanes
+    first, last = (emitter.repeated(bound, lanes) for bound in bounds)
+    hidden, zero = emit.vector([HIDDEN] * lanes), emit.vector([0.0] * lanes)
+
+    def seen(at):
+        start = emitter.repeated(emitter.trunc(emitter.add(place, at), emit.INT), lanes)
+        slot = emitter.add(start, emit.vector(range(lanes), emit.INT))
+        return emitter.and_(emitter.icmp_signed(">=", slot, first), emitter.icmp_signed("<=", slot, last))
+
+    def higher(at, carried):
+        score = emitter.select(seen(at), emitter.floats(emitter.element(scores, at), lanes), hidden)
+        return [emitter.intrinsic("maxnum", score.type, carried[0], score)]
+
+    [highest] = emitter.loop(slots, lanes, higher, [hidden])
+    highest = emitter.intrinsic("vector.reduce.fmax", FLOAT, highest)
+    subtracted = emitter.repeated(highest, lanes)
+
+    def weigh(at, carried):
+        address = emitter.element(scores, at)
+        weight = emitter.exponential(emitter.fsub(emitter.floats(address, lanes), subtracted))
+        weight = emitter.select(seen(at), weight, zero)
+        emitter.store(weight, address, align=4)
+        return [emitter.fadd(carried[0], weight)]
+
+    [total] = emitter.loop(slots, lanes, weigh, [zero])
+    return highest, emitter.sums([total])[0]
+
+
+def _mix(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Function:
+    """`mix(weights, v, sums, slots)`: for `rows` rows of weights, the weighted sums of the values of all slots."""
+    lanes, registers = column_lanes(head_dim), emit.vector_unit().registers
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, POINTER, POINTER, LONG]), f"mix_{rows}")
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    weights, v, sums, slots = function.args
+    emitter = Emitter(function.append_basic_block())
+    wide = registers // 8 * lanes
+    for begin in range(0, head_dim, wide):
+        columns = range(begin, min(begin + wide, head_dim), lanes)
+
+        def step(slot, carried, columns=columns):
+            at = emitter.mul(slot, constant(head_dim))
+            places = [emitter.element(v, emitter.add(at, constant(column)), ELEMENTS[dtype]) for column in columns]
+            values = [emitter.floats(place, lanes, dtype) for place in places]
+            numbers = [emitter.element(weights, emitter.add(slot, constant(row * CHUNK))) for row in range(rows)]
+            numbers = [emitter.repeated(emitter.load(place, typ=FLOAT), lanes) for place in numbers]
+            pairs = ((number, value) for number in numbers for value in values)
+            return [emitter.multiply_add(*pair, total) for pair, total in zip(pairs, carried)]
+
+        zeros = [emit.vector([0.0] * lanes)] * (rows * len(columns))
+        for index, total in enumerate(emitter.loop(slots, 1, step, zeros)):
+            row, column = divmod(index, len(columns))
+            place = emitter.element(sums, constant(row * head_dim + columns[column]))
+            emitter.store(total, place, align=4)
+    emitter.ret_void()
+    return function
+
+
+def _join_module(head_dim: int) -> ir.Module:
+    module = ir.Module(f"{TARGETS}_attention_join_{head_dim}")
+    emit.handler(module, module.name, functools.partial(_join, head_dim=head_dim))
+    return module
+
+
+def _join(emitter: Emitter, call: Call, *, head_dim: int) -> None:
+    """Of each row the sum over chunks, in their order, over the sum of weights; zeros where it sees nothing."""
+    lanes, out = column_lanes(head_dim), call.output()
+    pairs, count = emitter.mul(out.size(0), out.size(1)), out.size(2)
+    parts, columns = call.input(1).integer(), range(0, head_dim, lanes)
+    chunks = emitter.sdiv(emitter.add(call.input(0).integer(), constant(CHUNK - 1)), constant(CHUNK))
+    size = emitter.mul(count, constant(head_dim + 2))
+    zero, hidden = emit.vector([0.0] * lanes), emit.vector([HIDDEN] * lanes)
+
+    def row_of(pair, row):
+        def place(chunk):
+            index = emitter.add(emitter.mul(chunk, pairs), pair)
+            sums = call.input(emitter.add(emitter.srem(index, parts), constant(2))).data
+            return emitter.element(sums, emitter.mul(emitter.sdiv(index, parts), size))
+
+        def number(sums, which: int):
+            behind = emitter.add(emitter.mul(count, constant(head_dim + which)), row)
+            return emitter.repeated(emitter.load(emitter.element(sums, behind), typ=FLOAT), lanes)
+
+        def higher(chunk, carried):
+            return [emitter.intrinsic("maxnum", hidden.type, carried[0], number(place(chunk), 0))]
+
+        [highest] = emitter.loop(chunks, 1, higher, [hidden])
+
+        def add(chunk, carried):
+            sums = place(chunk)
+            weight = emitter.exponential(emitter.fsub(number(sums, 0), highest))
+            start = emitter.mul(row, constant(head_dim))
+            parts = [emitter.element(sums, emitter.add(start, constant(column))) for column in columns]
+            terms = [*(emitter.floats(part, lanes) for part in parts), number(sums, 1)]
+            return [emitter.multiply_add(term, weight, total) for term, total in zip(terms, carried)]
+
+        *sums, total = emitter.loop(chunks, 1, add, [zero] * (len(columns) + 1))
+        sees = emitter.fcmp_ordered(">", total, zero)
+        start = emitter.mul(emitter.add(emitter.mul(pair, count), row), constant(head_dim))
+        for column, value in zip(columns, sums):
+            value = emitter.select(sees, emitter.fdiv(value, total), zero)
+            emitter.store(value, emitter.element(out.data, emitter.add(start, constant(column))), align=4)
+
+    emitter.loop(pairs, 1, lambda pair, _: emitter.loop(count, 1, lambda row, _: row_of(pair, row) and None) and None)

@@ -1,0 +1,274 @@
+"""LLVM IR for CPU kernels: loops, vectors, sums over lanes, and XLA's calling convention.
+
+Pallas has no backend for CPU, and XLA's own products pack a weight anew at every call. What is emitted here is compiled
+for the machine it runs on (by llvmlite: no compiler needs to be installed), and XLA calls it like one of its own
+operations, through `jax.ffi`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import platform
+from collections.abc import Callable, Sequence
+
+import jax
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+BYTE, INT, LONG, FLOAT, POINTER = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.PointerType()
+ELEMENTS = {"float32": FLOAT, "bfloat16": ir.IntType(16), "int8": BYTE}
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+"""Types of what lies in memory; sums are float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class VectorUnit:
+    """What a core computes with at once."""
+
+    lanes: int
+    """Float32 numbers in a vector."""
+    registers: int
+
+
+@functools.cache
+def vector_unit() -> VectorUnit | None:
+    """This machine's, or None where kernels would not be faster than XLA's: without fused multiply-add."""
+    features = llvm.get_host_cpu_features()
+    if platform.machine() in ("aarch64", "arm64"):
+        return VectorUnit(lanes=4, registers=32)
+    if features.get("avx512f"):
+        return VectorUnit(lanes=16, registers=32)
+    return VectorUnit(lanes=8, registers=16) if features.get("avx2") and features.get("fma") else None
+
+
+def _vector(type_: ir.Type, lanes: int) -> ir.Type:
+    return type_ if lanes == 1 else ir.VectorType(type_, lanes)
+
+
+def constant(value: int) -> ir.Constant:
+    return ir.Constant(LONG, value)
+
+
+def vector(values: Sequence[float] | Sequence[int], type_: ir.Type = FLOAT) -> ir.Constant:
+    return ir.Constant(ir.VectorType(type_, len(values)), list(values))
+
+
+class Emitter(ir.IRBuilder):
+    """An `IRBuilder` with what kernels repeat."""
+
+    def loop(self, end, step, body: Callable, carried: Sequence = (), begin=None) -> list:
+        """`for i in range(begin, end, step): carried = body(i, carried)`.
+
+        Returns:
+          What was carried, behind the last turn.
+        """
+        before = self.block
+        head, inside, behind = (self.append_basic_block() for _ in range(3))
+        self.branch(head)
+        self.position_at_end(head)
+        index, *values = (self.phi(type_) for type_ in (LONG, *(value.type for value in carried)))
+        for phi, value in zip((index, *values), (constant(0) if begin is None else begin, *carried)):
+            phi.add_incoming(value, before)
+        self.cbranch(self.icmp_signed("<", index, end), inside, behind)
+        self.position_at_end(inside)
+        new = body(index, values) or ()
+        following = self.add(index, constant(step) if isinstance(step, int) else step)
+        for phi, value in zip((index, *values), (following, *new)):
+            phi.add_incoming(value, self.block)
+        self.branch(head)
+        self.position_at_end(behind)
+        return values
+
+    def least(self, a, b):
+        """The smaller of two integers."""
+        return self.select(self.icmp_signed("<", a, b), a, b)
+
+    def element(self, pointer, index, type_=FLOAT):
+        """Address of an element of an array."""
+        found = self.gep(pointer, [index], source_etype=type_)
+        found.type = POINTER  # llvmlite would have it typed, and refuse to store a vector there
+        return found
+
+    def field(self, pointer, offset: int, type_=POINTER):
+        """What lies so many bytes behind a pointer."""
+        return self.load(self.element(pointer, constant(offset), BYTE), typ=type_)
+
+    def floats(self, pointer, lanes: int, dtype: str = "float32"):
+        """Loads `lanes` elements of a type of `ELEMENTS` as float32, which holds each exactly; one: a scalar."""
+        type_ = ELEMENTS[dtype]
+        loaded = self.load(pointer, typ=_vector(type_, lanes), align=BYTES[dtype])
+        integers, floats = _vector(INT, lanes), _vector(FLOAT, lanes)
+        if dtype == "int8":
+            return self.sitofp(self.sext(loaded, integers), floats)
+        if dtype == "bfloat16":  # the upper half of a float32
+            sixteen = vector([16] * lanes, INT) if lanes > 1 else ir.Constant(INT, 16)
+            return self.bitcast(self.shl(self.zext(loaded, integers), sixteen), floats)
+        return loaded
+
+    def intrinsic(self, name: str, type_, *arguments):
+        """LLVM's own function of that name for vectors or scalars of float32."""
+        of = arguments[0].type
+        full = f"llvm.{name}.{f'v{of.count}' if isinstance(of, ir.VectorType) else ''}f32"
+        function = self.module.globals.get(full)
+        if function is None:
+            function = ir.Function(self.module, ir.FunctionType(type_, [a.type for a in arguments]), full)
+        return self.call(function, arguments)
+
+    def multiply_add(self, a, b, c):
+        """`a * b + c`, rounded once."""
+        return self.intrinsic("fma", c.type, a, b, c)
+
+    def repeated(self, scalar, lanes: int):
+        """A vector that holds a scalar in every lane."""
+        empty = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
+        first = self.insert_element(empty, scalar, ir.Constant(INT, 0))
+        return self.shuffle_vector(first, first, vector([0] * lanes, INT))
+
+    def exponential(self, x):
+        """e to the power of each lane of `x <= 0`, to about one unit in the last place (Cephes' polynomial).
+
+        The lanes below -87 are as those at -87, 1e-38.
+        """
+        lanes = x.type.count
+
+        def number(value: float):
+            return vector([value] * lanes)
+
+        x = self.intrinsic("maxnum", x.type, x, number(-87.0))
+        turns = self.intrinsic("rint", x.type, self.fmul(x, number(1.4426950408889634)))
+        rest = self.multiply_add(turns, number(-0.693359375), x)
+        rest = self.multiply_add(turns, number(2.12194440e-4), rest)
+        series = number(1.9875691500e-4)
+        for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            series = self.multiply_add(series, rest, number(factor))
+        value = self.fadd(self.multiply_add(series, self.fmul(rest, rest), rest), number(1.0))
+        integers = ir.VectorType(INT, lanes)
+        power = self.shl(self.fptosi(turns, integers), vector([23] * lanes, INT))
+        return self.bitcast(self.add(self.bitcast(value, integers), power), x.type)
+
+    def prefetch(self, pointer) -> None:
+        """Asks for what will be read soon."""
+        name = "llvm.prefetch.p0"
+        function = self.module.globals.get(name)
+        if function is None:
+            function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [POINTER, INT, INT, INT]), name)
+        read, keep, data = (ir.Constant(INT, value) for value in (0, 3, 1))
+        self.call(function, [pointer, read, keep, data])
+
+    def sums(self, vectors: Sequence) -> list:
+        """The sum over the lanes of each vector, many at once.
+
+        Halves are added until one number is left, in an order that does not depend on the other vectors.
+        """
+        lanes = vectors[0].type.count
+        if len(vectors) > lanes:
+            return self.sums(vectors[:lanes]) + self.sums(vectors[lanes:])
+        level, size = [(vector, [index]) for index, vector in enumerate(vectors)], lanes
+        while size > 1:
+            level = [self._halved(level[at : at + 2], lanes, size) for at in range(0, len(level), 2)]
+            size //= 2
+        found = {owner: (vector, lane) for vector, owners in level for lane, owner in enumerate(owners)}
+        return [self.extract_element(*found[i][:1], ir.Constant(INT, found[i][1])) for i in range(len(vectors))]
+
+    def _halved(self, pair: list, lanes: int, size: int) -> tuple:
+        """One vector of the sums of halves of the blocks of `size` lanes of one or two vectors."""
+        first, second = pair[0][0], pair[-1][0]
+        starts = [
+            source * lanes + block * size for source, (_, owners) in enumerate(pair) for block in range(len(owners))
+        ]
+
+        def half(which: int):
+            lanes_of = [start + which * size // 2 + lane for start in starts for lane in range(size // 2)]
+            lanes_of += [0] * (lanes - len(lanes_of))
+            return self.shuffle_vector(first, second, vector(lanes_of, INT))
+
+        return self.fadd(half(0), half(1)), [owner for _, owners in pair for owner in owners]
+
+
+# Byte offsets in the structures of XLA's `ffi/api/c_api.h`, and the version of that interface whose layout this is.
+FFI_MAJOR = 0
+FRAME_EXTENSION, FRAME_API, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 72, 112
+API_MINOR, EXTENSION_METADATA, METADATA_MAJOR, METADATA_MINOR = 36, 24, 24, 28
+BUFFER_DATA, BUFFER_DIMENSIONS = 24, 40
+
+
+class Array:
+    """An argument or a result of a call."""
+
+    def __init__(self, emitter: Emitter, buffer: ir.Value):
+        # Read where the array is first named, so that all of its later uses come behind.
+        self.emitter = emitter
+        self.data = emitter.field(buffer, BUFFER_DATA)
+        self.sizes = emitter.field(buffer, BUFFER_DIMENSIONS)
+
+    def size(self, axis: int) -> ir.Value:
+        return self.emitter.field(self.sizes, axis * 8, LONG)
+
+    def integer(self, index=None) -> ir.Value:
+        """An element of an int32 array, widened."""
+        place = self.emitter.element(self.data, constant(0) if index is None else index, INT)
+        return self.emitter.sext(self.emitter.load(place, typ=INT), LONG)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What XLA hands to a handler."""
+
+    emitter: Emitter
+    frame: ir.Value
+
+    def input(self, index) -> Array:
+        """The argument at a place, which may be computed."""
+        index = constant(index) if isinstance(index, int) else index
+        arguments = self.emitter.field(self.frame, FRAME_ARGUMENTS)
+        return Array(self.emitter, self.emitter.load(self.emitter.element(arguments, index, LONG), typ=POINTER))
+
+    def output(self) -> Array:
+        return Array(self.emitter, self.emitter.field(self.emitter.field(self.frame, FRAME_RESULTS), 0))
+
+
+def handler(module: ir.Module, name: str, body: Callable[[Emitter, Call], None]) -> None:
+    """Emits a function that XLA can call."""
+    function = ir.Function(module, ir.FunctionType(POINTER, [POINTER]), name)
+    emitter = Emitter(function.append_basic_block())
+    null, (frame,) = ir.Constant(POINTER, None), function.args
+    extension = emitter.field(frame, FRAME_EXTENSION)
+    with emitter.if_then(emitter.icmp_unsigned("!=", extension, null)):
+        # When it is registered, XLA asks which version it speaks: minor versions move nothing that is read here.
+        metadata = emitter.field(extension, EXTENSION_METADATA)
+        minor = emitter.field(emitter.field(frame, FRAME_API), API_MINOR, INT)
+        emitter.store(ir.Constant(INT, FFI_MAJOR), emitter.element(metadata, constant(METADATA_MAJOR), BYTE))
+        emitter.store(minor, emitter.element(metadata, constant(METADATA_MINOR), BYTE))
+        emitter.ret(null)
+    body(emitter, Call(emitter, frame))
+    emitter.ret(null)
+
+
+@functools.cache
+def _machine() -> llvm.TargetMachine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features().flatten()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=features, opt=3
+    )
+
+
+_engines: list[llvm.ExecutionEngine] = []
+"""They own the compiled code, which XLA's programs call until the process ends."""
+
+
+def register(module: ir.Module, name: str) -> None:
+    """Compiles a module for this machine and makes its handler known to JAX as an FFI target, both under `name`."""
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    passes = llvm.create_pass_builder(_machine(), llvm.create_pipeline_tuning_options(speed_level=2))
+    passes.getModulePassManager().run(parsed, passes)
+    engine = llvm.create_mcjit_compiler(parsed, _machine())
+    engine.finalize_object()
+    _engines.append(engine)
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    jax.ffi.register_ffi_target(name, capsule(engine.get_function_address(name), None, None), platform="cpu")

@@ -1,0 +1,117 @@
+"""The CPU's own kernels: against float64, and bit for bit against themselves, for every width of vectors."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import attention_by_hand
+
+from failfast_jax.kernels import cpu, emit
+from failfast_jax.models.layers import product, xla_product
+
+UNITS = [emit.VectorUnit(16, 32), emit.VectorUnit(8, 16), emit.VectorUnit(4, 32)]
+"""AVX-512, AVX2 and NEON. LLVM splits vectors that a processor does not have."""
+
+
+@pytest.fixture(params=UNITS, ids=lambda unit: f"{unit.lanes}-lanes")
+def unit(request, monkeypatch):
+    """Kernels as they are emitted for another processor, under names of their own."""
+    if emit.vector_unit() is None:
+        pytest.skip(cpu.NO_UNIT)
+    monkeypatch.setattr(emit, "vector_unit", lambda: request.param)
+    monkeypatch.setattr(cpu, "TARGETS", f"test_{request.param.lanes}")
+    return request.param
+
+
+def weights(seed: int, outputs: int, inputs: int, dtype: str) -> jax.Array:
+    numbers = np.random.default_rng(seed).standard_normal((outputs, inputs)) * (30 if dtype == "int8" else 1)
+    return jnp.asarray(numbers, jnp.float32).astype(dtype)
+
+
+def numbers(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_products_of_any_size(unit, dtype):
+    for rows, inputs, outputs in [(1, 48, 50), (7, 33, 6), (13, 5, 7), (40, 96, 300)]:
+        x, w = numbers(rows, rows, inputs), weights(outputs, outputs, inputs, dtype)
+        expected = x.astype(np.float64) @ np.asarray(w).astype(np.float64).T
+        scale = np.abs(x).astype(np.float64) @ np.abs(np.asarray(w).astype(np.float64)).T
+        np.testing.assert_array_less(np.abs(cpu.product(x, w) - expected), 1e-6 * scale + 1e-9)
+
+
+@settings(max_examples=15)
+@given(rows=st.integers(1, 70), begin=st.integers(0, 69), dtype=st.sampled_from(["float32", "bfloat16", "int8"]))
+def test_bits_of_a_row_do_not_depend_on_the_others(rows, begin, dtype):
+    x, w = numbers(1, 70, 72), weights(2, 130, 72, dtype)
+    part = slice(begin, min(begin + rows, 70))
+    np.testing.assert_array_equal(cpu.product(x[part], w), np.asarray(cpu.product(x, w))[part])
+
+
+def test_bits_do_not_depend_on_the_cores(monkeypatch):
+    x, w = numbers(1, 5, 256), weights(2, 700, 256, "float32")
+    results = []
+    for cores in (1, 2, 3, 8):
+        monkeypatch.setattr(cpu, "_cores", lambda cores=cores: cores)
+        results.append(np.asarray(cpu.product(x, w)))
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+
+
+def test_derivatives_are_those_of_a_product():
+    x, w, g = numbers(1, 3, 20), weights(2, 30, 20, "float32"), numbers(3, 3, 30)
+    ours, xla = (jax.jit(jax.grad(lambda x, w, by=by: (by(x, w) * g).sum(), (0, 1))) for by in (product, xla_product))
+    for got, expected in zip(ours(x, w), xla(x, w)):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    change = jax.jvp(product, (x, w), (x, w))[1]
+    np.testing.assert_allclose(change, 2 * xla_product(x, w), rtol=1e-5, atol=1e-5)
+
+
+def test_many_rows_go_to_xla_and_few_do_not():
+    def calls(width: int) -> int:
+        x, w = jax.ShapeDtypeStruct((width, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)
+        return jax.jit(product).lower(x, w).as_text().count("failfast_product")
+
+    assert calls(1) and calls(cpu.MAX_WIDTH) and not calls(cpu.MAX_WIDTH + 1)
+
+
+def test_what_is_compiled_here_for_a_tpu_has_no_call():
+    x, w = jax.ShapeDtypeStruct((8, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    lowered = jax.jit(product).trace(x, w).lower(lowering_platforms=("tpu",))
+    assert "failfast_product" not in lowered.as_text() and "dot_general" in lowered.as_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [12, 64, 96])
+def test_attention_over_several_chunks(unit, head_dim, dtype):
+    batch, width, heads, kv_heads, capacity = 2, 5, 6, 2, 640
+    q = numbers(1, batch, width, heads, head_dim)
+    k, v = (jnp.asarray(numbers(seed, batch, kv_heads, capacity, head_dim)).astype(dtype) for seed in (2, 3))
+    start = np.asarray([600, 30], np.int32)
+    got = jax.jit(cpu.window_attention, static_argnames="block_size")(
+        q, k, v, start, np.zeros_like(start), np.int32(605), block_size=1
+    )
+    wide = (np.asarray(x.astype(jnp.float32)) for x in (k, v))
+    np.testing.assert_allclose(got, attention_by_hand(q, *wide, start, 1), atol=2e-5)
+
+
+def test_large_scores_and_far_ones():
+    """Weights that are one, and weights that vanish: no infinity, no NaN."""
+    q, k, v = numbers(1, 1, 2, 1, 16), numbers(2, 1, 1, 256, 16) * 100, numbers(3, 1, 1, 256, 16)
+    start = np.asarray([250], np.int32)
+    got = cpu.window_attention(*map(jnp.asarray, (q, k, v, start, 0 * start)), jnp.int32(252), block_size=1)
+    np.testing.assert_allclose(got, attention_by_hand(q, k, v, start, 1), atol=2e-4)
+
+
+def test_shapes_that_are_not_served():
+    assert "1 to 128 rows, not 129" in cpu.supports_product(width=129, outputs=64, dtype="float32")
+    assert "2 outputs" in cpu.supports_product(width=1, outputs=2, dtype="float32")
+    assert "float16" in cpu.supports_product(width=1, outputs=64, dtype="float16")
+    assert "not 129" in cpu.supports(width=129, capacity=128, dtype="float32")
+    assert "a multiple of 16" in cpu.supports(width=1, capacity=100, dtype="float32")
+    assert "float16" in cpu.supports(width=1, capacity=128, dtype="float16")

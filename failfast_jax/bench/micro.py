@@ -13,6 +13,7 @@
 - reuse: programs compiled by a first and by a second answer;
 - startup: seconds from the start of a second process to its first token, with a warm compile cache;
 - loading: seconds of loading `--model`, beside those of reading its files through (not by default);
+- cpu: the CPU's own kernels beside XLA's operations (not by default);
 - attention: numerics and times of the attention kernel, on an NVIDIA GPU (by default where there is one).
 
 Timings of things that are compared are interleaved, and medians are reported.
@@ -36,7 +37,7 @@ import numpy as np
 from flax import nnx
 
 from failfast_jax import platforms
-from failfast_jax.bench import attention, hf_reference
+from failfast_jax.bench import attention, cpu_kernels, hf_reference
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.drafting import drafting_report
@@ -71,8 +72,9 @@ PARTS = (
     "attention",
     "serving",
     "loading",
+    "cpu",
 )
-BY_DEFAULT = PARTS[:-3]
+BY_DEFAULT = PARTS[:-4]
 """And `attention` on a GPU."""
 WIDTHS = (1, 4, 8, 16, 32, 64)
 CONTEXT = 256
@@ -284,6 +286,7 @@ def work(args: argparse.Namespace) -> int:
         "reuse": lambda: reuse_report(engine()),
         "startup": startup_report,
         "attention": attention.report,
+        "cpu": lambda: cpu_kernels.report(engine().target),
         "loading": lambda: loading_report(args.model),
         "serving": lambda: serving_report(load_pair(method="failfast"), PROMPTS, (1, *BATCHES), TOKENS),
     }

@@ -33,9 +33,8 @@ def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: in
     """The widths whose rows are bit-identical to those of passes of `REFERENCE_WIDTH` rows.
 
     Runs the model's first layer and its head over random tokens, at several places of a window that the
-    reference covers in several passes, and compares logits, keys and values. (On CPU a width of 4, for
-    one, is narrower than a vector register, and from 512 rows on, those of the whole batch together, another
-    matmul kernel serves.)
+    reference covers in several passes, and compares logits, keys and values. (On CPU XLA serves windows that are
+    wider than those of `kernels.cpu_product`, and the rows of its products depend on how many there are.)
     """
     shallow = first_layer_of(model)
     length = round_up(max(widths), REFERENCE_WIDTH)
@@ -80,11 +79,11 @@ class WidthCheck:
     def widths(self, drafter: Drafter, batch: int) -> tuple[int, ...]:
         """The widths that `make_plan` may choose from for a drafter; none: the constant width has to serve.
 
-        In float32 on CPU most widths above 1 give bit-identical rows. Those that do not are left out.
+        On CPU those that `kernels.cpu_product` serves give bit-identical rows. Those that do not are left out.
         """
         # The constant width is one of them: another method may have to fall back to it.
         ladder = plans.cpu_ladder(drafter.max_draft + 1)
-        candidates = {*ladder, *plans.CPU_PREFILL_WIDTHS, plans.EXACT_WIDTH} - {1}
+        candidates = {*ladder, *plans.CPU_PREFILL_WIDTHS, plans.EXACT_WIDTH}
         checked = self._checked.setdefault(batch, {})
         unchecked = tuple(sorted(candidates - checked.keys()))
         if unchecked:

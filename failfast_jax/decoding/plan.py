@@ -8,7 +8,8 @@ from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.models.cache import TILE, TPU_TILE, round_up
 
 CPU_LADDER = (1, 4, 8, 16, 32, 64, 96, 128)
-"""Widths that XLA's CPU matmul likes: compute bounds a step there, so a verify is as narrow as it can be."""
+"""Multiples of the rows that `kernels.cpu_product` sums at once. Beyond a few, arithmetic bounds a step there: a verify
+is as narrow as it can be."""
 CPU_PREFILL_WIDTHS = (32, 128, 512)
 TPU_LADDER = (16, 64)
 """Memory bounds a step there, and 8 rows cost what 16 do; but 64 cost up to a quarter more; most drafts are short."""

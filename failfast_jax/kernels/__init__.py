@@ -12,5 +12,5 @@ One interface, `window_attention(..., k_cache, v_cache, start, until, live, *, b
 fused projection before rotation. `gpu.dense_window_attention` and `tpu.prefill_attention` serve wide windows.
 Each module of kernels has `supports(...)`, which says why it cannot serve a shape, and `MAX_WIDTH`.
 
-`cpu.product` multiplies the few rows of a decode pass by a matrix; `emit` is what the CPU's kernels are written with.
+`cpu_product` multiplies the few rows of a decode pass by a matrix; `emit` is what the CPU's kernels are written with.
 """

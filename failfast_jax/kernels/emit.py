@@ -10,13 +10,18 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import os
 import platform
+import threading
 from collections.abc import Callable, Sequence
 
 import jax
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+TARGETS = "failfast"
+"""What the names of what XLA calls begin with."""
+MOST_PARTS = 16
 BYTE, INT, LONG, FLOAT, POINTER = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.PointerType()
 ELEMENTS = {"float32": FLOAT, "bfloat16": ir.IntType(16), "int8": BYTE}
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -229,9 +234,9 @@ class Call:
         return Array(self.emitter, self.emitter.field(self.emitter.field(self.frame, FRAME_RESULTS), 0))
 
 
-def handler(module: ir.Module, name: str, body: Callable[[Emitter, Call], None]) -> None:
-    """Emits a function that XLA can call."""
-    function = ir.Function(module, ir.FunctionType(POINTER, [POINTER]), name)
+def handler(module: ir.Module, body: Callable[[Emitter, Call], None]) -> None:
+    """Emits a function that XLA can call, named like its module."""
+    function = ir.Function(module, ir.FunctionType(POINTER, [POINTER]), module.name)
     emitter = Emitter(function.append_basic_block())
     null, (frame,) = ir.Constant(POINTER, None), function.args
     extension = emitter.field(frame, FRAME_EXTENSION)
@@ -260,8 +265,8 @@ _engines: list[llvm.ExecutionEngine] = []
 """They own the compiled code, which XLA's programs call until the process ends."""
 
 
-def register(module: ir.Module, name: str) -> None:
-    """Compiles a module for this machine and makes its handler known to JAX as an FFI target, both under `name`."""
+def _register(module: ir.Module) -> None:
+    """Compiles a module for this machine and makes its handler known to JAX as an FFI target, all of one name."""
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
     passes = llvm.create_pass_builder(_machine(), llvm.create_pipeline_tuning_options(speed_level=2))
@@ -271,4 +276,32 @@ def register(module: ir.Module, name: str) -> None:
     _engines.append(engine)
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    jax.ffi.register_ffi_target(name, capsule(engine.get_function_address(name), None, None), platform="cpu")
+    address = engine.get_function_address(module.name)
+    jax.ffi.register_ffi_target(module.name, capsule(address, None, None), platform="cpu")
+
+
+_lock = threading.Lock()
+
+
+def registered(make: Callable[..., ir.Module], *how) -> str:
+    """Name of the FFI target that a module is, compiled once."""
+    with _lock:
+        return _compiled(TARGETS, make, *how)
+
+
+@functools.cache
+def _compiled(names: str, make: Callable[..., ir.Module], *how) -> str:
+    module = make(*how)
+    _register(module)
+    return module.name
+
+
+def call(name: str, shape: jax.ShapeDtypeStruct) -> Callable[..., jax.Array]:
+    """A call of an FFI target, of which `jax.vmap` makes one call after the other."""
+    return jax.ffi.ffi_call(name, shape, vmap_method="sequential")
+
+
+def cores() -> int:
+    """How many processor cores work is shared out over: those that this process may use."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(found, MOST_PARTS)

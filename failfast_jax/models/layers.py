@@ -29,27 +29,34 @@ def product(
 ) -> Float[Array, "*R O"]:
     """`x @ weight.T`, summed in float32 and returned in `preferred`, or else in the dtype of `x`.
 
-    A CPU computes the rows of a decode pass by `kernels.cpu`, wide ones as every other device does by XLA. Not for
-    weights that XLA shall spread over devices by itself: inside a `shard_map` only, or on one device.
+    A CPU computes the rows of a decode pass by `kernels.cpu_product`, wide ones by XLA, as every other device does. Not
+    for weights that XLA shall spread over devices by itself: inside a `shard_map` only, or on one device.
 
     Args:
       weight: of any floating-point type, or int8.
     """
     plain = functools.partial(xla_product, preferred=preferred)
-    if jax.default_backend() != "cpu":
-        return plain(x, weight)
-    from failfast_jax.kernels import cpu  # brings LLVM: only where it runs
-
     width = x.shape[-2] if x.ndim > 1 else 1
-    if cpu.supports_product(width=width, outputs=weight.shape[0], dtype=weight.dtype) is not None:
+    if not _ours(width, weight.shape[0], weight.dtype):
         return plain(x, weight)
-
-    def ours(x, weight):
-        y = cpu.product(x.reshape(-1, x.shape[-1]).astype(jnp.float32), weight)
-        return y.astype(preferred or x.dtype).reshape(*x.shape[:-1], -1)
-
     # What is compiled here may be meant for a TPU.
-    return jax.lax.platform_dependent(x, weight, cpu=ours, default=plain)
+    return jax.lax.platform_dependent(x, weight, cpu=functools.partial(_cpu_product, preferred), default=plain)
+
+
+def _cpu_product(preferred: DTypeLike | None, x: Array, weight: Array) -> Array:
+    from failfast_jax.kernels import cpu_product  # brings LLVM: only where it runs
+
+    y = cpu_product.product(x.reshape(-1, x.shape[-1]).astype(jnp.float32), weight)
+    return y.astype(preferred or x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def _ours(width: int, outputs: int, dtype: DTypeLike) -> bool:
+    """Whether `kernels.cpu_product` makes a product, if it is for this machine."""
+    if jax.default_backend() != "cpu":
+        return False
+    from failfast_jax.kernels import cpu_product
+
+    return cpu_product.supports(width=width, outputs=outputs, dtype=dtype) is None
 
 
 def xla_product(
@@ -120,7 +127,20 @@ class RMSNorm(nnx.Module):
 def unit_rms(x: Float[Array, "*R E"], eps: float) -> Float[Array, "*R E"]:
     """`x` over its root mean square, which is computed in float32."""
     y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)).astype(x.dtype)
+    return (y * jax.lax.rsqrt(_mean(y * y) + eps)).astype(x.dtype)
+
+
+def _mean(x: Float[Array, "*R E"]) -> Float[Array, "*R 1"]:
+    """Over the last axis. XLA's sum on CPU depends on how many rows there are; a product by ones does not."""
+    plain = functools.partial(jnp.mean, axis=-1, keepdims=True)
+    if not _ours(x.shape[1] if x.ndim > 2 else x.shape[0], x.shape[-1], x.dtype):
+        return plain(x)
+
+    def by_ones(x):
+        sums = _cpu_product(None, x, jnp.ones((8, x.shape[-1]), x.dtype))
+        return sums[..., :1] / x.shape[-1]
+
+    return jax.lax.platform_dependent(x, cpu=by_ones, default=plain)
 
 
 Attend = Callable[[Array], tuple[Array, Any]]

@@ -1,8 +1,8 @@
 """Weight-only quantisation: the matrices of a model in fewer bits, one scale for each output; qwix rounds them.
 
 Activations, embeddings and norms stay in the model's dtype, and so does the arithmetic: what a decode pass must read
-from memory becomes half of bfloat16. On TPU and GPU integers become floats inside the product. On CPU, XLA widens all
-weights once, before the loop: the tokens are the same, but an answer needs the memory of both.
+from memory becomes half of bfloat16. Integers become floats inside the product; on CPU in a prefill of many rows, which
+is XLA's, once in each of its passes.
 """
 
 from __future__ import annotations

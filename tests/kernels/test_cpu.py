@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import attention_by_hand
 
-from failfast_jax.kernels import cpu, emit
+from failfast_jax.kernels import cpu, cpu_product, emit
 from failfast_jax.models.layers import product, xla_product
 
 UNITS = [emit.VectorUnit(16, 32), emit.VectorUnit(8, 16), emit.VectorUnit(4, 32)]
@@ -21,9 +21,9 @@ UNITS = [emit.VectorUnit(16, 32), emit.VectorUnit(8, 16), emit.VectorUnit(4, 32)
 def unit(request, monkeypatch):
     """Kernels as they are emitted for another processor, under names of their own."""
     if emit.vector_unit() is None:
-        pytest.skip(cpu.NO_UNIT)
+        pytest.skip(cpu_product.NO_UNIT)
     monkeypatch.setattr(emit, "vector_unit", lambda: request.param)
-    monkeypatch.setattr(cpu, "TARGETS", f"test_{request.param.lanes}")
+    monkeypatch.setattr(emit, "TARGETS", f"test_{request.param.lanes}")
     return request.param
 
 
@@ -42,7 +42,7 @@ def test_products_of_any_size(unit, dtype):
         x, w = numbers(rows, rows, inputs), weights(outputs, outputs, inputs, dtype)
         expected = x.astype(np.float64) @ np.asarray(w).astype(np.float64).T
         scale = np.abs(x).astype(np.float64) @ np.abs(np.asarray(w).astype(np.float64)).T
-        np.testing.assert_array_less(np.abs(cpu.product(x, w) - expected), 1e-6 * scale + 1e-9)
+        np.testing.assert_array_less(np.abs(cpu_product.product(x, w) - expected), 1e-6 * scale + 1e-9)
 
 
 @settings(max_examples=15)
@@ -50,15 +50,15 @@ def test_products_of_any_size(unit, dtype):
 def test_bits_of_a_row_do_not_depend_on_the_others(rows, begin, dtype):
     x, w = numbers(1, 70, 72), weights(2, 130, 72, dtype)
     part = slice(begin, min(begin + rows, 70))
-    np.testing.assert_array_equal(cpu.product(x[part], w), np.asarray(cpu.product(x, w))[part])
+    np.testing.assert_array_equal(cpu_product.product(x[part], w), np.asarray(cpu_product.product(x, w))[part])
 
 
 def test_bits_do_not_depend_on_the_cores(monkeypatch):
     x, w = numbers(1, 5, 256), weights(2, 700, 256, "float32")
     results = []
     for cores in (1, 2, 3, 8):
-        monkeypatch.setattr(cpu, "_cores", lambda cores=cores: cores)
-        results.append(np.asarray(cpu.product(x, w)))
+        monkeypatch.setattr(emit, "cores", lambda cores=cores: cores)
+        results.append(np.asarray(cpu_product.product(x, w)))
     for other in results[1:]:
         np.testing.assert_array_equal(other, results[0])
 
@@ -77,7 +77,7 @@ def test_many_rows_go_to_xla_and_few_do_not():
         x, w = jax.ShapeDtypeStruct((width, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)
         return jax.jit(product).lower(x, w).as_text().count("failfast_product")
 
-    assert calls(1) and calls(cpu.MAX_WIDTH) and not calls(cpu.MAX_WIDTH + 1)
+    assert calls(1) and calls(cpu_product.MAX_WIDTH) and not calls(cpu_product.MAX_WIDTH + 1)
 
 
 def test_what_is_compiled_here_for_a_tpu_has_no_call():
@@ -109,9 +109,9 @@ def test_large_scores_and_far_ones():
 
 
 def test_shapes_that_are_not_served():
-    assert "1 to 128 rows, not 129" in cpu.supports_product(width=129, outputs=64, dtype="float32")
-    assert "2 outputs" in cpu.supports_product(width=1, outputs=2, dtype="float32")
-    assert "float16" in cpu.supports_product(width=1, outputs=64, dtype="float16")
+    assert "1 to 128 rows, not 129" in cpu_product.supports(width=129, outputs=64, dtype="float32")
+    assert "2 outputs" in cpu_product.supports(width=1, outputs=2, dtype="float32")
+    assert "float16" in cpu_product.supports(width=1, outputs=64, dtype="float16")
     assert "not 129" in cpu.supports(width=129, capacity=128, dtype="float32")
     assert "a multiple of 16" in cpu.supports(width=1, capacity=100, dtype="float32")
     assert "float16" in cpu.supports(width=1, capacity=128, dtype="float16")

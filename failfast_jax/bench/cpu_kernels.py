@@ -1,0 +1,88 @@
+"""The CPU's own kernels beside XLA's operations, and both beside the reading of what they read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from failfast_jax import platforms
+from failfast_jax.bench.clock import interleaved, medians
+from failfast_jax.errors import OptionError
+from failfast_jax.kernels import cpu_product
+from failfast_jax.models.attention import cached_attention
+from failfast_jax.models.layers import product, xla_product
+from failfast_jax.models.transformer import Decoder
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)
+CONTEXTS = (512, 2048, 7000)
+REPEATS = 9
+
+
+def report(target: Decoder) -> dict[str, Any]:
+    """Milliseconds of all matrices of a step by rows, and of its attention by rows and live positions.
+
+    Raises:
+      OptionError: these kernels do not serve here.
+    """
+    if jax.default_backend() != "cpu":
+        raise OptionError(f"--parts cpu: this machine's JAX runs on {jax.default_backend()}")
+    if why := cpu_product.supports(width=1, outputs=64, dtype=target.dtype):
+        raise OptionError(f"--parts cpu: {why}")
+    bandwidth = platforms.bandwidth(2**29)["read"]
+    return {"products": _products(target, bandwidth), "attention": _attention(target, bandwidth)}
+
+
+def _products(target: Decoder, bandwidth: float) -> dict[str, Any]:
+    linears = [(one.attention.qkv, one.attention.o, one.mlp.gate_up, one.mlp.down) for one in target.layers]
+    weights = [linear.weight[...] for layer in linears for linear in layer] + [target.head_weight]
+    weights = [jax.block_until_ready(weight.reshape(-1, weight.shape[-1])) for weight in weights]
+    sizes = sorted({weight.shape[1] for weight in weights})
+
+    def one_after_the_other(by: Callable[..., jax.Array], weights: list[jax.Array], rows: list[jax.Array]) -> jax.Array:
+        inputs, before = dict(zip(sizes, rows)), jnp.float32(0)
+        for weight in weights:
+            before = by(inputs[weight.shape[1]] + before, weight, jnp.float32)[0, 0] * 1e-9
+        return before
+
+    out: dict[str, Any] = {"reading_ms": 1e3 * sum(weight.nbytes for weight in weights) / bandwidth}
+    programs = {
+        name: jax.jit(functools.partial(one_after_the_other, by))
+        for name, by in (("ours", product), ("xla", xla_product))
+    }
+    for width in WIDTHS:
+        rows = [jnp.ones((width, size), target.dtype) for size in sizes]
+        acts = {name: functools.partial(program, weights, rows) for name, program in programs.items()}
+        out[str(width)] = {f"{name}_ms": 1e3 * s for name, s in medians(interleaved(acts, REPEATS)).items()}
+    return out
+
+
+def _attention(target: Decoder, bandwidth: float) -> dict[str, Any]:
+    config, layers, out = target.config, len(target.layers), {}
+    shape = (1, config.num_kv_heads, -(-max(CONTEXTS) // 256) * 256, config.head_dim)
+    rng = np.random.default_rng(0)
+    caches = [[jnp.asarray(rng.standard_normal(shape), target.dtype) for _ in range(2)] for _ in range(layers)]
+
+    @functools.partial(jax.jit, static_argnames="kernel")
+    def one_after_the_other(q, caches, start, live, kernel):
+        for k, v in caches:
+            q = q + 1e-9 * cached_attention(q, k, v, start, live, 1, kernel=kernel)
+        return q
+
+    for live in CONTEXTS:
+        read = 2 * layers * live * config.num_kv_heads * config.head_dim * target.dtype.itemsize
+        row: dict[str, Any] = {"reading_ms": 1e3 * read / bandwidth}
+        for width in (1, 8, 16):
+            q = jnp.asarray(rng.standard_normal((1, width, config.num_heads, config.head_dim)), target.dtype)
+            start = jnp.asarray([live - width], jnp.int32)
+            go = functools.partial(one_after_the_other, q, caches, start, jnp.int32(live))
+            acts = {
+                name: functools.partial(go, kernel=kernel) for name, kernel in (("ours", "cpu"), ("xla", "reference"))
+            }
+            row[f"{width}"] = {f"{name}_ms": 1e3 * s for name, s in medians(interleaved(acts, REPEATS)).items()}
+        out[str(live)] = row
+    return out

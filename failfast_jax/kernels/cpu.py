@@ -172,9 +172,8 @@ def _chunk(module: ir.Module, tiles: list, mixes: list, dtype: str, head_dim: in
         def scores(row, several):
             queries = emitter.element(q, emitter.mul(emitter.add(begin, row), size))
             result = emitter.element(weights, emitter.mul(row, stride))
-            cpu_product.times(
-                emitter, tiles[several - 1], queries, k, result, size, stride, constant(0), slots, slots, dtype
-            )
+            how = {"inputs": size, "stride": stride, "begin": constant(0), "end": slots, "outputs": slots}
+            cpu_product.times(emitter, tiles[several - 1], queries, k, result, **how, dtype=dtype)
 
         def soften(row, _):
             at = emitter.add(begin, row)

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gamma", metavar="a,b", default="5,10,15,20,30", help="draft lengths (%(default)s)")
     parser.add_argument("--steps", metavar="a,b", default="1,2,5,10", help="denoising steps (%(default)s)")
     parser.add_argument("--max-new-tokens", metavar="n", type=int, default=256)
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("specdiff-grid"))
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("failfast-specdiff"))
     parser.add_argument("--figures", action=argparse.BooleanOptionalAction, default=True, help="PNG and SVG")
 
 

@@ -49,16 +49,10 @@ def together(result) -> int:
 
 @pytest.mark.parametrize(
     "name, count",
-    [
-        ("fast_dllm_v2_tied", 3),
-        pytest.param("fast_dllm_v2_untied", 10, marks=pytest.mark.exhaustive),
-        *(
-            pytest.param(f"fast_dllm_v2_{name}", count, marks=pytest.mark.exhaustive)
-            for name in ("tied", "untied")
-            for count in range(1, 11)
-            if (name, count) not in (("tied", 3), ("untied", 10))
-        ),
-    ],
+    tiers(
+        [(f"fast_dllm_v2_{name}", count) for name in ("tied", "untied") for count in range(1, 11)],
+        quick=[("fast_dllm_v2_tied", 3)],
+    ),
 )
 def test_golden_answers(name, count, golden_model, graph_file):
     """Every threshold, with and without a cache of the block."""

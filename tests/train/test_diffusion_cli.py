@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 from checkpoint_files import GOLDEN, config_of, hf_folder, logits, tensors_of
 from safetensors.numpy import load_file
+from tiers import tiers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -181,23 +182,32 @@ def test_a_made_model_is_trained_on(made, target, corpus, tmp_path, capsys):
     assert record["loss"] < 1.0  # it goes on from what it learned
 
 
-@pytest.mark.long
-def test_a_released_model_is_trained_on(corpus, tmp_path, capsys):
-    start = GOLDEN / "fast_dllm_v2_tied"
-    more = ["--start", str(start), "--block-size", "32", "--steps", "12"]
-    assert main(arguments(spelling(tmp_path / "target", "qwen2_target_211"), corpus, tmp_path / "run", *more)) == 0
-    assert json.loads(capsys.readouterr().out)["steps"] == 12
-    before, after = (
-        load_file(start / "model.safetensors"),
-        load_file(tmp_path / "run" / "drafter" / "model.safetensors"),
-    )
+@pytest.mark.parametrize(
+    "name, of_target, steps",
+    tiers(
+        [("fast_dllm_v2_tied", "qwen2_target_211", 120), ("fast_dllm_v2_untied", "qwen2_target_160", 40)],
+        quick=[],
+        long=[("fast_dllm_v2_untied", "qwen2_target_160", 40)],
+    ),
+)
+def test_a_released_model_is_trained_on(name, of_target, steps, corpus, tmp_path, capsys):
+    """What comes of it needs neither the released folder nor the target's."""
+    start, target = spelling(tmp_path / "start", name), spelling(tmp_path / "target", of_target)
+    more = ["--start", str(start), "--block-size", "32", "--steps", str(steps)]
+    assert main(arguments(target, corpus, tmp_path / "run", *more)) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == steps
+    shutil.rmtree(start)
+    shutil.rmtree(target)
+    before, after = tensors_of(name), load_file(tmp_path / "run" / "drafter" / "model.safetensors")
     assert {key: tensor.shape for key, tensor in before.items()} == {key: tensor.shape for key, tensor in after.items()}
     assert not any(np.array_equal(before[key], after[key]) for key in before)
     made = load_model(tmp_path / "run" / "drafter").config
-    assert (made.block_size, made.mask_token_id) == (32, 209)
+    assert (made.block_size, made.mask_token_id) == (32, config_of(name)["mask_token_id"])
     records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0] / 5
+    said = FailFast(tmp_path / "run" / "drafter").generate("count", method="dllm", max_new_tokens=32)[0].text
+    assert said.replace(" ", "").startswith("onetwothree")
 
 
 @pytest.mark.parametrize(

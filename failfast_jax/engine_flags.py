@@ -43,14 +43,17 @@ def add_method_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, together: bool = False) -> None:
-    """How models are run; `together`: by several processes, if the user says so."""
+def add_engine_flags(parser: argparse.ArgumentParser, together: bool = False, groups: bool = False) -> None:
+    """How models are run; `together`: by several processes, `groups`: by groups of devices, if the user says so."""
     engine = parser.add_argument_group("engine")
     engine.add_argument("--exact", action="store_true", help="bit-identical output whatever the method")
     engine.add_argument("--max-seq-len", metavar="n", type=int, help="most tokens of prompt and output together")
     engine.add_argument("--quantize", metavar="int8", help="the target's matrices in 8 bits; needs the extra `quant`")
     engine.add_argument("--quantize-drafter", metavar="int8", help="likewise the drafter's")
     engine.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer")
+    parser.set_defaults(data_parallel=1)
+    if groups:
+        engine.add_argument("--data-parallel", metavar="m", type=int, default=1, help="groups that share the rows")
     if together:
         distributed.add_flag(engine)
     engine.add_argument("--attention", choices=KERNELS, help="kernel of cached attention (default: by platform)")
@@ -117,6 +120,7 @@ def load_engine(args: argparse.Namespace, method: str) -> Any:
         max_seq_len=args.max_seq_len,
         compile_cache=args.compile_cache,
         tensor_parallel=args.tensor_parallel,
+        data_parallel=args.data_parallel,
         attention=args.attention,
         quantize=args.quantize,
         quantize_drafter=args.quantize_drafter,

@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags_of(parser.add_argument_group("server"), ServeOptions)
     add_model_flags(parser)
     add_method_flags(parser)
-    add_engine_flags(parser, together=True)
+    add_engine_flags(parser, together=True, groups=True)
     return parser
 
 
@@ -76,6 +76,8 @@ def is_loopback(address: str) -> bool:
 def _work(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, command.terminated)
     options = ServeOptions.given(args)
+    if (groups := args.data_parallel) > 1 and options.batch % groups:
+        raise OptionError(f"--batch {options.batch}: must be a multiple of --data-parallel {groups}")
     refuse_diffusion(args.method)
     check_extra()
     from failfast_jax.serving.server import BACKLOG, Server, signals_end, url_of

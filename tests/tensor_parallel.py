@@ -54,7 +54,7 @@ def collectives(engine: FailFast) -> dict[str, int]:
 
 def sampled_on_a_mesh(mesh) -> tuple[bool, dict[str, int]]:
     """Whether picks from logits spread by vocabulary are those of one device, and what they cost to exchange."""
-    execution = sharding.Execution(mesh=mesh, vocab=sharding.TENSOR)
+    execution = sharding.Execution(mesh=mesh, batch=sharding.DATA, vocab=sharding.TENSOR)
     options = Sampling(
         temperature=np.float32([0.8, 0.0, 1.2]),
         top_k=np.int32([0, 3, 9]),
@@ -64,7 +64,7 @@ def sampled_on_a_mesh(mesh) -> tuple[bool, dict[str, int]]:
     )
     logits = np.random.default_rng(0).normal(size=(3, 8, 64)).astype(np.float32)
     positions = np.tile(np.arange(8), (3, 1))
-    spread = jax.device_put(logits, sharding.NamedSharding(mesh, sharding.P(None, None, sharding.TENSOR)))
+    spread = jax.device_put(logits, sharding.NamedSharding(mesh, sharding.P(sharding.DATA, None, sharding.TENSOR)))
     program = jax.jit(accept.pick, static_argnums=3).lower(spread, positions, options, execution).compile()
     same = np.array_equal(program(spread, positions, options), jax.jit(accept.pick)(logits, positions, options))
     return same, {kind: len(re.findall(rf" {kind}(?:-start)?\(", program.as_text())) for kind in KINDS}
@@ -139,6 +139,7 @@ def main() -> None:
     report["rounding gathers"] = [kind for kind in KINDS if re.search(rf" {kind}(?:-start)?\(", rounding)]
 
     report["picks of a spread vocabulary"], report["collectives of picks"] = sampled_on_a_mesh(engines["4x1"].mesh)
+    report["picks of groups with a row each"], _ = sampled_on_a_mesh(sharding.make_mesh(2, 3))
     report |= readers_of_features(target, expected[1][0])
 
     report["errors"] = []

@@ -100,8 +100,9 @@ def test_a_mesh_must_have_all_processes(report, devices):
     )
 
 
-def test_a_lost_process_ends_the_other():
-    first, second = started(1, "lose")
+@pytest.mark.parametrize("count", tiers([1, 4], quick=[1]))
+def test_a_lost_process_ends_the_other(count):
+    first, second = started(count, "lose")
     assert first.stdout.readline() == "answering\n", first.communicate()[1]
     assert second.wait(60) == 9
     _, errors = first.communicate(timeout=60)

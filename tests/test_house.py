@@ -6,10 +6,12 @@ import argparse
 import ast
 import functools
 import importlib.util
+import os
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -237,7 +239,7 @@ class Parsed(BaseException):
 def commands(page: Path) -> Iterator[tuple[int, str, bool]]:
     """Line, text, and whether it stands in a block (else in a sentence, where arguments may be left out)."""
     text = page.read_text(encoding="utf-8")
-    start = r"python -m (?:failfast_jax|convert)\b"
+    start = r"python -m (?:failfast_jax|convert|tpu_scripts)\b"
     for block in re.finditer(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         body = block.group(1).replace("\\\n", "  ")
         for command in re.finditer(rf"{start}[^\n]*", body):
@@ -282,5 +284,5 @@ def test_commands_in_the_pages_parse(command, whole, monkeypatch):
     monkeypatch.setitem(drafters.METHODS, "repeat", drafters.METHODS["lookup"])
     if importlib.util.find_spec(module).submodule_search_locations:
         module += ".__main__"
-    with pytest.raises(Parsed):
+    with mock.patch.dict(os.environ), pytest.raises(Parsed):
         importlib.import_module(module).main(arguments)

@@ -101,6 +101,18 @@ def test_the_report_on_every_generation(topology, device, tmp_path):
         assert at["1024"]["ms"] < at["32768"]["ms"], name
 
 
+@pytest.mark.exhaustive
+def test_the_report_says_what_does_not_fit():
+    """Of two batches the first is a line of figures, the second the compiler's refusal."""
+    case = ("--target", "qwen2.5-7b", "--topology", "v5e:1x1", "--tp", "1", "--layers", "1", "--no-costs")
+    sizes = ("--capacity", 2**20, "--batch", 1, 6)
+    done = run_python("tpu_scripts/aot_report.py", *case, *sizes, without=("XLA_FLAGS",))
+    assert done.returncode == 1, done.stdout[-1000:] + done.stderr[-3000:]
+    fits, refused = done.stdout.splitlines()[-2:]
+    assert fits.startswith("| qwen2.5-7b v5e:1x1 tp1 | 1 |") and "of 16 | 1 | 0 | 0 |" in fits
+    assert refused.startswith("| qwen2.5-7b v5e:1x1 tp1 | 6 | RESOURCE_EXHAUSTED")
+
+
 @pytest.mark.parametrize(
     ("topology", "programs"),
     [

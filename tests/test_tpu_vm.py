@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -184,6 +186,16 @@ def test_a_dry_run_does_nothing(tmp_path):
     cloud.told("create")
     assert cloud.run("--dry-run", "delete").stdout.splitlines() == DELETED
     assert len(cloud.told("delete")) == 2
+
+
+def test_the_commands_of_the_page(tmp_path):
+    page = (SCRIPT.parent / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = re.findall(r"^tpu_scripts/tpu_vm\.sh (.*)$", page, re.MULTILINE)
+    assert {"create", "setup", "run", "copy", "delete"} <= {line.split()[0] for line in lines}
+    cloud = Cloud(tmp_path, "v6e-8")
+    for line in lines:
+        done = cloud.run("--dry-run", *(word for word in shlex.split(line) if word != "--dry-run"))
+        assert done.returncode == 0 and done.stdout.startswith("gcloud "), line + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 """Compiles whole answers for TPUs that are not there, and prints what the compiler's output says of them.
 
-    pip install -e ".[aot]" && python tpu_scripts/aot_report.py [--target qwen2.5-32b] [--topology v6e:2x4] [--tp 8]
+    pip install -e ".[aot]" && python -m tpu_scripts.aot_report [--target qwen2.5-32b] [--topology v6e:2x4] [--tp 8]
 
 For each case the round loop (draft, expand, verify, accept, commit, and the loop over rounds) is compiled from
 abstract shapes, without weights in memory, and so are single passes: verifies of 8, 16 and 64 rows, and a window of the
 drafter. No TPU is needed, and nothing is run: times are estimates, made as `failfast_jax.bench.hlo.timeline` says, and
-stand beside a floor, weights and live cache read once. A `?` stands where this JAX cannot read the program back.
+stand beside a floor, weights and live cache read once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -153,8 +154,16 @@ class Compiler:
     def array(self, shape: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(self.mesh, spec))
 
-    def whole_answer(self) -> tuple[Any, Any]:
-        """The loop over rounds, compiled, and its abstract state."""
+    def compiled(self, lowered: Any) -> tuple[Any, str]:
+        """A program, and its text as the compiler wrote it: JAX 0.10.2 cannot read every program back."""
+        with tempfile.TemporaryDirectory() as folder:
+            dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+            program = lowered.compile(compiler_options=self.chip.compiler_options | dump)
+            [text] = Path(folder).glob("*.after_codegen.txt")
+            return program, text.read_text(encoding="utf-8")
+
+    def whole_answer(self) -> tuple[Any, str, Any]:
+        """The loop over rounds, compiled, its text, and its abstract state."""
         case = self.case
         config, vocab = GenerationConfig(method=self.drafter.method), self.target.config.vocab_size
         drafter = build_drafter(config, model=self.drafter, model_name=case.drafter, vocab=vocab, platform="tpu")
@@ -184,10 +193,10 @@ class Compiler:
             lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else self.array(np.asarray(leaf), P()), drafter
         )
         lowered = jax.jit(rounds, donate_argnums=2).lower(self.target, drafter, state, most)
-        return lowered.compile(compiler_options=self.chip.compiler_options), state
+        return *self.compiled(lowered), state
 
-    def one_pass(self, model: Decoder, width: int, rows: int) -> Any:
-        """A window of `width` positions and the scores of its last `rows`, compiled."""
+    def one_pass(self, model: Decoder, width: int, rows: int) -> str:
+        """The compiled text of a window of `width` positions and the scores of its last `rows`."""
         batch, capacity = self.case.batch, round_up(self.case.capacity + max(WIDTHS), TPU_TILE)
         execution = model.execution
         # A verify picks, a drafter is also asked how sure it is.
@@ -200,12 +209,11 @@ class Compiler:
         cache = jax.eval_shape(lambda: KVCache.zeros(model.config, batch, capacity, jnp.bfloat16))
         cache = jax.tree.map(lambda leaf: self.array(leaf, P(execution.batch, execution.heads)), cache)
         rest = (self.array(jax.ShapeDtypeStruct(shape, jnp.int32), P()) for shape in ((batch, width), (batch,), ()))
-        lowered = jax.jit(run, donate_argnums=1).lower(model, cache, *rest)
-        return lowered.compile(compiler_options=self.chip.compiler_options)
+        return self.compiled(jax.jit(run, donate_argnums=1).lower(model, cache, *rest))[1]
 
     def cost(self, model: Decoder, width: int, rows: int) -> dict[str, Any]:
         """Estimated times of a pass in milliseconds, and their floors: weights and live cache once, at best."""
-        text = self.one_pass(model, width, rows).as_text()
+        text = self.one_pass(model, width, rows)
         config, execution, chip = model.config, model.execution, self.chip
         batch, heads = self.case.batch // self.case.dp, self.case.tp if execution.heads else 1
         sum_s = platforms.allreduce_s(chip, self.case.tp, batch * width * config.hidden_size * 2)
@@ -263,24 +271,21 @@ class Compiler:
         }
 
 
-def text_of(compiled: Any) -> tuple[str | None, str]:
-    """The compiled program, and why it cannot be read: this JAX does not know every instruction of the newest chips."""
-    try:
-        return compiled.as_text(), ""
-    except jax.errors.JaxRuntimeError as error:
-        return None, str(error).strip().splitlines()[0]
-
-
 def compiled_loop(compiler: Compiler) -> dict[str, Any]:
     """Compiles a whole answer; what its memory and its text say."""
     case, start = compiler.case, time.perf_counter()
-    loop, state = compiler.whole_answer()
+    loop, text, state = compiler.whole_answer()
     seconds = time.perf_counter() - start
-    text, unreadable = text_of(loop)
     memory = loop.memory_analysis()
     used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     used += memory.generated_code_size_in_bytes - memory.alias_size_in_bytes
-    found = {
+    shapes = {
+        "bf16[{}]".format(",".join(map(str, leaf.sharding.shard_shape(leaf.shape))))
+        for cache in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
+        if isinstance(cache, KVCache)
+        for leaf in cache.k[:1]
+    }
+    return {
         "compile_s": seconds,
         "hbm_gb": used / 1e9,
         "temporary_mb": memory.temp_size_in_bytes / 1e6,
@@ -289,16 +294,6 @@ def compiled_loop(compiler: Compiler) -> dict[str, Any]:
             axis: getattr(compiler.drafter.execution, axis) is not None or case.tp == 1
             for axis in ("heads", "mlp", "vocab")
         },
-    }
-    if text is None:
-        return found | {"unreadable": unreadable}
-    shapes = {
-        "bf16[{}]".format(",".join(map(str, leaf.sharding.shard_shape(leaf.shape))))
-        for cache in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
-        if isinstance(cache, KVCache)
-        for leaf in cache.k[:1]
-    }
-    return found | {
         "executables": text.count("\nENTRY "),
         "host_transfers": hlo.host_transfers(text),
         "cache_copies": [line[:160] for shape in shapes for line in hlo.copies_of(text, shape)],
@@ -339,11 +334,8 @@ def report(case: Case, *, costs: bool, **options: Any) -> dict[str, Any]:
     if not costs or case.drafter in READERS:
         return result
     block = compiler.drafter.config.block_size
-    try:
-        passes = {f"verify({width})": compiler.cost(compiler.target, width, width) for width in WIDTHS}
-        passes["drafter"] = compiler.cost(compiler.drafter, block, 10)
-    except jax.errors.JaxRuntimeError as error:
-        return result | {"passes_unreadable": str(error).strip().splitlines()[0]}
+    passes = {f"verify({width})": compiler.cost(compiler.target, width, width) for width in WIDTHS}
+    passes["drafter"] = compiler.cost(compiler.drafter, block, 10)
     result["passes"] = passes
     result["verify_ratio"] = passes["verify(64)"]["ms"] / passes["verify(8)"]["ms"]
     if case.target != "qwen2.5-1.5b":
@@ -356,13 +348,13 @@ COLUMNS = {
     "batch": lambda found: found["case"]["batch"],
     "compile s": lambda found: f"{found['compile_s']:.0f}",
     "HBM GB / chip": lambda found: f"{found['hbm_gb']:.1f} of {found['hbm_capacity_gb']:.0f}",
-    "exe": lambda found: found.get("executables", "?"),
-    "host": lambda found: "?" if "unreadable" in found else len(found["host_transfers"]),
-    "cache copies": lambda found: "?" if "unreadable" in found else len(found["cache_copies"]),
+    "exe": lambda found: found["executables"],
+    "host": lambda found: len(found["host_transfers"]),
+    "cache copies": lambda found: len(found["cache_copies"]),
+    "all-gather in loop": lambda found: found["collectives_in_the_loop"]["all-gather"],
 }
 COST_COLUMNS = {
     "all-reduce / layer": lambda found: f"{found['passes']['verify(64)']['all_reduces_per_layer']:g}",
-    "all-gather in loop": lambda found: found.get("collectives_in_the_loop", {}).get("all-gather", "?"),
     "verify: floor ms": lambda found: f"{found['passes']['verify(8)']['floor_ms']:.2f}",
     "estimates, 8, 16, 64 rows": lambda found: ", ".join(
         f"{found['passes'][f'verify({width})']['ms']:.2f}" for width in WIDTHS
@@ -418,7 +410,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--topology", help="such as v5e:2x4, v6e:2x2, v5p:2x2x1, tpu7x:2x2x1")
     parser.add_argument("--tp", type=int, help="tensor-parallel devices")
     parser.add_argument("--dp", type=int, help="groups of them")
-    parser.add_argument("--batch", type=int)
+    parser.add_argument("--batch", type=int, nargs="+", help="sequences; a case each: the largest that fits, the next")
     parser.add_argument("--capacity", type=int, default=8192, help="tokens of prompt and output together")
     parser.add_argument("--layers", type=int, help="cut both models to so many layers: a quick look")
     parser.add_argument("--no-costs", dest="costs", action="store_false", help="compile the loop only")
@@ -428,10 +420,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.target and args.topology and args.tp:
         drafter = args.drafter or next((n for n, (of, _) in READERS.items() if of == args.target), Case.drafter)
-        chosen = [Case(args.target, args.topology, args.tp, args.dp or 1, args.batch or args.dp or 1, drafter=drafter)]
+        place = args.target, args.topology, args.tp, args.dp or 1
+        chosen = [Case(*place, batch, drafter=drafter) for batch in args.batch or [args.dp or 1]]
     else:
-        wanted = {name: getattr(args, name) for name in ("target", "topology", "tp", "dp", "batch", "drafter")}
+        wanted = {name: getattr(args, name) for name in ("target", "topology", "tp", "dp", "drafter")}
         chosen = [c for c in CASES if all(value in (None, getattr(c, name)) for name, value in wanted.items())]
+        chosen = [case for case in chosen if case.batch in (args.batch or [case.batch])]
     chosen = [dataclasses.replace(case, capacity=args.capacity) for case in chosen]
     if not chosen:
         parser.error("no such case among the known ones: give --target, --topology and --tp")

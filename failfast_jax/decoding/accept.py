@@ -151,7 +151,7 @@ def where_sampled(sampled: Callable, greedy: Callable, sampling: Sampling, execu
       arrays: the logits `[B, W, V]`, and others `[B, W, ...]`. Where a vocabulary is spread over devices, a row of it
         is brought to one of them: no step of a search for a threshold is then a sum over devices.
     """
-    columns = execution.rows_spec(arrays[0].shape[1])
+    columns, alone = execution.rows_spec(arrays[0].shape[1]), len(arrays[0]) == 1
 
     def one(given):
         sampling, *arrays = jax.tree.map(lambda x: x[None], given)
@@ -160,7 +160,7 @@ def where_sampled(sampled: Callable, greedy: Callable, sampling: Sampling, execu
 
     def local(sampling, *arrays):
         # One sequence after another: noise for a whole vocabulary is dear, and only some may need it.
-        return sampled(sampling, *arrays) if len(arrays[0]) == 1 else jax.lax.map(one, (sampling, *arrays))
+        return sampled(sampling, *arrays) if alone else jax.lax.map(one, (sampling, *arrays))
 
     places = (P(execution.batch), *[columns] * len(arrays))
     local = execution.per_device(local, places, columns)

@@ -11,6 +11,7 @@ lm_eval = pytest.importorskip("lm_eval")
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("sacrebleu")
 
+from checkpoint_files import GOLDEN  # noqa: E402
 from lm_eval import evaluator  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.api.registry import get_model  # noqa: E402
@@ -18,6 +19,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from served import HarnessPieces  # noqa: E402
 from tiny_engines import new_engine  # noqa: E402
 
+from failfast_jax import FailFast  # noqa: E402
 from failfast_jax.errors import OptionError  # noqa: E402
 from failfast_jax.harness.model import FailFastLM  # noqa: E402
 
@@ -78,6 +80,23 @@ def test_what_the_target_would_say_is_the_most_probable(model):
     said = model.queue.submit(prompt, max_new_tokens=6, ignore_eos=True).result().output_ids
     other = [*said[:-1], (said[-1] + 1) % 40]
     assert [best for _, best in model.score([(prompt, said), (prompt, other)])] == [True, False]
+
+
+def test_scores_are_those_of_transformers():
+    """From the logits and the greedy tokens that it computed with the same weights."""
+    engine = FailFast(GOLDEN / "llama_tied", tokenizer=HarnessPieces())
+    model = FailFastLM(engine=engine, method="vanilla", batch=2, context=96)
+    with np.load(GOLDEN / "llama_tied" / "golden.npz") as data:
+        golden = dict(data)
+    for length, context in ((3, 1), (40, 1), (40, 25)):
+        ids, said = golden[f"input_{length}"][0].tolist(), golden[f"greedy_{length}"][0].tolist()
+        logits = golden[f"logits_{length}"][0].astype(np.float64)
+        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        places = np.arange(context - 1, length - 1)
+        pairs = [(ids[:context], ids[context:]), (said[:length], said[length:])]
+        (given, given_best), (_, greedy_best) = model.score(pairs)
+        np.testing.assert_allclose(given, logprobs[places, ids[context:]].sum(), rtol=1e-5)
+        assert given_best == bool((logits[places].argmax(-1) == ids[context:]).all()) and greedy_best
 
 
 def test_rolling(model):

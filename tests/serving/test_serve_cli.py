@@ -125,6 +125,9 @@ pytestmark = pytest.mark.usefixtures("same_signals")
 REFUSED = {
     "--port 70000": "--port 70000: must be in [0, 65535]",
     "--batch 0": "--batch 0: must be in [1, 4096]",
+    "--batch 5 --data-parallel 2": "--batch 5: must be a multiple of --data-parallel 2",
+    "--data-parallel 0": "--data-parallel 0: must be at least 1",
+    "--batch 64 --data-parallel 64": "--tensor-parallel 1 (x 64 data-parallel): there are ",
     "--api-key-file /nowhere/key": "--api-key-file /nowhere/key: cannot be read",
     "--host 203.0.113.1": "--host 203.0.113.1 --port 8000: ",
     f"--method dllm --target {TARGET}": "--method dllm: a queue serves targets that write token by token",

@@ -46,11 +46,15 @@ if sys.argv[1] == "harness":
     )
     raise SystemExit(harness.main(sys.argv[2:]))
 command = {{"serve": serve, "chat": chat}}[sys.argv[1]]
-command.load_engine = lambda args, method: new_engine(tensor_parallel=args.tensor_parallel, **pieces)
-options = "--method lookup --policy fixed --max-spec-len 7 --context {CAPACITY} --tensor-parallel 2".split()
+command.load_engine = lambda args, method: new_engine(
+    tensor_parallel=args.tensor_parallel, data_parallel=args.data_parallel, **pieces
+)
+options = "--method lookup --policy fixed --max-spec-len 7 --context {CAPACITY}".split()
 raise SystemExit(command.main([*options, *sys.argv[2:]]))
 """
-COMMANDS = {"serve": ("--batch", "2", "--port", "0", "--model-name", "tiny"), "chat": ("--max-new-tokens", "20")}
+SERVE = ("serve", "--batch", "2", "--port", "0", "--model-name", "tiny")
+LAYERS, ROWS = ("--tensor-parallel", "2"), ("--data-parallel", "2")
+"""What two devices share."""
 
 
 def start(command: str, *words: str) -> subprocess.Popen:
@@ -71,9 +75,8 @@ def start_two(command: str, *words: str) -> list[subprocess.Popen]:
 
 @pytest.fixture
 def processes(request) -> Iterator[list[subprocess.Popen]]:
-    """Two of a command: the server, where a test names no other."""
-    command = getattr(request, "param", "serve")
-    found = start_two(command, *COMMANDS[command])
+    """Two of a command: a server whose layers they share, where a test names no other."""
+    found = start_two(*getattr(request, "param", (*SERVE, *LAYERS)))
     yield found
     for process in found:
         process.kill()
@@ -129,6 +132,12 @@ def texts(answer: httpx.Response) -> list[str]:
     return [choice["text"] for choice in answer.json()["choices"]]
 
 
+@pytest.mark.parametrize(
+    "processes",
+    [(*SERVE, *LAYERS), pytest.param((*SERVE, *ROWS), marks=pytest.mark.exhaustive)],
+    indirect=True,
+    ids=["layers", "rows"],
+)
 def test_two_processes_serve_as_one(processes, site):
     requests, alone = requests_and_answers()
     assert texts(site.post("/v1/completions", json=requests[0])) == alone[0]
@@ -163,7 +172,7 @@ def test_both_end_when_they_are_told(processes, site):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("processes", ["chat"], indirect=True)
+@pytest.mark.parametrize("processes", [("chat", "--max-new-tokens", "20", *LAYERS)], indirect=True)
 def test_two_processes_talk_as_one(processes, monkeypatch, capsys):
     """Another method is another queue everywhere; Ctrl-C that comes to all of them is for the first."""
     lines = "what is it?\nand that?\n/method vanilla\n/method nonsense\nwhy?\n/method lookup\nreally?\n/quit\n"

@@ -1,8 +1,8 @@
 """Attention of a window over the cache on CPU: each key and value is read from memory once, for all rows.
 
-The cache is summed up in chunks at absolute positions, which are shared out over cores, as operations that XLA runs at
-the same time, and then joined in their order. A row's result depends neither on how many rows there are nor on where
-its window began. Sums, and what comes out of the softmax, are float32.
+The cache is summed up in chunks at absolute positions, which are shared out over XLA's threads and then joined in their
+order. A row's result depends neither on how many rows there are nor on where its window began. Sums, and what comes out
+of the softmax, are float32.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from llvmlite import ir
 from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
 from failfast_jax.kernels import cpu_product, emit
 from failfast_jax.kernels.cpu_product import MAX_WIDTH, TILE_ROWS
-from failfast_jax.kernels.emit import ELEMENTS, FLOAT, LONG, POINTER, Call, Emitter, constant
+from failfast_jax.kernels.emit import BYTE, ELEMENTS, FLOAT, LONG, POINTER, Call, Emitter, constant
 from failfast_jax.kernels.reference import HIDDEN, last_visible
 
 CHUNK = 256
-"""Slots of the cache that one core sums up by itself; chunks lie at absolute positions and are joined in order."""
+"""Slots of the cache that are summed up by themselves; chunks lie at absolute positions."""
 STEP = 16
 """Slots are summed up in multiples of it; a cache has one of `models.cache.TILE`."""
 ROWS_AT_ONCE = 16
+SLOTS_AT_ONCE = 4
+AHEAD = 4096
+"""Bytes that keys and values are asked for in front of where they are read."""
 
 
-def supports(*, width: int, capacity: int, dtype: DTypeLike) -> str | None:
+def supports(*, width: int, capacity: int, head_dim: int, dtype: DTypeLike) -> str | None:
     """Why `window_attention` cannot serve a shape; None if it can.
 
     Args:
@@ -41,6 +44,8 @@ def supports(*, width: int, capacity: int, dtype: DTypeLike) -> str | None:
         return f"a window has 1 to {MAX_WIDTH} rows, not {width}"
     if capacity % STEP:
         return f"a cache of {capacity} positions: a multiple of {STEP}"
+    if head_dim % SLOTS_AT_ONCE:
+        return f"head_dim {head_dim}: a multiple of {SLOTS_AT_ONCE}"
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         return f"a cache of {jnp.dtype(dtype).name}: bfloat16 or float32"
     return None
@@ -84,23 +89,17 @@ def _attention_of_rows(
     last: Int[Array, "B GW"],
     live: Scalar,
 ) -> Float[Array, "B K GW H"]:
-    """Chunks of the cache, shared out over cores, then their sum.
+    """The sums of all chunks, then of them.
 
     Args:
       rows: float32, scaled.
       first, last: slots that each row sees.
     """
     batch, heads, count, head_dim = rows.shape
-    items = batch * heads * -(-k_cache.shape[2] // CHUNK)
-    parts = min(emit.cores(), items)
     name = emit.registered(_attention_module, str(k_cache.dtype), head_dim)
-    shape = jax.ShapeDtypeStruct((-(-items // parts) * count * (head_dim + 2),), jnp.float32)
-    sums = [
-        emit.call(name, shape)(rows, k_cache, v_cache, first, last, live, jnp.int32(part), jnp.int32(parts))
-        for part in range(parts)
-    ]
-    joined = emit.registered(_join_module, head_dim)
-    return emit.call(joined, jax.ShapeDtypeStruct(rows.shape, jnp.float32))(live, jnp.int32(parts), *sums)
+    sums = (batch * heads * -(-k_cache.shape[2] // CHUNK), count * (head_dim + 2))
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (rows.shape, sums))
+    return emit.call(name, *shapes)(rows, k_cache, v_cache, first, last, live)[0]
 
 
 def column_lanes(head_dim: int) -> int:
@@ -110,49 +109,44 @@ def column_lanes(head_dim: int) -> int:
 
 def _attention_module(dtype: str, head_dim: int) -> ir.Module:
     module = ir.Module(f"{emit.TARGETS}_attention_{dtype}_{head_dim}")
-    tiles = cpu_product.tiles(module, dtype)
+    scores = [_scores(module, rows, dtype, head_dim) for rows in range(1, TILE_ROWS + 1)]
     mixes = [_mix(module, rows, dtype, head_dim) for rows in range(1, TILE_ROWS + 1)]
-    chunk = _chunk(module, tiles, mixes, dtype, head_dim)
+    chunk = _chunk(module, scores, mixes, head_dim)
     emit.handler(module, functools.partial(_attention, chunk=chunk, dtype=dtype, head_dim=head_dim))
     return module
 
 
-def _attention(emitter: Emitter, call: Call, *, chunk: ir.Function, dtype: str, head_dim: int) -> None:
-    """Every chunk of every pair of sequence and KV head whose number is `part` modulo `parts`."""
-    rows, keys, values, first, last, live, part, parts = (call.input(index) for index in range(8))
-    sums, heads, count, capacity = call.output().data, rows.size(1), rows.size(2), keys.size(2)
+def _attention(call: Call, *, chunk: ir.Function, dtype: str, head_dim: int) -> None:
+    """Every chunk of every pair of sequence and KV head, shared out; then their sums."""
+    rows, keys, values, first, last = (call.input(index) for index in range(5))
+    emitter, live = call.emitter, call.input(5).integer()
+    out, sums = call.output().data, call.output(1).data
+    heads, count, capacity = rows.size(1), rows.size(2), keys.size(2)
     pairs = emitter.mul(rows.size(0), heads)
-    used = live.integer()
-    chunks = emitter.sdiv(emitter.add(used, constant(CHUNK - 1)), constant(CHUNK))
-    every = parts.integer()
+    chunks = emitter.sdiv(emitter.add(live, constant(CHUNK - 1)), constant(CHUNK))
 
-    def item(index, _):
+    def piece(emitter, index, shared):
+        q, k, v, first, last, sums, heads, count, capacity, pairs, live = shared
         pair, place = emitter.srem(index, pairs), emitter.mul(emitter.sdiv(index, pairs), constant(CHUNK))
-        sequence = emitter.sdiv(pair, heads)
         at = emitter.mul(emitter.add(emitter.mul(pair, capacity), place), constant(head_dim))
-        slots = emitter.least(emitter.sub(capacity, place), constant(CHUNK))
-        needed = emitter.and_(emitter.add(emitter.sub(used, place), constant(STEP - 1)), constant(-STEP))
-        bounds = emitter.mul(sequence, count)
-        size = emitter.mul(count, constant(head_dim + 2))
-        emitter.call(
-            chunk,
-            [
-                emitter.element(rows.data, emitter.mul(emitter.mul(pair, count), constant(head_dim))),
-                emitter.element(keys.data, at, ELEMENTS[dtype]),
-                emitter.element(values.data, at, ELEMENTS[dtype]),
-                emitter.element(first.data, bounds, emit.INT),
-                emitter.element(last.data, bounds, emit.INT),
-                emitter.element(sums, emitter.mul(emitter.sdiv(index, every), size)),
-                count,
-                place,
-                emitter.least(slots, needed),
-            ],
-        )
+        needed = emitter.and_(emitter.add(emitter.sub(live, place), constant(STEP - 1)), constant(-STEP))
+        slots = emitter.least(emitter.least(emitter.sub(capacity, place), constant(CHUNK)), needed)
+        bounds = emitter.mul(emitter.sdiv(pair, heads), count)
+        here = [
+            emitter.element(q, emitter.mul(emitter.mul(pair, count), constant(head_dim))),
+            *(emitter.element(cache, at, ELEMENTS[dtype]) for cache in (k, v)),
+            *(emitter.element(bound, bounds, emit.INT) for bound in (first, last)),
+            emitter.element(sums, emitter.mul(emitter.mul(index, count), constant(head_dim + 2))),
+        ]
+        emitter.call(chunk, [*here, count, place, slots])
 
-    emitter.loop(emitter.mul(pairs, chunks), every, item, begin=part.integer())
+    pointers = [array.data for array in (rows, keys, values, first, last)]
+    shared = [*pointers, sums, heads, count, capacity, pairs, live]
+    emit.share_out(call, emitter.mul(pairs, chunks), shared, piece)
+    _join(emitter, out, sums, pairs=pairs, count=count, chunks=chunks, head_dim=head_dim)
 
 
-def _chunk(module: ir.Module, tiles: list, mixes: list, dtype: str, head_dim: int) -> ir.Function:
+def _chunk(module: ir.Module, scores: list, mixes: list, head_dim: int) -> ir.Function:
     """`chunk(q, k, v, first, last, sums, rows, place, slots)`: of each row over the chunk's slots, the sum of values by
     weight, then of all rows the highest score and the sum of weights."""
     arguments = [POINTER] * 6 + [LONG] * 3
@@ -169,11 +163,9 @@ def _chunk(module: ir.Module, tiles: list, mixes: list, dtype: str, head_dim: in
     def some_rows(begin, _):
         count = emitter.least(emitter.sub(rows, begin), constant(ROWS_AT_ONCE))
 
-        def scores(row, several):
+        def score(row, several):
             queries = emitter.element(q, emitter.mul(emitter.add(begin, row), size))
-            result = emitter.element(weights, emitter.mul(row, stride))
-            how = {"inputs": size, "stride": stride, "begin": constant(0), "end": slots, "outputs": slots}
-            cpu_product.times(emitter, tiles[several - 1], queries, k, result, **how, dtype=dtype)
+            emitter.call(scores[several - 1], [queries, k, emitter.element(weights, emitter.mul(row, stride)), slots])
 
         def soften(row, _):
             at = emitter.add(begin, row)
@@ -186,11 +178,43 @@ def _chunk(module: ir.Module, tiles: list, mixes: list, dtype: str, head_dim: in
             result = emitter.element(sums, emitter.mul(emitter.add(begin, row), size))
             emitter.call(mixes[several - 1], [emitter.element(weights, emitter.mul(row, stride)), v, result, slots])
 
-        cpu_product.by_rows(emitter, count, scores)
+        cpu_product.by_rows(emitter, count, score)
         emitter.loop(count, 1, soften)
         cpu_product.by_rows(emitter, count, mix)
 
     emitter.loop(rows, ROWS_AT_ONCE, some_rows)
+    emitter.ret_void()
+    return function
+
+
+def _scores(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Function:
+    """`scores(q, k, weights, slots)`: for `rows` rows of queries, the products with the keys of all slots."""
+    lanes, element = column_lanes(head_dim), ELEMENTS[dtype]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, POINTER, POINTER, LONG]), f"scores_{rows}")
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    q, k, weights, slots = function.args
+    emitter = Emitter(function.append_basic_block())
+
+    def some_slots(slot, _):
+        begin = emitter.mul(slot, constant(head_dim))
+        totals = [emit.vector([0.0] * lanes)] * (rows * SLOTS_AT_ONCE)
+        for column in range(0, head_dim, lanes):
+            at = [emitter.add(begin, constant(one * head_dim + column)) for one in range(SLOTS_AT_ONCE)]
+            places = [emitter.element(k, place, element) for place in at]
+            for place in places:
+                emitter.prefetch(emitter.element(place, constant(AHEAD), BYTE))
+            keys = [emitter.floats(place, lanes, dtype) for place in places]
+            starts = [emitter.element(q, constant(row * head_dim + column)) for row in range(rows)]
+            pairs = [(query, key) for query in (emitter.floats(start, lanes) for start in starts) for key in keys]
+            totals = [emitter.multiply_add(*pair, total) for pair, total in zip(pairs, totals)]
+        sums = emitter.sums(totals)
+        for row in range(rows):
+            which, lane = divmod(row * SLOTS_AT_ONCE, lanes)
+            place = emitter.element(weights, emitter.add(slot, constant(row * CHUNK)))
+            emitter.store(emitter.part(sums[which], lane, SLOTS_AT_ONCE), place, align=4)
+
+    emitter.loop(slots, SLOTS_AT_ONCE, some_slots)
     emitter.ret_void()
     return function
 
@@ -226,7 +250,7 @@ def _softened(emitter: Emitter, scores, bounds: list, place, slots) -> tuple:
         return [emitter.fadd(carried[0], weight)]
 
     [total] = emitter.loop(slots, lanes, weigh, [zero])
-    return highest, emitter.sums([total])[0]
+    return highest, emitter.lane(emitter.sums([total])[0], 0)
 
 
 def _mix(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Function:
@@ -244,6 +268,8 @@ def _mix(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Function
         def step(slot, carried, columns=columns):
             at = emitter.mul(slot, constant(head_dim))
             places = [emitter.element(v, emitter.add(at, constant(column)), ELEMENTS[dtype]) for column in columns]
+            for place in places:
+                emitter.prefetch(emitter.element(place, constant(AHEAD), BYTE))
             values = [emitter.floats(place, lanes, dtype) for place in places]
             numbers = [emitter.element(weights, emitter.add(slot, constant(row * CHUNK))) for row in range(rows)]
             numbers = [emitter.repeated(emitter.load(place, typ=FLOAT), lanes) for place in numbers]
@@ -259,30 +285,20 @@ def _mix(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Function
     return function
 
 
-def _join_module(head_dim: int) -> ir.Module:
-    module = ir.Module(f"{emit.TARGETS}_attention_join_{head_dim}")
-    emit.handler(module, functools.partial(_join, head_dim=head_dim))
-    return module
-
-
-def _join(emitter: Emitter, call: Call, *, head_dim: int) -> None:
+def _join(emitter: Emitter, out, sums, *, pairs, count, chunks, head_dim: int) -> None:
     """Of each row the sum over chunks, in their order, over the sum of weights; zeros where it sees nothing."""
-    lanes, out = column_lanes(head_dim), call.output()
-    pairs, count = emitter.mul(out.size(0), out.size(1)), out.size(2)
-    parts, columns = call.input(1).integer(), range(0, head_dim, lanes)
-    chunks = emitter.sdiv(emitter.add(call.input(0).integer(), constant(CHUNK - 1)), constant(CHUNK))
-    size = emitter.mul(count, constant(head_dim + 2))
+    lanes = column_lanes(head_dim)
+    columns, size = range(0, head_dim, lanes), constant(head_dim)
     zero, hidden = emit.vector([0.0] * lanes), emit.vector([HIDDEN] * lanes)
 
     def row_of(pair, row):
         def place(chunk):
             index = emitter.add(emitter.mul(chunk, pairs), pair)
-            sums = call.input(emitter.add(emitter.srem(index, parts), constant(2))).data
-            return emitter.element(sums, emitter.mul(emitter.sdiv(index, parts), size))
+            return emitter.element(sums, emitter.mul(emitter.mul(index, count), constant(head_dim + 2)))
 
-        def number(sums, which: int):
+        def number(chunk_sums, which: int):
             behind = emitter.add(emitter.mul(count, constant(head_dim + which)), row)
-            return emitter.repeated(emitter.load(emitter.element(sums, behind), typ=FLOAT), lanes)
+            return emitter.repeated(emitter.load(emitter.element(chunk_sums, behind), typ=FLOAT), lanes)
 
         def higher(chunk, carried):
             return [emitter.intrinsic("maxnum", hidden.type, carried[0], number(place(chunk), 0))]
@@ -290,18 +306,20 @@ def _join(emitter: Emitter, call: Call, *, head_dim: int) -> None:
         [highest] = emitter.loop(chunks, 1, higher, [hidden])
 
         def add(chunk, carried):
-            sums = place(chunk)
-            weight = emitter.exponential(emitter.fsub(number(sums, 0), highest))
-            start = emitter.mul(row, constant(head_dim))
-            parts = [emitter.element(sums, emitter.add(start, constant(column))) for column in columns]
-            terms = [*(emitter.floats(part, lanes) for part in parts), number(sums, 1)]
+            here, start = place(chunk), emitter.mul(row, size)
+            weight = emitter.exponential(emitter.fsub(number(here, 0), highest))
+            parts = [emitter.element(here, emitter.add(start, constant(column))) for column in columns]
+            terms = [*(emitter.floats(part, lanes) for part in parts), number(here, 1)]
             return [emitter.multiply_add(term, weight, total) for term, total in zip(terms, carried)]
 
-        *sums, total = emitter.loop(chunks, 1, add, [zero] * (len(columns) + 1))
+        *values, total = emitter.loop(chunks, 1, add, [zero] * (len(columns) + 1))
         sees = emitter.fcmp_ordered(">", total, zero)
-        start = emitter.mul(emitter.add(emitter.mul(pair, count), row), constant(head_dim))
-        for column, value in zip(columns, sums):
+        start = emitter.mul(emitter.add(emitter.mul(pair, count), row), size)
+        for column, value in zip(columns, values):
             value = emitter.select(sees, emitter.fdiv(value, total), zero)
-            emitter.store(value, emitter.element(out.data, emitter.add(start, constant(column))), align=4)
+            emitter.store(value, emitter.element(out, emitter.add(start, constant(column))), align=4)
 
-    emitter.loop(pairs, 1, lambda pair, _: emitter.loop(count, 1, lambda row, _: row_of(pair, row) and None) and None)
+    def rows_of(pair, _):
+        emitter.loop(count, 1, lambda row, _: row_of(pair, row))
+
+    emitter.loop(pairs, 1, rows_of)

@@ -4,14 +4,12 @@ XLA's product of 2 to 64 rows packs the weights into another layout first, which
 does. Here a tile of rows and outputs is summed in registers, along the inputs, over weights as they lie (`[out, in]`).
 A row's result does not depend on how many rows there are: bits are the same for every number of rows, one included.
 
-Weights may be float32, bfloat16 or int8; sums are float32. The outputs are shared out over cores, as operations that
-XLA runs at the same time.
+Weights may be float32, bfloat16 or int8; sums are float32. The outputs are shared out over XLA's threads.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 
 import jax
@@ -26,10 +24,8 @@ from failfast_jax.kernels.emit import ELEMENTS, LONG, POINTER, Call, Emitter, co
 NO_UNIT = "a processor without fused multiply-add"
 MAX_WIDTH = 128
 """Rows of a sequence. Beyond, arithmetic bounds a product, and XLA's is as fast or faster."""
-SMALLEST_PART = 1 << 14
-"""Weights; a smaller product is not worth a second core."""
 TILE_ROWS = 4
-MANY_ROWS = 32
+FEW_ROWS = 32
 OUTPUTS_IN_CACHE = 8
 """Tiles of outputs whose weights stay in a core's cache while many rows pass over them."""
 
@@ -66,15 +62,8 @@ def product(rows: Float[Array, "R I"], weight: Shaped[Array, "O I"]) -> Float[Ar
       weight: float32, bfloat16 or int8.
     """
     name = emit.registered(_product_module, str(weight.dtype))
-    outputs, inputs = weight.shape
-    step = tile_outputs()
-    parts = max(1, min(emit.cores(), outputs * inputs // SMALLEST_PART, outputs // step))
-    bounds = [outputs * part // parts // step * step for part in range(parts)] + [outputs]
-    results = []
-    for begin, end in itertools.pairwise(bounds):
-        shape = jax.ShapeDtypeStruct((rows.shape[0], end - begin), jnp.float32)
-        results.append(emit.call(name, shape)(rows, weight, jnp.int32(begin)))
-    return results[0] if parts == 1 else jnp.concatenate(results, axis=1)
+    [result] = emit.call(name, jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), jnp.float32))(rows, weight)
+    return result
 
 
 product.defjvps(lambda change, _, rows, weight: change @ weight.T, lambda change, _, rows, weight: rows @ change.T)
@@ -82,12 +71,9 @@ product.defjvps(lambda change, _, rows, weight: change @ weight.T, lambda change
 
 def _product_module(dtype: str) -> ir.Module:
     module = ir.Module(f"{emit.TARGETS}_product_{dtype}")
-    emit.handler(module, functools.partial(_product, tiles=tiles(module, dtype), dtype=dtype))
+    tiles = [_tile(module, rows, dtype) for rows in range(1, TILE_ROWS + 1)]
+    emit.handler(module, functools.partial(_product, tiles=tiles, dtype=dtype))
     return module
-
-
-def tiles(module: ir.Module, dtype: str) -> list[ir.Function]:
-    return [_tile(module, rows, dtype) for rows in range(1, TILE_ROWS + 1)]
 
 
 def _tile(module: ir.Module, rows: int, dtype: str) -> ir.Function:
@@ -116,6 +102,7 @@ def _tile(module: ir.Module, rows: int, dtype: str) -> ir.Function:
     whole = emitter.and_(inputs, constant(-lanes))
     zeros = [emit.vector([0.0] * lanes)] * (rows * width)
     sums = emitter.sums(emitter.loop(whole, lanes, step, zeros))
+    sums = [emitter.lane(sums[index // lanes], index % lanes) for index in range(rows * width)]
     sums = emitter.loop(inputs, 1, functools.partial(step, lanes=1), sums, begin=whole)
     for index, total in enumerate(sums):
         row, output = divmod(index, width)
@@ -135,41 +122,40 @@ def by_rows(emitter: Emitter, rows, body: Callable) -> None:
             body(whole, count)
 
 
-def _product(emitter: Emitter, call: Call, *, tiles: list[ir.Function], dtype: str) -> None:
-    """All rows times the outputs from a given one on, as many as the result has."""
+def _product(call: Call, *, tiles: list[ir.Function], dtype: str) -> None:
+    """All rows times all outputs, some neighbouring outputs at a time."""
     x, w, y = call.input(0), call.input(1), call.output()
-    rows, inputs, outputs = x.size(0), x.size(1), y.size(1)
-    weights = emitter.element(w.data, emitter.mul(call.input(2).integer(), inputs), ELEMENTS[dtype])
-    width = tile_outputs()
-    many = emitter.icmp_signed(">", rows, constant(MANY_ROWS))
-    block = emitter.select(many, constant(width * OUTPUTS_IN_CACHE), constant(width))
+    width, emitter = tile_outputs(), call.emitter
+    block = constant(width * OUTPUTS_IN_CACHE)
+    count = emitter.sdiv(emitter.add(w.size(0), constant(width * OUTPUTS_IN_CACHE - 1)), block)
 
-    def block_of_outputs(begin, _):
+    def some_outputs(emitter, piece, values):
+        x, w, y, rows, inputs, outputs = values
+        begin = emitter.mul(piece, block)
         end = emitter.least(emitter.add(begin, block), outputs)
+        last = emitter.sub(outputs, constant(width))
 
-        def tile_of_rows(row, count):
-            place = emitter.element(x.data, emitter.mul(row, inputs))
-            result = emitter.element(y.data, emitter.mul(row, outputs))
-            how = {"inputs": inputs, "stride": outputs, "begin": begin, "end": end, "outputs": outputs}
-            times(emitter, tiles[count - 1], place, weights, result, **how, dtype=dtype)
+        def times(row, several, begin, end):
+            place, result = emitter.element(x, emitter.mul(row, inputs)), emitter.element(y, emitter.mul(row, outputs))
 
-        by_rows(emitter, rows, tile_of_rows)
+            def tile(output, _):
+                output = emitter.least(output, last)  # the last tile overlaps the one before: the same numbers again
+                weights = emitter.element(w, emitter.mul(output, inputs), ELEMENTS[dtype])
+                emitter.call(tiles[several - 1], [place, weights, emitter.element(result, output), inputs, outputs])
 
-    emitter.loop(outputs, block, block_of_outputs)
+            emitter.loop(end, width, tile, begin=begin)
 
+        few = emitter.icmp_signed("<=", rows, constant(FEW_ROWS))
+        with emitter.if_else(few) as (then, otherwise):
+            with then:  # a tile's weights come from memory for the first rows, from the cache for the others
 
-def times(emitter: Emitter, tile: ir.Function, x, w, y, *, inputs, stride, begin, end, outputs, dtype: str) -> None:
-    """A tile's rows times the outputs `begin .. end-1`.
+                def outputs_of_a_tile(output, _):
+                    by_rows(emitter, rows, lambda row, several: times(row, several, output, emitter.add(output, one)))
 
-    Args:
-      stride: from a row of results to the next one's.
-      outputs: how many there are; at least those of a tile.
-    """
-    last = emitter.sub(outputs, constant(tile_outputs()))
+                one = constant(1)
+                emitter.loop(end, width, outputs_of_a_tile, begin=begin)
+            with otherwise:  # rows stay in the cache, while all weights of the piece pass
+                by_rows(emitter, rows, lambda row, several: times(row, several, begin, end))
 
-    def body(output, _):
-        output = emitter.least(output, last)  # the last tile overlaps the one before: the same numbers again
-        place = emitter.element(w, emitter.mul(output, inputs), ELEMENTS[dtype])
-        emitter.call(tile, [x, place, emitter.element(y, output), inputs, stride])
-
-    emitter.loop(end, tile_outputs(), body, begin=begin)
+    values = [x.data, w.data, y.data, x.size(0), x.size(1), w.size(0)]
+    emit.share_out(call, count, values, some_outputs)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import os
 import platform
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import llvmlite.binding as llvm
@@ -21,8 +21,8 @@ from llvmlite import ir
 
 TARGETS = "failfast"
 """What the names of what XLA calls begin with."""
-MOST_PARTS = 16
 BYTE, INT, LONG, FLOAT, POINTER = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.PointerType()
+NULL = ir.Constant(POINTER, None)
 ELEMENTS = {"float32": FLOAT, "bfloat16": ir.IntType(16), "int8": BYTE}
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 """Types of what lies in memory; sums are float32."""
@@ -166,36 +166,47 @@ class Emitter(ir.IRBuilder):
         """The sum over the lanes of each vector, many at once.
 
         Halves are added until one number is left, in an order that does not depend on the other vectors.
+
+        Returns:
+          Vectors whose lanes are the sums, in order; those of the last one may be more than there are sums.
         """
         lanes = vectors[0].type.count
         if len(vectors) > lanes:
             return self.sums(vectors[:lanes]) + self.sums(vectors[lanes:])
-        level, size = [(vector, [index]) for index, vector in enumerate(vectors)], lanes
+        level, size = [(vector, 1) for vector in vectors], lanes
         while size > 1:
             level = [self._halved(level[at : at + 2], lanes, size) for at in range(0, len(level), 2)]
             size //= 2
-        found = {owner: (vector, lane) for vector, owners in level for lane, owner in enumerate(owners)}
-        return [self.extract_element(*found[i][:1], ir.Constant(INT, found[i][1])) for i in range(len(vectors))]
+        return [level[0][0]]
 
     def _halved(self, pair: list, lanes: int, size: int) -> tuple:
-        """One vector of the sums of halves of the blocks of `size` lanes of one or two vectors."""
-        first, second = pair[0][0], pair[-1][0]
-        starts = [
-            source * lanes + block * size for source, (_, owners) in enumerate(pair) for block in range(len(owners))
-        ]
+        """One vector of the sums of halves of the blocks of `size` lanes of one or two vectors, and how many there are.
 
-        def half(which: int):
-            lanes_of = [start + which * size // 2 + lane for start in starts for lane in range(size // 2)]
-            lanes_of += [0] * (lanes - len(lanes_of))
-            return self.shuffle_vector(first, second, vector(lanes_of, INT))
+        Args:
+          pair: vectors, and the blocks of each.
+        """
+        starts = [which * lanes + block * size for which, (_, blocks) in enumerate(pair) for block in range(blocks)]
 
-        return self.fadd(half(0), half(1)), [owner for _, owners in pair for owner in owners]
+        def half(begin: int):
+            chosen = [start + begin + lane for start in starts for lane in range(size // 2)]
+            chosen += [0] * (lanes - len(chosen))
+            return self.shuffle_vector(pair[0][0], pair[-1][0], vector(chosen, INT))
+
+        return self.fadd(half(0), half(size // 2)), len(starts)
+
+    def lane(self, vector_, index: int):
+        return self.extract_element(vector_, ir.Constant(INT, index))
+
+    def part(self, vector_, begin: int, count: int):
+        """Some neighbouring lanes of a vector."""
+        return self.shuffle_vector(vector_, vector_, vector(range(begin, begin + count), INT))
 
 
 # Byte offsets in the structures of XLA's `ffi/api/c_api.h`, and the version of that interface whose layout this is.
 FFI_MAJOR = 0
-FRAME_EXTENSION, FRAME_API, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 72, 112
-API_MINOR, EXTENSION_METADATA, METADATA_MAJOR, METADATA_MINOR = 36, 24, 24, 28
+FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112
+API_MINOR, API_DESTROY_ERROR, API_SCHEDULE, API_THREADS = 36, 64, 136, 144
+EXTENSION_METADATA, METADATA_MAJOR, METADATA_MINOR = 24, 24, 28
 BUFFER_DATA, BUFFER_DIMENSIONS = 24, 40
 
 
@@ -230,25 +241,138 @@ class Call:
         arguments = self.emitter.field(self.frame, FRAME_ARGUMENTS)
         return Array(self.emitter, self.emitter.load(self.emitter.element(arguments, index, LONG), typ=POINTER))
 
-    def output(self) -> Array:
-        return Array(self.emitter, self.emitter.field(self.emitter.field(self.frame, FRAME_RESULTS), 0))
+    def output(self, index: int = 0) -> Array:
+        return Array(self.emitter, self.emitter.field(self.emitter.field(self.frame, FRAME_RESULTS), index * 8))
+
+    def structure(self, *values) -> ir.Value:
+        """What XLA's functions take: a structure that says its size, and that it has no extension."""
+        values = [constant(8 * (2 + len(values))), NULL, *values]
+        place = self.emitter.alloca(LONG, constant(len(values)))
+        for index, value in enumerate(values):
+            self.emitter.store(value, self.emitter.element(place, constant(index * 8), BYTE))
+        return place
+
+    def ask(self, function: int, structure: ir.Value) -> ir.Value:
+        """Calls one of XLA's functions; whether it failed."""
+        emitter, kind = self.emitter, ir.FunctionType(POINTER, [POINTER]).as_pointer()
+        functions = emitter.field(self.frame, FRAME_API)
+        error = emitter.call(emitter.field(functions, function, kind), [structure])
+        failed = emitter.icmp_unsigned("!=", error, NULL)
+        with emitter.if_then(failed, likely=False):
+            kind = ir.FunctionType(ir.VoidType(), [POINTER]).as_pointer()
+            emitter.call(emitter.field(functions, API_DESTROY_ERROR, kind), [self.structure(error)])
+        return failed
+
+    def threads(self) -> ir.Value:
+        """How many threads XLA computes with."""
+        found = self.emitter.alloca(LONG)
+        self.emitter.store(constant(1), found)
+        self.ask(API_THREADS, self.structure(self.context, found))
+        return self.emitter.load(found, typ=LONG)
+
+    @property
+    def context(self) -> ir.Value:
+        return self.emitter.field(self.frame, FRAME_CONTEXT)
 
 
-def handler(module: ir.Module, body: Callable[[Emitter, Call], None]) -> None:
+JOB_NEXT, JOB_DONE, JOB_HOLDERS, JOB_COUNT, JOB_VALUES = 0, 8, 16, 24, 32
+"""Byte offsets: the next piece of work, how many are done, how many threads look at the job, how many pieces, and what
+their work needs."""
+PIECES_A_THREAD = 4
+"""A thread is asked for help for so many pieces of work, at least."""
+
+
+def share_out(call: Call, count, values: Sequence, work: Callable[[Emitter, Any, list], None]) -> None:
+    """Emits `for piece in range(count): work(emitter, piece, values)`, shared out over XLA's threads.
+
+    Each thread takes the next piece until none is left. The one that XLA called never waits for a thread that has not
+    begun: a helper that comes too late finds nothing to do. The last one to look at the job frees it.
+
+    Args:
+      values: pointers and 64-bit integers.
+    """
+    emitter, module = call.emitter, call.emitter.module
+    allocate = ir.Function(module, ir.FunctionType(POINTER, [LONG]), "malloc")
+    job = emitter.call(allocate, [constant(JOB_VALUES + 8 * len(values))])
+    spare = emitter.sub(call.threads(), constant(1))
+    helpers = emitter.least(spare, emitter.sdiv(count, constant(PIECES_A_THREAD)))
+    fields = [(JOB_NEXT, constant(0)), (JOB_DONE, constant(0)), (JOB_COUNT, count)]
+    fields.append((JOB_HOLDERS, emitter.add(helpers, constant(1))))
+    for offset, value in (*fields, *((JOB_VALUES + 8 * index, value) for index, value in enumerate(values))):
+        emitter.store(value, emitter.element(job, constant(offset), BYTE))
+    pieces, (helper, leave) = _pieces(module, values, work), _helper(module)
+    request = call.structure(call.context, emitter.ptrtoint(helper, LONG), job)
+
+    def ask_for_help(_index, _carried):
+        with emitter.if_then(call.ask(API_SCHEDULE, request), likely=False):
+            emitter.call(leave, [job])
+
+    emitter.loop(helpers, 1, ask_for_help)
+    emitter.call(pieces, [job])
+    done = emitter.element(job, constant(JOB_DONE), BYTE)
+    waiting, behind = emitter.append_basic_block(), emitter.append_basic_block()
+    emitter.branch(waiting)
+    emitter.position_at_end(waiting)
+    finished = emitter.load_atomic(done, "acquire", 8, typ=LONG)
+    emitter.cbranch(emitter.icmp_signed("<", finished, count), waiting, behind)
+    emitter.position_at_end(behind)
+    emitter.call(leave, [job])
+
+
+def _pieces(module: ir.Module, values: Sequence, work: Callable) -> ir.Function:
+    """`pieces(job)`: takes the next piece of work until none is left."""
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "pieces")
+    function.linkage = "internal"
+    emitter, (job,) = Emitter(function.append_basic_block()), function.args
+    inside = [emitter.field(job, JOB_VALUES + 8 * index, value.type) for index, value in enumerate(values)]
+    count = emitter.field(job, JOB_COUNT, LONG)
+    take, one, behind = (emitter.append_basic_block() for _ in range(3))
+    emitter.branch(take)
+    emitter.position_at_end(take)
+    piece = emitter.atomic_rmw("add", emitter.element(job, constant(JOB_NEXT), BYTE), constant(1), "monotonic")
+    emitter.cbranch(emitter.icmp_signed("<", piece, count), one, behind)
+    emitter.position_at_end(one)
+    work(emitter, piece, inside)
+    emitter.atomic_rmw("add", emitter.element(job, constant(JOB_DONE), BYTE), constant(1), "release")
+    emitter.branch(take)
+    emitter.position_at_end(behind)
+    emitter.ret_void()
+    return function
+
+
+def _helper(module: ir.Module) -> tuple[ir.Function, ir.Function]:
+    """`help(job)`, which another thread runs, and `leave(job)`."""
+    kind = ir.FunctionType(ir.VoidType(), [POINTER])
+    leave, helper, free = (ir.Function(module, kind, name) for name in ("leave", "helper", "free"))
+    leave.linkage = helper.linkage = "internal"
+    emitter, (job,) = Emitter(leave.append_basic_block()), leave.args
+    holders = emitter.element(job, constant(JOB_HOLDERS), BYTE)
+    last = emitter.icmp_signed("==", emitter.atomic_rmw("sub", holders, constant(1), "acq_rel"), constant(1))
+    with emitter.if_then(last):
+        emitter.call(free, [job])
+    emitter.ret_void()
+    emitter = Emitter(helper.append_basic_block())
+    emitter.call(module.globals["pieces"], [helper.args[0]])
+    emitter.call(leave, [helper.args[0]])
+    emitter.ret_void()
+    return helper, leave
+
+
+def handler(module: ir.Module, body: Callable[[Call], None]) -> None:
     """Emits a function that XLA can call, named like its module."""
     function = ir.Function(module, ir.FunctionType(POINTER, [POINTER]), module.name)
     emitter = Emitter(function.append_basic_block())
-    null, (frame,) = ir.Constant(POINTER, None), function.args
+    (frame,) = function.args
     extension = emitter.field(frame, FRAME_EXTENSION)
-    with emitter.if_then(emitter.icmp_unsigned("!=", extension, null)):
+    with emitter.if_then(emitter.icmp_unsigned("!=", extension, NULL)):
         # When it is registered, XLA asks which version it speaks: minor versions move nothing that is read here.
         metadata = emitter.field(extension, EXTENSION_METADATA)
         minor = emitter.field(emitter.field(frame, FRAME_API), API_MINOR, INT)
         emitter.store(ir.Constant(INT, FFI_MAJOR), emitter.element(metadata, constant(METADATA_MAJOR), BYTE))
         emitter.store(minor, emitter.element(metadata, constant(METADATA_MINOR), BYTE))
-        emitter.ret(null)
-    body(emitter, Call(emitter, frame))
-    emitter.ret(null)
+        emitter.ret(NULL)
+    body(Call(emitter, frame))
+    emitter.ret(NULL)
 
 
 @functools.cache
@@ -296,12 +420,6 @@ def _compiled(names: str, make: Callable[..., ir.Module], *how) -> str:
     return module.name
 
 
-def call(name: str, shape: jax.ShapeDtypeStruct) -> Callable[..., jax.Array]:
+def call(name: str, *shapes: jax.ShapeDtypeStruct) -> Callable[..., list[jax.Array]]:
     """A call of an FFI target, of which `jax.vmap` makes one call after the other."""
-    return jax.ffi.ffi_call(name, shape, vmap_method="sequential")
-
-
-def cores() -> int:
-    """How many processor cores work is shared out over: those that this process may use."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(found, MOST_PARTS)
+    return jax.ffi.ffi_call(name, list(shapes), vmap_method="sequential")

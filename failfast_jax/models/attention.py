@@ -188,7 +188,8 @@ def cached_attention(
     if kernel == "cpu":
         from failfast_jax.kernels import cpu
 
-        if cpu.supports(width=q.shape[1], capacity=k_cache.shape[2], dtype=k_cache.dtype) is None:
+        capacity, head_dim = k_cache.shape[2:]
+        if cpu.supports(width=q.shape[1], capacity=capacity, head_dim=head_dim, dtype=k_cache.dtype) is None:
             return cpu.window_attention(*arguments, block_size=block_size, back=back)
     if kernel in ("reference", "cpu") or back is not None:
         return reference.window_attention(*arguments, block_size=block_size, tile=TILE, back=back)

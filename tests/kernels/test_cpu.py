@@ -53,14 +53,15 @@ def test_bits_of_a_row_do_not_depend_on_the_others(rows, begin, dtype):
     np.testing.assert_array_equal(cpu_product.product(x[part], w), np.asarray(cpu_product.product(x, w))[part])
 
 
-def test_bits_do_not_depend_on_the_cores(monkeypatch):
-    x, w = numbers(1, 5, 256), weights(2, 700, 256, "float32")
-    results = []
-    for cores in (1, 2, 3, 8):
-        monkeypatch.setattr(emit, "cores", lambda cores=cores: cores)
-        results.append(np.asarray(cpu_product.product(x, w)))
-    for other in results[1:]:
-        np.testing.assert_array_equal(other, results[0])
+def test_many_calls_at_once_share_the_threads():
+    """Helpers that come late, when the work is done and other calls are under way."""
+    x = [numbers(seed, 3, 96) for seed in range(4)]
+    w = [weights(seed, 1200, 96, "float32") for seed in range(40)]
+    together = jax.jit(lambda x, w: [[cpu_product.product(rows, weight) for rows in x] for weight in w])
+    expected = [[np.asarray(xla_product(rows, weight)) for rows in x] for weight in w]
+    for _ in range(25):
+        for got, one in zip(jax.tree.leaves(together(x, w)), jax.tree.leaves(expected)):
+            np.testing.assert_allclose(got, one, rtol=1e-4, atol=1e-4)
 
 
 def test_derivatives_are_those_of_a_product():
@@ -112,6 +113,9 @@ def test_shapes_that_are_not_served():
     assert "1 to 128 rows, not 129" in cpu_product.supports(width=129, outputs=64, dtype="float32")
     assert "2 outputs" in cpu_product.supports(width=1, outputs=2, dtype="float32")
     assert "float16" in cpu_product.supports(width=1, outputs=64, dtype="float16")
-    assert "not 129" in cpu.supports(width=129, capacity=128, dtype="float32")
-    assert "a multiple of 16" in cpu.supports(width=1, capacity=100, dtype="float32")
-    assert "float16" in cpu.supports(width=1, capacity=128, dtype="float16")
+    served = {"width": 1, "capacity": 128, "head_dim": 64, "dtype": "float32"}
+    assert cpu.supports(**served) is None
+    assert "not 129" in cpu.supports(**served | {"width": 129})
+    assert "a multiple of 16" in cpu.supports(**served | {"capacity": 100})
+    assert "head_dim 6" in cpu.supports(**served | {"head_dim": 6})
+    assert "float16" in cpu.supports(**served | {"dtype": "float16"})

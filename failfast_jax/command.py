@@ -29,12 +29,19 @@ UNEXPECTED, USAGE_ERROR, UNFINISHED, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 SIGINT and SIGTERM."""
 
 
-class Parser(argparse.ArgumentParser):
-    """A command's flags. One that is misspelt is refused with the flag that was meant; so are abbreviations, which
-    would change their meaning when a flag is added."""
+class PlainParser(argparse.ArgumentParser):
+    """Flags without abbreviations, which would change their meaning when a flag is added."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """A line, without the usage of dozens of flags; ends the process."""
+        self.exit(USAGE_ERROR, f"error: {message}; {self.prog} --help lists the flags\n")
+
+
+class Parser(PlainParser):
+    """A command's flags. One that is misspelt is refused with the flag that was meant."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As `argparse`'s. What is misspelt is said before what is missing: it may be the same flag."""
@@ -45,10 +52,6 @@ class Parser(argparse.ArgumentParser):
             if name.startswith("--") and " " not in name and name not in self._option_string_actions:
                 self.error(f"{name}: no such flag{meant(name, self._option_string_actions)}")
         return super().parse_known_args(words, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """A line, without the usage of dozens of flags; ends the process."""
-        self.exit(USAGE_ERROR, f"error: {message}; {self.prog} --help lists the flags\n")
 
 
 def meant(word: str, known: Iterable[str]) -> str:

@@ -40,8 +40,9 @@ __all__ = ["add_arguments", "work"]
 
 def check_needs(args: argparse.Namespace, datasets: Sequence[Dataset]) -> None:
     """Raises ValueError if a package is missing that would be needed after hours of answers, or for a bad flag."""
-    if args.repeats < 1:
-        raise ValueError(f"--repeats {args.repeats}: must be at least 1")
+    for name in ("repeats", "actors"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)}: must be at least 1")
     if Path(args.out).is_file():
         raise ValueError(f"--out {args.out}: is a file; name a folder")
     if args.figures:

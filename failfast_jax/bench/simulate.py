@@ -330,8 +330,9 @@ def simulated(given: Sequence[Answer]) -> dict[str, Any]:
 
 def work(args: argparse.Namespace) -> None:
     """Answers, simulates and prints."""
-    engine = load_pair(args.target, args.drafter, method="failfast")
+    GenerationConfig(max_new_tokens=args.max_new_tokens).validate()
     dataset = load_dataset(args.dataset, limit=args.limit)
+    engine = load_pair(args.target, args.drafter, method="failfast")
     prompts = [engine.encode(question.prompt) for question in dataset.questions if question.follows is None]
     identity = {"dataset": args.dataset, "target": engine.target_name, "drafter": engine.drafter_name}
     with sole_writer(args.out):

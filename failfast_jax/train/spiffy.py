@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from failfast_jax.checkpoints.draft_graph import DraftGraph, Pairs, default_file
+from failfast_jax.checkpoints.hub import find_models
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.dllm import DiffusionState
@@ -71,6 +72,7 @@ def work(args: argparse.Namespace) -> None:
         seed=args.seed,
         options=options,
     )
+    find_models({"--target": args.target})
     file = args.out or default_file(args.target)
     if not file.resolve().parent.is_dir():
         raise OptionError(f"--out {file}: no such folder")

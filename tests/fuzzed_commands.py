@@ -58,12 +58,16 @@ ENOUGH = {
 REACHED = "models would be read now"
 
 
+class Reached(ValueError):
+    """A command got to its models."""
+
+
 class Refused(Exception):
     """A command line was refused as it should be."""
 
 
 def _reached(*_: Any, **__: Any) -> None:
-    raise ValueError(REACHED)
+    raise Reached(REACHED)
 
 
 def _offline(hub_id: str) -> None:

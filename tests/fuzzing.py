@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzzed_inputs
-from fuzzed_commands import CommandLines, Refused
+from fuzzed_commands import CommandLines, Reached, Refused
 
 SLOWEST_S = 20
 """No input may take longer. (Generous: the machine may be busy.)"""
@@ -173,7 +173,7 @@ class Checkpoints:
 
 def said_by_us(error: Exception) -> bool:
     """Whether an error is one of this project's own: a ValueError of JSON or NumPy says nothing of the file."""
-    if isinstance(error, Refused) or type(error).__module__.startswith("failfast_jax"):
+    if isinstance(error, (Reached, Refused)) or type(error).__module__.startswith("failfast_jax"):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
     ours = "failfast_jax" in Path(last.filename).parts

@@ -18,6 +18,7 @@ from training_runs import LENGTH
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.dspark import load_dspark, save_dspark
 from failfast_jax.train import data, dspark
+from failfast_jax.train.features import target_features
 
 FIELD = GOLDEN / "field"
 
@@ -101,7 +102,7 @@ def test_the_start_copies_the_context_of_the_targets_layer(documents, target):
     config = random_dspark(target, feature_layers=(0, 1), markov_rank=4).config
     model = dspark.initial(target, config, (2,), 0)
     batch = data.batches(documents, length=LENGTH, batch=2, seed=0)[0]
-    features = dspark.target_features(target, batch["tokens"], (0, 1))
+    features = target_features(target, batch["tokens"], (0, 1))
     want = target.layers[2].input_norm(features[:, :, 1])
     np.testing.assert_allclose(model.contexts(features)[0], want, rtol=1e-5, atol=1e-6)
 

@@ -23,6 +23,7 @@ from failfast_jax.bench.specdiff import numbers
 from failfast_jax.bench.variants import VANILLA, Variant, parse_method, split_methods
 from failfast_jax.config import GenerationConfig
 from failfast_jax.files import write_atomically
+from failfast_jax.options import check_least
 from failfast_jax.tables import markdown
 
 
@@ -91,8 +92,7 @@ def draw(found: dict[int, dict[str, dict[str, float]]], out: Path) -> None:
 def work(args: argparse.Namespace) -> int:
     """Measures, prints and writes."""
     batches = numbers("--batch", args.batch)
-    if args.turns < 1:
-        raise ValueError(f"--turns {args.turns}: must be at least 1")
+    check_least(args, turns=1)
     variants = [v for text in split_methods(args.methods) for v in parse_method(text)]
     common = GenerationConfig(max_new_tokens=args.max_new_tokens, ignore_eos=True)
     common.validate()

@@ -35,6 +35,7 @@ from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.files import Journal, sole_writer, write_atomically
 from failfast_jax.models.attention import KERNELS
 from failfast_jax.models.sharding import make_mesh
+from failfast_jax.options import check_least
 
 TARGETS_FILE = "targets.jsonl"
 REAL = ("qwen2.5-32b", "qwen2.5-14b", "qwen2.5-7b")
@@ -72,9 +73,7 @@ def check(args: argparse.Namespace) -> ReplayOptions:
     Raises:
       ValueError: an option out of its range.
     """
-    for name, least in (("rounds", 2), ("context", 2), ("repeats", 1), ("tensor_parallel", 1)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+    check_least(args, rounds=2, context=2, repeats=1, tensor_parallel=1)
     chosen = {
         "datasets": tuple(dict.fromkeys(published_for("", name).dataset for name in args.dataset.split(","))),
         "passes": ("wide", "paper") if args.passes is None else (args.passes,),

@@ -33,6 +33,7 @@ from failfast_jax.bench.variants import changed_options, check_common
 from failfast_jax.bench.verdicts import DIFFERENT
 from failfast_jax.config import GenerationConfig
 from failfast_jax.files import Record, sole_writer, write_atomically
+from failfast_jax.options import check_least
 from failfast_jax.progress import progress_bar
 
 __all__ = ["add_arguments", "work"]
@@ -40,9 +41,7 @@ __all__ = ["add_arguments", "work"]
 
 def check_needs(args: argparse.Namespace, datasets: Sequence[Dataset]) -> None:
     """Raises ValueError if a package is missing that would be needed after hours of answers, or for a bad flag."""
-    for name in ("repeats", "actors"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)}: must be at least 1")
+    check_least(args, repeats=1, actors=1)
     if Path(args.out).is_file():
         raise ValueError(f"--out {args.out}: is a file; name a folder")
     if args.figures:

@@ -29,6 +29,7 @@ from failfast_jax.command import deadline_after
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.errors import OptionError
 from failfast_jax.files import sole_writer, write_atomically
+from failfast_jax.options import check_least
 from failfast_jax.tables import markdown
 
 TUNED, SUMMARY = "tuned.json", "summary.json"
@@ -94,9 +95,7 @@ def show(tuner: Tuner, chosen: str, rows: list[dict[str, Any]], report: dict[str
 
 def work(args: argparse.Namespace) -> None:
     """Tunes; exit status 3 if `--minutes` ended it."""
-    for name in ("verify", "repeats", "max_new_tokens"):
-        if getattr(args, name) < 1:
-            raise OptionError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    check_least(args, verify=1, repeats=1, max_new_tokens=1)
     deadline = deadline_after(args.minutes)
     folder = Path(args.drafter or embedded_drafter()) if args.write else None
     if folder is not None and not (folder.is_dir() and (is_drafter_folder(folder) or feature_kind(folder))):

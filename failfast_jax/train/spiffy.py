@@ -29,7 +29,7 @@ from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.drafters.dllm import MOST_STATES, ScheduleOptions
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import ConfigError, OptionError
-from failfast_jax.options import add_flags
+from failfast_jax.options import add_flags, check_least
 from failfast_jax.train import data
 from failfast_jax.train.conversations import read_conversations
 
@@ -59,11 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def work(args: argparse.Namespace) -> None:
     """Counts on prompts, chooses states, measures them on others and writes the graph."""
-    for name, most in (("prompts", None), ("held_out", None), ("states", MOST_STATES), ("max_new_tokens", None)):
-        value = getattr(args, name)
-        if value < 1 or (most is not None and value > most):
-            said = "must be at least 1" if most is None else f"must be in [1, {most}]"
-            raise OptionError(f"--{name.replace('_', '-')} {value}: {said}")
+    check_least(args, prompts=1, held_out=1, max_new_tokens=1)
+    if not 1 <= args.states <= MOST_STATES:
+        raise OptionError(f"--states {args.states}: must be in [1, {MOST_STATES}]")
     options = {name: getattr(args, name) for name in ScheduleOptions.names()}
     config = GenerationConfig(
         DIFFUSION_METHOD,

@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NoReturn
 
 from failfast_jax import distributed, files, progress, starting
@@ -244,6 +245,20 @@ def run(
     return status
 
 
+def needed(module: str, by: str, extra: str = "bench", otherwise: str = "") -> ModuleType:
+    """Imports a module of which only a part of this package has need.
+
+    Raises:
+      OptionError: it is not installed; the message says what needs it, how to install it and what to do `otherwise`.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        found = (error.name or module).partition(".")[0]
+        advice = f'pip install "failfast-jax[{extra}]", or -e ".[{extra}]" in a checkout{otherwise}'
+        raise OptionError(f"{by}: needs {found} ({error}): {advice}") from None
+
+
 def dispatch(
     package: str, commands: Mapping[str, str], argv: list[str] | None, *, extra: str, formatter: type = FORMATTER
 ) -> int:
@@ -263,10 +278,9 @@ def dispatch(
         return USAGE_ERROR
     name = argv.pop(0) if argv and argv[0] in commands else "run"
     try:
-        module = importlib.import_module(f"{package}.{name}")
-    except ModuleNotFoundError as error:
-        said = f'pip install "failfast-jax[{extra}]", or -e ".[{extra}]" in a checkout'
-        print(f"error: {package} needs {error.name}: {said}", file=sys.stderr)
+        module = needed(f"{package}.{name}", package, extra)
+    except OptionError as error:
+        print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
     parser = Parser(
         prog=f"python -m {package} {name}",

@@ -16,11 +16,12 @@ import numpy as np
 
 from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.engine_pool import EnginePool, find_wanted
-from failfast_jax.bench.extras import needed
 from failfast_jax.bench.figures import figure_class, save_figure
 from failfast_jax.bench.run_options import DEFAULTS
 from failfast_jax.bench.specdiff import numbers
 from failfast_jax.bench.variants import VANILLA, Variant, parse_method, split_methods
+from failfast_jax.checkpoints.loading import DTYPES
+from failfast_jax.command import needed
 from failfast_jax.config import GenerationConfig
 from failfast_jax.files import write_atomically
 from failfast_jax.options import check_least
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="P", help="without it, the default pair")
     parser.add_argument("--drafter", metavar="P")
     parser.add_argument("--ar-drafter", metavar="P")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
     parser.add_argument("--tensor-parallel", metavar="n", type=int, default=DEFAULTS["tensor_parallel"])
     parser.add_argument("--methods", default="failfast", metavar="a,b", help="as in `bench run` (%(default)s)")
     parser.add_argument("--batch", default="1,2,4,8,16,32,64", metavar="a,b", help="sequences (%(default)s)")

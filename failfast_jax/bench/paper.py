@@ -15,7 +15,6 @@ from typing import Any
 
 from failfast_jax import trajectory
 from failfast_jax.bench import paper_claims, paper_figures, paper_tables
-from failfast_jax.bench.extras import needed
 from failfast_jax.bench.figures import Records
 from failfast_jax.bench.journal import RECORDS, result_of
 from failfast_jax.bench.modelled import latency_for, parse_latency
@@ -25,6 +24,7 @@ from failfast_jax.bench.run_options import OURS, RELEASED
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.command import needed
 from failfast_jax.errors import CheckpointError
 from failfast_jax.files import Journal, read_lines, write_atomically
 

@@ -31,6 +31,7 @@ from failfast_jax.bench.public_models import CONFIGS, DRAFTERS, TARGETS, MisfitE
 from failfast_jax.bench.published import DATASETS, published_for
 from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
 from failfast_jax.bench.replay_report import NOTICE, plot, report
+from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.files import Journal, sole_writer, write_atomically
 from failfast_jax.models.attention import KERNELS
@@ -157,7 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", metavar="n", type=int, default=128)
     parser.add_argument("--context", metavar="n", type=int, default=1024, help="committed tokens at the beginning")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="plan widths as there (default: as here)")
     parser.add_argument(
         "--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer (default: 1)"

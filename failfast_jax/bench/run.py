@@ -23,7 +23,6 @@ from failfast_jax.bench import figures, scoring, summary
 from failfast_jax.bench.answers import ENGINES, Answers, RayAnswers, Task
 from failfast_jax.bench.datasets import Dataset, stamp
 from failfast_jax.bench.engine_pool import find_wanted
-from failfast_jax.bench.extras import needed
 from failfast_jax.bench.harness import asked_records
 from failfast_jax.bench.journal import RECORDS, SCORE, Journal
 from failfast_jax.bench.modelled import Latency, latency_for, parse_latency
@@ -31,6 +30,7 @@ from failfast_jax.bench.released import with_passes
 from failfast_jax.bench.run_options import RELEASED, add_arguments, merged, read_datasets, read_variants
 from failfast_jax.bench.variants import changed_options, check_common
 from failfast_jax.bench.verdicts import DIFFERENT
+from failfast_jax.command import needed
 from failfast_jax.config import GenerationConfig
 from failfast_jax.files import Record, sole_writer, write_atomically
 from failfast_jax.options import check_least

@@ -21,12 +21,13 @@ from failfast_jax import decoding
 from failfast_jax.bench import report
 from failfast_jax.bench.datasets import Dataset, load_dataset
 from failfast_jax.bench.engine_pool import EnginePool, find_wanted
-from failfast_jax.bench.extras import needed
 from failfast_jax.bench.figures import figure_class, save_figure
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import RECORDS, Journal
 from failfast_jax.bench.public_models import nbytes
 from failfast_jax.bench.variants import BASELINE, VANILLA, Variant, make_variant
+from failfast_jax.checkpoints.loading import DTYPES
+from failfast_jax.command import needed
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.round import greedy_sampling, stop_tokens
 from failfast_jax.engine import FailFast
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--target", metavar="P", help="without it, the default pair")
     parser.add_argument("--drafter", metavar="P")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
     parser.add_argument("--dataset", default="cnn", metavar="D", help="cnn, openwebtext, any of `bench run`, or a file")
     parser.add_argument("--data", metavar="FILE", type=Path, help="rows of the dataset, instead of the Hub's")
     parser.add_argument("--limit", metavar="n", type=int, default=20, help="questions (%(default)s)")

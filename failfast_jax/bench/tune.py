@@ -23,6 +23,7 @@ from failfast_jax.bench import grid
 from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.tuner import LOOKUP, SEARCH, VERIFY, Tuner
 from failfast_jax.checkpoints.drafter import DECODING_OPTIONS, is_drafter_folder, write_decoding
+from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.checkpoints.pair import feature_kind
 from failfast_jax.checkpoints.tuned import TunedOptions, model_key, write_settings
 from failfast_jax.command import deadline_after
@@ -128,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--target", metavar="P", help="as of failfast_jax.generate (default: the embedded pair)")
     parser.add_argument("--drafter", metavar="P")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
     parser.add_argument(
         "--prompts",
         default="humaneval",

@@ -7,11 +7,9 @@ point `lm_eval.models` of packages, too.
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 
 from failfast_jax import command, distributed
-from failfast_jax.errors import OptionError
 
 PROGRAM = "python -m failfast_jax.harness"
 
@@ -32,12 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _work(args: argparse.Namespace) -> None:
-    try:
-        main_of_harness = importlib.import_module("lm_eval.__main__")
-        model = importlib.import_module("failfast_jax.harness.model")  # registers itself
-    except ImportError as error:
-        said = 'pip install "failfast-jax[eval]", or -e ".[eval]" in a checkout'
-        raise OptionError(f"the harness needs {error.name or 'lm_eval'}: {said}") from None
+    main_of_harness = command.needed("lm_eval.__main__", "the harness", "eval")
+    model = command.needed("failfast_jax.harness.model", "the harness", "eval")  # registers itself
     if not distributed.speaks():
         model.follow()
         return

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from failfast_jax import distributed
 from failfast_jax.checkpoints.hub import default_target_path
-from failfast_jax.checkpoints.loading import as_dtype
+from failfast_jax.checkpoints.loading import DTYPES, as_dtype
 from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="s", type=int, default=0)
     parser.add_argument("--shard-size", metavar="n", type=int, default=64, help="documents; best several batches")
     parser.add_argument("--method", default="vanilla", help=f"one of {', '.join(METHODS)}: how the target decodes")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
     parser.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer")
     parser.add_argument("--data-parallel", metavar="n", type=int, default=1, help="groups of those that share a batch")
     distributed.add_flag(parser)

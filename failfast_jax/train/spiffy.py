@@ -22,6 +22,7 @@ import numpy as np
 
 from failfast_jax.checkpoints.draft_graph import DraftGraph, Pairs, default_file
 from failfast_jax.checkpoints.hub import find_models
+from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.dllm import DiffusionState
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", metavar="n", type=int, default=128)
     parser.add_argument("--temperature", metavar="t", type=float, default=0.0)
     parser.add_argument("--seed", metavar="s", type=int, default=0)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
     add_flags(parser.add_argument_group("schedule", "as of generate"), {DIFFUSION_METHOD: ScheduleOptions})
 
 

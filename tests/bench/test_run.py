@@ -305,7 +305,7 @@ def test_other_records_are_refused(bench, out, tmp_path, capsys):
 def test_missing_matplotlib_is_said_first(stub, bench, out, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert bench("lookup", "--figures") == 2
-    assert 'pip install -e ".[plot]"' in capsys.readouterr().err
+    assert 'pip install "failfast-jax[plot]"' in capsys.readouterr().err
     assert not stub.given and not out.exists()
 
 

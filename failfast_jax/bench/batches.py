@@ -16,12 +16,11 @@ import numpy as np
 
 from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.engine_pool import EnginePool, find_wanted
-from failfast_jax.bench.figures import figure_class, save_figure
+from failfast_jax.bench.figures import OR_WITHOUT, figure_class, save_figure
 from failfast_jax.bench.run_options import DEFAULTS
 from failfast_jax.bench.specdiff import numbers
 from failfast_jax.bench.variants import VANILLA, Variant, parse_method, split_methods
 from failfast_jax.checkpoints.loading import DTYPES
-from failfast_jax.command import needed
 from failfast_jax.config import GenerationConfig
 from failfast_jax.files import write_atomically
 from failfast_jax.options import check_least
@@ -86,8 +85,7 @@ def draw(found: dict[int, dict[str, dict[str, float]]], out: Path) -> None:
     axis.set_xscale("log", base=2)
     axis.set(xlabel="sequences in a batch", ylabel="speedup over vanilla decoding")
     axis.legend(fontsize="small")
-    for kind in ("png", "svg"):
-        save_figure(figure, out / f"batches.{kind}", dpi=120)
+    save_figure(figure, out, "batches")
 
 
 def work(args: argparse.Namespace) -> int:
@@ -98,7 +96,7 @@ def work(args: argparse.Namespace) -> int:
     common = GenerationConfig(max_new_tokens=args.max_new_tokens, ignore_eos=True)
     common.validate()
     if args.figures and args.out:
-        needed("matplotlib.figure", "figures", "plot", otherwise=", or leave them out with --no-figures")
+        figure_class(OR_WITHOUT)
     dataset = load_dataset(args.dataset, data=args.data, limit=max(batches))
     questions = [question.prompt for question in dataset.questions if question.follows is None]
     if len(questions) < max(batches):

@@ -35,20 +35,30 @@ class NoData(Exception):
     """The records lack what a figure shows; the message says what."""
 
 
-def save_figure(figure: Any, path: Path, **options: Any) -> None:
-    """Writes a figure, whole or not at all, in the format that the name ends in; `options`: of `Figure.savefig`."""
-    content = io.BytesIO()
-    figure.savefig(content, format=path.suffix[1:], **options)
-    write_atomically(path, content.getvalue())
+def save_figure(figure: Any, folder: Path, name: str) -> list[Path]:
+    """Writes a figure as PNG and as SVG, each whole or not at all; returns their paths."""
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    for path in paths:
+        content = io.BytesIO()
+        figure.savefig(content, format=path.suffix[1:], dpi=120)
+        write_atomically(path, content.getvalue())
+        figure.set_layout_engine("none")  # what was laid out stays: doing it again would take as long as drawing
+    return paths
 
 
-def figure_class() -> Any:
+OR_WITHOUT = ", or leave them out with --no-figures"
+
+
+def figure_class(otherwise: str = "") -> Any:
     """Matplotlib's `Figure`, which without pyplot draws with Agg and needs no display.
 
+    Args:
+      otherwise: what else to do where it is missing, for the message: `OR_WITHOUT`, of commands with that flag.
+
     Raises:
-      ValueError: matplotlib is not installed; the message names the extra.
+      OptionError: matplotlib is not installed; the message names the extra.
     """
-    return needed("matplotlib.figure", "figures", "plot").Figure
+    return needed("matplotlib.figure", "figures", "plot", otherwise).Figure
 
 
 def colours(labels: Sequence[str]) -> dict[str, str]:
@@ -350,8 +360,5 @@ def draw_all(source: Path, folder: Path) -> list[Path]:
         except NoData as reason:
             print(f"figure {name}: left out: {reason}", file=sys.stderr)
             continue
-        written += [folder / f"{name}.png", folder / f"{name}.svg"]
-        save_figure(figure, written[-2], dpi=120)
-        figure.set_layout_engine("none")  # what was laid out stays: doing it again would take as long as drawing
-        save_figure(figure, written[-1])
+        written += save_figure(figure, folder, name)
     return written

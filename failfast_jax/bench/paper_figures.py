@@ -92,7 +92,5 @@ def draw(runs: Sequence[PaperRun], records: Sequence[Records], strip: str | None
         except NoData as reason:
             print(f"figure {name}: left out: {reason}", file=sys.stderr)
             continue
-        for kind in ("png", "svg"):
-            written.append(out / f"{name}.{kind}")
-            save_figure(figure, written[-1], dpi=120)
+        written += save_figure(figure, out, name)
     return written

@@ -45,7 +45,7 @@ def check_needs(args: argparse.Namespace, datasets: Sequence[Dataset]) -> None:
     if Path(args.out).is_file():
         raise ValueError(f"--out {args.out}: is a file; name a folder")
     if args.figures:
-        figures.figure_class()
+        figures.figure_class(figures.OR_WITHOUT)
     if args.records == "parquet":
         needed("pyarrow.parquet", "--records parquet")
     if args.scores and any(dataset.scoring == "math" for dataset in datasets):

@@ -21,13 +21,12 @@ from failfast_jax import decoding
 from failfast_jax.bench import report
 from failfast_jax.bench.datasets import Dataset, load_dataset
 from failfast_jax.bench.engine_pool import EnginePool, find_wanted
-from failfast_jax.bench.figures import figure_class, save_figure
+from failfast_jax.bench.figures import OR_WITHOUT, figure_class, save_figure
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import RECORDS, Journal
 from failfast_jax.bench.public_models import nbytes
 from failfast_jax.bench.variants import BASELINE, VANILLA, Variant, make_variant
 from failfast_jax.checkpoints.loading import DTYPES
-from failfast_jax.command import needed
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.round import greedy_sampling, stop_tokens
 from failfast_jax.engine import FailFast
@@ -173,15 +172,14 @@ def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
         axis.plot(*zip(*line), "o-", label=f"T = {steps}")
     axis.set(xlabel="draft length (gamma)", ylabel="speedup over vanilla decoding")
     axis.legend(fontsize="small")
-    for kind in ("png", "svg"):
-        save_figure(figure, out / f"specdiff.{kind}", dpi=120)
+    save_figure(figure, out, "specdiff")
 
 
 def work(args: argparse.Namespace) -> int:
     """Runs the grid, prints its table and writes it with its figure."""
     variants = points(args)
     if args.figures:
-        needed("matplotlib.figure", "figures", "plot", otherwise=", or leave them out with --no-figures")
+        figure_class(OR_WITHOUT)
     common = GenerationConfig(max_new_tokens=args.max_new_tokens)
     common.validate()
     dataset = load_dataset(args.dataset, data=args.data, limit=args.limit)

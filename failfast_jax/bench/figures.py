@@ -6,13 +6,14 @@ that the records cannot fill is left out, with the reason.
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
 import operator
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -353,10 +354,15 @@ def draw_all(source: Path, folder: Path) -> list[Path]:
     """Draws what the records of `source` can fill into `folder`; says on stderr what they cannot."""
     records = Records(source)
     folder.mkdir(parents=True, exist_ok=True)
+    return draw_each({name: functools.partial(draw, records) for name, draw in FIGURES.items()}, folder)
+
+
+def draw_each(figures: Mapping[str, Callable[[], Any]], folder: Path) -> list[Path]:
+    """Draws and writes figures, by name, but those of `NoData`, of which it says so on stderr."""
     written = []
-    for name, draw in FIGURES.items():
+    for name, draw in figures.items():
         try:
-            figure = draw(records)
+            figure = draw()
         except NoData as reason:
             print(f"figure {name}: left out: {reason}", file=sys.stderr)
             continue

@@ -7,7 +7,6 @@ the first turn warms up. Prints tokens a second and medians of paired speedups, 
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from failfast_jax.bench.specdiff import numbers
 from failfast_jax.bench.variants import VANILLA, Variant, parse_method, split_methods
 from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.config import GenerationConfig
-from failfast_jax.files import write_atomically
+from failfast_jax.files import write_atomically, write_json
 from failfast_jax.options import check_least
 from failfast_jax.tables import markdown
 
@@ -109,7 +108,7 @@ def work(args: argparse.Namespace) -> int:
     print(shown(found))
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.out / "batches.json", json.dumps(found, indent=1) + "\n")
+        write_json(args.out / "batches.json", found)
         write_atomically(args.out / "batches.md", shown(found) + "\n")
         if args.figures:
             draw(found, args.out)

@@ -33,7 +33,7 @@ from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
 from failfast_jax.bench.replay_report import NOTICE, plot, report
 from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.compilation import enable_compile_cache
-from failfast_jax.files import Journal, sole_writer, write_atomically
+from failfast_jax.files import Journal, sole_writer, write_atomically, write_json
 from failfast_jax.models.attention import KERNELS
 from failfast_jax.models.sharding import make_mesh
 from failfast_jax.options import check_least
@@ -135,7 +135,7 @@ def replayed(args: argparse.Namespace, options: ReplayOptions, names: list[str],
     text = report(summary)
     print(text)
     if args.out is not None:
-        write_atomically(args.out / "replay.json", json.dumps(summary, indent=1) + "\n")
+        write_json(args.out / "replay.json", summary)
         write_atomically(args.out / "replay.md", text + "\n")
         plot(summary, args.out)
     return 0

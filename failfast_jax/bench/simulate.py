@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from failfast_jax.defaults import load_pair
 from failfast_jax.drafters.economic import Economic
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.engine import FailFast
-from failfast_jax.files import Journal, sole_writer, write_atomically
+from failfast_jax.files import Journal, sole_writer, write_json
 from failfast_jax.progress import progress_bar
 from failfast_jax.runtime import Request
 from failfast_jax.tables import markdown
@@ -338,7 +337,7 @@ def work(args: argparse.Namespace) -> None:
     with sole_writer(args.out):
         journal = Journal(args.out / "answers.jsonl", {**identity, "max_new_tokens": args.max_new_tokens, "bins": BINS})
         found = simulated(answers(engine, prompts, args.max_new_tokens, journal))
-        write_atomically(args.out / "summary.json", json.dumps(found, indent=1) + "\n")
+        write_json(args.out / "summary.json", found)
     head = ("verify of 8", "drafter pass", "best fixed setting", "its speed", "auto", "auto / best", "slowest question")
     cells = [
         [f"{value:.2f}" if isinstance(value, float) else value for value in row.values()] for row in found["machines"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.round import greedy_sampling, stop_tokens
 from failfast_jax.engine import FailFast
-from failfast_jax.files import sole_writer, write_atomically
+from failfast_jax.files import sole_writer, write_atomically, write_json
 from failfast_jax.platforms import machine
 from failfast_jax.tables import markdown
 
@@ -202,7 +201,7 @@ def compare(args: argparse.Namespace, variants: Sequence[Variant], common: Gener
     }
     rows = rows_of(table, costs, variants)
     print(shown(rows))
-    write_atomically(args.out / "specdiff.json", json.dumps(rows, indent=1) + "\n")
+    write_json(args.out / "specdiff.json", rows)
     write_atomically(args.out / "specdiff.md", shown(rows) + "\n")
     if args.figures:
         draw(rows, args.out)

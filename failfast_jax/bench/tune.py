@@ -13,7 +13,6 @@ Everything is kept in `--out`, from which a killed run goes on.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from failfast_jax.checkpoints.tuned import TunedOptions, model_key, write_settin
 from failfast_jax.command import deadline_after
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.errors import OptionError
-from failfast_jax.files import sole_writer, write_atomically
+from failfast_jax.files import sole_writer, write_json
 from failfast_jax.options import check_least
 from failfast_jax.tables import markdown
 
@@ -121,7 +120,7 @@ def tune(tuner: Tuner, args: argparse.Namespace, folder: Path | None) -> None:
         "chosen": {"label": chosen, **tuner.settings[chosen].options(), **report},
         "settings": rows,
     }
-    write_atomically(args.out / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    write_json(args.out / SUMMARY, summary)
     show(tuner, chosen, rows, report, args.out / TUNED)
 
 

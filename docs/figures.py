@@ -1,7 +1,8 @@
-"""Draws the pictures of `how-it-works.md` from answers that it has written for them: `python docs/figures.py`.
+"""Draws the pictures of the pages from answers that it has written for them: `python docs/figures.py`.
 
 `expansion.svg` is of the tiny random pair of the tests, whose drafts show how Algorithm 1 goes and nothing about
-quality; `rounds.svg` is of the default pair. Half a minute on two cores.
+quality; `rounds.svg` and `economics.svg` are of the default pair, the latter with what the policy chose on this
+machine. A minute on two cores.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from failfast_jax import FailFast, Result
 from failfast_jax.defaults import load_pair
 from failfast_jax.results import Round
-from failfast_jax.trajectory import ACCEPTED, REJECTED, TARGET, spans
+from failfast_jax.trajectory import ACCEPTED, REJECTED, TARGET, spans, write_trace
 
 HERE = Path(__file__).parent
 GOLDEN = HERE.parent / "tests" / "fixtures" / "golden"
@@ -21,6 +22,7 @@ CHUNK_COLOURS = ("#4a7fb5", "#7fb069")
 FILLS = {ACCEPTED: "#d7f0d9", REJECTED: "#f6e3e3", TARGET: "#dfe8fb"}
 STROKES = {ACCEPTED: "#5aa469", REJECTED: "#c88", TARGET: "#3366cc"}
 QUESTION = "Write a Python function that adds two numbers, and then one that multiplies them."
+LONGER = "Write a Python class for a bank account, with tests."
 
 
 def svg(width: float, height: float, marks: list[str]) -> str:
@@ -87,8 +89,8 @@ def acceptance(result: Result, engine: FailFast) -> str:
     return svg(max(widest + 8, 540), y + 6, marks)
 
 
-def main(folder: Path = HERE) -> None:
-    """Writes both pictures into a folder."""
+def main(folder: Path = HERE, longest: int = 256) -> None:
+    """Writes the pictures into a folder; `longest`: most tokens of an answer."""
     tiny = FailFast(GOLDEN / "qwen2_target_160", GOLDEN / "fast_dllm_v2_untied")
     drafts = tiny.generate([[7, 12, 100, 5]], method="failfast", tau=TAU, spec_len=CHUNK, max_new_tokens=24)[0].rounds
     # One of each length, the longest first.
@@ -99,6 +101,9 @@ def main(folder: Path = HERE) -> None:
     options = {"policy": "fixed", "lookup_min": 3, "min_gain": 0.0}
     answer = engine.generate(QUESTION, method="failfast", max_new_tokens=64, **options)[0]
     (folder / "rounds.svg").write_text(acceptance(answer, engine), encoding="utf-8")
+    engine.time_rounds = True
+    chosen = engine.generate(LONGER, method="failfast", max_new_tokens=longest)[0]
+    write_trace(chosen, folder / "economics.svg", engine.tokenizer)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NoReturn
 
 from failfast_jax import distributed, files, progress, starting
@@ -29,12 +30,19 @@ UNEXPECTED, USAGE_ERROR, UNFINISHED, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 SIGINT and SIGTERM."""
 
 
-class Parser(argparse.ArgumentParser):
-    """A command's flags. One that is misspelt is refused with the flag that was meant; so are abbreviations, which
-    would change their meaning when a flag is added."""
+class PlainParser(argparse.ArgumentParser):
+    """Flags without abbreviations, which would change their meaning when a flag is added."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """A line, without the usage of dozens of flags; ends the process."""
+        self.exit(USAGE_ERROR, f"error: {message}; {self.prog} --help lists the flags\n")
+
+
+class Parser(PlainParser):
+    """A command's flags. One that is misspelt is refused with the flag that was meant."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As `argparse`'s. What is misspelt is said before what is missing: it may be the same flag."""
@@ -45,10 +53,6 @@ class Parser(argparse.ArgumentParser):
             if name.startswith("--") and " " not in name and name not in self._option_string_actions:
                 self.error(f"{name}: no such flag{meant(name, self._option_string_actions)}")
         return super().parse_known_args(words, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """A line, without the usage of dozens of flags; ends the process."""
-        self.exit(USAGE_ERROR, f"error: {message}; {self.prog} --help lists the flags\n")
 
 
 def meant(word: str, known: Iterable[str]) -> str:
@@ -241,6 +245,20 @@ def run(
     return status
 
 
+def needed(module: str, by: str, extra: str = "bench", otherwise: str = "") -> ModuleType:
+    """Imports a module of which only a part of this package has need.
+
+    Raises:
+      OptionError: it is not installed; the message says what needs it, how to install it and what to do `otherwise`.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        found = (error.name or module).partition(".")[0]
+        advice = f'pip install "failfast-jax[{extra}]", or -e ".[{extra}]" in a checkout{otherwise}'
+        raise OptionError(f"{by}: needs {found} ({error}): {advice}") from None
+
+
 def dispatch(
     package: str, commands: Mapping[str, str], argv: list[str] | None, *, extra: str, formatter: type = FORMATTER
 ) -> int:
@@ -260,10 +278,9 @@ def dispatch(
         return USAGE_ERROR
     name = argv.pop(0) if argv and argv[0] in commands else "run"
     try:
-        module = importlib.import_module(f"{package}.{name}")
-    except ModuleNotFoundError as error:
-        said = f'pip install "failfast-jax[{extra}]", or -e ".[{extra}]" in a checkout'
-        print(f"error: {package} needs {error.name}: {said}", file=sys.stderr)
+        module = needed(f"{package}.{name}", package, extra)
+    except OptionError as error:
+        print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
     parser = Parser(
         prog=f"python -m {package} {name}",

@@ -25,7 +25,7 @@ from jax import monitoring
 from jax.sharding import SingleDeviceSharding
 
 from failfast_jax import progress
-from failfast_jax.files import drop_part, write_atomically
+from failfast_jax.files import drop_part, write_atomically, write_json
 from failfast_jax.platforms import chips_here, compiler_options, tell_libtpu
 
 CACHE_VARIABLE = "FAILFAST_COMPILE_CACHE"
@@ -259,7 +259,7 @@ def _remember(label: str, seconds: float) -> None:
         return
     with _writing, contextlib.suppress(OSError):
         known = {name: value for name, value in _known_seconds().items() if name != label} | {label: round(seconds, 1)}
-        write_atomically(file, json.dumps(dict(list(known.items())[-MOST_SECONDS:]), indent=1) + "\n")
+        write_json(file, dict(list(known.items())[-MOST_SECONDS:]))
 
 
 def _compile(lowered: jax.stages.Lowered, label: str) -> jax.stages.Compiled:

@@ -58,6 +58,11 @@ def read_text(path: Path, most: int | None = None) -> str:
         raise ConfigError(f"{path}: not UTF-8 text") from None
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Writes a value for people and programs to read, whole or not at all; errors as of `write_atomically`."""
+    write_atomically(path, json.dumps(value, indent=1) + "\n")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object, naming the file in every error."""
     try:

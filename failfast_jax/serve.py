@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import ipaddress
 import os
 import signal
@@ -40,16 +39,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_extra() -> None:
-    """Raises OptionError: a package that the server needs is missing."""
-    for name in NEEDED:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            said = 'pip install "failfast-jax[serve]", or -e ".[serve]" in a checkout'
-            raise OptionError(f"the server needs {name} ({error}): {said}") from None
-
-
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens.
 
@@ -79,7 +68,8 @@ def _work(args: argparse.Namespace) -> None:
     if (groups := args.data_parallel) > 1 and options.batch % groups:
         raise OptionError(f"--batch {options.batch}: must be a multiple of --data-parallel {groups}")
     refuse_diffusion(args.method)
-    check_extra()
+    for name in NEEDED:
+        command.needed(name, "the server", "serve")
     from failfast_jax.serving.server import BACKLOG, Server, signals_end, url_of
 
     config = config_of(args, exact=args.exact, max_new_tokens=options.max_new_tokens)

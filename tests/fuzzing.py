@@ -8,14 +8,10 @@ inputs are also tried in a process whose memory is bounded: `--gigabytes 4`.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
-import importlib
 import io
 import json
 import linecache
 import random
-import re
 import resource
 import shutil
 import struct
@@ -29,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzzed_inputs
-from fuzzed_inputs import TEXTS
+from fuzzed_commands import CommandLines, Reached, Refused
 
 SLOWEST_S = 20
 """No input may take longer. (Generous: the machine may be busy.)"""
@@ -37,6 +33,7 @@ NUMBERS = (0, -1, 1, 2, 3, 7, 2**31, 2**31 - 1, 2**63, 2**70, -(2**70), 0.5, -0.
 ODD = (*NUMBERS, None, True, "", "x", "\u0000", "\ud83d\ude00", [], {}, [1], [[[]]], {"a": 1}, "2", "1e9")
 
 Case = Callable[[random.Random], Any]
+COMMAND_LINE = "command line"
 
 
 def _changed(rng: random.Random, value: Any, depth: int = 0) -> Any:
@@ -174,79 +171,13 @@ class Checkpoints:
         self._opened(self.gguf_copy)
 
 
-WORDS = ("", "0", "-1", "1", "3", "x", "1e9", "nan", "inf", "-inf", "0.5", "\u0000", "é", "\udcff", "auto", "2" * 30)
-
-
 def said_by_us(error: Exception) -> bool:
     """Whether an error is one of this project's own: a ValueError of JSON or NumPy says nothing of the file."""
-    if type(error).__module__.startswith(("failfast_jax", __name__)):
+    if isinstance(error, (Reached, Refused)) or type(error).__module__.startswith("failfast_jax"):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
     ours = "failfast_jax" in Path(last.filename).parts
     return isinstance(error, ValueError) and ours and linecache.getline(*last[:2]).strip().startswith("raise ")
-
-
-class Reached(ValueError):
-    """A command line got as far as reading models."""
-
-
-def _reached(*_: Any, **__: Any) -> None:
-    raise Reached("models would be read now")
-
-
-def prompt_file(rng: random.Random, folder: Path) -> Path:
-    """A file for `--prompt-file`, or no such file."""
-    path = folder / "prompt.txt"
-    path.write_bytes(rng.choice([b"", b" \n", b"a", b"\xff", "\ufeff\u00e9".encode(), b"\0", b"\xed\xa0\xbd", b"\xc3"]))
-    return rng.choice([path, path, path, folder, folder / "absent", folder / "a\0b", Path("/dev/null")])
-
-
-COMMANDS = ("generate", "generate", "serve", "chat", "bench run", "bench tune", "bench soak", "train", "train selfgen")
-
-
-def said_and_status(words: list[str]) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a command of the package."""
-    module = importlib.import_module(f"failfast_jax.{words[0]}")
-    if hasattr(module, "__path__"):
-        module = importlib.import_module(f"{module.__name__}.__main__")
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(out):
-        try:
-            status = module.main(words[1:])
-        except SystemExit as error:
-            status = error.code
-    return status, out.getvalue(), err.getvalue()
-
-
-@functools.cache
-def flags_of(name: str) -> list[tuple[str, str]]:
-    """A command's flags, and what its help says beside each."""
-    status, said, _ = said_and_status([*name.split(), "--help"])
-    found = re.findall(r"^ +(?:-\w, )?(--[\w-]+)(.*)", said, re.M)
-    assert status == 0 and len(found) > 10, (name, said)
-    return sorted(set(found) - {("--help", "")})
-
-
-def command_line(rng: random.Random, folder: Path) -> None:
-    """Options of a command, some of them right, up to the point where models would be read."""
-    name = rng.choice(COMMANDS)
-    ids = rng.choice(["1,2,3", "1,2,3", "1,,2", ",", "1 2", "1.0", "-1", "9" * 5000, "\u0663", "0x1", "1,\ud83d"])
-    argv = ["--token-ids", ids] if name == "generate" and rng.random() < 0.4 else []
-    for flag, rest in rng.sample(flags_of(name), rng.randrange(1, 5)):
-        argv.append(flag)
-        if rest and rest.split("  ")[0].strip():  # it takes a value
-            choices = re.findall(r"{(.*)}", rest)
-            known = choices[0].split(",") if choices else ["lookup", "failfast", "dllm", "eagle3", "7"]
-            argv.append(rng.choice(known) if rng.random() < 0.6 else rng.choice(WORDS))
-    if name == "generate" and rng.random() < 0.3:
-        argv += ["--prompt", rng.choice([*TEXTS, "x" * 10**5, "x" * (2**24 + 1)])]
-    elif name == "generate" and rng.random() < 0.2:
-        argv += ["--prompt-file", str(prompt_file(rng, folder))]
-    with contextlib.chdir(folder):  # where files go that a flag names
-        status, _, said = said_and_status([*name.split(), *argv])
-    assert status in (0, 2) and "Traceback" not in said, (name, argv, status, said)
-    if status == 2:
-        raise Reached(said)
 
 
 def run(
@@ -277,27 +208,29 @@ def run(
     return {"seed": seed, "inputs": number - first, **found}
 
 
-def all_cases(folder: Path) -> dict[str, Case]:
-    """The cases; damaged files are written to `folder`."""
+def all_cases(folder: Path, alone: str | None = None) -> dict[str, Case]:
+    """The cases; damaged files are written to `folder`.
+
+    Args:
+      alone: what this one does not need is left out.
+    """
     from checkpoint_files import GOLDEN, write_gguf
 
-    from failfast_jax import chat, generate, serve, templates
-    from failfast_jax.bench import datasets, engine_pool, soak, tune
-    from failfast_jax.train import run, selfgen
+    from failfast_jax import templates
 
-    generate.load_engine = serve.load_engine = chat.load_engine = datasets.hub_rows = _reached
-    engine_pool.load_pair = soak.load_pair = tune.load_pair = selfgen.load_pair = run.open_source = _reached
     templates.SECONDS, templates.GROWTH = 0.3, 2**28
     sys.stdin = io.StringIO("a prompt")
+    commands = {COMMAND_LINE: CommandLines(folder).line}
+    if alone == COMMAND_LINE:  # the others read and compile models
+        return commands
     files = Checkpoints(folder, GOLDEN / "qwen2_untied", write_gguf(folder / "whole.gguf", "qwen2_untied"))
     small = fuzzed_inputs.SmallFiles(folder, _changed, _mangled)
     tokenizers = fuzzed_inputs.Tokenizers(folder, _changed, _mangled)
-    return {
+    return commands | {
         "config.json": files.config_json,
         "safetensors": files.safetensors,
         "index of parts": files.parts,
         "GGUF": files.gguf_header,
-        "command line": functools.partial(command_line, folder=folder),
         "tokenizer": tokenizers.files_changed,
         "template": tokenizers.template,
         "prompt": fuzzed_inputs.Prompts().prompt,
@@ -321,7 +254,7 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, help="address space that the process may have, beyond what it has")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        cases = all_cases(Path(folder))
+        cases = all_cases(Path(folder), args.case)
         if args.number is not None:
             args.count = 1
         if args.gigabytes is not None:

@@ -15,6 +15,7 @@ import pytest
 from convert import qwen2
 from failfast_jax import chat, command, doctor, generate, serve
 from failfast_jax.bench.__main__ import main as bench
+from failfast_jax.harness.__main__ import main as harness
 from failfast_jax.train.__main__ import main as train
 
 MISSPELT = [
@@ -156,3 +157,16 @@ def test_every_command_takes_the_flags_that_its_messages_name(words, monkeypatch
         assert main(line.split()) == command.UNEXPECTED
         assert "--debug shows where" in capsys.readouterr().err
     assert command.run(lambda: 1 / 0) == command.UNEXPECTED and "--debug" not in capsys.readouterr().err
+
+
+def test_the_harness_refuses_in_a_line(capsys):
+    with pytest.raises(SystemExit) as ended:
+        harness(["walk"])
+    assert ended.value.code == command.USAGE_ERROR
+    said = capsys.readouterr().err
+    assert said.startswith("error: argument subcommand: invalid choice: 'walk'") and said.count("\n") == 1
+
+
+def test_a_graph_goes_beside_a_model_that_there_is(capsys):
+    assert train(["spiffy", "--target", "absent/", "--data", "prompts.jsonl"]) == 2
+    assert capsys.readouterr().err.startswith("error: --target absent/: ")

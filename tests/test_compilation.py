@@ -199,7 +199,7 @@ def test_a_cache_that_cannot_be_written_or_read_is_no_obstacle(cache, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(compilation, "write_atomically", full)
+        patch.setattr(compilation, "write_json", full)
         assert multiply(3).compiles == 1 and file.read_text() == '{"matmul": '
     assert multiply(4).compiles == 1 and len(json.loads(file.read_text())) == 1
 

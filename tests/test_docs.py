@@ -20,8 +20,7 @@ IMPLEMENTS = {
     "Decoder": "DrafterModel",
     "DSparkModel": "DrafterModel",
     "BoundEagle": "DrafterModel",
-    "DSparkObjective": "Objective",
-    "EagleObjective": "Objective",
+    "FeatureObjective": "Objective",
     "BlockDiffusion": "Objective",
 }
 """Classes that satisfy a protocol without naming it as a base."""

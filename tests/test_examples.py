@@ -45,11 +45,12 @@ def test_the_figures_of_the_pages(monkeypatch, tmp_path):
     """`docs/figures.py` still draws them; who changes what they show draws them anew."""
     docs = GOLDEN.parents[2] / "docs"
     monkeypatch.syspath_prepend(docs)
-    importlib.import_module("figures").main(tmp_path)
+    importlib.import_module("figures").main(tmp_path, longest=64)
     drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
-    assert drawn.keys() == {"expansion.svg", "rounds.svg"}
+    assert drawn.keys() == {"expansion.svg", "rounds.svg", "economics.svg"}
     assert all(text.startswith("<svg") and text.endswith("</svg>\n") for text in drawn.values())
     assert len(drawn["expansion.svg"].splitlines()) == len((docs / "expansion.svg").read_text().splitlines())
+    assert drawn["economics.svg"].count('class="kept"') > 5
     assert "rejected" in drawn["rounds.svg"] and drawn["rounds.svg"].count("<rect") > 60
 
 

@@ -198,7 +198,7 @@ def test_a_drafter_of_another_target_is_refused_with_both_names(copy):
         (
             copy(CHAIN, num_target_layers=None, target_layer_ids=[0, 2, 3, 5, 8]),
             "qwen3_a",
-            "0, 2, 3, 5, 8; qwen3_a has 8",
+            "layer 8; qwen3_a has 8",
         ),
         (copy(target_hidden_size=128), "qwen3_a", "hidden size 128; qwen3_a has 64"),
     ):

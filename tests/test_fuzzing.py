@@ -26,6 +26,16 @@ def test_odd_input_is_served_or_refused(count):
     assert report["inputs"] == count and len(report["outcomes"]) >= min(24, count // 3), report["outcomes"]
 
 
+@pytest.mark.parametrize("count", [250, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_odd_command_lines_are_served_or_refused(count):
+    """Every command, up to where it would read models."""
+    done = run_python(fuzzing.__file__, "--seed", 1, "--count", count, "--case", fuzzing.COMMAND_LINE)
+    assert done.stdout, done.stderr
+    report = json.loads(done.stdout)
+    assert report["faults"] == [] and done.returncode == 0
+    assert report["inputs"] == count and min(report["outcomes"].values()) > count // 8, report["outcomes"]
+
+
 @pytest.mark.parametrize(
     "key, value",
     [

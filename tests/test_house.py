@@ -19,7 +19,7 @@ import jaxtyping
 import pytest
 
 from failfast_jax import drafters
-from failfast_jax.command import Parser
+from failfast_jax.command import PlainParser
 from failfast_jax.decoding.accept import agreeing_prefix
 from failfast_jax.decoding.state import Tree
 
@@ -278,7 +278,7 @@ def test_commands_in_the_pages_parse(command, whole, monkeypatch):
         raise AssertionError(f"{command}\n{message}")
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-    for parser in (argparse.ArgumentParser, Parser):
+    for parser in (argparse.ArgumentParser, PlainParser):
         monkeypatch.setattr(parser, "error", refuse)
     # `docs/add-a-method.md` adds this one.
     monkeypatch.setitem(drafters.METHODS, "repeat", drafters.METHODS["lookup"])

@@ -12,10 +12,10 @@ from typing import Any
 
 from failfast_jax.bench.datasets import Dataset
 from failfast_jax.bench.engine_pool import EnginePool
-from failfast_jax.bench.extras import needed
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import Journal
 from failfast_jax.bench.variants import CORPUS, Variant, all_options
+from failfast_jax.command import needed
 from failfast_jax.config import GenerationConfig
 from failfast_jax.errors import OptionError
 from failfast_jax.files import Record

@@ -7,7 +7,6 @@ the first turn warms up. Prints tokens a second and medians of paired speedups, 
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ import numpy as np
 
 from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.engine_pool import EnginePool, find_wanted
-from failfast_jax.bench.extras import needed
-from failfast_jax.bench.figures import figure_class, save_figure
+from failfast_jax.bench.figures import OR_WITHOUT, figure_class, save_figure
 from failfast_jax.bench.run_options import DEFAULTS
 from failfast_jax.bench.specdiff import numbers
 from failfast_jax.bench.variants import VANILLA, Variant, parse_method, split_methods
+from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.config import GenerationConfig
-from failfast_jax.files import write_atomically
+from failfast_jax.files import write_atomically, write_json
+from failfast_jax.options import check_least
 from failfast_jax.tables import markdown
 
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="P", help="without it, the default pair")
     parser.add_argument("--drafter", metavar="P")
     parser.add_argument("--ar-drafter", metavar="P")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
     parser.add_argument("--tensor-parallel", metavar="n", type=int, default=DEFAULTS["tensor_parallel"])
     parser.add_argument("--methods", default="failfast", metavar="a,b", help="as in `bench run` (%(default)s)")
     parser.add_argument("--batch", default="1,2,4,8,16,32,64", metavar="a,b", help="sequences (%(default)s)")
@@ -84,20 +84,18 @@ def draw(found: dict[int, dict[str, dict[str, float]]], out: Path) -> None:
     axis.set_xscale("log", base=2)
     axis.set(xlabel="sequences in a batch", ylabel="speedup over vanilla decoding")
     axis.legend(fontsize="small")
-    for kind in ("png", "svg"):
-        save_figure(figure, out / f"batches.{kind}", dpi=120)
+    save_figure(figure, out, "batches")
 
 
 def work(args: argparse.Namespace) -> int:
     """Measures, prints and writes."""
     batches = numbers("--batch", args.batch)
-    if args.turns < 1:
-        raise ValueError(f"--turns {args.turns}: must be at least 1")
+    check_least(args, turns=1)
     variants = [v for text in split_methods(args.methods) for v in parse_method(text)]
     common = GenerationConfig(max_new_tokens=args.max_new_tokens, ignore_eos=True)
     common.validate()
     if args.figures and args.out:
-        needed("matplotlib.figure", "figures", "plot", otherwise=", or leave them out with --no-figures")
+        figure_class(OR_WITHOUT)
     dataset = load_dataset(args.dataset, data=args.data, limit=max(batches))
     questions = [question.prompt for question in dataset.questions if question.follows is None]
     if len(questions) < max(batches):
@@ -110,7 +108,7 @@ def work(args: argparse.Namespace) -> int:
     print(shown(found))
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.out / "batches.json", json.dumps(found, indent=1) + "\n")
+        write_json(args.out / "batches.json", found)
         write_atomically(args.out / "batches.md", shown(found) + "\n")
         if args.figures:
             draw(found, args.out)

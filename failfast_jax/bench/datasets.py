@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax.bench.extras import needed
 from failfast_jax.bench.prompts import humaneval_problems
 from failfast_jax.checkpoints import hub
+from failfast_jax.command import needed
 from failfast_jax.engine import Prompt
 
 BOXED = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."

@@ -6,26 +6,27 @@ that the records cannot fill is left out, with the reason.
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
 import operator
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from failfast_jax.bench import report
-from failfast_jax.bench.extras import needed
 from failfast_jax.bench.journal import ANSWER, RECORDS, planned
 from failfast_jax.bench.modelled import LARGEST, THEORY_LENGTHS, authors_latencies, theory_curve
 from failfast_jax.bench.published import appendix_b
 from failfast_jax.bench.released import Counts, counts
 from failfast_jax.bench.run_options import RELEASED
 from failfast_jax.bench.variants import BASELINE
+from failfast_jax.command import needed
 from failfast_jax.files import Record, read_lines, write_atomically
 
 SENSITIVE = {"tau": "confidence threshold tau", "spec_len": "chunk length N", "max_spec_len": "longest draft"}
@@ -35,20 +36,30 @@ class NoData(Exception):
     """The records lack what a figure shows; the message says what."""
 
 
-def save_figure(figure: Any, path: Path, **options: Any) -> None:
-    """Writes a figure, whole or not at all, in the format that the name ends in; `options`: of `Figure.savefig`."""
-    content = io.BytesIO()
-    figure.savefig(content, format=path.suffix[1:], **options)
-    write_atomically(path, content.getvalue())
+def save_figure(figure: Any, folder: Path, name: str) -> list[Path]:
+    """Writes a figure as PNG and as SVG, each whole or not at all; returns their paths."""
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    for path in paths:
+        content = io.BytesIO()
+        figure.savefig(content, format=path.suffix[1:], dpi=120)
+        write_atomically(path, content.getvalue())
+        figure.set_layout_engine("none")  # what was laid out stays: doing it again would take as long as drawing
+    return paths
 
 
-def figure_class() -> Any:
+OR_WITHOUT = ", or leave them out with --no-figures"
+
+
+def figure_class(otherwise: str = "") -> Any:
     """Matplotlib's `Figure`, which without pyplot draws with Agg and needs no display.
 
+    Args:
+      otherwise: what else to do where it is missing, for the message: `OR_WITHOUT`, of commands with that flag.
+
     Raises:
-      ValueError: matplotlib is not installed; the message names the extra.
+      OptionError: matplotlib is not installed; the message names the extra.
     """
-    return needed("matplotlib.figure", "figures", "plot").Figure
+    return needed("matplotlib.figure", "figures", "plot", otherwise).Figure
 
 
 def colours(labels: Sequence[str]) -> dict[str, str]:
@@ -343,15 +354,17 @@ def draw_all(source: Path, folder: Path) -> list[Path]:
     """Draws what the records of `source` can fill into `folder`; says on stderr what they cannot."""
     records = Records(source)
     folder.mkdir(parents=True, exist_ok=True)
+    return draw_each({name: functools.partial(draw, records) for name, draw in FIGURES.items()}, folder)
+
+
+def draw_each(figures: Mapping[str, Callable[[], Any]], folder: Path) -> list[Path]:
+    """Draws and writes figures, by name, but those of `NoData`, of which it says so on stderr."""
     written = []
-    for name, draw in FIGURES.items():
+    for name, draw in figures.items():
         try:
-            figure = draw(records)
+            figure = draw()
         except NoData as reason:
             print(f"figure {name}: left out: {reason}", file=sys.stderr)
             continue
-        written += [folder / f"{name}.png", folder / f"{name}.svg"]
-        save_figure(figure, written[-2], dpi=120)
-        figure.set_layout_engine("none")  # what was laid out stays: doing it again would take as long as drawing
-        save_figure(figure, written[-1])
+        written += save_figure(figure, folder, name)
     return written

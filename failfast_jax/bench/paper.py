@@ -15,8 +15,7 @@ from typing import Any
 
 from failfast_jax import trajectory
 from failfast_jax.bench import paper_claims, paper_figures, paper_tables
-from failfast_jax.bench.extras import needed
-from failfast_jax.bench.figures import Records
+from failfast_jax.bench.figures import OR_WITHOUT, Records, figure_class
 from failfast_jax.bench.journal import RECORDS, result_of
 from failfast_jax.bench.modelled import latency_for, parse_latency
 from failfast_jax.bench.paper_appendix import longest_drafts
@@ -162,7 +161,7 @@ def write_trajectories(folder: Path, places: list[str], out: Path) -> list[Path]
 def work(args: argparse.Namespace) -> int:
     """Prints the page; writes it and the figures."""
     if args.figures and args.out:
-        needed("matplotlib.figure", "figures", "plot", otherwise=", or leave them out with --no-figures")
+        figure_class(OR_WITHOUT)
     if args.trajectory and not args.out:
         raise ValueError("--trajectory: needs --out, a folder for its pages")
     names = [folder.name for folder in args.runs]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from failfast_jax.bench.figures import NoData, Records, easy_tokens, figure_class, save_figure
+from failfast_jax.bench.figures import NoData, Records, draw_each, easy_tokens, figure_class
 from failfast_jax.bench.paper_tables import AR, PAPERS, PaperRun, averaged, mean
 
 STRIP = ("math500", (0, 4, 15, 18, 21))
@@ -85,14 +84,4 @@ def draw(runs: Sequence[PaperRun], records: Sequence[Records], strip: str | None
     for index, (run, own) in enumerate(zip(runs, records)):
         name = "strip" if len(runs) == 1 else f"strip-{index + 1}"
         figures[name] = lambda run=run, own=own: strips(run, own, dataset, places)
-    written = []
-    for name, make in figures.items():
-        try:
-            figure = make()
-        except NoData as reason:
-            print(f"figure {name}: left out: {reason}", file=sys.stderr)
-            continue
-        for kind in ("png", "svg"):
-            written.append(out / f"{name}.{kind}")
-            save_figure(figure, written[-1], dpi=120)
-    return written
+    return draw_each(figures, out)

@@ -31,10 +31,12 @@ from failfast_jax.bench.public_models import CONFIGS, DRAFTERS, TARGETS, MisfitE
 from failfast_jax.bench.published import DATASETS, published_for
 from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
 from failfast_jax.bench.replay_report import NOTICE, plot, report
+from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.compilation import enable_compile_cache
-from failfast_jax.files import Journal, sole_writer, write_atomically
+from failfast_jax.files import Journal, sole_writer, write_atomically, write_json
 from failfast_jax.models.attention import KERNELS
 from failfast_jax.models.sharding import make_mesh
+from failfast_jax.options import check_least
 
 TARGETS_FILE = "targets.jsonl"
 REAL = ("qwen2.5-32b", "qwen2.5-14b", "qwen2.5-7b")
@@ -72,9 +74,7 @@ def check(args: argparse.Namespace) -> ReplayOptions:
     Raises:
       ValueError: an option out of its range.
     """
-    for name, least in (("rounds", 2), ("context", 2), ("repeats", 1), ("tensor_parallel", 1)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+    check_least(args, rounds=2, context=2, repeats=1, tensor_parallel=1)
     chosen = {
         "datasets": tuple(dict.fromkeys(published_for("", name).dataset for name in args.dataset.split(","))),
         "passes": ("wide", "paper") if args.passes is None else (args.passes,),
@@ -135,7 +135,7 @@ def replayed(args: argparse.Namespace, options: ReplayOptions, names: list[str],
     text = report(summary)
     print(text)
     if args.out is not None:
-        write_atomically(args.out / "replay.json", json.dumps(summary, indent=1) + "\n")
+        write_json(args.out / "replay.json", summary)
         write_atomically(args.out / "replay.md", text + "\n")
         plot(summary, args.out)
     return 0
@@ -158,7 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", metavar="n", type=int, default=128)
     parser.add_argument("--context", metavar="n", type=int, default=1024, help="committed tokens at the beginning")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="plan widths as there (default: as here)")
     parser.add_argument(
         "--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer (default: 1)"

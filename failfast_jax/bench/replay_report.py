@@ -95,5 +95,4 @@ def plot(summary: dict[str, Any], folder: Path) -> None:
     axis.set(xlabel="ms a round, each part timed apart", xlim=(0, None))
     axis.set_title(f"Replay: injected acceptance, random weights ({summary['machine']['device']})")
     figure.legend(fontsize=8, ncols=3, loc="outside lower center")
-    save_figure(figure, folder / "replay.png", dpi=120)
-    save_figure(figure, folder / "replay.svg")
+    save_figure(figure, folder, "replay")

@@ -23,7 +23,6 @@ from failfast_jax.bench import figures, scoring, summary
 from failfast_jax.bench.answers import ENGINES, Answers, RayAnswers, Task
 from failfast_jax.bench.datasets import Dataset, stamp
 from failfast_jax.bench.engine_pool import find_wanted
-from failfast_jax.bench.extras import needed
 from failfast_jax.bench.harness import asked_records
 from failfast_jax.bench.journal import RECORDS, SCORE, Journal
 from failfast_jax.bench.modelled import Latency, latency_for, parse_latency
@@ -31,8 +30,10 @@ from failfast_jax.bench.released import with_passes
 from failfast_jax.bench.run_options import RELEASED, add_arguments, merged, read_datasets, read_variants
 from failfast_jax.bench.variants import changed_options, check_common
 from failfast_jax.bench.verdicts import DIFFERENT
+from failfast_jax.command import needed
 from failfast_jax.config import GenerationConfig
 from failfast_jax.files import Record, sole_writer, write_atomically
+from failfast_jax.options import check_least
 from failfast_jax.progress import progress_bar
 
 __all__ = ["add_arguments", "work"]
@@ -40,12 +41,11 @@ __all__ = ["add_arguments", "work"]
 
 def check_needs(args: argparse.Namespace, datasets: Sequence[Dataset]) -> None:
     """Raises ValueError if a package is missing that would be needed after hours of answers, or for a bad flag."""
-    if args.repeats < 1:
-        raise ValueError(f"--repeats {args.repeats}: must be at least 1")
+    check_least(args, repeats=1, actors=1)
     if Path(args.out).is_file():
         raise ValueError(f"--out {args.out}: is a file; name a folder")
     if args.figures:
-        figures.figure_class()
+        figures.figure_class(figures.OR_WITHOUT)
     if args.records == "parquet":
         needed("pyarrow.parquet", "--records parquet")
     if args.scores and any(dataset.scoring == "math" for dataset in datasets):

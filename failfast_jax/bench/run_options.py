@@ -11,7 +11,6 @@ from typing import Any
 
 from failfast_jax import distributed
 from failfast_jax.bench.datasets import CHOICES, SOURCES, Dataset, load_dataset
-from failfast_jax.bench.extras import needed
 from failfast_jax.bench.summary import BEST, TIMED
 from failfast_jax.bench.variants import (
     BASELINE,
@@ -29,6 +28,8 @@ from failfast_jax.bench.variants import (
     sweep,
     sweep_values,
 )
+from failfast_jax.checkpoints.loading import DTYPES
+from failfast_jax.command import needed
 from failfast_jax.drafters import METHODS
 from failfast_jax.models.attention import KERNELS
 
@@ -121,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--target", metavar="P", help="none: the default pair's, whatever the file says")
     models.add_argument("--drafter", metavar="P", help="for the methods that draft by diffusion")
     models.add_argument("--ar-drafter", metavar="P", help="for the methods that draft token by token")
-    models.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    models.add_argument("--dtype", choices=DTYPES, help="of the weights")
     models.add_argument("--tensor-parallel", metavar="n", type=int, help="devices that share each layer")
     models.add_argument("--attention", choices=KERNELS, help="kernel of cached attention")
     _add_places(models)

@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from failfast_jax.defaults import load_pair
 from failfast_jax.drafters.economic import Economic
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.engine import FailFast
-from failfast_jax.files import Journal, sole_writer, write_atomically
+from failfast_jax.files import Journal, sole_writer, write_json
 from failfast_jax.progress import progress_bar
 from failfast_jax.runtime import Request
 from failfast_jax.tables import markdown
@@ -330,14 +329,15 @@ def simulated(given: Sequence[Answer]) -> dict[str, Any]:
 
 def work(args: argparse.Namespace) -> None:
     """Answers, simulates and prints."""
-    engine = load_pair(args.target, args.drafter, method="failfast")
+    GenerationConfig(max_new_tokens=args.max_new_tokens).validate()
     dataset = load_dataset(args.dataset, limit=args.limit)
+    engine = load_pair(args.target, args.drafter, method="failfast")
     prompts = [engine.encode(question.prompt) for question in dataset.questions if question.follows is None]
     identity = {"dataset": args.dataset, "target": engine.target_name, "drafter": engine.drafter_name}
     with sole_writer(args.out):
         journal = Journal(args.out / "answers.jsonl", {**identity, "max_new_tokens": args.max_new_tokens, "bins": BINS})
         found = simulated(answers(engine, prompts, args.max_new_tokens, journal))
-        write_atomically(args.out / "summary.json", json.dumps(found, indent=1) + "\n")
+        write_json(args.out / "summary.json", found)
     head = ("verify of 8", "drafter pass", "best fixed setting", "its speed", "auto", "auto / best", "slowest question")
     cells = [
         [f"{value:.2f}" if isinstance(value, float) else value for value in row.values()] for row in found["machines"]

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench.datasets import SOURCES
-from failfast_jax.bench.extras import needed
 from failfast_jax.bench.load_options import LoadOptions
 from failfast_jax.bench.resident import Resident
 from failfast_jax.bench.run_options import read_datasets
+from failfast_jax.command import needed
 from failfast_jax.compilation import compile_counts
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,16 @@ from failfast_jax import decoding
 from failfast_jax.bench import report
 from failfast_jax.bench.datasets import Dataset, load_dataset
 from failfast_jax.bench.engine_pool import EnginePool, find_wanted
-from failfast_jax.bench.extras import needed
-from failfast_jax.bench.figures import figure_class, save_figure
+from failfast_jax.bench.figures import OR_WITHOUT, figure_class, save_figure
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import RECORDS, Journal
 from failfast_jax.bench.public_models import nbytes
 from failfast_jax.bench.variants import BASELINE, VANILLA, Variant, make_variant
+from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.round import greedy_sampling, stop_tokens
 from failfast_jax.engine import FailFast
-from failfast_jax.files import sole_writer, write_atomically
+from failfast_jax.files import sole_writer, write_atomically, write_json
 from failfast_jax.platforms import machine
 from failfast_jax.tables import markdown
 
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--target", metavar="P", help="without it, the default pair")
     parser.add_argument("--drafter", metavar="P")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
     parser.add_argument("--dataset", default="cnn", metavar="D", help="cnn, openwebtext, any of `bench run`, or a file")
     parser.add_argument("--data", metavar="FILE", type=Path, help="rows of the dataset, instead of the Hub's")
     parser.add_argument("--limit", metavar="n", type=int, default=20, help="questions (%(default)s)")
@@ -172,15 +171,14 @@ def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
         axis.plot(*zip(*line), "o-", label=f"T = {steps}")
     axis.set(xlabel="draft length (gamma)", ylabel="speedup over vanilla decoding")
     axis.legend(fontsize="small")
-    for kind in ("png", "svg"):
-        save_figure(figure, out / f"specdiff.{kind}", dpi=120)
+    save_figure(figure, out, "specdiff")
 
 
 def work(args: argparse.Namespace) -> int:
     """Runs the grid, prints its table and writes it with its figure."""
     variants = points(args)
     if args.figures:
-        needed("matplotlib.figure", "figures", "plot", otherwise=", or leave them out with --no-figures")
+        figure_class(OR_WITHOUT)
     common = GenerationConfig(max_new_tokens=args.max_new_tokens)
     common.validate()
     dataset = load_dataset(args.dataset, data=args.data, limit=args.limit)
@@ -203,7 +201,7 @@ def compare(args: argparse.Namespace, variants: Sequence[Variant], common: Gener
     }
     rows = rows_of(table, costs, variants)
     print(shown(rows))
-    write_atomically(args.out / "specdiff.json", json.dumps(rows, indent=1) + "\n")
+    write_json(args.out / "specdiff.json", rows)
     write_atomically(args.out / "specdiff.md", shown(rows) + "\n")
     if args.figures:
         draw(rows, args.out)

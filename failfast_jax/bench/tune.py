@@ -13,7 +13,6 @@ Everything is kept in `--out`, from which a killed run goes on.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +22,14 @@ from failfast_jax.bench import grid
 from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.tuner import LOOKUP, SEARCH, VERIFY, Tuner
 from failfast_jax.checkpoints.drafter import DECODING_OPTIONS, is_drafter_folder, write_decoding
+from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.checkpoints.pair import feature_kind
 from failfast_jax.checkpoints.tuned import TunedOptions, model_key, write_settings
 from failfast_jax.command import deadline_after
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.errors import OptionError
-from failfast_jax.files import sole_writer, write_atomically
+from failfast_jax.files import sole_writer, write_json
+from failfast_jax.options import check_least
 from failfast_jax.tables import markdown
 
 TUNED, SUMMARY = "tuned.json", "summary.json"
@@ -94,9 +95,7 @@ def show(tuner: Tuner, chosen: str, rows: list[dict[str, Any]], report: dict[str
 
 def work(args: argparse.Namespace) -> None:
     """Tunes; exit status 3 if `--minutes` ended it."""
-    for name in ("verify", "repeats", "max_new_tokens"):
-        if getattr(args, name) < 1:
-            raise OptionError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    check_least(args, verify=1, repeats=1, max_new_tokens=1)
     deadline = deadline_after(args.minutes)
     folder = Path(args.drafter or embedded_drafter()) if args.write else None
     if folder is not None and not (folder.is_dir() and (is_drafter_folder(folder) or feature_kind(folder))):
@@ -121,7 +120,7 @@ def tune(tuner: Tuner, args: argparse.Namespace, folder: Path | None) -> None:
         "chosen": {"label": chosen, **tuner.settings[chosen].options(), **report},
         "settings": rows,
     }
-    write_atomically(args.out / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    write_json(args.out / SUMMARY, summary)
     show(tuner, chosen, rows, report, args.out / TUNED)
 
 
@@ -129,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--target", metavar="P", help="as of failfast_jax.generate (default: the embedded pair)")
     parser.add_argument("--drafter", metavar="P")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
     parser.add_argument(
         "--prompts",
         default="humaneval",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,45 @@ import numpy as np
 
 from failfast_jax.checkpoints import safetensors
 from failfast_jax.checkpoints.loading import DTYPES
+from failfast_jax.errors import ConfigError
 from failfast_jax.files import write_atomically
 from failfast_jax.models.config import ModelConfig
 
 STORAGES = ("bfloat16", "float32")
+
+
+def check_target(
+    name: str | Path,
+    base: ModelConfig,
+    layers: Iterable[int],
+    target: ModelConfig,
+    target_name: str,
+    target_layers: int | None = None,
+    target_size: int | None = None,
+) -> None:
+    """Is it a drafter for this target?
+
+    Args:
+      layers: of the target, that it reads; -1 is the embedding.
+      target_layers: of the target that it was made for; None: not said, as the next.
+      target_size: its hidden size.
+
+    Raises:
+      ConfigError: it was made for another one; both are named.
+    """
+    advice = "give its own target with --target"
+    for what, here, there in (
+        ("hidden size", target_size or base.hidden_size, target.hidden_size),
+        ("hidden size", base.hidden_size, target.hidden_size),
+        ("layers", target_layers or target.num_layers, target.num_layers),
+        ("vocabulary", base.vocab_size, target.vocab_size),
+    ):
+        if here != there:
+            raise ConfigError(f"{name}: drafts for a target with {what} {here}; {target_name} has {there}: {advice}")
+    for layer in layers:
+        if not -1 <= layer < target.num_layers:
+            said = f"reads the target's layer {layer}; {target_name} has {target.num_layers}"
+            raise ConfigError(f"{name}: {said}: {advice}")
 
 
 def config_dict(

@@ -9,7 +9,6 @@ What a drafter borrows (embedding and head) stays with the target.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from flax import nnx
 from failfast_jax.checkpoints.parameters import Skeleton, is_finite, misfits, not_finite
 from failfast_jax.config import GenerationConfig
 from failfast_jax.errors import CheckpointError, ConfigError
-from failfast_jax.files import read_json, write_atomically
+from failfast_jax.files import read_json, write_atomically, write_json
 from failfast_jax.models.borrowed import with_borrowed
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Decoder
@@ -98,7 +97,7 @@ def save_drafter(
 
 
 def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    write_atomically(folder / "config.json", json.dumps(config, indent=1) + "\n")
+    write_json(folder / "config.json", config)
 
 
 def write_decoding(folder: Path, platform: str, options: Mapping[str, Any]) -> None:

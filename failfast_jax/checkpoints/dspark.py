@@ -191,21 +191,8 @@ def _sliding_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[i
 
 def check_target(config: DSparkConfig, target: ModelConfig, folder: Path, target_name: str) -> None:
     """Raises ConfigError: a drafter that was made for another target; both are named."""
-    for what, here, there in (
-        ("hidden size", config.base.hidden_size, target.hidden_size),
-        ("layers", config.num_target_layers, target.num_layers),
-        ("vocabulary", config.base.vocab_size, target.vocab_size),
-    ):
-        if here != there:
-            raise ConfigError(
-                f"{folder}: drafts for a target with {what} {here}; {target_name} has {there}: "
-                "give its own target with --target"
-            )
-    if max(config.feature_layers) >= target.num_layers:
-        raise ConfigError(
-            f"{folder}: reads the target's layer {max(config.feature_layers)}; {target_name} has {target.num_layers}: "
-            "give its own target with --target"
-        )
+    layers = config.feature_layers
+    deepspec.check_target(folder, config.base, layers, target, target_name, config.num_target_layers)
 
 
 def save_dspark(

@@ -145,7 +145,8 @@ def parse_config(raw: Mapping[str, Any], target: ModelConfig, folder: Path, targ
     base = ModelConfig.from_dict({**inner, "tie_word_embeddings": False, "use_sliding_window": False}, where)
     if base.num_layers != 1:
         raise ConfigError(f"{where}: {base.num_layers} layers; an EAGLE-3 drafter has one")
-    _check_target(base, layers, raw, target, f"{folder}", target_name)
+    said = (raw.get("num_target_layers"), raw.get("target_hidden_size"))
+    deepspec.check_target(folder, base, layers, target, target_name, *said)
     count = raw.get("draft_vocab_size") or base.vocab_size
     if type(count) is not int or not 1 <= count <= base.vocab_size:
         raise ConfigError(f"{where}: draft_vocab_size {count!r}: must be between 1 and {base.vocab_size}")
@@ -187,33 +188,6 @@ def _layer_ids(raw: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
     if not isinstance(layers, list) or not layers or not all(type(layer) is int and layer >= -1 for layer in layers):
         raise ConfigError(f"{where}: key {key!r} must be a list of layer numbers, got {layers!r}")
     return tuple(layers)
-
-
-def _check_target(
-    base: ModelConfig,
-    layers: tuple[int, ...],
-    raw: Mapping[str, Any],
-    target: ModelConfig,
-    name: str,
-    target_name: str,
-) -> None:
-    """Raises ConfigError: a drafter that was made for another target; both are named."""
-    for what, here, there in (
-        ("hidden size", raw.get("target_hidden_size") or base.hidden_size, target.hidden_size),
-        ("hidden size", base.hidden_size, target.hidden_size),
-        ("layers", raw.get("num_target_layers") or target.num_layers, target.num_layers),
-        ("vocabulary", base.vocab_size, target.vocab_size),
-    ):
-        if here != there:
-            raise ConfigError(
-                f"{name}: drafts for a target with {what} {here}; {target_name} has {there}: "
-                "give its own target with --target"
-            )
-    if max(layers) >= target.num_layers or min(layers) < -1:
-        raise ConfigError(
-            f"{name}: reads the target's layers {', '.join(map(str, layers))}; {target_name} has {target.num_layers}: "
-            "give its own target with --target"
-        )
 
 
 def save_eagle(

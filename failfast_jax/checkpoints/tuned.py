@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ import numpy as np
 
 from failfast_jax.checkpoints.drafter import DECODING_OPTIONS, check_decoding
 from failfast_jax.errors import ConfigError
-from failfast_jax.files import read_json, write_atomically
+from failfast_jax.files import read_json, write_json
 from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
 
@@ -72,7 +71,7 @@ def model_key(model: DrafterModel) -> dict[str, Any]:
 def write_settings(settings: TunedOptions) -> None:
     """Writes a settings file, whole or not at all."""
     content = {FORMAT_KEY: FORMAT, **{k: v for k, v in dataclasses.asdict(settings).items() if k != "path"}}
-    write_atomically(settings.path, json.dumps(content, indent=1) + "\n")
+    write_json(settings.path, content)
 
 
 def read_settings(path: str | os.PathLike) -> TunedOptions:

@@ -7,17 +7,17 @@ point `lm_eval.models` of packages, too.
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 
 from failfast_jax import command, distributed
-from failfast_jax.errors import OptionError
+
+PROGRAM = "python -m failfast_jax.harness"
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(
-        prog="python -m failfast_jax.harness",
+    parser = command.PlainParser(
+        prog=PROGRAM,
         description=__doc__,
         epilog="For example: run --model failfast_jax --model_args method=lookup,batch=4 --tasks gsm8k --limit 20. "
         "What --model_args takes: see failfast_jax/harness/model.py.",
@@ -30,12 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _work(args: argparse.Namespace) -> None:
-    try:
-        main_of_harness = importlib.import_module("lm_eval.__main__")
-        model = importlib.import_module("failfast_jax.harness.model")  # registers itself
-    except ImportError as error:
-        said = 'pip install "failfast-jax[eval]", or -e ".[eval]" in a checkout'
-        raise OptionError(f"the harness needs {error.name or 'lm_eval'}: {said}") from None
+    main_of_harness = command.needed("lm_eval.__main__", "the harness", "eval")
+    model = command.needed("failfast_jax.harness.model", "the harness", "eval")  # registers itself
     if not distributed.speaks():
         model.follow()
         return
@@ -50,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status (2 for input that cannot be served)."""
     parser = build_parser()
     # What is ours is ours wherever it stands: the rest is lm_eval's as it is.
-    ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    ours = command.PlainParser(prog=PROGRAM, add_help=False)
     distributed.add_flag(ours)
     found, others = ours.parse_known_args(argv)
     args = parser.parse_args(others)

@@ -8,7 +8,6 @@ accept.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,10 +18,10 @@ from jaxtyping import Array, Float, Int
 
 from failfast_jax.checkpoints.dspark import save_dspark
 from failfast_jax.errors import OptionError
-from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel, MarkovHead, bind
+from failfast_jax.models.dspark import DSpark, DSparkConfig, MarkovHead, bind
 from failfast_jax.models.layers import Attention
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.features import FeatureCache, captured_layers, target_features
+from failfast_jax.train.features import FeatureObjective, captured_layers
 from failfast_jax.train.loop import layer_weights
 
 
@@ -281,16 +280,16 @@ def _of_heads(path: tuple[Any, ...], _: Any) -> bool:
     return path[0] in ("markov", "confidence")
 
 
-class DSparkObjective:
-    """`loop.Objective` of a block drafter: frozen target, features computed or cached on the host.
+class DSparkObjective(FeatureObjective):
+    """`loop.Objective` of a block drafter.
 
     Args:
-      draft_ids: tokens that it may draft, ascending; None: all.
-      compute_dtype: of the drafter's and the target's arithmetic (parameters stay float32).
-      cache: features of the training documents; None: computed anew for each batch.
-      borrow: see `save_dspark`.
+      model: the network.
       heads_only: the Markov and confidence heads learn, and all else stays as it is.
+      how: see `FeatureObjective`.
     """
+
+    loss_of, write = staticmethod(loss), staticmethod(save_dspark)
 
     def __init__(
         self,
@@ -299,49 +298,13 @@ class DSparkObjective:
         draft_ids: np.ndarray | None,
         options: DSparkOptions,
         *,
-        compute_dtype: Any = jnp.float32,
-        cache: FeatureCache | None = None,
-        borrow: bool = False,
         heads_only: bool = False,
+        **how: Any,
     ):
-        self.config, self.options, self.cache, self.borrow = model.config, options, cache, borrow
-        self.heads_only = heads_only
-        self.graph, self.trainable, backbone = nnx.split(model, _of_heads if heads_only else ..., ...)
-        self.compute_dtype = jnp.dtype(compute_dtype)
-        self.captured = captured_layers(model.config.feature_layers, target.config.num_layers)
-        self.bound = bind(model, target, draft_ids)
-        lookup = np.arange(target.config.vocab_size, dtype=np.int32)
-        if draft_ids is not None:
-            lookup = np.full_like(lookup, -1)
-            lookup[draft_ids] = np.arange(len(draft_ids))
-        self.constants = {
-            "target": target,
-            "head": self.bound.head,
-            "lookup": jnp.asarray(lookup),
-            "backbone": backbone,
-        }
-
-    def features(self, batch: dict[str, np.ndarray]) -> Any:
-        """Captured features `[B, T, C, E]` of a batch."""
-        if self.cache is not None:
-            return self.cache.batch(batch)
-        return target_features(self.constants["target"], batch["tokens"], self.captured)
-
-    def prepare(self, batch):
-        return {name: batch[name] for name in ("tokens", "prompt_length", "length")} | {
-            "features": self.features(batch)
-        }
-
-    def model(self, trainable: Any, backbone: Any = None) -> DSpark:
-        """The network with these parameters; `backbone`: those that stay as they are, if not as they lie here."""
-        return nnx.merge(self.graph, trainable, self.constants["backbone"] if backbone is None else backbone)
-
-    def loss(self, trainable, constants, batch, key):
-        def cast(tree: Any) -> Any:
-            return jax.tree.map(lambda x: x.astype(self.compute_dtype), tree)
-
-        batch = {**batch, "features": batch["features"].astype(self.compute_dtype)}
-        return loss(self.model(cast(trainable), cast(constants["backbone"])), constants, batch, key, self.options)
+        self.heads_only, bound = heads_only, bind(model, target, draft_ids)
+        parts = nnx.split(model, _of_heads if heads_only else ..., ...)
+        super().__init__(bound, parts, target, draft_ids, options, **how)
+        self.constants["head"] = bound.head
 
     def tokens(self, batch):
         return batch["tokens"].shape[0] * self.options.anchors * self.config.block_size
@@ -359,14 +322,3 @@ class DSparkObjective:
         per_position += 0 if self.config.context_layers else learnt * size * size * len(self.config.feature_layers)
         anchors = slots // self.config.block_size
         return float(slots * per_slot + anchors * per_anchor + batch["tokens"].size * per_position)
-
-    def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
-        """Writes the drafter's folder; `extra` joins its `config.json` (`decoding`, `training`)."""
-        model = self.bound.replace(network=self.model(trainable))
-        save_dspark(folder, model, self.constants["target"].config, storage=storage, borrow=self.borrow, **extra)
-
-    def drafter(self, trainable: Any) -> DSparkModel:
-        """The drafter as an engine takes it."""
-        dtype = self.constants["target"].dtype
-        made = jax.tree.map(lambda x: x.astype(dtype), (trainable, self.constants["backbone"]))
-        return self.bound.replace(network=self.model(*made))

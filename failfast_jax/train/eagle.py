@@ -21,7 +21,7 @@ from failfast_jax.checkpoints.eagle import save_eagle
 from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.dspark import copy_parameters, sample_anchors, scale_norms
-from failfast_jax.train.features import FeatureCache, captured_layers, target_features
+from failfast_jax.train.features import FeatureObjective, captured_layers
 from failfast_jax.train.loop import layer_weights
 
 HEAD = nnx.PathContains("head")
@@ -153,61 +153,23 @@ def _compared(
     return jnp.moveaxis(ce, 0, 2), jnp.moveaxis(best, 0, 2)
 
 
-class EagleObjective:
-    """`loop.Objective` of an EAGLE-3 drafter: target, embedding and head frozen, features computed or cached on the
-    host.
+class EagleObjective(FeatureObjective):
+    """`loop.Objective` of an EAGLE-3 drafter, with embedding and head frozen.
 
     Args:
       model: its head is replaced by the target's.
-      draft_ids: tokens that it may draft, ascending; None: all.
-      compute_dtype: of the drafter's and the target's arithmetic (parameters stay float32).
-      cache: features of the training documents; None: computed anew for each batch.
-      borrow: see `save_eagle`.
+      how: see `FeatureObjective`.
     """
 
-    def __init__(
-        self,
-        model: Eagle,
-        target: Decoder,
-        draft_ids: np.ndarray | None,
-        options: EagleOptions,
-        *,
-        compute_dtype: Any = jnp.float32,
-        cache: FeatureCache | None = None,
-        borrow: bool = False,
-    ):
-        self.config, self.options, self.cache, self.borrow = model.config, options, cache, borrow
-        self.graph, head, self.trainable = nnx.split(model, HEAD, ...)
-        self.compute_dtype = jnp.dtype(compute_dtype)
-        self.captured = captured_layers(model.config.feature_layers, target.config.num_layers)
-        vocab = target.config.vocab_size
-        ids = np.arange(vocab, dtype=np.int32) if draft_ids is None else np.asarray(draft_ids, np.int32)
-        lookup = np.full(vocab, -1, np.int32)
-        lookup[ids] = np.arange(len(ids))
-        rows = target.head_weight if draft_ids is None else target.head_weight[ids]
+    loss_of, write = staticmethod(loss), staticmethod(save_eagle)
+
+    def __init__(self, model: Eagle, target: Decoder, draft_ids: np.ndarray | None, options: EagleOptions, **how: Any):
+        graph, head, trainable = nnx.split(model, HEAD, ...)
+        rows = target.head_weight if draft_ids is None else target.head_weight[draft_ids]
         head = jax.tree.map(lambda _: rows, head)
-        self.bound = BoundEagle(model, target.embed[...], jnp.asarray(ids))
-        self.constants = {"target": target, "head": head, "lookup": jnp.asarray(lookup)}
-
-    def features(self, batch: dict[str, np.ndarray]) -> Any:
-        """Captured features `[B, T, C, E]` of a batch."""
-        if self.cache is not None:
-            return self.cache.batch(batch)
-        return target_features(self.constants["target"], batch["tokens"], self.captured)
-
-    def prepare(self, batch):
-        return {name: batch[name] for name in ("tokens", "prompt_length", "length")} | {
-            "features": self.features(batch)
-        }
-
-    def model(self, trainable: Any, head: Any) -> Eagle:
-        """The network with these parameters and a head."""
-        return nnx.merge(self.graph, head, trainable)
-
-    def loss(self, trainable, constants, batch, key):
-        own = jax.tree.map(lambda x: x.astype(self.compute_dtype), (trainable, constants["head"]))
-        batch = {**batch, "features": batch["features"].astype(self.compute_dtype)}
-        return loss(self.model(*own), constants, batch, key, self.options)
+        ids = np.arange(target.config.vocab_size) if draft_ids is None else draft_ids
+        bound = BoundEagle(model, target.embed[...], jnp.asarray(ids, jnp.int32))
+        super().__init__(bound, (graph, trainable, head), target, draft_ids, options, **how)
 
     def tokens(self, batch):
         return batch["tokens"].shape[0] * self.options.anchors * self.config.chain
@@ -223,13 +185,5 @@ class EagleObjective:
         return float(slots * per_slot + batch["tokens"].size * per_position)
 
     def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
-        """Writes the drafter's folder; `extra` joins its `config.json` (`decoding`, `training`)."""
-        model = self.bound.replace(network=self.model(trainable, self.constants["head"]))
-        extra = {"step_loss_decay": self.options.step_decay, **extra}
-        save_eagle(folder, model, self.constants["target"].config, storage=storage, borrow=self.borrow, **extra)
-
-    def drafter(self, trainable: Any) -> BoundEagle:
-        """The drafter as an engine takes it."""
-        dtype = self.constants["target"].dtype
-        own = jax.tree.map(lambda x: x.astype(dtype), (trainable, self.constants["head"]))
-        return self.bound.replace(network=self.model(*own))
+        """As `FeatureObjective.save`, with how much each pass weighed."""
+        super().save(trainable, folder, storage=storage, **{"step_loss_decay": self.options.step_decay, **extra})

@@ -8,11 +8,14 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
@@ -165,3 +168,73 @@ class FeatureCache:
             part = self.values[self.starts[document] : self.starts[document + 1]]
             out[row, : len(part)] = part[:, self.columns]
         return out
+
+
+class FeatureObjective:
+    """What the `loop.Objective`s of drafters that read their target's features share: the target is frozen, and so may
+    be a part of the drafter; features are computed or cached on the host. A subclass sets `loss_of` and `write`.
+
+    Args:
+      bound: the drafter as an engine takes it.
+      parts: of its network, by `nnx.split`: the graph, what learns, what stays as it is.
+      draft_ids: tokens that it may draft, ascending; None: all.
+      compute_dtype: of the drafter's and the target's arithmetic (parameters stay float32).
+      cache: features of the training documents; None: computed anew for each batch.
+      borrow: see `write`.
+    """
+
+    loss_of: Callable[..., Any]
+    write: Callable[..., None]
+
+    def __init__(
+        self,
+        bound: Any,
+        parts: tuple[Any, Any, Any],
+        target: Decoder,
+        draft_ids: np.ndarray | None,
+        options: Any,
+        *,
+        compute_dtype: Any = jnp.float32,
+        cache: FeatureCache | None = None,
+        borrow: bool = False,
+    ):
+        self.bound, self.config, self.options = bound, bound.config, options
+        self.graph, self.trainable, frozen = parts
+        self.compute_dtype, self.cache, self.borrow = jnp.dtype(compute_dtype), cache, borrow
+        vocab = target.config.vocab_size
+        ids = np.arange(vocab, dtype=np.int32) if draft_ids is None else draft_ids
+        lookup = np.full(vocab, -1, np.int32)
+        lookup[ids] = np.arange(len(ids))
+        self.captured = captured_layers(self.config.feature_layers, target.config.num_layers)
+        self.constants = {"target": target, "frozen": frozen, "lookup": jnp.asarray(lookup)}
+
+    def features(self, batch: dict[str, np.ndarray]) -> Any:
+        """Captured features `[B, T, C, E]` of a batch."""
+        if self.cache is not None:
+            return self.cache.batch(batch)
+        return target_features(self.constants["target"], batch["tokens"], self.captured)
+
+    def prepare(self, batch):
+        return {name: batch[name] for name in ("tokens", "prompt_length", "length")} | {
+            "features": self.features(batch)
+        }
+
+    def model(self, trainable: Any, frozen: Any = None) -> Any:
+        """The network with these parameters; `frozen`: those that stay as they are, if not as they lie here."""
+        return nnx.merge(self.graph, trainable, self.constants["frozen"] if frozen is None else frozen)
+
+    def loss(self, trainable, constants, batch, key):
+        own = jax.tree.map(lambda x: x.astype(self.compute_dtype), (trainable, constants["frozen"]))
+        batch = {**batch, "features": batch["features"].astype(self.compute_dtype)}
+        return self.loss_of(self.model(*own), constants, batch, key, self.options)
+
+    def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
+        """Writes the drafter's folder; `extra` joins its `config.json` (`decoding`, `training`)."""
+        model = self.bound.replace(network=self.model(trainable))
+        self.write(folder, model, self.constants["target"].config, storage=storage, borrow=self.borrow, **extra)
+
+    def drafter(self, trainable: Any) -> Any:
+        """The drafter as an engine takes it."""
+        dtype = self.constants["target"].dtype
+        own = jax.tree.map(lambda x: x.astype(dtype), (trainable, self.constants["frozen"]))
+        return self.bound.replace(network=self.model(*own))

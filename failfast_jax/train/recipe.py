@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import shlex
 import shutil
@@ -21,7 +20,7 @@ from typing import Any
 
 from failfast_jax.checkpoints.safetensors import WEIGHTS
 from failfast_jax.command import UNFINISHED, deadline_after
-from failfast_jax.files import read_json, sole_writer, write_atomically
+from failfast_jax.files import read_json, sole_writer, write_atomically, write_json
 from failfast_jax.options import flag_of
 from failfast_jax.train.loop import LOG_FILE
 from failfast_jax.train.openings import CODE_OPENINGS
@@ -178,7 +177,7 @@ def ship(out: Path, profile: Profile) -> Path:
     (folder / "config.json").unlink(missing_ok=True)
     shutil.copy(run / "drafter" / WEIGHTS, folder / WEIGHTS)
     shutil.copy(run / LOG_FILE, folder / LOG_FILE)
-    write_atomically(folder / CHOICE_FILE, json.dumps({"chosen": chosen, "tuned": tuned}, indent=1) + "\n")
+    write_json(folder / CHOICE_FILE, {"chosen": chosen, "tuned": tuned})
     shutil.copy(run / "drafter" / "config.json", folder / "config.json")
     return folder
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from failfast_jax import distributed
 from failfast_jax.errors import OptionError
-from failfast_jax.files import differences, read_json, write_atomically
+from failfast_jax.files import differences, read_json, write_json
 
 LENGTHENED = "lengthened"
 """In a settings file: what was asked for before more of it was."""
@@ -56,10 +56,10 @@ def begin(file: Path, settings: dict[str, Any], foreign: str | None = None, may_
             for name, value in grown.items():
                 print(f"{file.parent}: {name} {before[name]} before, {value} now: it goes on", file=sys.stderr)
             now = there | grown | {LENGTHENED: [*there.get(LENGTHENED, []), before]}
-            write_atomically(file, json.dumps(now, indent=1) + "\n")
+            write_json(file, now)
         return True
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(settings, indent=1) + "\n")
+    write_json(file, settings)
     return False
 
 

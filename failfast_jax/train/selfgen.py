@@ -26,12 +26,13 @@ from pathlib import Path
 
 from failfast_jax import distributed
 from failfast_jax.checkpoints.hub import default_target_path
-from failfast_jax.checkpoints.loading import as_dtype
+from failfast_jax.checkpoints.loading import DTYPES, as_dtype
 from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
 from failfast_jax.files import sole_writer
+from failfast_jax.options import check_least
 from failfast_jax.progress import progress_bar
 from failfast_jax.train.data import DataError, read_documents, write_documents
 from failfast_jax.train.openings import OPENINGS, held_out_prompts, read_openings
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="s", type=int, default=0)
     parser.add_argument("--shard-size", metavar="n", type=int, default=64, help="documents; best several batches")
     parser.add_argument("--method", default="vanilla", help=f"one of {', '.join(METHODS)}: how the target decodes")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
     parser.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer")
     parser.add_argument("--data-parallel", metavar="n", type=int, default=1, help="groups of those that share a batch")
     distributed.add_flag(parser)
@@ -67,17 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _options(args: argparse.Namespace) -> ShardOptions:
     """Checks the options before anything is loaded."""
-    for flag, least in (
-        ("documents", 1),
-        ("batch_size", 1),
-        ("max_prompt_tokens", FEWEST_SAMPLED),
-        ("max_answer_tokens", 1),
-        ("shard_size", 1),
-        ("tensor_parallel", 1),
-        ("data_parallel", 1),
-    ):
-        if getattr(args, flag) < least:
-            raise OptionError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least {least}")
+    ones = ("documents", "batch_size", "max_answer_tokens", "shard_size", "tensor_parallel", "data_parallel")
+    check_least(args, max_prompt_tokens=FEWEST_SAMPLED, **dict.fromkeys(ones, 1))
     if args.batch_size % args.data_parallel:
         raise OptionError(f"--batch-size {args.batch_size}: must be a multiple of --data-parallel {args.data_parallel}")
     if not args.temperature > 0:

@@ -21,6 +21,8 @@ import jax
 import numpy as np
 
 from failfast_jax.checkpoints.draft_graph import DraftGraph, Pairs, default_file
+from failfast_jax.checkpoints.hub import find_models
+from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.dllm import DiffusionState
@@ -28,7 +30,7 @@ from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.drafters.dllm import MOST_STATES, ScheduleOptions
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import ConfigError, OptionError
-from failfast_jax.options import add_flags
+from failfast_jax.options import add_flags, check_least
 from failfast_jax.train import data
 from failfast_jax.train.conversations import read_conversations
 
@@ -52,17 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", metavar="n", type=int, default=128)
     parser.add_argument("--temperature", metavar="t", type=float, default=0.0)
     parser.add_argument("--seed", metavar="s", type=int, default=0)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
     add_flags(parser.add_argument_group("schedule", "as of generate"), {DIFFUSION_METHOD: ScheduleOptions})
 
 
 def work(args: argparse.Namespace) -> None:
     """Counts on prompts, chooses states, measures them on others and writes the graph."""
-    for name, most in (("prompts", None), ("held_out", None), ("states", MOST_STATES), ("max_new_tokens", None)):
-        value = getattr(args, name)
-        if value < 1 or (most is not None and value > most):
-            said = "must be at least 1" if most is None else f"must be in [1, {most}]"
-            raise OptionError(f"--{name.replace('_', '-')} {value}: {said}")
+    check_least(args, prompts=1, held_out=1, max_new_tokens=1)
+    if not 1 <= args.states <= MOST_STATES:
+        raise OptionError(f"--states {args.states}: must be in [1, {MOST_STATES}]")
     options = {name: getattr(args, name) for name in ScheduleOptions.names()}
     config = GenerationConfig(
         DIFFUSION_METHOD,
@@ -71,6 +71,7 @@ def work(args: argparse.Namespace) -> None:
         seed=args.seed,
         options=options,
     )
+    find_models({"--target": args.target})
     file = args.out or default_file(args.target)
     if not file.resolve().parent.is_dir():
         raise OptionError(f"--out {file}: no such folder")

@@ -273,6 +273,7 @@ FILE = ["--dataset", "humaneval", "--methods", "failfast"]
         ([*FILE, "--methods", "quick"], "--methods quick: must be among"),
         ([*FILE, "--methods", "vanilla"], "vanilla is what others are compared with"),
         ([*FILE, "--repeats", "0"], "--repeats 0"),
+        ([*FILE, "--engine", "ray", "--actors", "0"], "--actors 0: must be at least 1"),
         ([*FILE, "--set", "tau=2"], "--tau 2: must be in [0, 1]"),
         ([*FILE, "--modelled", "1B"], "--modelled 1B: must be DRAFT:TARGET"),
         ([*FILE, "--methods", ""], "name one beside it"),
@@ -304,7 +305,7 @@ def test_other_records_are_refused(bench, out, tmp_path, capsys):
 def test_missing_matplotlib_is_said_first(stub, bench, out, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert bench("lookup", "--figures") == 2
-    assert 'pip install -e ".[plot]"' in capsys.readouterr().err
+    assert 'pip install "failfast-jax[plot]"' in capsys.readouterr().err
     assert not stub.given and not out.exists()
 
 

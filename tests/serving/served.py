@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
+import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -70,6 +72,16 @@ def until(condition, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not come true"
         time.sleep(0.002)
+
+
+def address_of(server: subprocess.Popen) -> str:
+    """Of a server in a process of its own, as soon as it says it on stderr."""
+    lines = []
+    for line in server.stderr:
+        lines.append(line)
+        if found := re.search(r"serving tiny at (http://127.0.0.1:\d+)/v1", line):
+            return found[1]
+    raise AssertionError("".join(lines))
 
 
 def quick(**changes) -> GenerationConfig:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import random
 import threading
-import time
 
 import pytest
+from served import until
 from tiers import tiers
 from tiny_engines import engine
 
@@ -127,13 +127,6 @@ def test_from_many_threads():
 
 
 LONG = {"prompt": [3, 4, 5], "max_new_tokens": 150, "ignore_eos": True}
-
-
-def until(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.002)
 
 
 def test_cancelling_frees_rows_at_every_stage():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import GOLDEN
-from served import chat_engine
+from served import address_of, chat_engine
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
@@ -50,16 +49,10 @@ def start(*words: str) -> subprocess.Popen:
 def test_told_to_stop_it_leaves():
     """With the signal that init systems send."""
     with start("-c", SERVER) as server:
-        lines = []
-        for line in server.stderr:
-            lines.append(line)
-            if found := re.search(r"serving tiny at (http://127.0.0.1:\d+)/v1", line):
-                break
-        else:
-            raise AssertionError("".join(lines))
+        address = address_of(server)
         body = {"prompt": "ab", "max_tokens": 3}
         answer = httpx.HTTPTransport(retries=5)
-        with httpx.Client(base_url=found[1], transport=answer) as site:
+        with httpx.Client(base_url=address, transport=answer) as site:
             usage = site.post("/v1/completions", json=body, timeout=60).json()["usage"]
         assert 1 <= usage["completion_tokens"] <= 3
         server.send_signal(signal.SIGTERM)

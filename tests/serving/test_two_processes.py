@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from served import CAPACITY, ChatPieces, chat_engine, quick, until
+from served import CAPACITY, ChatPieces, address_of, chat_engine, quick, until
 from tiny_engines import new_engine
 
 from failfast_jax.chat import Chat, ChatOptions, talk
@@ -85,14 +85,7 @@ def processes(request) -> Iterator[list[subprocess.Popen]]:
 
 @pytest.fixture
 def site(processes) -> Iterator[httpx.Client]:
-    lines = []
-    for line in processes[0].stderr:
-        lines.append(line)
-        if found := re.search(r"serving tiny at (http://127.0.0.1:\d+)/v1", line):
-            break
-    else:
-        raise AssertionError("".join(lines))
-    with httpx.Client(base_url=found[1], timeout=60) as client:
+    with httpx.Client(base_url=address_of(processes[0]), timeout=60) as client:
         yield client
 
 

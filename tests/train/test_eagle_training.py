@@ -11,12 +11,13 @@ import pytest
 from checkpoint_files import GOLDEN
 from safetensors.numpy import load_file
 from tiny_models import random_eagle, random_model, tiny_config
-from training_runs import LENGTH, VOCAB, eagle_config, make_eagle
+from training_runs import LENGTH, VOCAB, differing_keys, eagle_config, make_eagle
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.eagle import load_eagle, save_eagle
 from failfast_jax.errors import ConfigError
 from failfast_jax.train import data, eagle, loop
+from failfast_jax.train.features import target_features
 
 FIELD = GOLDEN / "field"
 DRAFT_IDS = np.arange(3, 33)
@@ -43,7 +44,7 @@ def test_the_loss_equals_a_plain_reference(documents, target, changes):
     mine = np.asarray([objective.captured.index(layer) for layer in objective.config.feature_layers])
 
     def plain(trainable):
-        network, total, weights = objective.model(trainable, objective.constants["head"]), 0.0, 0.0
+        network, total, weights = objective.model(trainable), 0.0, 0.0
         for b, a in np.ndindex(2, 2):
             anchor = int(anchors[b, a])
             embedded = target.embed[...][tokens[b : b + 1]]
@@ -60,7 +61,7 @@ def test_the_loss_equals_a_plain_reference(documents, target, changes):
         return total / weights
 
     def batched(trainable):
-        model = objective.model(trainable, objective.constants["head"])
+        model = objective.model(trainable)
         return eagle.loss_of_chains(model, objective.constants, batch, anchors, objective.options)[0]
 
     value, grads = jax.jit(jax.value_and_grad(batched))(objective.trainable)
@@ -102,7 +103,7 @@ def test_the_start_is_the_targets_last_layer(qk_norm):
     target = random_model(tiny_config(num_layers=3, qkv_bias=False, qk_norm=qk_norm))
     model = eagle.initial(target, eagle_config(target, (0, 1)), 2, 0)
     tokens = np.arange(12).reshape(2, 6)
-    features = eagle.target_features(target, tokens, (0, 1, 2))
+    features = target_features(target, tokens, (0, 1, 2))
     hidden = model.chains(target.embed[...][tokens], features[:, :, :2], jnp.ones((2, 1), jnp.int32), 1)
     np.testing.assert_allclose(hidden[:, 0, 0], features[:, 0, 2], rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(model.norm.weight[...], target.norm.weight[...])
@@ -147,11 +148,6 @@ def test_folders_are_those_of_deepspec(tmp_path):
     """Written anew, a published folder has the same tensors and keys; one that DeepSpec could not have is refused."""
     target, name = FailFast(FIELD / "qwen3_a").target, "deepspec_eagle3_qwen3_a"
     save_eagle(tmp_path / name, load_eagle(FIELD / name, target), target.config, storage="float32")
-    theirs, ours = (load_file(folder / name / "model.safetensors") for folder in (FIELD, tmp_path))
-    assert theirs.keys() == ours.keys()
-    assert all(np.array_equal(theirs[key], ours[key]) for key in theirs)
-    theirs, ours = (json.loads((folder / name / "config.json").read_text()) for folder in (FIELD, tmp_path))
-    differing = {key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)}
-    assert differing <= {"transformers_version", "max_window_layers"}
+    assert differing_keys(FIELD / name, tmp_path / name) <= {"transformers_version", "max_window_layers"}
     with pytest.raises(ConfigError, match="written in DeepSpec's layout: with q/k norms"):
         save_eagle(tmp_path / "other", load_eagle(FIELD / "eagle3_qwen3_a", target), target.config)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
+from safetensors.numpy import load_file
 from tiny_models import diffusion_config, random_dspark, random_extended, random_model
 
 from failfast_jax.checkpoints.parameters import Skeleton
@@ -30,6 +32,15 @@ def write_data(path, documents: int = 12, seed: int = 0, **changes):
     }
     np.savez(path, **(arrays | changes))
     return path
+
+
+def differing_keys(folder, other) -> set[str]:
+    """Keys of `config.json` in which two drafters' folders differ; their tensors do not."""
+    theirs, ours = (load_file(place / "model.safetensors") for place in (folder, other))
+    assert theirs.keys() == ours.keys()
+    assert all(np.array_equal(theirs[key], ours[key]) for key in theirs)
+    theirs, ours = (json.loads((place / "config.json").read_text()) for place in (folder, other))
+    return {key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)}
 
 
 def load(path, **options):

@@ -1,0 +1,225 @@
+"""Odd command lines of every command, for `fuzzing`: parsed and checked, up to where models would be read."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import io
+import random
+import re
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from checkpoint_files import GOLDEN, gguf_tokenizer, write_gguf
+from fuzzed_inputs import TEXTS
+from paper_records import answer
+
+from failfast_jax.errors import CheckpointError
+
+WORDS = ("", "x", "1e9", "nan", "inf", "-inf", "\u0000", "é", "\udcff", "auto", "2" * 30)
+NUMBERS = ("0", "-1", "1", "2", "3", "7", "8", "1000", str(2**31), str(2**63), "2" * 30, "0.5", "0.9", "1e-9", "1e30")
+FILES = ("absent.json", "prompts.jsonl", "prompt.txt", "whole.gguf", "model", "run", "a/b", "prompts.jsonl/x", ".")
+"""In the folder where a command runs, or not there."""
+NAMES = ("lookup", "failfast", "dllm", "eagle3", "humaneval", "gsm8k", "7", "1,2", "vanilla,lookup", *FILES)
+"""Values that some flag takes."""
+IDS = ("1,2,3", "1,2,3", "1,,2", ",", "1 2", "1.0", "-1", "9" * 5000, "\u0663", "0x1", "1,\ud83d")
+
+PROGRAMS = ("failfast_jax.generate", "failfast_jax.serve", "failfast_jax.chat", "failfast_jax.doctor")
+SOURCES = {
+    "convert.qwen2": "qwen2_untied",
+    "convert.qwen3": "field/qwen3_a",
+    "convert.fast_dllm": "fast_dllm_v2_tied",
+    "convert.sdar": "field/sdar_a",
+    "convert.gguf": "whole.gguf",
+}
+ENOUGH = {
+    **{name: [source, "out"] for name, source in SOURCES.items()},
+    "failfast_jax.harness": ["run", "--model", "failfast_jax"],
+    "failfast_jax.generate": ["--prompt", "a"],
+    "failfast_jax.bench": ["--dataset", "prompts.jsonl"],
+    "failfast_jax.bench run": ["--dataset", "prompts.jsonl"],
+    "failfast_jax.bench paper": ["run"],
+    "failfast_jax.bench tune": ["--out", "tuned", "--prompts", "prompts.jsonl"],
+    "failfast_jax.train": ["--out", "trained", "--data", "prompts.jsonl"],
+    "failfast_jax.train run": ["--out", "trained", "--data", "prompts.jsonl"],
+    "failfast_jax.train selfgen": ["--out", "written"],
+    "failfast_jax.train spiffy": ["--target", "model", "--data", "prompts.jsonl"],
+    "failfast_jax.train recipe": ["--out", "made"],
+}
+"""What a command needs to get to its models."""
+
+
+REACHED = "models would be read now"
+
+
+class Reached(ValueError):
+    """A command got to its models."""
+
+
+class Refused(Exception):
+    """A command line was refused as it should be."""
+
+
+def _reached(*_: Any, **__: Any) -> None:
+    raise Reached(REACHED)
+
+
+def _offline(hub_id: str) -> None:
+    raise CheckpointError(f"{hub_id}: the Hub is not asked")
+
+
+def stop_at_models() -> None:
+    """From here on, in this process, commands end where they would read models, measure or start other programs."""
+    from convert.conversion import native
+    from failfast_jax import chat, doctor, generate, serve
+    from failfast_jax.bench import answers, datasets, engine_pool, micro, replay, simulate, soak, tune
+    from failfast_jax.checkpoints import hub
+    from failfast_jax.train import recipe, run, selfgen, spiffy
+
+    generate.load_engine = serve.load_engine = chat.load_engine = datasets.hub_rows = _reached
+    hub.snapshot, answers.ENGINES["ray"] = _offline, _reached
+    for module in (engine_pool, micro, simulate, soak, tune, selfgen):
+        module.load_pair = _reached
+    for part in ("loading_report", "startup_report", "small_engine"):
+        setattr(micro, part, _reached)
+    run.open_source = spiffy.FailFast = replay.replay_target = recipe.run_step = native.save_params = _reached
+    doctor.CHECKS = ()  # the machine's; they are the same whatever is asked
+    sys.modules["lm_eval.__main__"] = types.SimpleNamespace(cli_evaluate=_reached)
+    sys.modules["failfast_jax.harness.model"] = types.SimpleNamespace(tell=lambda _: None)
+
+
+@functools.cache
+def commands() -> tuple[str, ...]:
+    """Modules, and subcommands of those that have them."""
+    found = [*PROGRAMS, *SOURCES, "failfast_jax.harness"]
+    for package in ("failfast_jax.bench", "failfast_jax.train"):
+        found += [package, *(f"{package} {name}" for name in importlib.import_module(f"{package}.__main__").COMMANDS)]
+    return tuple(found)
+
+
+def main_of(module: str) -> Any:
+    """What `python -m` runs."""
+    found = importlib.import_module(module)
+    return (importlib.import_module(f"{module}.__main__") if hasattr(found, "__path__") else found).main
+
+
+class Parsing(BaseException):
+    """A command's parser is ready; with its flags."""
+
+
+class Ready(argparse.ArgumentParser):
+    """A parser that tells what it would parse."""
+
+    def parse_args(self, *_: Any) -> None:
+        raise Parsing(self._actions)
+
+
+@functools.cache
+def flags_of(command: str) -> tuple[argparse.Action, ...]:
+    """A command's flags and arguments."""
+    module, *words = command.split()
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", Ready.parse_args):
+        try:
+            main_of(module)(words)
+        except Parsing as ready:
+            [actions] = ready.args
+    return tuple(action for action in actions if action.dest != "help")
+
+
+def _value(rng: random.Random, action: argparse.Action) -> str:
+    """A value: one of the choices or of the flag's type, a word of its help, or anything."""
+    way = rng.random()
+    if way < 0.75 and action.choices:
+        return str(rng.choice(list(action.choices)))
+    if way < 0.75 and action.type in (int, float):
+        return rng.choice(NUMBERS)
+    if way < 0.4:
+        said = re.findall(r"[\w.][\w.:/-]*", f"{action.help} {action.metavar} {action.default}")
+        return ",".join(rng.choice(said) for _ in range(rng.choice([1, 1, 2])))
+    return rng.choice(NAMES if way < 0.8 else (*NUMBERS, *WORDS))
+
+
+def words_of(rng: random.Random, action: argparse.Action) -> list[str]:
+    """A flag with its value, or the values of an argument."""
+    count = rng.choice([1, 1, 2]) if action.nargs in ("+", "*", argparse.REMAINDER) else int(action.nargs != 0)
+    values = [_value(rng, action) for _ in range(count)]
+    return [*([rng.choice(action.option_strings)] if action.option_strings else []), *values]
+
+
+class CommandLines:
+    """Commands run in a folder that has a file of each kind."""
+
+    def __init__(self, folder: Path):
+        from failfast_jax.bench.journal import RECORDS, Journal
+
+        self.folder = folder / "commands"
+        (self.folder / "run").mkdir(parents=True)
+        for name, source in {"model": "qwen2_untied", **{source: source for source in SOURCES.values()}}.items():
+            if name == "whole.gguf":
+                write_gguf(self.folder / name, "qwen2_untied", extra=gguf_tokenizer)
+            else:
+                shutil.copytree(GOLDEN / source, self.folder / name, ignore=shutil.ignore_patterns("golden*", "*.npz"))
+        (self.folder / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+        journal = Journal(self.folder / "run" / RECORDS, {"target": {"name": "qwen2.5-7b"}})
+        for record in (answer("vanilla", "vanilla", "0", []), answer("failfast", "failfast", "0", [(5, 3, 1)] * 3)):
+            journal.append({**record, "kind": "answer"})
+        stop_at_models()
+
+    def prompt_file(self, rng: random.Random) -> Path:
+        """A file for `--prompt-file`, or no such file."""
+        path = self.folder / "prompt.txt"
+        contents = (b"", b" \n", b"a", b"\xff", "\ufeff\u00e9".encode(), b"\0", b"\xed\xa0\xbd", b"\xc3")
+        path.write_bytes(rng.choice(contents))
+        others = (self.folder, self.folder / "absent", self.folder / "a\0b", Path("/dev/null"))
+        return rng.choice([path, path, path, *others])
+
+    def _arguments(self, rng: random.Random, command: str) -> list[str]:
+        """Flags of which some are needed, in any order."""
+        own = [action for action in flags_of(command) if action.dest != "verbosity" or rng.random() < 0.1]
+        chosen = rng.sample(own, min(rng.randrange(1, 6), len(own)))
+        found = [word for action in chosen if action.option_strings for word in words_of(rng, action)]
+        if rng.random() < 0.7:
+            found = [*ENOUGH.get(command, []), *found]
+        else:
+            needed = [action for action in own if action.required and action not in chosen]
+            places = [action for action in chosen if not action.option_strings]
+            found += [word for action in (*needed, *places) if rng.random() < 0.9 for word in words_of(rng, action)]
+        if command == "failfast_jax.generate" and rng.random() < 0.5:
+            prompt = ["--prompt", rng.choice([*TEXTS, "x" * 10**5, "x" * (2**24 + 1)])]
+            file, ids = ["--prompt-file", str(self.prompt_file(rng))], ["--token-ids", rng.choice(IDS)]
+            found = [*rng.choice([prompt, file, ids]), *found[2:]]
+        if found and rng.random() < 0.1:
+            found[rng.randrange(len(found))] = rng.choice([*WORDS, "--", "--x", "-x", "--=", "--out="])
+        return found
+
+    def line(self, rng: random.Random) -> None:
+        """A command ends where it would read models, with an answer, or with a line of what is wrong and status 2."""
+        command = rng.choice(commands())
+        module, *words = command.split()
+        words += self._arguments(rng, command)
+        status, said = status_and_said(module, words, self.folder)
+        # The doctor's 1 says that what it was asked about is broken.
+        fine = (0, 2) if module != "failfast_jax.doctor" else (0, 1, 2)
+        assert status in fine and "Traceback" not in said and "unexpected" not in said, (command, words, status, said)
+        if status == 2:
+            errors = [line for line in said.split("\n") if line.startswith("error: ")]
+            assert len(errors) == 1 and "usage: " not in said, (command, words, said)
+            if REACHED not in said:
+                raise Refused(said)
+
+
+def status_and_said(module: str, words: list[str], folder: Path) -> tuple[Any, str]:
+    """Exit status and stderr of a command."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stderr(err), contextlib.redirect_stdout(out):
+        try:
+            status = main_of(module)(words)
+        except SystemExit as error:
+            status = error.code
+    return status, err.getvalue()

@@ -14,6 +14,7 @@ from failfast_jax.checkpoints import hub
 from failfast_jax.checkpoints.loading import open_source
 from failfast_jax.defaults import embedded_drafter
 from failfast_jax.errors import CheckpointError
+from failfast_jax.kernels import emit
 from failfast_jax.models import quantization
 
 PUBLISHED = [
@@ -39,7 +40,8 @@ def test_this_installation(capsys):
     found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert {"Python", "packages", "extras", "devices", "memory", "compile cache", "attention"} <= found.keys()
     assert all(finding["state"] == doctor.OK for finding in found.values() if finding["name"] != "Hub cache")
-    assert "kernel 'reference' in float32" in found["attention"]["text"]
+    kernel = "cpu" if emit.vector_unit() else "reference"
+    assert f"kernel {kernel!r} in float32" in found["attention"]["text"]
 
 
 @pytest.mark.long

@@ -88,9 +88,9 @@ TOKENS = 64
 """New tokens of an answer."""
 
 
-def widths_report(engine: FailFast) -> dict[str, Any]:
+def widths_report(target: Decoder) -> dict[str, Any]:
     """Milliseconds of a verify by width, and the cost of each in one-row steps."""
-    target, capacity = engine.target, CONTEXT + max(WIDTHS) + 1
+    capacity = CONTEXT + max(WIDTHS) + 1
     tokens = np.random.default_rng(0).integers(0, target.config.vocab_size, CONTEXT)
     length = buffer_length(capacity, Drafter(), Plan((max(WIDTHS),), (max(WIDTHS),), (max(WIDTHS),)))
     device = OnDevice(Models(target, None), (target.init_cache(1, length),), start_of(tokens))
@@ -277,7 +277,7 @@ def work(args: argparse.Namespace) -> int:
     engine = functools.cache(small_engine)
     jobs = {
         "speed": lambda: speed_report(engine()),
-        "widths": lambda: widths_report(engine()),
+        "widths": lambda: widths_report(engine().target),
         "overhead": lambda: overhead_report(engine()),
         "plain": plain_report,
         "drafting": lambda: drafting_report(pair := load_pair(method="failfast"), pair.encode(PROMPTS[0])),

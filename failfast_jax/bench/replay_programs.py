@@ -78,7 +78,7 @@ def start_of(tokens: np.ndarray) -> Start:
 class OnDevice:
     """A pair's weights and caches, which each run takes over from the one before."""
 
-    def __init__(self, models: Models, caches: Caches, start: Start, mesh: Mesh | None):
+    def __init__(self, models: Models, caches: Caches, start: Start, mesh: Mesh | None = None):
         # All in the same place from the first run on: what moved would be compiled for again.
         if mesh is None:
             models, caches = jax.device_put((models, caches), jax.devices()[0])

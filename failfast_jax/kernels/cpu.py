@@ -36,7 +36,10 @@ def supports(*, width: int, capacity: int, head_dim: int, dtype: DTypeLike) -> s
     """Why `window_attention` cannot serve a shape; None if it can.
 
     Args:
-      capacity, dtype: of the cache.
+      width: rows of the window.
+      capacity: positions of the cache.
+      head_dim: of queries, keys and values.
+      dtype: of the cache.
     """
     if emit.vector_unit() is None:
         return cpu_product.NO_UNIT
@@ -93,7 +96,8 @@ def _attention_of_rows(
 
     Args:
       rows: float32, scaled.
-      first, last: slots that each row sees.
+      first: slot from which on each row sees.
+      last: the last one that it sees.
     """
     batch, heads, count, head_dim = rows.shape
     name = emit.registered(_attention_module, str(k_cache.dtype), head_dim)

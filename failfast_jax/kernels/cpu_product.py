@@ -40,7 +40,8 @@ def supports(*, width: int, outputs: int, dtype: DTypeLike) -> str | None:
 
     Args:
       width: rows of a sequence.
-      outputs, dtype: of the weight.
+      outputs: rows of the weight.
+      dtype: of the weight.
     """
     if emit.vector_unit() is None:
         return NO_UNIT

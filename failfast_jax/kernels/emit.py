@@ -53,10 +53,12 @@ def _vector(type_: ir.Type, lanes: int) -> ir.Type:
 
 
 def constant(value: int) -> ir.Constant:
+    """A 64-bit integer: a size, an index, an offset."""
     return ir.Constant(LONG, value)
 
 
 def vector(values: Sequence[float] | Sequence[int], type_: ir.Type = FLOAT) -> ir.Constant:
+    """One lane of each value."""
     return ir.Constant(ir.VectorType(type_, len(values)), list(values))
 
 
@@ -195,6 +197,7 @@ class Emitter(ir.IRBuilder):
         return self.fadd(half(0), half(size // 2)), len(starts)
 
     def lane(self, vector_, index: int):
+        """One number of a vector."""
         return self.extract_element(vector_, ir.Constant(INT, index))
 
     def part(self, vector_, begin: int, count: int):
@@ -220,6 +223,7 @@ class Array:
         self.sizes = emitter.field(buffer, BUFFER_DIMENSIONS)
 
     def size(self, axis: int) -> ir.Value:
+        """How long an axis is."""
         return self.emitter.field(self.sizes, axis * 8, LONG)
 
     def integer(self, index=None) -> ir.Value:
@@ -242,6 +246,7 @@ class Call:
         return Array(self.emitter, self.emitter.load(self.emitter.element(arguments, index, LONG), typ=POINTER))
 
     def output(self, index: int = 0) -> Array:
+        """A result."""
         return Array(self.emitter, self.emitter.field(self.emitter.field(self.frame, FRAME_RESULTS), index * 8))
 
     def structure(self, *values) -> ir.Value:
@@ -272,6 +277,7 @@ class Call:
 
     @property
     def context(self) -> ir.Value:
+        """What XLA wants to be handed back."""
         return self.emitter.field(self.frame, FRAME_CONTEXT)
 
 

@@ -1,0 +1,43 @@
+"""Parts of `bench micro` that time a model's passes, on a tiny one."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_models import random_model, tiny_config
+
+from failfast_jax import platforms
+from failfast_jax.bench import cpu_kernels, micro
+from failfast_jax.errors import OptionError
+from failfast_jax.kernels import cpu_product, emit
+
+
+@pytest.fixture
+def target(monkeypatch):
+    monkeypatch.setattr(platforms, "bandwidth", lambda nbytes: {"read": 1e9})
+    for module in (micro, cpu_kernels):
+        monkeypatch.setattr(module, "WIDTHS", (1, 4))
+        monkeypatch.setattr(module, "REPEATS", 1)
+    monkeypatch.setattr(cpu_kernels, "CONTEXTS", (40, 300))
+    monkeypatch.setattr(micro, "CONTEXT", 16)
+    monkeypatch.setattr(micro, "STEPS", 2)
+    return random_model(tiny_config())
+
+
+def test_verifies_by_width(target):
+    found = micro.widths_report(target)
+    assert found["one_row_steps"][1] == 1 and found["ms"][4] > 0
+
+
+def test_kernels_of_the_processor_beside_xlas(target):
+    if emit.vector_unit() is None:
+        pytest.skip(cpu_product.NO_UNIT)
+    found = cpu_kernels.report(target)
+    assert {"reading_ms", "1", "4"} == set(found["products"]) and {"40", "300"} == set(found["attention"])
+    for row in (found["products"]["4"], found["attention"]["300"]["16"]):
+        assert row["ours_ms"] > 0 and row["xla_ms"] > 0
+
+
+def test_a_processor_that_has_no_kernels_is_named(target, monkeypatch):
+    monkeypatch.setattr(emit, "vector_unit", lambda: None)
+    with pytest.raises(OptionError, match="--parts cpu: a processor without fused multiply-add"):
+        cpu_kernels.report(target)

@@ -34,8 +34,9 @@ CREDIT = 2.0
 """Steps that may be lost before anything was won."""
 HINDSIGHT = 0.1
 """Steps that a draft of the text earns which would have paid, could not be paid, and turned out to begin rightly."""
-GAMBLE = 0.1
-"""Share of the purse that a drafter's pass may cost: what it drafts nobody knows before it is made."""
+GAMBLE = 0.35
+"""Share of the purse that a drafter's pass may cost, as nobody knows what it drafts before it is made; over the square
+of what the cheapest round costs that uses its draft, in plain steps: where rows are dear, few drafts will be used."""
 LEAD = 4.0
 """Tokens that a row of a batch must be ahead of another one for its next token to count 1/e of the other's."""
 RECENT = 0.1

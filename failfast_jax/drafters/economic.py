@@ -227,7 +227,8 @@ class Economic(Drafter):
         at_hand = (tokens / costs.verify)[self._best(purse, tokens)]
         pays = (purse.tokens == 0) | (purse.tokens * running > at_hand * purse.cost)
         # The pass alone is at risk here: what it drafts need not be verified.
-        pays &= purse.allows(1 + costs.draft, 0.0, GAMBLE)
+        cheapest = costs.verify[min(1, len(self.widths) - 1)] + costs.draft
+        pays &= purse.allows(1 + costs.draft, 0.0, GAMBLE / cheapest**2)
         return jnp.where(costs.ask == 0, pays & ~waits, costs.ask > 0)
 
     def commit(self, state: EconomicState, outcome: Outcome) -> EconomicState:

@@ -135,7 +135,7 @@ class Purse:
         return cls(jnp.float32(CREDIT), jnp.float32(0), jnp.float32(0))
 
     def allows(
-        self, cost: Float[Array, "*widths"], gain: Float[ArrayLike, "*widths"], share: float = 1.0
+        self, cost: Float[Array, "*widths"], gain: Float[ArrayLike, "*widths"], share: Float[ArrayLike, ""] = 1.0
     ) -> Bool[Array, "*widths"]:
         """Whether a share of the purse covers what a round of that cost risks.
 

@@ -248,7 +248,10 @@ def _softened(emitter: Emitter, scores, bounds: list, place, slots) -> tuple:
 
     def weigh(at, carried):
         address = emitter.element(scores, at)
-        weight = emitter.exponential(emitter.fsub(emitter.floats(address, lanes), subtracted))
+        score = emitter.floats(address, lanes)
+        weight = emitter.exponential(emitter.fsub(score, subtracted))
+        # What is not a number stays none: it is an error that somebody must notice.
+        weight = emitter.fadd(weight, emitter.fsub(score, score))
         weight = emitter.select(seen(at), weight, zero)
         emitter.store(weight, address, align=4)
         return [emitter.fadd(carried[0], weight)]
@@ -317,7 +320,7 @@ def _join(emitter: Emitter, out, sums, *, pairs, count, chunks, head_dim: int) -
             return [emitter.multiply_add(term, weight, total) for term, total in zip(terms, carried)]
 
         *values, total = emitter.loop(chunks, 1, add, [zero] * (len(columns) + 1))
-        sees = emitter.fcmp_ordered(">", total, zero)
+        sees = emitter.fcmp_unordered(">", total, zero)  # or is not a number
         start = emitter.mul(emitter.add(emitter.mul(pair, count), row), size)
         for column, value in zip(columns, values):
             value = emitter.select(sees, emitter.fdiv(value, total), zero)

@@ -109,6 +109,15 @@ def test_large_scores_and_far_ones():
     np.testing.assert_allclose(got, attention_by_hand(q, k, v, start, 1), atol=2e-4)
 
 
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_what_is_not_a_number_is_not_hidden(where):
+    arrays = {"q": numbers(1, 1, 2, 1, 16), "k": numbers(2, 1, 1, 512, 16), "v": numbers(3, 1, 1, 512, 16)}
+    arrays[where].flat[3] = np.nan
+    start = jnp.asarray([300])
+    got = cpu.window_attention(*map(jnp.asarray, arrays.values()), start, 0 * start, jnp.int32(302), block_size=1)
+    assert np.isnan(got).any(axis=-1).tolist() == [[[True], [where != "q"]]]
+
+
 def test_shapes_that_are_not_served():
     assert "1 to 128 rows, not 129" in cpu_product.supports(width=129, outputs=64, dtype="float32")
     assert "2 outputs" in cpu_product.supports(width=1, outputs=2, dtype="float32")

@@ -70,7 +70,14 @@ def window_attention(
 
     Args:
       back: positions up to its own that a query sees; None: all.
+
+    Raises:
+      ValueError: the kernel would read or write beside its arrays.
     """
+    why = supports(width=q.shape[1], capacity=k_cache.shape[2], head_dim=q.shape[3], dtype=k_cache.dtype)
+    if why or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype or q.shape[3] != k_cache.shape[3]:
+        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (q, k_cache, v_cache))
+        raise ValueError(f"attention of {shapes}: {why or 'wants keys and values of one shape and type'}")
     batch, width, heads, head_dim = q.shape
     kv_heads, group = k_cache.shape[1], heads // k_cache.shape[1]
     # The query heads of one KV head are rows of one product.

@@ -23,7 +23,7 @@ from failfast_jax.kernels.emit import ELEMENTS, LONG, POINTER, Call, Emitter, co
 
 NO_UNIT = "a processor without fused multiply-add"
 MAX_WIDTH = 128
-"""Rows of a sequence. Beyond, arithmetic bounds a product, and XLA's is as fast or faster."""
+"""Rows of a sequence. Beyond, arithmetic bounds a product, and XLA's is about as fast."""
 TILE_ROWS = 4
 FEW_ROWS = 32
 OUTPUTS_IN_CACHE = 8
@@ -61,13 +61,26 @@ def product(rows: Float[Array, "R I"], weight: Shaped[Array, "O I"]) -> Float[Ar
     Args:
       rows: float32.
       weight: float32, bfloat16 or int8.
+
+    Raises:
+      ValueError: the kernel would read or write beside its arrays.
     """
+    why = supports(width=1, outputs=weight.shape[0], dtype=weight.dtype)
+    if why or rows.shape[1] != weight.shape[1] or rows.dtype != jnp.float32:
+        shapes = f"{rows.dtype}{list(rows.shape)} by {weight.dtype}{list(weight.shape)}"
+        raise ValueError(f"product of {shapes}: {why or 'wants float32 rows as long as the rows of the weight'}")
     name = emit.registered(_product_module, str(weight.dtype))
     [result] = emit.call(name, jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), jnp.float32))(rows, weight)
     return result
 
 
-product.defjvps(lambda change, _, rows, weight: change @ weight.T, lambda change, _, rows, weight: rows @ change.T)
+@product.defjvp
+def _product_jvp(arguments: tuple[Array, Array], changes: tuple[Array, Array]) -> tuple[Array, Array]:
+    (rows, weight), (of_rows, of_weight) = arguments, changes
+    change = of_rows @ weight.T.astype(of_rows.dtype)
+    if jnp.issubdtype(weight.dtype, jnp.floating):  # integers do not change
+        change += rows @ of_weight.T.astype(rows.dtype)
+    return product(rows, weight), change
 
 
 def _product_module(dtype: str) -> ir.Module:
@@ -140,7 +153,8 @@ def _product(call: Call, *, tiles: list[ir.Function], dtype: str) -> None:
             place, result = emitter.element(x, emitter.mul(row, inputs)), emitter.element(y, emitter.mul(row, outputs))
 
             def tile(output, _):
-                output = emitter.least(output, last)  # the last tile overlaps the one before: the same numbers again
+                # The last tile overlaps the one before, perhaps another thread's: both write the same numbers.
+                output = emitter.least(output, last)
                 weights = emitter.element(w, emitter.mul(output, inputs), ELEMENTS[dtype])
                 emitter.call(tiles[several - 1], [place, weights, emitter.element(result, output), inputs, outputs])
 

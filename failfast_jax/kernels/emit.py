@@ -209,7 +209,9 @@ class Emitter(ir.IRBuilder):
 FFI_MAJOR = 0
 FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112
 API_MINOR, API_DESTROY_ERROR, API_SCHEDULE, API_THREADS = 36, 64, 136, 144
-EXTENSION_METADATA, METADATA_MAJOR, METADATA_MINOR = 24, 24, 28
+EXTENSION_TYPE, EXTENSION_METADATA, METADATA_MAJOR, METADATA_MINOR = 8, 24, 24, 28
+METADATA = 1
+"""Type of the extension by which XLA asks which version a handler speaks."""
 BUFFER_DATA, BUFFER_DIMENSIONS = 24, 40
 
 
@@ -371,18 +373,20 @@ def handler(module: ir.Module, body: Callable[[Call], None]) -> None:
     (frame,) = function.args
     extension = emitter.field(frame, FRAME_EXTENSION)
     with emitter.if_then(emitter.icmp_unsigned("!=", extension, NULL)):
-        # When it is registered, XLA asks which version it speaks: minor versions move nothing that is read here.
-        metadata = emitter.field(extension, EXTENSION_METADATA)
-        minor = emitter.field(emitter.field(frame, FRAME_API), API_MINOR, INT)
-        emitter.store(ir.Constant(INT, FFI_MAJOR), emitter.element(metadata, constant(METADATA_MAJOR), BYTE))
-        emitter.store(minor, emitter.element(metadata, constant(METADATA_MINOR), BYTE))
-        emitter.ret(NULL)
+        kind = emitter.field(extension, EXTENSION_TYPE, INT)
+        with emitter.if_then(emitter.icmp_signed("==", kind, ir.Constant(INT, METADATA))):
+            # When it is registered, XLA asks which version it speaks: minor versions move nothing that is read here.
+            metadata = emitter.field(extension, EXTENSION_METADATA)
+            minor = emitter.field(emitter.field(frame, FRAME_API), API_MINOR, INT)
+            emitter.store(ir.Constant(INT, FFI_MAJOR), emitter.element(metadata, constant(METADATA_MAJOR), BYTE))
+            emitter.store(minor, emitter.element(metadata, constant(METADATA_MINOR), BYTE))
+            emitter.ret(NULL)
     body(Call(emitter, frame))
     emitter.ret(NULL)
 
 
-@functools.cache
 def _machine() -> llvm.TargetMachine:
+    """A new one: the engine that it is given to owns it."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     features = llvm.get_host_cpu_features().flatten()
@@ -399,9 +403,10 @@ def _register(module: ir.Module) -> None:
     """Compiles a module for this machine and makes its handler known to JAX as an FFI target, all of one name."""
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
-    passes = llvm.create_pass_builder(_machine(), llvm.create_pipeline_tuning_options(speed_level=2))
+    machine = _machine()
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
     passes.getModulePassManager().run(parsed, passes)
-    engine = llvm.create_mcjit_compiler(parsed, _machine())
+    engine = llvm.create_mcjit_compiler(parsed, machine)
     engine.finalize_object()
     _engines.append(engine)
     capsule = ctypes.pythonapi.PyCapsule_New

@@ -1,4 +1,4 @@
-"""Attention in plain jnp: the CPU path, and what every other kernel is tested against."""
+"""Attention in plain jnp: what every other kernel is tested against, and the way of what they do not serve."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,8 +47,8 @@ def product(
 def _cpu_product(preferred: DTypeLike | None, x: Array, weight: Array) -> Array:
     from failfast_jax.kernels import cpu_product  # brings LLVM: only where it runs
 
-    y = cpu_product.product(x.reshape(-1, x.shape[-1]).astype(jnp.float32), weight)
-    return y.astype(preferred or x.dtype).reshape(*x.shape[:-1], -1)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(jnp.float32)
+    return cpu_product.product(rows, weight).astype(preferred or x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _ours(width: int, outputs: int, dtype: DTypeLike) -> bool:
@@ -67,10 +68,11 @@ def xla_product(
     Every int8 is exact in the narrowest dtype, and its conversion fuses into the product: what is read from memory is
     int8.
     """
+    sums = preferred
     if weight.dtype == jnp.int8:
-        weight, preferred = weight.astype(x.dtype), jnp.float32 if preferred is None else preferred
+        weight, sums = weight.astype(x.dtype), jnp.float32
     contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight, contract, preferred_element_type=preferred)
+    return jax.lax.dot_general(x, weight, contract, preferred_element_type=sums).astype(preferred or x.dtype)
 
 
 class Linear(nnx.Module):
@@ -133,11 +135,12 @@ def unit_rms(x: Float[Array, "*R E"], eps: float) -> Float[Array, "*R E"]:
 def _mean(x: Float[Array, "*R E"]) -> Float[Array, "*R 1"]:
     """Over the last axis. XLA's sum on CPU depends on how many rows there are; a product by ones does not."""
     plain = functools.partial(jnp.mean, axis=-1, keepdims=True)
-    if not _ours(x.shape[1] if x.ndim > 2 else x.shape[0], x.shape[-1], x.dtype):
+    outputs = 6  # one is wanted: so many a kernel makes at least
+    if not _ours(x.shape[1] if x.ndim > 2 else math.prod(x.shape[:-1]), outputs, x.dtype):
         return plain(x)
 
     def by_ones(x):
-        sums = _cpu_product(None, x, jnp.ones((8, x.shape[-1]), x.dtype))
+        sums = _cpu_product(None, x, jnp.ones((outputs, x.shape[-1]), x.dtype))
         return sums[..., :1] / x.shape[-1]
 
     return jax.lax.platform_dependent(x, cpu=by_ones, default=plain)

@@ -73,6 +73,24 @@ def test_derivatives_are_those_of_a_product():
     np.testing.assert_allclose(change, 2 * xla_product(x, w), rtol=1e-5, atol=1e-5)
 
 
+def test_integers_have_no_derivative_and_no_rows_no_products():
+    x, w = numbers(1, 3, 20), weights(2, 30, 20, "int8")
+    grad = jax.grad(lambda x: product(x, w, jnp.float32).sum())(x)
+    np.testing.assert_allclose(grad, np.asarray(w, np.float32).sum(0)[None].repeat(3, 0), rtol=1e-5)
+    assert product(jnp.ones((0, 4, 20)), w, jnp.float32).shape == (0, 4, 30)
+    assert jax.jit(product)(jnp.ones((3, 20), jnp.bfloat16), w).dtype == jnp.bfloat16
+
+
+def test_what_would_be_read_beside_an_array_is_refused():
+    with pytest.raises(ValueError, match="2 outputs"):
+        cpu_product.product(jnp.ones((2, 64)), jnp.ones((2, 64)))
+    with pytest.raises(ValueError, match="bfloat16.*wants float32 rows"):
+        cpu_product.product(jnp.ones((2, 64), jnp.bfloat16), jnp.ones((48, 64)))
+    q, k, start = jnp.ones((1, 2, 2, 16)), jnp.ones((1, 1, 128, 16)), jnp.asarray([5])
+    with pytest.raises(ValueError, match="keys and values of one shape and type"):
+        cpu.window_attention(q, k, k.astype(jnp.bfloat16), start, 0 * start, jnp.int32(7), block_size=1)
+
+
 def test_many_rows_go_to_xla_and_few_do_not():
     def calls(width: int) -> int:
         x, w = jax.ShapeDtypeStruct((width, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)

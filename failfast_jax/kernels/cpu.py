@@ -21,6 +21,7 @@ from failfast_jax.kernels import cpu_product, emit
 from failfast_jax.kernels.cpu_product import MAX_WIDTH, TILE_ROWS
 from failfast_jax.kernels.emit import BYTE, ELEMENTS, FLOAT, LONG, POINTER, Call, Emitter, constant
 from failfast_jax.kernels.reference import HIDDEN, last_visible
+from failfast_jax.kernels.reference import window_attention as window_attention_by_jnp
 
 CHUNK = 256
 """Slots of the cache that are summed up by themselves; chunks lie at absolute positions."""
@@ -78,6 +79,11 @@ def window_attention(
     if why or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype or q.shape[3] != k_cache.shape[3]:
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (q, k_cache, v_cache))
         raise ValueError(f"attention of {shapes}: {why or 'wants keys and values of one shape and type'}")
+    return _differentiable(q, k_cache, v_cache, start, until, live, block_size, back)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(6, 7))
+def _differentiable(q, k_cache, v_cache, start, until, live, block_size: int, back: int | None) -> Queries:
     batch, width, heads, head_dim = q.shape
     kv_heads, group = k_cache.shape[1], heads // k_cache.shape[1]
     # The query heads of one KV head are rows of one product.
@@ -89,6 +95,17 @@ def window_attention(
     first, last = (jnp.tile(bound.astype(jnp.int32), (1, group)) for bound in (first, last))
     out = _attention_of_rows(rows, k_cache, v_cache, first, last, live).reshape(batch, kv_heads, group, width, head_dim)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+
+
+@_differentiable.defjvp
+def _by_reference(block_size: int, back: int | None, arguments: tuple, changes: tuple) -> tuple[Queries, Queries]:
+    """Derivatives are those of plain jnp."""
+    places = {"block_size": block_size, "tile": math.gcd(arguments[1].shape[2], CHUNK // 2), "back": back}
+
+    def plain(q: Queries, k: Cache, v: Cache) -> Queries:
+        return window_attention_by_jnp(q, k, v, *arguments[3:], **places)
+
+    return jax.jvp(plain, arguments[:3], changes[:3])
 
 
 def _attention_of_rows(

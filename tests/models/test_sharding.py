@@ -91,7 +91,7 @@ def test_every_parameter_has_a_place():
 
 
 def test_an_unknown_kernel_is_refused():
-    with pytest.raises(ValueError, match="'cuda': must be one of reference, tpu"):
+    with pytest.raises(ValueError, match="'cuda': must be one of reference, cpu, tpu"):
         sharding.Execution(kernel="cuda")
 
 

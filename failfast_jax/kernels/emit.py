@@ -228,10 +228,9 @@ class Array:
         """How long an axis is."""
         return self.emitter.field(self.sizes, axis * 8, LONG)
 
-    def integer(self, index=None) -> ir.Value:
-        """An element of an int32 array, widened."""
-        place = self.emitter.element(self.data, constant(0) if index is None else index, INT)
-        return self.emitter.sext(self.emitter.load(place, typ=INT), LONG)
+    def integer(self) -> ir.Value:
+        """The one number of an int32 array, widened."""
+        return self.emitter.sext(self.emitter.load(self.data, typ=INT), LONG)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,11 +240,9 @@ class Call:
     emitter: Emitter
     frame: ir.Value
 
-    def input(self, index) -> Array:
-        """The argument at a place, which may be computed."""
-        index = constant(index) if isinstance(index, int) else index
-        arguments = self.emitter.field(self.frame, FRAME_ARGUMENTS)
-        return Array(self.emitter, self.emitter.load(self.emitter.element(arguments, index, LONG), typ=POINTER))
+    def input(self, index: int) -> Array:
+        """An argument."""
+        return Array(self.emitter, self.emitter.field(self.emitter.field(self.frame, FRAME_ARGUMENTS), index * 8))
 
     def output(self, index: int = 0) -> Array:
         """A result."""
@@ -349,7 +346,7 @@ def _pieces(module: ir.Module, values: Sequence, work: Callable) -> ir.Function:
 
 
 def _helper(module: ir.Module) -> tuple[ir.Function, ir.Function]:
-    """`help(job)`, which another thread runs, and `leave(job)`."""
+    """`helper(job)`, which another thread runs, and `leave(job)`."""
     kind = ir.FunctionType(ir.VoidType(), [POINTER])
     leave, helper, free = (ir.Function(module, kind, name) for name in ("leave", "helper", "free"))
     leave.linkage = helper.linkage = "internal"

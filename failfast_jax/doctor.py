@@ -337,12 +337,12 @@ def _room(source: Any, fit: Any) -> Finding:
     from failfast_jax.platforms import free_memory
 
     dtype = as_dtype(None)
-    numbers = source.num_parameters() + (0 if fit is None else fit.parameters)
     configs = [source.config, *([] if fit is None else [fit.config])]
     a_token = sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in configs) * dtype.itemsize
     context = min(CONTEXT, source.config.max_position_embeddings)
-    needed, free = numbers * dtype.itemsize + context * a_token, free_memory()
-    weights = f"{numbers * dtype.itemsize / 1e9:.1f} of weights in {dtype.name}"
+    others = context * a_token + (0 if fit is None else fit.parameters * dtype.itemsize)
+    needed, free = source.num_bytes(source.kept_dtypes(dtype)) + others, free_memory()
+    weights = f"{(needed - context * a_token) / 1e9:.1f} of weights"
     text = (
         f"{needed / 1e9:.1f} GB: {weights}, {a_token / 1e3:.0f} kB for each of {context} tokens, and what programs "
         f"need; {free / 1e9:.1f} GB free"
@@ -350,11 +350,9 @@ def _room(source: Any, fit: Any) -> Finding:
     if needed < FULL * free:
         return Finding("room for them", OK, text)
     share = next((n for n in (2, 4, 8, 16, 32) if needed / n < FULL * free), None)
-    if jax.default_backend() == "cpu":
-        fix = f"--dtype bfloat16 takes {needed / 2e9:.1f} GB (and is slow on CPUs), or choose a smaller model"
-    else:
-        spread = "" if share is None else f", or --tensor-parallel {share} over {share} such devices"
-        fix = f"--quantize int8 takes about {needed / 2e9:.1f} GB{spread}"
+    on_cpu = jax.default_backend() == "cpu"
+    spread = "" if on_cpu or share is None else f", or --tensor-parallel {share} over {share} such devices"
+    fix = f"--quantize int8 takes about {(source.num_parameters() + others) / 1e9:.1f} GB{spread}"
     enough = share is not None and share <= jax.device_count()
     return Finding("room for them", NOTE if needed < free or enough else BROKEN, text, fix)
 

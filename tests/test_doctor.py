@@ -116,7 +116,7 @@ def test_what_is_wrong_with_models_is_said(tmp_path, monkeypatch):
     assert "which cannot be a target" in about(GOLDEN / "field" / "dspark_qwen3_a")["target"].text
     monkeypatch.setattr(platforms, "free_memory", lambda: 1000)
     short = about(GOLDEN / "llama_tied")["room for them"]
-    assert short.state == doctor.BROKEN and "--dtype bfloat16" in short.fix
+    assert short.state == doctor.BROKEN and "--quantize int8" in short.fix
 
 
 def test_templates_are_tried(tmp_path):

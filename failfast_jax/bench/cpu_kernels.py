@@ -19,12 +19,15 @@ from failfast_jax.models.layers import product, xla_product
 from failfast_jax.models.transformer import Decoder
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)
+NARROW = ("bfloat16", "int8")
+"""What weights can be stored in, besides float32."""
 CONTEXTS = (512, 2048, 7000)
 REPEATS = 9
 
 
 def report(target: Decoder) -> dict[str, Any]:
-    """Milliseconds of all matrices of a step by rows, and of its attention by rows and live positions.
+    """Milliseconds of all matrices of a step by rows, also with narrower weights, and of its attention by rows and live
+    positions.
 
     Raises:
       OptionError: these kernels do not serve here.
@@ -54,9 +57,11 @@ def _products(target: Decoder, bandwidth: float) -> dict[str, Any]:
         name: jax.jit(functools.partial(one_after_the_other, by))
         for name, by in (("ours", product), ("xla", xla_product))
     }
+    narrow = {name: [weight.astype(name) for weight in weights] for name in NARROW}
     for width in WIDTHS:
         rows = [jnp.ones((width, size), target.dtype) for size in sizes]
         acts = {name: functools.partial(program, weights, rows) for name, program in programs.items()}
+        acts |= {name: functools.partial(programs["ours"], held, rows) for name, held in narrow.items()}
         out[str(width)] = {f"{name}_ms": 1e3 * s for name, s in medians(interleaved(acts, REPEATS)).items()}
     return out
 

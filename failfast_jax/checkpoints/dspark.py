@@ -70,10 +70,10 @@ def load_dspark(folder: Path, target: Decoder, target_name: str = "the target") 
     borrowed = {"embed": target.embed[...], "head": head if draft_ids is None else whole(head)[draft_ids]}
     own: dict[str, jax.Array] = {}
     for name in [name for name in borrowed if name in opened.shapes]:
-        value = plan.assemble(name, opened.shapes[name], dtype)
+        value = plan.read(name, opened.shapes[name], dtype)
         if not equal(value, borrowed[name]):
             own[name] = jax.device_put(value)
-    values = {name: jax.device_put(plan.assemble(name, shape, dtype)) for name, shape in skeleton.shapes.items()}
+    values = {name: jax.device_put(plan.read(name, shape, dtype)) for name, shape in skeleton.shapes.items()}
     shared = tuple(name for name in borrowed if name not in own)
     ids = None if draft_ids is None else jax.device_put(draft_ids)
     return DSparkModel(skeleton.filled(values), **{**borrowed, **own}, draft_ids=ids, shared=shared)

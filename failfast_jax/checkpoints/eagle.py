@@ -58,10 +58,10 @@ def load_eagle(folder: Path, target: Decoder, target_name: str = "the target") -
     dtype = np.dtype(target.dtype)
     opened = open_eagle(folder, target.config, target_name, dtype)
     skeleton, plan = opened.skeleton, opened.plan
-    values = {name: jax.device_put(plan.assemble(name, shape, dtype)) for name, shape in skeleton.shapes.items()}
+    values = {name: jax.device_put(plan.read(name, shape, dtype)) for name, shape in skeleton.shapes.items()}
     embed, own_embed = target.embed[...], False
     if "embed" in opened.shapes:
-        stored = plan.assemble("embed", opened.shapes["embed"], dtype)
+        stored = plan.read("embed", opened.shapes["embed"], dtype)
         own_embed = not equal(stored, embed)
         embed = jax.device_put(stored) if own_embed else embed
     return BoundEagle(skeleton.filled(values), embed, jax.device_put(opened.draft_ids), own_embed)

@@ -55,7 +55,8 @@ def load_model(
     Args:
       path_or_hub_id: a Hugging Face folder (`config.json` and safetensors), a `.gguf` file, a folder
         written by `python -m convert...`, or a Hugging Face Hub id (from the cache when offline).
-      dtype: float32, bfloat16 or float16; None is float32 on CPU and bfloat16 on TPU and GPU.
+      dtype: float32, bfloat16 or float16; None is float32 on CPU and bfloat16 on TPU and GPU. On CPU, matrices that
+        are stored in 16 bits stay so in a float32 model: the same arithmetic on half the memory.
       quantize: one of `quantization.SCHEMES`; each matrix is rounded as soon as it has been read (those of a
         converted folder once all are there), so that the whole model need not fit.
       progress: shows a progress bar on stderr; None: on a terminal, once loading has taken 2 seconds.
@@ -122,6 +123,24 @@ class Source:
         """How many numbers the model has."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
+    def num_bytes(self, dtypes: Mapping[str, np.dtype]) -> int:
+        """What the parameters take in these dtypes."""
+        return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes.items())
+
+    def kept_dtypes(self, dtype: np.dtype) -> dict[str, np.dtype]:
+        """By parameter, in which dtype a model in `dtype` holds it; see `layers.kept_dtype`."""
+        if self.table is not None:
+            plan = self._plan()
+            return {name: plan.kept_dtype(name, shape, dtype) for name, shape in self.shapes.items()}
+        stored = native.stored_params(self.path)
+        return {
+            name: mapping.kept_dtype(name, shape, np.dtype(stored[name].dtype if name in stored else dtype), dtype)
+            for name, shape in self.shapes.items()
+        }
+
+    def _plan(self) -> mapping.Plan:
+        return mapping.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
+
     def check(self) -> None:
         """Matches tensors with parameters without reading any data.
 
@@ -131,7 +150,7 @@ class Source:
         if self.table is None:
             native.check(self.path, {n: jax.ShapeDtypeStruct(shape, np.float32) for n, shape in self.shapes.items()})
         else:
-            mapping.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
+            self._plan()
 
     def load(
         self, dtype: np.dtype, *, place: Place | None = None, quantize: str | None = None, progress: bool | None = None
@@ -140,15 +159,16 @@ class Source:
         skeleton = _skeleton(self.config, dtype)
         self.__dict__.setdefault("shapes", skeleton.shapes)
         convert = None if quantize is None else quantization.converter(self.config)
-        with memory_explained(f"{self.path}: {self.num_parameters() * dtype.itemsize / 1e9:.2f} GB of parameters"):
-            values = self.read(dtype, place=place, convert=convert, progress=progress)
+        dtypes = self.kept_dtypes(dtype)
+        with memory_explained(f"{self.path}: {self.num_bytes(dtypes) / 1e9:.2f} GB of parameters"):
+            values = self.read(dtypes, place=place, convert=convert, progress=progress)
         if quantize is not None:
             skeleton = Skeleton.of(skeleton.filled({}).quantized(quantize))
         return skeleton.filled(values)
 
     def read(
         self,
-        dtype: np.dtype,
+        dtype: np.dtype | Mapping[str, np.dtype],
         *,
         place: Place | None = None,
         convert: Convert | None = None,
@@ -157,6 +177,7 @@ class Source:
         """Reads the parameters by their paths in the decoder: several at a time, each process its devices' parts.
 
         Args:
+          dtype: of all parameters, or of each by its path.
           place: the sharding of a parameter, given its path and its shape; None: the default device.
           convert: what to keep of a parameter, given its path and itself; None: all parameters as they are.
           progress: see `load_model`.
@@ -164,30 +185,31 @@ class Source:
         Raises:
           CheckpointError: see `load_model`.
         """
+        dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(self.shapes, dtype)
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = {name: place(name, shape) if place else default for name, shape in self.shapes.items()}
         if self.table is None:
-            abstract = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
-            wanted = {name: abstract(shape, sharding=shardings[name]) for name, shape in self.shapes.items()}
+            abstract = jax.ShapeDtypeStruct
+            wanted = {n: abstract(shape, dtypes[n], sharding=shardings[n]) for n, shape in self.shapes.items()}
             values = native.load_params(self.path, wanted)
             for name in list(values) if convert else ():
                 values |= convert(name, values.pop(name))
             return values
-        plan = mapping.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
+        plan = self._plan()
         values = {}
 
         def assemble(name: str) -> sharding.Blocks:
             blocks = sharding.blocks_here(shardings[name], self.shapes[name])
-            return {block: plan.assemble(name, self.shapes[name], dtype, block) for block in blocks}
+            return {block: plan.assemble(name, self.shapes[name], dtypes[name], block) for block in blocks}
 
         shown = {} if progress is None else {"disable": not progress}
-        size, label = self.num_parameters() * dtype.itemsize, f"reading {self.path.name}"
+        size, label = self.num_bytes(dtypes), f"reading {self.path.name}"
         with progress_bar(label, "B", total=size, unit_scale=True, delay=PATIENCE_S, **shown) as bar:
             for name, blocks in _ahead(assemble, list(self.shapes)):
                 # Waiting keeps host copies from piling up behind a slow link to the device.
                 read = jax.block_until_ready(sharding.from_blocks(blocks, shardings[name], self.shapes[name]))
                 values |= convert(name, read) if convert else {name: read}
-                bar.update(math.prod(self.shapes[name]) * dtype.itemsize)
+                bar.update(math.prod(self.shapes[name]) * dtypes[name].itemsize)
         return values
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from failfast_jax.checkpoints.parameters import Skeleton, is_finite, not_finite
 from failfast_jax.errors import CheckpointError
+from failfast_jax.models import layers
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import Block
 
@@ -118,6 +119,15 @@ class Plan:
     sources: dict[str, list[tuple[str, StoredTensor]]]
     """Parameter path -> (slot, tensor) pairs."""
 
+    def kept_dtype(self, parameter: str, shape: tuple[int, ...], dtype: np.dtype) -> np.dtype:
+        """In which dtype to hold a parameter of a model in `dtype`; see `layers.kept_dtype`."""
+        stored = {tensor.dtype for _, tensor in self.sources[parameter]}
+        return kept_dtype(parameter, shape, stored.pop() if len(stored) == 1 else dtype, dtype)
+
+    def read(self, parameter: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """A whole parameter of a model in `dtype`, as it is held; see `assemble`."""
+        return self.assemble(parameter, shape, self.kept_dtype(parameter, shape, dtype))
+
     def assemble(
         self, parameter: str, shape: tuple[int, ...], dtype: np.dtype, block: Block | None = None
     ) -> np.ndarray:
@@ -142,6 +152,12 @@ class Plan:
                 fill(tensor, start, segment, self.config.head_dim if interleaved else None, columns)
                 start += segment.shape[0]
         return out
+
+
+def kept_dtype(parameter: str, shape: tuple[int, ...], stored: np.dtype, dtype: np.dtype) -> np.dtype:
+    """In which dtype to hold a parameter, by name, of a model in `dtype`: matrices of products may stay as stored."""
+    of_products = parameter in ("embed", "head") or parameter.endswith(".weight")
+    return layers.kept_dtype(shape, stored, dtype) if of_products else dtype
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

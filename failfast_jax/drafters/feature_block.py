@@ -78,7 +78,7 @@ class FeatureDrafter(Drafter):
         return self.model.config.feature_layers
 
     def init(self, batch, capacity):
-        network, dtype = self.model.network, self.model.embed.dtype
+        network, dtype = self.model.network, self.model.dtype
         size = (len(self.feature_layers), network.config.base.hidden_size)
         return FeatureState(
             cache=network.init_cache(batch, capacity),

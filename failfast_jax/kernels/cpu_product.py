@@ -4,7 +4,7 @@ XLA's product of 2 to 64 rows packs the weights into another layout first, which
 does. Here a tile of rows and outputs is summed in registers, along the inputs, over weights as they lie (`[out, in]`).
 A row's result does not depend on how many rows there are: bits are the same for every number of rows, one included.
 
-Weights may be float32, bfloat16 or int8; sums are float32. The outputs are shared out over XLA's threads.
+Weights may be float32, bfloat16, float16 or int8; sums are float32. The outputs are shared out over XLA's threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from failfast_jax.kernels.emit import ELEMENTS, LONG, POINTER, Call, Emitter, co
 
 NO_UNIT = "a processor without fused multiply-add"
 MAX_WIDTH = 128
-"""Rows of a sequence. Beyond, arithmetic bounds a product, and XLA's is about as fast."""
+"""Rows of a sequence, if weights are float32. Beyond, arithmetic bounds a product, and XLA's is as fast; of narrower
+weights XLA would make float32 copies, of a whole model at a time."""
 TILE_ROWS = 4
 FEW_ROWS = 32
 OUTPUTS_IN_CACHE = 8
@@ -45,7 +46,8 @@ def supports(*, width: int, outputs: int, dtype: DTypeLike) -> str | None:
     """
     if emit.vector_unit() is None:
         return NO_UNIT
-    if not 1 <= width <= MAX_WIDTH:
+    wide = jnp.dtype(dtype) == jnp.float32 and width > MAX_WIDTH
+    if width < 1 or wide:
         return f"1 to {MAX_WIDTH} rows, not {width}"
     if outputs < tile_outputs():
         return f"{outputs} outputs: {tile_outputs()} or more"
@@ -60,7 +62,7 @@ def product(rows: Float[Array, "R I"], weight: Shaped[Array, "O I"]) -> Float[Ar
 
     Args:
       rows: float32.
-      weight: float32, bfloat16 or int8.
+      weight: float32, bfloat16, float16 or int8.
 
     Raises:
       ValueError: the kernel would read or write beside its arrays.

@@ -23,8 +23,8 @@ TARGETS = "failfast"
 """What the names of what XLA calls begin with."""
 BYTE, INT, LONG, FLOAT, POINTER = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.PointerType()
 NULL = ir.Constant(POINTER, None)
-ELEMENTS = {"float32": FLOAT, "bfloat16": ir.IntType(16), "int8": BYTE}
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+ELEMENTS = {"float32": FLOAT, "bfloat16": ir.IntType(16), "float16": ir.HalfType(), "int8": BYTE}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 """Types of what lies in memory; sums are float32."""
 
 
@@ -112,6 +112,8 @@ class Emitter(ir.IRBuilder):
         if dtype == "bfloat16":  # the upper half of a float32
             sixteen = vector([16] * lanes, INT) if lanes > 1 else ir.Constant(INT, 16)
             return self.bitcast(self.shl(self.zext(loaded, integers), sixteen), floats)
+        if dtype == "float16":
+            return self.fpext(loaded, floats)
         return loaded
 
     def intrinsic(self, name: str, type_, *arguments):

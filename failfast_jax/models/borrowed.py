@@ -20,7 +20,8 @@ def with_borrowed(model: Decoder, target: Decoder, mask: Float[Array, " E"]) -> 
       model: of a configuration made by `ModelConfig.with_mask_row`; only its layers and final norm are used.
     """
     model = copy.copy(model)
-    model.embed = type(target.embed)(_with_row(whole(target.embed[...]), whole(mask)))
+    embed = whole(target.embed[...]).astype(target.dtype)  # the mask may need all of its bits
+    model.embed = type(target.embed)(_with_row(embed, whole(mask)))
     model.head = None
     # A quantised head of a tied embedding is made again from the new one, if at all.
     if not target.config.tie_embeddings:

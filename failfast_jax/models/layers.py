@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,8 +31,9 @@ def product(
 ) -> Float[Array, "*R O"]:
     """`x @ weight.T`, summed in float32 and returned in `preferred`, or else in the dtype of `x`.
 
-    A CPU computes the rows of a decode pass by `kernels.cpu_product`, wide ones by XLA, as every other device does. Not
-    for weights that XLA shall spread over devices by itself: inside a `shard_map` only, or on one device.
+    A CPU computes the rows of a decode pass by `kernels.cpu_product`, and all rows where weights are narrower than
+    float32; XLA computes the rest, as on every other device. Not for weights that XLA shall spread over devices by
+    itself: inside a `shard_map` only, or on one device.
 
     Args:
       weight: of any floating-point type, or int8.
@@ -60,17 +62,28 @@ def _ours(width: int, outputs: int, dtype: DTypeLike) -> bool:
     return cpu_product.supports(width=width, outputs=outputs, dtype=dtype) is None
 
 
+def kept_dtype(shape: tuple[int, ...], stored: DTypeLike, computed: DTypeLike) -> np.dtype:
+    """In which dtype to hold a matrix `[..., in]` that is stored in one and computed with in another.
+
+    On CPU in the one in which it is stored, where that is narrower and its numbers are among the other's: `product`
+    makes the same sums of it, and the fewer bytes a decode pass has to read, the sooner it is done.
+    """
+    stored, computed = np.dtype(stored), np.dtype(computed)
+    narrower = jnp.issubdtype(stored, jnp.floating) and jnp.promote_types(stored, computed) == computed != stored
+    ours = narrower and len(shape) > 1 and _ours(1, math.prod(shape[:-1]), stored)
+    return stored if ours else computed
+
+
 def xla_product(
     x: Float[Array, "*R I"], weight: Shaped[Array, "O I"], preferred: DTypeLike | None = None
 ) -> Float[Array, "*R O"]:
     """`product` by XLA, on every device and over any number of them.
 
-    Every int8 is exact in the narrowest dtype, and its conversion fuses into the product: what is read from memory is
-    int8.
+    Every int8 is exact in the narrowest dtype, and its conversion fuses into the product (but on CPU): what is read
+    from memory is int8. As for narrower floats, see `kept_dtype`.
     """
-    sums = preferred
-    if weight.dtype == jnp.int8:
-        weight, sums = weight.astype(x.dtype), jnp.float32
+    sums = jnp.float32 if weight.dtype == jnp.int8 else preferred
+    weight = weight.astype(x.dtype)
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight, contract, preferred_element_type=sums).astype(preferred or x.dtype)
 

@@ -1,8 +1,7 @@
 """Weight-only quantisation: the matrices of a model in fewer bits, one scale for each output; qwix rounds them.
 
 Activations, embeddings and norms stay in the model's dtype, and so does the arithmetic: what a decode pass must read
-from memory becomes half of bfloat16. Integers become floats inside the product; on CPU in a prefill of many rows, which
-is XLA's, once in each of its passes.
+from memory becomes half of bfloat16. Integers become floats inside the product.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ class Decoder(nnx.Module):
     Attributes:
       config: what it was built from.
       execution: attention kernel and devices; replace it before anything is compiled.
-      embed: `[V, E]`; also the head's weight when `config.tie_embeddings`.
+      embed: `[V, E]`; also the head's weight when `config.tie_embeddings`. Like other matrices it may be in a narrower
+        dtype than the model: see `layers.kept_dtype`.
       layers, norm, head: the rest; `head` is None when tied, unless it is quantised.
     """
 
@@ -88,11 +89,12 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        return self.embed[...].dtype
+        """Of activations and caches."""
+        return self.norm.weight[...].dtype
 
     @property
     def head_weight(self) -> Float[Array, "V E"]:
-        """The rows that score the vocabulary, in the model's dtype: what the integers of a quantised head mean."""
+        """The rows that score the vocabulary; of a quantised head, what its integers mean."""
         if self.config.tie_embeddings:
             return self.embed[...]
         weight, scale = self.head.weight[...], self.head.scale
@@ -110,12 +112,13 @@ class Decoder(nnx.Module):
         """Input embeddings."""
         axis = self.execution.vocab
         if axis is None:
-            return self.embed[...][tokens]
+            return self.embed[...][tokens].astype(self.dtype)
 
         def look_up(embed, tokens):
             local = tokens - jax.lax.axis_index(axis) * embed.shape[0]
             inside = (local >= 0) & (local < embed.shape[0])
-            return total(jnp.where(inside[..., None], embed[jnp.where(inside, local, 0)], 0), axis)
+            found = embed[jnp.where(inside, local, 0)].astype(self.dtype)
+            return total(jnp.where(inside[..., None], found, 0), axis)
 
         rows = P(self.execution.batch)
         return self.execution.per_device(look_up, (P(axis), rows), rows)(self.embed[...], tokens)
@@ -200,7 +203,7 @@ class Decoder(nnx.Module):
             q, k, v = rotated_heads(heads, cos, sin)
             return dense_attention(q, k, v, block_size=self.config.block_size, length=length), None
 
-        x = self.embed[...][ids]
+        x = self.embed[...][ids].astype(self.dtype)
         for layer in self.layers:
             x, _ = layer(x, whole)
         return self.logits_of(self.norm(x))

@@ -128,7 +128,7 @@ def forward_pair(
     cos, sin = rotary(model.config, jnp.arange(clean.shape[1])[None])
     # A text's copies lie side by side: sharded over texts, a copy and the clean keys it reads are on one device.
     copies = jnp.concatenate([noised.reshape(-1, *clean.shape), clean[None]]).swapaxes(0, 1)
-    x = model.embed[...][copies]
+    x = model.embed[...][copies].astype(model.dtype)
     if scan:
         layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers)
         x, _ = jax.lax.scan(lambda x, layer: (step(layer, x, cos, sin, length, segment), None), x, layers)

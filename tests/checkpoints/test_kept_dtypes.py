@@ -1,0 +1,112 @@
+"""On CPU, matrices that are stored in 16 bits stay so under float32: half the memory, and the same arithmetic."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_files import GOLDEN, cast, logits
+from safetensors.numpy import load_file, save_file
+
+from convert.conversion import convert
+from convert.qwen2 import CONVERTER
+from failfast_jax import FailFast, load_model
+from failfast_jax.kernels import cpu_product, emit
+from failfast_jax.models import layers
+from failfast_jax.models.quantization import parameter_bytes
+
+pytestmark = pytest.mark.skipif(emit.vector_unit() is None, reason=cpu_product.NO_UNIT)
+FIELD = GOLDEN / "field"
+
+
+def stored(tmp_path: Path, source: Path, dtype: str) -> tuple[Path, Path]:
+    """A checkpoint cast to a narrow dtype, and a float32 copy of the same numbers."""
+    tensors = load_file(source / "model.safetensors")
+    narrow = cast({name: x for name, x in tensors.items() if x.dtype == np.float32}, dtype)
+    folders = []
+    for label, values in ((dtype, narrow), ("float32", cast(narrow, "float32"))):
+        folder = Path(shutil.copytree(source, tmp_path / label / source.name))
+        save_file(tensors | values, folder / "model.safetensors")
+        folders.append(folder)
+    return tuple(folders)
+
+
+def dtypes(model) -> set[tuple[int, str]]:
+    """Of parameters, with whether they are vectors."""
+    return {(min(x.ndim, 2), x.dtype.name) for x in jax.tree.leaves(model)}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["qwen2_target_160", "llama_tied"])
+def test_matrices_stay_and_bits_are_the_same(tmp_path, name, dtype):
+    narrow, wide = map(load_model, stored(tmp_path, GOLDEN / name, dtype))
+    assert narrow.dtype == jnp.float32 and narrow.embed[...].dtype == dtype
+    assert (1, "float32") in dtypes(narrow) and (1, dtype) not in dtypes(narrow)
+    assert parameter_bytes(narrow) < 0.55 * parameter_bytes(wide)
+    few, many = np.arange(24)[None] * 5 % 140, np.arange(300)[None] % 140
+    np.testing.assert_array_equal(logits(narrow, few), logits(wide, few))
+    np.testing.assert_allclose(logits(narrow, many), logits(wide, many), atol=2e-4)  # of float32 XLA sums many rows
+    as_asked = load_model(tmp_path / dtype / name, dtype=dtype)
+    assert {kind for _, kind in dtypes(as_asked)} == {dtype} and {kind for _, kind in dtypes(wide)} == {"float32"}
+
+
+@pytest.mark.parametrize("options", [{}, {"exact": True}, {"temperature": 0.8, "seed": 3}])
+def test_rounds_are_the_same(tmp_path, options):
+    """A DSpark drafter: its draft, its confidence, and what its target makes of them."""
+    targets = stored(tmp_path, FIELD / "qwen3_a", "bfloat16")
+    drafters = stored(tmp_path, FIELD / "dspark_gated_qwen3_a", "bfloat16")
+    results = [
+        FailFast(*pair).generate([[7, 3, 90, 11]], max_new_tokens=40, ignore_eos=True, **options)[0]
+        for pair in zip(targets, drafters)
+    ]
+    assert results[0].output_ids == results[1].output_ids and len(results[0].rounds) > 3
+    for one, other in zip(*(result.rounds for result in results)):
+        assert (one.drafted, one.accepted) == (other.drafted, other.accepted)
+        np.testing.assert_array_equal(one.confidence, other.confidence)
+
+
+@pytest.mark.parametrize(
+    "target, drafter",
+    [("field/qwen3_a", "field/eagle3_qwen3_a"), ("qwen2_target_211", "fast_dllm_v2_tied")],
+    ids=["eagle3", "diffusion"],
+)
+def test_other_drafters_answer_without_loss(tmp_path, target, drafter):
+    narrow, wide = stored(tmp_path, GOLDEN / target, "bfloat16")
+    engine = FailFast(narrow, stored(tmp_path, GOLDEN / drafter, "bfloat16")[0])
+    assert (2, "bfloat16") in dtypes(engine.drafter)
+    options = {"max_new_tokens": 32, "ignore_eos": True}
+    [expected] = FailFast(wide).generate([[5, 3, 90, 11]], method="vanilla", **options)
+    [got] = engine.generate([[5, 3, 90, 11]], **options)
+    assert got.output_ids == expected.output_ids
+
+
+def test_converted_folders_and_integers(tmp_path):
+    narrow, wide = stored(tmp_path, GOLDEN / "qwen2_untied", "bfloat16")
+    out = convert(CONVERTER, narrow, tmp_path / "out")
+    assert load_model(out).embed[...].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(logits(out), logits(wide))
+    pytest.importorskip("qwix")
+    np.testing.assert_array_equal(logits(narrow, quantize="int8"), logits(wide, quantize="int8"))
+
+
+def test_no_pass_makes_a_wide_copy_of_the_matrices(tmp_path):
+    def temporaries(folder: Path) -> int:
+        model = load_model(folder)
+        cache, zero = model.init_cache(1, 512), jnp.zeros((1,), jnp.int32)
+        window = jax.jit(lambda model, ids: model.window(ids, cache, zero, jnp.int32(256))[0][:, -1])
+        return window.lower(model, jnp.zeros((1, 256), jnp.int32)).compile().memory_analysis().temp_size_in_bytes
+
+    narrow, wide = stored(tmp_path, GOLDEN / "qwen2_untied", "bfloat16")
+    assert temporaries(narrow) <= temporaries(wide)
+
+
+def test_only_what_holds_every_number_is_kept():
+    for storage, computed in (("float32", "bfloat16"), ("float16", "bfloat16"), ("bfloat16", "float16")):
+        assert layers.kept_dtype((64, 32), storage, computed) == computed
+    assert layers.kept_dtype((64,), "bfloat16", "float32") == np.float32
+    assert layers.kept_dtype((2, 32), "bfloat16", "float32") == np.float32  # too few outputs for the kernel
+    assert layers.kept_dtype((4, 16, 32), "bfloat16", "float32") == jnp.bfloat16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 
-import numpy as np
+import jax.numpy as jnp
 
 from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.engine import FailFast, Result, Round, Stats
@@ -31,8 +31,8 @@ class StubEngine(FailFast):
     """
 
     # Plain attributes in the place of FailFast's properties.
-    target = types.SimpleNamespace(logits=lambda ids: np.asarray([[[0.0, 3.0, 1.0]]]))
-    drafter, max_seq_len, corpus = None, 4096, None
+    target = types.SimpleNamespace(logits=lambda ids: jnp.asarray([[[0.0, 3.0, 1.0]]]))
+    drafter, max_seq_len, corpus, mesh = None, 4096, None, None
 
     def __init__(self, text=lambda prompt: "an answer of sixteen tokens"[:16], max_seq_len: int = 4096):
         self.text, self.max_seq_len = text, max_seq_len

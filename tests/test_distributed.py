@@ -17,6 +17,7 @@ from tiers import tiers
 from two_processes import COMMON, DRAFTER, PROMPTS, TARGET
 
 from failfast_jax import FailFast, distributed
+from failfast_jax.bench.verdicts import logit_gap
 from failfast_jax.checkpoints.safetensors import WEIGHTS
 from failfast_jax.command import INTERRUPTED
 from failfast_jax.errors import OptionError
@@ -50,9 +51,11 @@ def report(devices):
 
 
 def test_answers_are_those_of_one_process(report):
-    alone = FailFast(TARGET).generate(PROMPTS, method="vanilla", **COMMON)
+    engine = FailFast(TARGET)
+    alone = engine.generate(PROMPTS, method="vanilla", **COMMON)
     assert report["two groups"] == [result.output_ids for result in alone]
-    assert report["one group"] == alone[0].output_ids
+    assert report["one group"] == report["exact"] == alone[0].output_ids
+    assert report["gap"] == pytest.approx(logit_gap(engine, PROMPTS[0]), rel=1e-3)
 
 
 def test_a_process_reads_only_its_parts(report):

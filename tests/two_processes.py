@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from tiny_models import random_model, tiny_config
 
 from failfast_jax import FailFast, command, distributed
+from failfast_jax.bench.verdicts import logit_gap
 from failfast_jax.checkpoints import mapping
 from failfast_jax.errors import OptionError
 from failfast_jax.models import sharding
@@ -62,6 +63,8 @@ def main() -> None:
     report["numbers read"] = sum(read)
     [answer] = spread.generate(PROMPTS[:1], method="failfast", **COMMON)
     report["one group"], report["costs"] = answer.output_ids, answer.stats.costs
+    [answer] = spread.generate(PROMPTS[:1], method="lookup", exact=True, **COMMON)
+    report["exact"], report["gap"] = answer.output_ids, logit_gap(spread, PROMPTS[0])
     engine = FailFast(TARGET, tensor_parallel=devices, data_parallel=2)
     report["two groups"] = [result.output_ids for result in engine.generate(PROMPTS, method="vanilla", **COMMON)]
     report["agreed"] = distributed.agreed({"process": jax.process_index(), "text": "ä" * (1 + jax.process_index())})

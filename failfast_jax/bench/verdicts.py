@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from failfast_jax.engine import FailFast
+from failfast_jax.models.sharding import whole
 
 EQUAL, NEAR_TIE, DIFFERENT = "equal", "near-tie", "different"
 OTHER_SAMPLE = "other sample"
@@ -21,6 +22,6 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 
 def logit_gap(engine: FailFast, ids: list[int]) -> float:
     """Difference of the target's two best logits for the token after `ids`."""
-    logits = np.asarray(engine.target.logits([ids])[0, -1])
+    logits = np.asarray(whole(engine.target.logits([ids])))[0, -1]
     second, best = np.partition(logits, -2)[-2:]
     return float(best - second)

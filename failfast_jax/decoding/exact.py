@@ -13,6 +13,7 @@ from flax import nnx
 from failfast_jax.decoding import plan as plans
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.models.cache import round_up
+from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
 
 logger = logging.getLogger("failfast_jax")
@@ -46,15 +47,18 @@ def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: in
         hidden, cache, _ = model.window(tokens, cache, start, start[0] + tokens.shape[1])
         return model.logits_of(hidden), cache
 
+    def here(value) -> np.ndarray:
+        return np.asarray(whole(value))
+
     def equal(a, b) -> bool:
-        return np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+        return np.array_equal(a.view(np.uint8), b.view(np.uint8))
 
     cache = jax.jit(lambda: shallow.init_cache(batch, length))()
     parts = []
     for start in range(0, length, REFERENCE_WIDTH):
         part = tokens[:, start : start + REFERENCE_WIDTH]
         logits, cache = run(shallow, cache, part, np.full(batch, start, np.int32))
-        parts.append(np.asarray(logits))
+        parts.append(here(logits))
     expected = np.concatenate(parts, axis=1)
 
     def agrees(width: int) -> bool:
@@ -62,7 +66,8 @@ def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: in
             part = tokens[:, start : start + width]
             logits, written = run(shallow, cache, part, np.full(batch, start, np.int32))
             pairs = zip((*written.k, *written.v), (*cache.k, *cache.v))
-            if not equal(logits, expected[:, start : start + width].copy()) or not all(equal(a, b) for a, b in pairs):
+            same = equal(here(logits), expected[:, start : start + width].copy())
+            if not (same and all(equal(here(a), here(b)) for a, b in pairs)):
                 return False
         return True
 

@@ -23,7 +23,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from failfast_jax import command, progress
+from failfast_jax import command, distributed, progress
+from failfast_jax.errors import OptionError
 
 PACKAGE = "failfast-jax"
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -118,7 +119,7 @@ def devices(buses: Path = Path("/sys/bus/pci/devices")) -> Iterator[Finding]:
     import jax
 
     found = jax.devices()
-    sizes = [(device.memory_stats() or {}).get("bytes_limit") for device in found]
+    sizes = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
     size = f", {sizes[0] / 1e9:.0f} GB each" if sizes[0] else ""
     yield Finding("devices", OK, f"{len(found)} x {found[0].device_kind} ({found[0].platform}){size}")
     vendors = {path.read_text().strip() for path in buses.glob("*/vendor")}
@@ -381,19 +382,30 @@ def findings(*more: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 
 
 def work(args: argparse.Namespace) -> int:
-    """Prints the findings; 1: something is broken."""
+    """Prints the findings; 1: something is broken.
+
+    Of several processes each checks its own host and device, and those that print nothing say what is broken.
+
+    Raises:
+      OptionError: something is, in another process than the first.
+    """
     found = []
     named = args.target is not None or args.drafter is not None
     more = [functools.partial(own_models, args.target, args.drafter)] if named else []
-    for finding in findings(*more):
-        found.append(finding)
-        if not args.json:
-            print(f"{finding.state:6}  {finding.name}: {finding.text}", flush=True)
-            if finding.fix:
-                print(f"{'':6}  -> {finding.fix}", flush=True)
+    with distributed.apart():
+        for finding in findings(*more):
+            found.append(finding)
+            if not args.json:
+                print(f"{finding.state:6}  {finding.name}: {finding.text}", flush=True)
+                if finding.fix:
+                    print(f"{'':6}  -> {finding.fix}", flush=True)
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
-    return int(any(finding.state == BROKEN for finding in found))
+    broken = [f"{finding.name}: {finding.text}" for finding in found if finding.state == BROKEN]
+    distributed.where_not(not broken)  # all have come to this: who fails ends the others
+    if broken and not distributed.speaks():
+        raise OptionError("; ".join(broken))
+    return int(bool(broken))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -402,9 +414,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", metavar="P", help="check this model, too: a folder, a .gguf file or a Hub id")
     parser.add_argument("--drafter", metavar="P", help="likewise, and whether it fits the target (or the default one)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    distributed.add_flag(parser)
     progress.add_flags(parser)
     args = parser.parse_args(argv)
-    return command.run(lambda: work(args), where=None, verbosity=args.verbosity)
+    return command.run(lambda: work(args), where=args.distributed, verbosity=args.verbosity)
 
 
 if __name__ == "__main__":

@@ -133,12 +133,12 @@ class FailFast:
         self.load_s = time.perf_counter() - start
         self.corpus: Corpus | None = None
         self._profile: Path | None = None
-        self._said_default = False
-        self.time_rounds = False
+        self._said_default = self.time_rounds = False
 
     def _take_tuned(self, tuned: Any) -> None:
         check_models(tuned, self.target, self.drafter, (self.target_name, self.drafter_name))
-        here = {"platform": self.platform, "device": str(jax.devices()[0].device_kind), "cores": os.cpu_count()}
+        kind, devices = str(jax.devices()[0].device_kind), 1 if self.mesh is None else self.mesh.size
+        here = {"platform": self.platform, "device": kind, "cores": os.cpu_count(), "devices": devices}
         if others := other_machine(tuned, here):
             logger.warning("%s: tuned on another machine, %s: tune again here", tuned.path, ", ".join(others))
         self.decoding = {"policy": "fixed", **tuned.decoding}

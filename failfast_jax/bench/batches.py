@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from failfast_jax import distributed
 from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.engine_pool import EnginePool, find_wanted
 from failfast_jax.bench.figures import OR_WITHOUT, figure_class, save_figure
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ar-drafter", metavar="P")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
     parser.add_argument("--tensor-parallel", metavar="n", type=int, default=DEFAULTS["tensor_parallel"])
+    distributed.add_flag(parser)
     parser.add_argument("--methods", default="failfast", metavar="a,b", help="as in `bench run` (%(default)s)")
     parser.add_argument("--batch", default="1,2,4,8,16,32,64", metavar="a,b", help="sequences (%(default)s)")
     parser.add_argument("--dataset", default="humaneval", metavar="D", help="a dataset of `bench run`, or a file")
@@ -106,7 +108,7 @@ def work(args: argparse.Namespace) -> int:
         engines.prepare(variant, variant.config(common))
     found = {batch: measured(engines, [VANILLA, *variants], questions[:batch], common, args.turns) for batch in batches}
     print(shown(found))
-    if args.out:
+    if args.out and distributed.speaks():
         args.out.mkdir(parents=True, exist_ok=True)
         write_json(args.out / "batches.json", found)
         write_atomically(args.out / "batches.md", shown(found) + "\n")

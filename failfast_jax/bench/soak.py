@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from failfast_jax import distributed
 from failfast_jax.bench.datasets import SOURCES
 from failfast_jax.bench.load_options import LoadOptions
 from failfast_jax.bench.resident import Resident
@@ -136,9 +137,14 @@ def work(args: argparse.Namespace) -> int:
         needed("httpx", "--clients")
         needed("uvicorn", "--clients", "serve")
         prompts = prompts_of(args.dataset or (), args.data or ())
-    engine = load_pair(args.target, args.drafter, method=args.method)
+    mesh = {"tensor_parallel": args.tensor_parallel, "data_parallel": args.data_parallel}
+    engine = load_pair(args.target, args.drafter, method=args.method, **mesh)
     config, capacity = GenerationConfig(args.method, exact=args.exact), min(args.context, engine.max_seq_len)
     with Queue(engine, config, batch=args.batch, capacity=capacity, waiting=load.waiting) as queue:
+        distributed.agreed(" " * 2**13)  # compiles what long messages between processes take
+        if not distributed.speaks():
+            queue.follow()
+            return 0
         if load.clients is None:
             found: Any = soak(queue, 60 * args.minutes, args.seed)
             said, problems = dataclasses.asdict(found), found.problems(args.exact, load.growth)
@@ -175,6 +181,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", metavar="x", type=float, default=10.0, help="how long (10)")
     parser.add_argument("--target", metavar="P", help="none: the default pair's")
     parser.add_argument("--drafter", metavar="P")
+    parser.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer (1)")
+    parser.add_argument("--data-parallel", metavar="m", type=int, default=1, help="groups that share the rows (1)")
+    distributed.add_flag(parser)
     parser.add_argument("--method", default="failfast", help="(failfast)")
     parser.add_argument("--batch", metavar="n", type=int, default=4, help="rows (4)")
     parser.add_argument("--context", metavar="n", type=int, default=512, help="tokens of a prompt and its answer (512)")

@@ -14,23 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from failfast_jax import decoding
+from failfast_jax import decoding, distributed
 from failfast_jax.bench import report
 from failfast_jax.bench.datasets import Dataset, load_dataset
 from failfast_jax.bench.engine_pool import EnginePool, find_wanted
 from failfast_jax.bench.figures import OR_WITHOUT, figure_class, save_figure
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import RECORDS, Journal
-from failfast_jax.bench.public_models import nbytes
 from failfast_jax.bench.variants import BASELINE, VANILLA, Variant, make_variant
 from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding.round import greedy_sampling, stop_tokens
 from failfast_jax.engine import FailFast
 from failfast_jax.files import sole_writer, write_atomically, write_json
-from failfast_jax.platforms import machine
+from failfast_jax.platforms import bytes_on_a_device, machine
 from failfast_jax.tables import markdown
 
 METHOD = "specdiff"
@@ -41,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="P", help="without it, the default pair")
     parser.add_argument("--drafter", metavar="P")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
+    parser.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer (1)")
+    distributed.add_flag(parser)
     parser.add_argument("--dataset", default="cnn", metavar="D", help="cnn, openwebtext, any of `bench run`, or a file")
     parser.add_argument("--data", metavar="FILE", type=Path, help="rows of the dataset, instead of the Hub's")
     parser.add_argument("--limit", metavar="n", type=int, default=20, help="questions (%(default)s)")
@@ -79,25 +78,8 @@ def program_costs(engine: FailFast, config: GenerationConfig, prompt_tokens: int
       (what they share once), the state, and results and temporaries of the larger program. None: this backend does
       not say.
     """
-    drafter = engine.build_drafter(engine.resolve(config))
-    plan = engine.runtime.plan(drafter)
-    drafter = drafter.planned(plan.widths)
-    capacity = engine.runtime.capacity(prompt_tokens, config.max_new_tokens, drafter.max_draft)
-
-    def begin(target: Any, drafter: Any) -> Any:
-        return decoding.init_state(
-            target,
-            drafter,
-            tokens=np.zeros((1, prompt_tokens), np.int32),
-            prompt_length=np.asarray([prompt_tokens], np.int32),
-            max_new_tokens=np.asarray([config.max_new_tokens], np.int32),
-            eos=stop_tokens(()),
-            sampling=greedy_sampling(1),
-            capacity=capacity,
-            plan=plan,
-        )
-
-    state = jax.eval_shape(begin, engine.target, drafter)
+    session = engine.session([[0] * prompt_tokens], engine.resolve(config))
+    drafter, plan, state = session.drafter, session.plan, session.shapes
     proposal, _ = jax.eval_shape(decoding.draft, drafter, state)
     draft = jax.jit(decoding.draft).lower(drafter, state).compile()
     verify = functools.partial(decoding.verify, plan=plan)
@@ -105,7 +87,7 @@ def program_costs(engine: FailFast, config: GenerationConfig, prompt_tokens: int
     return {
         "pass_flops": flops(draft) if drafter.max_draft else None,
         "verify_flops": flops(verify),
-        "bytes": held(engine.target, drafter) + nbytes(state) + max(added(draft), added(verify)),
+        "bytes": held(engine.target, drafter) + bytes_on_a_device(state) + max(added(draft), added(verify)),
     }
 
 
@@ -117,8 +99,8 @@ def flops(program: jax.stages.Compiled) -> float | None:
 
 
 def held(*models: Any) -> int:
-    """Bytes of models; arrays that they share count once."""
-    return sum({id(leaf): nbytes(leaf) for leaf in jax.tree.leaves(models)}.values())
+    """Bytes of models on a device; arrays that they share count once."""
+    return sum({id(leaf): bytes_on_a_device(leaf) for leaf in jax.tree.leaves(models)}.values())
 
 
 def added(program: jax.stages.Compiled) -> int:
@@ -183,13 +165,14 @@ def work(args: argparse.Namespace) -> int:
     common.validate()
     dataset = load_dataset(args.dataset, data=args.data, limit=args.limit)
     find_wanted(args, variants)
+    args.out = distributed.output_folder(args.out)
     with sole_writer(args.out):
         return compare(args, variants, common, dataset)
 
 
 def compare(args: argparse.Namespace, variants: Sequence[Variant], common: GenerationConfig, dataset: Dataset) -> int:
     """Answers, and writes what was found."""
-    engines = EnginePool(args.target, args.drafter, None, args.dtype)
+    engines = EnginePool(args.target, args.drafter, None, args.dtype, tensor_parallel=args.tensor_parallel)
     identity = {**engines.identity(), "max_new_tokens": args.max_new_tokens}
     journal = Journal(args.out / RECORDS, identity, machine())
     comparison = Comparison(engines, [dataset], variants, common, journal)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from failfast_jax import distributed
 from failfast_jax.bench import grid
 from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.tuner import LOOKUP, SEARCH, VERIFY, Tuner
@@ -75,7 +76,7 @@ def store(tuner: Tuner, chosen: str, args: argparse.Namespace, folder: Path | No
         report=report,
     )
     write_settings(tuned)
-    if folder is not None:
+    if folder is not None:  # in every process: models are read from each host's own folder
         defaults = {"policy": "fixed"} | {name: value for name, value in options.items() if name in DECODING_OPTIONS}
         write_decoding(folder, tuner.engine.platform, defaults)
     return report
@@ -95,16 +96,18 @@ def show(tuner: Tuner, chosen: str, rows: list[dict[str, Any]], report: dict[str
 
 def work(args: argparse.Namespace) -> None:
     """Tunes; exit status 3 if `--minutes` ended it."""
-    check_least(args, verify=1, repeats=1, max_new_tokens=1)
+    check_least(args, verify=1, repeats=1, max_new_tokens=1, tensor_parallel=1)
     deadline = deadline_after(args.minutes)
     folder = Path(args.drafter or embedded_drafter()) if args.write else None
     if folder is not None and not (folder.is_dir() and (is_drafter_folder(folder) or feature_kind(folder))):
         raise OptionError(f"--write: {folder} is not a drafter's folder that can hold defaults; use {TUNED}")
     prompts = [question.prompt for question in load_dataset(args.prompts, limit=args.limit).questions]
-    engine = load_pair(args.target, args.drafter, method="failfast", dtype=args.dtype)
+    mesh = {"tensor_parallel": args.tensor_parallel}
+    engine = load_pair(args.target, args.drafter, method="failfast", dtype=args.dtype, **mesh)
     engine.decoding = {}  # what a folder recommends is one setting of many here
     values = grid.parse(args, grid.default_grid(engine))
     encoded = [engine.encode(prompt) for prompt in prompts]
+    args.out = distributed.output_folder(args.out)
     with sole_writer(args.out):
         tune(Tuner(engine, encoded, values, args.max_new_tokens, args.out, args.verify, deadline), args, folder)
 
@@ -129,6 +132,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="P", help="as of failfast_jax.generate (default: the embedded pair)")
     parser.add_argument("--drafter", metavar="P")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
+    parser.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer (1)")
+    distributed.add_flag(parser)
     parser.add_argument(
         "--prompts",
         default="humaneval",

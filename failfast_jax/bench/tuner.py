@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from failfast_jax import distributed
 from failfast_jax.bench import grid as grids
 from failfast_jax.bench.datasets import stamp
 from failfast_jax.bench.grid import Grid, Setting
 from failfast_jax.bench.harness import answer
-from failfast_jax.checkpoints.tuned import model_key
+from failfast_jax.checkpoints.tuned import MACHINE, model_key
 from failfast_jax.command import OutOfTime
 from failfast_jax.config import GenerationConfig
 from failfast_jax.engine import FailFast
@@ -78,14 +79,15 @@ class Tuner:
         self.configs = {name: GenerationConfig(method=name, max_new_tokens=tokens) for name in (VANILLA, LOOKUP)}
         for label, setting in self.settings.items():
             self.configs[label] = GenerationConfig(method="failfast", max_new_tokens=tokens, **setting.options())
-        self.machine = {**machine(), "platform": engine.platform}
+        devices = 1 if engine.mesh is None else engine.mesh.size
+        self.machine = {**machine(), "platform": engine.platform, "devices": devices}
         identity = {
             "target": model_key(engine.target),
             "drafter": model_key(engine.drafter),
             "dtype": str(np.dtype(engine.target.dtype)),
             "prompts": stamp(self.prompts),
             "max_new_tokens": tokens,
-            "machine": {key: self.machine[key] for key in ("platform", "device", "processor", "cores", "jax")},
+            "machine": {key: self.machine[key] for key in (*MACHINE, "jax")},
         }
         self.journal = Journal(out / RECORDS, identity)
         self.stored = {r["turn"]: r for r in self.journal.records if r["kind"] == TURN}
@@ -97,7 +99,7 @@ class Tuner:
         """A prompt answered by plain decoding and by settings, one after the other, unless it is on record."""
         name = json.dumps([phase, repeat, number, sorted(labels)])
         if name not in self.stored:
-            if time.monotonic() > self.deadline:
+            if self.deadline < math.inf and distributed.agreed(time.monotonic() > self.deadline):
                 raise OutOfTime
             begin, found, ids = time.perf_counter(), {}, {}
             for label in labels:
@@ -108,7 +110,8 @@ class Tuner:
             for label, record in found.items():
                 record["equal"] = ids[label] == ids[VANILLA]
             seconds = time.perf_counter() - begin
-            self.stored[name] = {"kind": TURN, "turn": name, "seconds": seconds, "answers": found}
+            # Process 0's clock: what is timed next depends on it.
+            self.stored[name] = distributed.agreed({"kind": TURN, "turn": name, "seconds": seconds, "answers": found})
             self.journal.append(self.stored[name])
         answers = self.stored[name]["answers"]
         for label, own in answers.items():

@@ -25,11 +25,14 @@ from failfast_jax.checkpoints.drafter import DECODING_OPTIONS, check_decoding
 from failfast_jax.errors import ConfigError
 from failfast_jax.files import read_json, write_json
 from failfast_jax.models.drafter_model import DrafterModel
+from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
 
 FORMAT_KEY = "failfast_settings"
 FORMAT = 1
 OPTIONS = ("schedule", *DECODING_OPTIONS)
+MACHINE = ("platform", "device", "processor", "cores", "devices")
+"""What options are tuned for; `devices`: how many share the models."""
 SAMPLED = 8
 """Values of each parameter that enter a model's digest."""
 
@@ -41,7 +44,7 @@ class TunedOptions:
     Attributes:
       target: `model_key` and `name` of the target.
       drafter: likewise.
-      machine: `platforms.machine` and `platform` (`cpu`, `gpu`, `tpu`), as far as they are known.
+      machine: `platforms.machine`, `platform` (`cpu`, `gpu`, `tpu`) and `devices`, as far as they are known.
       decoding: fields of `GenerationConfig` for `--method failfast`.
       report: how the options were found; the engine does not read it.
     """
@@ -63,7 +66,7 @@ def _samples(leaves: list[jax.Array]) -> list[jax.Array]:
 def model_key(model: DrafterModel) -> dict[str, Any]:
     """What tells a model from another one: its shape, and a digest of a few values of each parameter of its own."""
     leaves = [leaf for leaf in model.own_parameters() if leaf.ndim and jnp.issubdtype(leaf.dtype, jnp.number)]
-    values = jax.device_get(_samples(leaves))
+    values = jax.device_get([whole(value) for value in _samples(leaves)])
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(value).tobytes() for value in values)).hexdigest()[:16]
     return {**model.shape_key(), "weights": digest}
 
@@ -124,6 +127,6 @@ def other_machine(settings: TunedOptions, here: Mapping[str, Any]) -> list[str]:
     """In what this machine differs from the one that the settings were tuned on, in words."""
     return [
         f"{key} {settings.machine[key]!r} (here {here[key]!r})"
-        for key in ("platform", "device", "processor", "cores")
+        for key in MACHINE
         if settings.machine.get(key) is not None and here.get(key) not in (None, settings.machine[key])
     ]

@@ -20,6 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from failfast_jax import distributed
+from failfast_jax.bench.datasets import stamp
 from failfast_jax.checkpoints.draft_graph import DraftGraph, Pairs, default_file
 from failfast_jax.checkpoints.hub import find_models
 from failfast_jax.checkpoints.loading import DTYPES
@@ -30,9 +32,11 @@ from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.drafters.dllm import MOST_STATES, ScheduleOptions
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import ConfigError, OptionError
+from failfast_jax.models.sharding import whole
 from failfast_jax.options import add_flags, check_least
 from failfast_jax.train import data
 from failfast_jax.train.conversations import read_conversations
+from failfast_jax.train.resume import check_same
 
 BATCH = 8
 """Prompts that are answered together."""
@@ -55,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", metavar="t", type=float, default=0.0)
     parser.add_argument("--seed", metavar="s", type=int, default=0)
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
+    parser.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer")
+    distributed.add_flag(parser)
     add_flags(parser.add_argument_group("schedule", "as of generate"), {DIFFUSION_METHOD: ScheduleOptions})
 
 
@@ -75,10 +81,11 @@ def work(args: argparse.Namespace) -> None:
     file = args.out or default_file(args.target)
     if not file.resolve().parent.is_dir():
         raise OptionError(f"--out {file}: no such folder")
-    engine = FailFast(args.target, dtype=args.dtype)
+    engine = FailFast(args.target, dtype=args.dtype, tensor_parallel=args.tensor_parallel)
     counted, held_out = _prompts(args, engine)
+    check_same({"prompts": stamp(counted), "held_out": stamp(held_out)})
     graph = calibrated(engine, counted, config, args.states)
-    graph.save(file)
+    graph.save(file)  # every process: each reads its own host's
     kept = len(graph.pair_sets)
     found = report(engine, held_out, config, file, sorted({*(size for size in SHOWN if size < kept), kept}))
     dataclasses.replace(graph, about=graph.about | {"held_out": found}).save(file)
@@ -117,8 +124,8 @@ def calibrated(engine: FailFast, prompts: Sequence[Ids], config: GenerationConfi
     """
     plain = engine.resolve(config, options={**config.options, "spiffy": 0})
     trajectories, sizes = [], None
-    for some, whole in _batches(prompts):
-        rows, sizes = passes_of(engine, whole, plain)
+    for some, batch in _batches(prompts):
+        rows, sizes = passes_of(engine, batch, plain)
         for row in rows[: len(some)]:
             trajectories += trajectories_of(row, engine.target.config.mask_token_id)
     chosen = best_states(trajectories, most)
@@ -173,7 +180,7 @@ def passes_of(
     state = session.prefill([engine.request(prompt, config, row) for row, prompt in enumerate(prompts)])
     rows: list[list[Pass]] = [[] for _ in prompts]
     while True:
-        running, *seen = jax.device_get(_seen(state))
+        running, *seen = jax.device_get(tuple(map(whole, _seen(state))))
         if not running.any():
             return rows, (session.block, session.small_block, float(session.threshold))
         for row in np.flatnonzero(running):
@@ -237,8 +244,8 @@ def report(
 
     def answers(**more: Any) -> list[Any]:
         found, request = [], dataclasses.replace(config, options={**config.options, **more})
-        for some, whole in _batches(prompts):
-            found += engine.generate(whole, request)[: len(some)]
+        for some, batch in _batches(prompts):
+            found += engine.generate(batch, request)[: len(some)]
         return found
 
     plain = answers()

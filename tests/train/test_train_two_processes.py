@@ -127,6 +127,22 @@ def test_drafters_learn_where_their_rows_are(documents, tmp_path, alone, family)
 
 
 @pytest.mark.exhaustive
+def test_two_processes_calibrate_one_graph(documents, tmp_path):
+    """Each writes the graph where it is told to, for its own host's copy of the model."""
+    words = ["spiffy", "--target", str(GOLDEN / "fast_dllm_v2_untied"), "--data", str(documents), "--prompts", "4"]
+    words += ["--held-out", "2", "--states", "3", "--max-new-tokens", "16", "--threshold", "0.9", "--out", "graph.json"]
+    folders = tuple(tmp_path / name for name in ("alone", "first", "second"))
+    for folder in folders:
+        folder.mkdir()
+    statuses, reports, errors = ended(start(words, 1, folders[:1]))
+    more = ended(start([*words, "--tensor-parallel", "4"], 2, folders[1:]))
+    assert statuses + more[0] == [0, 0, 0], (errors, more[2])
+    assert reports == more[1][:1] and more[1][1] == ""
+    texts = {(folder / "graph.json").read_text() for folder in folders}
+    assert len(texts) == 1 and len(json.loads(texts.pop())["states"]) == 3
+
+
+@pytest.mark.exhaustive
 def test_features_are_cached_once_for_all_processes(documents, tmp_path):
     """Begun by two processes in two pieces, and read by one."""
     one, two = (words("dflash", documents, tmp_path / name, "--steps", "4") for name in ("one", "two"))

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from failfast_jax import command
+from failfast_jax import command, distributed
 from failfast_jax.checkpoints import loading, native
 from failfast_jax.checkpoints.loading import as_dtype
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
@@ -95,6 +95,7 @@ class Converter:
         written = f"dtype of the written parameters (default: {kept})"
         parser.add_argument("--dtype", choices=loading.DTYPES, help=written)
         parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion at OUT")
+        distributed.refuse_flag(parser, "it needs no devices: run it on each host, with JAX_PLATFORMS=cpu")
         add_flags(parser)
         options = vars(parser.parse_args(argv))
         verbosity = options.pop("verbosity")

@@ -6,6 +6,7 @@ between processes would wait for each other for ever.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -50,6 +51,17 @@ def add_flag(parser: Any) -> None:
     )
 
 
+class _Refused(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(f"--distributed: this command runs in one process; {self.const}")
+
+
+def refuse_flag(parser: Any, instead: str) -> None:
+    """`--distributed`, of commands that one process runs: refused, with what to do `instead`."""
+    hidden = {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument("--distributed", nargs="?", const=instead, action=_Refused, **hidden)
+
+
 def join(where: str | None = None) -> None:
     """Joins the other processes, before JAX looks for devices; alone if there are none.
 
@@ -64,8 +76,8 @@ def join(where: str | None = None) -> None:
         hosts = tpu_hosts()
         if hosts > 1 and where == ALONE:
             raise OptionError(
-                f"this TPU slice has {hosts} hosts, and this command runs on one: take a slice of one host, or set "
-                "JAX_PLATFORMS=cpu if no TPU is needed"
+                f"this TPU slice has {hosts} hosts, and this command runs in one process: take a slice of one host, or "
+                "set JAX_PLATFORMS=cpu if no TPU is needed; docs/scaling.md has what several hosts can run"
             )
         if hosts < 2:
             return

@@ -11,6 +11,7 @@ import time
 import warnings
 
 import pytest
+from fuzzed_commands import ENOUGH, commands, main_of
 
 from convert import qwen2
 from failfast_jax import chat, command, doctor, generate, serve
@@ -18,6 +19,7 @@ from failfast_jax.bench.__main__ import main as bench
 from failfast_jax.harness.__main__ import main as harness
 from failfast_jax.train.__main__ import main as train
 
+JOINING = "error: --distributed nowhere: expected HOST:PORT,N,I"
 MISSPELT = [
     (generate.main, "--max-new-token 5 --prompt x", "--max-new-token: no such flag; did you mean --max-new-tokens?"),
     (generate.main, "--promt=x", "--promt: no such flag; did you mean --prompt"),
@@ -170,3 +172,23 @@ def test_the_harness_refuses_in_a_line(capsys):
 def test_a_graph_goes_beside_a_model_that_there_is(capsys):
     assert train(["spiffy", "--target", "absent/", "--data", "prompts.jsonl"]) == 2
     assert capsys.readouterr().err.startswith("error: --target absent/: ")
+
+
+@pytest.mark.parametrize("name", [*commands(), "tpu_scripts.aot_report"])
+def test_every_command_runs_on_several_hosts_or_says_what_to_do(name, capsys):
+    module, *words = name.split()
+    words += [*ENOUGH.get(name, []), "--distributed", "nowhere"]
+    try:
+        status = main_of(module)(words)
+    except SystemExit as ended:
+        status = ended.code
+    said = capsys.readouterr().err
+    assert status == command.USAGE_ERROR
+    alone = any(part in name for part in ("micro", "recipe", "simulate", "paper", "convert", "aot_report"))
+    assert said.startswith("error: --distributed: this command runs in one process; " if alone else JOINING), said
+
+
+def test_a_command_for_one_host_on_a_pod(monkeypatch, capsys):
+    monkeypatch.setattr("failfast_jax.distributed.tpu_hosts", lambda: 4)
+    assert bench(["micro"]) == command.USAGE_ERROR
+    assert capsys.readouterr().err.startswith("error: this TPU slice has 4 hosts, and this command runs in one process")

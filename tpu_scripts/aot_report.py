@@ -42,7 +42,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from failfast_jax import command, decoding, platforms
+from failfast_jax import command, decoding, distributed, platforms
 from failfast_jax.bench import hlo, limits
 from failfast_jax.bench.public_models import (
     CONFIGS,
@@ -417,6 +417,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--replicate-drafter", action="store_true", help="the whole drafter on every chip, to compare")
     parser.add_argument("--quantize", choices=quantization.SCHEMES, help="the matrices of both models in 8 bits")
     parser.add_argument("--out", type=Path, help="write everything as JSON; cases that it holds are not compiled again")
+    distributed.refuse_flag(parser, "it needs no devices: run it on any machine, --tp for those of all hosts")
     args = parser.parse_args(argv)
     if args.target and args.topology and args.tp:
         drafter = args.drafter or next((n for n, (of, _) in READERS.items() if of == args.target), Case.drafter)

@@ -36,7 +36,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from failfast_jax import platforms
+from failfast_jax import distributed, platforms
 from failfast_jax.bench import attention, cpu_kernels, hf_reference
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.datasets import load_dataset
@@ -309,3 +309,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", default="humaneval", help="of `batch`: a dataset of `bench run`, or a file")
     parser.add_argument("--model", metavar="PATH", type=Path, help="of `loading`: a Hugging Face folder or a GGUF file")
     parser.add_argument("--out", type=Path, help="write the JSON there")
+    distributed.refuse_flag(parser, "bench replay, batches and tune measure over several hosts")

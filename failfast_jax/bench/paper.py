@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from failfast_jax import trajectory
+from failfast_jax import distributed, trajectory
 from failfast_jax.bench import paper_claims, paper_figures, paper_tables
 from failfast_jax.bench.figures import OR_WITHOUT, Records, figure_class
 from failfast_jax.bench.journal import RECORDS, result_of
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="DIR", type=Path, help="writes paper.md and figures there")
     parser.add_argument("--figures", action=argparse.BooleanOptionalAction, default=True, help="PNG and SVG")
+    distributed.refuse_flag(parser, "it reads records: start it once, where bench run wrote them")
 
 
 def target_of(folder: Path) -> str:

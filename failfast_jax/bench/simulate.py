@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from failfast_jax import distributed
 from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.accept import agreeing_prefix
@@ -280,6 +281,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", metavar="n", type=int, default=20, help="questions")
     parser.add_argument("--max-new-tokens", metavar="n", type=int, default=128)
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("failfast-simulate"))
+    distributed.refuse_flag(parser, "it needs one device: start it on one host")
 
 
 def inputs(answer: Answer, size: int) -> tuple[Any, ...]:

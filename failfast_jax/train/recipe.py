@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from failfast_jax import distributed
 from failfast_jax.checkpoints.safetensors import WEIGHTS
 from failfast_jax.command import UNFINISHED, deadline_after
 from failfast_jax.files import read_json, sole_writer, write_atomically, write_json
@@ -120,6 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for everything; what ships is in OUT/asset")
     parser.add_argument("--profile", choices=PROFILES, default="cpu")
     parser.add_argument("--minutes", type=float, help="stop after about this time (exit status 3)")
+    distributed.refuse_flag(parser, "its model is small: of a larger one give selfgen, run and bench tune the flag")
 
 
 def flags(options: dict[str, Any]) -> list[str]:

@@ -317,11 +317,14 @@ def share_out(call: Call, count, values: Sequence, work: Callable[[Emitter, Any,
     emitter.loop(helpers, 1, ask_for_help)
     emitter.call(pieces, [job])
     done = emitter.element(job, constant(JOB_DONE), BYTE)
-    waiting, behind = emitter.append_basic_block(), emitter.append_basic_block()
-    emitter.branch(waiting)
-    emitter.position_at_end(waiting)
+    look, waiting, behind = (emitter.append_basic_block() for _ in range(3))
+    emitter.branch(look)
+    emitter.position_at_end(look)
     finished = emitter.load_atomic(done, "acquire", 8, typ=LONG)
     emitter.cbranch(emitter.icmp_signed("<", finished, count), waiting, behind)
+    emitter.position_at_end(waiting)  # for a piece under way, whose thread may have lost its core
+    emitter.call(ir.Function(module, ir.FunctionType(INT, []), "sched_yield"), [])
+    emitter.branch(look)
     emitter.position_at_end(behind)
     emitter.call(leave, [job])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ from typing import Any
 
 from failfast_jax import command, distributed, progress
 from failfast_jax.config import GenerationConfig
+from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
+from failfast_jax.errors import OptionError
 from failfast_jax.options import CommandOptions, add_flags_of, option
 from failfast_jax.results import fate
 from failfast_jax.serving.options import RowOptions, refuse_diffusion
@@ -62,7 +65,14 @@ def open_queue(engine: FailFast, config: GenerationConfig, options: ChatOptions)
 
 
 def other_method(engine: FailFast, config: GenerationConfig, method: str) -> GenerationConfig:
-    """Another method, with its own defaults."""
+    """Another method, with its own defaults.
+
+    Raises:
+      OptionError: none of those that a conversation can have.
+    """
+    refuse_diffusion(method, "/method")
+    if method not in METHODS:
+        raise OptionError(f"/method {method}: must be one of {', '.join(METHODS)}")
     return engine.resolve(GenerationConfig(method, exact=config.exact))
 
 
@@ -190,11 +200,13 @@ def _sentence(answers: list[Finished]) -> str:
 
 def talk(chat: Chat) -> None:
     """Reads lines until the end. Ctrl-C raises an exception at the prompt only."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # which gives `input` its keys and its history; not on every system
     with handling(chat.stop) as usual:
         while True:
             try:
                 with handling(usual):
-                    line = input("> ").strip()
+                    line = input("> " if sys.stdin.isatty() else "").strip()
             except EOFError:
                 print()
                 return

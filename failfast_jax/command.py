@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ from failfast_jax.errors import OptionError
 STUCK_S = 3
 """Seconds after Ctrl-C in which Python would have heard of it."""
 FORMATTER = argparse.RawDescriptionHelpFormatter
-UNEXPECTED, USAGE_ERROR, UNFINISHED, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
+UNEXPECTED, USAGE_ERROR, UNFINISHED, INTERRUPTED, NO_READER, TERMINATED = 1, 2, 3, 130, 141, 143
 """Exit statuses. UNFINISHED: `--minutes` ended the work; the same command goes on. The last two are what shells say of
 SIGINT and SIGTERM."""
 
@@ -193,6 +194,34 @@ def unstuck(interrupted: str) -> Iterator[None]:
         signals.close()
 
 
+class NamedStdout:
+    """Stdout, whose errors name it."""
+
+    path = Path("stdout")
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with files.naming(self.path):
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with files.naming(self.path):
+            self._stream.flush()
+
+    @classmethod
+    def is_lost(cls, error: Exception) -> bool:
+        """Whether an error is one of its; then what is left in its buffer goes nowhere."""
+        lost = isinstance(error, OSError) and error.filename == str(cls.path)
+        if lost:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return lost
+
+
 def run(
     work: Callable[[], int | None],
     interrupted: str = "interrupted",
@@ -202,7 +231,8 @@ def run(
     """Runs a command's work and returns its exit status.
 
     Input that cannot be served (`ValueError`, `OSError`) becomes one line on stderr and status 2, the end of
-    `--minutes` (`OutOfTime`) 3, Ctrl-C 130, SIGTERM 143 where its handler is `terminated`. Anything else is a fault of
+    `--minutes` (`OutOfTime`) 3, Ctrl-C 130, a pipe that nobody reads any more 141 (without a word), SIGTERM 143 where
+    its handler is `terminated`. Anything else is a fault of
     ours: a line and status 1, with `--debug` its traceback.
 
     Args:
@@ -215,13 +245,18 @@ def run(
     try:
         with starting.interruptible():
             distributed.join(where)
-            with heard(), plain_warnings(), unstuck(interrupted), distributed.one_voice():
+            named_stdout = contextlib.redirect_stdout(NamedStdout(sys.stdout))
+            with named_stdout, heard(), plain_warnings(), unstuck(interrupted), distributed.one_voice():
                 logging.basicConfig(stream=sys.stderr, format="%(levelname)s: %(message)s")
                 status = work() or 0
+                sys.stdout.flush()
     except (ValueError, OSError) as error:
-        said = files.explained(error) if isinstance(error, OSError) else error
-        print(distributed.named(f"error: {said}"), file=sys.stderr)
-        status = USAGE_ERROR
+        if NamedStdout.is_lost(error) and isinstance(error, BrokenPipeError):  # who reads, `head` for one, has enough
+            status = NO_READER
+        else:
+            said = files.explained(error) if isinstance(error, OSError) else error
+            print(distributed.named(f"error: {said}"), file=sys.stderr)
+            status = USAGE_ERROR
     except OutOfTime:
         print("stopped by --minutes; the same command goes on", file=sys.stderr)
         status = UNFINISHED

@@ -95,7 +95,9 @@ def join(where: str | None = None) -> None:
         jax.distributed.initialize(**given, heartbeat_timeout_seconds=TIMEOUT_S, shutdown_timeout_seconds=TIMEOUT_S)
     except (ValueError, RuntimeError) as error:
         said = str(error).strip().splitlines()[0]
-        raise OptionError(f"--distributed{f' {where}' if given else ''}: {said}; say HOST:PORT,N,I") from error
+        raise OptionError(
+            f"--distributed{f' {where}' if given else ''}: {said.rstrip('.')}; say HOST:PORT,N,I"
+        ) from error
     if not alone():
         print(f"{jax.process_count()} processes, {len(jax.devices())} devices", file=sys.stderr, flush=True)
         # Libraries below Python (Gloo, for one) print to stdout, which is for answers.

@@ -145,7 +145,8 @@ def caches() -> Iterator[Finding]:
     try:
         folder = enable_compile_cache()
     except ValueError as error:
-        yield Finding("compile cache", BROKEN, str(error), f"set {CACHE_VARIABLE} to a folder, or to off")
+        text = str(error).removeprefix("compile cache ")
+        yield Finding("compile cache", BROKEN, text, f"set {CACHE_VARIABLE} to a folder, or to off")
         return
     if folder is None:
         fix = f"unset {CACHE_VARIABLE}, or set it to a folder"

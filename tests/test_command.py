@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -192,3 +194,23 @@ def test_a_command_for_one_host_on_a_pod(monkeypatch, capsys):
     monkeypatch.setattr("failfast_jax.distributed.tpu_hosts", lambda: 4)
     assert bench(["micro"]) == command.USAGE_ERROR
     assert capsys.readouterr().err.startswith("error: this TPU slice has 4 hosts, and this command runs in one process")
+
+
+@pytest.mark.parametrize("lines", [1, 10**6])
+def test_a_full_stdout_is_named_and_a_closed_one_ends_quietly(lines):
+    code = f"import sys; from failfast_jax import command; sys.exit(command.run(lambda: print('x\\n' * {lines})))"
+
+    def told(stdout) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
+        )
+        return done.returncode, done.stderr
+
+    if os.path.exists("/dev/full"):
+        with open("/dev/full", "w") as full:
+            status, said = told(full)
+        assert status == command.USAGE_ERROR and said.startswith("error: stdout: No space left on device")
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert told(writer) == (command.NO_READER, "")
+    os.close(writer)

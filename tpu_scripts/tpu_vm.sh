@@ -14,6 +14,10 @@ set -euo pipefail
 
 refuse() { echo "$*" >&2 && exit 2; }
 
+usage() { sed -n '2,12s/^# \{0,1\}//p' "$0"; }
+
+case "${1:-}" in -h | --help | help) usage && exit ;; esac
+
 dry='' archive=''
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
 : "${TPU_NAME:?set it to the name of the slice}" "${TPU_ZONE:?set it to a zone such as us-east5-b}"
@@ -236,5 +240,5 @@ case "$command" in
     if [ $# -lt 2 ]; then refuse "copy: name what to copy, and a folder here"; fi
     tpu tpu-vm scp --recurse "$TPU_NAME:$folder/$1" "$2" --worker 0
     ;;
-  *) sed -n '2,13p' "$0" >&2 && exit 2 ;;
+  *) usage >&2 && exit 2 ;;
 esac

@@ -7,6 +7,7 @@ point `lm_eval.models` of packages, too.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 
 from failfast_jax import command, distributed
@@ -35,6 +36,7 @@ def _work(args: argparse.Namespace) -> None:
     if not distributed.speaks():
         model.follow()
         return
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each retry, twice
     sys.argv = ["lm_eval", args.subcommand, *args.arguments]
     try:
         main_of_harness.cli_evaluate()

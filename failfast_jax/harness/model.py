@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +18,11 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
 from failfast_jax import distributed
+from failfast_jax.command import meant
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.accept import argmax
 from failfast_jax.defaults import load_pair
+from failfast_jax.drafters import all_options
 from failfast_jax.engine import FailFast
 from failfast_jax.engine_flags import default_method
 from failfast_jax.errors import OptionError
@@ -33,6 +37,16 @@ SHORTEST = 64
 
 Pair = tuple[list[int], list[int]]
 """Ids of a context, and of what is scored behind it."""
+
+
+def check_names(options: Iterable[str]) -> None:
+    """Raises OptionError: an argument that neither a model nor any method takes."""
+    own = [name for name in inspect.signature(FailFastLM.__init__).parameters if name not in ("self", "options")]
+    requests = [field.name for field in dataclasses.fields(GenerationConfig)]
+    known = {*own, *requests, *(name for method in all_options().values() for name in method.names())}
+    for name in options:
+        if name not in known:
+            raise OptionError(f"--model_args {name}=...: no such argument{meant(name, known)}")
 
 
 def scores(
@@ -128,6 +142,7 @@ class FailFastLM(TemplateLM):
             raise OptionError(f"--batch_size {batch_size}: must be a number; name one, or batch=n in --model_args")
         self.batch = batch or int(batch_size or 1)
         refuse_diffusion(method)
+        check_names(options)
         method = method or (None if engine else default_method(target, drafter))
         self.engine = engine or load_pair(target, drafter, method=method, dtype=dtype, tensor_parallel=tensor_parallel)
         if self.engine.tokenizer is None:

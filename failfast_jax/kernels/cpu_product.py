@@ -19,13 +19,15 @@ from jaxtyping import Array, Float, Shaped
 from llvmlite import ir
 
 from failfast_jax.kernels import emit
-from failfast_jax.kernels.emit import ELEMENTS, LONG, POINTER, Call, Emitter, constant
+from failfast_jax.kernels.emit import BYTE, BYTES, ELEMENTS, LONG, POINTER, Call, Emitter, constant
 
 NO_UNIT = "a processor without fused multiply-add"
 MAX_WIDTH = 128
 """Rows of a sequence, if weights are float32. Beyond, arithmetic bounds a product, and XLA's is as fast; of narrower
 weights XLA would make float32 copies, of a whole model at a time."""
 TILE_ROWS = 4
+CACHE_LINE, MOST_VECTORS = 64, 4
+"""Bytes that are read at a time, and vectors of each output in a turn of the loop."""
 FEW_ROWS = 32
 OUTPUTS_IN_CACHE = 8
 """Tiles of outputs whose weights stay in a core's cache while many rows pass over them."""
@@ -104,20 +106,36 @@ def _tile(module: ir.Module, rows: int, dtype: str) -> ir.Function:
     x_rows = [emitter.element(x, emitter.mul(inputs, constant(row))) for row in range(rows)]
     w_rows = [emitter.element(w, emitter.mul(inputs, constant(output)), element) for output in range(width)]
     next_tile = emitter.mul(inputs, constant(width))
+    vectors = 1 if dtype == "float32" else max(min(CACHE_LINE // (BYTES[dtype] * lanes), MOST_VECTORS), 1)
+
+    def ask_ahead(at) -> None:
+        """For the next tile's weights: as many as a turn reads."""
+        if dtype == "float32":
+            places = [emitter.element(row, emitter.add(at, next_tile), element) for row in w_rows]
+        else:  # one line after the other, which reads narrow weights 1.3 to 1.6 times as fast
+            place = emitter.element(w, emitter.add(next_tile, emitter.mul(at, constant(width))), element)
+            read = range(0, width * vectors * lanes * BYTES[dtype], CACHE_LINE)
+            places = [emitter.element(place, constant(offset), BYTE) for offset in read]
+        for place in places:
+            emitter.prefetch(place)
 
     def step(at, sums, lanes=lanes):
-        weights = []
-        for row in w_rows:
-            place = emitter.element(row, at, element)
-            emitter.prefetch(emitter.element(place, next_tile, element))
-            weights.append(emitter.floats(place, lanes, dtype))
+        weights = [emitter.floats(emitter.element(row, at, element), lanes, dtype) for row in w_rows]
         numbers = [emitter.floats(emitter.element(row, at), lanes) for row in x_rows]
         pairs = ((number, weight) for number in numbers for weight in weights)
         return [emitter.multiply_add(*pair, total) for pair, total in zip(pairs, sums)]
 
-    whole = emitter.and_(inputs, constant(-lanes))
-    zeros = [emit.vector([0.0] * lanes)] * (rows * width)
-    sums = emitter.sums(emitter.loop(whole, lanes, step, zeros))
+    def turn(at, sums):
+        ask_ahead(at)
+        for vector in range(vectors):
+            sums = step(emitter.add(at, constant(vector * lanes)), sums)
+        return sums
+
+    turns, whole = (emitter.and_(inputs, constant(-lanes * several)) for several in (vectors, 1))
+    sums = emitter.loop(turns, vectors * lanes, turn, [emit.vector([0.0] * lanes)] * (rows * width))
+    if vectors > 1:
+        sums = emitter.loop(whole, lanes, step, sums, begin=turns)
+    sums = emitter.sums(sums)
     sums = [emitter.lane(sums[index // lanes], index % lanes) for index in range(rows * width)]
     sums = emitter.loop(inputs, 1, functools.partial(step, lanes=1), sums, begin=whole)
     for index, total in enumerate(sums):

@@ -59,7 +59,8 @@ class RopeConfig:
     def from_dict(cls, raw: Mapping[str, Any], where: str) -> RopeConfig:
         """Reads `rope_theta`/`rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
         merged = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-        theta = float(merged.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+        said = (values.get("rope_theta") for values in (merged, raw))
+        theta = float(next((value for value in said if value is not None), 10_000.0))
         if float(merged.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
             raise ConfigError(f"{where}: partial_rotary_factor other than 1 is not supported")
         kind = merged.get("rope_type") or merged.get("type") or "default"

@@ -15,11 +15,15 @@ KEY_VARIABLE = "FAILFAST_API_KEY"
 """Environment variable: the key that requests must bring."""
 
 
-def refuse_diffusion(method: str | None) -> None:
-    """Raises OptionError, before anything is read: the method is none that a queue serves."""
+def refuse_diffusion(method: str | None, given: str = "--method") -> None:
+    """Raises OptionError, before anything is read: the method is none that a queue serves.
+
+    Args:
+      given: how the method was named.
+    """
     if method == DIFFUSION_METHOD:
         said = f"a queue serves targets that write token by token; python -m failfast_jax.generate runs {method}"
-        raise OptionError(f"--method {method}: {said}")
+        raise OptionError(f"{given} {method}: {said}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,7 +65,7 @@ RULES = {
 }
 """What a request must be, by pydantic's names of faults."""
 CHOICES = {
-    "prompt": "must be text, token ids, or a list of texts or of lists of token ids, none of them empty",
+    "prompt": "must be valid UTF-8 text, token ids, or a list of texts or of lists of token ids, none of them empty",
     "stop": "must be text or a list of texts",
     "content": "must be valid UTF-8 text, or a list of text parts",
 }
@@ -206,6 +206,9 @@ class ChatRequest(_Request):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _served_here(self) -> ChatRequest:
@@ -215,6 +218,10 @@ class ChatRequest(_Request):
             raise ValueError("top_logprobs: only with logprobs")
         if self.response_format not in (None, {"type": "text"}):
             raise ValueError("response_format: only text is served")
+        if self.tools:
+            raise ValueError("tools: is not served")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice: is not served")
         return self
 
     @property

@@ -190,7 +190,9 @@ def test_what_is_no_file_is_called_so(golden):
     refuses("config.json: a link that leads nowhere", folder, error=ConfigError)
 
 
-@pytest.mark.parametrize("key, value", [("rope_theta", "NaN"), ("rope_theta", "-1"), ("rms_norm_eps", "Infinity")])
+@pytest.mark.parametrize(
+    "key, value", [("rope_theta", "NaN"), ("rope_theta", "-1"), ("rope_theta", "0"), ("rms_norm_eps", "Infinity")]
+)
 def test_numbers_out_of_range_are_named(golden, key, value):
     config = golden() / "config.json"
     raw = {name: each for name, each in json.loads(config.read_text()).items() if name not in (key, "rope_parameters")}

@@ -74,6 +74,19 @@ def test_another_method_says_the_same(talker, monkeypatch, capsys):
     typed(talker, monkeypatch, capsys, "/method lookup")
 
 
+@pytest.mark.parametrize(
+    "method, said",
+    [("dllm", "/method dllm: a queue serves targets"), ("nope", "/method nope: must be one of failfast, ")],
+)
+def test_methods_that_cannot_be_had_change_nothing(talker, monkeypatch, capsys, method, said):
+    messages, queue = list(talker.messages), talker.queue
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/method {method}\n/method\n"))
+    talk(talker)
+    out, err = capsys.readouterr()
+    assert said in err and ", dllm" not in err and out.startswith("method: ")  # no prompt where nobody types
+    assert talker.messages == messages and talker.queue is queue
+
+
 def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(talker, monkeypatch, capsys, interrupts):
     class Impatient(io.StringIO):
         """Presses Ctrl-C whenever some of the answer is there."""

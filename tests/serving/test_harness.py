@@ -138,6 +138,8 @@ def test_what_cannot_be_scored_is_said(model):
         model.score([([2], [])])
     with pytest.raises(OptionError, match="--batch_size auto: must be a number"):
         FailFastLM(engine=model.engine, batch_size="auto")
+    with pytest.raises(OptionError, match="--model_args bach=...: no such argument; did you mean batch"):
+        FailFastLM(engine=model.engine, bach="4")
 
 
 def test_a_task_of_the_harness(model):

@@ -152,9 +152,9 @@ def test_many_at_once(client, queue):
 
 REFUSED = [
     ({}, 400, "prompt: is missing"),
-    ({"prompt": ""}, 400, "prompt: must be text, token ids, or a list of texts"),
-    ({"prompt": []}, 400, "prompt: must be text, token ids, or a list of texts"),
-    ({"prompt": [1, -1]}, 400, "prompt: must be text, token ids, or a list of texts"),
+    ({"prompt": ""}, 400, "prompt: must be valid UTF-8 text, token ids, or a list of texts"),
+    ({"prompt": []}, 400, "prompt: must be valid UTF-8 text, token ids, or a list of texts"),
+    ({"prompt": [1, -1]}, 400, "prompt: must be valid UTF-8 text, token ids, or a list of texts"),
     ({"prompt": [1, 40]}, 400, "token id 40 is outside the vocabulary of 40 of tiny"),
     ({"prompt": "a" * 200}, 400, "the prompt has 200 tokens; with its answer it may have 160"),
     ({"prompt": "a", "max_tokens": 160}, 400, "exceed the 160 tokens"),
@@ -272,6 +272,12 @@ def test_wrong_chats_paths_and_bytes(site, client):
     with pytest.raises(openai.BadRequestError, match="response_format: only text is served"):
         turns = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
         client.chat.completions.create(model="tiny", messages=turns, response_format={"type": "json_object"})
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for more, said in (({"tools": [tool]}, "tools: is not"), ({"tool_choice": "required"}, "tool_choice: is not")):
+        with pytest.raises(openai.BadRequestError, match=said):
+            client.chat.completions.create(model="tiny", messages=turns, **more)
+    none = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True}
+    assert client.chat.completions.create(model="tiny", messages=turns, max_tokens=1, extra_body=none).usage
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     answer = httpx.post(f"{site.url}/v1/completions", content=b"{not JSON", headers=headers)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
@@ -414,6 +420,7 @@ any_json = st.recursive(
 FIELDS = (
     *("model", "prompt", "messages", "temperature", "top_p", "top_k", "seed", "n", "max_tokens", "stop", "stream"),
     *("stream_options", "logprobs", "logit_bias", "ignore_eos", "user", "best_of", "response_format"),
+    *("tools", "tool_choice"),
 )
 
 

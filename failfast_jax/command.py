@@ -206,10 +206,12 @@ class NamedStdout:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        """As of any file."""
         with files.naming(self.path):
             return self._stream.write(text)
 
     def flush(self) -> None:
+        """As of any file."""
         with files.naming(self.path):
             self._stream.flush()
 

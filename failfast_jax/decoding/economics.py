@@ -31,7 +31,7 @@ MEMORY = 0.99
 STAKE = 0.01
 """Share of the time that may be lost to drafts that fail."""
 CREDIT = 2.0
-"""Steps that may be lost before anything was won."""
+"""Steps that one sequence may lose before anything was won."""
 HINDSIGHT = 0.1
 """Steps that a draft of the text earns which would have paid, could not be paid, and turned out to begin rightly."""
 GAMBLE = 0.35
@@ -130,9 +130,9 @@ class Purse:
     """Steps that such a round took."""
 
     @classmethod
-    def full(cls) -> Purse:
-        """Before the first round."""
-        return cls(jnp.float32(CREDIT), jnp.float32(0), jnp.float32(0))
+    def full(cls, batch: int = 1) -> Purse:
+        """Before the first round. The more sequences, the more drafts a round shows: fewer rounds need be risked."""
+        return cls(jnp.float32(CREDIT / batch), jnp.float32(0), jnp.float32(0))
 
     def allows(
         self, cost: Float[Array, "*widths"], gain: Float[ArrayLike, "*widths"], share: Float[ArrayLike, ""] = 1.0

@@ -126,7 +126,7 @@ class Economic(Drafter):
             model=() if self.model is None else self.model.init(batch, capacity),
             text_chances=Calibration.of(batch, TEXT_CHANCES),
             model_chances=Calibration.of(batch, MODEL_CHANCES),
-            purse=Purse.full(),
+            purse=Purse.full(batch),
             text_draft=Draft.empty(batch, self.max_draft),
             model_draft=Draft.empty(batch, self.max_draft),
             cost=jnp.float32(0),

@@ -128,9 +128,13 @@ class Source:
         return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes.items())
 
     def kept_dtypes(self, dtype: np.dtype) -> dict[str, np.dtype]:
-        """By parameter, in which dtype a model in `dtype` holds it; see `layers.kept_dtype`."""
+        """By parameter, in which dtype a model in `dtype` holds it; see `layers.kept_dtype`.
+
+        Raises:
+          CheckpointError: names or shapes of tensors do not fit the model, or a converted folder is damaged.
+        """
         if self.table is not None:
-            plan = self._plan()
+            plan = self._plan
             return {name: plan.kept_dtype(name, shape, dtype) for name, shape in self.shapes.items()}
         stored = native.stored_params(self.path)
         return {
@@ -138,6 +142,7 @@ class Source:
             for name, shape in self.shapes.items()
         }
 
+    @functools.cached_property
     def _plan(self) -> mapping.Plan:
         return mapping.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
 
@@ -150,7 +155,7 @@ class Source:
         if self.table is None:
             native.check(self.path, {n: jax.ShapeDtypeStruct(shape, np.float32) for n, shape in self.shapes.items()})
         else:
-            self._plan()
+            _ = self._plan
 
     def load(
         self, dtype: np.dtype, *, place: Place | None = None, quantize: str | None = None, progress: bool | None = None
@@ -195,7 +200,7 @@ class Source:
             for name in list(values) if convert else ():
                 values |= convert(name, values.pop(name))
             return values
-        plan = self._plan()
+        plan = self._plan
         values = {}
 
         def assemble(name: str) -> sharding.Blocks:

@@ -220,6 +220,10 @@ def test_words_that_are_not_understood(tmp_path, command):
 def test_help_needs_no_slice(tmp_path):
     done = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True, check=True, env={"PATH": "/usr/bin:/bin"})
     assert done.stdout.startswith("Creates, sets up, uses and deletes") and "set -euo" not in done.stdout
+    done = subprocess.run(
+        [SCRIPT, "status"], capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin"}
+    )
+    assert (done.returncode, done.stderr) == (2, "TPU_NAME: set it to the name of the slice\n")
 
 
 def test_a_command_has_its_own_flags(tmp_path):

@@ -20,7 +20,8 @@ case "${1:-}" in -h | --help | help) usage && exit ;; esac
 
 dry='' archive=''
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
-: "${TPU_NAME:?set it to the name of the slice}" "${TPU_ZONE:?set it to a zone such as us-east5-b}"
+if [ -z "${TPU_NAME:-}" ]; then refuse "TPU_NAME: set it to the name of the slice"; fi
+if [ -z "${TPU_ZONE:-}" ]; then refuse "TPU_ZONE: set it to a zone such as us-east5-b"; fi
 folder=failfast-jax disk=$TPU_NAME-data
 # What was made here, a word a line, so that delete touches nothing else; with a question mark what was asked for only.
 made=${XDG_STATE_HOME:-$HOME/.local/state}/failfast-jax/tpu/$TPU_ZONE.$TPU_NAME

@@ -8,6 +8,7 @@ was drafted.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,31 +18,33 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from failfast_jax.decoding.state import Logprobs, Sampling
+from failfast_jax.models.layers import largest
 from failfast_jax.models.sharding import ONE_DEVICE, Execution, constrain_rows
 
 DRAFTING, ACCEPTING, RESAMPLING = 1, 2, 3
 """Streams of a position's randomness that the second rule uses; the target's own picks have the key itself."""
 
 
-def argmax(logits: Float[Array, "*R V"], *, of_nan: int = -1) -> Int[Array, "*R"]:
-    """Index of the largest logit, the lowest one on ties; `V + of_nan` where a logit is NaN.
+def argmax(logits: Float[Array, "*R V"], execution: Execution | None = None) -> Int[Array, "*R"]:
+    """Index of the largest logit, the lowest one on ties; the last one where a logit is NaN.
 
-    Two plain reductions instead of XLA's (value, index) one, which does not vectorise on CPU.
+    Args:
+      execution: of the model that the logits are of, if it is known: one device's have a faster way.
     """
-    best = logits.max(-1, keepdims=True)
-    vocab = logits.shape[-1]
-    return jnp.min(jnp.where(logits == best, jnp.arange(vocab, dtype=jnp.int32), vocab + of_nan), axis=-1)
+    return jnp.minimum(target_argmax(logits, execution), logits.shape[-1] - 1)
 
 
-def target_argmax(logits: Float[Array, "*R V"]) -> Int[Array, "*R"]:
+def target_argmax(logits: Float[Array, "*R V"], execution: Execution | None = None) -> Int[Array, "*R"]:
     """As `argmax`; V, which is no token, where a logit is NaN: the round ends the sequence there."""
-    return argmax(logits, of_nan=0)
+    return largest(logits, execution)[0]
 
 
-def argmax_and_confidence(logits: Float[Array, "*R V"]) -> tuple[Int[Array, "*R"], Float[Array, "*R"]]:
+def argmax_and_confidence(
+    logits: Float[Array, "*R V"], execution: Execution | None = None
+) -> tuple[Int[Array, "*R"], Float[Array, "*R"]]:
     """Best token and its softmax probability, without materialising the probabilities."""
-    best = logits.max(-1, keepdims=True)
-    return argmax(logits), 1.0 / jnp.sum(jnp.exp(logits - best), -1)
+    tokens, best = largest(logits, execution)
+    return jnp.minimum(tokens, logits.shape[-1] - 1), 1.0 / jnp.sum(jnp.exp(logits - best[..., None]), -1)
 
 
 def forbid(logits: Float[Array, "*R V"], mask_token: int | None, vocab: int) -> Float[Array, "*R V"]:
@@ -185,7 +188,8 @@ def pick(
     def sampled(sampling, logits, positions):
         return target_argmax(filtered_for(logits, sampling) + gumbel_noise(sampling, positions, logits.shape[-1]))
 
-    return where_sampled(sampled, target_argmax, sampling, execution, logits, positions)
+    greedy = functools.partial(target_argmax, execution=execution)
+    return where_sampled(sampled, greedy, sampling, execution, logits, positions)
 
 
 def sample_draft(
@@ -206,7 +210,7 @@ def sample_draft(
         return argmax(filtered + noise), jax.nn.softmax(filtered, -1)
 
     def greedy(logits):
-        return argmax(logits), jnp.zeros_like(logits)
+        return argmax(logits, execution), jnp.zeros_like(logits)
 
     return where_sampled(sampled, greedy, sampling, execution, logits, positions)
 
@@ -249,7 +253,8 @@ def pick_or_reject(
         own = target_argmax(jnp.log(rest) + gumbel_noise(sampling, positions, vocab, RESAMPLING))
         return jnp.where(keep, draft, own)
 
-    return where_sampled(sampled, target_argmax, sampling, execution, logits, positions, draft, q, drafted)
+    greedy = functools.partial(target_argmax, execution=execution)
+    return where_sampled(sampled, greedy, sampling, execution, logits, positions, draft, q, drafted)
 
 
 def logprobs_of(

@@ -215,7 +215,7 @@ def _propose(
     """
 
     def greedy(logits):
-        tokens, confidence = acceptance.argmax_and_confidence(logits)
+        tokens, confidence = acceptance.argmax_and_confidence(logits, model.execution)
         return tokens, confidence, jnp.isfinite(confidence)
 
     def sampled(sampling, logits, positions, number, opens):

@@ -30,23 +30,23 @@ def propose(
     The confidence is that of the best token even where another one was drawn: what a draft's length depends on must
     not depend on the draw.
     """
-    tokens, confidence = argmax_and_confidence(logits)
+    tokens, confidence = argmax_and_confidence(logits, execution)
     extras: Extras = {}
     if sampled:
         tokens, extras["q"] = sample_draft(logits, positions, sampling, execution)
     if alternatives:
-        extras["alternatives"] = runners_up(logits, alternatives)
+        extras["alternatives"] = runners_up(logits, alternatives, execution)
     return tokens, confidence, extras
 
 
-def runners_up(logits: Float[Array, "B N U"], count: int) -> Alternatives:
+def runners_up(logits: Float[Array, "B N U"], count: int, execution: Execution) -> Alternatives:
     """The tokens behind the best one. A few reductions: a sort of the vocabulary would cost more."""
     ids = jnp.arange(logits.shape[-1])
     total = jax.nn.logsumexp(logits, axis=-1)
-    tokens, values = [argmax(logits)], []
+    tokens, values = [argmax(logits, execution)], []
     for _ in range(count):
         logits = jnp.where(ids == tokens[-1][..., None], -jnp.inf, logits)
-        tokens.append(argmax(logits))
+        tokens.append(argmax(logits, execution))
         values.append(jnp.exp(logits.max(-1) - total))
     return Alternatives(tokens=jnp.stack(tokens[1:], -1), probability=jnp.stack(values, -1))
 

@@ -128,7 +128,7 @@ class Aligned(BlockDrafter):
         )
         live = jnp.max(jnp.where(carry.growing, at + self.block, 0))
         hidden, cache, _ = self.model.window(block.tokens, carry.state.cache, at, live)
-        proposed, confidence = argmax_and_confidence(self.logits(gather_rows(hidden, block.rows)))
+        proposed, confidence = argmax_and_confidence(self.logits(gather_rows(hidden, block.rows)), self.model.execution)
 
         storing, denoising = carry.growing & block.full, carry.growing & ~block.full
         cached = jnp.where(storing, at + self.block, at)

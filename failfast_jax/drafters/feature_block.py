@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.accept import argmax_and_confidence
-from failfast_jax.decoding.branches import when
+from failfast_jax.decoding.branches import one_of, when
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.state import Committed, Draft
 from failfast_jax.decoding.stopping import Never, StopRule
@@ -111,7 +111,10 @@ class FeatureDrafter(Drafter):
         if not self.deferred or 2 * rows > PENDING:
             cache = self.model.network.store(features, state.cache, before.length - 1)
             return state.replace(cache=cache, stored=after.length - 1)
-        pending = write_rows(state.pending, features, before.length - 1 - state.stored)
+        at = before.length - 1 - state.stored
+        # Features are wide: behind a plain step, only the row that matters is moved.
+        writes = [functools.partial(write_rows, new=features[:, :width], at=at) for width in (1, rows)]
+        pending = one_of(jnp.any(count > 1), writes, state.pending)
         no_room = jnp.any(after.length - 1 - state.stored + rows > PENDING)
         return self._store_pending(state.replace(pending=pending), after, no_room)
 
@@ -207,5 +210,5 @@ class FeatureDenoiser(FeatureDrafter):
         live = jnp.max(jnp.where(carry.masked.any(1), start + rows, 0))
         hidden, cache = network.block(inputs, carry.cache, start, jnp.full_like(start, config.block_size), live)
         drafting = hidden[:, config.own_row : config.own_row + self.spec_len]
-        ids, confidence = argmax_and_confidence(self.model.logits(drafting))
+        ids, confidence = argmax_and_confidence(self.model.logits(drafting), self.model.execution)
         return ids if self.model.draft_ids is None else self.model.draft_ids[ids], confidence, cache

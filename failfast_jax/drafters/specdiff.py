@@ -70,7 +70,7 @@ class SpecDiff(BlockDrafter):
             # The row that predicts the first token may end a block, which the next step has to see again.
             again = jnp.minimum(model.cached, self.whole_blocks(length))
             model = model.replace(cached=jnp.where(step + 1 < self.steps, again, model.cached))
-            tokens, confidence = argmax_and_confidence(logits)
+            tokens, confidence = argmax_and_confidence(logits, self.model.execution)
             goal = -(-(step + 1) * self.spec_len // self.steps)
             chosen = most_confident(confidence, carry.masked, goal - jnp.sum(~carry.masked[0]))
             return _Denoising(

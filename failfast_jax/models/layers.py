@@ -19,11 +19,14 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from failfast_jax.models.cache import round_up
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import ONE_DEVICE, Execution, put, total, whole
+
+SHORT_ROWS = 64
+"""`largest` of fewer numbers is XLA's."""
 
 
 def product(
@@ -136,27 +139,61 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*R E"]) -> Float[Array, "*R E"]:
-        return self.weight[...] * unit_rms(x, self.eps)
+        weight = self.weight[...]
+        if weight.dtype == jnp.float32 == x.dtype:
+            return _normed(x, weight, self.eps)
+        return weight * unit_rms(x, self.eps)
 
 
 def unit_rms(x: Float[Array, "*R E"], eps: float) -> Float[Array, "*R E"]:
     """`x` over its root mean square, which is computed in float32."""
-    y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt(_mean(y * y) + eps)).astype(x.dtype)
+    return _normed(x.astype(jnp.float32), jnp.ones(x.shape[-1:]), eps).astype(x.dtype)
 
 
-def _mean(x: Float[Array, "*R E"]) -> Float[Array, "*R 1"]:
-    """Over the last axis. XLA's sum on CPU depends on how many rows there are; a product by ones does not."""
-    plain = functools.partial(jnp.mean, axis=-1, keepdims=True)
-    outputs = 6  # one is wanted: so many a kernel makes at least
-    if not _ours(x.shape[1] if x.ndim > 2 else math.prod(x.shape[:-1]), outputs, x.dtype):
+def _normed(x: Float[Array, "*R E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*R E"]:
+    """Over the root mean square, times `weight`. XLA's sum on CPU depends on how many rows there are; the kernel's
+    does not."""
+
+    def plain(x: Array, weight: Array) -> Array:
+        return weight * (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps))
+
+    width = x.shape[1] if x.ndim > 2 else math.prod(x.shape[:-1])
+    if not _ours(width, x.shape[-1], x.dtype):
+        return plain(x, weight)
+
+    def ours(x: Array, weight: Array) -> Array:
+        from failfast_jax.kernels import cpu_rows  # brings LLVM: only where it runs
+
+        return cpu_rows.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).reshape(x.shape)
+
+    return jax.lax.platform_dependent(x, weight, cpu=ours, default=plain)
+
+
+def largest(x: Float[Array, "*R V"], execution: Execution | None) -> tuple[Int[Array, "*R"], Float[Array, "*R"]]:
+    """Where the largest number of each row is, the first of several, and the number; V and NaN where one is NaN.
+
+    Args:
+      x: float32.
+      execution: of the model that it comes from; None: perhaps it is spread over devices.
+    """
+
+    def plain(x: Array) -> tuple[Array, Array]:
+        # Two plain reductions: XLA's (value, index) one does not vectorise on CPU.
+        value = x.max(-1)
+        places = jnp.where(x == value[..., None], jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape[-1])
+        return places.min(-1), value
+
+    together = execution is not None and execution.mesh is None
+    if not together or x.shape[-1] < SHORT_ROWS or not _ours(1, x.shape[-1], x.dtype):
         return plain(x)
 
-    def by_ones(x):
-        sums = _cpu_product(None, x, jnp.ones((outputs, x.shape[-1]), x.dtype))
-        return sums[..., :1] / x.shape[-1]
+    def ours(x: Array) -> tuple[Array, Array]:
+        from failfast_jax.kernels import cpu_rows
 
-    return jax.lax.platform_dependent(x, cpu=by_ones, default=plain)
+        index, value = cpu_rows.largest(x.reshape(-1, x.shape[-1]))
+        return index.reshape(x.shape[:-1]), value.reshape(x.shape[:-1])
+
+    return jax.lax.platform_dependent(x, cpu=ours, default=plain)
 
 
 Attend = Callable[[Array], tuple[Array, Any]]

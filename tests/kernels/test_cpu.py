@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import attention_by_hand
 
-from failfast_jax.kernels import cpu, cpu_product, emit
-from failfast_jax.models.layers import product, xla_product
+from failfast_jax.kernels import cpu, cpu_product, cpu_rows, emit
+from failfast_jax.models.layers import RMSNorm, largest, product, unit_rms, xla_product
+from failfast_jax.models.sharding import ONE_DEVICE
 
 UNITS = [emit.VectorUnit(16, 32), emit.VectorUnit(8, 16), emit.VectorUnit(4, 32)]
 """AVX-512, AVX2 and NEON. LLVM splits vectors that a processor does not have."""
@@ -146,3 +147,52 @@ def test_shapes_that_are_not_served():
     assert "a multiple of 16" in cpu.supports(**served | {"capacity": 100})
     assert "head_dim 6" in cpu.supports(**served | {"head_dim": 6})
     assert "float16" in cpu.supports(**served | {"dtype": "float16"})
+
+
+@pytest.mark.parametrize("size", [1, 15, 48, 577])
+def test_norms_of_any_size(unit, size):
+    x, weight = numbers(1, 70, size), numbers(2, size)
+    exact = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
+    np.testing.assert_allclose(cpu_rows.rms_norm(x, weight, 1e-5), exact, rtol=2e-6)
+    np.testing.assert_array_equal(
+        cpu_rows.rms_norm(x[66:], weight, 1e-5), np.asarray(cpu_rows.rms_norm(x, weight, 1e-5))[66:]
+    )
+
+
+@pytest.mark.parametrize("size", [16, 17, 95, 1000])
+def test_the_first_of_the_largest(unit, size):
+    x = np.round(numbers(size, 9, size))  # with ties
+    x[1], x[2, 3], x[3, size - 1], x[4, 5] = -np.inf, np.inf, 99, -np.nan
+    index, value = cpu_rows.largest(x)
+    expected = x.argmax(-1)
+    expected[4] = size
+    np.testing.assert_array_equal(index, expected)
+    np.testing.assert_array_equal(value, x.max(-1))
+
+
+def test_rows_are_as_xla_has_them_and_so_are_their_derivatives():
+    x, norm = numbers(1, 2, 3, 96), RMSNorm(96, 1e-5, jnp.float32)
+    for plain, ours in (
+        (lambda x: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5), norm),
+        (lambda x: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5), lambda x: unit_rms(x, 1e-5)),
+        (lambda x: x.max(-1), lambda x: largest(x, ONE_DEVICE)[1]),
+    ):
+        text = jax.jit(ours).lower(x).as_text()
+        assert "failfast_" in text, "the kernel is not called"
+        np.testing.assert_allclose(ours(x), plain(x), rtol=1e-5)
+        got, expected = (jax.grad(lambda x, of=of: (of(x) ** 3).sum())(x) for of in (ours, plain))
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_several_devices_or_few_numbers_are_xlas():
+    for size, execution in ((96, None), (20, ONE_DEVICE)):
+        assert "failfast_" not in jax.jit(lambda x, e=execution: largest(x, e)).lower(jnp.ones((2, size))).as_text()
+
+
+def test_rows_that_are_no_float32_are_refused():
+    with pytest.raises(ValueError, match="wants float32"):
+        cpu_rows.largest(jnp.ones((2, 96), jnp.bfloat16))
+    with pytest.raises(ValueError, match="wants float32"):
+        cpu_rows.rms_norm(jnp.ones((2, 96)), jnp.ones(96, jnp.bfloat16), 1e-5)
+    with pytest.raises(ValueError, match="rows of 3"):
+        cpu_rows.largest(jnp.ones((2, 3)))

@@ -1,0 +1,168 @@
+"""What a CPU computes of each row by itself: its root mean square, and its largest number.
+
+XLA takes several operations for either, each of them over all rows, and the order of its sums depends on how many rows
+there are. Here a row is read twice, by one thread, and its result does not depend on the others.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+from llvmlite import ir
+
+from failfast_jax.kernels import emit
+from failfast_jax.kernels.emit import FLOAT, INT, Call, Emitter, constant
+
+NORMS_AT_ONCE = 64
+"""Rows of a piece of work; the largest number of a row is a piece."""
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def rms_norm(rows: Float[Array, "R E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "R E"]:
+    """Rows over their root mean square, times a weight; all float32. On a CPU with a vector unit that `emit` knows."""
+    _refuse_others(rows, weight)
+    name = emit.registered(_norm_module)
+    [result] = emit.call(name, jax.ShapeDtypeStruct(rows.shape, jnp.float32))(rows, weight, jnp.float32(eps))
+    return result
+
+
+@rms_norm.defjvp
+def _rms_norm_jvp(eps: float, arguments: tuple[Array, Array], changes: tuple[Array, Array]) -> tuple[Array, Array]:
+    def plain(rows: Array, weight: Array) -> Array:
+        return rows * jax.lax.rsqrt(jnp.mean(rows * rows, axis=-1, keepdims=True) + eps) * weight
+
+    return rms_norm(*arguments, eps), jax.jvp(plain, arguments, changes)[1]
+
+
+@jax.custom_jvp
+def largest(rows: Float[Array, "R V"]) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+    """Where in each row its largest number is, the first of several, and the number; V and NaN where one is NaN.
+
+    Args:
+      rows: float32, at least as long as a vector.
+    """
+    _refuse_others(rows)
+    if rows.shape[1] < emit.vector_unit().lanes:
+        raise ValueError(f"rows of {rows.shape[1]}: {emit.vector_unit().lanes} numbers or more")
+    name, shape = emit.registered(_largest_module), rows.shape[:1]
+    shapes = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
+    return tuple(emit.call(name, *shapes)(rows))
+
+
+@largest.defjvp
+def _largest_jvp(arguments: tuple[Array], changes: tuple[Array]) -> tuple:
+    index, value = largest(*arguments)
+    change = jnp.take_along_axis(changes[0], index[:, None], axis=1, mode="fill")[:, 0]
+    return (index, value), (np.zeros(index.shape, jax.dtypes.float0), change)
+
+
+def _refuse_others(rows: ArrayLike, *more: ArrayLike) -> None:
+    if emit.vector_unit() is None or any(x.dtype != jnp.float32 for x in (rows, *more)):
+        types = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (rows, *more))
+        raise ValueError(f"{types}: wants float32, and a processor with fused multiply-add")
+
+
+def _norm_module() -> ir.Module:
+    module = ir.Module(f"{emit.TARGETS}_rms_norm")
+    emit.handler(module, _norm)
+    return module
+
+
+def _norm(call: Call) -> None:
+    rows, weight, eps = (call.input(index) for index in range(3))
+    emitter, size = call.emitter, rows.size(1)
+    count = emitter.sdiv(emitter.add(rows.size(0), constant(NORMS_AT_ONCE - 1)), constant(NORMS_AT_ONCE))
+
+    def some_rows(emitter: Emitter, piece, values) -> None:
+        rows, weight, result, eps, count, size = values
+        lanes = emit.vector_unit().lanes
+        begin = emitter.mul(piece, constant(NORMS_AT_ONCE))
+        end = emitter.least(emitter.add(begin, constant(NORMS_AT_ONCE)), count)
+        whole = emitter.and_(size, constant(-lanes))
+        numbers = emitter.sitofp(size, FLOAT)
+        least = emitter.load(eps, typ=FLOAT)
+
+        def norm(row, _):
+            x, y = (emitter.element(array, emitter.mul(row, size)) for array in (rows, result))
+
+            def square(at, carried, lanes):
+                number = emitter.floats(emitter.element(x, at), lanes)
+                return [emitter.multiply_add(number, number, carried[0])]
+
+            [total] = emitter.loop(whole, lanes, functools.partial(square, lanes=lanes), [emit.vector([0.0] * lanes)])
+            total = emitter.lane(emitter.sums([total])[0], 0)
+            [total] = emitter.loop(size, 1, functools.partial(square, lanes=1), [total], begin=whole)
+            root = emitter.intrinsic("sqrt", FLOAT, emitter.fadd(emitter.fdiv(total, numbers), least))
+            factor = emitter.fdiv(ir.Constant(FLOAT, 1.0), root)
+
+            def scale(at, _, lanes):
+                number, by = (emitter.floats(emitter.element(array, at), lanes) for array in (x, weight))
+                factors = emitter.repeated(factor, lanes) if lanes > 1 else factor
+                emitter.store(emitter.fmul(emitter.fmul(number, factors), by), emitter.element(y, at), align=4)
+
+            emitter.loop(whole, lanes, functools.partial(scale, lanes=lanes))
+            emitter.loop(size, 1, functools.partial(scale, lanes=1), begin=whole)
+
+        emitter.loop(end, 1, norm, begin=begin)
+
+    emit.share_out(call, count, [rows.data, weight.data, call.output().data, eps.data, rows.size(0), size], some_rows)
+
+
+def _largest_module() -> ir.Module:
+    module = ir.Module(f"{emit.TARGETS}_largest")
+    emit.handler(module, _largest)
+    return module
+
+
+def _largest(call: Call) -> None:
+    rows = call.input(0)
+    values = [rows.data, call.output(0).data, call.output(1).data, rows.size(1)]
+    emit.share_out(call, rows.size(0), values, _largest_of_row)
+
+
+def _largest_of_row(emitter: Emitter, row, values: list) -> None:
+    rows, index, value, size = values
+    lanes = emit.vector_unit().lanes
+    x, end = emitter.element(rows, emitter.mul(row, size)), emitter.sub(size, constant(lanes))
+    some = [ir.Constant(ir.VectorType(ir.IntType(1), lanes), [False] * lanes)]
+
+    def over(body, carried):
+        """Over all vectors; the last one overlaps the one before, which makes no difference here."""
+
+        def vector(at, carried):
+            at = emitter.least(at, end)
+            return body(at, emitter.floats(emitter.element(x, at), lanes), carried)
+
+        return emitter.loop(size, lanes, vector, carried)
+
+    def higher(_, numbers, carried):
+        best, strange = carried
+        above = emitter.fcmp_ordered(">", numbers, best)
+        strange = emitter.or_(strange, emitter.fcmp_unordered("uno", numbers, numbers))
+        return [emitter.select(above, numbers, best), strange]
+
+    best, strange = over(higher, [emit.vector([float("-inf")] * lanes), *some])
+    best = emitter.intrinsic("vector.reduce.fmax", FLOAT, best)
+    bits = ir.IntType(lanes)
+    strange = emitter.icmp_unsigned("!=", emitter.bitcast(strange, bits), ir.Constant(bits, 0))
+    wanted = emitter.repeated(best, lanes)
+    count = emitter.trunc(size, INT)
+
+    def first(at, numbers, carried):
+        start = emitter.repeated(emitter.trunc(at, INT), lanes)
+        place = emitter.add(start, emit.vector(range(lanes), INT))
+        nearer = emitter.and_(emitter.fcmp_ordered("==", numbers, wanted), emitter.icmp_signed("<", place, carried[0]))
+        return [emitter.select(nearer, place, carried[0])]
+
+    [places] = over(first, [emitter.repeated(count, lanes)])
+    place = emitter.lane(places, 0)
+    for lane in range(1, lanes):
+        place = emitter.least(place, emitter.lane(places, lane))
+    nan = ir.Constant(FLOAT, float("nan"))
+    emitter.store(emitter.select(strange, count, place), emitter.element(index, row, INT))
+    emitter.store(emitter.select(strange, nan, best), emitter.element(value, row))

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from failfast_jax.decoding.state import Logprobs, Sampling
-from failfast_jax.models.layers import largest
+from failfast_jax.models.layers import largest, largest_and_share
 from failfast_jax.models.sharding import ONE_DEVICE, Execution, constrain_rows
 
 DRAFTING, ACCEPTING, RESAMPLING = 1, 2, 3
@@ -36,15 +36,15 @@ def argmax(logits: Float[Array, "*R V"], execution: Execution | None = None) -> 
 
 def target_argmax(logits: Float[Array, "*R V"], execution: Execution | None = None) -> Int[Array, "*R"]:
     """As `argmax`; V, which is no token, where a logit is NaN: the round ends the sequence there."""
-    return largest(logits, execution)[0]
+    return largest(logits, execution)
 
 
 def argmax_and_confidence(
     logits: Float[Array, "*R V"], execution: Execution | None = None
 ) -> tuple[Int[Array, "*R"], Float[Array, "*R"]]:
     """Best token and its softmax probability, without materialising the probabilities."""
-    tokens, best = largest(logits, execution)
-    return jnp.minimum(tokens, logits.shape[-1] - 1), 1.0 / jnp.sum(jnp.exp(logits - best[..., None]), -1)
+    tokens, confidence = largest_and_share(logits, execution)
+    return jnp.minimum(tokens, logits.shape[-1] - 1), confidence
 
 
 def forbid(logits: Float[Array, "*R V"], mask_token: int | None, vocab: int) -> Float[Array, "*R V"]:

@@ -29,7 +29,7 @@ PRIOR_TRIALS = 8.0
 MEMORY = 0.99
 """What is left of a trial after another round with trials in its bin's source."""
 STAKE = 0.01
-"""Share of the time that may be lost to drafts that fail."""
+"""Share of the time that one sequence may lose to drafts that fail."""
 CREDIT = 2.0
 """Steps that one sequence may lose before anything was won."""
 HINDSIGHT = 0.1
@@ -156,10 +156,13 @@ class Purse:
             cost=jnp.where(asked, newer[1], self.cost * (1 - CURIOSITY)),
         )
 
-    def paid(self, cost: Float[Array, ""], tokens: Float[Array, ""], missed: Float[ArrayLike, ""] = 0.0) -> Purse:
+    def paid(
+        self, cost: Float[Array, ""], tokens: Float[Array, ""], missed: Float[ArrayLike, ""] = 0.0, batch: int = 1
+    ) -> Purse:
         """After a round of that cost that brought the batch as far as so many plain steps.
 
         Args:
           missed: share of the rows whose drafts were right and could not be paid.
+          batch: sequences that share the stake.
         """
-        return self.replace(steps=self.steps + tokens - (1 - STAKE) * cost + HINDSIGHT * missed)
+        return self.replace(steps=self.steps + tokens - (1 - STAKE / batch) * cost + HINDSIGHT * missed)

@@ -136,12 +136,20 @@ def _tile(module: ir.Module, rows: int, dtype: str) -> ir.Function:
     if vectors > 1:
         sums = emitter.loop(whole, lanes, step, sums, begin=turns)
     sums = emitter.sums(sums)
-    sums = [emitter.lane(sums[index // lanes], index % lanes) for index in range(rows * width)]
-    sums = emitter.loop(inputs, 1, functools.partial(step, lanes=1), sums, begin=whole)
-    for index, total in enumerate(sums):
-        row, output = divmod(index, width)
-        place = emitter.add(emitter.mul(stride, constant(row)), constant(output))
-        emitter.store(total, emitter.element(y, place))
+    results = [emitter.element(y, emitter.mul(stride, constant(row))) for row in range(rows)]
+    with emitter.if_else(emitter.icmp_signed("==", whole, inputs)) as (then, otherwise):
+        with then:
+            for row, result in enumerate(results):
+                which, begin = divmod(row * width, lanes)
+                pair = sums[which], sums[min(which + 1, len(sums) - 1)]
+                some = emitter.shuffle_vector(*pair, emit.vector(range(begin, begin + width), emit.INT))
+                emitter.store(some, result, align=4)
+        with otherwise:
+            totals = [emitter.lane(sums[index // lanes], index % lanes) for index in range(rows * width)]
+            totals = emitter.loop(inputs, 1, functools.partial(step, lanes=1), totals, begin=whole)
+            for index, total in enumerate(totals):
+                row, output = divmod(index, width)
+                emitter.store(total, emitter.element(results[row], constant(output)))
     emitter.ret_void()
     return function
 

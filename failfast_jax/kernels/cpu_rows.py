@@ -39,26 +39,37 @@ def _rms_norm_jvp(eps: float, arguments: tuple[Array, Array], changes: tuple[Arr
     return rms_norm(*arguments, eps), jax.jvp(plain, arguments, changes)[1]
 
 
-@jax.custom_jvp
-def largest(rows: Float[Array, "R V"]) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """Where in each row its largest number is, the first of several, and the number; V and NaN where one is NaN.
+def largest(rows: Float[Array, "R V"]) -> Int[Array, " R"]:
+    """Where in each row its largest number is, the first of several; V where one is NaN.
 
     Args:
       rows: float32, at least as long as a vector.
     """
+    return _largest(jax.lax.stop_gradient(rows), share=False)[0]
+
+
+@jax.custom_jvp
+def largest_and_share(rows: Float[Array, "R V"]) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+    """`largest`, and the probability that softmax gives that number: NaN where it is not finite."""
+    return _largest(rows, share=True)
+
+
+@largest_and_share.defjvp
+def _largest_and_share_jvp(arguments: tuple[Array], changes: tuple[Array]) -> tuple:
+    def plain(rows: Array) -> Array:
+        return jnp.take_along_axis(jax.nn.softmax(rows), index[:, None], axis=1, mode="fill")[:, 0]
+
+    index, share = largest_and_share(*arguments)
+    return (index, share), (np.zeros(index.shape, jax.dtypes.float0), jax.jvp(plain, arguments, changes)[1])
+
+
+def _largest(rows: Float[Array, "R V"], share: bool) -> tuple[Array, ...]:
     _refuse_others(rows)
     if rows.shape[1] < emit.vector_unit().lanes:
         raise ValueError(f"rows of {rows.shape[1]}: {emit.vector_unit().lanes} numbers or more")
-    name, shape = emit.registered(_largest_module), rows.shape[:1]
-    shapes = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
-    return tuple(emit.call(name, *shapes)(rows))
-
-
-@largest.defjvp
-def _largest_jvp(arguments: tuple[Array], changes: tuple[Array]) -> tuple:
-    index, value = largest(*arguments)
-    change = jnp.take_along_axis(changes[0], index[:, None], axis=1, mode="fill")[:, 0]
-    return (index, value), (np.zeros(index.shape, jax.dtypes.float0), change)
+    dtypes = (jnp.int32, jnp.float32) if share else (jnp.int32,)
+    shapes = (jax.ShapeDtypeStruct(rows.shape[:1], dtype) for dtype in dtypes)
+    return tuple(emit.call(emit.registered(_largest_module, share), *shapes)(rows))
 
 
 def _refuse_others(rows: ArrayLike, *more: ArrayLike) -> None:
@@ -113,20 +124,20 @@ def _norm(call: Call) -> None:
     emit.share_out(call, count, [rows.data, weight.data, call.output().data, eps.data, rows.size(0), size], some_rows)
 
 
-def _largest_module() -> ir.Module:
-    module = ir.Module(f"{emit.TARGETS}_largest")
-    emit.handler(module, _largest)
+def _largest_module(share: bool) -> ir.Module:
+    module = ir.Module(f"{emit.TARGETS}_largest{'_share' if share else ''}")
+    emit.handler(module, functools.partial(_largest_of_rows, share=share))
     return module
 
 
-def _largest(call: Call) -> None:
+def _largest_of_rows(call: Call, *, share: bool) -> None:
     rows = call.input(0)
-    values = [rows.data, call.output(0).data, call.output(1).data, rows.size(1)]
-    emit.share_out(call, rows.size(0), values, _largest_of_row)
+    values = [rows.data, rows.size(1), *(call.output(index).data for index in range(1 + share))]
+    emit.share_out(call, rows.size(0), values, functools.partial(_largest_of_row, share=share))
 
 
-def _largest_of_row(emitter: Emitter, row, values: list) -> None:
-    rows, index, value, size = values
+def _largest_of_row(emitter: Emitter, row, values: list, *, share: bool) -> None:
+    rows, size, index, *shares = values
     lanes = emit.vector_unit().lanes
     x, end = emitter.element(rows, emitter.mul(row, size)), emitter.sub(size, constant(lanes))
     some = [ir.Constant(ir.VectorType(ir.IntType(1), lanes), [False] * lanes)]
@@ -163,6 +174,28 @@ def _largest_of_row(emitter: Emitter, row, values: list) -> None:
     place = emitter.lane(places, 0)
     for lane in range(1, lanes):
         place = emitter.least(place, emitter.lane(places, lane))
-    nan = ir.Constant(FLOAT, float("nan"))
     emitter.store(emitter.select(strange, count, place), emitter.element(index, row, INT))
-    emitter.store(emitter.select(strange, nan, best), emitter.element(value, row))
+    if share:
+        found = emitter.fdiv(ir.Constant(FLOAT, 1.0), _total(emitter, x, size, wanted))
+        infinite = emitter.fcmp_ordered("==", emitter.intrinsic("fabs", FLOAT, best), ir.Constant(FLOAT, float("inf")))
+        found = emitter.select(emitter.or_(strange, infinite), ir.Constant(FLOAT, float("nan")), found)
+        emitter.store(found, emitter.element(shares[0], row))
+
+
+def _total(emitter: Emitter, x, size, subtracted):
+    """The sum of e to what each number of a row is below the largest one."""
+    lanes = emit.vector_unit().lanes
+    whole = emitter.and_(size, constant(-lanes))
+    zero = emit.vector([0.0] * lanes)
+
+    def weights(at):
+        return emitter.exponential(emitter.fsub(emitter.floats(emitter.element(x, at), lanes), subtracted))
+
+    [total] = emitter.loop(whole, lanes, lambda at, carried: [emitter.fadd(carried[0], weights(at))], [zero])
+    # The last vector overlaps the one before: only its own numbers count.
+    left = emitter.trunc(emitter.sub(size, whole), INT)
+    own = emitter.icmp_signed(
+        ">=", emit.vector(range(lanes), INT), emitter.repeated(emitter.sub(ir.Constant(INT, lanes), left), lanes)
+    )
+    rest = emitter.select(own, weights(emitter.sub(size, constant(lanes))), zero)
+    return emitter.lane(emitter.sums([emitter.fadd(total, rest)])[0], 0)

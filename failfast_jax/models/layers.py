@@ -169,29 +169,44 @@ def _normed(x: Float[Array, "*R E"], weight: Float[Array, " E"], eps: float) -> 
     return jax.lax.platform_dependent(x, weight, cpu=ours, default=plain)
 
 
-def largest(x: Float[Array, "*R V"], execution: Execution | None) -> tuple[Int[Array, "*R"], Float[Array, "*R"]]:
-    """Where the largest number of each row is, the first of several, and the number; V and NaN where one is NaN.
+def largest(x: Float[Array, "*R V"], execution: Execution | None) -> Int[Array, "*R"]:
+    """Where the largest number of each row is, the first of several; V where one is NaN.
 
     Args:
       x: float32.
       execution: of the model that it comes from; None: perhaps it is spread over devices.
     """
 
-    def plain(x: Array) -> tuple[Array, Array]:
+    def plain(x: Array) -> Array:
         # Two plain reductions: XLA's (value, index) one does not vectorise on CPU.
-        value = x.max(-1)
-        places = jnp.where(x == value[..., None], jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape[-1])
-        return places.min(-1), value
+        places = jnp.where(x == x.max(-1, keepdims=True), jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape[-1])
+        return places.min(-1)
 
+    return _by_row("largest", plain, x, execution)
+
+
+def largest_and_share(
+    x: Float[Array, "*R V"], execution: Execution | None
+) -> tuple[Int[Array, "*R"], Float[Array, "*R"]]:
+    """`largest`, and the probability that softmax gives that number: NaN where it is not finite."""
+
+    def plain(x: Array) -> tuple[Array, Array]:
+        return largest(x, None), 1.0 / jnp.sum(jnp.exp(x - x.max(-1, keepdims=True)), -1)
+
+    return _by_row("largest_and_share", plain, x, execution)
+
+
+def _by_row(name: str, plain: Callable, x: Array, execution: Execution | None) -> Any:
+    """By the function of that name of `kernels.cpu_rows`, where rows are whole and long enough to be worth it."""
     together = execution is not None and execution.mesh is None
     if not together or x.shape[-1] < SHORT_ROWS or not _ours(1, x.shape[-1], x.dtype):
         return plain(x)
 
-    def ours(x: Array) -> tuple[Array, Array]:
+    def ours(x: Array) -> Any:
         from failfast_jax.kernels import cpu_rows
 
-        index, value = cpu_rows.largest(x.reshape(-1, x.shape[-1]))
-        return index.reshape(x.shape[:-1]), value.reshape(x.shape[:-1])
+        found = getattr(cpu_rows, name)(x.reshape(-1, x.shape[-1]))
+        return jax.tree.map(lambda y: y.reshape(x.shape[:-1]), found)
 
     return jax.lax.platform_dependent(x, cpu=ours, default=plain)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import attention_by_hand
 
 from failfast_jax.kernels import cpu, cpu_product, cpu_rows, emit
-from failfast_jax.models.layers import RMSNorm, largest, product, unit_rms, xla_product
+from failfast_jax.models.layers import RMSNorm, largest, largest_and_share, product, unit_rms, xla_product
 from failfast_jax.models.sharding import ONE_DEVICE
 
 UNITS = [emit.VectorUnit(16, 32), emit.VectorUnit(8, 16), emit.VectorUnit(4, 32)]
@@ -163,11 +163,16 @@ def test_norms_of_any_size(unit, size):
 def test_the_first_of_the_largest(unit, size):
     x = np.round(numbers(size, 9, size))  # with ties
     x[1], x[2, 3], x[3, size - 1], x[4, 5] = -np.inf, np.inf, 99, -np.nan
-    index, value = cpu_rows.largest(x)
+    index, share = cpu_rows.largest_and_share(x)
     expected = x.argmax(-1)
     expected[4] = size
     np.testing.assert_array_equal(index, expected)
-    np.testing.assert_array_equal(value, x.max(-1))
+    np.testing.assert_array_equal(cpu_rows.largest(x), expected)
+    x[5, :3] = -np.inf  # forbidden tokens have no share
+    with np.errstate(invalid="ignore"):
+        exact = 1 / np.exp(x.astype(np.float64) - x.max(-1, keepdims=True)).sum(-1)
+    np.testing.assert_allclose(cpu_rows.largest_and_share(x)[1], exact, rtol=2e-6)
+    np.testing.assert_array_equal(np.isnan(share), [False, True, True, False, True, *[False] * 4])
 
 
 def test_rows_are_as_xla_has_them_and_so_are_their_derivatives():
@@ -175,7 +180,7 @@ def test_rows_are_as_xla_has_them_and_so_are_their_derivatives():
     for plain, ours in (
         (lambda x: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5), norm),
         (lambda x: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5), lambda x: unit_rms(x, 1e-5)),
-        (lambda x: x.max(-1), lambda x: largest(x, ONE_DEVICE)[1]),
+        (lambda x: jax.nn.softmax(x).max(-1), lambda x: largest_and_share(x, ONE_DEVICE)[1]),
     ):
         text = jax.jit(ours).lower(x).as_text()
         assert "failfast_" in text, "the kernel is not called"

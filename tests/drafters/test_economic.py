@@ -22,6 +22,7 @@ from failfast_jax.decoding.economics import (
     EDGES,
     LEAD,
     MODEL_CHANCES,
+    STAKE,
     TEXT_CHANCES,
     Calibration,
     Costs,
@@ -256,7 +257,7 @@ def purse_after(drafter: Economic, emitted: list[list[int]], running: list[list[
         agreed = jnp.asarray(counts) - 1
         state = drafter.commit(state, Outcome(before, after, Draft.empty(rows, 0), agreed, jnp.zeros((rows, 1, 0, 1))))
         before = after
-    return float(state.purse.steps) - CREDIT / rows - 0.01 * len(emitted)
+    return float(state.purse.steps) - CREDIT / rows - STAKE * len(emitted) / rows
 
 
 def test_a_list_of_prompts_waits_for_its_slowest_row():

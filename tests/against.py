@@ -12,6 +12,7 @@ have the same tokens. Both run with the packages of this environment.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -39,14 +40,16 @@ class Checkout:
     """A process that answers with the code of a checkout."""
 
     def __init__(self, folder: Path):
-        environment = os.environ | {"PYTHONPATH": str(folder.resolve())}
+        paths = [str(folder.resolve()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         command, pipe = [sys.executable, "-c", WORKER], subprocess.PIPE
         self.folder = folder
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=folder, env=environment)
 
     def answer(self, prompt: str, method: str, tokens: int) -> dict[str, Any]:
         """Seconds of decoding, and the tokens."""
-        print(json.dumps([prompt, method, tokens]), file=self.process.stdin, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # it has ended: nothing is read
+            print(json.dumps([prompt, method, tokens]), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         if not line:
             raise SystemExit(f"{self.folder}: ended with status {self.process.wait()}; its error is above")
@@ -54,7 +57,7 @@ class Checkout:
 
 
 def compared(both: list[Checkout], prompts: list[str], method: str, tokens: int, repeats: int) -> dict[str, Any]:
-    """Of one method."""
+    """The comparison of one method."""
     ratios, equal = [], 0
     for index, prompt in enumerate(prompts):
         found = []
@@ -90,6 +93,8 @@ def main() -> int:
         parser.error(f"--data {args.data}: no such file")
     rows = [json.loads(line) for line in args.data.read_text(encoding="utf-8").splitlines() if line.strip()]
     prompts = [row["prompt"] for row in rows][: args.limit]
+    if not prompts or args.repeats < 1:
+        parser.error("at least one question and --repeats 1")
     both = [Checkout(folder) for folder in (HERE, args.other)]
     tokens, repeats = args.max_new_tokens, args.repeats
     found = {method: compared(both, prompts, method, tokens, repeats) for method in args.methods.split(",")}

@@ -29,7 +29,7 @@ def argmax(logits: Float[Array, "*R V"], execution: Execution | None = None) -> 
     """Index of the largest logit, the lowest one on ties; the last one where a logit is NaN.
 
     Args:
-      execution: of the model that the logits are of, if it is known: one device's have a faster way.
+      execution: of the model that the logits are of; None: unknown. On one device there is a faster way.
     """
     return jnp.minimum(target_argmax(logits, execution), logits.shape[-1] - 1)
 

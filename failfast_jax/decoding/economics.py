@@ -157,12 +157,16 @@ class Purse:
         )
 
     def paid(
-        self, cost: Float[Array, ""], tokens: Float[Array, ""], missed: Float[ArrayLike, ""] = 0.0, batch: int = 1
+        self,
+        cost: Float[Array, ""],
+        tokens: Float[Array, ""],
+        missed: Float[ArrayLike, ""] = 0.0,
+        running: Int[ArrayLike, ""] = 1,
     ) -> Purse:
         """After a round of that cost that brought the batch as far as so many plain steps.
 
         Args:
           missed: share of the rows whose drafts were right and could not be paid.
-          batch: sequences that share the stake.
+          running: sequences that share the stake, as a round shows the drafts of all of them.
         """
-        return self.replace(steps=self.steps + tokens - (1 - STAKE / batch) * cost + HINDSIGHT * missed)
+        return self.replace(steps=self.steps + tokens - (1 - STAKE / running) * cost + HINDSIGHT * missed)

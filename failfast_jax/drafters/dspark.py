@@ -108,7 +108,7 @@ class DSparkDrafter(FeatureDrafter):
         used = -(-last // config.block_size) * config.block_size
         tokens = jnp.pad(known, ((0, 0), (0, max(rows - known.shape[1], 0))))[:, :rows]
         given = jnp.arange(rows) <= growth.drafted[:, None]
-        # Behind a barrier, as XLA would make this of the features in every round, drafts or none.
+        # Without the barrier XLA would compute what is made of the features in every round, even one without drafts.
         features, _ = jax.lax.optimization_barrier((state.features, growth.drafted))
         inputs = self.model.network.inputs(self.model.embed, tokens, given, features)
 

@@ -243,7 +243,8 @@ class Economic(Drafter):
             gained = _least(ahead, left) - _least(state.ahead, running)
         right = running & (state.text_draft.length > 0) & (state.text_draft.tokens[:, 0] == text[:, 0])
         missed = jnp.where(state.refused, right.sum() / jnp.maximum(running.sum(), 1), 0.0)
-        state = state.replace(purse=state.purse.paid(state.cost, 1 + gained, missed, running.shape[0]), ahead=ahead)
+        purse = state.purse.paid(state.cost, 1 + gained, missed, jnp.maximum(running.sum(), 1))
+        state = state.replace(purse=purse, ahead=ahead)
         if self.text is not None:
             state = state.replace(
                 text=self.text.commit(state.text, outcome),

@@ -10,7 +10,8 @@ One interface, `window_attention(..., k_cache, v_cache, start, until, live, *, b
 
 `cpu`, `gpu` and `reference.window_attention` take rotated queries `[B, W, Q, H]`, `tpu.window_attention` the
 fused projection before rotation. `gpu.dense_window_attention` and `tpu.prefill_attention` serve wide windows.
-Each module of kernels has `supports(...)`, which says why it cannot serve a shape, and `MAX_WIDTH`.
+Each module of kernels has `supports(...)`, which says why it cannot serve a shape; those of attention have `MAX_WIDTH`.
 
-`cpu_product` multiplies the few rows of a decode pass by a matrix; `emit` is what the CPU's kernels are written with.
+`cpu_product` multiplies the few rows of a decode pass by a matrix, `cpu_rows` norms rows and finds their largest
+numbers; `emit` is what the CPU's kernels are written with.
 """

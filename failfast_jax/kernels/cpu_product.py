@@ -142,8 +142,8 @@ def _tile(module: ir.Module, rows: int, dtype: str) -> ir.Function:
             for row, result in enumerate(results):
                 which, begin = divmod(row * width, lanes)
                 pair = sums[which], sums[min(which + 1, len(sums) - 1)]
-                some = emitter.shuffle_vector(*pair, emit.vector(range(begin, begin + width), emit.INT))
-                emitter.store(some, result, align=4)
+                of_row = emitter.shuffle_vector(*pair, emit.vector(range(begin, begin + width), emit.INT))
+                emitter.store(of_row, result, align=4)
         with otherwise:
             totals = [emitter.lane(sums[index // lanes], index % lanes) for index in range(rows * width)]
             totals = emitter.loop(inputs, 1, functools.partial(step, lanes=1), totals, begin=whole)

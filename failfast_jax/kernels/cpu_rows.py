@@ -1,7 +1,7 @@
-"""What a CPU computes of each row by itself: its root mean square, and its largest number.
+"""What a CPU computes of each row by itself: its root mean square; its largest number, and that one's softmax.
 
-XLA takes several operations for either, each of them over all rows, and the order of its sums depends on how many rows
-there are. Here a row is read twice, by one thread, and its result does not depend on the others.
+XLA takes several operations for any of these, each of them over all rows, and the order of its sums depends on how many
+rows there are. Here a row is read two or three times, by one thread, and its result does not depend on the others.
 """
 
 from __future__ import annotations
@@ -11,21 +11,46 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from failfast_jax.kernels import emit
+from failfast_jax.kernels import cpu_product, emit
 from failfast_jax.kernels.emit import FLOAT, INT, Call, Emitter, constant
 
 NORMS_AT_ONCE = 64
-"""Rows of a piece of work; the largest number of a row is a piece."""
+"""Rows that are normed in one piece of work. To find the largest number of one row is a piece by itself."""
+FEWEST = 16
+"""Numbers of a row: a whole vector, on every processor."""
+
+
+def supports(*, width: int, dtype: DTypeLike, size: int | None = None) -> str | None:
+    """Why rows are not served; None if they are.
+
+    Args:
+      width: rows of a sequence.
+      dtype: of the rows.
+      size: numbers of a row, of which `largest` needs some; None: for `rms_norm`.
+    """
+    if emit.vector_unit() is None:
+        return cpu_product.NO_UNIT
+    if not 1 <= width <= cpu_product.MAX_WIDTH:
+        return f"1 to {cpu_product.MAX_WIDTH} rows, not {width}"
+    if size is not None and size < FEWEST:
+        return f"{size} numbers: {FEWEST} or more"
+    if jnp.dtype(dtype) != jnp.float32:
+        return f"{jnp.dtype(dtype).name}: float32"
+    return None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def rms_norm(rows: Float[Array, "R E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "R E"]:
-    """Rows over their root mean square, times a weight; all float32. On a CPU with a vector unit that `emit` knows."""
-    _refuse_others(rows, weight)
+    """Rows over their root mean square, times a weight; all float32, on a CPU and for rows that it `supports`.
+
+    Raises:
+      ValueError: the kernel would read or write beside its arrays.
+    """
+    _check(None, rows, weight)
     name = emit.registered(_norm_module)
     [result] = emit.call(name, jax.ShapeDtypeStruct(rows.shape, jnp.float32))(rows, weight, jnp.float32(eps))
     return result
@@ -43,7 +68,10 @@ def largest(rows: Float[Array, "R V"]) -> Int[Array, " R"]:
     """Where in each row its largest number is, the first of several; V where one is NaN.
 
     Args:
-      rows: float32, at least as long as a vector.
+      rows: float32, on a CPU and for shapes that it `supports`.
+
+    Raises:
+      ValueError: the kernel would read or write beside its arrays.
     """
     return _largest(jax.lax.stop_gradient(rows), share=False)[0]
 
@@ -64,18 +92,18 @@ def _largest_and_share_jvp(arguments: tuple[Array], changes: tuple[Array]) -> tu
 
 
 def _largest(rows: Float[Array, "R V"], share: bool) -> tuple[Array, ...]:
-    _refuse_others(rows)
-    if rows.shape[1] < emit.vector_unit().lanes:
-        raise ValueError(f"rows of {rows.shape[1]}: {emit.vector_unit().lanes} numbers or more")
+    _check(rows.shape[-1], rows)
     dtypes = (jnp.int32, jnp.float32) if share else (jnp.int32,)
     shapes = (jax.ShapeDtypeStruct(rows.shape[:1], dtype) for dtype in dtypes)
     return tuple(emit.call(emit.registered(_largest_module, share), *shapes)(rows))
 
 
-def _refuse_others(rows: ArrayLike, *more: ArrayLike) -> None:
-    if emit.vector_unit() is None or any(x.dtype != jnp.float32 for x in (rows, *more)):
-        types = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (rows, *more))
-        raise ValueError(f"{types}: wants float32, and a processor with fused multiply-add")
+def _check(size: int | None, rows: ArrayLike, *weights: ArrayLike) -> None:
+    why = supports(width=1, dtype=rows.dtype, size=size)
+    fit = all(x.dtype == jnp.float32 and x.shape == rows.shape[-1:] for x in weights)
+    if why or rows.ndim != 2 or not fit:
+        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (rows, *weights))
+        raise ValueError(f"rows {shapes}: {why or 'wants [R, E], and a float32 weight [E]'}")
 
 
 def _norm_module() -> ir.Module:
@@ -87,7 +115,7 @@ def _norm_module() -> ir.Module:
 def _norm(call: Call) -> None:
     rows, weight, eps = (call.input(index) for index in range(3))
     emitter, size = call.emitter, rows.size(1)
-    count = emitter.sdiv(emitter.add(rows.size(0), constant(NORMS_AT_ONCE - 1)), constant(NORMS_AT_ONCE))
+    pieces = emitter.sdiv(emitter.add(rows.size(0), constant(NORMS_AT_ONCE - 1)), constant(NORMS_AT_ONCE))
 
     def some_rows(emitter: Emitter, piece, values) -> None:
         rows, weight, result, eps, count, size = values
@@ -95,8 +123,8 @@ def _norm(call: Call) -> None:
         begin = emitter.mul(piece, constant(NORMS_AT_ONCE))
         end = emitter.least(emitter.add(begin, constant(NORMS_AT_ONCE)), count)
         whole = emitter.and_(size, constant(-lanes))
-        numbers = emitter.sitofp(size, FLOAT)
-        least = emitter.load(eps, typ=FLOAT)
+        divisor = emitter.sitofp(size, FLOAT)
+        floor = emitter.load(eps, typ=FLOAT)
 
         def norm(row, _):
             x, y = (emitter.element(array, emitter.mul(row, size)) for array in (rows, result))
@@ -108,7 +136,7 @@ def _norm(call: Call) -> None:
             [total] = emitter.loop(whole, lanes, functools.partial(square, lanes=lanes), [emit.vector([0.0] * lanes)])
             total = emitter.lane(emitter.sums([total])[0], 0)
             [total] = emitter.loop(size, 1, functools.partial(square, lanes=1), [total], begin=whole)
-            root = emitter.intrinsic("sqrt", FLOAT, emitter.fadd(emitter.fdiv(total, numbers), least))
+            root = emitter.intrinsic("sqrt", FLOAT, emitter.fadd(emitter.fdiv(total, divisor), floor))
             factor = emitter.fdiv(ir.Constant(FLOAT, 1.0), root)
 
             def scale(at, _, lanes):
@@ -121,7 +149,7 @@ def _norm(call: Call) -> None:
 
         emitter.loop(end, 1, norm, begin=begin)
 
-    emit.share_out(call, count, [rows.data, weight.data, call.output().data, eps.data, rows.size(0), size], some_rows)
+    emit.share_out(call, pieces, [rows.data, weight.data, call.output().data, eps.data, rows.size(0), size], some_rows)
 
 
 def _largest_module(share: bool) -> ir.Module:
@@ -140,7 +168,7 @@ def _largest_of_row(emitter: Emitter, row, values: list, *, share: bool) -> None
     rows, size, index, *shares = values
     lanes = emit.vector_unit().lanes
     x, end = emitter.element(rows, emitter.mul(row, size)), emitter.sub(size, constant(lanes))
-    some = [ir.Constant(ir.VectorType(ir.IntType(1), lanes), [False] * lanes)]
+    nowhere = ir.Constant(ir.VectorType(ir.IntType(1), lanes), [False] * lanes)
 
     def over(body, carried):
         """Over all vectors; the last one overlaps the one before, which makes no difference here."""
@@ -152,15 +180,15 @@ def _largest_of_row(emitter: Emitter, row, values: list, *, share: bool) -> None
         return emitter.loop(size, lanes, vector, carried)
 
     def higher(_, numbers, carried):
-        best, strange = carried
+        best, has_nan = carried
         above = emitter.fcmp_ordered(">", numbers, best)
-        strange = emitter.or_(strange, emitter.fcmp_unordered("uno", numbers, numbers))
-        return [emitter.select(above, numbers, best), strange]
+        has_nan = emitter.or_(has_nan, emitter.fcmp_unordered("uno", numbers, numbers))
+        return [emitter.select(above, numbers, best), has_nan]
 
-    best, strange = over(higher, [emit.vector([float("-inf")] * lanes), *some])
+    best, has_nan = over(higher, [emit.vector([float("-inf")] * lanes), nowhere])
     best = emitter.intrinsic("vector.reduce.fmax", FLOAT, best)
     bits = ir.IntType(lanes)
-    strange = emitter.icmp_unsigned("!=", emitter.bitcast(strange, bits), ir.Constant(bits, 0))
+    has_nan = emitter.icmp_unsigned("!=", emitter.bitcast(has_nan, bits), ir.Constant(bits, 0))
     wanted = emitter.repeated(best, lanes)
     count = emitter.trunc(size, INT)
 
@@ -174,12 +202,12 @@ def _largest_of_row(emitter: Emitter, row, values: list, *, share: bool) -> None
     place = emitter.lane(places, 0)
     for lane in range(1, lanes):
         place = emitter.least(place, emitter.lane(places, lane))
-    emitter.store(emitter.select(strange, count, place), emitter.element(index, row, INT))
+    emitter.store(emitter.select(has_nan, count, place), emitter.element(index, row, INT))
     if share:
-        found = emitter.fdiv(ir.Constant(FLOAT, 1.0), _total(emitter, x, size, wanted))
+        share = emitter.fdiv(ir.Constant(FLOAT, 1.0), _total(emitter, x, size, wanted))
         infinite = emitter.fcmp_ordered("==", emitter.intrinsic("fabs", FLOAT, best), ir.Constant(FLOAT, float("inf")))
-        found = emitter.select(emitter.or_(strange, infinite), ir.Constant(FLOAT, float("nan")), found)
-        emitter.store(found, emitter.element(shares[0], row))
+        share = emitter.select(emitter.or_(has_nan, infinite), ir.Constant(FLOAT, float("nan")), share)
+        emitter.store(share, emitter.element(shares[0], row))
 
 
 def _total(emitter: Emitter, x, size, subtracted):

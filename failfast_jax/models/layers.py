@@ -25,9 +25,6 @@ from failfast_jax.models.cache import round_up
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import ONE_DEVICE, Execution, put, total, whole
 
-SHORT_ROWS = 64
-"""`largest` of fewer numbers is XLA's."""
-
 
 def product(
     x: Float[Array, "*R I"], weight: Shaped[Array, "O I"], preferred: DTypeLike | None = None
@@ -63,6 +60,15 @@ def _ours(width: int, outputs: int, dtype: DTypeLike) -> bool:
     from failfast_jax.kernels import cpu_product
 
     return cpu_product.supports(width=width, outputs=outputs, dtype=dtype) is None
+
+
+def _by_rows(width: int, dtype: DTypeLike, size: int | None = None) -> bool:
+    """Whether `kernels.cpu_rows` serves rows, if they are for this machine."""
+    if jax.default_backend() != "cpu":
+        return False
+    from failfast_jax.kernels import cpu_rows
+
+    return cpu_rows.supports(width=width, dtype=dtype, size=size) is None
 
 
 def kept_dtype(shape: tuple[int, ...], stored: DTypeLike, computed: DTypeLike) -> np.dtype:
@@ -147,7 +153,7 @@ class RMSNorm(nnx.Module):
 
 def unit_rms(x: Float[Array, "*R E"], eps: float) -> Float[Array, "*R E"]:
     """`x` over its root mean square, which is computed in float32."""
-    return _normed(x.astype(jnp.float32), jnp.ones(x.shape[-1:]), eps).astype(x.dtype)
+    return _normed(x.astype(jnp.float32), jnp.ones(x.shape[-1:], jnp.float32), eps).astype(x.dtype)
 
 
 def _normed(x: Float[Array, "*R E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*R E"]:
@@ -158,7 +164,7 @@ def _normed(x: Float[Array, "*R E"], weight: Float[Array, " E"], eps: float) -> 
         return weight * (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps))
 
     width = x.shape[1] if x.ndim > 2 else math.prod(x.shape[:-1])
-    if not _ours(width, x.shape[-1], x.dtype):
+    if not _by_rows(width, x.dtype):
         return plain(x, weight)
 
     def ours(x: Array, weight: Array) -> Array:
@@ -182,7 +188,7 @@ def largest(x: Float[Array, "*R V"], execution: Execution | None) -> Int[Array, 
         places = jnp.where(x == x.max(-1, keepdims=True), jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape[-1])
         return places.min(-1)
 
-    return _by_row("largest", plain, x, execution)
+    return _found("largest", plain, x, execution)
 
 
 def largest_and_share(
@@ -193,13 +199,13 @@ def largest_and_share(
     def plain(x: Array) -> tuple[Array, Array]:
         return largest(x, None), 1.0 / jnp.sum(jnp.exp(x - x.max(-1, keepdims=True)), -1)
 
-    return _by_row("largest_and_share", plain, x, execution)
+    return _found("largest_and_share", plain, x, execution)
 
 
-def _by_row(name: str, plain: Callable, x: Array, execution: Execution | None) -> Any:
-    """By the function of that name of `kernels.cpu_rows`, where rows are whole and long enough to be worth it."""
-    together = execution is not None and execution.mesh is None
-    if not together or x.shape[-1] < SHORT_ROWS or not _ours(1, x.shape[-1], x.dtype):
+def _found(name: str, plain: Callable, x: Array, execution: Execution | None) -> Any:
+    """By the function of that name of `kernels.cpu_rows`, where it can be used."""
+    one_device = execution is not None and execution.mesh is None
+    if not one_device or not _by_rows(1, x.dtype, x.shape[-1]):
         return plain(x)
 
     def ours(x: Array) -> Any:

@@ -250,14 +250,15 @@ def test_a_batch_drafts_only_what_pays_for_all():
 
 def purse_after(drafter: Economic, emitted: list[list[int]], running: list[list[bool]]) -> float:
     """What the purse has gained by rounds of plain cost that emit so many tokens; `running`: behind each."""
-    rows = len(emitted[0])
+    rows, stake = len(emitted[0]), 0.0
     state, before = drafter.init(rows, 64).replace(cost=jnp.float32(1)), committed(rows)
     for counts, run in zip(emitted, running):
         after = before.replace(length=before.length + jnp.asarray(counts), running=jnp.asarray(run))
         agreed = jnp.asarray(counts) - 1
+        stake += STAKE / int(before.running.sum())
         state = drafter.commit(state, Outcome(before, after, Draft.empty(rows, 0), agreed, jnp.zeros((rows, 1, 0, 1))))
         before = after
-    return float(state.purse.steps) - CREDIT / rows - STAKE * len(emitted) / rows
+    return float(state.purse.steps) - CREDIT / rows - stake
 
 
 def test_a_list_of_prompts_waits_for_its_slowest_row():

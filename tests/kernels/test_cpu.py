@@ -190,14 +190,18 @@ def test_rows_are_as_xla_has_them_and_so_are_their_derivatives():
 
 
 def test_rows_of_several_devices_or_few_numbers_are_xlas():
-    for size, execution in ((96, None), (20, ONE_DEVICE)):
-        assert "failfast_" not in jax.jit(lambda x, e=execution: largest(x, e)).lower(jnp.ones((2, size))).as_text()
+    cases = ((96, jnp.float32, None), (15, jnp.float32, ONE_DEVICE), (96, jnp.bfloat16, ONE_DEVICE))
+    for size, dtype, execution in cases:
+        rows = jnp.ones((2, size), dtype)
+        assert "failfast_" not in jax.jit(lambda x, e=execution: largest(x, e)).lower(rows).as_text()
+        assert largest(rows, execution).tolist() == [0, 0]
 
 
 def test_rows_that_are_no_float32_are_refused():
-    with pytest.raises(ValueError, match="wants float32"):
+    with pytest.raises(ValueError, match="bfloat16: float32"):
         cpu_rows.largest(jnp.ones((2, 96), jnp.bfloat16))
-    with pytest.raises(ValueError, match="wants float32"):
+    with pytest.raises(ValueError, match="a float32 weight"):
         cpu_rows.rms_norm(jnp.ones((2, 96)), jnp.ones(96, jnp.bfloat16), 1e-5)
-    with pytest.raises(ValueError, match="rows of 3"):
+    with pytest.raises(ValueError, match="3 numbers: 16 or more"):
         cpu_rows.largest(jnp.ones((2, 3)))
+    assert cpu_rows.supports(width=129, dtype="float32") == "1 to 128 rows, not 129"

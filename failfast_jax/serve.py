@@ -88,6 +88,8 @@ def _work(args: argparse.Namespace) -> None:
             with signals_end(server):
                 listening.listen(BACKLOG)  # before it is said
                 progress.note(f"serving {name} at {url_of(listening)}/v1")
+                if options.port == 0:
+                    print(f"{url_of(listening)}/v1", flush=True)
                 server.run(sockets=[listening])
 
 

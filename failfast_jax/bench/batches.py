@@ -15,7 +15,7 @@ import numpy as np
 
 from failfast_jax import distributed
 from failfast_jax.bench.datasets import load_dataset
-from failfast_jax.bench.engine_pool import EnginePool, find_wanted
+from failfast_jax.bench.engine_pool import EnginePool, find_wanted, naming_models
 from failfast_jax.bench.figures import OR_WITHOUT, figure_class, save_figure
 from failfast_jax.bench.run_options import DEFAULTS
 from failfast_jax.bench.specdiff import numbers
@@ -98,7 +98,8 @@ def work(args: argparse.Namespace) -> int:
     common.validate()
     if args.figures and args.out:
         figure_class(OR_WITHOUT)
-    dataset = load_dataset(args.dataset, data=args.data, limit=max(batches))
+    with naming_models(args, variants):
+        dataset = load_dataset(args.dataset, data=args.data, limit=max(batches))
     questions = [question.prompt for question in dataset.questions if question.follows is None]
     if len(questions) < max(batches):
         raise ValueError(f"--batch {max(batches)}: {args.dataset} has {len(questions)} questions")

@@ -257,7 +257,8 @@ def hub_rows(name: str, source: Source, limit: int | None = None) -> list[Any]:
         access = f"{source.access}; or " if source.access else ""
         raise ValueError(
             f"{name}: {repository} is neither in the Hub's cache nor could it be fetched "
-            f"({type(cause).__name__}: {cause}); {access}name a local file with --data FILE"
+            f"({type(cause).__name__}: {cause}); {access}name a local file with --data FILE "
+            f"(of several datasets: --data {name}=FILE)"
         ) from error
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench.datasets import stamp
 from failfast_jax.bench.variants import BASELINE, DRAFTER, Variant
+from failfast_jax.checkpoints import hub
 from failfast_jax.checkpoints.hub import default_target_path, find_models
 from failfast_jax.checkpoints.pair import has_heads, own_method
 from failfast_jax.config import GenerationConfig
@@ -59,6 +61,28 @@ def find_wanted(
             missing.append(f"{error}{said}")
     if missing:
         raise CheckpointError("\n".join(missing))
+
+
+@contextlib.contextmanager
+def naming_models(
+    args: argparse.Namespace, variants: Sequence[Variant], origins: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Where the Hub does not answer, an error about datasets also names the models that are missing; see `find_wanted`.
+
+    Raises:
+      ValueError: as within.
+    """
+    try:
+        yield
+    except ValueError as error:
+        source = str(args.target)
+        if args.target is None or Path(source).exists() or hub.unreachable(source) is None:
+            raise
+        try:
+            find_wanted(args, variants, origins)
+        except CheckpointError as more:
+            raise ValueError(f"{error}\n{more}") from error
+        raise
 
 
 class EnginePool:

@@ -22,7 +22,7 @@ from failfast_jax import distributed
 from failfast_jax.bench import figures, scoring, summary
 from failfast_jax.bench.answers import ENGINES, Answers, RayAnswers, Task
 from failfast_jax.bench.datasets import Dataset, stamp
-from failfast_jax.bench.engine_pool import find_wanted
+from failfast_jax.bench.engine_pool import find_wanted, naming_models
 from failfast_jax.bench.harness import asked_records
 from failfast_jax.bench.journal import RECORDS, SCORE, Journal
 from failfast_jax.bench.modelled import Latency, latency_for, parse_latency
@@ -114,7 +114,8 @@ def check(args: argparse.Namespace) -> tuple[Task, Latency]:
     for variant in variants:
         variant.config(common)
     latency = latency_for(args.target) if args.modelled is None else parse_latency(str(args.modelled))
-    datasets = read_datasets(args.dataset or (), args.data, limit=args.limit, choices=args.choices)
+    with naming_models(args, variants, args.weights):
+        datasets = read_datasets(args.dataset or (), args.data, limit=args.limit, choices=args.choices)
     check_needs(args, datasets)
     find_wanted(args, variants, args.weights)
     return Task(args, common, variants, optional, datasets), latency

@@ -59,7 +59,7 @@ class ServeOptions(RowOptions):
     """Options of the server."""
 
     host: str = option("127.0.0.1", "address to listen at")
-    port: int = option(8000, "port to listen at; 0: a free one", least=0, most=65535)
+    port: int = option(8000, "port to listen at; 0: a free one, with the address on stdout", least=0, most=65535)
     model_name: str | None = option(None, "what the model is called in the API (the target's name)")
     api_key_file: str | None = option(None, f"file with the key that requests must bring (or set {KEY_VARIABLE})")
     waiting: int = option(64, "most requests that wait for a row; more are told to come again", least=1, most=65536)

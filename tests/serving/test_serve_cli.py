@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,9 +42,8 @@ def start(*words: str) -> subprocess.Popen:
     folders = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "serving"), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": folders}
     hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(
-        [sys.executable, *words], stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=hear, cwd=ROOT
-    )
+    how = {"text": True, "env": environment, "preexec_fn": hear, "cwd": ROOT}
+    return subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how)
 
 
 def test_told_to_stop_it_leaves():
@@ -75,7 +75,7 @@ def test_told_to_stop_before_it_serves(name, status, said):
 
 
 @pytest.mark.long
-def test_quiet_says_nothing():
+def test_quiet_says_nothing_but_the_port_that_was_free():
     """In a process of its own, as programs that log keep what stderr was. As where tokenizers are read, transformers
     does not advise to install PyTorch."""
     program = "import os; os.environ['TRANSFORMERS_NO_ADVISORY_WARNINGS'] = '1'\n" + SERVER
@@ -84,6 +84,7 @@ def test_quiet_says_nothing():
     )
     with start("-c", program.replace("--port 0", "--port 0 --quiet")) as server:
         assert server.stderr.read() == "" and server.wait(60) == 0
+        assert re.fullmatch(r"http://127.0.0.1:\d+/v1\n", server.stdout.read())
 
 
 COMMANDS = ["-m failfast_jax.serve", "-m convert.qwen2", "-m tpu_scripts.aot_report", "tpu_scripts/aot_report.py"]

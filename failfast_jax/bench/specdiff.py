@@ -96,9 +96,11 @@ def flops(function: Callable, args: Sequence[Any]) -> float | None:
     """Floating-point operations, by XLA's own count: of its operations in place of our kernels."""
     from failfast_jax.kernels import emit  # brings LLVM
 
+    # Traces of either kind, those of inner functions too, would be taken for the other.
+    jax.clear_caches()
     with emit.unused():
-        # A function of its own: another's trace has the kernels.
-        found = jax.jit(lambda *args: function(*args)).lower(*args).compile().cost_analysis()
+        found = jax.jit(function).lower(*args).compile().cost_analysis()
+    jax.clear_caches()
     found = found[0] if isinstance(found, list) else found
     return (found or {}).get("flops")
 

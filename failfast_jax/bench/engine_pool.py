@@ -11,8 +11,7 @@ from typing import Any
 
 from failfast_jax.bench.datasets import stamp
 from failfast_jax.bench.variants import BASELINE, DRAFTER, Variant
-from failfast_jax.checkpoints import hub
-from failfast_jax.checkpoints.hub import default_target_path, find_models
+from failfast_jax.checkpoints.hub import default_target_path, find_models, unreachable
 from failfast_jax.checkpoints.pair import has_heads, own_method
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter, load_pair
@@ -76,7 +75,7 @@ def naming_models(
         yield
     except ValueError as error:
         source = str(args.target)
-        if args.target is None or Path(source).exists() or hub.unreachable(source) is None:
+        if args.target is None or Path(source).exists() or unreachable(source) is None:
             raise
         try:
             find_wanted(args, variants, origins)

@@ -235,13 +235,18 @@ def _parquet_rows(path: Path) -> list[Any]:
         raise ValueError(f"{path}: not a Parquet file ({error})") from None
 
 
+class UnreachableError(ValueError):
+    """A dataset that is neither in the Hub's cache nor can be fetched; the message says what to do."""
+
+
 def hub_rows(name: str, source: Source, limit: int | None = None) -> list[Any]:
     """Rows from the Hub, or from its cache on this machine where the Hub cannot be reached.
 
     A large dataset with a limit is read as far as that, and not downloaded whole.
 
     Raises:
-      ValueError: `datasets` is not installed, or the data are neither cached nor reachable.
+      UnreachableError: the data are neither cached nor reachable.
+      ValueError: `datasets` is not installed.
     """
     repository, configuration, split = source.hub
     datasets = needed("datasets", f"{name} from {repository}", otherwise=", or name a local file with --data FILE")
@@ -255,7 +260,7 @@ def hub_rows(name: str, source: Source, limit: int | None = None) -> list[Any]:
     except Exception as error:  # the Hub's client, the cache and the file readers each raise their own kinds
         cause = silence or error
         access = f"{source.access}; or " if source.access else ""
-        raise ValueError(
+        raise UnreachableError(
             f"{name}: {repository} is neither in the Hub's cache nor could it be fetched "
             f"({type(cause).__name__}: {cause}); {access}name a local file with --data FILE "
             f"(of several datasets: --data {name}=FILE)"

@@ -2,8 +2,9 @@
 
 Give it the folders that `bench run --preset failfast-paper` wrote. Nothing is run: records are read, so that figures of
 single questions and their trajectories can be drawn at any time. Prints Markdown, and writes it to `--out` with the
-figures: shares of latency (Fig. 6), easy and hard tokens of five questions (Fig. 4), and for each question of
-`--trajectory` a page a row (Figs. 10 to 12). All other figures are drawn by `bench run`.
+figures: shares of latency (Fig. 6), easy and hard tokens of five questions (Fig. 4), for each question of
+`--trajectory` a page a row (Figs. 10 to 12), and for each folder of `--training` EAGLE-3's accuracy while it was
+trained (Fig. 9). All other figures are drawn by `bench run`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,15 @@ NOTES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument(
-        "runs", metavar="DIR", nargs="+", type=Path, help="folders of `bench run --preset failfast-paper`"
+        "runs", metavar="DIR", nargs="*", type=Path, help="folders of `bench run --preset failfast-paper`"
+    )
+    parser.add_argument(
+        "--training",
+        metavar="DIR",
+        action="append",
+        default=[],
+        type=Path,
+        help="folder of `train --family eagle3`: the accuracy of a chain's first token while it learned",
     )
     parser.add_argument(
         "--count-passes",
@@ -108,7 +117,13 @@ def page(args: argparse.Namespace) -> str:
     runs, others = read_runs(args, args.count_passes), read_runs(args, other)
     for text in (text for run in runs for text in unfinished(run)):
         print(text, file=sys.stderr)
-    parts = [f'# "Fail Fast, Win Big", from records\n\nDrafter passes: {args.count_passes}. {NOTES}']
+    parts = ['# "Fail Fast, Win Big", from records']
+    if args.training:
+        logs = {folder: paper_figures.accuracies(folder) for folder in args.training}
+        parts.append(f"## Figure 9: EAGLE-3's training\n\n{paper_figures.training_table(logs)}")
+    if not runs:
+        return "\n\n".join(parts) + "\n"
+    parts.append(f"Drafter passes: {args.count_passes}. {NOTES}")
     for run, counted_otherwise in zip(runs, others):
         both = {args.count_passes: run, other: counted_otherwise}
         latency = next((a.latency.name for rows in run.rows.values() for row in rows.values() for a in row), "none")
@@ -163,6 +178,10 @@ def work(args: argparse.Namespace) -> int:
     """Prints the page; writes it and the figures."""
     if args.figures and args.out:
         figure_class(OR_WITHOUT)
+    if not (args.runs or args.training):
+        raise ValueError("name folders of `bench run --preset failfast-paper`, or of training with --training DIR")
+    if args.trajectory and not args.runs:
+        raise ValueError("--trajectory: of which run? Name its folder")
     if args.trajectory and not args.out:
         raise ValueError("--trajectory: needs --out, a folder for its pages")
     names = [folder.name for folder in args.runs]
@@ -177,6 +196,7 @@ def work(args: argparse.Namespace) -> int:
         if args.figures:
             runs = read_runs(args, args.count_passes)
             written += paper_figures.draw(runs, [Records(folder) for folder in args.runs], args.strip, args.out)
+            written += paper_figures.draw_training(args.training, args.out)
         for folder in args.runs:
             part = args.out if len(args.runs) == 1 else args.out / folder.name
             part.mkdir(exist_ok=True)

@@ -72,6 +72,15 @@ def best_chain(run: PaperRun) -> Iterator[float]:
             yield max(chains) / max(trees)
 
 
+def trained_on(run: PaperRun) -> Iterator[float]:
+    """By dataset: the measured speedup of EAGLE-3's tree with other checkpoints of the drafter over the row's own."""
+    for rows in run.rows.values():
+        own = [answers for row, answers in rows.items() if row.startswith("eagle3:drafter=")]
+        if "eagle3" in rows:
+            base = averaged(rows["eagle3"])["measured"]
+            yield from (averaged(answers)["measured"] / base for answers in own)
+
+
 def trees(runs: Sequence[PaperRun]) -> str | None:
     """Most tokens of a tree of EAGLE-3, and the depth of its deepest one."""
     rows = [answers for run in runs for dataset in run.rows for answers in of_eagle(run, dataset, tree=True)]

@@ -16,6 +16,7 @@ from failfast_jax.bench.paper_appendix import (
     confidence_tells,
     steadiness,
     tau_over_best,
+    trained_on,
     trees,
 )
 from failfast_jax.bench.paper_tables import (
@@ -213,6 +214,7 @@ CLAIMS = (
     ),
     Claim("... best chain of 3 to 20 over its tree, measured", "below 1", lambda runs: of_datasets(runs, best_chain)),
     Claim("... largest tree, tokens; depth", "50 to 60; 8", trees),
+    Claim("EAGLE-3 trained further, over its row, measured", "negligible", lambda runs: of_datasets(runs, trained_on)),
     Claim(
         "AR drafter, drafts of 50 to 60, over vanilla", "a slowdown", lambda runs: long_chains(runs, "ar", "modelled")
     ),

@@ -1,15 +1,19 @@
-"""Figures of the paper that `bench.figures` has no counterpart of: shares of latency, and strips of single answers."""
+"""Figures of the paper that `bench.figures` has no counterpart of: shares of latency, strips of single answers, and the
+accuracy of a drafter in training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from failfast_jax.bench.figures import NoData, Records, draw_each, easy_tokens, figure_class
-from failfast_jax.bench.paper_tables import AR, PAPERS, PaperRun, averaged, mean
+from failfast_jax.bench.paper_tables import AR, PAPERS, PaperRun, averaged, mean, number
+from failfast_jax.files import read_lines
+from failfast_jax.tables import markdown
 
 STRIP = ("math500", (0, 4, 15, 18, 21))
 """Dataset and places of the paper's five questions."""
@@ -80,8 +84,65 @@ def strips(run: PaperRun, records: Records, dataset: str, places: Sequence[int])
 def draw(runs: Sequence[PaperRun], records: Sequence[Records], strip: str | None, out: Path) -> list[Path]:
     """Draws what the records can fill; says on stderr what they cannot."""
     dataset, places = read_strip(strip)
-    figures: dict[str, Callable[[], Any]] = {"latency": lambda: latency_shares(runs)}
+    figures: dict[str, Callable[[], Any]] = {"latency": lambda: latency_shares(runs)} if runs else {}
     for index, (run, own) in enumerate(zip(runs, records)):
         name = "strip" if len(runs) == 1 else f"strip-{index + 1}"
         figures[name] = lambda run=run, own=own: strips(run, own, dataset, places)
     return draw_each(figures, out)
+
+
+# -- Figure 9 ------------------------------------------------------------------------------------------------
+
+WINDOW = 100
+"""Lines of a log, one every ten steps, that a moving average is of; fewer at its beginning."""
+
+
+def accuracies(folder: Path) -> np.ndarray:
+    """Step, accuracy of a chain's first token, and mean length that agrees, of each line of a training's log `[3, n]`.
+
+    Raises:
+      ValueError: no log of EAGLE-3's training; the message names the file.
+    """
+    path = folder / "log.jsonl"
+    lines = read_lines(path)[0] if path.is_file() else []
+    found = [[line["step"], line["first"], line["accepted"]] for line in lines if "first" in line]
+    if not found:
+        raise ValueError(f"--training {folder}: {path} has no accuracy; name a folder of `train --family eagle3 --out`")
+    return np.asarray(found).T
+
+
+def moving_average(values: np.ndarray) -> np.ndarray:
+    """The mean of each value and of those before it, `WINDOW` at the most."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - WINDOW, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def training_table(logs: Mapping[Path, np.ndarray]) -> str:
+    """Moving averages at each quarter of each training, as Markdown."""
+    lines = []
+    for folder, (steps, *values) in logs.items():
+        averages = [moving_average(value) for value in values]
+        at = dict.fromkeys(round((len(steps) - 1) * quarter / 4) for quarter in range(5))
+        lines += [[folder, f"{steps[i]:.0f}", *(number(average[i]) for average in averages)] for i in at]
+    head = ["training", "step", "first token right", "tokens that agree"]
+    return f"Moving averages of {WINDOW} lines of the log.\n\n{markdown(head, lines)}"
+
+
+def training_curve(folder: Path) -> Any:
+    """Fig. 9: the accuracy of a chain's first token while a drafter learned, and its moving average."""
+    steps, first, _ = accuracies(folder)
+    figure = figure_class()(figsize=(6, 3.5), layout="constrained")
+    axis = figure.subplots()
+    axis.plot(steps, first, color="C0", alpha=0.25, label="every ten steps")
+    axis.plot(steps, moving_average(first), color="C0", label=f"moving average of {WINDOW}")
+    axis.set(xlabel="training step", ylabel="accuracy, first token", ylim=(0, 1), title=folder.name)
+    axis.legend(fontsize="small")
+    return figure
+
+
+def draw_training(folders: Sequence[Path], out: Path) -> list[Path]:
+    """Draws `training`, or `training-1` and so on of several."""
+    names = ["training"] if len(folders) == 1 else [f"training-{index}" for index in range(1, len(folders) + 1)]
+    return draw_each({name: functools.partial(training_curve, folder) for name, folder in zip(names, folders)}, out)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax import distributed
-from failfast_jax.bench.datasets import CHOICES, SOURCES, Dataset, load_dataset
+from failfast_jax.bench.datasets import CHOICES, SOURCES, Dataset, UnreachableError, load_dataset
 from failfast_jax.bench.summary import BEST, TIMED
 from failfast_jax.bench.variants import (
     BASELINE,
@@ -298,7 +298,8 @@ def read_datasets(
       choices: `--choices`: the order of GPQA's answers.
 
     Raises:
-      ValueError, OSError: an unknown or repeated dataset, or rows that cannot be had; the message names them.
+      ValueError, OSError: an unknown or repeated dataset, or rows that cannot be had; the message names them, all that
+        cannot be fetched at once.
     """
     if not named:
         raise ValueError(f"--dataset: name one of {', '.join(SOURCES)}, or a file of prompts")
@@ -309,6 +310,7 @@ def read_datasets(
     if None in files and len(named) > 1:
         raise ValueError(f"--data {files[None]}: of which dataset? Write --data D={files[None]}")
     datasets: dict[str, Dataset] = {}
+    unreachable: list[str] = []
     for entry in named:
         entry = {"name": entry} if isinstance(entry, str) else entry
         known = ("name", "data", "limit", "template", "choices")
@@ -318,16 +320,22 @@ def read_datasets(
         rows = entry.get("data") or files.pop(name, None) or files.pop(None, None)
         if type(most := entry.get("limit", limit)) not in (int, type(None)):
             raise ValueError(f"datasets: limit of {name}: must be an integer, got {most!r}")
-        dataset = load_dataset(
-            name,
-            data=Path(rows) if rows is not None else None,
-            limit=most,
-            template=entry.get("template"),
-            choices=choices if name == "gpqa" and choices else entry.get("choices"),
-        )
+        try:
+            dataset = load_dataset(
+                name,
+                data=Path(rows) if rows is not None else None,
+                limit=most,
+                template=entry.get("template"),
+                choices=choices if name == "gpqa" and choices else entry.get("choices"),
+            )
+        except UnreachableError as error:
+            unreachable.append(str(error))
+            continue
         if dataset.name in datasets:
             raise ValueError(f"--dataset {name}: named twice")
         datasets[dataset.name] = dataset
+    if unreachable:
+        raise ValueError("\n".join(unreachable))
     if choices and "gpqa" not in datasets:
         raise ValueError(f"--choices {choices}: --dataset does not name gpqa")
     if files:

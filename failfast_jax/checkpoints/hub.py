@@ -59,14 +59,17 @@ def find_models(sources: Mapping[str, str | os.PathLike[str] | None]) -> None:
       sources: by the flag that names them; None: not named.
 
     Raises:
-      CheckpointError: one is missing; the message begins with its flag.
+      CheckpointError: some are missing; a line for each begins with its flag.
     """
+    missing = []
     for flag, source in sources.items():
         try:
             if source is not None:
                 resolve_source(source)
         except CheckpointError as error:
-            raise CheckpointError(f"{flag} {error}") from None
+            missing.append(f"{flag} {error}")
+    if missing:
+        raise CheckpointError("\n".join(missing))
 
 
 @functools.cache

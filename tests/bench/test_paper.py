@@ -14,6 +14,7 @@ from failfast_jax.bench.run_options import PRESETS, for_size
 from failfast_jax.checkpoints import hub
 from failfast_jax.errors import CheckpointError
 from failfast_jax.train import __main__ as train
+from failfast_jax.train.loop import LOG_FILE
 
 EAGLE = "ruipeterpan/Qwen2.5-32B-Instruct_EAGLE3_UltraChat"
 GPQA = {
@@ -191,6 +192,24 @@ def test_each_command_names_what_is_missing(command, flag, name, tmp_path, monke
     assert not (tmp_path / "out" / "records.jsonl").exists()
 
 
+def test_all_that_is_missing_is_named_at_once(tmp_path, monkeypatch, capsys):
+    def absent(*_, **__):
+        raise OSError("not in the cache")
+
+    monkeypatch.setattr(hub, "unreachable", lambda *_: TimeoutError("nobody answers"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
+    monkeypatch.setattr("datasets.load_dataset", absent)
+    hub.snapshot.cache_clear()
+    base = ["--out", str(tmp_path / "out")]
+    assert train.main(["--data", "x", "--preset", "fast-dllm-v2", "--target", QWEN, "--start", FAST, *base]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if f"--target {QWEN}: no such file" in line]
+    assert [line for line in said if line.startswith(f"--start {FAST}: no such file")]
+    assert main(["run", "--dataset", "math500,gsm8k", "--methods", "failfast", "--no-figures", *base]) == 2
+    said = capsys.readouterr().err
+    assert "math500: HuggingFaceH4/MATH-500 is neither" in said and "gsm8k: openai/gsm8k is neither" in said
+
+
 def test_choices(tmp_path):
     file = tmp_path / "gpqa.jsonl"
     file.write_text(json.dumps(GPQA))
@@ -318,6 +337,34 @@ def test_the_command(preset, tmp_path, capsys):
     (tmp_path / "records.parquet").touch()
     assert main(["paper", str(tmp_path)]) == 2
     assert "no such file (records.parquet is a copy for other programs)" in capsys.readouterr().err
+
+
+def test_accuracy_in_training(tmp_path, capsys):
+    runs = [tmp_path / name for name in ("first", "second")]
+    for run, right in zip(runs, (0.25, 0.5)):
+        run.mkdir()
+        lines = [{"step": 10 * n, "first": right if n <= 200 else 1.0, "accepted": 2.0} for n in range(1, 402)]
+        lines.insert(5, {"step": 60, "held_out": {"accepted_per_round": 1.0}})
+        (run / LOG_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "paper"
+    assert main(["paper", *(f"--training={run}" for run in runs), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert said == (out / "paper.md").read_text() + "\n" and "Numbers of the text" not in said
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if str(tmp_path) in line]
+    assert [row[1:3] for row in rows[:5]] == [
+        *(["10", "0.25"], ["1010", "0.25"], ["2010", "0.26"], ["3010", "1.00"], ["4010", "1.00"])
+    ]
+    assert rows[5][1:] == ["10", "0.50", "2.00"]
+    drawn = {f"training-{n}.{kind}" for n in (1, 2) for kind in ("png", "svg")}
+    assert {path.name for path in out.iterdir()} == {"paper.md"} | drawn
+    (runs[0] / LOG_FILE).write_text('{"step": 10, "loss": 1.0}\n')
+    for wrong in (runs[0], tmp_path / "none"):
+        assert main(["paper", "--training", str(wrong)]) == 2
+        assert f"--training {wrong}: " in capsys.readouterr().err
+    assert main(["paper"]) == 2
+    assert "name folders of `bench run" in capsys.readouterr().err
+    assert main(["paper", "--training", str(runs[1]), "--trajectory", "math500/q1"]) == 2
+    assert "--trajectory: of which run?" in capsys.readouterr().err
 
 
 def test_old_records_are_refused(preset, tmp_path, capsys):

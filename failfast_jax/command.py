@@ -67,6 +67,20 @@ class OutOfTime(Exception):
     """The time that a piece of work was given is over; everything up to here is saved."""
 
 
+@contextlib.contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raises what a signal raised inside even where a library has made another error of it."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, KeyboardInterrupt) or (isinstance(cause, SystemExit) and cause.code == TERMINATED):
+                raise cause from None
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
 def deadline_after(minutes: float | None) -> float:
     """The `time.monotonic()` at which `--minutes` are over; infinity without them.
 
@@ -248,7 +262,7 @@ def run(
         with starting.interruptible():
             distributed.join(where)
             named_stdout = contextlib.redirect_stdout(NamedStdout(sys.stdout))
-            with named_stdout, heard(), plain_warnings(), unstuck(interrupted), distributed.one_voice():
+            with named_stdout, heard(), plain_warnings(), unstuck(interrupted), distributed.one_voice(), unwrapped():
                 logging.basicConfig(stream=sys.stderr, format="%(levelname)s: %(message)s")
                 status = work() or 0
                 sys.stdout.flush()

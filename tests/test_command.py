@@ -79,6 +79,20 @@ def in_the_collector(number):
     gc.collect()
 
 
+@pytest.mark.parametrize("raised, status", [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_signals_that_a_library_wraps(raised, status, capsys):
+    """Orbax makes an `Exception` of whatever ends a read."""
+
+    def work():
+        try:
+            raise raised
+        except BaseException as error:
+            raise Exception("while reading") from error
+
+    assert command.run(work) == status
+    assert "while reading" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("lose", [in_a_destructor, in_the_collector])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_signals_are_heard_where_exceptions_are_lost(name, lose, interrupts, monkeypatch, capsys):

@@ -19,7 +19,7 @@ from llvmlite import ir
 from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
 from failfast_jax.kernels import cpu_product, emit
 from failfast_jax.kernels.cpu_product import MAX_WIDTH, TILE_ROWS
-from failfast_jax.kernels.emit import BYTE, ELEMENTS, FLOAT, LONG, POINTER, Call, Emitter, constant
+from failfast_jax.kernels.emit import ELEMENTS, FLOAT, LONG, POINTER, Call, Emitter, constant
 from failfast_jax.kernels.reference import HIDDEN, last_visible
 from failfast_jax.kernels.reference import window_attention as window_attention_by_jnp
 
@@ -29,8 +29,6 @@ STEP = 16
 """Slots are summed up in multiples of it; a cache has one of `models.cache.TILE`."""
 ROWS_AT_ONCE = 16
 SLOTS_AT_ONCE = 4
-AHEAD = 4096
-"""Bytes that keys and values are asked for in front of where they are read."""
 
 
 def supports(*, width: int, capacity: int, head_dim: int, dtype: DTypeLike) -> str | None:
@@ -230,8 +228,6 @@ def _scores(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Funct
         for column in range(0, head_dim, lanes):
             at = [emitter.add(begin, constant(one * head_dim + column)) for one in range(SLOTS_AT_ONCE)]
             places = [emitter.element(k, place, element) for place in at]
-            for place in places:
-                emitter.prefetch(emitter.element(place, constant(AHEAD), BYTE))
             keys = [emitter.floats(place, lanes, dtype) for place in places]
             starts = [emitter.element(q, constant(row * head_dim + column)) for row in range(rows)]
             pairs = [(query, key) for query in (emitter.floats(start, lanes) for start in starts) for key in keys]
@@ -299,8 +295,6 @@ def _mix(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Function
         def step(slot, carried, columns=columns):
             at = emitter.mul(slot, constant(head_dim))
             places = [emitter.element(v, emitter.add(at, constant(column)), ELEMENTS[dtype]) for column in columns]
-            for place in places:
-                emitter.prefetch(emitter.element(place, constant(AHEAD), BYTE))
             values = [emitter.floats(place, lanes, dtype) for place in places]
             numbers = [emitter.element(weights, emitter.add(slot, constant(row * CHUNK))) for row in range(rows)]
             numbers = [emitter.repeated(emitter.load(place, typ=FLOAT), lanes) for place in numbers]

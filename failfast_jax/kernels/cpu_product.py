@@ -28,6 +28,9 @@ weights XLA would make float32 copies, of a whole model at a time."""
 TILE_ROWS = 4
 CACHE_LINE, MOST_VECTORS = 64, 4
 """Bytes that are read at a time, and vectors of each output in a turn of the loop."""
+THIN_ROWS = 2
+"""Rows of which a product is done one output after the other: a processor that sees weights read in the order in which
+they lie fetches 1.2 times as fast ahead of itself. With more rows the arithmetic takes longer than that saves."""
 FEW_ROWS = 32
 OUTPUTS_IN_CACHE = 8
 """Tiles of outputs whose weights stay in a core's cache while many rows pass over them."""
@@ -89,16 +92,21 @@ def _product_jvp(arguments: tuple[Array, Array], changes: tuple[Array, Array]) -
 
 def _product_module(dtype: str) -> ir.Module:
     module = ir.Module(f"{emit.TARGETS}_product_{dtype}")
+    thin = [_tile(module, rows, dtype, thin=True) for rows in range(1, THIN_ROWS + 1)]
     tiles = [_tile(module, rows, dtype) for rows in range(1, TILE_ROWS + 1)]
-    emit.handler(module, functools.partial(_product, tiles=tiles, dtype=dtype))
+    emit.handler(module, functools.partial(_product, thin=thin, tiles=tiles, dtype=dtype))
     return module
 
 
-def _tile(module: ir.Module, rows: int, dtype: str) -> ir.Function:
-    """`tile(x, w, y, inputs, stride)`: `rows` rows times `tile_outputs()` outputs, summed in registers."""
+def _tile(module: ir.Module, rows: int, dtype: str, *, thin: bool = False) -> ir.Function:
+    """`tile(x, w, y, inputs, stride)`: `rows` rows times `tile_outputs()` outputs, summed in registers.
+
+    Args:
+      thin: one output after the other.
+    """
     width, lanes, element = tile_outputs(), emit.vector_unit().lanes, ELEMENTS[dtype]
     arguments = [POINTER, POINTER, POINTER, LONG, LONG]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), f"tile_{rows}")
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), f"{'thin' if thin else 'tile'}_{rows}")
     function.linkage = "internal"
     function.attributes.add("noinline")
     x, w, y, inputs, stride = function.args
@@ -119,7 +127,7 @@ def _tile(module: ir.Module, rows: int, dtype: str) -> ir.Function:
         for place in places:
             emitter.prefetch(place)
 
-    def step(at, sums, lanes=lanes):
+    def step(at, sums, lanes=lanes, w_rows=w_rows):
         weights = [emitter.floats(emitter.element(row, at, element), lanes, dtype) for row in w_rows]
         numbers = [emitter.floats(emitter.element(row, at), lanes) for row in x_rows]
         pairs = ((number, weight) for number in numbers for weight in weights)
@@ -132,9 +140,14 @@ def _tile(module: ir.Module, rows: int, dtype: str) -> ir.Function:
         return sums
 
     turns, whole = (emitter.and_(inputs, constant(-lanes * several)) for several in (vectors, 1))
-    sums = emitter.loop(turns, vectors * lanes, turn, [emit.vector([0.0] * lanes)] * (rows * width))
-    if vectors > 1:
-        sums = emitter.loop(whole, lanes, step, sums, begin=turns)
+    zeros = [emit.vector([0.0] * lanes)] * (rows * width)
+    if thin:
+        by_output = [emitter.loop(whole, lanes, functools.partial(step, w_rows=[row]), zeros[:rows]) for row in w_rows]
+        sums = [total for of_row in zip(*by_output) for total in of_row]
+    else:
+        sums = emitter.loop(turns, vectors * lanes, turn, zeros)
+        if vectors > 1:
+            sums = emitter.loop(whole, lanes, step, sums, begin=turns)
     sums = emitter.sums(sums)
     results = [emitter.element(y, emitter.mul(stride, constant(row))) for row in range(rows)]
     with emitter.if_else(emitter.icmp_signed("==", whole, inputs)) as (then, otherwise):
@@ -164,7 +177,7 @@ def by_rows(emitter: Emitter, rows, body: Callable) -> None:
             body(whole, count)
 
 
-def _product(call: Call, *, tiles: list[ir.Function], dtype: str) -> None:
+def _product(call: Call, *, thin: list[ir.Function], tiles: list[ir.Function], dtype: str) -> None:
     """All rows times all outputs, some neighbouring outputs at a time."""
     x, w, y = call.input(0), call.input(1), call.output()
     width, emitter = tile_outputs(), call.emitter
@@ -177,7 +190,7 @@ def _product(call: Call, *, tiles: list[ir.Function], dtype: str) -> None:
         end = emitter.least(emitter.add(begin, block), outputs)
         last = emitter.sub(outputs, constant(width))
 
-        def times(row, several, begin, end):
+        def times(row, several, begin, end, tiles=tiles):
             place, result = emitter.element(x, emitter.mul(row, inputs)), emitter.element(y, emitter.mul(row, outputs))
 
             def tile(output, _):
@@ -188,17 +201,24 @@ def _product(call: Call, *, tiles: list[ir.Function], dtype: str) -> None:
 
             emitter.loop(end, width, tile, begin=begin)
 
-        few = emitter.icmp_signed("<=", rows, constant(FEW_ROWS))
-        with emitter.if_else(few) as (then, otherwise):
-            with then:  # a tile's weights come from memory for the first rows, from the cache for the others
+        def tile_by_tile():
+            """A tile's weights come from memory for the first rows, from the cache for the others."""
 
-                def outputs_of_a_tile(output, _):
-                    by_rows(emitter, rows, lambda row, several: times(row, several, output, emitter.add(output, one)))
+            def outputs_of_a_tile(output, _):
+                by_rows(emitter, rows, lambda row, several: times(row, several, output, emitter.add(output, one)))
 
-                one = constant(1)
-                emitter.loop(end, width, outputs_of_a_tile, begin=begin)
-            with otherwise:  # rows stay in the cache, while all weights of the piece pass
-                by_rows(emitter, rows, lambda row, several: times(row, several, begin, end))
+            one = constant(1)
+            emitter.loop(end, width, outputs_of_a_tile, begin=begin)
+
+        for count in range(1, THIN_ROWS + 1):
+            with emitter.if_then(emitter.icmp_signed("==", rows, constant(count))):
+                times(constant(0), count, begin, end, thin)
+        with emitter.if_then(emitter.icmp_signed(">", rows, constant(THIN_ROWS))):
+            with emitter.if_else(emitter.icmp_signed("<=", rows, constant(FEW_ROWS))) as (then, otherwise):
+                with then:
+                    tile_by_tile()
+                with otherwise:  # rows stay in the cache, while all weights of the piece pass
+                    by_rows(emitter, rows, lambda row, several: times(row, several, begin, end))
 
     values = [x.data, w.data, y.data, x.size(0), x.size(1), w.size(0)]
     emit.share_out(call, count, values, some_outputs)

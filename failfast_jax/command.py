@@ -73,11 +73,12 @@ def unwrapped() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None:
+        cause, seen = error.__cause__, set()
+        while cause is not None and id(cause) not in seen:
             if isinstance(cause, KeyboardInterrupt) or (isinstance(cause, SystemExit) and cause.code == TERMINATED):
                 raise cause from None
-            cause = cause.__cause__ or cause.__context__
+            seen.add(id(cause))
+            cause = cause.__cause__
         raise
 
 
@@ -246,7 +247,7 @@ def run(
 ) -> int:
     """Runs a command's work and returns its exit status.
 
-    Input that cannot be served (`ValueError`, `OSError`) becomes one line on stderr and status 2, the end of
+    Input that cannot be served (`ValueError`, `OSError`) becomes a line on stderr and status 2, the end of
     `--minutes` (`OutOfTime`) 3, Ctrl-C 130, a pipe that nobody reads any more 141 (without a word), SIGTERM 143 where
     its handler is `terminated`. Anything else is a fault of
     ours: a line and status 1, with `--debug` its traceback.

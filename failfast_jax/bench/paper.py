@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         type=Path,
-        help="folder of `train --family eagle3`: the accuracy of a chain's first token while it learned",
+        help="folder of `train --family eagle3`: the accuracy while it learned; may be repeated",
     )
     parser.add_argument(
         "--count-passes",
@@ -118,12 +118,7 @@ def page(args: argparse.Namespace) -> str:
     for text in (text for run in runs for text in unfinished(run)):
         print(text, file=sys.stderr)
     parts = ['# "Fail Fast, Win Big", from records']
-    if args.training:
-        logs = {folder: paper_figures.accuracies(folder) for folder in args.training}
-        parts.append(f"## Figure 9: EAGLE-3's training\n\n{paper_figures.training_table(logs)}")
-    if not runs:
-        return "\n\n".join(parts) + "\n"
-    parts.append(f"Drafter passes: {args.count_passes}. {NOTES}")
+    parts += [f"Drafter passes: {args.count_passes}. {NOTES}"] if runs else []
     for run, counted_otherwise in zip(runs, others):
         both = {args.count_passes: run, other: counted_otherwise}
         latency = next((a.latency.name for rows in run.rows.values() for row in rows.values() for a in row), "none")
@@ -139,7 +134,11 @@ def page(args: argparse.Namespace) -> str:
             f"Table 5.\n\n{paper_tables.details(run)}",
             paper_tables.passes_both_ways(both[OURS], both[RELEASED]),
         ]
-    parts += [f"## Numbers of the text\n\n{paper_claims.table(runs)}", f"## Appendix F\n\n{longest_drafts(runs)}"]
+    if runs:
+        parts += [f"## Numbers of the text\n\n{paper_claims.table(runs)}", f"## Appendix F\n\n{longest_drafts(runs)}"]
+    if args.training:
+        logs = {folder: paper_figures.accuracies(folder) for folder in args.training}
+        parts.append(f"## Figure 9: EAGLE-3's training\n\n{paper_figures.training_table(logs)}")
     return "\n\n".join(parts) + "\n"
 
 

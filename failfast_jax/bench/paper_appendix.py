@@ -75,10 +75,14 @@ def best_chain(run: PaperRun) -> Iterator[float]:
 def trained_on(run: PaperRun) -> Iterator[float]:
     """By dataset: the measured speedup of EAGLE-3's tree with other checkpoints of the drafter over the row's own."""
     for rows in run.rows.values():
-        own = [answers for row, answers in rows.items() if row.startswith("eagle3:drafter=")]
-        if "eagle3" in rows:
-            base = averaged(rows["eagle3"])["measured"]
-            yield from (averaged(answers)["measured"] / base for answers in own)
+        if "eagle3" not in rows:
+            continue
+        base = rows["eagle3"]
+        for answers in rows.values():
+            method, options = (answers[0].record[name] for name in ("method", "options"))
+            same = method == "eagle3" and {**base[0].record["options"], "drafter": options.get("drafter")} == options
+            if same and answers is not base:
+                yield averaged(answers)["measured"] / averaged(base)["measured"]
 
 
 def trees(runs: Sequence[PaperRun]) -> str | None:

@@ -4,6 +4,7 @@ accuracy of a drafter in training."""
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,11 @@ def accuracies(folder: Path) -> np.ndarray:
     Raises:
       ValueError: no log of EAGLE-3's training; the message names the file.
     """
-    path = folder / "log.jsonl"
+    path, settings = folder / "log.jsonl", folder / "train.json"
     lines = read_lines(path)[0] if path.is_file() else []
-    found = [[line["step"], line["first"], line["accepted"]] for line in lines if "first" in line]
+    family = json.loads(settings.read_text(encoding="utf-8")).get("family") if settings.is_file() else "eagle3"
+    names = ("step", "first", "accepted")
+    found = [[line[name] for name in names] for line in lines if family == "eagle3" and line.keys() >= {*names}]
     if not found:
         raise ValueError(f"--training {folder}: {path} has no accuracy; name a folder of `train --family eagle3 --out`")
     return np.asarray(found).T
@@ -137,7 +140,7 @@ def training_curve(folder: Path) -> Any:
     axis = figure.subplots()
     axis.plot(steps, first, color="C0", alpha=0.25, label="every ten steps")
     axis.plot(steps, moving_average(first), color="C0", label=f"moving average of {WINDOW}")
-    axis.set(xlabel="training step", ylabel="accuracy, first token", ylim=(0, 1), title=folder.name)
+    axis.set(xlabel="training step", ylabel="accuracy, first token", ylim=(0, 1), title=folder.resolve().name)
     axis.legend(fontsize="small")
     return figure
 

@@ -310,7 +310,7 @@ def read_datasets(
     if None in files and len(named) > 1:
         raise ValueError(f"--data {files[None]}: of which dataset? Write --data D={files[None]}")
     datasets: dict[str, Dataset] = {}
-    unreachable: list[str] = []
+    unreachable: list[UnreachableError] = []
     for entry in named:
         entry = {"name": entry} if isinstance(entry, str) else entry
         known = ("name", "data", "limit", "template", "choices")
@@ -329,13 +329,13 @@ def read_datasets(
                 choices=choices if name == "gpqa" and choices else entry.get("choices"),
             )
         except UnreachableError as error:
-            unreachable.append(str(error))
+            unreachable.append(error)
             continue
         if dataset.name in datasets:
             raise ValueError(f"--dataset {name}: named twice")
         datasets[dataset.name] = dataset
     if unreachable:
-        raise ValueError("\n".join(unreachable))
+        raise ValueError("\n".join(map(str, unreachable))) from unreachable[0]
     if choices and "gpqa" not in datasets:
         raise ValueError(f"--choices {choices}: --dataset does not name gpqa")
     if files:

@@ -67,9 +67,9 @@ def find_models(sources: Mapping[str, str | os.PathLike[str] | None]) -> None:
             if source is not None:
                 resolve_source(source)
         except CheckpointError as error:
-            missing.append(f"{flag} {error}")
+            missing.append((f"{flag} {error}", error))
     if missing:
-        raise CheckpointError("\n".join(missing))
+        raise CheckpointError("\n".join(text for text, _ in missing)) from missing[0][1]
 
 
 @functools.cache

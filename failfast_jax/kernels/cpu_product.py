@@ -30,8 +30,9 @@ CACHE_LINE, MOST_VECTORS = 64, 4
 """Bytes that are read at a time, and vectors of each output in a turn of the loop."""
 THIN_ROWS, THIN_NUMBERS = 2, 4096
 """Rows of which a product is done one output after the other: a processor that sees weights read in the order in which
-they lie fetches 1.2 times as fast ahead of itself. With more rows the arithmetic takes longer than that saves, but for
-`TILE_ROWS` of so few numbers that they leave half of a core's first cache (32 KiB) to float32 weights."""
+they lie fetches ahead by itself, and so reads 1.2 times as fast. With more rows the arithmetic takes longer than that
+saves, but, of float32 weights, for `TILE_ROWS` of so few numbers that they leave half of a core's first cache (32 KiB).
+"""
 FEW_ROWS = 32
 OUTPUTS_IN_CACHE = 8
 """Tiles of outputs whose weights stay in a core's cache while many rows pass over them."""

@@ -57,9 +57,11 @@ def test_eagles_tree_and_its_chains():
     found = claims(run_of(*records))
     assert found["... best chain of 3 to 20 over its tree, measured"] == "0.67 to 0.67"
     assert found["... largest tree, tokens; depth"] == "60; 8"
-    assert found["EAGLE-3 trained further, over its row, measured"] == "-"
+    assert found["EAGLE-3 trained further, over the row eagle3, measured"] == "-"
     further = answer("eagle3:drafter=later", "eagle3", "a", [(8, 4, 8)], {**tree, "drafter": "later"}, decode_s=1.6)
-    assert claims(run_of(records[0], further))["EAGLE-3 trained further, over its row, measured"] == "1.25 to 1.25"
+    assert (
+        claims(run_of(records[0], further))["EAGLE-3 trained further, over the row eagle3, measured"] == "1.25 to 1.25"
+    )
     found = claims(run_of(*records[:1]))
     assert found["... best chain of 3 to 20 over its tree, measured"] == "-"
 

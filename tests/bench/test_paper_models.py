@@ -49,7 +49,7 @@ SWEPT = {"ar": "ar:spec_len={}", "fast-dllm": "fast-dllm:threshold=0.9,spec_len=
 ROWS = ("eagle3", "suffix", "failfast", "reuse", "congestion", "ar-dynamic", "wide", "tree")
 OF_OTHER_RUNS = [
     "... best chain of 3 to 20 over its tree, measured",
-    "EAGLE-3 trained further, over its row, measured",
+    "EAGLE-3 trained further, over the row eagle3, measured",
     *("... 0.7", "... 0.1", "... N_max of 30 to 70, worst over best"),
 ]
 """Claims that need the sweeps of appendices C and D.3."""

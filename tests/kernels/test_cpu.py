@@ -39,7 +39,7 @@ def numbers(seed: int, *shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", list(emit.ELEMENTS))
 def test_products_of_any_size(unit, dtype):
-    for rows, inputs, outputs in [(1, 48, 50), (7, 33, 6), (13, 5, 7), (40, 96, 300)]:
+    for rows, inputs, outputs in [(1, 48, 50), (2, 37, 9), (4, 1001, 7), (7, 33, 6), (13, 5, 7), (40, 96, 300)]:
         x, w = numbers(rows, rows, inputs), weights(outputs, outputs, inputs, dtype)
         expected = x.astype(np.float64) @ np.asarray(w).astype(np.float64).T
         scale = np.abs(x).astype(np.float64) @ np.abs(np.asarray(w).astype(np.float64)).T
@@ -52,6 +52,16 @@ def test_bits_of_a_row_do_not_depend_on_the_others(rows, begin, dtype):
     x, w = numbers(1, 70, 72), weights(2, 130, 72, dtype)
     part = slice(begin, min(begin + rows, 70))
     np.testing.assert_array_equal(cpu_product.product(x[part], w), np.asarray(cpu_product.product(x, w))[part])
+
+
+@pytest.mark.parametrize("dtype", list(emit.ELEMENTS))
+def test_bits_of_few_rows_do_not_depend_on_how_weights_are_read(unit, dtype):
+    """Short rows read them in order, longer ones tile by tile."""
+    for inputs in (24, cpu_product.THIN_NUMBERS // 4, cpu_product.THIN_NUMBERS // 3 + 5, cpu_product.THIN_NUMBERS):
+        x, w = numbers(1, 5, inputs), weights(2, 13, inputs, dtype)
+        whole = np.asarray(cpu_product.product(x, w))
+        for rows in range(1, 5):
+            np.testing.assert_array_equal(cpu_product.product(x[:rows], w), whole[:rows])
 
 
 def test_many_calls_at_once_share_the_threads():

@@ -26,7 +26,7 @@ from failfast_jax.bench.variants import BASELINE
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import Journal, read_lines, write_atomically
+from failfast_jax.files import Journal, Record, read_lines, write_atomically
 
 NOTES = (
     "Cells: these records (the paper's Appendix B, where it has the target). Modelled: the paper's model of speedups, "
@@ -152,19 +152,26 @@ def tokenizer_of(target: str) -> Any:
         return None
 
 
-def write_trajectories(folder: Path, places: list[str], out: Path) -> list[Path]:
-    """A page for each row of each of these questions.
+def answers_to(place: str, records: Records, folder: Path) -> dict[str, Record]:
+    """The answers to a question of `--trajectory`, by setting.
 
     Raises:
-      ValueError: a question that the records lack; the message names it and those that there are.
+      ValueError: the records lack it; the message names it and those that there are.
     """
+    dataset, _, question = place.partition("/")
+    found = {r["setting"]: r for r in records.of(dataset) if r["question"] == question}
+    if not found:
+        known = ", ".join(dict.fromkeys(f"{r['dataset']}/{r['question']}" for r in records.answers))
+        raise ValueError(f"--trajectory {place}: no such question in {folder}; there are {known}")
+    return found
+
+
+def write_trajectories(folder: Path, places: list[str], out: Path) -> list[Path]:
+    """A page for each row of each of these questions, which the records have."""
     records, tokenizer, written = Records(folder), tokenizer_of(target_of(folder)), []
     for place in places:
         dataset, _, question = place.partition("/")
-        found = {r["setting"]: r for r in records.of(dataset) if r["question"] == question}
-        if not found:
-            known = ", ".join(dict.fromkeys(f"{r['dataset']}/{r['question']}" for r in records.answers))
-            raise ValueError(f"--trajectory {place}: no such question in {folder}; there are {known}")
+        found = answers_to(place, records, folder)
         rows = {BASELINE, *records.names[dataset]}
         name = "".join(c if c.isalnum() else "-" for c in f"{dataset}-{question}")
         written.append(out / f"trajectory-{name}.html")
@@ -186,6 +193,10 @@ def work(args: argparse.Namespace) -> int:
     names = [folder.name for folder in args.runs]
     if args.trajectory and (twice := next((name for name in names if names.count(name) > 1), None)):
         raise ValueError(f"--trajectory: two runs are called {twice}, as their pages would be; rename one")
+    for folder in args.runs if args.trajectory else ():
+        records = Records(folder)
+        for place in args.trajectory:
+            answers_to(place, records, folder)
     text = page(args)
     print(text)
     if args.out:

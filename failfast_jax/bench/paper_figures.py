@@ -110,7 +110,8 @@ def accuracies(folder: Path) -> np.ndarray:
     names = ("step", "first", "accepted")
     found = [[line[name] for name in names] for line in lines if family == "eagle3" and line.keys() >= {*names}]
     if not found:
-        raise ValueError(f"--training {folder}: {path} has no accuracy; name a folder of `train --family eagle3 --out`")
+        what = f"{path} has no accuracy" if folder.is_dir() else "no such folder"
+        raise ValueError(f"--training {folder}: {what}; name a folder of `train --family eagle3 --out`")
     return np.asarray(found).T
 
 

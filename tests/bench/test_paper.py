@@ -1,6 +1,8 @@
 """The preset, and `bench paper`, on a stub engine's records."""
 
 import json
+import sys
+import types
 
 import pytest
 import yaml
@@ -198,7 +200,9 @@ def test_all_that_is_missing_is_named_at_once(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(hub, "unreachable", lambda *_: TimeoutError("nobody answers"))
     monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
-    monkeypatch.setattr("datasets.load_dataset", absent)
+    datasets = types.ModuleType("datasets")
+    datasets.load_dataset = absent
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
     hub.snapshot.cache_clear()
     base = ["--out", str(tmp_path / "out")]
     assert train.main(["--data", "x", "--preset", "fast-dllm-v2", "--target", QWEN, "--start", FAST, *base]) == 2
@@ -329,8 +333,9 @@ def test_the_command(preset, tmp_path, capsys):
     page = (out / "trajectory-math500-q1.html").read_text()
     assert pages == ["trajectory-math500-q1.html"] and 'class="rejected"' in page
     assert "<h2>failfast</h2>" in page and "<h2>vanilla</h2>" in page
-    assert main(["paper", str(tmp_path / "out"), "--out", str(out), "--trajectory", "math500/q9"]) == 2
-    assert "no such question in" in capsys.readouterr().err
+    assert main(["paper", str(tmp_path / "out"), "--out", str(tmp_path / "none"), "--trajectory", "math500/q9"]) == 2
+    captured = capsys.readouterr()
+    assert "no such question in" in captured.err and not captured.out and not (tmp_path / "none").exists()
     assert main(["paper", str(tmp_path / "out"), "--trajectory", "math500/q1"]) == 2
     assert main(["paper", str(tmp_path)]) == 2
     assert "records.jsonl: no such file" in capsys.readouterr().err
@@ -358,9 +363,10 @@ def test_accuracy_in_training(tmp_path, capsys):
     drawn = {f"training-{n}.{kind}" for n in (1, 2) for kind in ("png", "svg")}
     assert {path.name for path in out.iterdir()} == {"paper.md"} | drawn
     (runs[0] / LOG_FILE).write_text('{"step": 10, "loss": 1.0}\n')
-    for wrong in (runs[0], tmp_path / "none"):
+    for wrong, why in ((runs[0], "has no accuracy"), (tmp_path / "none", "no such folder")):
         assert main(["paper", "--training", str(wrong)]) == 2
-        assert f"--training {wrong}: " in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"--training {wrong}: " in said and why in said
     assert main(["paper"]) == 2
     assert "name folders of `bench run" in capsys.readouterr().err
     assert main(["paper", "--training", str(runs[1]), "--trajectory", "math500/q1"]) == 2

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import logging
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from failfast_jax.errors import DeviceMemoryError
+
+logger = logging.getLogger("failfast_jax")
 
 
 def machine() -> dict[str, Any]:
@@ -124,7 +129,7 @@ class Chip:
     streaming: float
     """Share of the bandwidth at which the compiler expects to stream weights: read from its estimates of large matrix
     products (TPU7x: assumed to be v5p's)."""
-    compiler_options: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    compiler_options: dict[str, str | bool] = dataclasses.field(default_factory=dict, hash=False)
     """What XLA is told for every program."""
     init_args: str = ""
     """What libtpu must be told when it is loaded."""
@@ -165,10 +170,26 @@ def tell_libtpu(chips: Iterable[Chip]) -> None:
         os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *new]).strip()
 
 
-def compiler_options(device: Any) -> dict[str, str]:
-    """Options of `jax.stages.Lowered.compile` for programs on a device."""
+def compiler_options(device: Any) -> dict[str, str | bool]:
+    """Options of `jax.stages.Lowered.compile` for programs on a device of this process: those of its chip that the
+    compiler at hand knows, as they come and go with its versions. What it does not know is logged."""
     chip = CHIPS.get(device.device_kind)
-    return chip.compiler_options if chip is not None else {}
+    return dict(_known(chip.kind, tuple(chip.compiler_options.items()))) if chip is not None else {}
+
+
+@functools.cache
+def _known(kind: str, options: tuple[tuple[str, str | bool], ...]) -> tuple[tuple[str, str | bool], ...]:
+    trial = jax.jit(lambda: jnp.int32(0)).lower()
+    try:
+        trial.compile(compiler_options=dict(options))
+        return options
+    except jax.errors.JaxRuntimeError as error:
+        unknown = re.search(r"No such compile option: '(\w+)'", str(error))
+        if unknown is None:
+            raise
+    name = unknown[1]
+    logger.warning("%s: this XLA does not know the option %s; programs may be slower than measured", kind, name)
+    return _known(kind, tuple(option for option in options if option[0] != name))
 
 
 HOP_S = 1e-6

@@ -239,15 +239,20 @@ def test_cache_folder(tmp_path, monkeypatch):
 # What the compiler of a chip is told.
 
 
-def test_programs_are_compiled_with_the_options_of_their_device(monkeypatch):
-    monkeypatch.setitem(
-        platforms.CHIPS,
-        "cpu",
-        dataclasses.replace(platforms.CHIPS["TPU7x"], compiler_options={"xla_no_such_option": "1"}),
-    )
+def test_programs_are_compiled_with_the_options_of_their_device(monkeypatch, caplog):
+    """Those that the compiler knows."""
+    options = {"xla_no_such_option": "1", "xla_cpu_enable_fast_math": "no truth value"}
+    monkeypatch.setitem(platforms.CHIPS, "cpu", dataclasses.replace(platforms.CHIPS["TPU7x"], compiler_options=options))
     [started] = Executables().start(program(5))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no truth value"):
         started.wait()
+    options["xla_cpu_enable_fast_math"] = False
+    for _ in range(2):
+        assert platforms.compiler_options(jax.devices()[0]) == {"xla_cpu_enable_fast_math": False}
+    [said] = {record.getMessage() for record in caplog.records}
+    assert said.startswith("TPU7x: this XLA does not know the option xla_no_such_option")
+    [started] = Executables().start(program(5))
+    started.wait()
 
 
 def test_libtpu_is_told_about_the_chips_that_are_there(tmp_path, monkeypatch):

@@ -212,8 +212,17 @@ class Compiler:
         return self.compiled(jax.jit(run, donate_argnums=1).lower(model, cache, *rest))[1]
 
     def cost(self, model: Decoder, width: int, rows: int) -> dict[str, Any]:
-        """Estimated times of a pass in milliseconds, and their floors: weights and live cache once, at best."""
+        """Estimated times of a pass in milliseconds, and their floors: weights and live cache once, at best.
+
+        Raises:
+          ValueError: by its text the program does not even read the weights.
+        """
         text = self.one_pass(model, width, rows)
+        if (traffic := hlo.hbm_traffic(text)) < 0.98 * weights_read(model):
+            raise ValueError(
+                f"a pass of {width} rows reads {traffic / 1e6:.0f} MB by its text, and its weights have "
+                f"{weights_read(model) / 1e6:.0f}: this libtpu writes copies in a way that bench/hlo.py does not know"
+            )
         config, execution, chip = model.config, model.execution, self.chip
         batch, heads = self.case.batch // self.case.dp, self.case.tp if execution.heads else 1
         sum_s = platforms.allreduce_s(chip, self.case.tp, batch * width * config.hidden_size * 2)
@@ -237,7 +246,7 @@ class Compiler:
             "with_copies_at_peak_ms": 1e3 * spent(CONTEXTS[0], True, 1.0),
             "floor_ms": 1e3 * floor(CONTEXTS[0]),
             "at_contexts": {n: {"ms": 1e3 * spent(n, True), "floor_ms": 1e3 * floor(n)} for n in CONTEXTS},
-            "traffic_ms": 1e3 * hlo.hbm_traffic(text) / chip.bandwidth,
+            "traffic_ms": 1e3 * traffic / chip.bandwidth,
             "cycles_ms": 1e3 * hlo.estimated_cycles(text) / chip.clock,
             "collectives": hlo.collectives(text),
             "all_reduces_per_layer": sum(

@@ -42,6 +42,8 @@ def entry_instructions(hlo: str) -> list[_Instruction]:
         match = _LINE.match(line)
         if match:
             name, kind, op, rest = match.groups()
+            if name.startswith("slice-"):  # what the compiler dumps says `async-start(whole)`, calling the slice
+                op = op.replace("async", "slice")
             found.append(_Instruction(name, kind, op, tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0])), line))
     return found
 

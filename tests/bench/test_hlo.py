@@ -41,6 +41,19 @@ def test_kernels_leave_copies_what_they_do_not_read():
     assert hlo.timeline(PROGRAM, clock=100, rate=512, others=lambda _: (1, 512)) == pytest.approx(1 + 1 + 1.5 + 0.5)
 
 
+def test_slices_that_the_compiler_wrote_are_copies():
+    """It calls `async-start` what `Compiled.as_text` calls `slice-start`."""
+    part = "((s8[1024]{0:T(1024)}), s8[768]{0:T(1024)S(1)}, s32[]{:S(2)})"
+    written = PROGRAM.replace(
+        "(bf16[512]{0:T(1024)S(1)}, bf16[512]{0:T(1024)}, u32[]{:S(2)}) copy-start", f"{part} async-start"
+    )
+    written = written.replace(" copy-done(", " async-done(").replace("%copy-", "%slice-")
+    named = written.replace(" async-", " slice-")
+    for text in (written, named):
+        assert hlo.hbm_traffic(text) == 768 + 256
+        assert hlo.timeline(text, clock=100, rate=512, others=lambda _: (0, 0)) == pytest.approx(1 + 1 + 0.5)
+
+
 def test_traffic_is_what_moves_between_hbm_and_the_core():
     assert hlo.hbm_traffic(PROGRAM) == 1024 + 256
     assert hlo.estimated_cycles(PROGRAM) == 150

@@ -136,19 +136,21 @@ class Chip:
     pci_device: str = ""
 
 
-# v6e: half of the usual limit leaves more fast memory to weights that are fetched ahead. TPU7x: else each call of the
-# loop brings every large matrix into another layout first.
+AHEAD = {"xla_tpu_async_copy_bandwidth_scaling_factor": "2", "xla_tpu_enforce_prefetch_fifo_order": True}
+"""Weights are fetched earlier, beside sums and small operations too, and in the order in which they are needed."""
+ROOM = {"xla_tpu_scoped_vmem_limit_kib": "24576"}
+"""Fast memory that one operation may take: with less, the matrices of a drafter spread over chips are read by their
+products alone; with more, less is left to weights that are fetched ahead."""
+
+# TPU7x: without its argument each call of the loop brings every large matrix into another layout first.
 CHIPS = {
     chip.kind: chip
     for chip in (
-        Chip("TPU v5 lite", 16, 819e9, 197e12 / (4 * 128 * 128 * 2), 200e9, 4, 0.7),
+        Chip("TPU v5 lite", 16, 819e9, 197e12 / (4 * 128 * 128 * 2), 200e9, 4, 0.7, AHEAD | ROOM),
+        Chip("TPU v6 lite", 32, 1638e9, 918e12 / (4 * 256 * 256 * 2), 448e9, 4, 0.8, AHEAD | ROOM),
+        Chip("TPU v5", 95, 2765e9, 459e12 / (8 * 128 * 128 * 2), 600e9, 6, 0.85, AHEAD | ROOM),
         Chip(
-            *("TPU v6 lite", 32, 1638e9, 918e12 / (4 * 256 * 256 * 2), 448e9, 4, 0.8),
-            compiler_options={"xla_tpu_scoped_vmem_limit_kib": "16384"},
-        ),
-        Chip("TPU v5", 95, 2765e9, 459e12 / (8 * 128 * 128 * 2), 600e9, 6, 0.85),
-        Chip(
-            *("TPU7x", 96, 3690e9, 1153e12 / (4 * 256 * 256 * 2), 600e9, 6, 0.85),
+            *("TPU7x", 96, 3690e9, 1153e12 / (4 * 256 * 256 * 2), 600e9, 6, 0.85, AHEAD),
             init_args="--xla_tpu_impure_enable_large_2nd_minor_layout=false",
             pci_device="0x0076",
         ),

@@ -223,8 +223,8 @@ def test_annotations_are_checked():
     with pytest.raises(jaxtyping.TypeCheckError, match="draft_length"):
         agreeing_prefix(draft, draft, jnp.zeros((2, 4), jnp.int32))
     with pytest.raises(jaxtyping.TypeCheckError, match="size"):
-        Tree(tokens=draft, parent=draft, size=draft)
-    tree = Tree(tokens=draft, parent=draft, size=lengths)
+        Tree(tokens=draft, parent=draft, confidence=jnp.zeros((2, 3)), size=draft)
+    tree = Tree(tokens=draft, parent=draft, confidence=jnp.zeros((2, 3)), size=lengths)
     assert jax.tree.map(lambda leaf: leaf[0], tree).tokens.shape == (3,)
     assert jax.tree.map(lambda _: None, tree).size is None
 

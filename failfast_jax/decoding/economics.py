@@ -93,11 +93,21 @@ class Calibration:
         """After a round that emitted the first `count` tokens of `emitted`, whether the draft was verified or not."""
         length = jnp.minimum(draft.length, count)
         agreed = agreeing_prefix(draft.tokens, length, emitted)
-        columns, bins = jnp.arange(draft.tokens.shape[1]), _bins(draft.confidence)
-        tried = bins * (columns < jnp.minimum(agreed + 1, length)[:, None])[..., None]
-        accepted = bins * (columns < agreed[:, None])[..., None]
-        left = jnp.where(length > 0, MEMORY, 1.0)[:, None]
-        return self.replace(accepted=self.accepted * left + accepted.sum(1), tried=self.tried * left + tried.sum(1))
+        columns = jnp.arange(draft.tokens.shape[1])
+        tried = columns < jnp.minimum(agreed + 1, length)[:, None]
+        return self.counted(draft.confidence, tried, columns < agreed[:, None], length > 0)
+
+    def counted(
+        self,
+        confidence: Float[Array, "B M"],
+        tried: Bool[Array, "B M"],
+        accepted: Bool[Array, "B M"],
+        drafted: Bool[Array, " B"],
+    ) -> Calibration:
+        """With these trials, of the sequences that `drafted`."""
+        bins, left = _bins(confidence), jnp.where(drafted, MEMORY, 1.0)[:, None]
+        new = (jnp.sum(bins * of[..., None], axis=1) for of in (accepted, tried))
+        return Calibration(*(old * left + more for old, more in zip((self.accepted, self.tried), new)), self.prior)
 
 
 def _bins(confidence: Float[Array, "B M"]) -> Float[Array, "B M bins"]:

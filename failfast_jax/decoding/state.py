@@ -56,8 +56,16 @@ class Tree:
     tokens: Int[Array, "B n"]
     parent: Int[Array, "B n"]
     """0: the last committed token; j + 1: node j."""
+    confidence: Float[Array, "B n"]
+    """In [0, 1]: of each node behind its parent."""
     size: Int[Array, " B"]
     """Nodes; the rest is padding."""
+
+    @classmethod
+    def empty(cls, batch: int, nodes: int) -> Tree:
+        """No nodes, in buffers for so many."""
+        zeros = jnp.zeros((batch, nodes), jnp.int32)
+        return cls(tokens=zeros, parent=zeros, confidence=jnp.zeros((batch, nodes)), size=zeros[:, 0])
 
 
 @flax.struct.dataclass
@@ -184,8 +192,8 @@ class RoundLog:
         return {"expected": float(self.expected[row, index]), "seconds": float(self.seconds[row, index])}
 
     def tree_of(self, row: int, index: int) -> dict[str, list[int]] | None:
-        """`results.Round.tree` of a row's round, from a log on the host."""
-        if self.tree_size is None:
+        """`results.Round.tree` of a row's round, from a log on the host; None: nothing was drafted."""
+        if self.tree_size is None or not self.tree_size[row, index]:
             return None
         nodes = row, index, slice(int(self.tree_size[row, index]))
         return {"tokens": self.tree_tokens[nodes].tolist(), "parent": (self.tree_parent[nodes] - 1).tolist()}

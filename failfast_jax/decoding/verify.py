@@ -35,6 +35,17 @@ class _Rows:
         return jax.tree.map(lambda b, new: jax.lax.dynamic_update_slice_in_dim(b, new, offset, axis=1), self, part)
 
 
+@flax.struct.dataclass
+class _Path:
+    """What a pass over a tree says along its longest path that is right."""
+
+    picks: Int[Array, "B M1"]
+    finite: Bool[Array, "B M1"]
+    features: Float[Array, "B M1 F E"]
+    logprobs: Logprobs | None
+    accepted: Int[Array, " B"]
+
+
 _Pass = Callable[[int, Int[Array, ""], KVCache], tuple[_Rows, KVCache]]
 """`(width, offset, cache) -> (rows, cache)`: a pass over the rows `offset .. offset + width - 1` of a window."""
 
@@ -145,32 +156,54 @@ def verify_tree(
 ) -> tuple[Verified, DecodeState]:
     """The target's picks along the longest path of the tree that agrees with them.
 
-    One pass over the last committed token and all nodes; the path's keys and values become the text's.
+    One pass over the last committed token and all nodes, in the narrowest width of `plan` that holds them; the path's
+    keys and values become the text's.
     """
-    width = plan.widths[-1]
-    start = state.length - 1
-    mask = tree.mask_of(proposal.tree, width)
+    start, columns = state.length - 1, proposal.tokens.shape[1] + 1
     last = jnp.take_along_axis(state.tokens, start[:, None], axis=1)
-    tokens = tree.window_of(last, proposal.tree.tokens, width)
-    live = jnp.max(jnp.where(state.running, start + width, 0))
-    hidden, cache, features = target.window(tokens, state.target, start, live, feature_layers, mask)
-    logits = target.logits_of(hidden)
-    # Siblings compete for one position: its noise is theirs together.
-    picks = accept.pick(logits, start[:, None] + 1 + mask.depth, state.sampling, target.execution)
-    accepted, slots = tree.longest_path(proposal.tree, mask, tokens, picks)
-    slots = slots[:, : proposal.tokens.shape[1] + 1]
 
-    def along(rows: Array) -> Array:
-        return jnp.take_along_axis(rows, jnp.expand_dims(slots, range(2, rows.ndim)), axis=1)
+    def branch(width: int) -> Callable:
+        nodes = jax.tree.map(lambda leaf: leaf if leaf.ndim == 1 else leaf[:, : width - 1], proposal.tree)
 
-    logprobs = jax.tree.map(along, _logprobs(state, target, logits, picks))
-    picks = along(picks)
-    verified = Verified(
-        picks=picks,
-        features=along(features),
-        finite=picks < logits.shape[-1],
-        accepted=accepted,
-        passes=jnp.int32(1),
-        logprobs=logprobs,
+        def taken(carry: tuple[_Path, KVCache]) -> tuple[_Path, KVCache]:
+            mask = constrain_rows(tree.mask_of(nodes, width), target.execution)
+            tokens = tree.window_of(last, nodes.tokens, width)
+            live = jnp.max(jnp.where(state.running, start + width, 0))
+            among = mask if width > 1 else None  # a single row is plain decoding
+            hidden, cache, features = target.window(tokens, carry[1], start, live, feature_layers, among)
+            logits = target.logits_of(hidden)
+            # Siblings compete for one position: its noise is theirs together.
+            picks = accept.pick(logits, start[:, None] + 1 + mask.depth, state.sampling, target.execution)
+            picks = constrain_rows(picks, target.execution)
+            accepted, slots = tree.longest_path(nodes, mask, tokens, picks)
+            slots = jnp.pad(slots, ((0, 0), (0, max(columns - width, 0))))[:, :columns]
+            found = picks, picks < logits.shape[-1], features, _logprobs(state, target, logits, picks)
+            return _Path(*jax.tree.map(along(slots), found), accepted), target.keep(
+                cache, start, slots[:, :width], width
+            )
+
+        return taken
+
+    def along(slots: Int[Array, "B M1"]) -> Callable[[Array], Array]:
+        return lambda rows: jnp.take_along_axis(rows, jnp.expand_dims(slots, range(2, rows.ndim)), axis=1)
+
+    batch, kept = state.length.shape[0], state.logprobs
+    empty = _Path(
+        picks=jnp.zeros((batch, columns), jnp.int32),
+        finite=jnp.zeros((batch, columns), bool),
+        features=jnp.zeros((batch, columns, len(feature_layers), target.config.hidden_size), target.dtype),
+        logprobs=None if kept is None else Logprobs.zeros(batch, columns, kept.best.shape[-1]),
+        accepted=jnp.zeros(batch, jnp.int32),
     )
-    return verified, state.replace(target=target.keep(cache, start, slots, width))
+    needed = jnp.max(jnp.where(state.running, proposal.tree.size + 1, 1))
+    rung = sum((needed > width).astype(jnp.int32) for width in plan.widths[:-1])
+    path, cache = one_of(rung, [branch(width) for width in plan.widths], (empty, state.target))
+    verified = Verified(
+        picks=path.picks,
+        features=path.features,
+        finite=path.finite,
+        accepted=path.accepted,
+        passes=jnp.int32(1),
+        logprobs=path.logprobs,
+    )
+    return verified, state.replace(target=cache)

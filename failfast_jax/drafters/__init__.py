@@ -12,6 +12,7 @@ from failfast_jax.drafters.dllm import DllmOptions
 from failfast_jax.drafters.dspark import DFlashOptions, DSparkOptions
 from failfast_jax.drafters.eagle3 import Eagle3Options
 from failfast_jax.drafters.economic import Economic
+from failfast_jax.drafters.economic_tree import EconomicTree
 from failfast_jax.drafters.failfast import FailfastOptions, refuse_rejection
 from failfast_jax.drafters.fast_dllm import FastDllmOptions
 from failfast_jax.drafters.lookup import LookupOptions
@@ -137,5 +138,6 @@ def build_drafter(
     sampled = config.acceptance == "rejection"
     site = Site(model=model, model_name=model_name, vocab=vocab, platform=platform, sampled=sampled, exact=config.exact)
     if isinstance(options, WeighedOptions) and options.policy == "auto":
-        return Economic.of(*options.sources(site))
+        text, model = options.sources(site)
+        return (EconomicTree if model is not None and model.drafts_trees else Economic).of(text, model)
     return options.build(site)

@@ -22,13 +22,15 @@ from failfast_jax.decoding.expand import Chunk, Growth, expand
 from failfast_jax.decoding.proposal import no_extras, propose, refuse_begun
 from failfast_jax.decoding.state import Committed, Draft
 from failfast_jax.decoding.stopping import Never, StopRule
+from failfast_jax.decoding.tree import deepest
 from failfast_jax.decoding.windows import gather_rows, gather_window
 from failfast_jax.drafters.tree import best_nodes
 from failfast_jax.errors import OptionError
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.drafter_model import EAGLE
 from failfast_jax.models.eagle import ROWS, BoundEagle, Level
-from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option, require
+from failfast_jax.models.sharding import constrain_rows
+from failfast_jax.options import LONGEST_DRAFT, Site, WeighedOptions, option, require
 
 TREE_BUDGET, TREE_DEPTH, TREE_TOP_K = 59, 5, 10
 """SafeAILab's: 60 tokens with the root."""
@@ -229,7 +231,12 @@ class EagleTree(EagleDrafter):
     @property
     def longest(self) -> int:
         """Most nodes of a path."""
-        return min(self.depth + 1, self.budget)
+        return min(self.passes, self.budget)
+
+    @property
+    def passes(self) -> int:
+        """Of a draft."""
+        return self.depth + 1
 
     @property
     def window(self) -> int:
@@ -246,22 +253,23 @@ class EagleTree(EagleDrafter):
 
     def draft(self, state, committed, begun=None):
         self._refuse(begun)
-        grown = jax.lax.fori_loop(
-            0, self.depth, functools.partial(self._pass, committed.length - 1), self._first(state, committed)
-        )
-        room = jnp.where(committed.running & (committed.length > 1), committed.room, 0)
+        drafting = committed.running & (committed.length > 1)
+        grow = functools.partial(self._grown, state.hidden, committed.length - 1)
+        grown = when(drafting.any(), grow, self._nothing(state, committed))
+        room = jnp.where(drafting, committed.room, 0)
         value = jnp.where(self._levels <= room[:, None], grown.score, -jnp.inf)
-        tree, chosen = best_nodes(value, grown.tokens, grown.parent, self.budget)
-        tokens, confidence, length = self._path(grown, chosen)
-        passes = jnp.where(length > 0, self.depth + 1, 0)
+        tree = best_nodes(value, grown.tokens, grown.parent, grown.probability, self.budget)
+        # Whole on every device: XLA would spread the nodes, and gather them wherever they are read.
+        tree = constrain_rows(tree, self.model.execution)
+        tokens, confidence, length = deepest(tree, self.longest)
+        passes = jnp.where(length > 0, self.passes, 0)
         draft = Draft(tokens=tokens, confidence=confidence, length=length, passes=passes, tree=tree)
         return draft, state.replace(cache=grown.cache)
 
-    def _first(self, state: EagleState, committed: Committed) -> _Growing:
-        """The root's children."""
+    def _nothing(self, state: EagleState, committed: Committed) -> _Growing:
+        """Before the root's children."""
         batch, k, count = committed.length.shape[0], self.top_k, self._levels.size
-        score, ids = self._best(state.hidden)
-        growing = _Growing(
+        return _Growing(
             tokens=jnp.zeros((batch, count), jnp.int32),
             parent=jnp.full((batch, count), -1),
             score=jnp.zeros((batch, count)),
@@ -271,7 +279,12 @@ class EagleTree(EagleDrafter):
             sees=jnp.broadcast_to(jnp.eye(k, self.depth * k, dtype=bool), (batch, k, self.depth * k)),
             cache=state.cache,
         )
-        return growing.with_candidates(0, ids, jnp.full((batch, k), -1), score, jnp.exp(score))
+
+    def _grown(self, hidden: Float[Array, "B E"], first: Int[Array, " B"], growing: _Growing) -> _Growing:
+        """The root's children, and what grows out of them. `first`: see `_pass`."""
+        score, ids = self._best(hidden)
+        growing = growing.with_candidates(0, ids, jnp.full_like(ids, -1), score, jnp.exp(score))
+        return jax.lax.fori_loop(0, self.depth, functools.partial(self._pass, first), growing)
 
     def _best(self, hidden: Float[Array, "*R E"]) -> tuple[Float[Array, "*R k"], Int[Array, "*R k"]]:
         """Log-probabilities and token ids of what most probably comes next, by falling probability."""
@@ -305,35 +318,16 @@ class EagleTree(EagleDrafter):
             cache=cache,
         )
 
-    def _path(
-        self, grown: _Growing, chosen: Int[Array, "B n"]
-    ) -> tuple[Int[Array, "B M"], Float[Array, "B M"], Int[Array, " B"]]:
-        """Tokens, confidences and length of the tree's longest path; of several, the one that was made first."""
-        levels = jnp.asarray([*self._levels, 0])
-        depth = levels[chosen]
-        length = jnp.max(depth, axis=1)
-        node = jnp.take_along_axis(chosen, jnp.argmax(depth, axis=1)[:, None], axis=1)
-        tokens, confidence = [], []
-        for level in range(self.longest, 0, -1):
-            here = levels[node] == level
-            at = jnp.minimum(node, self._levels.size - 1)
-            parent, *found = (
-                jnp.take_along_axis(of, at, axis=1) for of in (grown.parent, grown.tokens, grown.probability)
-            )
-            tokens.append(jnp.where(here, found[0], 0))
-            confidence.append(jnp.where(here, found[1], 0.0))
-            # The root has no level: -1 is the last of them.
-            node = jnp.where(here, jnp.where(parent < 0, self._levels.size, parent), node)
-        return jnp.concatenate(tokens[::-1], axis=1), jnp.concatenate(confidence[::-1], axis=1), length
-
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Options(MethodOptions):
+class Eagle3Options(WeighedOptions):
     """Options of `eagle3`."""
 
     summary = "an EAGLE-3 drafter: chains of tokens, or trees of the most probable ones"
     kinds = (EAGLE,)
     samples = True
+    auto = False
+    with_auto = ("spec_len", "tree_budget", "tree_depth", "tree_top_k")
 
     spec_len: int | None = option(
         None, "draft chains of n tokens (where the drafter was trained for them, as many; else trees)", least=1, most=64
@@ -351,6 +345,11 @@ class Eagle3Options(MethodOptions):
     def check(self) -> None:
         said = "a chain has no --tree-budget, --tree-depth or --tree-top-k"
         require(not (self.spec_len and self._asks_for_a_tree), f"--spec-len {self.spec_len}", said)
+
+    def sources(self, site: Site) -> tuple[None, EagleDrafter]:
+        drafter = self.build(site)
+        # A pass of a chain drafts one token: after each it can end.
+        return None, drafter if drafter.drafts_trees else drafter.replace(spec_len=1)
 
     def build(self, site: Site) -> EagleDrafter:
         length = self.spec_len or (None if self._asks_for_a_tree else site.model.config.chain)

@@ -108,6 +108,11 @@ class Economic(Drafter):
     def weighs(self) -> bool:
         return True
 
+    @property
+    def _least_passes(self) -> int:
+        """Of a draft of the model."""
+        return 1
+
     def planned(self, widths):
         return self.replace(widths=widths).with_costs(Costs.flat(len(widths)))
 
@@ -127,8 +132,8 @@ class Economic(Drafter):
             text_chances=Calibration.of(batch, TEXT_CHANCES),
             model_chances=Calibration.of(batch, MODEL_CHANCES),
             purse=Purse.full(batch),
-            text_draft=Draft.empty(batch, self.max_draft),
-            model_draft=Draft.empty(batch, self.max_draft),
+            text_draft=self._empty(batch),
+            model_draft=self._empty(batch),
             cost=jnp.float32(0),
             refused=jnp.bool_(False),
             ahead=jnp.zeros(batch),
@@ -159,11 +164,9 @@ class Economic(Drafter):
         spent = costs.draft * jnp.max(own.passes)
         rung = jnp.where(waits, 0, self._best(state.purse, (weight * tokens).sum(0), spent))
         cost = costs.verify[rung] + spent
-        draft = _chosen((by_model > by_text)[:, rung], own, text)
         rows = jnp.where(costs.rows > 0, costs.rows, jnp.asarray(self.widths)[rung])
-        whole = jnp.where(costs.rows > 0, jnp.minimum(self.max_draft, committed.room), draft.length)
-        draft = draft.replace(
-            length=jnp.where(committed.running, jnp.minimum(whole, rows - 1), 0),
+        draft = _chosen((by_model > by_text)[:, rung], own, text)
+        draft = self._cut(state.model_chances, draft, rows, committed).replace(
             passes=own.passes,
             expected=tokens[:, rung],
             seconds=cost * self.costs.verify[0],
@@ -175,28 +178,43 @@ class Economic(Drafter):
 
     def _from_text(self, state: EconomicState, committed: Committed) -> tuple[Draft, Any]:
         if self.text is None:
-            return self._nothing(committed), state.text
+            return self._empty(committed.length.shape[0]), state.text
         draft, text_state = self.text.draft(state.text, committed)
         return self._padded(draft), text_state
 
     def _from_model(self, state: EconomicState, committed: Committed, asked: Bool[Array, ""]) -> tuple[Draft, Any]:
         if self.model is None:
-            return self._nothing(committed), state.model
-        # What is known of its confidences is what its rule goes by.
-        known = state.model.replace(memory=state.model_chances)
+            return self._empty(committed.length.shape[0]), state.model
+        known = self._known(state.model, state.model_chances)
         draft, model_state = self.model.draft(known, committed.replace(running=committed.running & asked))
         return self._padded(draft), model_state
 
-    def _nothing(self, committed: Committed) -> Draft:
-        return Draft.empty(committed.length.shape[0], self.max_draft)
+    def _known(self, state: Any, chances: Calibration) -> Any:
+        """The model's state: what is known of its confidences is what its rule goes by."""
+        return state.replace(memory=chances)
+
+    def _empty(self, batch: int) -> Draft:
+        return Draft.empty(batch, self.max_draft)
 
     def _padded(self, draft: Draft) -> Draft:
-        spare = ((0, 0), (0, self.max_draft - draft.tokens.shape[1]))
+        """In the buffers that the two sources share."""
+        spare = ((0, 0), (0, self._empty(1).tokens.shape[1] - draft.tokens.shape[1]))
         return draft.replace(tokens=jnp.pad(draft.tokens, spare), confidence=jnp.pad(draft.confidence, spare))
 
     def _tokens(self, chances: Calibration, draft: Draft, committed: Committed) -> Float[Array, "B widths"]:
         tokens = expected_tokens(chances.chance(draft.confidence), draft.length, self.widths)
         return jnp.where(committed.running[:, None], tokens, 0.0)
+
+    def _cut(self, chances: Calibration, draft: Draft, rows: Int[Array, ""], committed: Committed) -> Draft:
+        """What of the draft is verified in so many rows; while costs are measured, as much as they hold."""
+        del chances
+        whole = jnp.where(self.costs.rows > 0, jnp.minimum(self.max_draft, committed.room), draft.length)
+        return draft.replace(length=jnp.where(committed.running, jnp.minimum(whole, rows - 1), 0))
+
+    def _learned(
+        self, chances: Calibration, draft: Draft, text: Int[Array, "B M"], count: Int[Array, " B"]
+    ) -> Calibration:
+        return chances.learned(draft, text, count)
 
     def _weight(self, ahead: Float[Array, " B"], running: Bool[Array, " B"]) -> Float[Array, " B"]:
         """What a token of each row counts: less where a row is ahead of others that the batch waits for."""
@@ -227,8 +245,9 @@ class Economic(Drafter):
         at_hand = (tokens / costs.verify)[self._best(purse, tokens)]
         pays = (purse.tokens == 0) | (purse.tokens * running > at_hand * purse.cost)
         # The pass alone is at risk here: what it drafts need not be verified.
-        cheapest = costs.verify[min(1, len(self.widths) - 1)] + costs.draft
-        pays &= purse.allows(1 + costs.draft, 0.0, GAMBLE / cheapest**2)
+        draft = costs.draft * self._least_passes
+        cheapest = costs.verify[min(1, len(self.widths) - 1)] + draft
+        pays &= purse.allows(1 + draft, 0.0, GAMBLE / cheapest**2)
         return jnp.where(costs.ask == 0, pays & ~waits, costs.ask > 0)
 
     def commit(self, state: EconomicState, outcome: Outcome) -> EconomicState:
@@ -248,14 +267,15 @@ class Economic(Drafter):
         if self.text is not None:
             state = state.replace(
                 text=self.text.commit(state.text, outcome),
-                text_chances=state.text_chances.learned(state.text_draft, text, emitted),
+                text_chances=self._learned(state.text_chances, state.text_draft, text, emitted),
             )
         if self.model is not None:
-            kept = agreeing_prefix(state.model_draft.tokens, jnp.minimum(state.model_draft.length, emitted), text)
-            told = outcome.replace(draft=state.model_draft, agreed=kept)
+            draft = state.model_draft
+            kept = agreeing_prefix(draft.tokens, jnp.minimum(draft.length, emitted), text[:, : draft.tokens.shape[1]])
+            told = outcome.replace(draft=draft, agreed=kept)
             state = state.replace(
                 model=self.model.commit(state.model, told),
-                model_chances=state.model_chances.learned(state.model_draft, text, emitted),
+                model_chances=self._learned(state.model_chances, draft, text, emitted),
             )
         return state
 

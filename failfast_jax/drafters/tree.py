@@ -50,22 +50,24 @@ def grow(draft: Draft, budget: int) -> Tree:
     parent = np.concatenate([at - 1, np.where(opens, fork - 1, own - 1)])
     tokens = jnp.where(opens, draft.alternatives.tokens[:, fork, rank], draft.tokens[:, position])
     tokens = jnp.concatenate([draft.tokens, tokens], axis=1)
-
-    tree, _ = best_nodes(value, tokens, jnp.broadcast_to(parent, value.shape), budget)
-    return tree
+    confidence = jnp.where(opens, draft.alternatives.probability[:, fork, rank], draft.confidence[:, position])
+    confidence = jnp.concatenate([draft.confidence, confidence], axis=1)
+    return best_nodes(value, tokens, jnp.broadcast_to(parent, value.shape), confidence, budget)
 
 
 def best_nodes(
-    value: Float[Array, "B C"], tokens: Int[Array, "B C"], parent: Int[Array, "B C"], budget: int
-) -> tuple[Tree, Int[Array, "B n"]]:
+    value: Float[Array, "B C"],
+    tokens: Int[Array, "B C"],
+    parent: Int[Array, "B C"],
+    confidence: Float[Array, "B C"],
+    budget: int,
+) -> Tree:
     """The tree of the best candidates, up to `budget`, in the candidates' order.
 
     Args:
       value: -inf: no candidate. No candidate may be worth more than its parent; of equals, the first are taken.
       parent: number of each candidate's parent, which comes before it; -1: the root.
-
-    Returns:
-      The tree, and the number of each of its nodes (C behind the last).
+      confidence: of each candidate behind its parent.
     """
     count = value.shape[1]
     nodes = min(budget, count)
@@ -77,12 +79,12 @@ def best_nodes(
 
     slot = jnp.argmax(of_nodes(parent)[..., None] == chosen[:, None], axis=-1) + 1
     spare = ((0, 0), (0, budget - nodes))
-    tree = Tree(
+    return Tree(
         tokens=jnp.pad(of_nodes(tokens), spare),
         parent=jnp.pad(jnp.where(of_nodes(parent) < 0, 0, slot), spare),
+        confidence=jnp.pad(of_nodes(confidence), spare),
         size=jnp.sum(chosen < count, axis=1),
     )
-    return tree, chosen
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)

@@ -88,6 +88,7 @@ def random_trees(seed: int, batch: int = 2) -> Tree:
     return Tree(
         tokens=rng.integers(0, VOCAB, (batch, NODES)).astype(np.int32),
         parent=parent.astype(np.int32),
+        confidence=rng.random((batch, NODES), np.float32),
         size=np.asarray([NODES, NODES - 3], np.int32),
     )
 

@@ -1,0 +1,68 @@
+"""`--policy auto` of a drafter of trees: whether to draft one, and how many of its nodes to verify."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from failfast_jax.decoding.economics import Calibration, Costs
+from failfast_jax.decoding.state import Committed, Draft, Tree
+from failfast_jax.decoding.tree import best_part, deepest, path_chances, trials
+from failfast_jax.drafters.eagle3 import EagleTree
+from failfast_jax.drafters.economic import Economic
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class EconomicTree(Economic):
+    """Trees of a model, where they pay: of each the nodes that the target most probably reaches, as many as promise
+    the most tokens per second."""
+
+    model: EagleTree
+    text: None = None
+
+    @property
+    def drafts_trees(self) -> bool:
+        return True
+
+    @property
+    def _least_passes(self) -> int:
+        return self.model.passes
+
+    def with_costs(self, costs: Costs) -> EconomicTree:
+        return self.replace(costs=costs)
+
+    def init(self, batch, capacity):
+        nothing = self._empty(batch)
+        return super().init(batch, capacity).replace(text_draft=nothing, model_draft=nothing)
+
+    def _empty(self, batch: int) -> Draft:
+        return Draft.empty(batch, self.model.longest).replace(tree=Tree.empty(batch, self.max_draft))
+
+    def _known(self, state, chances):
+        return state
+
+    def _values(self, chances: Calibration, tree: Tree) -> Float[Array, "B n"]:
+        """The chance that the target reaches each node."""
+        return path_chances(tree, chances.chance(tree.confidence))
+
+    def _tokens(self, chances: Calibration, draft: Draft, committed: Committed) -> Float[Array, "B widths"]:
+        best = jnp.cumsum(-jnp.sort(-self._values(chances, draft.tree), axis=1), axis=1)
+        tokens = 1 + jnp.pad(best, ((0, 0), (1, 0)))[:, jnp.minimum(jnp.asarray(self.widths) - 1, best.shape[1])]
+        return jnp.where(committed.running[:, None], tokens, 0.0)
+
+    def _cut(self, chances: Calibration, draft: Draft, rows: Int[Array, ""], committed: Committed) -> Draft:
+        most = jnp.where(committed.running, jnp.minimum(rows - 1, self.max_draft), 0)
+        tree = best_part(draft.tree, self._values(chances, draft.tree), most)
+        # While costs are measured, as many nodes as there is room for, whatever they are.
+        tree = tree.replace(size=jnp.where(self.costs.rows > 0, most, tree.size))
+        tokens, confidence, length = deepest(tree, self.model.longest)
+        return draft.replace(tokens=tokens, confidence=confidence, length=length, tree=tree)
+
+    def _learned(
+        self, chances: Calibration, draft: Draft, text: Int[Array, "B M"], count: Int[Array, " B"]
+    ) -> Calibration:
+        tried, right = trials(draft.tree, text, count)
+        return chances.counted(draft.tree.confidence, tried, right, tried.any(1))

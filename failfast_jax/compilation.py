@@ -264,8 +264,9 @@ def _remember(label: str, seconds: float) -> None:
 
 def _compile(lowered: jax.stages.Lowered, label: str) -> jax.stages.Compiled:
     """Compiles, and keeps in mind how long that took, if it was long."""
+    options = compiler_options(jax.devices()[0])  # which may compile something, too
     _here.read, begin = False, time.perf_counter()
-    compiled = lowered.compile(compiler_options=compiler_options(jax.devices()[0]))
+    compiled = lowered.compile(compiler_options=options)
     took = time.perf_counter() - begin
     if took > progress.PATIENCE_S and not _here.read:
         _remember(label, took)

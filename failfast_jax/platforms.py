@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -173,10 +174,19 @@ def tell_libtpu(chips: Iterable[Chip]) -> None:
 
 
 def compiler_options(device: Any) -> dict[str, str | bool]:
-    """Options of `jax.stages.Lowered.compile` for programs on a device of this process: those of its chip that the
-    compiler at hand knows, as they come and go with its versions. What it does not know is logged."""
+    """Options of `jax.stages.Lowered.compile` for programs on a device: those of its chip that the compiler at hand
+    knows, as they come and go with its versions (what it does not know is logged). For a device that is not there, and
+    only compiled for: all of them."""
     chip = CHIPS.get(device.device_kind)
-    return dict(_known(chip.kind, tuple(chip.compiler_options.items()))) if chip is not None else {}
+    if chip is None:
+        return {}
+    if device not in jax.devices():
+        return dict(chip.compiler_options)
+    with _asking:
+        return dict(_known(chip.kind, tuple(chip.compiler_options.items())))
+
+
+_asking = threading.Lock()
 
 
 @functools.cache

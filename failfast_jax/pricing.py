@@ -80,7 +80,7 @@ def _told(costs: Costs, source: str, widths: tuple[int, ...]) -> str:
     rows = ", ".join(f"{width}: {value / step:.2f}" for width, value in zip(widths, costs.verify))
     draft = float(costs.draft) / step
     measured = f"steps take {1e3 * step:.1f} ms ({source})"
-    return f"--policy auto: {measured}; in steps, verifies by rows {rows}, a draft {draft:.2f}"
+    return f"--policy auto: {measured}; in steps, verifies by rows {rows}, a drafter pass {draft:.2f}"
 
 
 def costs_of(entry: Mapping[str, Any], widths: tuple[int, ...], where: str) -> Costs:

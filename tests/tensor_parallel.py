@@ -79,12 +79,18 @@ def readers_of_features(target, expected: list[int]) -> dict[str, bool]:
         "DSpark": (spark, {}),
         "EAGLE, chain": (eagle, {"spec_len": 3}),
         "EAGLE, tree": (eagle, {"tree_budget": 7, "tree_depth": 2, "tree_top_k": 2}),
+        "EAGLE, tree, auto": (eagle, {"policy": "auto", "tree_budget": 7, "tree_depth": 2, "tree_top_k": 2}),
     }
     common = {"max_new_tokens": 20, "ignore_eos": True}
-    return {
+    report = {
         name: engine.generate(PROMPTS[:1], **common, **options)[0].output_ids == expected
         for name, (engine, options) in cases.items()
     }
+    groups = FailFast(target, random_eagle(target), tensor_parallel=2, data_parallel=2)
+    for name, (_, options) in list(cases.items())[-2:]:
+        both = groups.generate(PROMPTS[:1] * 2, **common, **options)
+        report[f"{name}, two groups"] = [result.output_ids for result in both] == [expected] * 2
+    return report
 
 
 def pair() -> tuple[Decoder, Decoder]:

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import threading
+import types
 from concurrent.futures import Future
 
 import jax
@@ -253,6 +254,9 @@ def test_programs_are_compiled_with_the_options_of_their_device(monkeypatch, cap
     assert said.startswith("TPU7x: this XLA does not know the option xla_no_such_option")
     [started] = Executables().start(program(5))
     started.wait()
+    # What is only compiled for is told everything.
+    elsewhere = types.SimpleNamespace(device_kind="cpu")
+    assert platforms.compiler_options(elsewhere) == options
 
 
 def test_libtpu_is_told_about_the_chips_that_are_there(tmp_path, monkeypatch):

@@ -99,7 +99,7 @@ def test_what_the_policy_goes_by_is_told_once(cache, caplog):
         for _ in range(2):
             costs = book.price(work)[0].drafter.costs
     (said,) = [r.message for r in caplog.records if r.message.startswith("--policy auto: steps take ")]
-    assert said.endswith(f"a draft {costs.draft / costs.verify[0]:.2f}") and "(measured 20" in said
+    assert said.endswith(f"a drafter pass {costs.draft / costs.verify[0]:.2f}") and "(measured 20" in said
     assert all(f"{rows}: " in said for rows in work.plan.widths)
 
 

@@ -29,11 +29,11 @@ def compiled(topology: str, *methods: str) -> dict:
 
 METHODS = (
     *("auto", "failfast", "hybrid", "reuse", "trees", "ar", "lookup", "suffix"),
-    *("dspark", "dspark-failfast", "eagle-chain", "eagle-tree"),
+    *("dspark", "dspark-failfast", "eagle-chain", "eagle-tree", "eagle-auto"),
     *("dllm", "dllm-spiffy", "dllm-spiffy-cache", "dllm-sdar", "dllm-sdar-spiffy"),
 )
-FEW = ("auto", "dspark-failfast", "eagle-tree", "dllm-spiffy-cache")
-"""Of each kind of program one: the policy's, a block drafter's, a tree's, a model that writes on its own."""
+FEW = ("auto", "dspark-failfast", "eagle-auto", "dllm-spiffy-cache")
+"""Of each kind of program one: the policy's, a block drafter's, trees by the policy, a model that writes on its own."""
 
 
 @pytest.mark.parametrize(

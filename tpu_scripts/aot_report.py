@@ -215,16 +215,17 @@ class Compiler:
         """Estimated times of a pass in milliseconds, and their floors: weights and live cache once, at best.
 
         Raises:
-          ValueError: by its text the program does not even read the weights.
+          ValueError: by its text the program reads less than its weights, or much more than them and its live cache.
         """
         text = self.one_pass(model, width, rows)
-        if (traffic := hlo.hbm_traffic(text)) < 0.98 * weights_read(model):
-            raise ValueError(
-                f"a pass of {width} rows reads {traffic / 1e6:.0f} MB by its text, and its weights have "
-                f"{weights_read(model) / 1e6:.0f}: this libtpu writes copies in a way that bench/hlo.py does not know"
-            )
         config, execution, chip = model.config, model.execution, self.chip
         batch, heads = self.case.batch // self.case.dp, self.case.tp if execution.heads else 1
+        weights, traffic = weights_read(model), hlo.hbm_traffic(text)
+        if not 0.98 * weights < traffic < 1.2 * (weights + batch * cache_bytes(config, CONTEXTS[0]) / heads):
+            raise ValueError(
+                f"a pass of {width} rows moves {traffic / 1e6:.0f} MB by its text, and its weights have "
+                f"{weights / 1e6:.0f}: this libtpu writes copies in a way that bench/hlo.py does not know"
+            )
         sum_s = platforms.allreduce_s(chip, self.case.tp, batch * width * config.hidden_size * 2)
         small_s = platforms.allreduce_s(chip, self.case.tp, batch * width * 4)  # the best logits of the parts
 
@@ -238,7 +239,7 @@ class Compiler:
             )
 
         def floor(context: int) -> float:
-            return (weights_read(model) + batch * cache_bytes(config, context) / heads) / chip.bandwidth
+            return (weights + batch * cache_bytes(config, context) / heads) / chip.bandwidth
 
         return {
             "ms": 1e3 * spent(CONTEXTS[0], True),

@@ -34,7 +34,11 @@ _LINE = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
 
 
 def entry_instructions(hlo: str) -> list[_Instruction]:
-    """Instructions of the entry computation."""
+    """Instructions of the entry computation.
+
+    Raises:
+      ValueError: one that goes on beside others, and of which is not known what it moves.
+    """
     entry = re.split(r"^ENTRY ", hlo, flags=re.MULTILINE)[1]
     entry = re.split(r"^\}", entry, maxsplit=1, flags=re.MULTILINE)[0]
     found = []
@@ -44,6 +48,8 @@ def entry_instructions(hlo: str) -> list[_Instruction]:
             name, kind, op, rest = match.groups()
             if name.startswith("slice-"):  # what the compiler dumps says `async-start(whole)`, calling the slice
                 op = op.replace("async", "slice")
+            if op.startswith("async-"):
+                raise ValueError(f"%{name}: an asynchronous operation that is no slice: {line.strip()[:200]}")
             found.append(_Instruction(name, kind, op, tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0])), line))
     return found
 

@@ -151,7 +151,7 @@ def batch_report(source: str) -> dict[str, Any]:
     """Tokens a second of the embedded pair, by batch: medians of interleaved answers to a dataset's first questions.
 
     `again` is `vanilla` once more: what the machine makes of two equal programs. The slow fixed settings, which are far
-    from both, get a turn in `REPEATS`.
+    from both, get one turn in every `REPEATS`.
     """
     engine, out = load_pair(method="failfast"), {}
     prompts = [q.prompt for q in load_dataset(source, limit=max(BATCHES)).questions if q.follows is None]

@@ -16,13 +16,13 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.decoding.accept import agreeing_prefix
 from failfast_jax.decoding.state import Draft
 
-EDGES = (-2.0, -1.0, -0.4, 0.2, 0.9, 1.25, 1.5, 1.9, 2.35, 3.0, 3.44)
+EDGES = (-4.5, -3.2, -2.0, -1.0, -0.4, 0.2, 0.9, 1.25, 1.5, 1.9, 2.35, 3.0, 3.44)
 """Log-odds between two bins of confidence. Those of a lookup are the logarithm of its match: 1, 2, 3, 4, 5, 7, 11, 21
 and 32 tokens begin a bin."""
 BINS = len(EDGES) + 1
-TEXT_CHANCES = (0.12, 0.17, 0.2, 0.22, 0.45, 0.5, 0.58, 0.7, 0.82, 0.95, 0.97, 0.99)
+TEXT_CHANCES = (0.12, 0.12, 0.12, 0.17, 0.2, 0.22, 0.45, 0.5, 0.58, 0.7, 0.82, 0.95, 0.97, 0.99)
 """Prior chances of what followed earlier places of the text, by bin: between what was seen in code and in chat."""
-MODEL_CHANCES = (0.1, 0.17, 0.28, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.87, 0.9, 0.95)
+MODEL_CHANCES = (0.01, 0.03, 0.08, 0.17, 0.28, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.87, 0.9, 0.95)
 """Likewise of a model's drafts: a little below what the confidence says."""
 PRIOR_TRIALS = 8.0
 """Trials of its own after which a sequence believes itself as much as the prior."""
@@ -35,8 +35,9 @@ CREDIT = 2.0
 HINDSIGHT = 0.1
 """Steps that a draft of the text earns which would have paid, could not be paid, and turned out to begin rightly."""
 GAMBLE = 0.35
-"""Share of the purse that a drafter's pass may cost, as nobody knows what it drafts before it is made; over the square
-of what the cheapest round costs that uses its draft, in plain steps: where rows are dear, few drafts will be used."""
+"""Share of the purse that the least of a model's drafts may cost (a pass; of a tree all of them), as nobody knows what
+it drafts before it is made; over the square of what the cheapest round costs that uses its draft, in plain steps: where
+rows are dear, few drafts will be used."""
 LEAD = 4.0
 """Tokens that a row of a batch must be ahead of another one for its next token to count 1/e of the other's."""
 RECENT = 0.1

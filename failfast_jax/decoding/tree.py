@@ -18,14 +18,18 @@ def _parents(tree: Tree, width: int) -> Int[Array, "B W"]:
     return window_of(jnp.zeros((tree.size.shape[0], 1), jnp.int32), tree.parent, width)
 
 
-def mask_of(tree: Tree, width: int) -> TreeMask:
-    """The tree in a window of `width` slots behind the last committed token in slot 0; padding sees itself."""
+def mask_of(tree: Tree, width: int, longest: int | None = None) -> TreeMask:
+    """The tree in a window of `width` slots behind the last committed token in slot 0; padding sees itself.
+
+    Args:
+      longest: most nodes of a path, where that is known.
+    """
     slots = jnp.arange(width)
     node = (slots > 0) & (slots <= tree.size[:, None])
     parent = (slots == _parents(tree, width)[..., None]) & node[..., None]
     ancestors = (parent | jnp.eye(width, dtype=bool)).astype(jnp.float32)
     # Ancestors of up to 1, 2, 4, ... generations.
-    for _ in range((width - 1).bit_length()):
+    for _ in range((width - 1 if longest is None else longest).bit_length()):
         ancestors = jnp.minimum(ancestors @ ancestors, 1.0)
     visible = ancestors > 0
     return TreeMask(depth=jnp.sum(visible, axis=-1, dtype=jnp.int32) - 1, visible=visible)
@@ -56,7 +60,7 @@ def _path_to(last: Int[Array, " B"], mask: TreeMask) -> tuple[Int[Array, " B"], 
 
 def deepest(tree: Tree, longest: int) -> tuple[Int[Array, "B M"], Float[Array, "B M"], Int[Array, " B"]]:
     """Tokens, confidences and length of the tree's longest path, in buffers of `longest`; of several the first."""
-    mask = mask_of(tree, tree.tokens.shape[1] + 1)
+    mask = mask_of(tree, tree.tokens.shape[1] + 1, longest)
     length, slots = _path_to(jnp.argmax(mask.depth, axis=1), mask)
     inside = jnp.arange(longest) < length[:, None]
     nodes = jnp.maximum(slots[:, 1 : longest + 1] - 1, 0)

@@ -162,12 +162,17 @@ def verify_tree(
     start, columns = state.length - 1, proposal.tokens.shape[1] + 1
     last = jnp.take_along_axis(state.tokens, start[:, None], axis=1)
 
+    def along(slots: Int[Array, "B M1"]) -> Callable[[Array], Array]:
+        return lambda rows: jnp.take_along_axis(rows, jnp.expand_dims(slots, range(2, rows.ndim)), axis=1)
+
     def branch(width: int) -> Callable:
         nodes = jax.tree.map(lambda leaf: leaf if leaf.ndim == 1 else leaf[:, : width - 1], proposal.tree)
 
         def taken(carry: tuple[_Path, KVCache]) -> tuple[_Path, KVCache]:
-            mask = constrain_rows(tree.mask_of(nodes, width), target.execution)
-            tokens = tree.window_of(last, nodes.tokens, width)
+            # Whole on every device: XLA would spread the nodes, and gather them wherever they are read.
+            whole = constrain_rows(nodes, target.execution)
+            mask = constrain_rows(tree.mask_of(whole, width, columns - 1), target.execution)
+            tokens = tree.window_of(last, whole.tokens, width)
             live = jnp.max(jnp.where(state.running, start + width, 0))
             among = mask if width > 1 else None  # a single row is plain decoding
             hidden, cache, features = target.window(tokens, carry[1], start, live, feature_layers, among)
@@ -175,7 +180,7 @@ def verify_tree(
             # Siblings compete for one position: its noise is theirs together.
             picks = accept.pick(logits, start[:, None] + 1 + mask.depth, state.sampling, target.execution)
             picks = constrain_rows(picks, target.execution)
-            accepted, slots = tree.longest_path(nodes, mask, tokens, picks)
+            accepted, slots = tree.longest_path(whole, mask, tokens, picks)
             slots = jnp.pad(slots, ((0, 0), (0, max(columns - width, 0))))[:, :columns]
             found = picks, picks < logits.shape[-1], features, _logprobs(state, target, logits, picks)
             return _Path(*jax.tree.map(along(slots), found), accepted), target.keep(
@@ -183,9 +188,6 @@ def verify_tree(
             )
 
         return taken
-
-    def along(slots: Int[Array, "B M1"]) -> Callable[[Array], Array]:
-        return lambda rows: jnp.take_along_axis(rows, jnp.expand_dims(slots, range(2, rows.ndim)), axis=1)
 
     batch, kept = state.length.shape[0], state.logprobs
     empty = _Path(

@@ -10,7 +10,7 @@ from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.drafters.autoregressive import AutoregressiveOptions
 from failfast_jax.drafters.dllm import DllmOptions
 from failfast_jax.drafters.dspark import DFlashOptions, DSparkOptions
-from failfast_jax.drafters.eagle3 import Eagle3Options
+from failfast_jax.drafters.eagle3 import Eagle3Options, EagleTree
 from failfast_jax.drafters.economic import Economic
 from failfast_jax.drafters.economic_tree import EconomicTree
 from failfast_jax.drafters.failfast import FailfastOptions, refuse_rejection
@@ -139,5 +139,5 @@ def build_drafter(
     site = Site(model=model, model_name=model_name, vocab=vocab, platform=platform, sampled=sampled, exact=config.exact)
     if isinstance(options, WeighedOptions) and options.policy == "auto":
         text, model = options.sources(site)
-        return (EconomicTree if model is not None and model.drafts_trees else Economic).of(text, model)
+        return (EconomicTree if isinstance(model, EagleTree) else Economic).of(text, model)
     return options.build(site)

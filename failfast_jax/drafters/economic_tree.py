@@ -56,7 +56,7 @@ class EconomicTree(Economic):
     def _cut(self, chances: Calibration, draft: Draft, rows: Int[Array, ""], committed: Committed) -> Draft:
         most = jnp.where(committed.running, jnp.minimum(rows - 1, self.max_draft), 0)
         tree = best_part(draft.tree, self._values(chances, draft.tree), most)
-        # While costs are measured, as many nodes as there is room for, whatever they are.
+        # While costs are measured, as many nodes as the rows hold, padding too.
         tree = tree.replace(size=jnp.where(self.costs.rows > 0, most, tree.size))
         tokens, confidence, length = deepest(tree, self.model.longest)
         return draft.replace(tokens=tokens, confidence=confidence, length=length, tree=tree)

@@ -150,9 +150,9 @@ def test_expected_tokens_are_sums_of_products():
 def test_bins_of_a_lookup_begin_at_whole_matches():
     matches = np.asarray([1, 2, 3, 4, 5, 7, 11, 21, 32], np.float32)
     first = np.searchsorted(EDGES, np.log(matches), side="right")
-    assert first.tolist() == list(range(3, BINS))
+    assert first.tolist() == list(range(5, BINS))
     chance = Calibration.of(1, TEXT_CHANCES).chance(jnp.asarray(matches / (matches + 1))[None])
-    np.testing.assert_allclose(chance[0], TEXT_CHANCES[3:], rtol=1e-6)
+    np.testing.assert_allclose(chance[0], TEXT_CHANCES[5:], rtol=1e-6)
 
 
 def test_a_calibration_learns_what_happens_and_nothing_else():

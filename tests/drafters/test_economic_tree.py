@@ -16,11 +16,13 @@ from tiny_models import VOCAB
 
 from failfast_jax import pricing
 from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding import plan
 from failfast_jax.decoding.economics import MODEL_CHANCES, Calibration, Costs
 from failfast_jax.decoding.state import Tree
 from failfast_jax.decoding.tree import best_part, deepest, path_chances, trials
 from failfast_jax.drafters.economic import Economic
 from failfast_jax.drafters.economic_tree import EconomicTree
+from failfast_jax.runtime import Request
 
 NODES = 7
 PROMPTS = [[3, 4, 5] * 4, [9] * 8, [20]]
@@ -156,10 +158,43 @@ def test_where_rows_are_cheap_trees_are_verified_and_rounds_are_repeatable():
     assert [one.rounds for one in again] == [one.rounds for one in results]
 
 
+@pytest.mark.parametrize("way, drafts", [(TREE, False), ({"spec_len": 6}, True)], ids=["tree", "chain"])
+def test_what_a_whole_tree_costs_decides(way, drafts):
+    """One pass is within a third of the first credit of two steps, the four of a tree are not."""
+    with priced({1: 1.0, 16: 1.001}, 0.2):
+        (result,) = answers(PROMPTS[:1], None, method="eagle3", policy="auto", **way, max_new_tokens=12)
+    assert any(entry.passes for entry in result.rounds) == drafts
+
+
 def test_where_rows_are_dear_no_tree_is_drafted():
     with priced(*DEAR):
         (result,) = answers(PROMPTS[:1], None, method="eagle3", policy="auto", **TREE, max_new_tokens=60)
-    assert sum(entry.passes for entry in result.rounds) <= 8 and len(result.rounds) > 50
+    assert sum(entry.passes for entry in result.rounds) == 0 and len(result.rounds) == 60
+
+
+def test_trees_are_verified_in_the_narrowest_width(monkeypatch):
+    """Where a fifth row costs much, trees have three nodes, fewer than their longest path could have; rows differ."""
+    monkeypatch.setattr(plan, "CPU_LADDER", (1, 4, 8, 16))
+    options = {"method": "eagle3", "policy": "auto", **TREE, "max_new_tokens": 50}
+    with priced({1: 1.0, 4: 1.01, 8: 3.0, 16: 3.1}, 0.001):
+        results = answers(PROMPTS[:2], None, **options)
+    expected = answers(PROMPTS[:2], None, method="vanilla", max_new_tokens=50)
+    assert [one.output_ids for one in results] == [one.output_ids for one in expected]
+    sizes = [{len(entry.tree["tokens"]) for entry in result.rounds if entry.tree} for result in results]
+    assert all(found and max(found) <= 3 for found in sizes)
+    assert sum(entry.accepted for result in results for entry in result.rounds) > 0
+
+
+def test_rounds_are_made_as_costs_are_measured():
+    drafter = engine().build_drafter(GenerationConfig("eagle3", policy="auto", **TREE))
+    session = engine().runtime.session(drafter, capacity=60)
+    for rows, ask in [*((width, -1) for width in session.plan.widths), (1, 1)]:
+        flat = Costs.flat(len(session.plan.widths)).replace(rows=np.int32(rows), ask=np.int32(ask))
+        timed = session.with_costs(flat)
+        (log,) = timed.rounds(timed.advance(timed.start([Request([3, 4, 5], 40)]), 3))
+        sizes = [0 if entry.tree is None else len(entry.tree["tokens"]) for entry in log.rounds]
+        assert sizes == [min(rows - 1, 15)] * 3
+        assert [entry.passes for entry in log.rounds] == [4 * int(ask > 0)] * 3
 
 
 def test_chances_of_nodes_become_what_is_seen():
@@ -190,3 +225,7 @@ def test_trees_of_the_policy_are_a_drafter_of_trees():
 def test_chains_end_where_another_pass_does_not_pay():
     drafter = engine().build_drafter(GenerationConfig("eagle3", policy="auto", spec_len=6))
     assert type(drafter) is Economic and (drafter.model.spec_len, drafter.model.max_spec_len) == (1, 6)
+    with priced({1: 1.0, 16: 1.1}, 0.1):
+        results = answers(PROMPTS, None, method="eagle3", policy="auto", spec_len=6, max_new_tokens=60)
+    passes = {entry.passes for result in results for entry in result.rounds}
+    assert len(passes - {0}) >= 2 and max(passes) <= 6

@@ -200,7 +200,7 @@ def _known(kind: str, options: tuple[tuple[str, str | bool], ...]) -> tuple[tupl
         if unknown is None:
             raise
     name = unknown[1]
-    logger.warning("%s: this XLA does not know the option %s; programs may be slower than measured", kind, name)
+    logger.warning("%s: this XLA does not know the option %s; programs may be slower for it", kind, name)
     return _known(kind, tuple(option for option in options if option[0] != name))
 
 

@@ -30,20 +30,20 @@ class _Rows:
     features: Float[Array, "B W F E"]
     logprobs: Logprobs | None
 
+    @classmethod
+    def empty(cls, rows: int, state: DecodeState, target: Decoder, layers: int) -> _Rows:
+        """Buffers for so many rows."""
+        batch, kept = state.length.shape[0], state.logprobs
+        return cls(
+            picks=jnp.zeros((batch, rows), jnp.int32),
+            finite=jnp.zeros((batch, rows), bool),
+            features=jnp.zeros((batch, rows, layers, target.config.hidden_size), target.dtype),
+            logprobs=None if kept is None else Logprobs.zeros(batch, rows, kept.best.shape[-1]),
+        )
+
     def with_part(self, part: _Rows, offset: Int[Array, ""]) -> _Rows:
         """`part` written at rows `offset ...`."""
         return jax.tree.map(lambda b, new: jax.lax.dynamic_update_slice_in_dim(b, new, offset, axis=1), self, part)
-
-
-@flax.struct.dataclass
-class _Path:
-    """What a pass over a tree says along its longest path that is right."""
-
-    picks: Int[Array, "B M1"]
-    finite: Bool[Array, "B M1"]
-    features: Float[Array, "B M1 F E"]
-    logprobs: Logprobs | None
-    accepted: Int[Array, " B"]
 
 
 _Pass = Callable[[int, Int[Array, ""], KVCache], tuple[_Rows, KVCache]]
@@ -118,13 +118,7 @@ def verify_chain(
         picks = constrain_rows(picks, target.execution)
         return _Rows(picks, picks < logits.shape[-1], features, _logprobs(state, target, logits, picks)), cache
 
-    batch, kept = state.length.shape[0], state.logprobs
-    empty = _Rows(
-        picks=jnp.zeros((batch, total), jnp.int32),
-        finite=jnp.zeros((batch, total), bool),
-        features=jnp.zeros((batch, total, len(feature_layers), target.config.hidden_size), target.dtype),
-        logprobs=None if kept is None else Logprobs.zeros(batch, total, kept.best.shape[-1]),
-    )
+    empty = _Rows.empty(total, state, target, len(feature_layers))
     if plan.constant and total > plan.widths[-1]:
         rows, cache, passes = _repeated(run, plan.widths[-1], needed, empty, state.target)
     else:
@@ -168,43 +162,35 @@ def verify_tree(
     def branch(width: int) -> Callable:
         nodes = jax.tree.map(lambda leaf: leaf if leaf.ndim == 1 else leaf[:, : width - 1], proposal.tree)
 
-        def taken(carry: tuple[_Path, KVCache]) -> tuple[_Path, KVCache]:
+        def taken(carry: tuple[_Rows, Array, KVCache]) -> tuple[_Rows, Array, KVCache]:
             # Whole on every device: XLA would spread the nodes, and gather them wherever they are read.
             whole = constrain_rows(nodes, target.execution)
             mask = constrain_rows(tree.mask_of(whole, width, columns - 1), target.execution)
             tokens = tree.window_of(last, whole.tokens, width)
             live = jnp.max(jnp.where(state.running, start + width, 0))
             among = mask if width > 1 else None  # a single row is plain decoding
-            hidden, cache, features = target.window(tokens, carry[1], start, live, feature_layers, among)
+            hidden, cache, features = target.window(tokens, carry[2], start, live, feature_layers, among)
             logits = target.logits_of(hidden)
             # Siblings compete for one position: its noise is theirs together.
             picks = accept.pick(logits, start[:, None] + 1 + mask.depth, state.sampling, target.execution)
             picks = constrain_rows(picks, target.execution)
             accepted, slots = tree.longest_path(whole, mask, tokens, picks)
             slots = jnp.pad(slots, ((0, 0), (0, max(columns - width, 0))))[:, :columns]
-            found = picks, picks < logits.shape[-1], features, _logprobs(state, target, logits, picks)
-            return _Path(*jax.tree.map(along(slots), found), accepted), target.keep(
-                cache, start, slots[:, :width], width
-            )
+            rows = _Rows(picks, picks < logits.shape[-1], features, _logprobs(state, target, logits, picks))
+            return jax.tree.map(along(slots), rows), accepted, target.keep(cache, start, slots[:, :width], width)
 
         return taken
 
-    batch, kept = state.length.shape[0], state.logprobs
-    empty = _Path(
-        picks=jnp.zeros((batch, columns), jnp.int32),
-        finite=jnp.zeros((batch, columns), bool),
-        features=jnp.zeros((batch, columns, len(feature_layers), target.config.hidden_size), target.dtype),
-        logprobs=None if kept is None else Logprobs.zeros(batch, columns, kept.best.shape[-1]),
-        accepted=jnp.zeros(batch, jnp.int32),
-    )
+    empty = _Rows.empty(columns, state, target, len(feature_layers))
     needed = jnp.max(jnp.where(state.running, proposal.tree.size + 1, 1))
     rung = sum((needed > width).astype(jnp.int32) for width in plan.widths[:-1])
-    path, cache = one_of(rung, [branch(width) for width in plan.widths], (empty, state.target))
+    carry = empty, jnp.zeros_like(state.length), state.target
+    path, accepted, cache = one_of(rung, [branch(width) for width in plan.widths], carry)
     verified = Verified(
         picks=path.picks,
         features=path.features,
         finite=path.finite,
-        accepted=path.accepted,
+        accepted=accepted,
         passes=jnp.int32(1),
         logprobs=path.logprobs,
     )

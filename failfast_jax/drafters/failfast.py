@@ -125,7 +125,7 @@ class FailfastOptions(WeighedOptions):
             return ReleasedReuse.of(aligned) if self.reuse else aligned
         if self.tree_budget:
             return self._tree(site)
-        drafter = self._chain(site)
+        drafter = self.expanding(site)
         spec_len, longest = drafter.spec_len, drafter.max_spec_len
         if self.lookup_min:
             lookup = Lookup.on(site.platform, self.max_spec_len, min_match=self.lookup_min)
@@ -138,7 +138,9 @@ class FailfastOptions(WeighedOptions):
         require(room, "--reuse", f"drafts of --spec-len {spec_len} leave no room for more (--max-spec-len {longest})")
         return Reuse(model=drafter, max_spec_len=longest)
 
-    def _chain(self, site: Site) -> DSparkDrafter | Wide:
+    def expanding(self, site: Site) -> DSparkDrafter | Wide:
+        """The drafter whose drafts grow, before lookups or reuse are put around it: a method with another stopping rule
+        puts it here."""
         if self.rule == CONFIDENCE:
             return one_pass_drafter(self, site)
         drafter = one_pass_drafter(self, site, most=WINDOW_MOST)

@@ -139,9 +139,9 @@ class Chip:
 
 AHEAD = {"xla_tpu_async_copy_bandwidth_scaling_factor": "2", "xla_tpu_enforce_prefetch_fifo_order": True}
 """Weights are fetched earlier, beside sums and small operations too, and in the order in which they are needed."""
-ROOM = {"xla_tpu_scoped_vmem_limit_kib": "24576"}
-"""Fast memory that one operation may take: with less, the matrices of a drafter spread over chips are read by their
-products alone; with more, less is left to weights that are fetched ahead."""
+ROOM = {"xla_tpu_scoped_vmem_limit_kib": "26112"}
+"""Fast memory that one operation may take: with less, products of some models spread over eight chips fetch their
+weights by themselves; with more, less is left to weights that are fetched ahead."""
 
 # TPU7x: without its argument each call of the loop brings every large matrix into another layout first.
 CHIPS = {

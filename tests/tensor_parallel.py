@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from unittest import mock
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -93,6 +94,33 @@ def readers_of_features(target, expected: list[int]) -> dict[str, bool]:
     return report
 
 
+def copies_alike(target, drafter, expected: dict[int, list[list[int]]]) -> dict[str, bool]:
+    """Whether a drafter whose attention the devices with copies of a KV head all compute drafts the same."""
+    folders, report = (GOLDEN / "qwen2_target_160", GOLDEN / "fast_dllm_v2_untied"), {}
+    usual = FailFast(*folders, tensor_parallel=4)
+    with mock.patch.object(sharding, "copies_work_alike", return_value=True):
+        for tensor, data, batch in ((8, 1, 1), (4, 2, 4)):
+            engine = FailFast(target, drafter, tensor_parallel=tensor, data_parallel=data)
+            same = answers(engine, "failfast", batch) == expected[batch]
+            report[f"{tensor}x{data}, batch {batch}"] = same and engine.drafter.execution.mesh.shape["copies"] > 1
+        read = FailFast(*folders, tensor_parallel=4)
+        small = FailFast(target, drafter, tensor_parallel=8, quantize_drafter="int8")
+    drafts = [
+        engine.generate(PROMPTS[:1], method="failfast", max_new_tokens=20, ignore_eos=True, **OPTIONS["failfast"])[0]
+        for engine in (usual, read)
+    ]
+    report["from files"] = drafts[0].output_ids == drafts[1].output_ids
+    report["from files, the same drafts"] = [r.drafted for r in drafts[0].rounds] == [
+        r.drafted for r in drafts[1].rounds
+    ]
+    report["a device's half of the heads"] = {
+        engine.drafter.layers[0].attention.qkv.weight[...].addressable_shards[0].data.shape[0]
+        for engine in (read, small)
+    } == {1}
+    report["int8"] = answers(small, "failfast", 1) == expected[1]
+    return report
+
+
 def pair() -> tuple[Decoder, Decoder]:
     config = tiny_config(num_heads=12, num_kv_heads=4, hidden_size=64, intermediate_size=64)
     return random_model(config), random_model(diffusion_config(num_heads=4, num_kv_heads=2))
@@ -147,6 +175,8 @@ def main() -> None:
     report["picks of a spread vocabulary"], report["collectives of picks"] = sampled_on_a_mesh(engines["4x1"].mesh)
     report["picks of groups with a row each"], _ = sampled_on_a_mesh(sharding.make_mesh(2, 3))
     report |= readers_of_features(target, expected[1][0])
+
+    report["copies alike"] = copies_alike(target, drafter, expected)
 
     report["errors"] = []
     for options, prompts in (

@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
@@ -151,8 +151,8 @@ class Compiler:
         model = abstract_reader(config, self.target, sharding.Execution(kernel="tpu", mesh=self.mesh))
         return jax.tree.map(lambda leaf: leaf if leaf.sharding is not None else self.array(leaf, P()), model)
 
-    def array(self, shape: Any, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(self.mesh, spec))
+    def array(self, shape: Any, spec: P, mesh: Mesh | None = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh or self.mesh, spec))
 
     def compiled(self, lowered: Any) -> tuple[Any, str]:
         """A program, and its text as the compiler wrote it: JAX 0.10.2 cannot read every program back."""
@@ -207,7 +207,7 @@ class Compiler:
             return choose(model.logits_of(hidden[:, -rows:])), cache
 
         cache = jax.eval_shape(lambda: KVCache.zeros(model.config, batch, capacity, jnp.bfloat16))
-        cache = jax.tree.map(lambda leaf: self.array(leaf, P(execution.batch, execution.heads)), cache)
+        cache = jax.tree.map(lambda leaf: self.array(leaf, P(execution.batch, execution.heads), execution.mesh), cache)
         rest = (self.array(jax.ShapeDtypeStruct(shape, jnp.int32), P()) for shape in ((batch, width), (batch,), ()))
         return self.compiled(jax.jit(run, donate_argnums=1).lower(model, cache, *rest))[1]
 
@@ -219,24 +219,26 @@ class Compiler:
         """
         text = self.one_pass(model, width, rows)
         config, execution, chip = model.config, model.execution, self.chip
-        batch, heads = self.case.batch // self.case.dp, self.case.tp if execution.heads else 1
+        batch, heads = self.case.batch // self.case.dp, execution.parts(execution.heads)
         weights, traffic = weights_read(model), hlo.hbm_traffic(text)
         if not 0.98 * weights < traffic < 1.2 * (weights + batch * cache_bytes(config, CONTEXTS[0]) / heads):
             raise ValueError(
                 f"a pass of {width} rows moves {traffic / 1e6:.0f} MB by its text, and its weights have "
                 f"{weights / 1e6:.0f}: this libtpu writes copies in a way that bench/hlo.py does not know"
             )
-        sum_s = platforms.allreduce_s(chip, self.case.tp, batch * width * config.hidden_size * 2)
-        small_s = platforms.allreduce_s(chip, self.case.tp, batch * width * 4)  # the best logits of the parts
+        # Of a layer's results, and of the best logits of each part of the vocabulary.
+        summed = {"psum": batch * width * config.hidden_size * 2, "all-reduce": batch * width * 4}
 
         def spent(context: int, sums: bool, share: float = chip.streaming) -> float:
-            named = self.kernels(model, width, context) | {"psum": (sum_s * sums, 0), "all-reduce": (small_s * sums, 0)}
-            return hlo.timeline(
-                text,
-                clock=chip.clock,
-                rate=chip.bandwidth * share,
-                others=lambda name: next((found for start, found in named.items() if name.startswith(start)), (0, 0)),
-            )
+            kernels = self.kernels(model, width, context)
+
+            def others(name: str, line: str) -> tuple[float, float]:
+                for start, size in summed.items():
+                    if name.startswith(start):
+                        return sums * platforms.allreduce_s(chip, hlo.devices_of(line), size), 0
+                return next((found for start, found in kernels.items() if name.startswith(start)), (0, 0))
+
+            return hlo.timeline(text, clock=chip.clock, rate=chip.bandwidth * share, others=others)
 
         def floor(context: int) -> float:
             return (weights + batch * cache_bytes(config, context) / heads) / chip.bandwidth
@@ -259,7 +261,7 @@ class Compiler:
     def kernels(self, model: Decoder, width: int, context: int) -> dict[str, tuple[float, float]]:
         """Seconds and bytes of a call of each kernel: the time of its bytes, or of its instructions if longer."""
         config, execution, chip = model.config, model.execution, self.chip
-        heads = self.case.tp if execution.heads else 1
+        heads = execution.parts(execution.heads)
         kv_heads, batch = config.num_kv_heads // heads, self.case.batch // self.case.dp
         shape = {"kv_heads": kv_heads, "group": config.num_heads // config.num_kv_heads, "head_dim": config.head_dim}
         _, tile = tpu.tiles_of(capacity=TPU_TILE, width=width, **shape)

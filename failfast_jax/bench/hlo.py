@@ -7,6 +7,7 @@ order in which the program is scheduled.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 
@@ -101,7 +102,7 @@ def estimated_cycles(hlo: str) -> int:
     return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', hlo)))
 
 
-def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str], tuple[float, float]]) -> float:
+def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str], tuple[float, float]]) -> float:
     """Seconds of the entry computation: one instruction after the other, asynchronous copies in flight beside them.
 
     Copies move one after the other, with the bandwidth that the instruction under way leaves; what waits for one waits
@@ -110,7 +111,8 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str], tup
     Args:
       clock: cycles a second.
       rate: bytes a second that HBM really gives.
-      others: seconds, and bytes to and from HBM, of a collective or a kernel by its name: the text has no estimate.
+      others: seconds, and bytes to and from HBM, of a collective or a kernel by its name and line: the text itself
+        has no estimate.
     """
     instructions = entry_instructions(hlo)
     by_name = {instruction.name: instruction for instruction in instructions}
@@ -143,7 +145,7 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str], tup
                     read = [by_name[name].type for name in instruction.operands if name in by_name]
                     own = sum(map(hbm_bytes_of, (*read, instruction.type)))
             else:
-                took, own = others(instruction.name)
+                took, own = others(instruction.name, instruction.text)
             now += took
             moved(max(took * rate - own, 0))
     return now
@@ -153,6 +155,23 @@ def _moved_bytes(instruction: _Instruction) -> int:
     """Of a copy `(to, from, ...)`, or of the part `((whole), part, ...)` that a slice takes."""
     place = 1 if instruction.op == "slice-start" else 0
     return hbm_bytes_of(re.findall(r"\w+\[[\d,]*\]", instruction.type)[place])
+
+
+def devices_of(collective: str) -> int:
+    """How many devices take part in each group of a collective operation, by its line of the text.
+
+    Raises:
+      ValueError: the line does not say it in one of the three known ways: `[groups,devices]<=...`, `{{0,1},{2,3}}`,
+        `mesh['a'=4,'b'=2] {'b'}`.
+    """
+    if groups := re.search(r"replica_groups=\[\d+,(\d+)\]<=", collective):
+        return int(groups[1])
+    if groups := re.search(r"replica_groups=\{\{([\d,]+)\}", collective):
+        return groups[1].count(",") + 1
+    if groups := re.search(r"replica_groups=mesh\[([^\]]*)\] \{((?:'\w+',? ?)+)\}", collective):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", groups[1])}
+        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", groups[2]))
+    raise ValueError(f"bench/hlo.py does not read the replica_groups of {collective[:200]}")
 
 
 def collectives(hlo: str) -> dict[str, int]:

@@ -20,7 +20,7 @@ from failfast_jax.models.config import FAST_DLLM_MASK_TOKEN, FAST_DLLM_MODEL_TYP
 from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel
 from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
-from failfast_jax.models.sharding import TENSOR, Execution, name_of, parameter_specs
+from failfast_jax.models.sharding import Execution, name_of, parameter_specs
 from failfast_jax.models.transformer import Decoder
 
 
@@ -151,7 +151,7 @@ def weights_read(model: Decoder) -> int:
 def device_reads(model: Decoder) -> Callable[[float], float]:
     """`pass_bytes` of one of the devices that a decoder of shapes is spread over, by live positions."""
     execution, itemsize = model.execution, model.embed.get_value().dtype.itemsize
-    parts = execution.mesh.shape[TENSOR] if execution.heads else 1
+    parts = execution.parts(execution.heads)
     weights = weights_read(model)
     return lambda live: weights + cache_bytes(model.config, live, itemsize) / parts
 

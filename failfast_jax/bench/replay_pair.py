@@ -50,7 +50,7 @@ from failfast_jax.decoding.stopping import Never
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.cache import round_up
 from failfast_jax.models.config import ModelConfig
-from failfast_jax.models.sharding import TENSOR, Execution, execution_of
+from failfast_jax.models.sharding import Execution, execution_of
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.progress import progress_bar, waiting
 
@@ -223,7 +223,7 @@ class ReplayedPair:
     def needed_bytes(self) -> int:
         """Of weights, caches and logits, on each device."""
         models, caches, _ = self.shapes(self.models)
-        parts = self.mesh.shape[TENSOR] if self.models.target.execution.vocab else 1
+        parts = self.models.target.execution.parts(self.models.target.execution.vocab)
         logits = 4 * self.configs[0].vocab_size * self.plan.widths[-1] // parts
         return platforms.bytes_on_a_device((models, caches)) + logits
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from failfast_jax.models.cache import round_up
 from failfast_jax.models.config import ModelConfig
-from failfast_jax.models.sharding import ONE_DEVICE, Execution, put, total, whole
+from failfast_jax.models.sharding import ONE_DEVICE, Axes, Execution, put, total, whole
 
 
 def product(
@@ -113,7 +113,7 @@ class Linear(nnx.Module):
         self,
         x: Float[Array, "*R I"],
         preferred: DTypeLike | None = None,
-        over: str | None = None,
+        over: Axes = None,
         multiply: Callable[..., Array] = product,
     ) -> Float[Array, "*R O"]:
         """`over`: mesh axis over which the inputs are spread, inside a `shard_map`."""
@@ -124,7 +124,7 @@ class Linear(nnx.Module):
         which: slice,
         x: Float[Array, "*R I"],
         preferred: DTypeLike | None = None,
-        over: str | None = None,
+        over: Axes = None,
         multiply: Callable[..., Array] = product,
     ) -> Float[Array, "*R O"]:
         """Only some of the outputs: a slice of the last output axis."""
@@ -241,9 +241,7 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = (norm(), norm()) if config.qk_norm else (None, None)
 
     @jax.named_scope("attention")
-    def __call__(
-        self, x: Float[Array, "*R I"], attend: Attend, over: str | None = None
-    ) -> tuple[Float[Array, "*R E"], Any]:
+    def __call__(self, x: Float[Array, "*R I"], attend: Attend, over: Axes = None) -> tuple[Float[Array, "*R E"], Any]:
         """What attention adds to the residual stream, and what `attend` carries; `over`: see `Linear`."""
         heads, carry = attend(self.heads(x))
         return self.output(heads, over), carry
@@ -271,11 +269,11 @@ class Attention(nnx.Module):
         k, v = heads[..., 0, :], heads[..., 1, :]
         return k if self.k_norm is None else self.k_norm(k), v
 
-    def output(self, heads: Float[Array, "*R Q H"], over: str | None = None) -> Float[Array, "*R E"]:
+    def output(self, heads: Float[Array, "*R Q H"], over: Axes = None) -> Float[Array, "*R E"]:
         """The output projection of all heads."""
         return self.o(heads.reshape(*heads.shape[:-2], -1), over=over)
 
-    def with_kv_copies(self, config: ModelConfig, copies: int, mesh: Mesh, axis: str | None) -> Attention:
+    def with_kv_copies(self, config: ModelConfig, copies: int, mesh: Mesh, axis: Axes) -> Attention:
         """The same attention with each KV head stored `copies` times, the leading axis of `qkv` spread over `axis`.
 
         Args:
@@ -336,7 +334,7 @@ class MLP(nnx.Module):
         self.down = make((config.hidden_size,), config.intermediate_size)
 
     @jax.named_scope("mlp")
-    def __call__(self, x: Float[Array, "*R E"], over: str | None = None) -> Float[Array, "*R E"]:
+    def __call__(self, x: Float[Array, "*R E"], over: Axes = None) -> Float[Array, "*R E"]:
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(jax.nn.silu(gate) * up, over=over)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,9 +21,13 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
+from failfast_jax import platforms
 from failfast_jax.errors import OptionError
 from failfast_jax.models.attention import KERNELS, kernel_of
 from failfast_jax.models.config import ModelConfig
+
+Axes = str | tuple[str, ...] | None
+"""Mesh axes that a dimension of an array is spread over."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,17 +38,17 @@ class Execution:
       kernel: one of `attention.KERNELS`; None chooses by platform.
       mesh: devices that the model is spread over; None for one device.
       batch: mesh axis of the batch; None: every device has the whole batch.
-      heads: mesh axis of the KV heads; None: every device computes all of them.
-      mlp: mesh axis of the MLP's inner features; None: every device computes all of them.
-      vocab: mesh axis of the rows of embedding and head; None: every device has all of them.
+      heads: mesh axes of the KV heads; None: every device computes all of them.
+      mlp: mesh axes of the MLP's inner features; None: every device computes all of them.
+      vocab: mesh axes of the rows of embedding and head; None: every device has all of them.
     """
 
     kernel: str | None = None
     mesh: Mesh | None = None
     batch: str | None = None
-    heads: str | None = None
-    mlp: str | None = None
-    vocab: str | None = None
+    heads: Axes = None
+    mlp: Axes = None
+    vocab: Axes = None
 
     def __post_init__(self) -> None:
         if self.kernel is not None and self.kernel not in KERNELS:
@@ -61,8 +66,16 @@ class Execution:
 
     def rows_spec(self, width: int) -> P:
         """Of `[B, W, ...]` arrays: rows spread over the devices of a group, if there are as many for each."""
-        even = self.mesh is not None and width % self.mesh.shape[TENSOR] == 0
-        return P(self.batch, TENSOR if even else None)
+        if self.mesh is None:
+            return P(None, None)
+        group = tuple(axis for axis in self.mesh.axis_names if axis != DATA)
+        return P(self.batch, group if width % self.parts(group) == 0 else None)
+
+    def parts(self, axes: Axes) -> int:
+        """Over how many devices something is spread that lies along mesh axes: 1 if along none."""
+        if self.mesh is None or axes is None:
+            return 1
+        return math.prod(self.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
 ONE_DEVICE = Execution()
@@ -73,6 +86,8 @@ Blocks = Mapping[Block, np.ndarray]
 
 DATA, TENSOR = "data", "tensor"
 """Mesh axes: of the batch, and of everything else."""
+COPIES = "copies"
+"""Mesh axis, before `TENSOR`, of a drafter with fewer KV heads than there are devices: of equal devices as to heads."""
 
 LOGICAL_AXES = (
     (r"embed$", ("vocab", None)),
@@ -110,7 +125,7 @@ def name_of(path: Sequence[Any]) -> str:
     return ".".join(part for part in parts if part not in ("", "value"))
 
 
-def total(x: Float[Array, "*R E"], axis: str | None) -> Float[Array, "*R E"]:
+def total(x: Float[Array, "*R E"], axis: Axes) -> Float[Array, "*R E"]:
     """Sum of the devices' parts along a mesh axis."""
     return x if axis is None else jax.lax.psum(x, axis)
 
@@ -244,6 +259,28 @@ def kv_copies(config: ModelConfig, tensor: int) -> int | None:
     return copies if rest == 0 else None
 
 
+def copies_work_alike(config: ModelConfig, device: Any, tensor: int, rows: int = 32) -> bool:
+    """Whether devices that hold a copy of the same KV head should all compute all of its query heads, instead of a part
+    of them each.
+
+    Each then reads more weights, but the sum behind attention is over as many devices as there are KV heads, and a
+    small model spread over many chips spends most of its time on sums. By the published figures of TPUs; never for
+    other devices, of which nothing is known here.
+
+    Args:
+      rows: of a pass, in all.
+    """
+    chip = platforms.CHIPS.get(device.device_kind)
+    if chip is None:
+        return False
+    width, heads = config.hidden_size, config.num_kv_heads
+    weights = 2 * width * config.head_dim * 2 * (config.num_heads + heads)
+    read = weights * (1 / heads - 1 / tensor) / (chip.bandwidth * chip.streaming)
+    size = 2 * rows * width
+    saved = platforms.allreduce_s(chip, tensor, size) - platforms.allreduce_s(chip, heads, size)
+    return saved > 1.5 * read  # with less, compiled programs did not gain
+
+
 def _advice(config: ModelConfig, data: int, count: int) -> str:
     """What would do for a model on `count` devices, of which several processes must take all."""
     alone = jax.process_count() == 1
@@ -264,13 +301,15 @@ def execution_of(config: ModelConfig, mesh: Mesh, *, drafter: bool = False, kern
     """How a model runs on a mesh of `make_mesh`.
 
     What does not divide evenly stays whole on every device: the vocabulary of any model, the heads and the MLP of
-    a drafter.
+    a drafter. A target's KV heads are copied until every device has one (`Decoder.with_execution`), and its query heads
+    divided among the copies; a drafter's too, unless `copies_work_alike`.
 
     Raises:
       OptionError: the target's heads or its MLP do not divide over the devices.
     """
     tensor, data = mesh.shape[TENSOR], mesh.shape[DATA]
-    heads, mlp = kv_copies(config, tensor) is not None, config.intermediate_size % tensor == 0
+    copies, mlp = kv_copies(config, tensor), config.intermediate_size % tensor == 0
+    heads = copies is not None
     if not drafter and not (heads and mlp):
         what = (
             f"the MLP's {config.intermediate_size} features" if heads else f"{config.num_kv_heads} key and value heads"
@@ -279,12 +318,17 @@ def execution_of(config: ModelConfig, mesh: Mesh, *, drafter: bool = False, kern
             f"--tensor-parallel {tensor}: {what} cannot be spread evenly over {tensor} devices; "
             f"{_advice(config, data, max(mesh.size, len(jax.devices())))}"
         )
-    spread = TENSOR if tensor > 1 else None
+    spread: Axes = TENSOR if tensor > 1 else None
+    some = spread
+    if drafter and heads and copies > 1 and copies_work_alike(config, mesh.devices.flat[0], tensor):
+        grid = mesh.devices.reshape(data, copies, config.num_kv_heads)
+        mesh = Mesh(grid, (DATA, COPIES, TENSOR), axis_types=(AxisType.Auto,) * 3)
+        spread = (COPIES, TENSOR)
     return Execution(
         kernel=kernel,
         mesh=mesh,
         batch=DATA if data > 1 else None,
-        heads=spread if heads else None,
+        heads=some if heads else None,
         mlp=spread if mlp else None,
         vocab=spread if config.vocab_size % tensor == 0 else None,
     )
@@ -301,7 +345,7 @@ def check_batch(batch: int, mesh: Mesh) -> None:
 def placement(config: ModelConfig, mesh: Mesh, *, drafter: bool = False) -> Callable[[str, tuple[int, ...]], Any]:
     """Where each parameter of a model goes as it is read: `checkpoints.loading.Place`."""
     execution = execution_of(config, mesh, drafter=drafter)
-    if execution.heads and kv_copies(config, mesh.shape[TENSOR]) != 1:
+    if kv_copies(config, execution.parts(execution.heads)) != 1:
         # Copied once they are all there.
         execution = dataclasses.replace(execution, heads=None)
-    return lambda name, shape: NamedSharding(mesh, parameter_spec(name, execution))
+    return lambda name, shape: NamedSharding(execution.mesh, parameter_spec(name, execution))

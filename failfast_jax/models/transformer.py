@@ -30,7 +30,6 @@ from failfast_jax.models.layers import Layer, Linear, RMSNorm, padded_group, pro
 from failfast_jax.models.rope import rotary, rotated_heads
 from failfast_jax.models.sharding import (
     ONE_DEVICE,
-    TENSOR,
     Execution,
     constrain,
     execution_of,
@@ -241,7 +240,7 @@ class Decoder(nnx.Module):
         """
         model = copy.copy(self)
         model.execution = execution
-        copies = kv_copies(self.config, execution.mesh.shape[TENSOR] if execution.heads else 1)
+        copies = kv_copies(self.config, execution.parts(execution.heads))
         if copies == 1:
             return model
         heads = self.config.num_kv_heads
@@ -271,7 +270,7 @@ class Decoder(nnx.Module):
         execution = execution_of(self.config, mesh, drafter=drafter, kernel=kernel)
         model = self.with_execution(execution)
         specs = parameter_specs(model, execution)
-        place = functools.partial(NamedSharding, mesh)
+        place = functools.partial(NamedSharding, execution.mesh)
         return jax.tree_util.tree_map_with_path(lambda path, x, spec: put(x, place(spec), name_of(path)), model, specs)
 
     def quantized(self, scheme: str = "int8") -> Decoder:

@@ -31,14 +31,14 @@ ENTRY %main (p: bf16[512], q: bf16[128]) -> f32[8] {
     ],
 )
 def test_copies_move_beside_what_computes(rate, sum_s, expected):
-    def others(name: str) -> tuple[float, float]:
+    def others(name: str, line: str) -> tuple[float, float]:
         return (sum_s, 0) if name.startswith("psum") else (0, 0)
 
     assert hlo.timeline(PROGRAM, clock=100, rate=rate, others=others) == pytest.approx(expected)
 
 
 def test_kernels_leave_copies_what_they_do_not_read():
-    assert hlo.timeline(PROGRAM, clock=100, rate=512, others=lambda _: (1, 512)) == pytest.approx(1 + 1 + 1.5 + 0.5)
+    assert hlo.timeline(PROGRAM, clock=100, rate=512, others=lambda *_: (1, 512)) == pytest.approx(1 + 1 + 1.5 + 0.5)
 
 
 def test_slices_that_the_compiler_wrote_are_copies():
@@ -51,9 +51,26 @@ def test_slices_that_the_compiler_wrote_are_copies():
     named = written.replace(" async-", " slice-")
     for text in (written, named):
         assert hlo.hbm_traffic(text) == 768 + 256
-        assert hlo.timeline(text, clock=100, rate=512, others=lambda _: (0, 0)) == pytest.approx(1 + 1 + 0.5)
+        assert hlo.timeline(text, clock=100, rate=512, others=lambda *_: (0, 0)) == pytest.approx(1 + 1 + 0.5)
 
 
 def test_traffic_is_what_moves_between_hbm_and_the_core():
     assert hlo.hbm_traffic(PROGRAM) == 1024 + 256
     assert hlo.estimated_cycles(PROGRAM) == 150
+
+
+@pytest.mark.parametrize(
+    "groups",
+    ["[4,2]<=[8]", "[4,2]<=[2,4]T(1,0)", "{{0,1},{2,3},{4,5},{6,7}}", "mesh['copies'=4,'tensor'=2] {'tensor'}"],
+)
+def test_a_sum_says_how_many_devices_take_part(groups):
+    assert (
+        hlo.devices_of(f"%psum.3 = bf16[32,1536] all-reduce(%x), channel_id=2, replica_groups={groups}, to_apply=%r")
+        == 2
+    )
+
+
+def test_sums_over_several_axes_of_a_mesh_and_unknown_groups():
+    assert hlo.devices_of("%psum = ..., replica_groups=mesh['copies'=4,'tensor'=2] {'copies', 'tensor'}, x=1") == 8
+    with pytest.raises(ValueError, match="does not read the replica_groups"):
+        hlo.devices_of("%psum = f32[8] all-reduce(%x), replica_groups={}, to_apply=%r")

@@ -30,7 +30,7 @@ from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.accept import agreeing_prefix
 from failfast_jax.decoding.drafter import Drafter, Wrapper
-from failfast_jax.decoding.economics import BINS, MODEL_CHANCES, Calibration, Costs
+from failfast_jax.decoding.economics import BINS, Chances, Costs
 from failfast_jax.decoding.state import Committed, Draft, Outcome
 from failfast_jax.decoding.stopping import StopRule
 from failfast_jax.decoding.windows import gather_window
@@ -124,7 +124,7 @@ def answers(engine: FailFast, prompts: Sequence[list[int]], tokens: int, journal
 
 
 @flax.struct.dataclass
-class _Chances:
+class _Memory:
     memory: Any
 
 
@@ -142,7 +142,7 @@ class Remembered(Drafter):
         return self.tokens.shape[1]
 
     def init(self, batch, capacity):
-        return _Chances(Calibration.of(batch, MODEL_CHANCES))
+        return _Memory(Chances.of(batch))
 
     def draft(self, state, committed, begun=None):
         at = committed.length - self.begin
@@ -199,8 +199,8 @@ def _known(state: Any, drafted: Any, following: Int[Array, "1 M"], emitted: Int[
     """What a round adds to `Told.known`: what each source drafted, as far as the text tells whether it is right."""
     found = []
     for chances, draft in (
-        (state.text_chances, drafted.text_draft),
-        (state.model_chances, drafted.model_draft),
+        (state.chances.text, drafted.text_draft),
+        (state.chances.model, drafted.model_draft),
     ):
         length = jnp.minimum(draft.length, emitted)
         agreed = agreeing_prefix(draft.tokens, length, following)

@@ -51,6 +51,11 @@ class Drafter:
         return False
 
     @property
+    def expands(self) -> bool:
+        """Whether it goes on behind a draft that another source began."""
+        return False
+
+    @property
     def weighs(self) -> bool:
         """Whether drafts come with what they are expected to bring and to cost (`drafters.economic`)."""
         return False

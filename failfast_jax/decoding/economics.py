@@ -90,13 +90,20 @@ class Calibration:
         chances = (self.accepted + PRIOR_TRIALS * jnp.asarray(self.prior)) / (self.tried + PRIOR_TRIALS)
         return jnp.sum(_bins(confidence) * chances[:, None], axis=-1)
 
-    def learned(self, draft: Draft, emitted: Int[Array, "B M"], count: Int[Array, " B"]) -> Calibration:
-        """After a round that emitted the first `count` tokens of `emitted`, whether the draft was verified or not."""
+    def learned(
+        self, draft: Draft, emitted: Int[Array, "B M"], count: Int[Array, " B"], given: Int[ArrayLike, "*B"] = 0
+    ) -> Calibration:
+        """After a round that emitted the first `count` tokens of `emitted`, whether the draft was verified or not.
+
+        Args:
+          given: first tokens of the draft that are another source's.
+        """
         length = jnp.minimum(draft.length, count)
         agreed = agreeing_prefix(draft.tokens, length, emitted)
         columns = jnp.arange(draft.tokens.shape[1])
-        tried = columns < jnp.minimum(agreed + 1, length)[:, None]
-        return self.counted(draft.confidence, tried, columns < agreed[:, None], length > 0)
+        own = columns >= jnp.reshape(given, (-1, 1))
+        tried = own & (columns < jnp.minimum(agreed + 1, length)[:, None])
+        return self.counted(draft.confidence, tried, own & (columns < agreed[:, None]), tried.any(1))
 
     def counted(
         self,
@@ -109,6 +116,27 @@ class Calibration:
         bins, left = _bins(confidence), jnp.where(drafted, MEMORY, 1.0)[:, None]
         new = (jnp.sum(bins * of[..., None], axis=1) for of in (accepted, tried))
         return Calibration(*(old * left + more for old, more in zip((self.accepted, self.tried), new)), self.prior)
+
+
+@flax.struct.dataclass
+class Chances:
+    """Of the tokens of a model's drafts, which may begin with tokens of the text's."""
+
+    text: Calibration
+    model: Calibration
+    begun: Int[Array, " B"]
+    """How many tokens of each draft are the text's."""
+
+    @classmethod
+    def of(cls, batch: int) -> Chances:
+        """Nothing tried, nothing begun."""
+        calibrations = (Calibration.of(batch, prior) for prior in (TEXT_CHANCES, MODEL_CHANCES))
+        return cls(*calibrations, begun=jnp.zeros((batch,), jnp.int32))
+
+    def chance(self, confidence: Float[Array, "B M"]) -> Float[Array, "B M"]:
+        """Of acceptance, given that everything before is accepted."""
+        begins = jnp.arange(confidence.shape[1]) < self.begun[:, None]
+        return jnp.where(begins, self.text.chance(confidence), self.model.chance(confidence))
 
 
 def _bins(confidence: Float[Array, "B M"]) -> Float[Array, "B M bins"]:

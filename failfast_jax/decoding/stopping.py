@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.decoding.economics import MODEL_CHANCES, Calibration, Costs
+from failfast_jax.decoding.economics import Chances, Costs
 from failfast_jax.decoding.state import Outcome
 
 
@@ -131,7 +131,7 @@ class CongestionWindow(StopRule):
 class Worthwhile(StopRule):
     """Stop where another chunk would not raise the expected tokens per second (`--policy auto`).
 
-    The next chunk is taken to be as sure as the newest one. The memory is the chances of the drafter's confidences,
+    The next chunk is taken to be as sure as the newest one. The memory is the chances of the draft's confidences,
     which `drafters.economic` keeps.
     """
 
@@ -139,10 +139,10 @@ class Worthwhile(StopRule):
     widths: tuple[int, ...] = flax.struct.field(pytree_node=False)
     """Of the costs' verifies."""
 
-    def init(self, batch: int) -> Calibration:
-        return Calibration.of(batch, MODEL_CHANCES)
+    def init(self, batch: int) -> Chances:
+        return Chances.of(batch)
 
-    def stops(self, draft: DraftSoFar, memory: Calibration) -> Bool[Array, " B"]:
+    def stops(self, draft: DraftSoFar, memory: Chances) -> Bool[Array, " B"]:
         chance = memory.chance(draft.confidence)
         columns = jnp.arange(chance.shape[1])
         reached = jnp.cumprod(jnp.where(columns < draft.drafted[:, None], chance, 0.0), axis=1)
@@ -151,7 +151,7 @@ class Worthwhile(StopRule):
         last = jnp.take_along_axis(reached, jnp.maximum(draft.drafted - 1, 0)[:, None], axis=1)[:, 0]
         # The sum of the powers of `sure` up to the chunk's size.
         further = jnp.where(sure < 1, sure * (1 - sure**size) / jnp.maximum(1 - sure, 1e-6), size)
-        tokens, passes = 1 + reached.sum(1), draft.drafted // jnp.maximum(size, 1)
+        tokens, passes = 1 + reached.sum(1), (draft.drafted - memory.begun) // jnp.maximum(size, 1)
         now = self._seconds(draft.drafted, passes)
         return (tokens + last * further) / self._seconds(draft.drafted + size, passes + 1) <= tokens / now
 

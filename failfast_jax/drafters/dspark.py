@@ -60,6 +60,10 @@ class DSparkDrafter(FeatureDrafter):
         config = self.model.config
         return round_up(config.block_size * -(-(self.max_draft + config.own_row) // config.block_size), ROWS)
 
+    @property
+    def expands(self) -> bool:
+        return not (self.sampled or self.alternatives)
+
     def draft(self, state, committed, begun=None):
         batch = committed.length.shape[0]
         refuse_begun(begun, **self._extra)

@@ -16,9 +16,8 @@ from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.economics import (
     GAMBLE,
     LEAD,
-    MODEL_CHANCES,
-    TEXT_CHANCES,
     Calibration,
+    Chances,
     Costs,
     Purse,
     expected_tokens,
@@ -35,8 +34,8 @@ class EconomicState:
     text: Any
     model: Any
     """The two sources' own."""
-    text_chances: Calibration
-    model_chances: Calibration
+    chances: Chances
+    """Of the two sources' tokens; how many of the model's draft of this round are the text's."""
     purse: Purse
     text_draft: Draft
     model_draft: Draft
@@ -51,9 +50,10 @@ class EconomicState:
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
 class Economic(Drafter):
-    """Drafts from the text or of a model, where they pay; a plain step where none does.
+    """Drafts from the text, of a model, or of the model behind the text, where they pay; a plain step where none does.
 
-    The batch decides as one, as its rows share every pass: whether to ask the model, and how many rows to verify.
+    The batch decides as one, as its rows share every pass: whether to ask the model, and how many rows to verify. What
+    the model drafts, and whether that begins with the text's draft, each row decides for itself.
     """
 
     text: Drafter | None
@@ -129,8 +129,7 @@ class Economic(Drafter):
         return EconomicState(
             text=() if self.text is None else self.text.init(batch, capacity),
             model=() if self.model is None else self.model.init(batch, capacity),
-            text_chances=Calibration.of(batch, TEXT_CHANCES),
-            model_chances=Calibration.of(batch, MODEL_CHANCES),
+            chances=Chances.of(batch),
             purse=Purse.full(batch),
             text_draft=self._empty(batch),
             model_draft=self._empty(batch),
@@ -151,14 +150,16 @@ class Economic(Drafter):
 
     def draft(self, state, committed, begun=None):
         self._refuse(begun)
-        costs, running = self.costs.steps, committed.running.sum()
+        costs = self.costs.steps
         text, text_state = self._from_text(state, committed)
-        by_text = self._tokens(state.text_chances, text, committed)
+        by_text = self._tokens(state.chances.text, text, committed)
         weight = self._weight(state.ahead, committed.running)[:, None]
         waits = self._someone_waits(committed)
-        asked = self._asks(state.purse, (weight * by_text).sum(0), running, waits)
-        own, model_state = self._from_model(state, committed, asked)
-        by_model = self._tokens(state.model_chances, own, committed)
+        begun, hoped = self._begun(state, text)
+        asked = self._asks(state.purse, (weight * by_text).sum(0), (weight[:, 0] * hoped).sum(), waits)
+        chances = state.chances.replace(begun=jnp.where(committed.running & asked, begun.length, 0))
+        own, model_state = self._from_model(state.replace(chances=chances), committed, asked, begun)
+        by_model = self._tokens(chances, own, committed)
         # Each row takes what promises more at the common width.
         tokens = jnp.maximum(by_model, by_text)
         spent = costs.draft * jnp.max(own.passes)
@@ -166,13 +167,15 @@ class Economic(Drafter):
         cost = costs.verify[rung] + spent
         rows = jnp.where(costs.rows > 0, costs.rows, jnp.asarray(self.widths)[rung])
         draft = _chosen((by_model > by_text)[:, rung], own, text)
-        draft = self._cut(state.model_chances, draft, rows, committed).replace(
+        draft = self._cut(chances.model, draft, rows, committed).replace(
             passes=own.passes,
             expected=tokens[:, rung],
             seconds=cost * self.costs.verify[0],
         )
-        purse = state.purse.hoping(asked, (weight * by_model).sum(0)[rung] / jnp.maximum(running, 1), cost)
-        made = {"text": text_state, "model": model_state, "text_draft": text, "model_draft": own}
+        alone = weight[:, 0] * (chances.begun == 0)
+        purse = state.purse.hoping(asked, (alone * by_model[:, rung]).sum() / jnp.maximum(alone.sum(), 1e-6), cost)
+        purse = purse.replace(tokens=jnp.where(alone.sum() > 0, purse.tokens, state.purse.tokens))
+        made = {"text": text_state, "model": model_state, "text_draft": text, "model_draft": own, "chances": chances}
         refused = ~waits & (jnp.argmax((weight * by_text).sum(0) / costs.verify) > rung)
         return draft, state.replace(**made, cost=cost, purse=purse, refused=refused)
 
@@ -182,14 +185,40 @@ class Economic(Drafter):
         draft, text_state = self.text.draft(state.text, committed)
         return self._padded(draft), text_state
 
-    def _from_model(self, state: EconomicState, committed: Committed, asked: Bool[Array, ""]) -> tuple[Draft, Any]:
+    def _begun(self, state: EconomicState, text: Draft) -> tuple[Draft, Float[Array, " B"]]:
+        """What of the text's draft the model would go on behind, and the tokens that are hoped of such a round.
+
+        All of it or nothing: where the text's tokens are surer than the first ones of the model mostly were, and end
+        before the model's draft must.
+        """
+        batch, alone = text.length.shape[0], state.purse.tokens
+        nothing, hoped = Draft.empty(batch, 0), jnp.full((batch,), alone)
+        if self.text is None or self.model is None or not self.model.expands:
+            return nothing, hoped
+        reach = self.model.max_draft
+        inside = jnp.arange(text.tokens.shape[1]) < text.length[:, None]
+        chance = jnp.where(inside, state.chances.text.chance(text.confidence), 1.0)
+        reached = jnp.cumprod(chance, axis=1)
+        behind = 1 + jnp.where(inside, reached, 0.0).sum(1) + reached[:, -1] * (alone - 1)
+        begins = (text.length > 0) & (text.length < reach) & (behind > alone) & (alone > 0) & (self.costs.ask == 0)
+        begun = text.replace(
+            tokens=text.tokens[:, :reach],
+            confidence=text.confidence[:, :reach],
+            length=jnp.where(begins, text.length, 0),
+        )
+        return begun, jnp.where(begins, behind, hoped)
+
+    def _from_model(
+        self, state: EconomicState, committed: Committed, asked: Bool[Array, ""], begun: Draft
+    ) -> tuple[Draft, Any]:
         if self.model is None:
             return self._empty(committed.length.shape[0]), state.model
-        known = self._known(state.model, state.model_chances)
-        draft, model_state = self.model.draft(known, committed.replace(running=committed.running & asked))
+        known = self._known(state.model, state.chances)
+        running = committed.replace(running=committed.running & asked)
+        draft, model_state = self.model.draft(known, running, begun if begun.tokens.shape[1] else None)
         return self._padded(draft), model_state
 
-    def _known(self, state: Any, chances: Calibration) -> Any:
+    def _known(self, state: Any, chances: Chances) -> Any:
         """The model's state: what is known of its confidences is what its rule goes by."""
         return state.replace(memory=chances)
 
@@ -201,7 +230,7 @@ class Economic(Drafter):
         spare = ((0, 0), (0, self._empty(1).tokens.shape[1] - draft.tokens.shape[1]))
         return draft.replace(tokens=jnp.pad(draft.tokens, spare), confidence=jnp.pad(draft.confidence, spare))
 
-    def _tokens(self, chances: Calibration, draft: Draft, committed: Committed) -> Float[Array, "B widths"]:
+    def _tokens(self, chances: Calibration | Chances, draft: Draft, committed: Committed) -> Float[Array, "B widths"]:
         tokens = expected_tokens(chances.chance(draft.confidence), draft.length, self.widths)
         return jnp.where(committed.running[:, None], tokens, 0.0)
 
@@ -211,10 +240,9 @@ class Economic(Drafter):
         whole = jnp.where(self.costs.rows > 0, jnp.minimum(self.max_draft, committed.room), draft.length)
         return draft.replace(length=jnp.where(committed.running, jnp.minimum(whole, rows - 1), 0))
 
-    def _learned(
-        self, chances: Calibration, draft: Draft, text: Int[Array, "B M"], count: Int[Array, " B"]
-    ) -> Calibration:
-        return chances.learned(draft, text, count)
+    def _learned(self, chances: Chances, draft: Draft, text: Int[Array, "B M"], count: Int[Array, " B"]) -> Calibration:
+        """Of the model."""
+        return chances.model.learned(draft, text, count, chances.begun)
 
     def _weight(self, ahead: Float[Array, " B"], running: Bool[Array, " B"]) -> Float[Array, " B"]:
         """What a token of each row counts: less where a row is ahead of others that the batch waits for."""
@@ -236,14 +264,14 @@ class Economic(Drafter):
         return (committed.running & (committed.length == committed.prompt_length)).any()
 
     def _asks(
-        self, purse: Purse, tokens: Float[Array, " widths"], running: Int[Array, ""], waits: Bool[Array, ""]
+        self, purse: Purse, tokens: Float[Array, " widths"], hoped: Float[Array, ""], waits: Bool[Array, ""]
     ) -> Bool[Array, ""]:
-        """Whether a draft of the model promises more than the `tokens` that are at hand without it."""
+        """Whether the tokens that are hoped of a draft of the model are worth more than those at hand without it."""
         if self.model is None:
             return jnp.bool_(False)
         costs = self.costs.steps
         at_hand = (tokens / costs.verify)[self._best(purse, tokens)]
-        pays = (purse.tokens == 0) | (purse.tokens * running > at_hand * purse.cost)
+        pays = (purse.tokens == 0) | (hoped > at_hand * purse.cost)
         # The pass alone is at risk here: what it drafts need not be verified.
         draft = costs.draft * self._least_passes
         cheapest = costs.verify[min(1, len(self.widths) - 1)] + draft
@@ -264,20 +292,17 @@ class Economic(Drafter):
         missed = jnp.where(state.refused, right.sum() / jnp.maximum(running.sum(), 1), 0.0)
         purse = state.purse.paid(state.cost, 1 + gained, missed, jnp.maximum(running.sum(), 1))
         state = state.replace(purse=purse, ahead=ahead)
+        chances = state.chances
         if self.text is not None:
-            state = state.replace(
-                text=self.text.commit(state.text, outcome),
-                text_chances=self._learned(state.text_chances, state.text_draft, text, emitted),
-            )
+            state = state.replace(text=self.text.commit(state.text, outcome))
+            chances = chances.replace(text=chances.text.learned(state.text_draft, text, emitted))
         if self.model is not None:
             draft = state.model_draft
             kept = agreeing_prefix(draft.tokens, jnp.minimum(draft.length, emitted), text[:, : draft.tokens.shape[1]])
             told = outcome.replace(draft=draft, agreed=kept)
-            state = state.replace(
-                model=self.model.commit(state.model, told),
-                model_chances=self._learned(state.model_chances, draft, text, emitted),
-            )
-        return state
+            state = state.replace(model=self.model.commit(state.model, told))
+            chances = chances.replace(model=self._learned(chances, draft, text, emitted))
+        return state.replace(chances=chances)
 
 
 def _least(values: Float[Array, " B"], among: Bool[Array, " B"]) -> Float[Array, ""]:

@@ -8,7 +8,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.decoding.economics import Calibration, Costs
+from failfast_jax.decoding.economics import Calibration, Chances, Costs
 from failfast_jax.decoding.state import Committed, Draft, Tree
 from failfast_jax.decoding.tree import best_part, deepest, path_chances, trials
 from failfast_jax.drafters.eagle3 import EagleTree
@@ -44,11 +44,11 @@ class EconomicTree(Economic):
     def _known(self, state, chances):
         return state
 
-    def _values(self, chances: Calibration, tree: Tree) -> Float[Array, "B n"]:
+    def _values(self, chances: Calibration | Chances, tree: Tree) -> Float[Array, "B n"]:
         """The chance that the target reaches each node."""
         return path_chances(tree, chances.chance(tree.confidence))
 
-    def _tokens(self, chances: Calibration, draft: Draft, committed: Committed) -> Float[Array, "B widths"]:
+    def _tokens(self, chances: Calibration | Chances, draft: Draft, committed: Committed) -> Float[Array, "B widths"]:
         best = jnp.cumsum(-jnp.sort(-self._values(chances, draft.tree), axis=1), axis=1)
         tokens = 1 + jnp.pad(best, ((0, 0), (1, 0)))[:, jnp.minimum(jnp.asarray(self.widths) - 1, best.shape[1])]
         return jnp.where(committed.running[:, None], tokens, 0.0)
@@ -61,8 +61,6 @@ class EconomicTree(Economic):
         tokens, confidence, length = deepest(tree, self.model.longest)
         return draft.replace(tokens=tokens, confidence=confidence, length=length, tree=tree)
 
-    def _learned(
-        self, chances: Calibration, draft: Draft, text: Int[Array, "B M"], count: Int[Array, " B"]
-    ) -> Calibration:
+    def _learned(self, chances: Chances, draft: Draft, text: Int[Array, "B M"], count: Int[Array, " B"]) -> Calibration:
         tried, right = trials(draft.tree, text, count)
-        return chances.counted(draft.tree.confidence, tried, right, tried.any(1))
+        return chances.model.counted(draft.tree.confidence, tried, right, tried.any(1))

@@ -36,6 +36,10 @@ class Wide(BlockDrafter):
     def draft_lengths(self) -> tuple[int, ...]:
         return tuple(range(self.spec_len, self.max_draft + 1, self.spec_len))
 
+    @property
+    def expands(self) -> bool:
+        return not (self.sampled or self.alternatives)
+
     def init(self, batch, capacity):
         return super().init(batch, capacity).replace(memory=self.rule.init(batch))
 

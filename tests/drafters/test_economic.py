@@ -29,9 +29,10 @@ from failfast_jax.decoding.economics import (
     Purse,
     expected_tokens,
 )
-from failfast_jax.decoding.state import Committed, Draft, Outcome
+from failfast_jax.decoding.state import RUNNING, Committed, Draft, Outcome
 from failfast_jax.drafters.economic import Economic
 from failfast_jax.errors import OptionError
+from failfast_jax.runtime import Request
 
 WIDTHS = (1, 4, 8, 16)
 LONGEST = 15
@@ -107,7 +108,7 @@ def test_the_choice_is_the_best_by_brute_force(chances, lengths, steps, purse, a
 
     counts = np.exp(-np.asarray(ahead) / LEAD)
     counts = np.ones(2) if refilled else 2 * counts / counts.sum()
-    sure = np.asarray(state.text_chances.chance(jnp.asarray(chances)))
+    sure = np.asarray(state.chances.text.chance(jnp.asarray(chances)))
     values = []
     for width, cost in zip(WIDTHS, verify):
         emitted = [1 + np.cumprod(sure[row][: min(lengths[row], width - 1)]).sum() for row in range(2)]
@@ -246,6 +247,80 @@ def test_a_batch_drafts_only_what_pays_for_all():
     assert draw(drafter, rich, committed(4))[0].length.tolist() == [0] * 4
     all_sure = economic(Given(confidence=jnp.full((4, LONGEST), 0.97), length=jnp.full((4,), LONGEST)), None, table)
     assert draw(all_sure, rich, committed(4))[0].length.tolist() == [LONGEST] * 4
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class Behind(Given):
+    """Goes on behind what it is given."""
+
+    @property
+    def expands(self) -> bool:
+        return True
+
+    def draft(self, state, committed, begun=None):
+        own, state = super().draft(state, committed)
+        given = jnp.arange(LONGEST) < begun.length[:, None]
+        tokens = jnp.where(given, begun.tokens, own.tokens)
+        return own.replace(tokens=tokens, confidence=jnp.where(given, begun.confidence, own.confidence)), state
+
+
+@settings(max_examples=60)
+@given(
+    confidence=st.lists(UNIT, min_size=2, max_size=2),
+    lengths=st.lists(st.integers(0, LONGEST), min_size=2, max_size=2),
+    hoped=st.floats(1, LONGEST, width=32),
+)
+def test_a_model_goes_on_behind_what_is_surer_than_its_own_first_tokens(confidence, lengths, hoped):
+    """By brute force over both beginnings of each row."""
+    sure = jnp.broadcast_to(jnp.asarray(confidence)[:, None], (2, LONGEST))
+    text = Given(confidence=sure, length=jnp.asarray(lengths))
+    model = Behind(confidence=jnp.full((2, LONGEST), 0.9), length=jnp.full(2, LONGEST), cost=1)
+    drafter = economic(text, model, costs([1, 1, 1, 1]))
+    state = drafter.init(2, 64)
+    state = state.replace(purse=state.purse.replace(tokens=jnp.float32(hoped), cost=jnp.float32(1e-3)))
+    _, after = draw(drafter, state, committed(2))
+    for row, length in enumerate(lengths):
+        chance = float(state.chances.text.chance(sure)[row, 0])
+        behind = 1 + sum(chance**n for n in range(1, length + 1)) + chance**length * (hoped - 1)
+        begun = int(after.chances.begun[row])
+        assert begun in (0, length)
+        if abs(behind - hoped) > 1e-4:
+            assert bool(begun) == (0 < length < LONGEST and behind > hoped)
+        assert after.model_draft.tokens[row].tolist() == [7] * begun + [8] * (LONGEST - begun)
+
+
+def test_the_model_learns_only_of_its_own_tokens():
+    text = Given(confidence=jnp.full((1, LONGEST), 0.9), length=jnp.asarray([3]))
+    model = Behind(confidence=jnp.full((1, LONGEST), 0.6), length=jnp.full(1, LONGEST), cost=1)
+    drafter = economic(text, model, costs([1, 1, 1, 1]))
+    state = drafter.init(1, 64)
+    state = state.replace(purse=state.purse.replace(tokens=jnp.float32(1.1), cost=jnp.float32(1e-3)))
+    draft, state = draw(drafter, state, committed(1))
+    assert state.chances.begun.tolist() == [3]
+    before = committed(1)
+    right = jnp.where(jnp.arange(64) < 23, 7, 8)[None]  # by the text's tokens, and two of the model's
+    for emitted, of_model in ((6, 3), (2, 0)):
+        after = before.replace(tokens=right.at[0, 25].set(9), length=before.length + emitted)
+        learned = drafter.commit(
+            state, Outcome(before, after, draft, jnp.asarray([emitted - 1]), jnp.zeros((1, 1, 0, 1)))
+        ).chances
+        assert float(learned.model.tried.sum()) == of_model
+        assert float(learned.text.tried.sum()) == min(emitted, 3)
+
+
+def test_a_draft_of_both_changes_no_token():
+    """A text that ends on a repetition, where the lookup's draft ends and the model goes on."""
+    model = engine()
+    drafter = model.build_drafter(GenerationConfig("failfast", policy="auto"))
+    session = model.runtime.session(drafter, capacity=128)
+    session = session.with_costs(Costs.flat(len(session.plan.widths)))
+    state, begun = session.prefill([Request(PROMPTS[0], 60)]), []
+    while (progress := session.read(state)).finish == [RUNNING]:
+        state = session.advance(state, 1)
+        begun.append(int(state.drafter.chances.begun[0]))
+    expected = model.generate(PROMPTS[:1], method="vanilla", max_new_tokens=60, ignore_eos=True)
+    assert progress.ids[0] == expected[0].output_ids
+    assert any(begun)
 
 
 def purse_after(drafter: Economic, emitted: list[list[int]], running: list[list[bool]]) -> float:

@@ -26,7 +26,8 @@ def when(condition: Bool[ArrayLike, ""], branch: Callable[[Carry], Carry], carry
 def one_of(
     index: Int[ArrayLike, ""] | Bool[ArrayLike, ""], branches: Sequence[Callable[[Carry], Carry]], carry: Carry
 ) -> Carry:
-    """`branches[index](carry)`: a `lax.switch` without copies. A single branch is taken whatever the index."""
+    """`branches[index](carry)`: a `lax.switch` without copies. An index behind the last takes none of several branches;
+    a single one is taken whatever the index."""
     if len(branches) == 1:
         return branches[0](carry)
     for number, branch in enumerate(branches):

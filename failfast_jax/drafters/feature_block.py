@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -12,7 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.accept import argmax_and_confidence
-from failfast_jax.decoding.branches import one_of, when
+from failfast_jax.decoding.branches import one_of
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.state import Committed, Draft
 from failfast_jax.decoding.stopping import Never, StopRule
@@ -23,8 +24,10 @@ from failfast_jax.models.dspark import DSparkModel
 
 ROWS = 8
 """Blocks are padded to multiples of this: the narrowest pass worth having on CPU and TPU alike."""
-PENDING = 64
-"""Positions whose features can wait to be stored; a power of two."""
+STORES = (8, 32, 64)
+"""Positions that are stored at once."""
+PENDING = STORES[-1]
+"""Positions whose features can wait to be stored."""
 
 
 @flax.struct.dataclass
@@ -121,11 +124,13 @@ class FeatureDrafter(Drafter):
     def _store_pending(self, state: FeatureState, committed: Committed, condition: Bool[Array, ""]) -> FeatureState:
         """With nothing pending, if `condition`."""
 
-        def store(carry: tuple[KVCache, Array]) -> tuple[KVCache, Array]:
-            return self.model.network.store(state.pending, *carry), committed.length - 1
+        def store(width: int) -> Callable[[KVCache], KVCache]:
+            return lambda cache: self.model.network.store(state.pending[:, :width], cache, state.stored)
 
-        cache, stored = when(condition, store, (state.cache, state.stored))
-        return state.replace(cache=cache, stored=stored)
+        most = jnp.max(committed.length - 1 - state.stored)
+        rung = sum((most > width).astype(jnp.int32) for width in STORES[:-1])
+        cache = one_of(jnp.where(condition, rung, len(STORES)), [store(width) for width in STORES], state.cache)
+        return state.replace(cache=cache, stored=jnp.where(condition, committed.length - 1, state.stored))
 
     def _ready(self, state: FeatureState, committed: Committed) -> FeatureState:
         """With the context that a draft sees, if any sequence is to draft."""

@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
 from failfast_jax.kernels import cpu_product, emit
-from failfast_jax.kernels.cpu_product import MAX_WIDTH, TILE_ROWS
+from failfast_jax.kernels.cpu_product import MAX_WIDTH
 from failfast_jax.kernels.emit import ELEMENTS, FLOAT, LONG, POINTER, Call, Emitter, constant
 from failfast_jax.kernels.reference import HIDDEN, last_visible
 from failfast_jax.kernels.reference import window_attention as window_attention_by_jnp
@@ -27,6 +27,8 @@ CHUNK = 256
 """Slots of the cache that are summed up by themselves; chunks lie at absolute positions."""
 STEP = 16
 """Slots are summed up in multiples of it; a cache has one of `models.cache.TILE`."""
+TILE = (4, 3, 2, 1)
+"""Rows that share a chunk's keys and values in registers, and of smaller tiles for the rows that are left."""
 ROWS_AT_ONCE = 16
 SLOTS_AT_ONCE = 4
 
@@ -135,8 +137,8 @@ def column_lanes(head_dim: int) -> int:
 
 def _attention_module(dtype: str, head_dim: int) -> ir.Module:
     module = ir.Module(f"{emit.TARGETS}_attention_{dtype}_{head_dim}")
-    scores = [_scores(module, rows, dtype, head_dim) for rows in range(1, TILE_ROWS + 1)]
-    mixes = [_mix(module, rows, dtype, head_dim) for rows in range(1, TILE_ROWS + 1)]
+    scores = {rows: _scores(module, rows, dtype, head_dim) for rows in TILE}
+    mixes = {rows: _mix(module, rows, dtype, head_dim) for rows in TILE}
     chunk = _chunk(module, scores, mixes, head_dim)
     emit.handler(module, functools.partial(_attention, chunk=chunk, dtype=dtype, head_dim=head_dim))
     return module
@@ -172,7 +174,9 @@ def _attention(call: Call, *, chunk: ir.Function, dtype: str, head_dim: int) -> 
     _join(emitter, out, sums, pairs=pairs, count=count, chunks=chunks, head_dim=head_dim)
 
 
-def _chunk(module: ir.Module, scores: list, mixes: list, head_dim: int) -> ir.Function:
+def _chunk(
+    module: ir.Module, scores: dict[int, ir.Function], mixes: dict[int, ir.Function], head_dim: int
+) -> ir.Function:
     """`chunk(q, k, v, first, last, sums, rows, place, slots)`: of each row over the chunk's slots, the sum of values by
     weight, then of all rows the highest score and the sum of weights."""
     arguments = [POINTER] * 6 + [LONG] * 3
@@ -191,7 +195,7 @@ def _chunk(module: ir.Module, scores: list, mixes: list, head_dim: int) -> ir.Fu
 
         def score(row, several):
             queries = emitter.element(q, emitter.mul(emitter.add(begin, row), size))
-            emitter.call(scores[several - 1], [queries, k, emitter.element(weights, emitter.mul(row, stride)), slots])
+            emitter.call(scores[several], [queries, k, emitter.element(weights, emitter.mul(row, stride)), slots])
 
         def soften(row, _):
             at = emitter.add(begin, row)
@@ -202,11 +206,11 @@ def _chunk(module: ir.Module, scores: list, mixes: list, head_dim: int) -> ir.Fu
 
         def mix(row, several):
             result = emitter.element(sums, emitter.mul(emitter.add(begin, row), size))
-            emitter.call(mixes[several - 1], [emitter.element(weights, emitter.mul(row, stride)), v, result, slots])
+            emitter.call(mixes[several], [emitter.element(weights, emitter.mul(row, stride)), v, result, slots])
 
-        cpu_product.by_rows(emitter, count, score)
+        cpu_product.by_rows(emitter, count, TILE, score)
         emitter.loop(count, 1, soften)
-        cpu_product.by_rows(emitter, count, mix)
+        cpu_product.by_rows(emitter, count, TILE, mix)
 
     emitter.loop(rows, ROWS_AT_ONCE, some_rows)
     emitter.ret_void()

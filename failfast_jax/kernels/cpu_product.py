@@ -9,6 +9,7 @@ Weights may be float32, bfloat16, float16 or int8; sums are float32. The outputs
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -25,22 +26,33 @@ NO_UNIT = "a processor without fused multiply-add"
 MAX_WIDTH = 128
 """Rows of a sequence, if weights are float32. Beyond, arithmetic bounds a product, and XLA's is as fast; of narrower
 weights XLA would make float32 copies, of a whole model at a time."""
-TILE_ROWS = 4
 CACHE_LINE, MOST_VECTORS = 64, 4
 """Bytes that are read at a time, and vectors of each output in a turn of the loop."""
-THIN_ROWS, THIN_NUMBERS = 2, 4096
-"""Rows of which a product is done one output after the other: a processor that sees weights read in the order in which
-they lie fetches ahead by itself, and so reads 1.2 times as fast. With more rows the arithmetic takes longer than that
-saves, but, of float32 weights, for `TILE_ROWS` of so few numbers that they leave half of a core's first cache (32 KiB).
-"""
-FEW_ROWS = 32
-OUTPUTS_IN_CACHE = 8
-"""Tiles of outputs whose weights stay in a core's cache while many rows pass over them."""
+THIN_ROWS, ALWAYS_THIN, THIN_NUMBERS = 4, 2, 6144
+"""Up to so many rows are multiplied by one output after the other, so that weights are read in the order in which they
+lie: always so few, and more of float32 weights where so many numbers of the rows leave room in a core's first cache
+(32 KiB). Elsewhere loading the rows anew for each output costs more than that saves."""
+AHEAD, THIN_AHEAD = 8192, 4096
+"""Bytes before weights are needed that they are asked for, into a core's second cache. The first one has too few
+places for what is under way from memory, and the processor's own fetching ends with each page."""
+PIECE = 48
+"""Outputs that a thread takes at a time: their weights stay in its second cache while the tiles of rows pass."""
 
 
-def tile_outputs() -> int:
-    """Outputs of a tile: sums, a vector of each output and one of a row fill the registers."""
-    return 6 if emit.vector_unit().registers == 32 else 3
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Rows and outputs whose sums fill the registers, with a vector of each output and one of a row."""
+
+    rows: tuple[int, ...]
+    """Of whole tiles, and of the smaller ones for the rows that are left."""
+    outputs: int
+
+
+def tile(dtype: str) -> Tile:
+    """For this machine and weights of a type: the fastest of those that were tried."""
+    if emit.vector_unit().registers == 16:
+        return Tile((4, 3, 2, 1), 3)
+    return Tile((4, 3, 2, 1), 6) if dtype == "int8" else Tile((8, 7, 6, 5, 4, 3, 2, 1), 3)
 
 
 def supports(*, width: int, outputs: int, dtype: DTypeLike) -> str | None:
@@ -56,10 +68,10 @@ def supports(*, width: int, outputs: int, dtype: DTypeLike) -> str | None:
     wide = jnp.dtype(dtype) == jnp.float32 and width > MAX_WIDTH
     if width < 1 or wide:
         return f"1 to {MAX_WIDTH} rows, not {width}"
-    if outputs < tile_outputs():
-        return f"{outputs} outputs: {tile_outputs()} or more"
     if jnp.dtype(dtype).name not in ELEMENTS:
         return f"weights of {jnp.dtype(dtype).name}: {', '.join(ELEMENTS)}"
+    if outputs < (least := tile(jnp.dtype(dtype).name).outputs):
+        return f"{outputs} outputs: {least} or more"
     return None
 
 
@@ -93,64 +105,49 @@ def _product_jvp(arguments: tuple[Array, Array], changes: tuple[Array, Array]) -
 
 
 def _product_module(dtype: str) -> ir.Module:
-    module = ir.Module(f"{emit.TARGETS}_product_{dtype}")
-    most = TILE_ROWS if dtype == "float32" else THIN_ROWS
-    thin = [_tile(module, rows, dtype, thin=True) for rows in range(1, most + 1)]
-    tiles = [_tile(module, rows, dtype) for rows in range(1, TILE_ROWS + 1)]
-    emit.handler(module, functools.partial(_product, thin=thin, tiles=tiles, dtype=dtype))
+    module, shape = ir.Module(f"{emit.TARGETS}_product_{dtype}"), tile(dtype)
+    most = THIN_ROWS if dtype == "float32" else ALWAYS_THIN
+    thin = {rows: _tile(module, rows, 1, dtype, THIN_AHEAD, "thin") for rows in range(1, most + 1)}
+    tiles = {rows: _tile(module, rows, shape.outputs, dtype, AHEAD, "tile") for rows in shape.rows}
+    emit.handler(module, functools.partial(_product, shape=shape, thin=thin, tiles=tiles, dtype=dtype))
     return module
 
 
-def _tile(module: ir.Module, rows: int, dtype: str, *, thin: bool = False) -> ir.Function:
-    """`tile(x, w, y, inputs, stride)`: `rows` rows times `tile_outputs()` outputs, summed in registers.
+def _tile(module: ir.Module, rows: int, width: int, dtype: str, ahead: int, name: str) -> ir.Function:
+    """`tile(x, w, y, inputs, stride)`: `rows` rows times `width` outputs, summed in registers.
 
     Args:
-      thin: one output after the other.
+      ahead: bytes before weights are needed that they are asked for.
     """
-    width, lanes, element = tile_outputs(), emit.vector_unit().lanes, ELEMENTS[dtype]
+    lanes, element = emit.vector_unit().lanes, ELEMENTS[dtype]
     arguments = [POINTER, POINTER, POINTER, LONG, LONG]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), f"{'thin' if thin else 'tile'}_{rows}")
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), f"{name}_{rows}")
     function.linkage = "internal"
     function.attributes.add("noinline")
     x, w, y, inputs, stride = function.args
     emitter = Emitter(function.append_basic_block())
     x_rows = [emitter.element(x, emitter.mul(inputs, constant(row))) for row in range(rows)]
     w_rows = [emitter.element(w, emitter.mul(inputs, constant(output)), element) for output in range(width)]
-    next_tile = emitter.mul(inputs, constant(width))
     vectors = 1 if dtype == "float32" else max(min(CACHE_LINE // (BYTES[dtype] * lanes), MOST_VECTORS), 1)
 
-    def ask_ahead(at) -> None:
-        """For the next tile's weights: as many as a turn reads."""
-        if dtype == "float32":
-            places = [emitter.element(row, emitter.add(at, next_tile), element) for row in w_rows]
-        else:  # one line after the other, which reads narrow weights 1.3 to 1.6 times as fast
-            place = emitter.element(w, emitter.add(next_tile, emitter.mul(at, constant(width))), element)
-            read = range(0, width * vectors * lanes * BYTES[dtype], CACHE_LINE)
-            places = [emitter.element(place, constant(offset), BYTE) for offset in read]
-        for place in places:
-            emitter.prefetch(place)
-
-    def step(at, sums, lanes=lanes, w_rows=w_rows):
+    def step(at, sums, lanes=lanes):
         weights = [emitter.floats(emitter.element(row, at, element), lanes, dtype) for row in w_rows]
         numbers = [emitter.floats(emitter.element(row, at), lanes) for row in x_rows]
         pairs = ((number, weight) for number in numbers for weight in weights)
         return [emitter.multiply_add(*pair, total) for pair, total in zip(pairs, sums)]
 
     def turn(at, sums):
-        ask_ahead(at)
+        for row in w_rows:
+            emitter.prefetch(emitter.element(emitter.element(row, at, element), constant(ahead), BYTE), cache=2)
         for vector in range(vectors):
             sums = step(emitter.add(at, constant(vector * lanes)), sums)
         return sums
 
     turns, whole = (emitter.and_(inputs, constant(-lanes * several)) for several in (vectors, 1))
     zeros = [emit.vector([0.0] * lanes)] * (rows * width)
-    if thin:
-        by_output = [emitter.loop(whole, lanes, functools.partial(step, w_rows=[row]), zeros[:rows]) for row in w_rows]
-        sums = [total for of_row in zip(*by_output) for total in of_row]
-    else:
-        sums = emitter.loop(turns, vectors * lanes, turn, zeros)
-        if vectors > 1:
-            sums = emitter.loop(whole, lanes, step, sums, begin=turns)
+    sums = emitter.loop(turns, vectors * lanes, turn, zeros)
+    if vectors > 1:
+        sums = emitter.loop(whole, lanes, step, sums, begin=turns)
     sums = emitter.sums(sums)
     results = [emitter.element(y, emitter.mul(stride, constant(row))) for row in range(rows)]
     with emitter.if_else(emitter.icmp_signed("==", whole, inputs)) as (then, otherwise):
@@ -170,63 +167,52 @@ def _tile(module: ir.Module, rows: int, dtype: str, *, thin: bool = False) -> ir
     return function
 
 
-def by_rows(emitter: Emitter, rows, body: Callable) -> None:
-    """`body(row, count)` for tiles of `TILE_ROWS` rows, and once for those that are left."""
-    left = emitter.srem(rows, constant(TILE_ROWS))
-    whole = emitter.sub(rows, left)
-    emitter.loop(whole, TILE_ROWS, lambda row, _: body(row, TILE_ROWS))
-    for count in range(1, TILE_ROWS):
-        with emitter.if_then(emitter.icmp_signed("==", left, constant(count))):
-            body(whole, count)
+def by_rows(emitter: Emitter, rows, sizes: tuple[int, ...], body: Callable) -> None:
+    """`body(row, size)` for tiles of `sizes[0]` rows, and of the smaller sizes for those that are left."""
+    row = emitter.sub(rows, emitter.srem(rows, constant(sizes[0])))
+    emitter.loop(row, sizes[0], lambda row, _: body(row, sizes[0]))
+    for size in sizes[1:]:
+        behind = emitter.add(row, constant(size))
+        fits = emitter.icmp_signed("<=", behind, rows)
+        with emitter.if_then(fits):
+            body(row, size)
+        row = emitter.select(fits, behind, row)
 
 
-def _product(call: Call, *, thin: list[ir.Function], tiles: list[ir.Function], dtype: str) -> None:
+def _product(
+    call: Call, *, shape: Tile, thin: dict[int, ir.Function], tiles: dict[int, ir.Function], dtype: str
+) -> None:
     """All rows times all outputs, some neighbouring outputs at a time."""
-    x, w, y = call.input(0), call.input(1), call.output()
-    width, emitter = tile_outputs(), call.emitter
-    block = constant(width * OUTPUTS_IN_CACHE)
-    count = emitter.sdiv(emitter.add(w.size(0), constant(width * OUTPUTS_IN_CACHE - 1)), block)
+    x, w, y, emitter = call.input(0), call.input(1), call.output(), call.emitter
+    count = emitter.sdiv(emitter.add(w.size(0), constant(PIECE - 1)), constant(PIECE))
 
     def some_outputs(emitter, piece, values):
         x, w, y, rows, inputs, outputs = values
-        begin = emitter.mul(piece, block)
-        end = emitter.least(emitter.add(begin, block), outputs)
-        last = emitter.sub(outputs, constant(width))
+        begin = emitter.mul(piece, constant(PIECE))
+        end = emitter.least(emitter.add(begin, constant(PIECE)), outputs)
 
-        def times(row, several, begin, end, tiles=tiles):
+        def times(row, function, width, begin, end):
             place, result = emitter.element(x, emitter.mul(row, inputs)), emitter.element(y, emitter.mul(row, outputs))
+            last = emitter.sub(outputs, constant(width))
 
-            def tile(output, _):
+            def over(output, _):
                 # The last tile overlaps the one before, perhaps another thread's: both write the same numbers.
                 output = emitter.least(output, last)
                 weights = emitter.element(w, emitter.mul(output, inputs), ELEMENTS[dtype])
-                emitter.call(tiles[several - 1], [place, weights, emitter.element(result, output), inputs, outputs])
+                emitter.call(function, [place, weights, emitter.element(result, output), inputs, outputs])
 
-            emitter.loop(end, width, tile, begin=begin)
-
-        def tile_by_tile():
-            """A tile's weights come from memory for the first rows, from the cache for the others."""
-
-            def outputs_of_a_tile(output, _):
-                by_rows(emitter, rows, lambda row, several: times(row, several, output, emitter.add(output, one)))
-
-            one = constant(1)
-            emitter.loop(end, width, outputs_of_a_tile, begin=begin)
+            emitter.loop(end, width, over, begin=begin)
 
         small = emitter.icmp_signed("<=", emitter.mul(rows, inputs), constant(THIN_NUMBERS))
-        most = emitter.select(small, constant(len(thin)), constant(THIN_ROWS))
-        for count in range(1, len(thin) + 1):
+        most = emitter.select(small, constant(len(thin)), constant(ALWAYS_THIN))
+        for size, function in thin.items():
             is_thin = emitter.and_(
-                emitter.icmp_signed("==", rows, constant(count)), emitter.icmp_signed("<=", rows, most)
+                emitter.icmp_signed("==", rows, constant(size)), emitter.icmp_signed("<=", rows, most)
             )
             with emitter.if_then(is_thin):
-                times(constant(0), count, begin, end, thin)
+                times(constant(0), function, 1, begin, end)
         with emitter.if_then(emitter.icmp_signed(">", rows, most)):
-            with emitter.if_else(emitter.icmp_signed("<=", rows, constant(FEW_ROWS))) as (then, otherwise):
-                with then:
-                    tile_by_tile()
-                with otherwise:  # rows stay in the cache, while all weights of the piece pass
-                    by_rows(emitter, rows, lambda row, several: times(row, several, begin, end))
+            by_rows(emitter, rows, shape.rows, lambda row, size: times(row, tiles[size], shape.outputs, begin, end))
 
     values = [x.data, w.data, y.data, x.size(0), x.size(1), w.size(0)]
     emit.share_out(call, count, values, some_outputs)

@@ -169,13 +169,13 @@ class Emitter(ir.IRBuilder):
         power = self.shl(self.fptosi(turns, integers), vector([23] * lanes, INT))
         return self.bitcast(self.add(self.bitcast(value, integers), power), x.type)
 
-    def prefetch(self, pointer) -> None:
-        """Asks for what will be read soon."""
+    def prefetch(self, pointer, cache: int = 1) -> None:
+        """Asks for what will be read soon, into a core's first or second cache."""
         name = "llvm.prefetch.p0"
         function = self.module.globals.get(name)
         if function is None:
             function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [POINTER, INT, INT, INT]), name)
-        read, keep, data = (ir.Constant(INT, value) for value in (0, 3, 1))
+        read, keep, data = (ir.Constant(INT, value) for value in (0, 4 - cache, 1))
         self.call(function, [pointer, read, keep, data])
 
     def sums(self, vectors: Sequence) -> list:

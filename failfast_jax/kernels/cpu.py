@@ -228,6 +228,7 @@ def _scores(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Funct
 
     def some_slots(slot, _):
         begin = emitter.mul(slot, constant(head_dim))
+        emitter.ask_ahead(emitter.element(k, begin, element), SLOTS_AT_ONCE * head_dim * emit.BYTES[dtype])
         totals = [emit.vector([0.0] * lanes)] * (rows * SLOTS_AT_ONCE)
         for column in range(0, head_dim, lanes):
             at = [emitter.add(begin, constant(one * head_dim + column)) for one in range(SLOTS_AT_ONCE)]
@@ -300,6 +301,7 @@ def _mix(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Function
             at = emitter.mul(slot, constant(head_dim))
             places = [emitter.element(v, emitter.add(at, constant(column)), ELEMENTS[dtype]) for column in columns]
             values = [emitter.floats(place, lanes, dtype) for place in places]
+            emitter.ask_ahead(places[0], len(columns) * lanes * emit.BYTES[dtype])
             numbers = [emitter.element(weights, emitter.add(slot, constant(row * CHUNK))) for row in range(rows)]
             numbers = [emitter.repeated(emitter.load(place, typ=FLOAT), lanes) for place in numbers]
             pairs = ((number, value) for number in numbers for value in values)

@@ -20,21 +20,20 @@ from jaxtyping import Array, Float, Shaped
 from llvmlite import ir
 
 from failfast_jax.kernels import emit
-from failfast_jax.kernels.emit import BYTE, BYTES, ELEMENTS, LONG, POINTER, Call, Emitter, constant
+from failfast_jax.kernels.emit import AHEAD, BYTES, CACHE_LINE, ELEMENTS, LONG, POINTER, Call, Emitter, constant
 
 NO_UNIT = "a processor without fused multiply-add"
 MAX_WIDTH = 128
 """Rows of a sequence, if weights are float32. Beyond, arithmetic bounds a product, and XLA's is as fast; of narrower
 weights XLA would make float32 copies, of a whole model at a time."""
-CACHE_LINE, MOST_VECTORS = 64, 4
-"""Bytes that are read at a time, and vectors of each output in a turn of the loop."""
+MOST_VECTORS = 4
+"""Of each output in a turn of the loop."""
 THIN_ROWS, ALWAYS_THIN, THIN_NUMBERS = 4, 2, 6144
 """Up to so many rows are multiplied by one output after the other, so that weights are read in the order in which they
 lie: always so few, and more of float32 weights where so many numbers of the rows leave room in a core's first cache
 (32 KiB). Elsewhere loading the rows anew for each output costs more than that saves."""
-AHEAD, THIN_AHEAD = 8192, 4096
-"""Bytes before weights are needed that they are asked for, into a core's second cache. The first one has too few
-places for what is under way from memory, and the processor's own fetching ends with each page."""
+THIN_AHEAD = 4096
+"""Bytes ahead that weights are asked for where they are read in order."""
 PIECE = 48
 """Outputs that a thread takes at a time: their weights stay in its second cache while the tiles of rows pass."""
 
@@ -138,7 +137,7 @@ def _tile(module: ir.Module, rows: int, width: int, dtype: str, ahead: int, name
 
     def turn(at, sums):
         for row in w_rows:
-            emitter.prefetch(emitter.element(emitter.element(row, at, element), constant(ahead), BYTE), cache=2)
+            emitter.ask_ahead(emitter.element(row, at, element), vectors * lanes * BYTES[dtype], ahead)
         for vector in range(vectors):
             sums = step(emitter.add(at, constant(vector * lanes)), sums)
         return sums

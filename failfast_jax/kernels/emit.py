@@ -25,6 +25,8 @@ TARGETS = "failfast"
 BYTE, INT, LONG, FLOAT, POINTER = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.PointerType()
 NULL = ir.Constant(POINTER, None)
 ELEMENTS = {"float32": FLOAT, "bfloat16": ir.IntType(16), "float16": ir.HalfType(), "int8": BYTE}
+CACHE_LINE, AHEAD = 64, 8192
+"""Bytes that memory gives at a time, and that should be on their way: the processor's own fetching ends with a page."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 """Types of what lies in memory; sums are float32."""
 
@@ -132,9 +134,8 @@ class Emitter(ir.IRBuilder):
         """LLVM's own function of that name for vectors or scalars of float32."""
         of = arguments[0].type
         full = f"llvm.{name}.{f'v{of.count}' if isinstance(of, ir.VectorType) else ''}f32"
-        function = self.module.globals.get(full)
-        if function is None:
-            function = ir.Function(self.module, ir.FunctionType(type_, [a.type for a in arguments]), full)
+        kind = ir.FunctionType(type_, [argument.type for argument in arguments])
+        function = self.module.globals.get(full) or ir.Function(self.module, kind, full)
         return self.call(function, arguments)
 
     def multiply_add(self, a, b, c):
@@ -169,14 +170,13 @@ class Emitter(ir.IRBuilder):
         power = self.shl(self.fptosi(turns, integers), vector([23] * lanes, INT))
         return self.bitcast(self.add(self.bitcast(value, integers), power), x.type)
 
-    def prefetch(self, pointer, cache: int = 1) -> None:
-        """Asks for what will be read soon, into a core's first or second cache."""
-        name = "llvm.prefetch.p0"
-        function = self.module.globals.get(name)
-        if function is None:
-            function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [POINTER, INT, INT, INT]), name)
-        read, keep, data = (ir.Constant(INT, value) for value in (0, 4 - cache, 1))
-        self.call(function, [pointer, read, keep, data])
+    def ask_ahead(self, pointer, size: int, ahead: int = AHEAD) -> None:
+        """Asks for what lies `ahead` bytes behind the `size` bytes that are read now, into a core's second cache."""
+        name, kind = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [POINTER, INT, INT, INT])
+        function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
+        read, second_cache, data = (ir.Constant(INT, value) for value in (0, 2, 1))
+        for offset in range(ahead, ahead + size, CACHE_LINE):
+            self.call(function, [self.element(pointer, constant(offset), BYTE), read, second_cache, data])
 
     def sums(self, vectors: Sequence) -> list:
         """The sum over the lanes of each vector, many at once.

@@ -21,11 +21,13 @@ from checkpoint_files import GOLDEN
 from tiny_models import diffusion_config, random_dspark, random_eagle, random_extended, random_model, tiny_config
 
 from failfast_jax import FailFast
+from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding import accept
 from failfast_jax.decoding.state import Sampling
 from failfast_jax.errors import OptionError
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.runtime import Request
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [5] * 20]
 KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
@@ -103,6 +105,8 @@ def copies_alike(target, drafter, expected: dict[int, list[list[int]]]) -> dict[
             engine = FailFast(target, drafter, tensor_parallel=tensor, data_parallel=data)
             same = answers(engine, "failfast", batch) == expected[batch]
             report[f"{tensor}x{data}, batch {batch}"] = same and engine.drafter.execution.mesh.shape["copies"] > 1
+            if data == 1:
+                report["a request that joins late"] = joined_late(engine) == expected[1]
         read = FailFast(*folders, tensor_parallel=4)
         small = FailFast(target, drafter, tensor_parallel=8, quantize_drafter="int8")
     drafts = [
@@ -119,6 +123,16 @@ def copies_alike(target, drafter, expected: dict[int, list[list[int]]]) -> dict[
     } == {1}
     report["int8"] = answers(small, "failfast", 1) == expected[1]
     return report
+
+
+def joined_late(engine: FailFast) -> list[list[int]]:
+    """What a request says that is put into a row while another one is under way."""
+    drafter = engine.build_drafter(GenerationConfig("failfast", **OPTIONS["failfast"]))
+    work, single = (engine.runtime.session(drafter, capacity=128, batch=batch) for batch in (2, 1))
+    first, late = (Request(prompt, 20) for prompt in (PROMPTS[1], PROMPTS[0]))
+    state = work.advance(work.prefill([first] * 2), 2)
+    state = work.insert(state, 1, single.prefill([late]))
+    return [work.read(work.advance(state)).ids[1]]
 
 
 def pair() -> tuple[Decoder, Decoder]:

@@ -57,7 +57,13 @@ def test_bits_of_a_row_do_not_depend_on_the_others(rows, begin, dtype):
 @pytest.mark.parametrize("dtype", list(emit.ELEMENTS))
 def test_bits_of_few_rows_do_not_depend_on_how_weights_are_read(unit, dtype):
     """Short rows read them in order, longer ones tile by tile."""
-    for inputs in (24, cpu_product.THIN_NUMBERS // 4, cpu_product.THIN_NUMBERS // 3 + 5, cpu_product.THIN_NUMBERS):
+    for inputs in (
+        24,
+        cpu_product.THIN_INPUTS,
+        cpu_product.THIN_NUMBERS // 4,
+        cpu_product.THIN_NUMBERS // 3 + 5,
+        cpu_product.THIN_NUMBERS,
+    ):
         x, w = numbers(1, 5, inputs), weights(2, 13, inputs, dtype)
         whole = np.asarray(cpu_product.product(x, w))
         for rows in range(1, 5):

@@ -1,12 +1,14 @@
-"""What rounds cost here: measured once in the compiled loop itself, remembered, and checked against every answer."""
+"""What rounds cost here: measured once in the compiled loop itself, remembered, and corrected by every answer."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from failfast_jax.decoding.economics import Costs
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.files import explained, read_json, write_atomically
 from failfast_jax.platforms import machine
+from failfast_jax.results import RowLog
 from failfast_jax.sessions import NO_LIMIT, DraftSession, Request
 
 logger = logging.getLogger("failfast_jax")
@@ -26,6 +29,11 @@ REPEATS, ROUNDS = 3, 4
 """Turns in which each kind of round is timed, and rounds of one kind in a row."""
 DRIFT, STRIKES = 1.4, 3
 """By what factor answers may take longer or less than expected, and how many in a row, before costs are taken anew."""
+DOUBT, WANDERING, NOISE, ALIKE = 0.1, 0.01, 0.05, 0.5
+"""By what share costs may be wrong that were just measured, by how much more from answer to answer, and an answer's own
+time; and how much of the first two all costs have in common."""
+KEPT = 1.05
+"""By what factor a cost may change before it is put on file again."""
 SLOWEST_S = 1e6
 """A pass takes less."""
 FILE = "failfast_costs.json"
@@ -66,6 +74,53 @@ def _costs(verify: Any, draft: float) -> Costs:
     return Costs(np.asarray(verify, np.float32), np.float32(draft), np.int32(0), np.int32(0))
 
 
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What an answer's rounds did.
+
+    Attributes:
+      rounds: by width of the verify.
+      passes: of the drafter.
+    """
+
+    rounds: tuple[int, ...]
+    passes: int
+
+    @classmethod
+    def of(cls, logs: Sequence[RowLog], costs: Costs) -> Work:
+        """Of rows that began together, whose rounds were decided by these costs and say what they should take."""
+        verify, draft = np.asarray(costs.verify, np.float64), float(costs.draft)
+        rounds, passes = [0] * len(verify), 0
+        for entries in itertools.zip_longest(*(log.rounds for log in logs)):
+            running = [entry for entry in entries if entry is not None]
+            made = max(entry.passes for entry in running)
+            left = max(entry.seconds for entry in running) - made * draft
+            rounds[int(np.argmin(np.abs(verify - left)))] += 1
+            passes += made
+        return cls(tuple(rounds), passes)
+
+    def spent(self, costs: Costs) -> np.ndarray:
+        """Seconds of the rounds of each width, then of the drafter's passes."""
+        return np.append(np.asarray(self.rounds) * np.asarray(costs.verify, np.float64), self.passes * costs.draft)
+
+
+def doubts(count: int, share: float = DOUBT) -> np.ndarray:
+    """Covariance of the logarithms of so many costs that may each be wrong by a share."""
+    return share**2 * (ALIKE + (1 - ALIKE) * np.eye(count))
+
+
+def followed(costs: Costs, doubt: np.ndarray, work: Work, took: float) -> tuple[Costs, np.ndarray]:
+    """Costs, and what is left of the doubt in them, behind an answer whose rounds took so long: a step of a Kalman
+    filter over their logarithms."""
+    spent = work.spent(costs)
+    shares = spent / spent.sum()
+    doubt = doubt + doubts(len(shares), WANDERING)
+    gain = doubt @ shares / (shares @ doubt @ shares + NOISE**2)
+    factors = np.exp(gain * np.log(took / spent.sum()))
+    better = _costs(np.maximum.accumulate(costs.verify * factors[:-1]), float(costs.draft * factors[-1]))
+    return better, doubt - np.outer(gain, shares @ doubt)
+
+
 def entry_of(costs: Costs, widths: tuple[int, ...]) -> Entry:
     """Costs as `--json` shows and a file keeps them."""
     return {
@@ -104,6 +159,13 @@ def costs_of(entry: Mapping[str, Any], widths: tuple[int, ...], where: str) -> C
     return _costs(np.interp(widths, *zip(*known)), draft)
 
 
+def _differs(entry: Entry, stored: Entry) -> bool:
+    """Whether some cost is no longer what is on file."""
+    pairs = [(seconds, stored["verify"].get(rows)) for rows, seconds in entry["verify"].items()]
+    pairs.append((entry["draft"], stored["draft"]))
+    return any(old is None or not 1 / KEPT <= (new + 1e-9) / (old + 1e-9) <= KEPT for new, old in pairs)
+
+
 class CostBook:
     """Costs of the sessions of one process.
 
@@ -122,6 +184,7 @@ class CostBook:
                 raise OptionError(f"--costs {self.fixed}: no such file")
             costs_of(read_json(self.fixed), (1,), str(self.fixed))
         self._known: dict[str, tuple[Costs, str]] = {}
+        self._doubts: dict[str, np.ndarray] = {}
         self._strikes: dict[str, int] = {}
         self._warned = False
 
@@ -194,17 +257,28 @@ class CostBook:
         """Looks costs up again, or measures them, when they are next needed."""
         self._known.clear()
 
-    def check(self, session: DraftSession, expected: float, took: float) -> None:
-        """Compares an answer's time with what its rounds were expected to take. Where several in a row differ much, the
-        next session is measured again."""
+    def check(self, session: DraftSession, work: Work, took: float) -> None:
+        """Corrects the costs by an answer's time. Where several in a row differ much from what was expected, the next
+        session is measured again."""
         key, took = session.key, distributed.agreed(took)
-        far = expected > 0 and not 1 / DRIFT < took / expected < DRIFT
+        if self.fixed is not None or key not in self._known:
+            return
+        (costs, source), stored = self._known[key], self.stored()
+        expected = float(work.spent(costs).sum())
+        far = not 1 / DRIFT < took / expected < DRIFT
         self._strikes[key] = self._strikes.get(key, 0) + 1 if far else 0
-        if self._strikes[key] < STRIKES or self.fixed is not None:
+        if not far:
+            doubt = self._doubts.get(key, doubts(len(work.rounds) + 1))
+            costs, self._doubts[key] = followed(costs, doubt, work, took)
+            self._known[key] = costs, source
+            entry = entry_of(costs, session.plan.widths)
+            if key in stored and _differs(entry, stored[key]):
+                self.keep({**stored, key: {**entry, "date": machine()["date"]}})
+        if self._strikes[key] < STRIKES:
             return
         self._strikes[key] = 0
         self._known.pop(key, None)
-        stored = self.stored()
+        self._doubts.pop(key, None)
         if stored.pop(key, None) is not None:
             self.keep(stored)
         logger.info("rounds take %.2f x what was measured: measured again", took / expected)

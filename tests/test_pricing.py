@@ -12,7 +12,8 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.economics import Costs
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.generate import main
-from failfast_jax.pricing import CostBook, costs_of, entry_of
+from failfast_jax.pricing import CostBook, Work, costs_of, doubts, entry_of, followed
+from failfast_jax.results import Round, RowLog
 
 CAPACITY = 256
 MEASURE = pricing.measure
@@ -107,15 +108,59 @@ def test_costs_that_drift_are_measured_again(cache):
     _, counted = cache
     book, work = CostBook(), session()
     book.price(work)
+    done = Work((1, *[0] * (len(work.plan.widths) - 1)), 0)
     for took in (1.9, 2.0, 1.0, 2.0, 0.5):  # two in a row do not count
-        book.check(work, 1.0, took)
+        book.check(work, done, took)
         book.price(work)
     assert len(counted) == 1
-    book.check(work, 1.0, 2.0)
+    book.check(work, done, 2.0)
     book.price(work)
     assert len(counted) == 2
     CostBook().price(work)
     assert len(counted) == 2  # and kept
+
+
+def test_costs_follow_what_answers_take(cache):
+    """A step becomes 30 % cheaper and wide verifies 10 %: behind some dozens of answers both are known."""
+    path, _ = cache
+    rng, widths = np.random.default_rng(0), (1, 4, 8, 16)
+    costs = Costs(np.float32([10, 13, 14, 18]), np.float32(1.0), np.int32(0), np.int32(0))
+    true, doubt = np.array([7.0, 11.0, 12.5, 16.5, 0.8]), doubts(5)
+    for _ in range(60):
+        rounds = tuple(int(n) for n in rng.multinomial(80, rng.dirichlet([2, 1, 1.5, 0.7])))
+        done = Work(rounds, int(rng.integers(0, 60)))
+        took = float(np.append(done.rounds, done.passes) @ true * rng.normal(1, 0.02))
+        costs, doubt = followed(costs, doubt, done, took)
+    found = np.append(costs.verify, costs.draft)
+    np.testing.assert_allclose(found[:4] / found[0], true[:4] / true[0], rtol=0.05)
+    assert (np.diff(costs.verify) >= 0).all() and entry_of(costs, widths)["verify"]["1"] == pytest.approx(7, rel=0.05)
+
+    book, work = CostBook(), session()
+    book.price(work)
+    done = Work((40, *[0] * (len(work.plan.widths) - 1)), 7)
+    expected = float(done.spent(book.price(work)[0].drafter.costs).sum())
+    book.check(work, done, 1.02 * expected)
+    assert (
+        book.price(work)[1]["verify"]["1"] > 1 and json.loads(path.read_text())["costs"][work.key]["verify"]["1"] == 1
+    )
+    for _ in range(12):
+        book.check(work, done, 1.3 * expected)
+    priced, said = book.price(work)
+    assert float(done.spent(priced.drafter.costs).sum()) == pytest.approx(1.3 * expected, rel=0.05)
+    kept = json.loads(path.read_text())["costs"][work.key]
+    assert kept["verify"]["1"] == pytest.approx(said["verify"]["1"], rel=0.06) and kept["verify"]["1"] > 1.1
+
+
+def test_what_rounds_did_is_read_from_what_they_should_take():
+    costs = Costs(np.float32([1, 2, 4]), np.float32(0.25), np.int32(0), np.int32(0))
+
+    def log(*rounds: tuple[float, int]) -> RowLog:
+        entries = [Round([], [], 0, [1], passes, expected=1.0, seconds=seconds) for seconds, passes in rounds]
+        return RowLog(rounds=entries, drafter_passes=0, target_passes=0)
+
+    both = [log((1, 0), (2.25, 0), (4.5, 2)), log((1, 0), (2.25, 1))]
+    assert Work.of(both, costs) == Work((1, 1, 1), 3)
+    assert Work.of(both, costs).spent(costs).sum() == 1 + 2.25 + 4.5 + 0.0
 
 
 def test_a_file_can_say_the_costs(tmp_path, cache):

@@ -25,7 +25,7 @@ from failfast_jax.sessions import NO_LIMIT, DraftSession, Request
 
 logger = logging.getLogger("failfast_jax")
 
-REPEATS, ROUNDS = 3, 4
+REPEATS, ROUNDS = 5, 4
 """Turns in which each kind of round is timed, and rounds of one kind in a row."""
 DRIFT, STRIKES = 1.4, 3
 """By what factor answers may take longer or less than expected, and how many in a row, before costs are taken anew."""

@@ -33,7 +33,6 @@ from failfast_jax.models.cache import round_up
 from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.platforms import bytes_on_a_device, memory_explained
-from failfast_jax.pricing import Work
 from failfast_jax.progress import waiting
 from failfast_jax.results import Result, Round, Stats, StreamEvent
 from failfast_jax.runtime import DraftSession, Progress, Request, RowLog, Runtime, Session
@@ -382,8 +381,9 @@ class FailFast:
                         yield progress.ids
         self._check_finite(prompts, progress)
         times["decode_s"], logs = sum(took), session.rounds(state)
-        if weighs and max(len(log.rounds) for log in logs) >= LEAST_ROUNDS:
-            self.runtime.costs.check(session, Work.of(logs, session.drafter.costs), times["decode_s"])
+        plain = weighs and not (self.time_rounds or self._profile)  # else waits between rounds take time, too
+        if plain and max(len(log.rounds) for log in logs) >= LEAST_ROUNDS:
+            self.runtime.costs.learn(session, logs, times["decode_s"])
         if self.time_rounds:
             logs = [log.timed(took) for log in logs]
         used = compile_counts().since(counts)

@@ -32,6 +32,10 @@ DRIFT, STRIKES = 1.4, 3
 DOUBT, WANDERING, NOISE, ALIKE = 0.1, 0.01, 0.05, 0.5
 """By what share costs may be wrong that were just measured, by how much more from answer to answer, and an answer's own
 time; and how much of the first two all costs have in common."""
+SAME = 1e-4
+"""By what share costs may differ that count as the same."""
+LEAST_DRAFT = 0.01
+"""Of a plain step."""
 KEPT = 1.05
 """By what factor a cost may change before it is put on file again."""
 SLOWEST_S = 1e6
@@ -66,7 +70,10 @@ def measure(session: DraftSession) -> Costs:
     medians = {kind: float(np.median(found)) for kind, found in times.items()}
     # More rows never cost less: where they seem to, it is noise.
     verify = np.maximum.accumulate([medians[width, -1] for width in widths])
-    draft = max(medians.get((widths[0], 1), 0.0) - medians[widths[0], -1], 0.0) / passes
+    if not session.drafter.has_model:
+        return _costs(verify, 0.0)
+    # A pass costs something, even where noise says otherwise: no factor would ever correct a 0.
+    draft = max(medians[widths[0], 1] - medians[widths[0], -1], LEAST_DRAFT * verify[0]) / passes
     return _costs(verify, draft)
 
 
@@ -87,15 +94,20 @@ class Work:
     passes: int
 
     @classmethod
-    def of(cls, logs: Sequence[RowLog], costs: Costs) -> Work:
-        """Of rows that began together, whose rounds were decided by these costs and say what they should take."""
+    def of(cls, logs: Sequence[RowLog], costs: Costs, widths: tuple[int, ...]) -> Work:
+        """Of rows that began together, whose rounds were decided by these costs and say what they should take.
+
+        Of widths that cost the same a round had the narrowest that holds its drafts.
+        """
         verify, draft = np.asarray(costs.verify, np.float64), float(costs.draft)
         rounds, passes = [0] * len(verify), 0
         for entries in itertools.zip_longest(*(log.rounds for log in logs)):
             running = [entry for entry in entries if entry is not None]
             made = max(entry.passes for entry in running)
             left = max(entry.seconds for entry in running) - made * draft
-            rounds[int(np.argmin(np.abs(verify - left)))] += 1
+            rows = 1 + max(len(entry.drafted if entry.tree is None else entry.tree["tokens"]) for entry in running)
+            far = np.abs(verify - left) + SAME * verify * (np.asarray(widths) < rows)
+            rounds[int(np.argmin(np.round(far / verify[0], 6)))] += 1
             passes += made
         return cls(tuple(rounds), passes)
 
@@ -159,11 +171,14 @@ def costs_of(entry: Mapping[str, Any], widths: tuple[int, ...], where: str) -> C
     return _costs(np.interp(widths, *zip(*known)), draft)
 
 
-def _differs(entry: Entry, stored: Entry) -> bool:
+def _differs(costs: Costs, stored: Entry, widths: tuple[int, ...]) -> bool:
     """Whether some cost is no longer what is on file."""
-    pairs = [(seconds, stored["verify"].get(rows)) for rows, seconds in entry["verify"].items()]
-    pairs.append((entry["draft"], stored["draft"]))
-    return any(old is None or not 1 / KEPT <= (new + 1e-9) / (old + 1e-9) <= KEPT for new, old in pairs)
+    try:
+        old = costs_of(stored, widths, "on file")
+    except ConfigError:
+        return True
+    ratios = (np.append(costs.verify, costs.draft) + 1e-9) / (np.append(old.verify, old.draft) + 1e-9)
+    return bool(np.any((ratios > KEPT) | (ratios < 1 / KEPT)))
 
 
 class CostBook:
@@ -251,16 +266,21 @@ class CostBook:
                 logger.warning("%s: ignored: measured on another machine (%s)", path, ", ".join(others))
             self._warned = True
             return {}
-        return costs
+        return {key: entry for key, entry in costs.items() if isinstance(entry, dict)}
 
     def forget(self) -> None:
         """Looks costs up again, or measures them, when they are next needed."""
-        self._known.clear()
+        for kept in (self._known, self._doubts, self._strikes):
+            kept.clear()
+
+    def learn(self, session: DraftSession, logs: Sequence[RowLog], took: float) -> None:
+        """`check` of an answer whose rows began together."""
+        self.check(session, Work.of(logs, session.drafter.costs, session.plan.widths), took)
 
     def check(self, session: DraftSession, work: Work, took: float) -> None:
         """Corrects the costs by an answer's time. Where several in a row differ much from what was expected, the next
         session is measured again."""
-        key, took = session.key, distributed.agreed(took)
+        key, widths, took = session.key, session.plan.widths, distributed.agreed(took)
         if self.fixed is not None or key not in self._known:
             return
         (costs, source), stored = self._known[key], self.stored()
@@ -270,9 +290,10 @@ class CostBook:
         if not far:
             doubt = self._doubts.get(key, doubts(len(work.rounds) + 1))
             costs, self._doubts[key] = followed(costs, doubt, work, took)
+            entry = distributed.agreed(entry_of(costs, widths))  # to the last bit, on unlike hosts, too
+            costs = costs_of(entry, widths, "followed")
             self._known[key] = costs, source
-            entry = entry_of(costs, session.plan.widths)
-            if key in stored and _differs(entry, stored[key]):
+            if key in stored and _differs(costs, stored[key], widths):
                 self.keep({**stored, key: {**entry, "date": machine()["date"]}})
         if self._strikes[key] < STRIKES:
             return

@@ -159,8 +159,26 @@ def test_what_rounds_did_is_read_from_what_they_should_take():
         return RowLog(rounds=entries, drafter_passes=0, target_passes=0)
 
     both = [log((1, 0), (2.25, 0), (4.5, 2)), log((1, 0), (2.25, 1))]
-    assert Work.of(both, costs) == Work((1, 1, 1), 3)
-    assert Work.of(both, costs).spent(costs).sum() == 1 + 2.25 + 4.5 + 0.0
+    assert Work.of(both, costs, (1, 4, 8)) == Work((1, 1, 1), 3)
+    assert Work.of(both, costs, (1, 4, 8)).spent(costs).sum() == 1 + 2.25 + 4.5 + 0.0
+    same = Costs(np.float32([1, 1, 1]), np.float32(0.25), np.int32(0), np.int32(0))
+    assert Work.of([log((1, 0))], same, (1, 4, 8)) == Work((1, 0, 0), 0)
+    drafted = RowLog([Round([5] * 4, [0.5] * 4, 0, [1], 0, expected=1.0, seconds=1.0)], 0, 0)
+    assert Work.of([drafted], same, (1, 4, 8)) == Work((0, 0, 1), 0)
+
+
+def test_what_is_on_file_may_have_become_something_else(cache):
+    """It is read again behind every answer, which is not lost for it."""
+    path, _ = cache
+    book, work = CostBook(), session()
+    book.price(work)
+    done = Work((30, *[0] * (len(work.plan.widths) - 1)), 0)
+    for entry in (3, {"verify": {"1": 1.0}}, {"verify": {"1": "x"}}):
+        file = json.loads(path.read_text())
+        file["costs"][work.key] = entry
+        path.write_text(json.dumps(file))
+        book.check(work, done, 30.1)
+        assert entry == 3 or json.loads(path.read_text())["costs"][work.key]["draft"] > 0
 
 
 def test_a_file_can_say_the_costs(tmp_path, cache):

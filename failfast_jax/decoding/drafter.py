@@ -51,9 +51,9 @@ class Drafter:
         return False
 
     @property
-    def expands(self) -> bool:
-        """Whether it goes on behind a draft that another source began."""
-        return False
+    def goes_on_behind(self) -> int:
+        """Most tokens of a draft that another source began and it goes on behind; 0: it does not."""
+        return 0
 
     @property
     def weighs(self) -> bool:

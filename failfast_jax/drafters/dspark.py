@@ -61,8 +61,8 @@ class DSparkDrafter(FeatureDrafter):
         return round_up(config.block_size * -(-(self.max_draft + config.own_row) // config.block_size), ROWS)
 
     @property
-    def expands(self) -> bool:
-        return not (self.sampled or self.alternatives)
+    def goes_on_behind(self) -> int:
+        return 0 if self.sampled or self.alternatives else self.max_draft - 1
 
     def draft(self, state, committed, begun=None):
         batch = committed.length.shape[0]

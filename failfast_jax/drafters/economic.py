@@ -155,7 +155,7 @@ class Economic(Drafter):
         by_text = self._tokens(state.chances.text, text, committed)
         weight = self._weight(state.ahead, committed.running)[:, None]
         waits = self._someone_waits(committed)
-        begun, hoped = self._begun(state, text)
+        begun, hoped = self._begun(state, text, committed)
         asked = self._asks(state.purse, (weight * by_text).sum(0), (weight[:, 0] * hoped).sum(), waits)
         chances = state.chances.replace(begun=jnp.where(committed.running & asked, begun.length, 0))
         own, model_state = self._from_model(state.replace(chances=chances), committed, asked, begun)
@@ -173,8 +173,10 @@ class Economic(Drafter):
             seconds=cost * self.costs.verify[0],
         )
         alone = weight[:, 0] * (chances.begun == 0)
-        purse = state.purse.hoping(asked, (alone * by_model[:, rung]).sum() / jnp.maximum(alone.sum(), 1e-6), cost)
-        purse = purse.replace(tokens=jnp.where(alone.sum() > 0, purse.tokens, state.purse.tokens))
+        hopes = state.purse.hoping(asked, (alone * by_model[:, rung]).sum() / jnp.maximum(alone.sum(), 1e-6), cost)
+        # Of a round in which every draft began with the text's, nothing is learned of the model alone.
+        told = ~asked | (alone.sum() > 0)
+        purse = jax.tree.map(lambda new, old: jnp.where(told, new, old), hopes, state.purse)
         made = {"text": text_state, "model": model_state, "text_draft": text, "model_draft": own, "chances": chances}
         refused = ~waits & (jnp.argmax((weight * by_text).sum(0) / costs.verify) > rung)
         return draft, state.replace(**made, cost=cost, purse=purse, refused=refused)
@@ -185,7 +187,7 @@ class Economic(Drafter):
         draft, text_state = self.text.draft(state.text, committed)
         return self._padded(draft), text_state
 
-    def _begun(self, state: EconomicState, text: Draft) -> tuple[Draft, Float[Array, " B"]]:
+    def _begun(self, state: EconomicState, text: Draft, committed: Committed) -> tuple[Draft, Float[Array, " B"]]:
         """What of the text's draft the model would go on behind, and the tokens that are hoped of such a round.
 
         All of it or nothing: where the text's tokens are surer than the first ones of the model mostly were, and end
@@ -193,14 +195,15 @@ class Economic(Drafter):
         """
         batch, alone = text.length.shape[0], state.purse.tokens
         nothing, hoped = Draft.empty(batch, 0), jnp.full((batch,), alone)
-        if self.text is None or self.model is None or not self.model.expands:
+        if self.text is None or self.model is None or not self.model.goes_on_behind:
             return nothing, hoped
-        reach = self.model.max_draft
+        reach = self.model.goes_on_behind
         inside = jnp.arange(text.tokens.shape[1]) < text.length[:, None]
         chance = jnp.where(inside, state.chances.text.chance(text.confidence), 1.0)
         reached = jnp.cumprod(chance, axis=1)
         behind = 1 + jnp.where(inside, reached, 0.0).sum(1) + reached[:, -1] * (alone - 1)
-        begins = (text.length > 0) & (text.length < reach) & (behind > alone) & (alone > 0) & (self.costs.ask == 0)
+        fits = (text.length > 0) & (text.length <= reach) & (text.length < committed.room)
+        begins = fits & (behind > alone) & (alone > 0) & (self.costs.ask == 0)
         begun = text.replace(
             tokens=text.tokens[:, :reach],
             confidence=text.confidence[:, :reach],

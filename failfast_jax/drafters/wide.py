@@ -37,8 +37,8 @@ class Wide(BlockDrafter):
         return tuple(range(self.spec_len, self.max_draft + 1, self.spec_len))
 
     @property
-    def expands(self) -> bool:
-        return not (self.sampled or self.alternatives)
+    def goes_on_behind(self) -> int:
+        return 0 if self.sampled or self.alternatives else self.max_draft - self.spec_len
 
     def init(self, batch, capacity):
         return super().init(batch, capacity).replace(memory=self.rule.init(batch))

@@ -29,14 +29,15 @@ weights XLA would make float32 copies, of a whole model at a time."""
 MOST_VECTORS = 4
 """Of each output in a turn of the loop."""
 THIN_ROWS, ALWAYS_THIN, THIN_NUMBERS, THIN_INPUTS = 4, 2, 6144, 256
-"""Up to so many rows are multiplied by one output after the other, so that weights are read in the order in which they
-lie: always so few, and more of float32 weights where so many numbers of the rows leave room in a core's first cache
-(32 KiB). Elsewhere loading the rows anew for each output costs more than that saves; with fewer inputs adding up the
-lanes of each sum does."""
+"""Up to so many rows are multiplied by an output or a few at a time, so that weights are read in order: always so few,
+and more of float32 weights where so many numbers of the rows leave room in a core's first cache (32 KiB). Elsewhere
+loading the rows anew for each output costs more than that saves; with fewer inputs adding up the lanes of sums does.
+"""
 THIN_AHEAD = 4096
 """Bytes ahead that weights are asked for where they are read in order."""
 PIECE = 48
-"""Outputs that a thread takes at a time: their weights stay in its second cache while the tiles of rows pass."""
+"""Outputs that a thread takes at a time: of up to some thousand inputs their weights stay in its second cache while the
+tiles of rows pass."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -254,14 +254,15 @@ class Behind(Given):
     """Goes on behind what it is given."""
 
     @property
-    def expands(self) -> bool:
-        return True
+    def goes_on_behind(self) -> int:
+        return LONGEST - 1
 
     def draft(self, state, committed, begun=None):
         own, state = super().draft(state, committed)
         given = jnp.arange(LONGEST) < begun.length[:, None]
-        tokens = jnp.where(given, begun.tokens, own.tokens)
-        return own.replace(tokens=tokens, confidence=jnp.where(given, begun.confidence, own.confidence)), state
+        tokens, confidence = (jnp.pad(part, ((0, 0), (0, 1))) for part in (begun.tokens, begun.confidence))
+        tokens = jnp.where(given, tokens, own.tokens)
+        return own.replace(tokens=tokens, confidence=jnp.where(given, confidence, own.confidence)), state
 
 
 @settings(max_examples=60)

@@ -96,7 +96,7 @@ def test_the_report_on_every_generation(topology, device, tmp_path):
         # What the text says is read is what has to be: weights and live cache, once.
         assert 0.9 < found["traffic_ms"] / found["floor_ms"] < 1.15, name
         assert found["floor_ms"] < found["without_sums_ms"] <= found["ms"], name  # copies may fill a sum's time
-        assert found["floor_ms"] < found["with_copies_at_peak_ms"] < found["ms"], name
+        assert found["floor_ms"] < found["with_copies_at_peak_ms"] <= found["ms"], name
         at = found["at_contexts"]
         assert at["1024"]["ms"] < at["32768"]["ms"], name
 

@@ -118,7 +118,7 @@ def test_memory_is_what_there_is_now(monkeypatch):
 
 @pytest.mark.long
 def test_the_report_of_a_queue():
-    found = serving_report(engine(), ["what is it?", "and that?"], (2,), 8)
+    found = serving_report(engine(), ["what is it?", "and that?"], (2,), 48)
     assert set(found) == {"2"} and found["2"]["speedup"] > 0
     for method in METHODS:
         figures = found["2"][method]

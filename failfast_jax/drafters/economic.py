@@ -174,8 +174,8 @@ class Economic(Drafter):
             seconds=cost * self.costs.verify[0],
         )
         alone = weight[:, 0] * (chances.begun == 0)
-        hoped = (alone * by_model[:, rung]).sum() / jnp.maximum(alone.sum(), 1e-6)
-        hopes = state.purse.hoping(asked, hoped, dear.verify[rung] + dear.draft * passes)
+        promised = (alone * by_model[:, rung]).sum() / jnp.maximum(alone.sum(), 1e-6)
+        hopes = state.purse.hoping(asked, promised, cautious(cost))
         # Of a round in which every draft began with the text's, nothing is learned of the model alone.
         told = ~asked | (alone.sum() > 0)
         purse = jax.tree.map(lambda new, old: jnp.where(told, new, old), hopes, state.purse)

@@ -44,14 +44,6 @@ RECENT = 0.1
 """Weight of the newest round with a draft of the model in what is hoped of the next one."""
 CURIOSITY = 0.01
 """By how much hopes rise with each round in which the model is not asked."""
-CAUTION = 0.5
-"""By what share more than measured a round's time beyond a plain step counts where it is decided whether a draft pays.
-A host's memory is faster for seconds at a time; one row then costs less, and more rows nearly as much as before."""
-
-
-def cautious(cost: Float[Array, "*widths"]) -> Float[Array, "*widths"]:
-    """A round's cost in plain steps, as decisions go by it."""
-    return cost + CAUTION * (cost - 1)
 
 
 @flax.struct.dataclass
@@ -72,12 +64,6 @@ class Costs:
         """In plain steps: rounds that verify one row."""
         verify = jnp.asarray(self.verify)
         return self.replace(verify=verify / verify[0], draft=self.draft / verify[0])
-
-    @property
-    def cautious(self) -> Costs:
-        """In plain steps, as decisions go by them: what drafts add counts more than it was measured to take."""
-        steps = self.steps
-        return self.replace(verify=cautious(steps.verify), draft=(1 + CAUTION) * steps.draft)
 
     @classmethod
     def flat(cls, widths: int) -> Costs:

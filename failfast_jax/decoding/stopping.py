@@ -152,10 +152,9 @@ class Worthwhile(StopRule):
         # The sum of the powers of `sure` up to the chunk's size.
         further = jnp.where(sure < 1, sure * (1 - sure**size) / jnp.maximum(1 - sure, 1e-6), size)
         tokens, passes = 1 + reached.sum(1), (draft.drafted - memory.begun) // jnp.maximum(size, 1)
-        now = self._steps(draft.drafted, passes)
-        return (tokens + last * further) / self._steps(draft.drafted + size, passes + 1) <= tokens / now
+        now = self._seconds(draft.drafted, passes)
+        return (tokens + last * further) / self._seconds(draft.drafted + size, passes + 1) <= tokens / now
 
-    def _steps(self, drafted: Int[Array, " B"], passes: Int[Array, " B"]) -> Float[Array, " B"]:
+    def _seconds(self, drafted: Int[Array, " B"], passes: Int[Array, " B"]) -> Float[Array, " B"]:
         rung = jnp.sum(drafted[:, None] + 1 > jnp.asarray(self.widths[:-1], jnp.int32), axis=1)
-        costs = self.costs.cautious
-        return costs.verify[rung] + costs.draft * passes
+        return jnp.asarray(self.costs.verify)[rung] + self.costs.draft * passes

@@ -20,7 +20,6 @@ from failfast_jax.decoding.economics import (
     Chances,
     Costs,
     Purse,
-    cautious,
     expected_tokens,
 )
 from failfast_jax.decoding.state import Committed, Draft, Outcome
@@ -151,7 +150,7 @@ class Economic(Drafter):
 
     def draft(self, state, committed, begun=None):
         self._refuse(begun)
-        costs, dear = self.costs.steps, self.costs.cautious
+        costs = self.costs.steps
         text, text_state = self._from_text(state, committed)
         by_text = self._tokens(state.chances.text, text, committed)
         weight = self._weight(state.ahead, committed.running)[:, None]
@@ -163,9 +162,9 @@ class Economic(Drafter):
         by_model = self._tokens(chances, own, committed)
         # Each row takes what promises more at the common width.
         tokens = jnp.maximum(by_model, by_text)
-        passes = jnp.max(own.passes)
-        rung = jnp.where(waits, 0, self._best(state.purse, (weight * tokens).sum(0), dear.draft * passes))
-        cost = costs.verify[rung] + costs.draft * passes
+        spent = costs.draft * jnp.max(own.passes)
+        rung = jnp.where(waits, 0, self._best(state.purse, (weight * tokens).sum(0), spent))
+        cost = costs.verify[rung] + spent
         rows = jnp.where(costs.rows > 0, costs.rows, jnp.asarray(self.widths)[rung])
         draft = _chosen((by_model > by_text)[:, rung], own, text)
         draft = self._cut(chances.model, draft, rows, committed).replace(
@@ -174,13 +173,12 @@ class Economic(Drafter):
             seconds=cost * self.costs.verify[0],
         )
         alone = weight[:, 0] * (chances.begun == 0)
-        promised = (alone * by_model[:, rung]).sum() / jnp.maximum(alone.sum(), 1e-6)
-        hopes = state.purse.hoping(asked, promised, cautious(cost))
+        hopes = state.purse.hoping(asked, (alone * by_model[:, rung]).sum() / jnp.maximum(alone.sum(), 1e-6), cost)
         # Of a round in which every draft began with the text's, nothing is learned of the model alone.
         told = ~asked | (alone.sum() > 0)
         purse = jax.tree.map(lambda new, old: jnp.where(told, new, old), hopes, state.purse)
         made = {"text": text_state, "model": model_state, "text_draft": text, "model_draft": own, "chances": chances}
-        refused = ~waits & (jnp.argmax((weight * by_text).sum(0) / dear.verify) > rung)
+        refused = ~waits & (jnp.argmax((weight * by_text).sum(0) / costs.verify) > rung)
         return draft, state.replace(**made, cost=cost, purse=purse, refused=refused)
 
     def _from_text(self, state: EconomicState, committed: Committed) -> tuple[Draft, Any]:
@@ -258,7 +256,7 @@ class Economic(Drafter):
 
     def _best(self, purse: Purse, tokens: Float[Array, " widths"], spent: Float[ArrayLike, ""] = 0.0) -> Int[Array, ""]:
         """The width with the most tokens a step, of those that the purse allows; `spent` is spent anyway."""
-        verify = self.costs.cautious.verify
+        verify = self.costs.steps.verify
         affordable = purse.allows(verify, tokens / jnp.maximum(tokens[0], 1e-6) - 1)
         return jnp.argmax(jnp.where(affordable, tokens / (verify + spent), 0.0))
 
@@ -274,7 +272,7 @@ class Economic(Drafter):
         """Whether the tokens that are hoped of a draft of the model are worth more than those at hand without it."""
         if self.model is None:
             return jnp.bool_(False)
-        costs = self.costs.cautious
+        costs = self.costs.steps
         at_hand = (tokens / costs.verify)[self._best(purse, tokens)]
         pays = (purse.tokens == 0) | (hoped > at_hand * purse.cost)
         # The pass alone is at risk here: what it drafts need not be verified.
@@ -295,7 +293,7 @@ class Economic(Drafter):
             gained = _least(ahead, left) - _least(state.ahead, running)
         right = running & (state.text_draft.length > 0) & (state.text_draft.tokens[:, 0] == text[:, 0])
         missed = jnp.where(state.refused, right.sum() / jnp.maximum(running.sum(), 1), 0.0)
-        purse = state.purse.paid(cautious(state.cost), 1 + gained, missed, jnp.maximum(running.sum(), 1))
+        purse = state.purse.paid(state.cost, 1 + gained, missed, jnp.maximum(running.sum(), 1))
         state = state.replace(purse=purse, ahead=ahead)
         chances = state.chances
         if self.text is not None:

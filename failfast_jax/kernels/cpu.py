@@ -2,7 +2,7 @@
 
 The cache is summed up in chunks at absolute positions, which are shared out over XLA's threads and then joined in their
 order. A row's result depends neither on how many rows there are nor on where its window began. Sums, and what comes out
-of the softmax, are float32.
+of the softmax, are float32. Longer windows are `cpu_prompt`'s.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
 from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
-from failfast_jax.kernels import cpu_product, emit
+from failfast_jax.kernels import cpu_product, emit, threads
 from failfast_jax.kernels.cpu_product import MAX_WIDTH
 from failfast_jax.kernels.emit import ELEMENTS, FLOAT, LONG, POINTER, Call, Emitter, constant
 from failfast_jax.kernels.reference import HIDDEN, last_visible
@@ -170,7 +170,7 @@ def _attention(call: Call, *, chunk: ir.Function, dtype: str, head_dim: int) -> 
 
     pointers = [array.data for array in (rows, keys, values, first, last)]
     shared = [*pointers, sums, heads, count, capacity, pairs, live]
-    emit.share_out(call, emitter.mul(pairs, chunks), shared, piece)
+    threads.share_out(call, emitter.mul(pairs, chunks), shared, piece)
     _join(emitter, out, sums, pairs=pairs, count=count, chunks=chunks, head_dim=head_dim)
 
 
@@ -200,7 +200,7 @@ def _chunk(
         def soften(row, _):
             at = emitter.add(begin, row)
             bounds = [emitter.load(emitter.element(bound, at, emit.INT), typ=emit.INT) for bound in (first, last)]
-            score, total = _softened(emitter, emitter.element(weights, emitter.mul(row, stride)), bounds, place, slots)
+            score, total = softened(emitter, emitter.element(weights, emitter.mul(row, stride)), bounds, place, slots)
             emitter.store(score, emitter.element(highest, at))
             emitter.store(total, emitter.element(totals, at))
 
@@ -248,8 +248,13 @@ def _scores(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Funct
     return function
 
 
-def _softened(emitter: Emitter, scores, bounds: list, place, slots) -> tuple:
+def softened(emitter: Emitter, scores, bounds: list, place, slots, least=None) -> tuple:
     """Turns a row's scores into weights, in place: e to what each is below the highest; 0 where it does not see.
+
+    Args:
+      bounds: the first and the last slot that it sees.
+      place: slot of the first score.
+      least: a score that the highest is not below; None: `HIDDEN`.
 
     Returns:
       The highest score, and the sum of the weights.
@@ -267,7 +272,7 @@ def _softened(emitter: Emitter, scores, bounds: list, place, slots) -> tuple:
         score = emitter.select(seen(at), emitter.floats(emitter.element(scores, at), lanes), hidden)
         return [emitter.intrinsic("maxnum", score.type, carried[0], score)]
 
-    [highest] = emitter.loop(slots, lanes, higher, [hidden])
+    [highest] = emitter.loop(slots, lanes, higher, [hidden if least is None else emitter.repeated(least, lanes)])
     highest = emitter.intrinsic("vector.reduce.fmax", FLOAT, highest)
     subtracted = emitter.repeated(highest, lanes)
 

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 from llvmlite import ir
 
-from failfast_jax.kernels import emit
+from failfast_jax.kernels import emit, threads
 from failfast_jax.kernels.emit import AHEAD, BYTES, CACHE_LINE, ELEMENTS, LONG, POINTER, Call, Emitter, constant
 
 NO_UNIT = "a processor without fused multiply-add"
@@ -225,4 +225,4 @@ def _product(
             by_rows(emitter, rows, shape.rows, lambda row, size: times(row, tiles[size], shape.outputs, begin, end))
 
     values = [x.data, w.data, y.data, x.size(0), x.size(1), w.size(0)]
-    emit.share_out(call, count, values, some_outputs)
+    threads.share_out(call, count, values, some_outputs)

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from failfast_jax.kernels import cpu_product, emit
+from failfast_jax.kernels import cpu_product, emit, threads
 from failfast_jax.kernels.emit import FLOAT, INT, Call, Emitter, constant
 
 NORMS_AT_ONCE = 64
@@ -149,7 +149,8 @@ def _norm(call: Call) -> None:
 
         emitter.loop(end, 1, norm, begin=begin)
 
-    emit.share_out(call, pieces, [rows.data, weight.data, call.output().data, eps.data, rows.size(0), size], some_rows)
+    values = [rows.data, weight.data, call.output().data, eps.data, rows.size(0), size]
+    threads.share_out(call, pieces, values, some_rows)
 
 
 def _largest_module(share: bool) -> ir.Module:
@@ -161,7 +162,7 @@ def _largest_module(share: bool) -> ir.Module:
 def _largest_of_rows(call: Call, *, share: bool) -> None:
     rows = call.input(0)
     values = [rows.data, rows.size(1), *(call.output(index).data for index in range(1 + share))]
-    emit.share_out(call, rows.size(0), values, functools.partial(_largest_of_row, share=share))
+    threads.share_out(call, rows.size(0), values, functools.partial(_largest_of_row, share=share))
 
 
 def _largest_of_row(emitter: Emitter, row, values: list, *, share: bool) -> None:

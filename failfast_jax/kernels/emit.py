@@ -1,4 +1,4 @@
-"""LLVM IR for CPU kernels: loops, vectors, sums over lanes, and XLA's calling convention.
+"""LLVM IR for CPU kernels: loops, vectors, sums over lanes, and XLA's calling convention (`threads` shares work out).
 
 Pallas has no backend for CPU, and XLA's own products pack a weight anew at every call. What is emitted here is compiled
 for the machine it runs on (by llvmlite: no compiler needs to be installed), and XLA calls it like one of its own
@@ -14,7 +14,6 @@ import functools
 import platform
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import llvmlite.binding as llvm
@@ -102,9 +101,19 @@ class Emitter(ir.IRBuilder):
         self.position_at_end(behind)
         return values
 
+    def library(self, name: str, type_, *arguments):
+        """Calls a function of the C library."""
+        kind = ir.FunctionType(type_, [argument.type for argument in arguments])
+        function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
+        return self.call(function, arguments)
+
     def least(self, a, b):
         """The smaller of two integers."""
         return self.select(self.icmp_signed("<", a, b), a, b)
+
+    def most(self, a, b):
+        """The larger of two integers."""
+        return self.select(self.icmp_signed(">", a, b), a, b)
 
     def element(self, pointer, index, type_=FLOAT):
         """Address of an element of an array."""
@@ -210,6 +219,20 @@ class Emitter(ir.IRBuilder):
 
         return self.fadd(half(0), half(size // 2)), len(starts)
 
+    def transposed(self, vectors: Sequence) -> list:
+        """As many vectors as each has lanes: lane i of vector j as lane j of vector i."""
+        lanes, vectors = len(vectors), list(vectors)
+        size = lanes // 2
+        while size:  # blocks of that size change places across the diagonal
+            for upper in (at for at in range(lanes) if not at & size):
+                pair = vectors[upper], vectors[upper + size]
+                low = [lane if not lane & size else lanes + lane - size for lane in range(lanes)]
+                high = [lane + size if not lane & size else lanes + lane for lane in range(lanes)]
+                swapped = (self.shuffle_vector(*pair, vector(lanes_, INT)) for lanes_ in (low, high))
+                vectors[upper], vectors[upper + size] = swapped
+            size //= 2
+        return vectors
+
     def lane(self, vector_, index: int):
         """One number of a vector."""
         return self.extract_element(vector_, ir.Constant(INT, index))
@@ -294,92 +317,6 @@ class Call:
         return self.emitter.field(self.frame, FRAME_CONTEXT)
 
 
-JOB_NEXT, JOB_DONE, JOB_HOLDERS, JOB_COUNT, JOB_VALUES = 0, 8, 16, 24, 32
-"""Byte offsets: the next piece of work, how many are done, how many threads look at the job, how many pieces, and what
-their work needs."""
-PIECES_A_THREAD = 4
-"""A thread is asked for help for so many pieces of work, at least."""
-
-
-def share_out(call: Call, count, values: Sequence, work: Callable[[Emitter, Any, list], None]) -> None:
-    """Emits `for piece in range(count): work(emitter, piece, values)`, shared out over XLA's threads.
-
-    Each thread takes the next piece until none is left. The one that XLA called never waits for a thread that has not
-    begun: a helper that comes too late finds nothing to do. The last one to look at the job frees it.
-
-    Args:
-      values: pointers and 64-bit integers.
-    """
-    emitter, module = call.emitter, call.emitter.module
-    allocate = ir.Function(module, ir.FunctionType(POINTER, [LONG]), "malloc")
-    job = emitter.call(allocate, [constant(JOB_VALUES + 8 * len(values))])
-    spare = emitter.sub(call.threads(), constant(1))
-    helpers = emitter.least(spare, emitter.sdiv(count, constant(PIECES_A_THREAD)))
-    fields = [(JOB_NEXT, constant(0)), (JOB_DONE, constant(0)), (JOB_COUNT, count)]
-    fields.append((JOB_HOLDERS, emitter.add(helpers, constant(1))))
-    for offset, value in (*fields, *((JOB_VALUES + 8 * index, value) for index, value in enumerate(values))):
-        emitter.store(value, emitter.element(job, constant(offset), BYTE))
-    pieces, (helper, leave) = _pieces(module, values, work), _helper(module)
-    request = call.structure(call.context, emitter.ptrtoint(helper, LONG), job)
-
-    def ask_for_help(_index, _carried):
-        with emitter.if_then(call.ask(API_SCHEDULE, request), likely=False):
-            emitter.call(leave, [job])
-
-    emitter.loop(helpers, 1, ask_for_help)
-    emitter.call(pieces, [job])
-    done = emitter.element(job, constant(JOB_DONE), BYTE)
-    look, waiting, behind = (emitter.append_basic_block() for _ in range(3))
-    emitter.branch(look)
-    emitter.position_at_end(look)
-    finished = emitter.load_atomic(done, "acquire", 8, typ=LONG)
-    emitter.cbranch(emitter.icmp_signed("<", finished, count), waiting, behind)
-    emitter.position_at_end(waiting)  # for a piece under way, whose thread may have lost its core
-    emitter.call(ir.Function(module, ir.FunctionType(INT, []), "sched_yield"), [])
-    emitter.branch(look)
-    emitter.position_at_end(behind)
-    emitter.call(leave, [job])
-
-
-def _pieces(module: ir.Module, values: Sequence, work: Callable) -> ir.Function:
-    """`pieces(job)`: takes the next piece of work until none is left."""
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "pieces")
-    function.linkage = "internal"
-    emitter, (job,) = Emitter(function.append_basic_block()), function.args
-    inside = [emitter.field(job, JOB_VALUES + 8 * index, value.type) for index, value in enumerate(values)]
-    count = emitter.field(job, JOB_COUNT, LONG)
-    take, one, behind = (emitter.append_basic_block() for _ in range(3))
-    emitter.branch(take)
-    emitter.position_at_end(take)
-    piece = emitter.atomic_rmw("add", emitter.element(job, constant(JOB_NEXT), BYTE), constant(1), "monotonic")
-    emitter.cbranch(emitter.icmp_signed("<", piece, count), one, behind)
-    emitter.position_at_end(one)
-    work(emitter, piece, inside)
-    emitter.atomic_rmw("add", emitter.element(job, constant(JOB_DONE), BYTE), constant(1), "release")
-    emitter.branch(take)
-    emitter.position_at_end(behind)
-    emitter.ret_void()
-    return function
-
-
-def _helper(module: ir.Module) -> tuple[ir.Function, ir.Function]:
-    """`helper(job)`, which another thread runs, and `leave(job)`."""
-    kind = ir.FunctionType(ir.VoidType(), [POINTER])
-    leave, helper, free = (ir.Function(module, kind, name) for name in ("leave", "helper", "free"))
-    leave.linkage = helper.linkage = "internal"
-    emitter, (job,) = Emitter(leave.append_basic_block()), leave.args
-    holders = emitter.element(job, constant(JOB_HOLDERS), BYTE)
-    last = emitter.icmp_signed("==", emitter.atomic_rmw("sub", holders, constant(1), "acq_rel"), constant(1))
-    with emitter.if_then(last):
-        emitter.call(free, [job])
-    emitter.ret_void()
-    emitter = Emitter(helper.append_basic_block())
-    emitter.call(module.globals["pieces"], [helper.args[0]])
-    emitter.call(leave, [helper.args[0]])
-    emitter.ret_void()
-    return helper, leave
-
-
 def handler(module: ir.Module, body: Callable[[Call], None]) -> None:
     """Emits a function that XLA can call, named like its module."""
     function = ir.Function(module, ir.FunctionType(POINTER, [POINTER]), module.name)
@@ -445,6 +382,12 @@ def _compiled(names: str, make: Callable[..., ir.Module], *how) -> str:
     return module.name
 
 
-def call(name: str, *shapes: jax.ShapeDtypeStruct) -> Callable[..., list[jax.Array]]:
-    """A call of an FFI target, of which `jax.vmap` makes one call after the other."""
-    return jax.ffi.ffi_call(name, list(shapes), vmap_method="sequential")
+def call(
+    name: str, *shapes: jax.ShapeDtypeStruct, aliases: dict[int, int] | None = None
+) -> Callable[..., list[jax.Array]]:
+    """A call of an FFI target, of which `jax.vmap` makes one call after the other.
+
+    Args:
+      aliases: by argument, the result that is written in its place.
+    """
+    return jax.ffi.ffi_call(name, list(shapes), vmap_method="sequential", input_output_aliases=aliases)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -130,6 +132,12 @@ def attend(
             tables = tpu.rotary_tables(window.cos, window.sin)
             cache = tpu.write_window(*cache, qkv, start, tables)
             return tpu.window_attention(qkv, *tables, *cache, start, until, live, block_size=block_size), cache
+    if kernel == "cpu" and window.visible is None and window.seen is None:
+        from failfast_jax.kernels import cpu_prompt
+
+        sizes = {"width": qkv.shape[1], "capacity": cache[0].shape[2], "head_dim": qkv.shape[4]}
+        if cpu_prompt.supports(**sizes, dtype=qkv.dtype, cached=cache[0].dtype) is None:
+            return _attend_prompt(qkv, window.cos, window.sin, *cache, start, until, live, block_size, window.back)
     q, k, v = rotated_heads(qkv, window.cos, window.sin)
     cache = write_windows(*cache, k, v, start, kernel=kernel)
     if window.visible is not None:
@@ -139,6 +147,29 @@ def attend(
         return reference.grouped_attention(q, *cache, window.seen, live, tile=TILE), cache
     mask = {"until": until, "back": window.back}
     return cached_attention(q, *cache, start, live, block_size, **mask, kernel=kernel), cache
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(8, 9))
+def _attend_prompt(qkv, cos, sin, k_cache, v_cache, start, until, live, block_size: int, back: int | None):
+    """`attend` for many rows on a CPU."""
+    from failfast_jax.kernels import cpu_prompt
+
+    tables, places = (cos, sin), (start, until, live)
+    return cpu_prompt.attend(qkv, *tables, k_cache, v_cache, *places, block_size=block_size, back=back)
+
+
+@_attend_prompt.defjvp
+def _attend_prompt_jvp(block_size: int, back: int | None, arguments: tuple, changes: tuple) -> tuple:
+    """Derivatives are those of plain jnp."""
+    start, until, live = arguments[5:]
+
+    def plain(qkv, cos, sin, *cache):
+        q, k, v = rotated_heads(qkv, cos, sin)
+        cache = write_windows(*cache, k, v, start)
+        mask = {"block_size": block_size, "tile": TILE, "back": back}
+        return reference.window_attention(q, *cache, start, until, live, **mask), cache
+
+    return jax.jvp(plain, arguments[:5], changes[:5])
 
 
 def _attend_groups(

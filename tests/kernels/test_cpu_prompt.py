@@ -1,0 +1,130 @@
+"""The CPU's attention of prompts: against float64, and what it writes into the caches."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_cpu import numbers, unit  # noqa: F401
+from tiny_models import attention_by_hand, tiny_config
+
+from failfast_jax.kernels import cpu_prompt, emit
+from failfast_jax.models import attention
+from failfast_jax.models.attention import Window
+from failfast_jax.models.cache import write_window
+from failfast_jax.models.rope import rotary, rotated_heads
+
+CASES = {
+    "from the beginning": {"width": 300, "start": [0, 0]},
+    "behind others": {"width": 129, "start": [700, 31]},
+    "one position more than whole pieces": {"width": 257, "start": [255, 256]},
+    "block-causal": {"width": 160, "start": [96, 320], "block_size": 32},
+    "up to a position of its own": {"width": 140, "start": [3, 500], "until": [100, 630]},
+    "a sliding window": {"width": 200, "start": [0, 600], "back": 70},
+    "a sliding window as short as a step": {"width": 130, "start": [300, 512], "back": 1},
+    "one query head a KV head": {"width": 130, "start": [0, 40], "heads": (2, 1)},
+    "seven of them": {"width": 131, "start": [9, 400], "heads": (2, 7)},
+}
+
+
+def window_of(width, start, head_dim, *, block_size=1, until=None, back=None, heads=(2, 3), capacity=1024):
+    """Heads, caches with something in them, and where the window lies."""
+    kv_heads, group = heads
+    qkv = jnp.asarray(numbers(1, len(start), width, kv_heads, group + 2, head_dim))
+    cache = tuple(jnp.asarray(numbers(seed, len(start), kv_heads, capacity, head_dim)) for seed in (2, 3))
+    start = jnp.asarray(start, jnp.int32)
+    config = tiny_config(head_dim=head_dim, num_heads=kv_heads * group, num_kv_heads=kv_heads)
+    cos, sin = rotary(config, start[:, None] + jnp.arange(width))
+    live = jnp.int32(start.max() + width)
+    until = None if until is None else jnp.asarray(until, jnp.int32)
+    return qkv, cache, Window(cos, sin, start, live, until=until, block_size=block_size, back=back)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("head_dim", [32, 96])
+def test_prompts_attend_as_float64_has_it(unit, head_dim, case):  # noqa: F811
+    qkv, cache, window = window_of(head_dim=head_dim, **case)
+    got, caches = jax.jit(lambda *x: attention.attend(*x, kernel="cpu"))(qkv, cache, window)
+    q, k, v = rotated_heads(qkv, window.cos, window.sin)
+    written = [write_window(old, new, window.start) for old, new in zip(cache, (k, v))]
+    np.testing.assert_allclose(caches[0], written[0], atol=1e-6)
+    np.testing.assert_array_equal(caches[1], written[1])
+    until = 0 if window.until is None else np.asarray(window.until)
+    expected = attention_by_hand(q, *written, window.start, window.block_size, until, window.back)
+    np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+def test_the_kernel_is_called_and_only_for_prompts():
+    def calls(width: int, **changes) -> int:
+        qkv, cache, window = window_of(width, [0], 64)
+        cache = tuple(layer.astype(changes.get("dtype", jnp.float32)) for layer in cache)
+        attend = functools.partial(attention.attend, kernel=changes.get("kernel", "cpu"))
+        return jax.jit(attend).lower(qkv, cache, window).as_text().count("failfast_attend_prompt_64")
+
+    assert calls(129) and not calls(128) and not calls(129, kernel="reference") and not calls(129, dtype=jnp.bfloat16)
+
+
+def test_rows_that_see_nothing_are_zero_and_what_is_hidden_is_not_read():
+    qkv, cache, window = window_of(130, [0], 32)
+    cache = tuple(layer.at[:, :, 200:].set(jnp.nan) for layer in cache)
+    nothing = window.replace(live=jnp.int32(0))
+    assert not np.any(attention.attend(qkv, cache, nothing, kernel="cpu")[0])
+    assert np.isfinite(attention.attend(qkv, cache, window, kernel="cpu")[0]).all()
+
+
+@pytest.mark.parametrize("member", range(5), ids=["q0", "q1", "q2", "k", "v"])
+def test_what_is_not_a_number_is_not_hidden(member):
+    qkv, cache, window = window_of(150, [40], 32)
+    qkv = qkv.at[0, 100, 1, member, 3].set(jnp.nan)
+    got, _ = attention.attend(qkv, cache, window, kernel="cpu")
+    bad, expected = np.isnan(got).any(-1)[0], np.zeros((150, 6), bool)
+    if member < 3:
+        expected[100, 3 + member] = True
+    else:
+        expected[100:, 3:] = True
+    begin = 100 if member == 4 else 0  # a value that is not seen may be multiplied by zero
+    np.testing.assert_array_equal(bad[begin:], expected[begin:])
+    assert not bad[:, :3].any()
+
+
+def test_large_scores_and_far_ones():
+    """Weights that are one, and weights that vanish: no infinity, no NaN."""
+    qkv, cache, window = window_of(300, [400], 32)
+    qkv = qkv.at[..., -2, :].multiply(100)
+    cache = (cache[0] * 100, cache[1])
+    got, caches = attention.attend(qkv, cache, window, kernel="cpu")
+    q, *_ = rotated_heads(qkv, window.cos, window.sin)
+    np.testing.assert_allclose(got, attention_by_hand(q, *caches, window.start, 1), atol=5e-4)
+
+
+def test_derivatives_are_those_of_plain_attention():
+    qkv, cache, window = window_of(132, [100], 32, capacity=256)
+
+    def loss(kernel):
+        def of(qkv, cache):
+            out, caches = attention.attend(qkv, cache, window, kernel=kernel)
+            return (out**2).sum() + (caches[0][:, :, 90:110] ** 3).sum()
+
+        return jax.grad(of, argnums=(0, 1))(qkv, cache)
+
+    for got, expected in zip(jax.tree.leaves(loss("cpu")), jax.tree.leaves(loss("reference"))):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_shapes_that_are_not_served():
+    served = {"width": 129, "capacity": 256, "head_dim": 64, "dtype": "float32", "cached": "float32"}
+    assert cpu_prompt.supports(**served) is None
+    assert "more than 128 rows, not 128" in cpu_prompt.supports(**served | {"width": 128})
+    assert "a multiple of 16" in cpu_prompt.supports(**served | {"capacity": 100})
+    lanes = emit.vector_unit().lanes
+    assert f"head_dim {lanes}: a multiple of {2 * lanes}" in cpu_prompt.supports(**served | {"head_dim": lanes})
+    assert "a cache of bfloat16: float32" in cpu_prompt.supports(**served | {"cached": "bfloat16"})
+    qkv, cache, window = window_of(130, [0], 64)
+    places = (window.start, window.start, window.live)
+    with pytest.raises(ValueError, match="heads, tables and caches of one size"):
+        cpu_prompt.attend(qkv, window.cos[..., 1:], window.sin[..., 1:], *cache, *places, block_size=1)
+    with pytest.raises(ValueError, match="rows, not 128"):
+        cpu_prompt.attend(qkv[:, 2:], window.cos[:, 2:], window.sin[:, 2:], *cache, *places, block_size=1)

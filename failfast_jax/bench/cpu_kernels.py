@@ -14,20 +14,24 @@ from failfast_jax import platforms
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import cpu_product
-from failfast_jax.models.attention import cached_attention
+from failfast_jax.models.attention import Window, attend, cached_attention
 from failfast_jax.models.layers import product, xla_product
+from failfast_jax.models.rope import rotary
 from failfast_jax.models.transformer import Decoder
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 NARROW = ("bfloat16", "int8")
 """What weights can be stored in, besides float32."""
 CONTEXTS = (512, 2048, 7000)
+PROMPT = 512
+"""Rows of a prompt's last chunk."""
+KERNELS = {"ours": "cpu", "xla": "reference"}
 REPEATS = 9
 
 
 def report(target: Decoder) -> dict[str, Any]:
-    """Milliseconds of all matrices of a step by rows, also with narrower weights, and of its attention by rows and live
-    positions.
+    """Milliseconds of all matrices of a step by rows, also with narrower weights; by live positions those of its
+    attention by rows, and of a prompt's.
 
     Raises:
       OptionError: these kernels do not serve here.
@@ -37,7 +41,8 @@ def report(target: Decoder) -> dict[str, Any]:
     if why := cpu_product.supports(width=1, outputs=64, dtype=target.dtype):
         raise OptionError(f"--parts cpu: {why}")
     bandwidth = platforms.bandwidth(2**29)["read"]
-    return {"products": _products(target, bandwidth), "attention": _attention(target, bandwidth)}
+    attention = {"attention": _attention(target, bandwidth), "prompt": _prompt(target)}
+    return {"products": _products(target, bandwidth), **attention}
 
 
 def _products(target: Decoder, bandwidth: float) -> dict[str, Any]:
@@ -85,9 +90,41 @@ def _attention(target: Decoder, bandwidth: float) -> dict[str, Any]:
             q = jnp.asarray(rng.standard_normal((1, width, config.num_heads, config.head_dim)), target.dtype)
             start = jnp.asarray([live - width], jnp.int32)
             go = functools.partial(one_after_the_other, q, caches, start, jnp.int32(live))
-            acts = {
-                name: functools.partial(go, kernel=kernel) for name, kernel in (("ours", "cpu"), ("xla", "reference"))
-            }
+            acts = {name: functools.partial(go, kernel=kernel) for name, kernel in KERNELS.items()}
             row[f"{width}"] = {f"{name}_ms": 1e3 * s for name, s in medians(interleaved(acts, REPEATS)).items()}
         out[str(live)] = row
+    return out
+
+
+def _prompt(target: Decoder) -> dict[str, Any]:
+    """Of a prompt's last chunk, by positions: what lies between two projections, of all layers; and the arithmetic of
+    two products for each pair of a query and a position that it sees."""
+    config, out = target.config, {}
+    members = config.num_heads // config.num_kv_heads + 2
+    rng = np.random.default_rng(0)
+    shape = (1, PROMPT, config.num_kv_heads, members, config.head_dim)
+    qkv = jnp.asarray(rng.standard_normal(shape), target.dtype)
+    cache = target.init_cache(1, max(CONTEXTS))
+
+    @functools.partial(jax.jit, static_argnames="kernel", donate_argnames="cache")
+    def one_after_the_other(qkv, cache, window, kernel):
+        keys, values = list(cache.k), list(cache.v)
+        for index, layer in enumerate(zip(cache.k, cache.v)):
+            heads, (keys[index], values[index]) = attend(qkv, layer, window, kernel=kernel)
+            qkv = qkv + 1e-9 * heads[:, :, :1, None]
+        return qkv, cache.replace(k=tuple(keys), v=tuple(values))
+
+    def go(kernel: str, window: Window) -> jax.Array:
+        nonlocal cache
+        result, cache = one_after_the_other(qkv, cache, window, kernel=kernel)
+        return result
+
+    for live in CONTEXTS:
+        start = jnp.asarray([live - PROMPT], jnp.int32)
+        window = Window(*rotary(config, start[:, None] + jnp.arange(PROMPT)), start, jnp.int32(live))
+        acts = {name: functools.partial(go, kernel, window) for name, kernel in KERNELS.items()}
+        row = {f"{name}_ms": 1e3 * s for name, s in medians(interleaved(acts, REPEATS)).items()}
+        pairs = PROMPT * (live - PROMPT) + PROMPT * (PROMPT + 1) / 2
+        operations = 4 * config.head_dim * config.num_heads * config.num_layers * pairs
+        out[str(live)] = row | {"gflop": operations / 1e9}
     return out

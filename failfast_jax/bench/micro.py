@@ -3,6 +3,7 @@
 - speed: `vanilla` against greedy generation of Hugging Face transformers (float32, same weights, same prompts), and
   against the memory limit (bytes of weights over the measured read bandwidth);
 - widths: what a verify of W rows costs, in one-row steps;
+- prefill: tokens a second of prompts by their length (not by default);
 - overhead: what a round spends outside model passes;
 - plain: what a round costs that drafts nothing, by method, in those of `vanilla`;
 - drafting: what a draft of the default drafter costs, beside the reading of its weights and without its Markov head;
@@ -72,9 +73,10 @@ PARTS = (
     "attention",
     "serving",
     "loading",
+    "prefill",
     "cpu",
 )
-BY_DEFAULT = PARTS[:-4]
+BY_DEFAULT = PARTS[:-5]
 """And `attention` on a GPU."""
 WIDTHS = (1, 4, 8, 16, 32, 64)
 CONTEXT = 256
@@ -86,6 +88,7 @@ REPEATS = 9
 BATCHES = (4, 8, 16)
 TOKENS = 64
 """New tokens of an answer."""
+PROMPT_TOKENS = (64, 128, 256, 512, 2048, 7000)
 
 
 def widths_report(target: Decoder) -> dict[str, Any]:
@@ -102,6 +105,19 @@ def widths_report(target: Decoder) -> dict[str, Any]:
         "ms": {width: 1e3 * seconds[width] for width in WIDTHS},
         "one_row_steps": {width: seconds[width] / seconds[1] for width in WIDTHS},
     }
+
+
+def prefill_report(engine: FailFast) -> dict[str, Any]:
+    """Milliseconds and tokens a second of one prompt's prefill by the target, by tokens: medians."""
+    rng, out = np.random.default_rng(0), {}
+    drafter = engine.build_drafter(GenerationConfig("vanilla"))
+    for tokens in PROMPT_TOKENS:
+        session = engine.runtime.session(drafter, capacity=engine.runtime.capacity(tokens + 1, 1, 1))
+        # The last token is not prefilled: the first step reads it.
+        request = Request(rng.integers(0, engine.target.config.vocab_size, tokens + 1).tolist(), 1)
+        seconds = medians(interleaved({"prefill": functools.partial(session.prefill, [request])}, REPEATS))["prefill"]
+        out[str(tokens)] = {"ms": 1e3 * seconds, "tokens_per_s": tokens / seconds}
+    return out
 
 
 def overhead_report(engine: FailFast) -> dict[str, Any]:
@@ -289,6 +305,7 @@ def work(args: argparse.Namespace) -> int:
         "speed": lambda: speed_report(engine()),
         "widths": lambda: widths_report(engine().target),
         "overhead": lambda: overhead_report(engine()),
+        "prefill": lambda: prefill_report(engine()),
         "plain": plain_report,
         "drafting": lambda: drafting_report(pair := load_pair(method="failfast"), pair.encode(PROMPTS[0])),
         "batch": lambda: batch_report(args.dataset),

@@ -10,7 +10,7 @@ from failfast_jax.models.cache import TILE, TPU_TILE, round_up
 CPU_LADDER = (1, 4, 8, 16, 32, 64, 96, 128)
 """Multiples of the rows that `kernels.cpu_product` sums at once. Beyond a few, arithmetic bounds a step there: a verify
 is as narrow as it can be."""
-CPU_PREFILL_WIDTHS = (32, 128, 512)
+CPU_PREFILL_WIDTHS = (32, 128, 256, 512)
 TPU_LADDER = (16, 64)
 """Memory bounds a step there: by the compiler, 8 rows cost within 3 % of 16 in most programs (a seventh less on eight
 chips, in one); but 64 cost up to a quarter more, and most drafts are short."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from tiny_models import random_model, tiny_config
 
-from failfast_jax import platforms
+from failfast_jax import FailFast, platforms
 from failfast_jax.bench import cpu_kernels, micro
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import cpu_product, emit
@@ -17,7 +18,9 @@ def target(monkeypatch):
     for module in (micro, cpu_kernels):
         monkeypatch.setattr(module, "WIDTHS", (1, 4))
         monkeypatch.setattr(module, "REPEATS", 1)
-    monkeypatch.setattr(cpu_kernels, "CONTEXTS", (40, 300))
+    monkeypatch.setattr(cpu_kernels, "CONTEXTS", (160, 300))
+    monkeypatch.setattr(cpu_kernels, "PROMPT", 144)
+    monkeypatch.setattr(micro, "PROMPT_TOKENS", (5, 40))
     monkeypatch.setattr(micro, "CONTEXT", 16)
     monkeypatch.setattr(micro, "STEPS", 2)
     return random_model(tiny_config())
@@ -32,9 +35,20 @@ def test_kernels_of_the_processor_beside_xlas(target):
     if emit.vector_unit() is None:
         pytest.skip(cpu_product.NO_UNIT)
     found = cpu_kernels.report(target)
-    assert {"reading_ms", "1", "4"} == set(found["products"]) and {"40", "300"} == set(found["attention"])
-    for row in (found["products"]["4"], found["attention"]["300"]["16"]):
+    assert {"reading_ms", "1", "4"} == set(found["products"]) and {"160", "300"} == set(found["attention"])
+    for row in (found["products"]["4"], found["attention"]["300"]["16"], found["prompt"]["300"]):
         assert row["ours_ms"] > 0 and row["xla_ms"] > 0
+    pairs = sum(156 + row + 1 for row in range(144))
+    config = target.config
+    assert np.isclose(
+        found["prompt"]["300"]["gflop"] * 1e9, 4 * config.head_dim * config.num_heads * config.num_layers * pairs
+    )
+
+
+def test_prompts_by_length(target):
+    engine = FailFast(target)
+    found = micro.prefill_report(engine)
+    assert set(found) == {"5", "40"} and all(row["ms"] > 0 and row["tokens_per_s"] > 0 for row in found.values())
 
 
 def test_a_processor_that_has_no_kernels_is_named(target, monkeypatch):

@@ -17,7 +17,7 @@ from failfast_jax.models.cache import TILE, write_window
 from failfast_jax.models.rope import rotated_heads
 
 KERNELS = ("reference", "cpu", "tpu", "gpu", "cudnn", "xla")
-"""`reference`: plain jnp, for comparison. `cpu`: compiled by LLVM for the machine; prefill in plain jnp. `tpu`: Pallas
+"""`reference`: plain jnp, for comparison. `cpu`: compiled by LLVM for the machine. `tpu`: Pallas
 kernels, and splash attention for prefill. `gpu`: a Pallas kernel for Hopper, and cuDNN for prefill. `cudnn`, `xla`:
 `jax.nn.dot_product_attention` over the whole capacity, for other GPUs."""
 

@@ -10,6 +10,8 @@ import json
 import os
 import re
 import sys
+import tempfile
+from pathlib import Path
 
 # What XLA must know about the device (an H100 SXM), as it would find it out from the driver.
 H100 = """
@@ -32,6 +34,8 @@ gpu_device_info {
   cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  driver_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
@@ -72,6 +76,32 @@ def attention(device, cases: list[dict]) -> None:
         print(json.dumps({"device": device.device_kind, "kernels": kernels, "cache_copies": len(copied)}), flush=True)
 
 
+def launches(dump: Path) -> dict:
+    """What the host launches of the compiled loop, from XLA's list of thunks, in which what is deeper is further right.
+
+    Returns:
+      `round`: the kinds of what a round consists of, in order (`kCommandBuffer`: a CUDA graph; loops and branches are
+      decided by the host). `kernels`, `in_graphs`: how many calls of Mosaic GPU kernels there are, and how many of them
+      are part of a graph.
+    """
+    [path] = dump.glob("*jit_generate.thunk_sequence_after_thunk_passes.txt")
+    above: list[tuple[int, str]] = []
+    found, round_ = [], []
+    for line in path.read_text().splitlines():
+        if not (thunk := re.match(r"( *)\d+: (k\w+)", line)):
+            continue
+        depth, kind = len(thunk[1]), thunk[2]
+        above = [one for one in above if one[0] < depth]
+        parents = [name for _, name in above]
+        found.append((kind, "kCommandBuffer" in parents))
+        # The first loop's body has its conditions beside it, of which no graph is made.
+        if parents == ["kWhile"] and kind != "kCustomKernel":
+            round_.append(kind)
+        above.append((depth, kind))
+    kernels = [in_graph for kind, in_graph in found if kind == "kCustomCall"]
+    return {"round": round_, "kernels": len(kernels), "in_graphs": sum(kernels)}
+
+
 def main(what: str, argument: str) -> None:
     from jax.experimental import topologies
     from tpu_compile import report
@@ -80,9 +110,11 @@ def main(what: str, argument: str) -> None:
     if what == "attention":
         attention(topology.devices[0], json.loads(argument))
     else:
-        print(json.dumps(report(topology.devices[0], argument)))
+        print(json.dumps(report(topology.devices[0], argument) | launches(Path(DUMP.name))))
 
 
 if __name__ == "__main__":
-    os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    DUMP = tempfile.TemporaryDirectory()
+    flags = f"--xla_dump_to={DUMP.name} --xla_dump_hlo_module_re=jit_generate"
+    os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_FLAGS": flags}
     main(*sys.argv[1:])

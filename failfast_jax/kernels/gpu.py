@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
 from failfast_jax.kernels.reference import HIDDEN, last_visible
@@ -392,26 +392,51 @@ def dense_window_attention(
     live: Scalar,
     *,
     block_size: int,
+    back: int | None = None,
     implementation: Literal["cudnn", "xla"],
 ) -> Queries:
-    """What `window_attention` computes, by `jax.nn.dot_product_attention`: for any GPU, and for long windows (prefill).
+    """What `window_attention` computes, by `masked_attention`: for any GPU, and for long windows (prefill).
 
-    Costs follow the capacity, not `live`. `xla` holds the scores of the whole window in memory; `cudnn` does not, but
-    wants the cache in an order of its own, which is a copy.
+    Args:
+      back: positions up to its own that a query sees; None: all.
 
     Raises:
       ValueError: for an unknown implementation, or one that cannot serve the cache's dtype.
     """
     _check(q, k_cache, v_cache)
-    dtype = k_cache.dtype
-    if implementation not in ("cudnn", "xla"):
-        raise ValueError(f"dense_window_attention: the implementation is 'cudnn' or 'xla', not {implementation!r}")
-    if implementation == "cudnn" and dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"dense_window_attention: cuDNN serves bfloat16 and float16, not {dtype.name}: choose 'xla'")
     last = last_visible(start, q.shape[1], until, block_size)
     # Nobody is asked to see beyond `live`; position 0 stays, so that no row is left without a key.
     last = jnp.clip(last, 0, jnp.maximum(live, 1) - 1)
-    mask = jnp.arange(k_cache.shape[2]) <= last[:, None, :, None]
+    slots = jnp.arange(k_cache.shape[2])
+    mask = slots <= last[:, :, None]
+    if back is not None:
+        first = start[:, None] + jnp.arange(q.shape[1]) - (back - 1)
+        mask &= slots >= first[:, :, None]
+    return masked_attention(q, k_cache, v_cache, mask, implementation=implementation)
+
+
+def masked_attention(
+    q: Queries,
+    k_cache: Cache,
+    v_cache: Cache,
+    mask: Bool[Array, "B W S"],
+    *,
+    implementation: Literal["cudnn", "xla"],
+) -> Queries:
+    """Attention over the slots of a cache that a mask names, by `jax.nn.dot_product_attention`: no loop, whose every
+    turn would wait for the host.
+
+    Costs follow the capacity. `xla` holds the scores of the whole window in memory; `cudnn` does not, but wants the
+    cache in an order of its own, which is a copy.
+
+    Raises:
+      ValueError: for an unknown implementation, or one that cannot serve the cache's dtype.
+    """
+    dtype = k_cache.dtype
+    if implementation not in ("cudnn", "xla"):
+        raise ValueError(f"masked_attention: the implementation is 'cudnn' or 'xla', not {implementation!r}")
+    if implementation == "cudnn" and dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(f"masked_attention: cuDNN serves bfloat16 and float16, not {dtype.name}: choose 'xla'")
     k, v = (cache.transpose(0, 2, 1, 3) for cache in (k_cache, v_cache))
-    out = jax.nn.dot_product_attention(q.astype(dtype), k, v, mask=mask, implementation=implementation)
+    out = jax.nn.dot_product_attention(q.astype(dtype), k, v, mask=mask[:, None], implementation=implementation)
     return out.astype(q.dtype)

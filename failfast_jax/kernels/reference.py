@@ -71,17 +71,22 @@ def tree_attention(
       first: cache slot of the tree's first token. Every query sees all slots in front.
       visible: which of the C slots from there on each query sees; it sees none behind them.
     """
-    batch, width, slots_of_tree = visible.shape
     group = q.shape[2] // k_cache.shape[1]
 
     def seen(slots):
-        inside = slots - first[:, None]
-        columns = jnp.clip(inside, 0, slots_of_tree - 1)[:, None]
-        columns = jnp.broadcast_to(columns, (batch, width, slots.shape[0]))
-        mask = jnp.take_along_axis(visible, columns, axis=2) & (inside < slots_of_tree)[:, None]
-        return jnp.tile(mask | (inside < 0)[:, None], (1, group, 1))[:, None]
+        return jnp.tile(tree_mask(first, visible, slots), (1, group, 1))[:, None]
 
     return _tiled_attention(q, k_cache, v_cache, live, tile, seen)
+
+
+def tree_mask(first: PerSequence, visible: Bool[Array, "B W C"], slots: Int[Array, " S"]) -> Bool[Array, "B W S"]:
+    """Which of some slots each query of `tree_attention` sees."""
+    batch, width, slots_of_tree = visible.shape
+    inside = slots - first[:, None]
+    columns = jnp.clip(inside, 0, slots_of_tree - 1)[:, None]
+    columns = jnp.broadcast_to(columns, (batch, width, slots.shape[0]))
+    mask = jnp.take_along_axis(visible, columns, axis=2) & (inside < slots_of_tree)[:, None]
+    return mask | (inside < 0)[:, None]
 
 
 def grouped_attention(
@@ -98,9 +103,17 @@ def grouped_attention(
     Args:
       seen: a, b, c, d and e of each group.
     """
-    rows = jnp.repeat(seen, q.shape[1] // seen.shape[1], axis=1)
-    rows = jnp.tile(rows, (1, q.shape[2] // k_cache.shape[1], 1))[:, None]
-    return _tiled_attention(q, k_cache, v_cache, live, tile, lambda slots: in_ranges(slots, rows))
+    group = q.shape[2] // k_cache.shape[1]
+
+    def mask(slots):
+        return jnp.tile(group_mask(seen, q.shape[1], slots), (1, group, 1))[:, None]
+
+    return _tiled_attention(q, k_cache, v_cache, live, tile, mask)
+
+
+def group_mask(seen: Int[Array, "B C 5"], width: int, slots: Int[Array, " S"]) -> Bool[Array, "B W S"]:
+    """Which of some slots each of `width` queries of `grouped_attention` sees."""
+    return in_ranges(slots, jnp.repeat(seen, width // seen.shape[1], axis=1))
 
 
 def in_ranges(slots: Int[Array, "..."], ends: Int[Array, "*R 5"]) -> Bool[Array, "..."]:

@@ -111,8 +111,8 @@ def attend(
 
     Args:
       qkv: of each KV head its G query heads, its key and its value.
-      kernel: one of `KERNELS`. Trees are plain jnp on every platform, sliding windows on all but the CPU, groups of
-        rows on all but the TPU.
+      kernel: one of `KERNELS`. Trees are plain jnp on CPU and TPU, and XLA's over the whole capacity on GPU; so are
+        groups of rows but on TPU, and sliding windows but on CPU.
 
     Returns:
       The heads' outputs, and both caches; in place when they are donated. The caller keeps `start + W` within the
@@ -140,11 +140,8 @@ def attend(
             return _attend_prompt(qkv, window.cos, window.sin, *cache, start, until, live, block_size, window.back)
     q, k, v = rotated_heads(qkv, window.cos, window.sin)
     cache = write_windows(*cache, k, v, start, kernel=kernel)
-    if window.visible is not None:
-        first = start if window.first is None else window.first
-        return reference.tree_attention(q, *cache, first, window.visible, live, tile=TILE), cache
-    if window.seen is not None:
-        return reference.grouped_attention(q, *cache, window.seen, live, tile=TILE), cache
+    if window.visible is not None or window.seen is not None:
+        return _attend_masked(q, cache, window, kernel), cache
     mask = {"until": until, "back": window.back}
     return cached_attention(q, *cache, start, live, block_size, **mask, kernel=kernel), cache
 
@@ -170,6 +167,23 @@ def _attend_prompt_jvp(block_size: int, back: int | None, arguments: tuple, chan
         return reference.window_attention(q, *cache, start, until, live, **mask), cache
 
     return jax.jvp(plain, arguments[:5], changes[:5])
+
+
+def _attend_masked(q: Queries, cache: LayerCache, window: Window, kernel: str) -> Queries:
+    """Of a tree's tokens, or of groups of rows."""
+    first = window.start if window.first is None else window.first
+    if kernel in ("gpu", "cudnn", "xla"):
+        from failfast_jax.kernels import gpu
+
+        slots = jnp.arange(cache[0].shape[2])
+        if window.visible is not None:
+            mask = reference.tree_mask(first, window.visible, slots)
+        else:
+            mask = reference.group_mask(window.seen, q.shape[1], slots)
+        return gpu.masked_attention(q, *cache, mask, implementation="xla")
+    if window.visible is not None:
+        return reference.tree_attention(q, *cache, first, window.visible, window.live, tile=TILE)
+    return reference.grouped_attention(q, *cache, window.seen, window.live, tile=TILE)
 
 
 def _attend_groups(
@@ -222,7 +236,7 @@ def cached_attention(
         capacity, head_dim = k_cache.shape[2:]
         if cpu.supports(width=q.shape[1], capacity=capacity, head_dim=head_dim, dtype=k_cache.dtype) is None:
             return cpu.window_attention(*arguments, block_size=block_size, back=back)
-    if kernel in ("reference", "cpu") or back is not None:
+    if kernel in ("reference", "cpu") or (kernel == "tpu" and back is not None):
         return reference.window_attention(*arguments, block_size=block_size, tile=TILE, back=back)
     if kernel == "tpu":
         from failfast_jax.kernels import tpu
@@ -230,10 +244,10 @@ def cached_attention(
         return tpu.prefill_attention(*arguments, block_size=block_size)
     from failfast_jax.kernels import gpu
 
-    if kernel == "gpu" and q.shape[1] <= gpu.MAX_WIDTH:
+    if kernel == "gpu" and q.shape[1] <= gpu.MAX_WIDTH and back is None:
         return gpu.window_attention(*arguments, block_size=block_size)
     implementation = "xla" if kernel == "xla" else "cudnn"
-    return gpu.dense_window_attention(*arguments, block_size=block_size, implementation=implementation)
+    return gpu.dense_window_attention(*arguments, block_size=block_size, back=back, implementation=implementation)
 
 
 def write_windows(

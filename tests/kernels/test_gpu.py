@@ -15,6 +15,7 @@ from jax import export
 from tiny_models import attention_by_hand
 
 from failfast_jax.kernels import gpu
+from failfast_jax.models import attention
 
 # batch, width, query heads, KV heads, capacity, head_dim, dtype, block_size, splits
 # Each split has more tiles than the kernel keeps in flight.
@@ -204,3 +205,26 @@ def test_the_dense_route_agrees(dtype, tolerance):
     rest = (jnp.asarray(start), jnp.asarray(until), jnp.int32(256))
     out = gpu.dense_window_attention(q, k, v, *rest, block_size=32, implementation="xla")
     assert relative_error(out, attention_by_hand(q, k, v, start, 32, until)) < tolerance
+
+
+def test_masks_of_every_kind_need_no_loop():
+    """Trees, copies of a stretch of text, and sliding windows: each turn of a loop would wait for the host."""
+    batch, width, capacity = 2, 6, 256
+    q, k, v = arrays((batch, width, 6, 2, capacity, 64, "float32", 1, None), 5)
+    start, live = jnp.asarray([100, 7], jnp.int32), jnp.int32(120)
+    parents = np.asarray([-1, 0, 0, 1, 1, 3])
+    visible = np.eye(width, dtype=bool)
+    for node in range(1, width):
+        visible[node] |= visible[parents[node]]
+    visible = jnp.asarray(np.stack([visible, np.tril(np.ones_like(visible))]))
+    seen = jnp.asarray([[[90, 100, 103, 0, 0], [80, 103, 106, 0, 0]], [[3, 7, 9, 0, 0], [0, 8, 9, 9, 10]]], jnp.int32)
+    places = {"cos": jnp.ones((batch, width, 1, 32)), "sin": jnp.zeros((batch, width, 1, 32)), "start": start}
+    heads = jnp.concatenate([q.reshape(batch, width, 2, 3, 64), jnp.ones((batch, width, 2, 2, 64))], axis=3)
+    for kind in ({"visible": visible}, {"seen": seen}, {"back": 3}):
+        window = attention.Window(**places, live=live, **kind)
+        outputs = {}
+        for kernel in ("reference", "xla"):
+            run = jax.jit(functools.partial(attention.attend, kernel=kernel))
+            outputs[kernel] = run(heads, (k, v), window)[0]
+            assert ("while" in run.lower(heads, (k, v), window).as_text()) == (kernel == "reference")
+        np.testing.assert_allclose(outputs["xla"], outputs["reference"], atol=1e-5)

@@ -13,8 +13,9 @@ import numpy as np
 from failfast_jax import platforms
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.errors import OptionError
-from failfast_jax.kernels import cpu_product
+from failfast_jax.kernels import cpu_product, cpu_prompt
 from failfast_jax.models.attention import Window, attend, cached_attention
+from failfast_jax.models.cache import TILE, round_up
 from failfast_jax.models.layers import product, xla_product
 from failfast_jax.models.rope import rotary
 from failfast_jax.models.transformer import Decoder
@@ -25,13 +26,13 @@ NARROW = ("bfloat16", "int8")
 CONTEXTS = (512, 2048, 7000)
 PROMPT = 512
 """Rows of a prompt's last chunk."""
-KERNELS = {"ours": "cpu", "xla": "reference"}
+BOTH = {"ours": "cpu", "xla": "reference"}
 REPEATS = 9
 
 
 def report(target: Decoder) -> dict[str, Any]:
     """Milliseconds of all matrices of a step by rows, also with narrower weights; by live positions those of its
-    attention by rows, and of a prompt's.
+    attention by rows, and of a prompt's, where that has a kernel.
 
     Raises:
       OptionError: these kernels do not serve here.
@@ -41,8 +42,11 @@ def report(target: Decoder) -> dict[str, Any]:
     if why := cpu_product.supports(width=1, outputs=64, dtype=target.dtype):
         raise OptionError(f"--parts cpu: {why}")
     bandwidth = platforms.bandwidth(2**29)["read"]
-    attention = {"attention": _attention(target, bandwidth), "prompt": _prompt(target)}
-    return {"products": _products(target, bandwidth), **attention}
+    out = {"products": _products(target, bandwidth), "attention": _attention(target, bandwidth)}
+    sizes = {"width": PROMPT, "capacity": round_up(max(CONTEXTS), TILE), "head_dim": target.config.head_dim}
+    if cpu_prompt.supports(**sizes, dtype=target.dtype, cached=target.dtype) is None:
+        out["prompt"] = _prompt(target)
+    return out
 
 
 def _products(target: Decoder, bandwidth: float) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def _attention(target: Decoder, bandwidth: float) -> dict[str, Any]:
             q = jnp.asarray(rng.standard_normal((1, width, config.num_heads, config.head_dim)), target.dtype)
             start = jnp.asarray([live - width], jnp.int32)
             go = functools.partial(one_after_the_other, q, caches, start, jnp.int32(live))
-            acts = {name: functools.partial(go, kernel=kernel) for name, kernel in KERNELS.items()}
+            acts = {name: functools.partial(go, kernel=kernel) for name, kernel in BOTH.items()}
             row[f"{width}"] = {f"{name}_ms": 1e3 * s for name, s in medians(interleaved(acts, REPEATS)).items()}
         out[str(live)] = row
     return out
@@ -122,7 +126,7 @@ def _prompt(target: Decoder) -> dict[str, Any]:
     for live in CONTEXTS:
         start = jnp.asarray([live - PROMPT], jnp.int32)
         window = Window(*rotary(config, start[:, None] + jnp.arange(PROMPT)), start, jnp.int32(live))
-        acts = {name: functools.partial(go, kernel, window) for name, kernel in KERNELS.items()}
+        acts = {name: functools.partial(go, kernel, window) for name, kernel in BOTH.items()}
         row = {f"{name}_ms": 1e3 * s for name, s in medians(interleaved(acts, REPEATS)).items()}
         pairs = PROMPT * (live - PROMPT) + PROMPT * (PROMPT + 1) / 2
         operations = 4 * config.head_dim * config.num_heads * config.num_layers * pairs

@@ -9,9 +9,10 @@ One interface, `window_attention(..., k_cache, v_cache, start, until, live, *, b
   neither on where its window began nor on `live` nor on what lies behind it.
 
 `cpu`, `gpu` and `reference.window_attention` take rotated queries `[B, W, Q, H]`, `tpu.window_attention` the
-fused projection before rotation. `cpu_prompt.attend`, which takes that, too, and writes the cache,
-`gpu.dense_window_attention` and `tpu.prefill_attention` serve wide windows.
-Each module of kernels has `supports(...)`, which says why it cannot serve a shape; those of attention have `MAX_WIDTH`.
+fused projection before rotation. Wide windows are served by `gpu.dense_window_attention`, `tpu.prefill_attention` and
+`cpu_prompt.attend`; the last one takes the fused projection and writes the window's keys and values itself.
+Each module of kernels has `supports(...)`, which says why it cannot serve a shape; `MAX_WIDTH` is the widest window
+that `cpu`, `gpu` and `tpu.window_attention` serve.
 
 `cpu_product` multiplies the few rows of a decode pass by a matrix, `cpu_rows` norms rows and finds their largest
 numbers; `emit` and `threads` are what the CPU's kernels are written with.

@@ -45,8 +45,8 @@ def supports(*, width: int, capacity: int, head_dim: int, dtype: DTypeLike, cach
         return cpu_product.NO_UNIT
     if width <= MAX_WIDTH:
         return f"a prompt has more than {MAX_WIDTH} rows, not {width}"
-    if capacity % STEP:
-        return f"a cache of {capacity} positions: a multiple of {STEP}"
+    if capacity % STEP or capacity < width:
+        return f"a cache of {capacity} positions: a multiple of {STEP}, and room for {width} rows"
     if head_dim % emit.vector_unit().lanes or head_dim // 2 % emit.vector_unit().lanes:
         return f"head_dim {head_dim}: a multiple of {2 * emit.vector_unit().lanes}"
     if not jnp.dtype(dtype) == jnp.dtype(cached) == jnp.float32:
@@ -68,7 +68,7 @@ def attend(
     back: int | None = None,
 ) -> tuple[Queries, tuple[Cache, Cache]]:
     """Rotates, writes keys and values into the cache (in place when it is donated), and attends: on a CPU, for shapes
-    that it `supports`. See the package's interface.
+    that it `supports`. What is seen is the package's interface.
 
     Args:
       qkv: of each KV head its G query heads, its key and its value.
@@ -84,12 +84,16 @@ def attend(
     capacity = k_cache.shape[2]
     why = supports(width=width, capacity=capacity, head_dim=head_dim, dtype=qkv.dtype, cached=k_cache.dtype)
     fit = k_cache.shape == v_cache.shape == (batch, kv_heads, capacity, head_dim) and v_cache.dtype == k_cache.dtype
+    fit = fit and start.shape == until.shape == (batch,)
     if why or not fit or not cos.shape == sin.shape == (batch, width, 1, head_dim // 2):
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (qkv, cos, sin, k_cache, v_cache))
         raise ValueError(f"attention of {shapes}: {why or 'wants heads, tables and caches of one size'}")
+    cos, sin = (table.astype(jnp.float32) for table in (cos, sin))
     shapes = [jax.ShapeDtypeStruct(cache.shape, jnp.float32) for cache in (k_cache, v_cache)]
+    # As `dynamic_update_slice` does: a window that does not fit is moved.
+    begin = jnp.clip(start.astype(jnp.int32), 0, capacity - width)
     write = emit.call(emit.registered(_write_module, head_dim), *shapes, aliases={4: 0, 5: 1})
-    caches = write(qkv, cos, sin, start.astype(jnp.int32), k_cache, v_cache)
+    caches = write(qkv, cos, sin, begin, k_cache, v_cache)
     last = last_visible(start, width, until, block_size)
     first = jnp.zeros_like(last) if back is None else start[:, None] + jnp.arange(width) - (back - 1)
     bounds = (bound.astype(jnp.int32) for bound in (first, last, jnp.minimum(live, capacity)))

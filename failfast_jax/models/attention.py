@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import flax.struct
@@ -17,7 +18,8 @@ from failfast_jax.models.cache import TILE, write_window
 from failfast_jax.models.rope import rotated_heads
 
 KERNELS = ("reference", "cpu", "tpu", "gpu", "cudnn", "xla")
-"""`reference`: plain jnp, for comparison. `cpu`: compiled by LLVM for the machine. `tpu`: Pallas
+"""`reference`: plain jnp, for comparison. `cpu`: compiled by LLVM for the machine, where each kernel's
+`supports` says so. `tpu`: Pallas
 kernels, and splash attention for prefill. `gpu`: a Pallas kernel for Hopper, and cuDNN for prefill. `cudnn`, `xla`:
 `jax.nn.dot_product_attention` over the whole capacity, for other GPUs."""
 
@@ -163,7 +165,7 @@ def _attend_prompt_jvp(block_size: int, back: int | None, arguments: tuple, chan
     def plain(qkv, cos, sin, *cache):
         q, k, v = rotated_heads(qkv, cos, sin)
         cache = write_windows(*cache, k, v, start)
-        mask = {"block_size": block_size, "tile": TILE, "back": back}
+        mask = {"block_size": block_size, "tile": math.gcd(cache[0].shape[2], TILE), "back": back}
         return reference.window_attention(q, *cache, start, until, live, **mask), cache
 
     return jax.jvp(plain, arguments[:5], changes[:5])

@@ -11,12 +11,13 @@ import pytest
 from test_cpu import numbers, unit  # noqa: F401
 from tiny_models import attention_by_hand, tiny_config
 
-from failfast_jax.kernels import cpu_prompt, emit
+from failfast_jax.kernels import cpu_product, cpu_prompt, emit
 from failfast_jax.models import attention
 from failfast_jax.models.attention import Window
 from failfast_jax.models.cache import write_window
 from failfast_jax.models.rope import rotary, rotated_heads
 
+pytestmark = pytest.mark.skipif(emit.vector_unit() is None, reason=cpu_product.NO_UNIT)
 CASES = {
     "from the beginning": {"width": 300, "start": [0, 0]},
     "behind others": {"width": 129, "start": [700, 31]},
@@ -27,6 +28,8 @@ CASES = {
     "a sliding window as short as a step": {"width": 130, "start": [300, 512], "back": 1},
     "one query head a KV head": {"width": 130, "start": [0, 40], "heads": (2, 1)},
     "seven of them": {"width": 131, "start": [9, 400], "heads": (2, 7)},
+    "up to the end of a small cache": {"width": 132, "start": [12, 0], "capacity": 144},
+    "up to the end of one and a half chunks": {"width": 256, "start": [128, 100], "capacity": 384},
 }
 
 
@@ -69,7 +72,7 @@ def test_the_kernel_is_called_and_only_for_prompts():
 
 def test_rows_that_see_nothing_are_zero_and_what_is_hidden_is_not_read():
     qkv, cache, window = window_of(130, [0], 32)
-    cache = tuple(layer.at[:, :, 200:].set(jnp.nan) for layer in cache)
+    cache = tuple(layer.at[:, :, 144:].set(jnp.nan) for layer in cache)  # 130 in whole steps
     nothing = window.replace(live=jnp.int32(0))
     assert not np.any(attention.attend(qkv, cache, nothing, kernel="cpu")[0])
     assert np.isfinite(attention.attend(qkv, cache, window, kernel="cpu")[0]).all()
@@ -100,25 +103,72 @@ def test_large_scores_and_far_ones():
     np.testing.assert_allclose(got, attention_by_hand(q, *caches, window.start, 1), atol=5e-4)
 
 
-def test_derivatives_are_those_of_plain_attention():
-    qkv, cache, window = window_of(132, [100], 32, capacity=256)
+@pytest.mark.parametrize("name", ["block-causal", "up to a position of its own", "a sliding window"])
+def test_derivatives_are_those_of_plain_attention(name):
+    """In directions that are drawn: they need no more than outputs at two places."""
+    qkv, cache, window = window_of(head_dim=32, **CASES[name])
+    change = tuple(jnp.asarray(numbers(7 + at, *x.shape)) for at, x in enumerate((qkv, *cache)))
 
-    def loss(kernel):
-        def of(qkv, cache):
+    def of(kernel):
+        def outputs(qkv, *cache):
             out, caches = attention.attend(qkv, cache, window, kernel=kernel)
-            return (out**2).sum() + (caches[0][:, :, 90:110] ** 3).sum()
+            return out, caches[0]
 
-        return jax.grad(of, argnums=(0, 1))(qkv, cache)
+        return jax.jvp(outputs, (qkv, *cache), change)
 
-    for got, expected in zip(jax.tree.leaves(loss("cpu")), jax.tree.leaves(loss("reference"))):
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    (ours, derived), (_, expected) = of("cpu"), of("reference")
+    for got, wanted in zip(derived, expected):
+        np.testing.assert_allclose(got, wanted, atol=1e-4)
+    np.testing.assert_allclose(ours[0], attention.attend(qkv, cache, window, kernel="cpu")[0], atol=1e-5)
+
+
+def test_caches_are_written_in_place_only_when_they_are_given_away():
+    qkv, cache, window = window_of(140, [3, 9], 32)
+    before = jax.tree.map(np.asarray, cache)
+
+    def twice(qkv, keys, values):
+        """The second call has the first one's caches the other way round; the first one's are read again."""
+        out, caches = attention.attend(qkv, (keys, values), window, kernel="cpu")
+        again, others = attention.attend(qkv + 1, caches[::-1], window, kernel="cpu")
+        return out, again, caches, others
+
+    run = jax.jit(twice)
+    kept = run(qkv, *cache)
+    np.testing.assert_array_equal(cache[0], before[0])
+    np.testing.assert_array_equal(kept[2][0][:, :, 200:], before[0][:, :, 200:])
+    step = jax.jit(functools.partial(attention.attend, kernel="cpu"), donate_argnums=1)
+    compiled = step.lower(qkv, cache, window).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * cache[0].nbytes
+    assert not [line for line in compiled.as_text().splitlines() if " copy(" in line and "1024,32]" in line]
+    first = attention.attend(qkv, cache, window, kernel="cpu")
+    second = attention.attend(qkv + 1, first[1][::-1], window, kernel="cpu")
+    for got, expected in zip(jax.tree.leaves(kept), jax.tree.leaves((first[0], second[0], first[1], second[1]))):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_a_window_that_does_not_fit_is_moved_and_harms_nobody():
+    qkv, cache, window = window_of(150, [1000, -5], 32)
+    _, (keys, values) = attention.attend(qkv, cache, window, kernel="cpu")
+    _, _, expected = rotated_heads(qkv, window.cos, window.sin)
+    for row, begin in ((0, 1024 - 150), (1, 0)):
+        np.testing.assert_array_equal(values[row, :, begin : begin + 150], expected[row].transpose(1, 0, 2))
+    np.testing.assert_array_equal(keys[0, :, :874], cache[0][0, :, :874])
+    np.testing.assert_array_equal(keys[1, :, 150:], cache[0][1, :, 150:])
+
+
+def test_tables_of_another_type():
+    qkv, cache, window = window_of(130, [5, 5], 32)
+    window = window.replace(cos=window.cos.astype(jnp.bfloat16), sin=window.sin.astype(jnp.bfloat16))
+    got, expected = (attention.attend(qkv, cache, window, kernel=kernel)[0] for kernel in ("cpu", "reference"))
+    np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
 def test_shapes_that_are_not_served():
     served = {"width": 129, "capacity": 256, "head_dim": 64, "dtype": "float32", "cached": "float32"}
     assert cpu_prompt.supports(**served) is None
     assert "more than 128 rows, not 128" in cpu_prompt.supports(**served | {"width": 128})
-    assert "a multiple of 16" in cpu_prompt.supports(**served | {"capacity": 100})
+    assert "a multiple of 16" in cpu_prompt.supports(**served | {"capacity": 200})
+    assert "room for 129 rows" in cpu_prompt.supports(**served | {"capacity": 128})
     lanes = emit.vector_unit().lanes
     assert f"head_dim {lanes}: a multiple of {2 * lanes}" in cpu_prompt.supports(**served | {"head_dim": lanes})
     assert "a cache of bfloat16: float32" in cpu_prompt.supports(**served | {"cached": "bfloat16"})
@@ -126,5 +176,7 @@ def test_shapes_that_are_not_served():
     places = (window.start, window.start, window.live)
     with pytest.raises(ValueError, match="heads, tables and caches of one size"):
         cpu_prompt.attend(qkv, window.cos[..., 1:], window.sin[..., 1:], *cache, *places, block_size=1)
+    with pytest.raises(ValueError, match="room for 130 rows"):
+        cpu_prompt.attend(qkv, window.cos, window.sin, *(x[:, :, :112] for x in cache), *places, block_size=1)
     with pytest.raises(ValueError, match="rows, not 128"):
         cpu_prompt.attend(qkv[:, 2:], window.cos[:, 2:], window.sin[:, 2:], *cache, *places, block_size=1)

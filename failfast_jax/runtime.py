@@ -1,7 +1,8 @@
 """A target, a drafter model and devices, with everything compiled for them: token ids in, token ids out.
 
     runtime = Runtime(target, drafter_model)
-    drafter = Wide(model=runtime.drafter_model, vocab=..., tau=np.float32(0.45), spec_len=10, max_spec_len=60)
+    vocab = target.config.vocab_size
+    drafter = Wide(model=drafter_model, vocab=vocab, rule=BelowThreshold(0.45), spec_len=10, max_spec_len=60)
     session = runtime.session(drafter, batch=4, capacity=runtime.capacity(200, 256, drafter.max_draft))
     state = session.prefill([Request(prompt=ids, max_new_tokens=256, sequence=row) for row, ids in enumerate(prompts)])
     while RUNNING in (progress := session.read(state)).finish:

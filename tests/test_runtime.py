@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiers import tiers
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
+from failfast_jax import runtime as runtime_module
 from failfast_jax.compilation import compile_counts
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.plan import Plan
@@ -256,3 +257,20 @@ def test_what_cannot_be_served_is_said():
         Runtime(runtime().target, max_seq_len=200)
     with pytest.raises(PromptError, match="the prompt of 128 tokens does not fit"):
         runtime().capacity(128, 1)
+
+
+def test_the_example_at_the_modules_top_runs():
+    lines = runtime_module.__doc__.splitlines()
+    example = "\n".join(line[4:] for line in lines if line.startswith("    "))
+    context = {"max_position_embeddings": 640}
+    said = {
+        "target": random_model(tiny_config(num_layers=1, **context), seed=1),
+        "drafter_model": random_model(diffusion_config(**context), seed=2),
+        "prompts": [[2 + row, 3, 4] for row in range(4)],
+    }
+    exec(
+        example,
+        vars(runtime_module) | {"Wide": Wide, "BelowThreshold": BelowThreshold, "RUNNING": RUNNING} | said,
+        said,
+    )
+    assert [len(ids) for ids in said["answers"]] == [256] * 4

@@ -166,7 +166,7 @@ def load_with_tokenizer(
     drafter: bool = False,
     quantize: str | None = None,
 ) -> tuple[Decoder, Any]:
-    """A model and its tokenizer (None if it has none), read side by side; on a mesh, each device its part."""
+    """A model and its tokenizer (None if it has none), read side by side; on a mesh, each device reads its own part."""
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(load_tokenizer, source)
         opened = open_source(source)

@@ -86,7 +86,7 @@ def not_finite(name: str, file: Path) -> CheckpointError:
 
 
 def check_finite(arrays: Mapping[str, jax.Array], file: Path) -> None:
-    """Checks arrays where they lie, each device its part.
+    """Checks arrays where they lie: each device checks its own part.
 
     Raises:
       CheckpointError: for the first array with such values.

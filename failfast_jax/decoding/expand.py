@@ -1,7 +1,8 @@
 """Algorithm 1 of "Fail Fast, Win Big": spend one pass on a chunk, and draft on while the drafter stays confident.
 
-The only expansion loop: a drafter supplies what one of its passes proposes (`one_pass`), and when to stop is the rule's
-affair (`decoding.stopping`).
+A drafter supplies what one of its passes proposes (`one_pass`), and when to stop is the rule's
+affair (`decoding.stopping`). The schedule `aligned`, in which one block is filled in several passes, is a loop of its
+own kind: `drafters.aligned`.
 """
 
 from __future__ import annotations

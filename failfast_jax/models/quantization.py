@@ -40,7 +40,7 @@ def check(scheme: str | None, flag: str = "--quantize") -> None:
 def rounded(
     weight: Float[Array, "*O I"] | jax.ShapeDtypeStruct,
 ) -> tuple[Int8[Array, "*O I"], Float[Array, "*O 1"]] | tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """A weight in int8 and its scales, each device its part; abstract if the weight is.
+    """A weight in int8 and its scales, spread as the weight is; abstract if the weight is.
 
     Returns once they are there: devices exchange maxima, and two exchanges at once can lock each other out.
     """

@@ -41,7 +41,7 @@ class Start:
     target_tokenizer: Any
 
     def params(self, spread: Spread) -> dict[str, Any]:
-        """The checkpoint's parameters in float32, each device its part, and zeros for biases that it lacks.
+        """The checkpoint's parameters in float32, spread over the devices, and zeros for biases that it lacks.
 
         Raises:
           CheckpointError: they cannot be read.

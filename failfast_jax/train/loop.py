@@ -146,7 +146,7 @@ class Optimization:
 
 
 def initial_state(objective: Objective, optimization: Optimization, spread: Spread | None = None) -> dict[str, Any]:
-    """Step 0: parameters, their moving average (if any), the optimiser's state; each device its part."""
+    """Step 0: parameters, their moving average (if any), the optimiser's state; spread over the devices."""
 
     def placed(tree: Any) -> Any:
         return tree if spread is None else spread.parts(tree)

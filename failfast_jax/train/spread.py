@@ -20,7 +20,7 @@ DATA, FSDP = "data", "fsdp"
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """Makes a tree whole, inside a `shard_map`; its transpose leaves each device its part of the gradient's sum.
+    """Makes a tree whole, inside a `shard_map`; its transpose gives each device its part of the gradient's sum.
 
     Attributes:
       axes: of each leaf the axis along which the devices hold parts; None: each has all of it.
@@ -92,7 +92,7 @@ class Spread:
         return jax.tree.map(lambda leaf: self.place("", tuple(leaf.shape)), tree)
 
     def parts(self, tree: Any) -> Any:
-        """Parameters, or what the optimiser keeps of them: each device its part."""
+        """Parameters, or what the optimiser keeps of them, spread over the devices."""
         return jax.tree.map(put, tree, self.places(tree))
 
     def copies(self, tree: Any) -> Any:

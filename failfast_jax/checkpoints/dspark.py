@@ -127,10 +127,12 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DSparkConfig:
         raise ConfigError(f"{where}: key 'dflash_config' must be an object, got {settings!r}")
     inside = "dflash_config." if zlab else ""
 
-    def integer(values: Mapping[str, Any], key: str, least: int, said: str = "") -> int:
-        if type(value := values.get(key)) is not int or value < least:
+    def integer(values: Mapping[str, Any], key: str, least: int, said: str = "", most: int | None = None) -> int:
+        value = values.get(key)
+        if type(value) is not int or not least <= value <= (value if most is None else most):
             got = f"got {value!r}" if key in values else "and it is missing"
-            raise ConfigError(f"{where}: key '{said}{key}' must be an integer of at least {least}, {got}")
+            range_ = f"of at least {least}" if most is None else f"from {least} to {most} (max_position_embeddings)"
+            raise ConfigError(f"{where}: key '{said}{key}' must be an integer {range_}, {got}")
         return value
 
     def numbers(values: Mapping[str, Any], key: str, said: str = "") -> tuple[int, ...]:
@@ -149,7 +151,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DSparkConfig:
     confidence = not zlab and bool(raw.get("enable_confidence_head"))
     config = DSparkConfig(
         base=base,
-        block_size=integer(raw, "block_size", 2 if zlab else 1),
+        block_size=integer(raw, "block_size", 2 if zlab else 1, most=base.max_position_embeddings),
         feature_layers=numbers(settings, "target_layer_ids", inside),
         mask_token_id=None if ours else integer(settings, "mask_token_id", 0, inside),
         num_target_layers=integer(raw, "num_target_layers", 1),

@@ -17,6 +17,7 @@ import numpy as np
 
 from failfast_jax.checkpoints.parameters import Skeleton, is_finite, not_finite
 from failfast_jax.errors import CheckpointError
+from failfast_jax.files import read_json
 from failfast_jax.models import layers
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import Block
@@ -235,6 +236,11 @@ def make_plan(
         )
         if names
     ]
+    if missing and unexpected and (where / "config.json").is_file():
+        named = read_json(where / "config.json").get("architectures")
+        problems.append(
+            f"config.json has model_type '{config.model_type}' and architectures {named!r}: is it another one?"
+        )
     if problems:
         raise CheckpointError(f"{where}: " + "; ".join(problems))
     return Plan(config, table, sources)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import time
@@ -122,6 +123,7 @@ def test_missing_unexpected_and_misshaped_tensors_are_named_before_any_data_is_r
     message = str(error.value)
     assert "missing tensors: model.layers.1.self_attn.k_proj.bias" in message
     assert "unexpected tensors: model.layers.0.self_attn.o_proj.bias" in message
+    assert re.search(r"config.json has model_type '\w+' and architectures \['\w+'\]: is it another one?", message)
     assert "model.layers.2.mlp.up_proj.weight is [127, 64]" in message and "not [128, 64]" in message
     assert str(folder / "model.safetensors") in message
 

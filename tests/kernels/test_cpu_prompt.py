@@ -33,6 +33,11 @@ CASES = {
 }
 
 
+@functools.partial(jax.jit, static_argnames="kernel")
+def attend(qkv, cache, window, kernel="cpu"):
+    return attention.attend(qkv, cache, window, kernel=kernel)
+
+
 def window_of(width, start, head_dim, *, block_size=1, until=None, back=None, heads=(2, 3), capacity=1024):
     """Heads, caches with something in them, and where the window lies."""
     kv_heads, group = heads
@@ -46,11 +51,19 @@ def window_of(width, start, head_dim, *, block_size=1, until=None, back=None, he
     return qkv, cache, Window(cos, sin, start, live, until=until, block_size=block_size, back=back)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("head_dim", [32, 96])
-def test_prompts_attend_as_float64_has_it(unit, head_dim, case):  # noqa: F811
-    qkv, cache, window = window_of(head_dim=head_dim, **case)
-    got, caches = jax.jit(lambda *x: attention.attend(*x, kernel="cpu"))(qkv, cache, window)
+@pytest.mark.parametrize("name", CASES)
+def test_prompts_attend_as_float64_has_it(name):
+    assert_as_by_hand(name, 32)
+
+
+def test_for_every_processor_and_heads_of_several_panels(unit):  # noqa: F811
+    for head_dim in (32, 96):
+        assert_as_by_hand("behind others", head_dim)
+
+
+def assert_as_by_hand(name: str, head_dim: int) -> None:
+    qkv, cache, window = window_of(head_dim=head_dim, **CASES[name])
+    got, caches = attend(qkv, cache, window)
     q, k, v = rotated_heads(qkv, window.cos, window.sin)
     written = [write_window(old, new, window.start) for old, new in zip(cache, (k, v))]
     np.testing.assert_allclose(caches[0], written[0], atol=1e-6)
@@ -64,8 +77,11 @@ def test_the_kernel_is_called_and_only_for_prompts():
     def calls(width: int, **changes) -> int:
         qkv, cache, window = window_of(width, [0], 64)
         cache = tuple(layer.astype(changes.get("dtype", jnp.float32)) for layer in cache)
-        attend = functools.partial(attention.attend, kernel=changes.get("kernel", "cpu"))
-        return jax.jit(attend).lower(qkv, cache, window).as_text().count("failfast_attend_prompt_64")
+        return (
+            attend.lower(qkv, cache, window, kernel=changes.get("kernel", "cpu"))
+            .as_text()
+            .count("failfast_attend_prompt_64")
+        )
 
     assert calls(129) and not calls(128) and not calls(129, kernel="reference") and not calls(129, dtype=jnp.bfloat16)
 
@@ -74,15 +90,15 @@ def test_rows_that_see_nothing_are_zero_and_what_is_hidden_is_not_read():
     qkv, cache, window = window_of(130, [0], 32)
     cache = tuple(layer.at[:, :, 144:].set(jnp.nan) for layer in cache)  # 130 in whole steps
     nothing = window.replace(live=jnp.int32(0))
-    assert not np.any(attention.attend(qkv, cache, nothing, kernel="cpu")[0])
-    assert np.isfinite(attention.attend(qkv, cache, window, kernel="cpu")[0]).all()
+    assert not np.any(attend(qkv, cache, nothing)[0])
+    assert np.isfinite(attend(qkv, cache, window)[0]).all()
 
 
 @pytest.mark.parametrize("member", range(5), ids=["q0", "q1", "q2", "k", "v"])
 def test_what_is_not_a_number_is_not_hidden(member):
     qkv, cache, window = window_of(150, [40], 32)
     qkv = qkv.at[0, 100, 1, member, 3].set(jnp.nan)
-    got, _ = attention.attend(qkv, cache, window, kernel="cpu")
+    got, _ = attend(qkv, cache, window)
     bad, expected = np.isnan(got).any(-1)[0], np.zeros((150, 6), bool)
     if member < 3:
         expected[100, 3 + member] = True
@@ -98,7 +114,7 @@ def test_large_scores_and_far_ones():
     qkv, cache, window = window_of(300, [400], 32)
     qkv = qkv.at[..., -2, :].multiply(100)
     cache = (cache[0] * 100, cache[1])
-    got, caches = attention.attend(qkv, cache, window, kernel="cpu")
+    got, caches = attend(qkv, cache, window)
     q, *_ = rotated_heads(qkv, window.cos, window.sin)
     np.testing.assert_allclose(got, attention_by_hand(q, *caches, window.start, 1), atol=5e-4)
 
@@ -111,7 +127,7 @@ def test_derivatives_are_those_of_plain_attention(name):
 
     def of(kernel):
         def outputs(qkv, *cache):
-            out, caches = attention.attend(qkv, cache, window, kernel=kernel)
+            out, caches = attend(qkv, cache, window, kernel=kernel)
             return out, caches[0]
 
         return jax.jvp(outputs, (qkv, *cache), change)
@@ -119,7 +135,7 @@ def test_derivatives_are_those_of_plain_attention(name):
     (ours, derived), (_, expected) = of("cpu"), of("reference")
     for got, wanted in zip(derived, expected):
         np.testing.assert_allclose(got, wanted, atol=1e-4)
-    np.testing.assert_allclose(ours[0], attention.attend(qkv, cache, window, kernel="cpu")[0], atol=1e-5)
+    np.testing.assert_allclose(ours[0], attend(qkv, cache, window)[0], atol=1e-5)
 
 
 def test_caches_are_written_in_place_only_when_they_are_given_away():
@@ -128,8 +144,8 @@ def test_caches_are_written_in_place_only_when_they_are_given_away():
 
     def twice(qkv, keys, values):
         """The second call has the first one's caches the other way round; the first one's are read again."""
-        out, caches = attention.attend(qkv, (keys, values), window, kernel="cpu")
-        again, others = attention.attend(qkv + 1, caches[::-1], window, kernel="cpu")
+        out, caches = attend(qkv, (keys, values), window)
+        again, others = attend(qkv + 1, caches[::-1], window)
         return out, again, caches, others
 
     run = jax.jit(twice)
@@ -140,15 +156,15 @@ def test_caches_are_written_in_place_only_when_they_are_given_away():
     compiled = step.lower(qkv, cache, window).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * cache[0].nbytes
     assert not [line for line in compiled.as_text().splitlines() if " copy(" in line and "1024,32]" in line]
-    first = attention.attend(qkv, cache, window, kernel="cpu")
-    second = attention.attend(qkv + 1, first[1][::-1], window, kernel="cpu")
+    first = attend(qkv, cache, window)
+    second = attend(qkv + 1, first[1][::-1], window)
     for got, expected in zip(jax.tree.leaves(kept), jax.tree.leaves((first[0], second[0], first[1], second[1]))):
         np.testing.assert_array_equal(got, expected)
 
 
 def test_a_window_that_does_not_fit_is_moved_and_harms_nobody():
     qkv, cache, window = window_of(150, [1000, -5], 32)
-    _, (keys, values) = attention.attend(qkv, cache, window, kernel="cpu")
+    _, (keys, values) = attend(qkv, cache, window)
     _, _, expected = rotated_heads(qkv, window.cos, window.sin)
     for row, begin in ((0, 1024 - 150), (1, 0)):
         np.testing.assert_array_equal(values[row, :, begin : begin + 150], expected[row].transpose(1, 0, 2))
@@ -159,7 +175,7 @@ def test_a_window_that_does_not_fit_is_moved_and_harms_nobody():
 def test_tables_of_another_type():
     qkv, cache, window = window_of(130, [5, 5], 32)
     window = window.replace(cos=window.cos.astype(jnp.bfloat16), sin=window.sin.astype(jnp.bfloat16))
-    got, expected = (attention.attend(qkv, cache, window, kernel=kernel)[0] for kernel in ("cpu", "reference"))
+    got, expected = (attend(qkv, cache, window, kernel=kernel)[0] for kernel in ("cpu", "reference"))
     np.testing.assert_allclose(got, expected, atol=2e-5)
 
 

@@ -93,5 +93,6 @@ def waiting(what: str, known: str = "", beside_bar: bool = True) -> Iterator[Non
         yield
     finally:
         timer.cancel()
+        timer.join()  # Python 3.11 may crash where it ends while a daemon wakes
         if (took := time.monotonic() - begin) > PATIENCE_S:
             note(f"{what}: {took:.0f} s")

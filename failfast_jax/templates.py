@@ -94,7 +94,8 @@ def _bounded() -> Iterator[None]:
                         # Again if need be: one is lost where Python ignores them, as in callbacks of its collector.
                         _raise_in(this, _Ended)
 
-    threading.Thread(target=watch, daemon=True).start()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     try:
         yield
     except _Ended:
@@ -104,6 +105,7 @@ def _bounded() -> Iterator[None]:
             done.set()
             if reasons:  # it may have ended by itself in the meantime
                 _raise_in(this, None)
+        watcher.join()
 
 
 def _raise_in(thread: int, error: type[Exception] | None) -> None:

@@ -1,5 +1,6 @@
 """Shared by all tests. Its presence puts this folder on the import path, for helpers such as `checkpoint_files`."""
 
+import ctypes
 import gc
 import os
 import signal
@@ -114,3 +115,5 @@ def forget_programs(request):
             value.cache_clear()
     jax.clear_caches()
     gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)  # else glibc keeps what they were

@@ -127,12 +127,10 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DSparkConfig:
         raise ConfigError(f"{where}: key 'dflash_config' must be an object, got {settings!r}")
     inside = "dflash_config." if zlab else ""
 
-    def integer(values: Mapping[str, Any], key: str, least: int, said: str = "", most: int | None = None) -> int:
-        value = values.get(key)
-        if type(value) is not int or not least <= value <= (value if most is None else most):
+    def integer(values: Mapping[str, Any], key: str, least: int, said: str = "") -> int:
+        if type(value := values.get(key)) is not int or value < least:
             got = f"got {value!r}" if key in values else "and it is missing"
-            range_ = f"of at least {least}" if most is None else f"from {least} to {most} (max_position_embeddings)"
-            raise ConfigError(f"{where}: key '{said}{key}' must be an integer {range_}, {got}")
+            raise ConfigError(f"{where}: key '{said}{key}' must be an integer of at least {least}, {got}")
         return value
 
     def numbers(values: Mapping[str, Any], key: str, said: str = "") -> tuple[int, ...]:
@@ -151,7 +149,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DSparkConfig:
     confidence = not zlab and bool(raw.get("enable_confidence_head"))
     config = DSparkConfig(
         base=base,
-        block_size=integer(raw, "block_size", 2 if zlab else 1, most=base.max_position_embeddings),
+        block_size=integer(raw, "block_size", 2 if zlab else 1),
         feature_layers=numbers(settings, "target_layer_ids", inside),
         mask_token_id=None if ours else integer(settings, "mask_token_id", 0, inside),
         num_target_layers=integer(raw, "num_target_layers", 1),
@@ -166,15 +164,24 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DSparkConfig:
         row_features=numbers(raw, "row_feature_layer_ids") if ours else (),
         context_layers=numbers(raw, "context_layer_ids") if ours else (),
     )
+    _check(config, ours, where)
+    return config
+
+
+def _check(config: DSparkConfig, ours: bool, where: str) -> None:
+    """Raises ConfigError: numbers that contradict each other."""
+    base = config.base
+    if config.block_size > base.max_position_embeddings:
+        most = f"max_position_embeddings {base.max_position_embeddings}"
+        raise ConfigError(f"{where}: key 'block_size' must not be above {most}, got {config.block_size}")
     if ours and {*config.row_features, *config.context_layers} - {*config.feature_layers}:
         raise ConfigError(f"{where}: row_feature_layer_ids or context_layer_ids are not all among target_layer_ids")
     if ours and len(config.context_layers) != base.num_layers:
         raise ConfigError(f"{where}: context_layer_ids {[*config.context_layers]} for {base.num_layers} layers")
     if (config.mask_token_id or 0) >= base.vocab_size:
         raise ConfigError(f"{where}: mask token {config.mask_token_id} is outside the vocabulary of {base.vocab_size}")
-    if config.confidence_sees_markov and not rank:
+    if config.confidence_sees_markov and not config.markov_rank:
         raise ConfigError(f"{where}: confidence_head_with_markov needs a Markov head, and markov_rank is 0")
-    return config
 
 
 def _sliding_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:

@@ -232,8 +232,8 @@ def test_a_drafter_of_another_target_is_refused(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"block_size": None}, "key 'block_size' must be an integer from 1 to .* .max_position_embeddings., got None"),
-        ({"block_size": ...}, "key 'block_size' must be an integer from 1 to .*, and it is missing"),
+        ({"block_size": None}, "key 'block_size' must be an integer of at least 1, got None"),
+        ({"block_size": ...}, "key 'block_size' must be an integer of at least 1, and it is missing"),
         (
             {"row_feature_layer_ids": ...},
             "key 'row_feature_layer_ids' must be a list of layer numbers, and it is missing",

@@ -47,8 +47,8 @@ def supports(*, width: int, capacity: int, head_dim: int, dtype: DTypeLike, cach
         return f"a prompt has more than {MAX_WIDTH} rows, not {width}"
     if capacity % STEP or capacity < width:
         return f"a cache of {capacity} positions: a multiple of {STEP}, and room for {width} rows"
-    if head_dim % emit.vector_unit().lanes or head_dim // 2 % emit.vector_unit().lanes:
-        return f"head_dim {head_dim}: a multiple of {2 * emit.vector_unit().lanes}"
+    if head_dim % (two := 2 * emit.vector_unit().lanes):
+        return f"head_dim {head_dim}: a multiple of {two}"  # whole vectors of each half
     if not jnp.dtype(dtype) == jnp.dtype(cached) == jnp.float32:
         return f"{jnp.dtype(dtype).name} and a cache of {jnp.dtype(cached).name}: float32"
     return None
@@ -241,7 +241,7 @@ def _attend(call: Call, *, chunk: ir.Function, head_dim: int) -> None:
             _copy(emitter, mine, emitter.element(out, emitter.mul(head, size)), head_dim, share)
 
         each_row(end_row)
-        emitter.library("free", ir.VoidType(), memory)
+        emitter.c_function("free", ir.VoidType(), memory)
 
     pointers = [array.data for array in (qkv, cos, sin, keys, values, first, last)]
     shared = [*pointers, out, width, kv_heads, members, capacity, live, pairs, blocks]
@@ -253,7 +253,7 @@ def _room(emitter: Emitter, rows, head_dim: int) -> tuple:
     weights of some rows."""
     fixed = CHUNK * (head_dim + ROWS_AT_ONCE)
     room = emitter.add(emitter.mul(rows, constant(2 * head_dim + 2)), constant(fixed))
-    memory = emitter.library(
+    memory = emitter.c_function(
         "malloc", POINTER, emitter.add(emitter.mul(room, constant(FLOAT_BYTES)), constant(emit.CACHE_LINE))
     )
     address = emitter.add(emitter.ptrtoint(memory, LONG), constant(emit.CACHE_LINE - 1))

@@ -101,8 +101,8 @@ class Emitter(ir.IRBuilder):
         self.position_at_end(behind)
         return values
 
-    def library(self, name: str, type_, *arguments):
-        """Calls a function of the C library."""
+    def c_function(self, name: str, type_, *arguments):
+        """Calls a function of C's, such as `malloc`."""
         kind = ir.FunctionType(type_, [argument.type for argument in arguments])
         function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
         return self.call(function, arguments)

@@ -26,7 +26,7 @@ def share_out(call: Call, count, values: Sequence, work: Callable[[Emitter, Any,
       values: pointers and 64-bit integers.
     """
     emitter, module = call.emitter, call.emitter.module
-    job = emitter.library("malloc", POINTER, constant(JOB_VALUES + 8 * len(values)))
+    job = emitter.c_function("malloc", POINTER, constant(JOB_VALUES + 8 * len(values)))
     spare = emitter.sub(call.threads(), constant(1))
     helpers = emitter.least(spare, emitter.sdiv(count, constant(PIECES_A_THREAD)))
     fields = [(JOB_NEXT, constant(0)), (JOB_DONE, constant(0)), (JOB_COUNT, count)]
@@ -49,7 +49,7 @@ def share_out(call: Call, count, values: Sequence, work: Callable[[Emitter, Any,
     finished = emitter.load_atomic(done, "acquire", 8, typ=LONG)
     emitter.cbranch(emitter.icmp_signed("<", finished, count), waiting, behind)
     emitter.position_at_end(waiting)  # for a piece under way, whose thread may have lost its core
-    emitter.library("sched_yield", INT)
+    emitter.c_function("sched_yield", INT)
     emitter.branch(look)
     emitter.position_at_end(behind)
     emitter.call(leave, [job])
@@ -85,7 +85,7 @@ def _helper(module: ir.Module) -> tuple[ir.Function, ir.Function]:
     holders = emitter.element(job, constant(JOB_HOLDERS), BYTE)
     last = emitter.icmp_signed("==", emitter.atomic_rmw("sub", holders, constant(1), "acq_rel"), constant(1))
     with emitter.if_then(last):
-        emitter.library("free", ir.VoidType(), job)
+        emitter.c_function("free", ir.VoidType(), job)
     emitter.ret_void()
     emitter = Emitter(helper.append_basic_block())
     emitter.call(module.globals["pieces"], [helper.args[0]])

@@ -2,6 +2,7 @@
 
 The target continues the user's turn of its own chat template, behind one of a list of openings (sampled), and
 then answers what it wrote (greedy). A drafter is to predict the target's own text, so no other data is needed.
+With `--questions` it answers those instead.
 HumanEval prompts, the benchmarks' prompts and those named in tests are never trained on: a prompt that
 contains one of them, or is contained in one, is skipped.
 
@@ -25,6 +26,7 @@ import time
 from pathlib import Path
 
 from failfast_jax import distributed
+from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.loading import DTYPES, as_dtype
 from failfast_jax.command import OutOfTime, deadline_after
@@ -35,19 +37,31 @@ from failfast_jax.files import sole_writer
 from failfast_jax.options import check_least
 from failfast_jax.progress import progress_bar
 from failfast_jax.train.data import DataError, read_documents, write_documents
-from failfast_jax.train.openings import OPENINGS, held_out_prompts, read_openings
+from failfast_jax.train.openings import OPENINGS, held_out_prompts, is_held_out, read_openings
 from failfast_jax.train.resume import begin, check_same, is_begun
 from failfast_jax.train.writer import FEWEST_SAMPLED, ShardOptions, Writer
 
 SETTINGS_FILE, SHARDS = "selfgen.json", "shard-*.npz"
 METHODS = ("vanilla", "lookup")
+DOCUMENTS = 1024
+"""How many are written where the command does not say."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     parser.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="shards; an unfinished run continues")
     parser.add_argument("--target", metavar="P", help="as of failfast_jax.generate; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--documents", metavar="n", type=int, default=1024, help="rounded up to whole shards")
+    parser.add_argument(
+        "--documents",
+        metavar="n",
+        type=int,
+        help=f"rounded up to whole shards; default: {DOCUMENTS}, or all --questions",
+    )
+    parser.add_argument(
+        "--questions",
+        metavar="D",
+        help="answer these, not prompts that the target writes: a --dataset of failfast_jax.bench, or a file of texts",
+    )
     parser.add_argument("--batch-size", metavar="B", type=int, default=16)
     parser.add_argument("--max-prompt-tokens", metavar="n", type=int, default=128, help="sampled tokens of a prompt")
     parser.add_argument("--max-answer-tokens", metavar="n", type=int, default=256)
@@ -69,7 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _options(args: argparse.Namespace) -> ShardOptions:
     """Checks the options before anything is loaded."""
     ones = ("documents", "batch_size", "max_answer_tokens", "shard_size", "tensor_parallel", "data_parallel")
+    held_out = held_out_prompts()
+    questions = () if args.questions is None else _questions(args, held_out)
+    if args.documents is None:
+        args.documents = len(questions) or DOCUMENTS
     check_least(args, max_prompt_tokens=FEWEST_SAMPLED, **dict.fromkeys(ones, 1))
+    if questions:
+        args.documents = min(args.documents, len(questions))
     if args.batch_size % args.data_parallel:
         raise OptionError(f"--batch-size {args.batch_size}: must be a multiple of --data-parallel {args.data_parallel}")
     if not args.temperature > 0:
@@ -79,7 +99,27 @@ def _options(args: argparse.Namespace) -> ShardOptions:
     GenerationConfig(temperature=args.temperature, top_p=args.top_p, seed=args.seed).validate()
     openings = OPENINGS if args.openings is None else read_openings(args.openings)
     values = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(ShardOptions)}
-    return ShardOptions(**(values | {"openings": openings, "held_out": held_out_prompts()}))
+    return ShardOptions(**(values | {"openings": openings, "held_out": held_out, "questions": questions}))
+
+
+def _questions(args: argparse.Namespace, held_out: tuple[str, ...]) -> tuple[str, ...]:
+    """The texts of `--questions`, each once, without those that are held out."""
+    flag = f"--questions {args.questions}"
+    if args.openings is not None:
+        raise OptionError(f"--openings {args.openings}: not with --questions, which are asked as they are")
+    try:
+        found = load_dataset(args.questions).questions
+    except (ValueError, OSError) as error:
+        raise OptionError(f"{flag}: {error}") from None
+    texts = [question.prompt for question in found if question.follows is None]
+    if not all(isinstance(text, str) for text in texts):
+        raise OptionError(f"{flag}: must be texts, not messages or token ids")
+    kept = tuple(text for text in dict.fromkeys(texts) if not is_held_out(text, held_out))
+    if not kept:
+        raise OptionError(f"{flag}: every question is one of those that are held out")
+    if len(kept) < len(texts):
+        print(f"selfgen: {len(texts) - len(kept)} of {len(texts)} questions are held out or double", file=sys.stderr)
+    return kept
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -129,7 +169,7 @@ def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -
     """
     size, vocab = writer.options.shard_size, writer.engine.target.config.vocab_size
     missing = _missing(folder, shards)
-    start, tokens = time.perf_counter(), 0
+    start, tokens, made = time.perf_counter(), 0, 0
     seen: set[tuple[int, ...]] = set()
 
     def speed() -> str:
@@ -137,8 +177,8 @@ def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -
         return f"{tokens / max(time.perf_counter() - start - writer.compile_s, 1e-9):.0f} tokens/s"
 
     def progress(documents: int, written: int) -> None:
-        nonlocal tokens
-        tokens += written
+        nonlocal tokens, made
+        tokens, made = tokens + written, made + documents
         bar.set_postfix_str(speed(), refresh=False)
         bar.update(documents)
 
@@ -153,7 +193,7 @@ def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -
             distributed.first(functools.partial(write_documents, path, documents, vocab))
             if number < missing[-1] and distributed.agreed(time.monotonic() > deadline):
                 raise OutOfTime
-    return f"{len(missing) * size} documents, {tokens} tokens, {speed()}"
+    return f"{made} documents, {tokens} tokens, {speed()}"
 
 
 def _prompts(shard: Path, vocab_size: int) -> list[tuple[int, ...]]:

@@ -46,12 +46,14 @@ class ShardOptions:
     openings: tuple[str, ...] = OPENINGS
     held_out: tuple[str, ...] = ()
     """Texts as `normal` returns them."""
+    questions: tuple[str, ...] = ()
+    """Texts of users that are answered instead of prompts that the target writes."""
 
     def settings(self) -> dict[str, Any]:
         """JSON-ready form; lists of texts as digests."""
         digests = {
             name: hashlib.sha256("\0".join(getattr(self, name)).encode()).hexdigest()[:16]
-            for name in ("openings", "held_out")
+            for name in ("openings", "held_out", "questions")
         }
         return dataclasses.asdict(self) | digests
 
@@ -103,14 +105,25 @@ class Writer:
         needed = (
             max(map(len, self._openings)) + options.max_prompt_tokens + len(self._after) + options.max_answer_tokens
         )
-        if needed > engine.max_seq_len:
+        if needed > engine.max_seq_len and not options.questions:
             raise OptionError(
                 f"--max-prompt-tokens {options.max_prompt_tokens}: with the template and --max-answer-tokens "
                 f"{options.max_answer_tokens} a document may have {needed} tokens, and the target's context is "
                 f"{engine.max_seq_len}"
             )
+        self._questions = [self._asked(number, text) for number, text in enumerate(options.questions)]
         self.skipped: Counter[str] = Counter()
         self.compile_s = 0.0
+
+    def _asked(self, number: int, text: str) -> list[int]:
+        """Ids of a question in the chat template."""
+        ids, answer = self.engine.encode(text), self.options.max_answer_tokens
+        if len(ids) + answer > self.engine.max_seq_len:
+            raise OptionError(
+                f"--questions: number {number} has {len(ids)} tokens, which with --max-answer-tokens {answer} is more "
+                f"than the target's context of {self.engine.max_seq_len}: {text[:60]!r}"
+            )
+        return ids
 
     def _encode(self, text: str) -> list[int]:
         return self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -169,6 +182,24 @@ class Writer:
           ValueError: hardly any sampled prompt can be used.
         """
         size, batch = self.options.shard_size, self.options.batch_size
+        if self._questions:
+            # By length, so that little of a batch is padding.
+            asked = sorted(self._questions[number * size : (number + 1) * size], key=len)
+            found = [(ids, 0) for ids in asked]
+        else:
+            found = self._sampled(number, seen)
+        documents = []
+        for start in range(0, len(found), batch):
+            part = found[start : start + batch]
+            answers = self.answers([ids for ids, _ in part])
+            documents += [(ids, answer) for (ids, _), answer in zip(part, answers)]
+            if progress:
+                progress(len(part), sum(sampled for _, sampled in part) + sum(map(len, answers)))
+        return documents
+
+    def _sampled(self, number: int, seen: set[tuple[int, ...]]) -> list[tuple[list[int], int]]:
+        """Prompts of a shard that the target writes, and how many tokens of each were sampled; see `shard`."""
+        size, batch = self.options.shard_size, self.options.batch_size
         found: list[tuple[list[int], int]] = []
         tries, most = 0, 8 + 16 * -(-size // batch)
         while len(found) < size:
@@ -184,11 +215,4 @@ class Writer:
                     seen.add(tuple(ids))
                     found.append((ids, sampled))
             tries += 1
-        documents = []
-        for start in range(0, size, batch):
-            part = found[start : start + batch]
-            answers = self.answers([ids for ids, _ in part])
-            documents += [(ids, answer) for (ids, _), answer in zip(part, answers)]
-            if progress:
-                progress(len(part), sum(sampled for _, sampled in part) + sum(map(len, answers)))
-        return documents
+        return found

@@ -220,6 +220,55 @@ def test_both_steps_use_the_method(engine, monkeypatch):
     assert len({config.seed for config in (sampled, *configs[2:])}) == 3
 
 
+@pytest.fixture
+def ask(make, tmp_path):
+    """Runs the command on questions of these texts, or messages; returns its exit status."""
+
+    def run(out: Path, rows: list, *args: str) -> int:
+        file = tmp_path / "questions.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return main(["selfgen", "--out", str(out), "--target", "tiny", *LIMITS, "--questions", str(file), *args])
+
+    return run
+
+
+def test_questions_are_answered_instead(ask, engine, tmp_path, capsys):
+    asked = ["what is qx", "def qx", "why qx", "how is qx so", "count qx", "list qx"]
+    rows = [{"turns": [text, "a second turn"]} for text in asked] + [{"prompt": "why qx"}, texts.PROMPTS[0]]
+    out = tmp_path / "data"
+    assert ask(out, rows) == 0
+    message = capsys.readouterr().err
+    assert "2 of 8 questions are held out or double" in message and "selfgen: 6 documents" in message
+    written = [document for number in range(2) for document in documents(selfgen.shard_path(out, number))]
+    assert len(documents(selfgen.shard_path(out, 0))) == 5
+    assert sorted(tuple(prompt) for prompt, _ in written) == sorted(tuple(engine.encode(text)) for text in asked)
+    for prompt, answer in written:
+        assert answer == engine.generate([prompt, prompt], method="vanilla", max_new_tokens=20)[0].output_ids
+    # The same command does nothing more; other questions belong elsewhere.
+    assert ask(out, rows) == 0 and "has all 2 shards" in capsys.readouterr().err
+    assert ask(out, rows[1:]) == 2 and "questions: " in capsys.readouterr().err
+    assert ask(tmp_path / "fewer", rows, "--documents", "3") == 0
+    assert len(list((tmp_path / "fewer").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "rows, more, message",
+    [
+        (["why qx"], ["--openings", "some.txt"], "--openings some.txt: not with --questions"),
+        ([[3, 4]], [], "must be texts, not messages or token ids"),
+        ([texts.PROMPTS[0]], [], "every question is one of those that are held out"),
+        ([{"turns": []}], [], "'turns' must be a list of texts"),
+        (["a" * 400], [], "--questions: number 0 has 4"),
+    ],
+    ids=("openings", "ids", "held out", "no turn", "long"),
+)
+def test_questions_that_cannot_be_asked(ask, rows, more, message, tmp_path, capsys):
+    assert ask(tmp_path / "data", rows, *more) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --") and message in error and error.count("\n") == 1
+    assert not list((tmp_path / "data").glob("shard*"))
+
+
 @pytest.mark.parametrize(
     "changed, message",
     [

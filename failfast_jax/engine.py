@@ -61,8 +61,7 @@ class FailFast:
       tensor_parallel: devices that share each layer.
       data_parallel: groups of such devices that share the batch, which must be a multiple of it.
       attention: kernel of cached attention, see `models.attention.KERNELS`; None chooses by platform.
-      quantize: None, or `int8`: the target's matrices in 8 bits, see `quantization`. Output is then that of the
-        quantised target, with every method.
+      quantize: None, or `int8`: the target's matrices in 8 bits (`quantization`); output is the quantised target's.
       quantize_drafter: likewise the drafter's.
       settings: a file of `python -m failfast_jax.bench tune`, made for this pair.
       programs: a store of compiled programs to share, `other.runtime.programs`.
@@ -75,11 +74,10 @@ class FailFast:
       vocab: ids that a drafter may propose.
       load_s: seconds that loading took.
       eos_token_ids: stop tokens; the target's own unless replaced.
-      corpus: earlier texts that `suffix` drafts from, too; None, or a `drafters.suffix.Corpus` to be filled between
-        requests.
+      corpus: None, or a `drafters.suffix.Corpus` that `suffix` drafts from, too, to be filled between requests.
       time_rounds: whether every round is waited for and timed (`Round.took`).
-      decoding: options that take these values where a request leaves them at None; from `settings`, else from the
-        drafter's folder.
+      decoding: values of options that a request leaves at None; from `settings`, else from the drafter's folder.
+      chances: what `--policy auto` believes of the drafter's confidences at first; see `drafters.check_chances`.
 
     Raises:
       ValueError: a model that cannot be read, or two that do not share their tokens; the message names them.
@@ -128,6 +126,7 @@ class FailFast:
         self.tokenizer, self.vocab = pair.tokenizer, pair.vocab
         self.eos_token_ids, self.decoding = pair.target.config.eos_token_ids, pair.decoding
         drafters.check_defaults(self.decoding, self.drafter_name)
+        self.chances = drafters.check_chances(pair.chances, self.drafter_name)
         if tuned is not None:
             self._take_tuned(tuned)
         self.load_s = time.perf_counter() - start
@@ -442,6 +441,7 @@ class FailFast:
             vocab=self.vocab,
             platform=self.platform,
             defaults=self.decoding,
+            chances=self.chances,
         )
         if self.corpus is None:
             return drafter

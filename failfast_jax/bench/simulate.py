@@ -30,7 +30,7 @@ from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.accept import agreeing_prefix
 from failfast_jax.decoding.drafter import Drafter, Wrapper
-from failfast_jax.decoding.economics import BINS, Chances, Costs
+from failfast_jax.decoding.economics import BINS, MODEL_CHANCES, Chances, Costs
 from failfast_jax.decoding.state import Committed, Draft, Outcome
 from failfast_jax.decoding.stopping import StopRule
 from failfast_jax.decoding.windows import gather_window
@@ -161,13 +161,20 @@ class Told:
     """By source and tenth of the chance: tokens tried, their chances summed up, and how many were accepted."""
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="prior")
 def by_policy(
-    text: Int[Array, " T"], begin: Int[Array, ""], count: Int[Array, ""], model: Remembered, costs: Costs
+    text: Int[Array, " T"],
+    begin: Int[Array, ""],
+    count: Int[Array, ""],
+    model: Remembered,
+    costs: Costs,
+    *,
+    prior: tuple[float, ...],
 ) -> Told:
-    """An answer of `count` tokens behind `begin` of prompt, drafted as the policy says."""
+    """An answer of `count` tokens behind `begin` of prompt, drafted as the policy says; `prior`: of the model's
+    chances."""
     lookup = Lookup(min_match=1, shortest=LONGEST, max_spec_len=LONGEST)
-    drafter = Economic(text=lookup, model=model, costs=costs, widths=WIDTHS)
+    drafter = Economic(text=lookup, model=model, costs=costs, widths=WIDTHS, prior=prior)
     end = begin + count
 
     def at(length: Int[Array, ""]) -> Committed:
@@ -297,8 +304,8 @@ def inputs(answer: Answer, size: int) -> tuple[Any, ...]:
     return text, begin, np.int32(len(answer.output)), Remembered(tokens=tokens, confidence=confidence, begin=begin)
 
 
-def simulated(given: Sequence[Answer]) -> dict[str, Any]:
-    """Speeds on all machines, and how well chances were known on them."""
+def simulated(given: Sequence[Answer], prior: tuple[float, ...] = MODEL_CHANCES) -> dict[str, Any]:
+    """Speeds on all machines, and how well chances were known on them; `prior`: of the drafter's chances."""
     size = 128 * -(-max(len(a.prompt) + len(a.output) + LONGEST for a in given) // 128)
     arrays = [inputs(answer, size) for answer in given]
     found = [places(answer) for answer in progress_bar("places", "answer", given)]
@@ -310,7 +317,7 @@ def simulated(given: Sequence[Answer]) -> dict[str, Any]:
         fixed = {s: np.asarray([fixed_steps(at, verify, drafter_pass, s) for at in found]) for s in settings}
         best = min(fixed, key=lambda setting, steps=fixed: steps[setting].sum())
         costs = Costs(np.asarray(verify, np.float32), np.float32(drafter_pass), np.int32(0), np.int32(0))
-        told = [by_policy(*one, costs) for one in arrays]
+        told = [by_policy(*one, costs, prior=prior) for one in arrays]
         steps = np.asarray([float(one.steps) for one in told])
         known += sum(np.asarray(one.known, np.float64) for one in told)
         rows.append(
@@ -338,7 +345,7 @@ def work(args: argparse.Namespace) -> None:
     identity = {"dataset": args.dataset, "target": engine.target_name, "drafter": engine.drafter_name}
     with sole_writer(args.out):
         journal = Journal(args.out / "answers.jsonl", {**identity, "max_new_tokens": args.max_new_tokens, "bins": BINS})
-        found = simulated(answers(engine, prompts, args.max_new_tokens, journal))
+        found = simulated(answers(engine, prompts, args.max_new_tokens, journal), engine.chances)
         write_json(args.out / "summary.json", found)
     head = ("verify of 8", "drafter pass", "best fixed setting", "its speed", "auto", "auto / best", "slowest question")
     cells = [

@@ -33,6 +33,8 @@ WEIGHTS = "drafter.safetensors"
 STANDALONE = "standalone"
 STORAGES = ("bfloat16", "int8", "float32")
 DECODING_OPTIONS = ("spec_len", "tau", "max_spec_len", "lookup_min", "min_gain", "policy")
+CHANCES = "chances"
+"""Key of `config.json`: how often tokens of each bin of confidence were right when the drafter was made."""
 _SCALE = ".scale"
 
 
@@ -209,6 +211,11 @@ def decoding_defaults(path: str | os.PathLike, platform: str) -> dict[str, Any]:
     options = {**stored.get("any", {}), **stored.get(platform, {})}
     check_decoding(options, DECODING_OPTIONS, where)
     return options
+
+
+def stored_chances(path: str | os.PathLike) -> Any:
+    """What a drafter's folder says of the chances of its drafts (`drafters.check_chances`); None: nothing."""
+    return read_json(Path(path).expanduser() / "config.json").get(CHANCES)
 
 
 def check_decoding(options: Mapping[str, Any], known: Sequence[str], where: Path) -> None:

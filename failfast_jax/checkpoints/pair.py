@@ -19,6 +19,7 @@ from failfast_jax.checkpoints.drafter import (
     is_drafter_folder,
     load_drafter,
     read_drafter,
+    stored_chances,
 )
 from failfast_jax.checkpoints.dspark import DEEPSPEC, OURS, ZLAB, load_dspark, open_dspark, parse_config
 from failfast_jax.checkpoints.eagle import ARCHITECTURES, is_eagle_folder, load_eagle, open_eagle
@@ -146,6 +147,7 @@ class Pair:
       tokenizer: the target's, or None.
       vocab: ids that the drafter may propose: those below it.
       decoding: options that the drafter's folder recommends on this platform.
+      chances: what it says of the chances of its drafts, unchecked; None: nothing.
       target_name, drafter_name: for messages.
     """
 
@@ -154,6 +156,7 @@ class Pair:
     tokenizer: Any
     vocab: int
     decoding: dict[str, Any]
+    chances: Any
     target_name: str
     drafter_name: str
 
@@ -194,18 +197,18 @@ def read_pair(
     """
     _check_options(drafter, attention, quantize, quantize_drafter)
     names = {"target_name": _name(target, "target"), "drafter_name": _name(drafter, "drafter")}
-    decoding: dict[str, Any] = {}
+    decoding, chances = {}, None
     if _is_path(target):
         check_is_target(target)
         target, loaded = load_with_tokenizer(target, dtype, mesh, quantize=quantize)
         tokenizer = tokenizer or loaded
     if _is_path(drafter) and is_drafter_folder(drafter):
-        decoding = decoding_defaults(drafter, jax.default_backend())
+        decoding, chances = decoding_defaults(drafter, jax.default_backend()), stored_chances(drafter)
         drafter = load_drafter(drafter, target, names["target_name"])
         drafter_tokenizer = tokenizer  # it drafts in its target's tokens
     if _is_path(drafter) and (kind := feature_kind(drafter)):
         folder = resolve_source(drafter)
-        decoding = decoding_defaults(folder, jax.default_backend())
+        decoding, chances = decoding_defaults(folder, jax.default_backend()), stored_chances(folder)
         drafter, drafter_tokenizer = LOADERS[kind](folder, target, names["target_name"]), tokenizer
     if _is_path(drafter):
         drafter, loaded = load_with_tokenizer(drafter, dtype, mesh, drafter=True, quantize=quantize_drafter)
@@ -216,7 +219,7 @@ def read_pair(
     target = _placed(target, mesh, attention, quantize)
     if drafter is not None:
         drafter = _placed(drafter, mesh, attention, quantize_drafter, drafter=True)
-    return Pair(target, drafter, tokenizer, vocab, decoding, **names)
+    return Pair(target, drafter, tokenizer, vocab, decoding, chances, **names)
 
 
 def config_at(model: Decoder | str | os.PathLike) -> ModelConfig:

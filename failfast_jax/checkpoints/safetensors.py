@@ -171,7 +171,11 @@ def _no_weights(folder: Path) -> str:
         return f"{folder}: no {WEIGHTS}, but GGUF files; pass the path of one, such as {folder / gguf[0]}"
     if loose := names("*.safetensors"):
         return f"{folder}: {loose[0]} is there, but neither {WEIGHTS} nor {INDEX}"
-    return f"{folder}: no weights (looked for {WEIGHTS}, {INDEX}; pickled ones are neither downloaded nor read)"
+    return (
+        f"{folder}: no weights (looked for {WEIGHTS}, {INDEX}; pickled ones are neither downloaded nor read). If a "
+        "repository of the Hub has nothing else, `hf download REPOSITORY --local-dir FOLDER` and pass FOLDER: the "
+        "command that converts them is said then"
+    )
 
 
 def conversion(pickled: Path) -> str:

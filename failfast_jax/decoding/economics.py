@@ -7,6 +7,8 @@ bounds what wrong expectations can cost: see docs/economics.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import flax.struct
 import jax.numpy as jnp
 import numpy as np
@@ -128,9 +130,9 @@ class Chances:
     """How many tokens of each draft are the text's."""
 
     @classmethod
-    def of(cls, batch: int) -> Chances:
-        """Nothing tried, nothing begun."""
-        calibrations = (Calibration.of(batch, prior) for prior in (TEXT_CHANCES, MODEL_CHANCES))
+    def of(cls, batch: int, prior: tuple[float, ...] = MODEL_CHANCES) -> Chances:
+        """Nothing tried, nothing begun; `prior`: of the model's tokens."""
+        calibrations = (Calibration.of(batch, chances) for chances in (TEXT_CHANCES, prior))
         return cls(*calibrations, begun=jnp.zeros((batch,), jnp.int32))
 
     def chance(self, confidence: Float[Array, "B M"]) -> Float[Array, "B M"]:
@@ -139,11 +141,32 @@ class Chances:
         return jnp.where(begins, self.text.chance(confidence), self.model.chance(confidence))
 
 
+def observed(drafts: Iterable[tuple[Sequence[float], int]]) -> list[float]:
+    """Chances by bin of confidence that fit what was seen, to begin with the next time.
+
+    Args:
+      drafts: of each the confidences of its tokens, and how many of them were accepted.
+    """
+    tried, right = np.zeros(BINS), np.zeros(BINS)
+    for confidence, accepted in drafts:
+        judged = np.asarray(confidence[: accepted + 1], np.float32)
+        bins = np.searchsorted(_bounds(), judged, side="right")
+        np.add.at(tried, bins, 1)
+        np.add.at(right, bins[:accepted], 1)
+    chances = (right + PRIOR_TRIALS * np.asarray(MODEL_CHANCES)) / (tried + PRIOR_TRIALS)
+    return [round(float(chance), 4) for chance in chances]
+
+
+def _bounds() -> np.ndarray:
+    """Confidences between two bins."""
+    return 1 / (1 + np.exp(-np.asarray(EDGES, np.float32)))
+
+
 def _bins(confidence: Float[Array, "B M"]) -> Float[Array, "B M bins"]:
     """One-hot."""
-    bounds = 1 / (1 + np.exp(-np.asarray((*EDGES, np.inf), np.float32)))
-    above = confidence[..., None] >= jnp.asarray(np.append(-np.inf, bounds[:-1]))
-    below = confidence[..., None] < jnp.asarray(np.append(bounds[:-1], np.inf))
+    bounds = _bounds()
+    above = confidence[..., None] >= jnp.asarray(np.append(-np.inf, bounds))
+    below = confidence[..., None] < jnp.asarray(np.append(bounds, np.inf))
     return (above & below).astype(jnp.float32)
 
 

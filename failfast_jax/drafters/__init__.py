@@ -7,6 +7,7 @@ from typing import Any
 
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.economics import BINS, MODEL_CHANCES
 from failfast_jax.drafters.autoregressive import AutoregressiveOptions
 from failfast_jax.drafters.dllm import DllmOptions
 from failfast_jax.drafters.dspark import DFlashOptions, DSparkOptions
@@ -98,6 +99,22 @@ def check_defaults(defaults: Mapping[str, Any], where: str) -> None:
         raise ConfigError(f"{where}: decoding options: {error}") from None
 
 
+def check_chances(chances: Any, where: str) -> tuple[float, ...]:
+    """Prior chances of a drafter's tokens by bin of confidence, from its folder; those of any model where it has none.
+
+    Raises:
+      ConfigError: not one chance for each bin; `where` names the folder.
+    """
+    if chances is None:
+        return MODEL_CHANCES
+    fine = isinstance(chances, list) and len(chances) == BINS
+    if not fine or not all(type(chance) in (int, float) and 0 < chance < 1 for chance in chances):
+        raise ConfigError(
+            f"{where}: config.json: key 'chances' must be {BINS} numbers between 0 and 1, got {chances!r}"
+        )
+    return tuple(chances)
+
+
 def build_drafter(
     config: GenerationConfig,
     *,
@@ -106,6 +123,7 @@ def build_drafter(
     vocab: int,
     platform: str,
     defaults: Mapping[str, Any] | None = None,
+    chances: tuple[float, ...] = MODEL_CHANCES,
 ) -> Drafter:
     """The drafter of a request.
 
@@ -115,6 +133,7 @@ def build_drafter(
       model_name: what errors call it.
       vocab: ids below it may be drafted.
       defaults: see `options_of`.
+      chances: what `--policy auto` believes of the model's confidences at first (`check_chances`).
 
     Raises:
       ConfigError: the model is of a kind that the method cannot draft with.
@@ -139,5 +158,5 @@ def build_drafter(
     site = Site(model=model, model_name=model_name, vocab=vocab, platform=platform, sampled=sampled, exact=config.exact)
     if isinstance(options, WeighedOptions) and options.policy == "auto":
         text, model = options.sources(site)
-        return (EconomicTree if isinstance(model, EagleTree) else Economic).of(text, model)
+        return (EconomicTree if isinstance(model, EagleTree) else Economic).of(text, model, chances)
     return options.build(site)

@@ -16,6 +16,7 @@ from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.economics import (
     GAMBLE,
     LEAD,
+    MODEL_CHANCES,
     Calibration,
     Chances,
     Costs,
@@ -62,14 +63,16 @@ class Economic(Drafter):
     costs: Costs
     widths: tuple[int, ...] = flax.struct.field(pytree_node=False, default=(1,))
     """The plan's."""
+    prior: tuple[float, ...] = flax.struct.field(pytree_node=False, default=MODEL_CHANCES)
+    """Of the model's chances (`decoding.economics.Calibration`)."""
     rows_refilled: bool = flax.struct.field(pytree_node=False, default=False)
     """Whether the tokens of all rows count, and not those of the slowest one, for which a list of prompts waits; then
     rounds in which a row begins draft nothing."""
 
     @classmethod
-    def of(cls, text: Drafter | None, model: Drafter | None) -> Economic:
+    def of(cls, text: Drafter | None, model: Drafter | None, prior: tuple[float, ...] = MODEL_CHANCES) -> Economic:
         """For a machine on which every width costs the same, until it is told another's costs."""
-        return cls(text=text, model=model, costs=Costs.flat(1)).planned((1,))
+        return cls(text=text, model=model, costs=Costs.flat(1), prior=prior).planned((1,))
 
     # What the sources ask for.
 
@@ -129,7 +132,7 @@ class Economic(Drafter):
         return EconomicState(
             text=() if self.text is None else self.text.init(batch, capacity),
             model=() if self.model is None else self.model.init(batch, capacity),
-            chances=Chances.of(batch),
+            chances=Chances.of(batch, self.prior),
             purse=Purse.full(batch),
             text_draft=self._empty(batch),
             model_draft=self._empty(batch),

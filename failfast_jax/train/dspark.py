@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.checkpoints.dspark import save_dspark
+from failfast_jax.decoding.accept import argmax
 from failfast_jax.errors import OptionError
 from failfast_jax.models.dspark import DSpark, DSparkConfig, MarkovHead, bind
 from failfast_jax.models.layers import Attention
@@ -208,7 +209,7 @@ def loss_of_blocks(
     l1 = mean(distance)
     value = options.ce_weight * ce + options.l1_weight * l1
     metrics = {"ce": ce, "l1": l1}
-    right = (jnp.argmax(log_q, -1) == labels) & exists
+    right = (argmax(jax.lax.stop_gradient(log_q)) == labels) & exists
     if confidence is not None:
         chance = right.astype(jnp.float32) if options.greedy_confidence else jax.lax.stop_gradient(1 - distance / 2)
         value += options.confidence_weight * mean(_binary_cross_entropy(confidence, chance))

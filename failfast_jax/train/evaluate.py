@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from failfast_jax import distributed
+from failfast_jax.decoding.economics import observed
 from failfast_jax.engine import FailFast
 from failfast_jax.models.drafter_model import EAGLE, FEATURE_BLOCK
 from failfast_jax.models.sharding import whole
@@ -29,6 +30,7 @@ class Evaluation:
 
     Attributes:
       last: the last result.
+      chances: of its drafts, by confidence (`decoding.economics.observed`).
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Evaluation:
         self.options = {**method, "max_new_tokens": tokens, "spec_len": spec_len}
         self.prompts = [prompt.tolist() for prompt, _ in held_out.pairs()[:prompts]]
         self.last: dict[str, float] | None = None
+        self.chances: list[float] | None = None
 
     def _drafter(self, trainable: Any) -> Any:
         drafter = self.objective.drafter(trainable)
@@ -76,5 +79,6 @@ class Evaluation:
             "drafted_per_round": float(np.mean([len(log.drafted) for log in rounds])),
             "rounds": len(rounds),
         }
+        self.chances = distributed.agreed(observed((log.confidence, log.accepted) for log in rounds))
         self.last = distributed.agreed(figures)
         return self.last

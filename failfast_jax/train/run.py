@@ -23,7 +23,7 @@ import numpy as np
 
 from failfast_jax import distributed
 from failfast_jax.checkpoints import deepspec
-from failfast_jax.checkpoints.drafter import STORAGES
+from failfast_jax.checkpoints.drafter import CHANCES, STORAGES
 from failfast_jax.checkpoints.dspark import check_target
 from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path, find_models, resolve_source
 from failfast_jax.checkpoints.loading import load_model, open_source
@@ -361,7 +361,8 @@ def _train(
             "storage": args.storage,
         }
         training |= {"steps_done": steps_done, "held_out_figures": figures}
-        objective.save(made, args.out / "drafter", storage=args.storage, training=training)
+        more = {"training": training} | ({} if args.family in DIFFUSION else {CHANCES: measure.chances})
+        objective.save(made, args.out / "drafter", storage=args.storage, **more)
         return _report(args.out / "drafter", training)
 
     print(json.dumps(distributed.first(written)))

@@ -28,6 +28,7 @@ from failfast_jax.decoding.economics import (
     Costs,
     Purse,
     expected_tokens,
+    observed,
 )
 from failfast_jax.decoding.state import RUNNING, Committed, Draft, Outcome
 from failfast_jax.drafters.economic import Economic
@@ -172,6 +173,18 @@ def test_a_calibration_learns_what_happens_and_nothing_else():
         often = often.learned(draft, jnp.asarray([[5, 6, 9, 9]]), jnp.asarray([3]))
     assert float(often.chance(jnp.asarray([[0.55]]))[0, 0]) > 0.95
     assert abs(float(often.chance(jnp.asarray([[0.99]]))[0, 0]) - 0.5) < 0.05
+
+
+def test_chances_that_were_observed_are_a_prior():
+    """Tokens behind the first wrong one do not count; a bin without trials keeps what suits most models."""
+    drafts = [([0.55, 0.99, 0.99, 0.3], 1)] * 400 + [([0.55], 1)] * 100 + [([], 0)]
+    chances = observed(drafts)
+    at = [int(np.searchsorted(EDGES, np.log(c / (1 - c)), side="right")) for c in (0.55, 0.99, 0.3)]
+    assert chances[at[0]] > 0.98 and chances[at[1]] < 0.03
+    rest = [bin for bin in range(BINS) if bin not in at[:2]]
+    np.testing.assert_allclose(np.asarray(chances)[rest], np.asarray(MODEL_CHANCES)[rest], atol=1e-4)
+    learned = Calibration.of(1, tuple(chances)).chance(jnp.asarray([[0.55, 0.3]]))
+    np.testing.assert_allclose(learned[0], np.asarray(chances)[[at[0], at[2]]], rtol=1e-5)
 
 
 def run(

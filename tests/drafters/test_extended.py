@@ -15,6 +15,7 @@ from tiny_models import committed, outcome, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.checkpoints.dspark import load_dspark, save_dspark
+from failfast_jax.decoding.economics import BINS, MODEL_CHANCES
 from failfast_jax.decoding.round import greedy_sampling
 from failfast_jax.errors import ConfigError
 from failfast_jax.train.features import target_features
@@ -241,6 +242,8 @@ def test_a_drafter_of_another_target_is_refused(folder):
         ({"row_feature_layer_ids": [0, 7]}, "are not all among target_layer_ids"),
         ({"context_layer_ids": [1]}, r"context_layer_ids \[1\] for 2 layers"),
         ({"decoding": {"cpu": {"spec_length": 3}}}, "decoding option 'spec_length'"),
+        ({"chances": [0.5] * 13}, "key 'chances' must be 14 numbers between 0 and 1"),
+        ({"chances": [0.5] * 13 + [1]}, "key 'chances' must be 14 numbers between 0 and 1"),
     ],
 )
 def test_damaged_configurations_are_named(target, folder, change, message):
@@ -262,6 +265,17 @@ def test_a_folder_brings_its_decoding_defaults(target, folder):
     engine = FailFast(target, folder)
     assert engine.build_drafter(GenerationConfig(method="failfast", policy="fixed")).spec_len == 4
     assert engine.build_drafter(GenerationConfig(method="failfast", spec_len=3)).spec_len == 3
+
+
+def test_a_folder_brings_the_chances_of_its_drafts(target, folder):
+    """What the policy believes before it has seen a draft; without them it believes what suits most models."""
+    file = folder / "config.json"
+    chances = [round(0.02 + 0.05 * at, 2) for at in range(BINS)]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chances": chances}))
+    auto = GenerationConfig(method="failfast", policy="auto")
+    for source, expected in ((folder, tuple(chances)), (FailFast(target, folder).drafter, MODEL_CHANCES)):
+        drafter = FailFast(target, source).build_drafter(auto)
+        assert drafter.init(1, 64).chances.model.prior == expected
 
 
 @pytest.mark.long

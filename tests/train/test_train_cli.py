@@ -18,6 +18,7 @@ from tiny_models import random_extended
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.drafter import decoding_defaults, write_decoding
 from failfast_jax.checkpoints.dspark import save_dspark
+from failfast_jax.decoding.economics import MODEL_CHANCES
 from failfast_jax.train import run
 from failfast_jax.train.__main__ import main
 from failfast_jax.train.data import load_documents
@@ -79,6 +80,7 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     assert config["training"]["family"] == family[1] and config["training"]["steps_done"] == 4
     assert config["training"]["held_out_figures"]["accepted_per_round"] == report["accepted_per_round"]
     engine = FailFast(TARGET, out / "drafter")
+    assert list(engine.chances) == config["chances"] != list(MODEL_CHANCES)  # measured with the figures
     options = {"max_new_tokens": 8, "ignore_eos": True}
     drafted = engine.generate([[5, 6, 7]], method="failfast", spec_len=3, max_spec_len=3, tau=0.0, **options)[0]
     assert drafted.output_ids == engine.generate([[5, 6, 7]], method="vanilla", **options)[0].output_ids

@@ -30,7 +30,7 @@ from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.accept import agreeing_prefix
 from failfast_jax.decoding.drafter import Drafter, Wrapper
-from failfast_jax.decoding.economics import BINS, MODEL_CHANCES, Chances, Costs
+from failfast_jax.decoding.economics import BINS, MODEL_CHANCES, Costs
 from failfast_jax.decoding.state import Committed, Draft, Outcome
 from failfast_jax.decoding.stopping import StopRule
 from failfast_jax.decoding.windows import gather_window
@@ -142,7 +142,7 @@ class Remembered(Drafter):
         return self.tokens.shape[1]
 
     def init(self, batch, capacity):
-        return _Memory(Chances.of(batch))
+        return _Memory(self.rule.init(batch))
 
     def draft(self, state, committed, begun=None):
         at = committed.length - self.begin

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.decoding.economics import Chances, Costs
+from failfast_jax.decoding.economics import MODEL_CHANCES, Chances, Costs
 from failfast_jax.decoding.state import Outcome
 
 
@@ -138,9 +138,11 @@ class Worthwhile(StopRule):
     costs: Costs
     widths: tuple[int, ...] = flax.struct.field(pytree_node=False)
     """Of the costs' verifies."""
+    prior: tuple[float, ...] = flax.struct.field(pytree_node=False, default=MODEL_CHANCES)
+    """Of the chances."""
 
     def init(self, batch: int) -> Chances:
-        return Chances.of(batch)
+        return Chances.of(batch, self.prior)
 
     def stops(self, draft: DraftSoFar, memory: Chances) -> Bool[Array, " B"]:
         chance = memory.chance(draft.confidence)

@@ -126,7 +126,8 @@ class Economic(Drafter):
         """Deciding by these, of the plan's widths."""
         if self.model is None:
             return self.replace(costs=costs)
-        return self.replace(costs=costs, model=self.model.replace(rule=Worthwhile(costs, self.widths)))
+        rule = Worthwhile(costs, self.widths, self.prior)
+        return self.replace(costs=costs, model=self.model.replace(rule=rule))
 
     def init(self, batch, capacity):
         return EconomicState(

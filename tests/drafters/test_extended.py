@@ -274,8 +274,9 @@ def test_a_folder_brings_the_chances_of_its_drafts(target, folder):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chances": chances}))
     auto = GenerationConfig(method="failfast", policy="auto")
     for source, expected in ((folder, tuple(chances)), (FailFast(target, folder).drafter, MODEL_CHANCES)):
-        drafter = FailFast(target, source).build_drafter(auto)
-        assert drafter.init(1, 64).chances.model.prior == expected
+        engine = FailFast(target, source)
+        assert engine.build_drafter(auto).init(1, 64).chances.model.prior == expected
+        lossless(engine, [[9, 8, 3, 4], [2, 7, 5]], policy="auto", max_new_tokens=12, ignore_eos=True)
 
 
 @pytest.mark.long

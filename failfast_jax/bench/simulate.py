@@ -169,12 +169,12 @@ def by_policy(
     model: Remembered,
     costs: Costs,
     *,
-    prior: tuple[float, ...],
+    prior: tuple[float, ...] = MODEL_CHANCES,
 ) -> Told:
     """An answer of `count` tokens behind `begin` of prompt, drafted as the policy says; `prior`: of the model's
     chances."""
     lookup = Lookup(min_match=1, shortest=LONGEST, max_spec_len=LONGEST)
-    drafter = Economic(text=lookup, model=model, costs=costs, widths=WIDTHS, prior=prior)
+    drafter = Economic(text=lookup, model=model, costs=costs, widths=WIDTHS, prior=prior).with_costs(costs)
     end = begin + count
 
     def at(length: Int[Array, ""]) -> Committed:

@@ -8,7 +8,7 @@ import pytest
 from failfast_jax.bench import simulate
 from failfast_jax.bench.__main__ import main
 from failfast_jax.bench.simulate import Answer, by_policy, fixed_steps, inputs, places, simulated, steps_of
-from failfast_jax.decoding.economics import Costs
+from failfast_jax.decoding.economics import BINS, Costs
 
 PERIOD = [5, 6, 7, 8, 9]
 
@@ -44,6 +44,8 @@ def test_the_policy_drafts_what_pays(answer):
     arrays = inputs(answer, 128)
     dear = by_policy(*arrays, costs([1, 50, 60, 70], 40.0))
     assert float(dear.steps) == int(dear.rounds) == 36
+    hopeless = by_policy(*arrays, costs([1, 1, 1, 1], 0.1), prior=(1e-6,) * BINS)
+    assert hopeless.steps >= by_policy(*arrays, costs([1, 1, 1, 1], 0.1)).steps
     free = by_policy(*arrays, costs([1, 1, 1, 1], 0.0))
     assert float(free.steps) == int(free.rounds) < 8
     assert 0 < np.asarray(free.known)[0, :, 2].sum() <= 36

@@ -108,7 +108,7 @@ def check_chances(chances: Any, where: str) -> tuple[float, ...]:
     if chances is None:
         return MODEL_CHANCES
     fine = isinstance(chances, list) and len(chances) == BINS
-    if not fine or not all(type(chance) in (int, float) and 0 < chance < 1 for chance in chances):
+    if not fine or not all(type(chance) in (int, float) and 0 <= chance <= 1 for chance in chances):
         raise ConfigError(
             f"{where}: config.json: key 'chances' must be {BINS} numbers between 0 and 1, got {chances!r}"
         )

@@ -182,8 +182,10 @@ def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -
         bar.set_postfix_str(speed(), refresh=False)
         bar.update(documents)
 
-    done = (len(shards) - len(missing)) * size
-    with progress_bar("selfgen", "doc", total=len(shards) * size, initial=done) as bar:
+    done, total = (len(shards) - len(missing)) * size, len(shards) * size
+    if questions := writer.options.questions:
+        done, total = min(done, len(questions)), min(total, len(questions))
+    with progress_bar("selfgen", "doc", total=total, initial=done) as bar:
         for number in shards:
             path = shard_path(folder, number)
             if number not in missing:

@@ -50,12 +50,11 @@ class ShardOptions:
     """Texts of users that are answered instead of prompts that the target writes."""
 
     def settings(self) -> dict[str, Any]:
-        """JSON-ready form; lists of texts as digests."""
-        digests = {
-            name: hashlib.sha256("\0".join(getattr(self, name)).encode()).hexdigest()[:16]
-            for name in ("openings", "held_out", "questions")
-        }
-        return dataclasses.asdict(self) | digests
+        """JSON-ready form; lists of texts as digests. Without questions it is that of earlier versions."""
+        values = dataclasses.asdict(self)
+        for name in ("openings", "held_out", "questions"):
+            values[name] = hashlib.sha256("\0".join(values[name]).encode()).hexdigest()[:16]
+        return values if self.questions else {name: value for name, value in values.items() if name != "questions"}
 
 
 def user_turn(tokenizer: Any, name: str = "the model") -> Turn:

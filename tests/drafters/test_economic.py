@@ -31,6 +31,7 @@ from failfast_jax.decoding.economics import (
     observed,
 )
 from failfast_jax.decoding.state import RUNNING, Committed, Draft, Outcome
+from failfast_jax.drafters import check_chances
 from failfast_jax.drafters.economic import Economic
 from failfast_jax.errors import OptionError
 from failfast_jax.runtime import Request
@@ -183,6 +184,7 @@ def test_chances_that_were_observed_are_a_prior():
     assert chances[at[0]] > 0.98 and chances[at[1]] < 0.03
     rest = [bin for bin in range(BINS) if bin not in at[:2]]
     np.testing.assert_allclose(np.asarray(chances)[rest], np.asarray(MODEL_CHANCES)[rest], atol=1e-4)
+    assert check_chances(observed([([0.001], 0)] * 10_000), "a folder")[0] == 0  # rounded, and still a chance
     learned = Calibration.of(1, tuple(chances)).chance(jnp.asarray([[0.55, 0.3]]))
     np.testing.assert_allclose(learned[0], np.asarray(chances)[[at[0], at[2]]], rtol=1e-5)
 

@@ -243,7 +243,7 @@ def test_a_drafter_of_another_target_is_refused(folder):
         ({"context_layer_ids": [1]}, r"context_layer_ids \[1\] for 2 layers"),
         ({"decoding": {"cpu": {"spec_length": 3}}}, "decoding option 'spec_length'"),
         ({"chances": [0.5] * 13}, "key 'chances' must be 14 numbers between 0 and 1"),
-        ({"chances": [0.5] * 13 + [1]}, "key 'chances' must be 14 numbers between 0 and 1"),
+        ({"chances": [0.5] * 13 + [1.5]}, "key 'chances' must be 14 numbers between 0 and 1"),
     ],
 )
 def test_damaged_configurations_are_named(target, folder, change, message):

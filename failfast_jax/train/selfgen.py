@@ -83,13 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _options(args: argparse.Namespace) -> ShardOptions:
     """Checks the options before anything is loaded."""
     ones = ("documents", "batch_size", "max_answer_tokens", "shard_size", "tensor_parallel", "data_parallel")
+    given, args.documents = args.documents, DOCUMENTS if args.documents is None else args.documents
+    check_least(args, max_prompt_tokens=FEWEST_SAMPLED, **dict.fromkeys(ones, 1))
     held_out = held_out_prompts()
     questions = () if args.questions is None else _questions(args, held_out)
-    if args.documents is None:
-        args.documents = len(questions) or DOCUMENTS
-    check_least(args, max_prompt_tokens=FEWEST_SAMPLED, **dict.fromkeys(ones, 1))
     if questions:
-        args.documents = min(args.documents, len(questions))
+        args.documents = len(questions) if given is None else min(given, len(questions))
     if args.batch_size % args.data_parallel:
         raise OptionError(f"--batch-size {args.batch_size}: must be a multiple of --data-parallel {args.data_parallel}")
     if not args.temperature > 0:

@@ -3,7 +3,7 @@
 The target continues the user's turn of its own chat template, behind one of a list of openings (sampled), and
 then answers what it wrote (greedy). A drafter is to predict the target's own text, so no other data is needed.
 With `--questions` it answers those instead.
-HumanEval prompts, the benchmarks' prompts and those named in tests are never trained on: a prompt that
+HumanEval prompts, those built into `bench` and those named in tests are never trained on: a prompt that
 contains one of them, or is contained in one, is skipped.
 
 A folder holds `selfgen.json`, the settings, and shards `shard-00000.npz` of these arrays:

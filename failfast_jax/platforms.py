@@ -137,7 +137,7 @@ class Chip:
     pci_device: str = ""
 
 
-AHEAD = {"xla_tpu_async_copy_bandwidth_scaling_factor": "2", "xla_tpu_enforce_prefetch_fifo_order": True}
+AHEAD = {"xla_tpu_async_copy_bandwidth_scaling_factor": "2.25", "xla_tpu_enforce_prefetch_fifo_order": True}
 """Weights are fetched earlier, beside sums and small operations too, and in the order in which they are needed."""
 ROOM = {"xla_tpu_scoped_vmem_limit_kib": "25088"}
 """Fast memory that one operation may take: with less, products of some models spread over eight chips fetch their

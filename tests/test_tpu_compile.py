@@ -64,7 +64,7 @@ def test_quantised_weights_are_read_as_integers():
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
 def test_mosaic_compiles_the_kernels(topology):
     report = compiled(topology, "kernels")
-    assert len(report["kernels"]) == 2 * 8 + 3
+    assert len(report["kernels"]) == 3 * 8 + 3
     assert all(report["kernels"].values()), report["kernels"]
 
 

@@ -30,7 +30,7 @@ def kernels(topology_name: str) -> None:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from failfast_jax.kernels import tpu
+    from failfast_jax.kernels import tpu, tpu_write
     from failfast_jax.models.attention import Window, attend
 
     chip = SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices[0])
@@ -55,8 +55,13 @@ def kernels(topology_name: str) -> None:
         places = array(batch), array(batch), array()
         shown = f"{width} rows, {kv_heads} x {group} heads of {head_dim}, {capacity} positions, {dtype}"
         for name, function, args in (
-            ("attention", lambda *a: tpu.window_attention(*a, block_size=32), (qkv, *tables, cache, cache, *places)),
-            ("write", tpu.write_window, (cache, cache, qkv, places[0], tables)),
+            ("both", functools.partial(tpu.attend, block_size=32), (qkv, *tables, cache, cache, *places)),
+            (
+                "attention",
+                functools.partial(tpu.window_attention, block_size=32),
+                (qkv, *tables, cache, cache, *places),
+            ),
+            ("write", tpu_write.write_window, (cache, cache, qkv, places[0], tables)),
         ):
             hlo = jax.jit(function).lower(*args).compile().as_text()
             verdicts[f"{name}: {shown}"] = "tpu_custom_call" in hlo

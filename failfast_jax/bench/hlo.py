@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "s32": 4, "u32": 4, "f32": 4}
-KERNELS = ("window_attention", "write_window")
+KERNELS = ("attend_and_write", "window_attention", "write_window")
 """Pallas calls of this package, as they are named in the text: they read a part of their operands."""
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 _FREE = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "copy-done", "slice-done", "while", "iota"}

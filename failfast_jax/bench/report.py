@@ -13,6 +13,7 @@ import numpy as np
 from failfast_jax.bench.journal import Record
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
+from failfast_jax.decoding.economics import calibration_error
 from failfast_jax.tables import markdown
 
 BINS = 10
@@ -114,13 +115,13 @@ def calibration(records: Iterable[Record], label: str) -> dict[str, Any]:
         accepted=[e["accepted"] for e in entries],
     )
     judged = [(c, at < e["accepted"]) for e in entries for at, c in enumerate(e["confidence"][: e["accepted"] + 1])]
-    tokens = in_bins([c for c, _ in judged], accepted=[fine for _, fine in judged])
-    error = sum(b["count"] * abs(b["accepted"] - b["confidence"]) for b in tokens if b["count"])
-    positions = []
+    confidence, right = [c for c, _ in judged], [fine for _, fine in judged]
+    tokens = in_bins(confidence, accepted=right)
+    error, positions = calibration_error(confidence, right), []
     for position in range(1, max((e["drafted"] for e in entries), default=0) + 1):
         reaching = [e["accepted"] >= position for e in entries if e["drafted"] >= position]
         positions.append({"position": position, "drafts": len(reaching), "accepted": sum(reaching) / len(reaching)})
-    return {"rounds": rounds, "tokens": tokens, "positions": positions, "ece": ratio(error, len(judged))}
+    return {"rounds": rounds, "tokens": tokens, "positions": positions, "ece": error}
 
 
 # -- what is fastest -------------------------------------------------------------------------------------------

@@ -157,6 +157,15 @@ def observed(drafts: Iterable[tuple[Sequence[float], int]]) -> list[float]:
     return [round(float(chance), 4) for chance in chances]
 
 
+def calibration_error(confidence: Sequence[float], right: Sequence[bool]) -> float | None:
+    """Expected calibration error: how far confidence and the share of right tokens lie apart in ten equal bins, each
+    as heavy as its tokens are many; None without tokens."""
+    says, right = np.asarray(confidence, float), np.asarray(right, float)
+    which = np.clip((says * 10).astype(int), 0, 9)
+    apart = np.abs(np.bincount(which, right - says, minlength=10)).sum()
+    return float(apart / len(says)) if len(says) else None
+
+
 def _bounds() -> np.ndarray:
     """Confidences between two bins."""
     return 1 / (1 + np.exp(-np.asarray(EDGES, np.float32)))

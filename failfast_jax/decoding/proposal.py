@@ -24,19 +24,23 @@ def propose(
     *,
     sampled: bool,
     alternatives: int = 0,
-) -> tuple[Int[Array, "B N"], Float[Array, "B N"], Extras]:
+    confidence: bool = True,
+) -> tuple[Int[Array, "B N"], Float[Array, "B N"] | None, Extras]:
     """Tokens, confidences and extras for `positions`.
 
     The confidence is that of the best token even where another one was drawn: what a draft's length depends on must
-    not depend on the draw.
+    not depend on the draw. Without `confidence` it is None, and no row is read for it: a network says it by itself.
     """
-    tokens, confidence = argmax_and_confidence(logits, execution)
+    if confidence:
+        tokens, share = argmax_and_confidence(logits, execution)
+    else:
+        tokens, share = argmax(logits, execution), None
     extras: Extras = {}
     if sampled:
         tokens, extras["q"] = sample_draft(logits, positions, sampling, execution)
     if alternatives:
         extras["alternatives"] = runners_up(logits, alternatives, execution)
-    return tokens, confidence, extras
+    return tokens, share, extras
 
 
 def runners_up(logits: Float[Array, "B N U"], count: int, execution: Execution) -> Alternatives:

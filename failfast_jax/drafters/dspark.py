@@ -164,13 +164,14 @@ class DSparkDrafter(FeatureDrafter):
 
     def _propose(
         self, logits: Float[Array, "B N v"], positions: Int[Array, "B N"], committed: Committed
-    ) -> tuple[Int[Array, "B N"], Float[Array, "B N"], Extras]:
-        """Tokens of the target's vocabulary."""
+    ) -> tuple[Int[Array, "B N"], Float[Array, "B N"] | None, Extras]:
+        """Tokens of the target's vocabulary, and their softmax where no head says how sure they are."""
         ids = self.model.draft_ids
         narrow = ids is not None and not (self.sampled or self.alternatives)
         # What leaves a drafter beside tokens and confidences speaks of the target's ids.
         logits = logits if narrow else self.model.over_vocabulary(logits)
-        tokens, confidence, extras = propose(logits, positions, committed.sampling, self.model.execution, **self._extra)
+        asked = self._extra | {"confidence": self.model.network.confidence is None}
+        tokens, confidence, extras = propose(logits, positions, committed.sampling, self.model.execution, **asked)
         return ids[tokens] if narrow else tokens, confidence, extras
 
     def _markov_state(
@@ -190,7 +191,7 @@ class DSparkDrafter(FeatureDrafter):
         return jax.lax.fori_loop(0, jnp.max(drafted), row, state), last
 
     def _confidence(
-        self, hidden: Float[Array, "B N E"], before: Float[Array, "B N r"] | None, softmax: Float[Array, "B N"]
+        self, hidden: Float[Array, "B N E"], before: Float[Array, "B N r"] | None, softmax: Float[Array, "B N"] | None
     ) -> Float[Array, "B N"]:
         """The confidence head's, else the largest probability."""
         network = self.model.network

@@ -9,8 +9,9 @@ One interface, `window_attention(..., k_cache, v_cache, start, until, live, *, b
   neither on where its window began nor on `live` nor on what lies behind it.
 
 `cpu`, `gpu` and `reference.window_attention` take rotated queries `[B, W, Q, H]`, `tpu.window_attention` the
-fused projection before rotation. Wide windows are served by `gpu.dense_window_attention`, `tpu.prefill_attention` and
-`cpu_prompt.attend`; the last one takes the fused projection and writes the window's keys and values itself.
+fused projection before rotation. Wide windows are served by `gpu.dense_window_attention`, `tpu_prompt.attention` and
+`cpu_prompt.attend`. That one and `tpu.attend` take the fused projection and write the window's keys and values
+themselves; `tpu_write.write_window` writes them alone.
 Each module of kernels has `supports(...)`, which says why it cannot serve a shape; `MAX_WIDTH` is the widest window
 that `cpu`, `gpu` and `tpu.window_attention` serve.
 

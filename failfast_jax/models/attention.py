@@ -128,12 +128,12 @@ def attend(
     if kernel == "tpu" and window.seen is not None:
         return _attend_groups(qkv, cache, window, until)
     if kernel == "tpu" and window.visible is None and window.back is None:
-        from failfast_jax.kernels import tpu
+        from failfast_jax.kernels import tpu, tpu_write
 
         if qkv.shape[1] <= tpu.MAX_WIDTH:
-            tables = tpu.rotary_tables(window.cos, window.sin)
-            cache = tpu.write_window(*cache, qkv, start, tables)
-            return tpu.window_attention(qkv, *tables, *cache, start, until, live, block_size=block_size), cache
+            tables = tpu_write.rotary_tables(window.cos, window.sin)
+            out, *cache = tpu.attend(qkv, *tables, *cache, start, until, live, block_size=block_size)
+            return out, tuple(cache)
     if kernel == "cpu" and window.visible is None and window.seen is None:
         from failfast_jax.kernels import cpu_prompt
 
@@ -192,16 +192,16 @@ def _attend_groups(
     qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window, until: PerSequence
 ) -> tuple[Float[Array, "B W Q H"], LayerCache]:
     """`attend` for groups of rows on a TPU: as many whole groups at a time as the kernel takes rows."""
-    from failfast_jax.kernels import tpu
+    from failfast_jax.kernels import tpu, tpu_write
 
     width, size = qkv.shape[1], qkv.shape[1] // window.seen.shape[1]
-    tables = tpu.rotary_tables(window.cos, window.sin)
+    tables = tpu_write.rotary_tables(window.cos, window.sin)
     seen = jnp.repeat(window.seen, size, axis=1)
     step = max(tpu.MAX_WIDTH // size, 1) * size
     parts = [slice(at, min(at + step, width)) for at in range(0, width, step)]
     for part in parts:
         some = tuple(table[:, part] for table in tables)
-        cache = tpu.write_window(*cache, qkv[:, part], window.start + part.start, some)
+        cache = tpu_write.write_window(*cache, qkv[:, part], window.start + part.start, some)
     outputs = []
     for part in parts:
         some, begin = tuple(table[:, part] for table in tables), window.start + part.start
@@ -241,9 +241,9 @@ def cached_attention(
     if kernel in ("reference", "cpu") or (kernel == "tpu" and back is not None):
         return reference.window_attention(*arguments, block_size=block_size, tile=TILE, back=back)
     if kernel == "tpu":
-        from failfast_jax.kernels import tpu
+        from failfast_jax.kernels import tpu_prompt
 
-        return tpu.prefill_attention(*arguments, block_size=block_size)
+        return tpu_prompt.attention(*arguments, block_size=block_size)
     from failfast_jax.kernels import gpu
 
     if kernel == "gpu" and q.shape[1] <= gpu.MAX_WIDTH and back is None:
@@ -266,9 +266,9 @@ def write_windows(
     The caller keeps `start + W` within the capacity.
     """
     if kernel == "tpu":
-        from failfast_jax.kernels import tpu  # slow to import: only where it runs
+        from failfast_jax.kernels import tpu, tpu_write  # slow to import: only where it runs
 
         # Long windows are prefill: rare, and more than the kernel's fast memory holds.
         if k.shape[1] <= tpu.MAX_WIDTH:
-            return tpu.write_window(k_cache, v_cache, jnp.stack([k, v], axis=3), start)
+            return tpu_write.write_window(k_cache, v_cache, jnp.stack([k, v], axis=3), start)
     return write_window(k_cache, k, start), write_window(v_cache, v, start)

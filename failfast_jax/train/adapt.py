@@ -256,6 +256,8 @@ class BlockDiffusion:
       compute_dtype: of the arithmetic.
     """
 
+    calibrates = False
+
     def __init__(self, config: ModelConfig, options: AdaptationOptions, compute_dtype: jnp.dtype):
         self.config, self.options, self.compute_dtype = config, options, compute_dtype
 

@@ -303,9 +303,21 @@ class DSparkObjective(FeatureObjective):
         **how: Any,
     ):
         self.heads_only, bound = heads_only, bind(model, target, draft_ids)
-        parts = nnx.split(model, _of_heads if heads_only else ..., ...)
-        super().__init__(bound, parts, target, draft_ids, options, **how)
+        self._split = (_of_heads if heads_only else ..., ...)
+        super().__init__(bound, nnx.split(model, *self._split), target, draft_ids, options, **how)
         self.constants["head"] = bound.head
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether its confidence head learns what greedy answers accept, which held-out drafts show."""
+        return self.config.confidence and self.options.greedy_confidence
+
+    def calibrated(self, trainable: Any, scale: float, shift: float) -> Any:
+        """Parameters with which the confidence head's log-odds are `scale` times those of before, plus `shift`."""
+        model = self.model(jax.tree.map(lambda leaf: leaf, trainable))  # a module shares the variables it is made of
+        head = model.confidence
+        head.weight[...], head.bias[...] = head.weight[...] * scale, head.bias[...] * scale + shift
+        return nnx.split(model, *self._split)[1]
 
     def tokens(self, batch):
         return batch["tokens"].shape[0] * self.options.anchors * self.config.block_size

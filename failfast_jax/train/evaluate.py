@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 from failfast_jax import distributed
-from failfast_jax.decoding.economics import observed
 from failfast_jax.engine import FailFast
 from failfast_jax.models.drafter_model import EAGLE, FEATURE_BLOCK
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.train.calibration import Drafts
 from failfast_jax.train.data import Documents
 
 
@@ -30,7 +30,7 @@ class Evaluation:
 
     Attributes:
       last: the last result.
-      chances: of its drafts, by confidence (`decoding.economics.observed`).
+      drafts: of the last result: the confidences of each draft's tokens, and how many were accepted.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Evaluation:
         self.options = {**method, "max_new_tokens": tokens, "spec_len": spec_len}
         self.prompts = [prompt.tolist() for prompt, _ in held_out.pairs()[:prompts]]
         self.last: dict[str, float] | None = None
-        self.chances: list[float] | None = None
+        self.drafts: Drafts = []
 
     def _drafter(self, trainable: Any) -> Any:
         drafter = self.objective.drafter(trainable)
@@ -79,6 +79,6 @@ class Evaluation:
             "drafted_per_round": float(np.mean([len(log.drafted) for log in rounds])),
             "rounds": len(rounds),
         }
-        self.chances = distributed.agreed(observed((log.confidence, log.accepted) for log in rounds))
+        self.drafts = [(log.confidence, log.accepted) for log in rounds]
         self.last = distributed.agreed(figures)
         return self.last

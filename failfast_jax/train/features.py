@@ -185,6 +185,7 @@ class FeatureObjective:
 
     loss_of: Callable[..., Any]
     write: Callable[..., None]
+    calibrates = False
 
     def __init__(
         self,

@@ -38,6 +38,8 @@ class Objective(Protocol):
     trainable: Any
     constants: Any
     """Frozen arrays that the loss reads."""
+    calibrates: bool
+    """Whether there is a confidence head that drafts on held-out documents correct at the end (`calibrated`)."""
 
     def prepare(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         """Host-side additions to a batch, such as cached features."""

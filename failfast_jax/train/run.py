@@ -30,12 +30,14 @@ from failfast_jax.checkpoints.loading import load_model, open_source
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.compilation import enable_compile_cache
+from failfast_jax.decoding.economics import observed
 from failfast_jax.errors import OptionError
 from failfast_jax.files import check_shared, read_json, sole_writer
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import whole
 from failfast_jax.options import flag_of
-from failfast_jax.train import data, loop, presets
+from failfast_jax.train import calibration, data, loop, presets
+from failfast_jax.train.calibration import Drafts
 from failfast_jax.train.conversations import ROWS, check_template, read_conversations
 from failfast_jax.train.diffusion import Start, frozen_parts, start_for
 from failfast_jax.train.dspark import spare_token
@@ -353,6 +355,7 @@ def _train(
     # A run whose last step was done before measures nothing more.
     figures = measure.last or measure(loop.averaged(state))
     steps_done, made = int(state["step"]), _on_host(loop.averaged(state))
+    made, drafts, calibrated = _calibrated(objective, made, measure.drafts)
 
     def written() -> dict[str, Any]:
         training = {
@@ -360,8 +363,8 @@ def _train(
             "data": [path.name for path in args.data],
             "storage": args.storage,
         }
-        training |= {"steps_done": steps_done, "held_out_figures": figures}
-        more = {"training": training} | ({} if args.family in DIFFUSION else {CHANCES: measure.chances})
+        training |= {"steps_done": steps_done, "held_out_figures": figures} | calibrated
+        more = {"training": training} | ({} if args.family in DIFFUSION else {CHANCES: observed(drafts)})
         objective.save(made, args.out / "drafter", storage=args.storage, **more)
         return _report(args.out / "drafter", training)
 
@@ -369,6 +372,16 @@ def _train(
     if not done:
         raise OutOfTime
     _push(args)
+
+
+def _calibrated(objective: loop.Objective, made: Any, drafts: Drafts) -> tuple[Any, Drafts, dict[str, Any]]:
+    """Parameters whose confidence head says what held-out drafts are worth, these drafts, and what became of it."""
+    if not objective.calibrates:
+        return made, drafts, {}
+    scale, shift = calibration.fitted(drafts)
+    errors = {"before": calibration.error(drafts), "expected": calibration.error_elsewhere(drafts)}
+    found = {"scale": scale, "shift": shift, "calibration_error": errors}
+    return objective.calibrated(made, scale, shift), calibration.mapped(drafts, scale, shift), {"calibration": found}
 
 
 def _on_host(tree: Any) -> Any:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import tiers
 
-from failfast_jax.kernels import reference, tpu
+from failfast_jax.kernels import reference, tpu, tpu_prompt, tpu_write
 from failfast_jax.models.attention import Window, attend, write_windows
 from failfast_jax.models.cache import TILE, write_window
 from failfast_jax.models.rope import apply_rope
@@ -54,11 +54,12 @@ def angles(start, width: int, head_dim: int):
 
 @functools.partial(jax.jit, static_argnames="block_size")
 def attended(qkv, k, v, start, until, live, block_size):
-    """The window's own keys and values written, and the heads' outputs."""
-    tables = tpu.rotary_tables(*angles(start, qkv.shape[1], qkv.shape[4]))
-    k, v = tpu.write_window(k, v, qkv, start, tables, interpret=INTERPRET)
-    out = tpu.window_attention(qkv, *tables, k, v, start, until, live, block_size=block_size, interpret=INTERPRET)
-    return out, k, v
+    """The heads' outputs, and the caches with the window's own keys and values: by one kernel, and by two."""
+    tables = tpu_write.rotary_tables(*angles(start, qkv.shape[1], qkv.shape[4]))
+    options = {"block_size": block_size, "interpret": INTERPRET}
+    one = tpu.attend(qkv, *tables, k, v, start, until, live, **options)
+    k, v = tpu_write.write_window(k, v, qkv, start, tables, interpret=INTERPRET)
+    return one, (tpu.window_attention(qkv, *tables, k, v, start, until, live, **options), k, v)
 
 
 @functools.partial(jax.jit, static_argnames="block_size")
@@ -90,15 +91,16 @@ def test_equals_the_reference(case, seed, places, bidirectional):
     until = start + width - 1 if bidirectional else np.zeros_like(start)
     live = np.int32(start.max() + width + block_size)
     arguments = (*arrays(shape, seed), start, until, live, block_size)
-    for got, wanted in zip(attended(*arguments), expected(*arguments)):
-        assert close(shape, got, wanted)
+    for one, two, wanted in zip(*attended(*arguments), expected(*arguments)):
+        np.testing.assert_array_equal(one, two)
+        assert close(shape, one, wanted)
 
 
 @pytest.mark.parametrize("most", tiers([128, 16], quick=[16], long=None))
 def test_groups_of_rows_see_what_they_are_told(most, monkeypatch):
     """Copies of a block behind different texts, all at a time and two at a time; the last is a part of its block."""
-    for name in ("window_attention", "write_window"):
-        monkeypatch.setattr(tpu, name, functools.partial(getattr(tpu, name), interpret=INTERPRET))
+    for module, name in ((tpu, "window_attention"), (tpu_write, "write_window")):
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=INTERPRET))
     monkeypatch.setattr(tpu, "MAX_WIDTH", most)
     batch, copies, size, kv_heads, head_dim = 2, 5, 8, 2, 64
     qkv, k, v = arrays((batch, copies * size, 3 * kv_heads, kv_heads, head_dim, 384, "float32"), 3)
@@ -127,12 +129,12 @@ def test_a_row_depends_neither_on_its_window_nor_on_dead_cache():
     results = []
     zero = np.zeros(1, np.int32)
     # All windows of one text: their keys and values are in the cache.
-    k, v = tpu.write_window(k, v, jnp.asarray(rows[:, 1016:1040]), zero + 1016, None, interpret=INTERPRET)
+    k, v = tpu_write.write_window(k, v, jnp.asarray(rows[:, 1016:1040]), zero + 1016, None, interpret=INTERPRET)
     k = jnp.asarray(k)
 
     @jax.jit
     def run(qkv, k, v, start, live):
-        tables = tpu.rotary_tables(*angles(start, 8, 64))
+        tables = tpu_write.rotary_tables(*angles(start, 8, 64))
         return tpu.window_attention(qkv, *tables, k, v, start, zero, live, block_size=1, interpret=INTERPRET)
 
     for start in (1020, 1023, 1027):
@@ -149,7 +151,7 @@ def test_a_row_depends_neither_on_its_window_nor_on_dead_cache():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_writes_each_window_at_its_place(dtype):
     new, k, v = arrays((3, 7, 2, 2, 64, 256, dtype), 0)
-    write = jax.jit(functools.partial(tpu.write_window, interpret=INTERPRET))
+    write = jax.jit(functools.partial(tpu_write.write_window, interpret=INTERPRET))
     for start in ([0, 9, 249], [16, 100, 241], [15, 240, 3]):
         start = np.asarray(start, np.int32)
         got_k, got_v = write(k, v, new, start)
@@ -163,7 +165,7 @@ def test_prefill_equals_the_reference(block_size):
     _, k, v = arrays((batch, width, 4, kv_heads, head_dim, capacity, "float32"), 3)
     q = jnp.asarray(np.random.default_rng(4).standard_normal((batch, width, 4, head_dim), np.float32))
     start, until, live = np.asarray([130], np.int32), np.zeros(1, np.int32), np.int32(130 + 128 + 32)
-    got = tpu.prefill_attention(q, k, v, start, until, live, block_size=block_size, interpret=INTERPRET)
+    got = tpu_prompt.attention(q, k, v, start, until, live, block_size=block_size, interpret=INTERPRET)
     wanted = reference.window_attention(q, k, v, start, until, live, block_size=block_size, tile=TILE)
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 

@@ -55,7 +55,10 @@ def arguments(data, out, *more: str) -> list[str]:
 
 FAMILIES = [
     ["--family", "dflash", "--rows", "3", "--draft-vocab", "50", "--row-features", "0,1", "--borrow"],
-    ["--family", "dspark", "--rows", "3", "--markov-rank", "8", "--mask-token", "1", "--features", "0,1"],
+    [
+        *["--family", "dspark", "--rows", "3", "--markov-rank", "8", "--confidence-for", "greedy"],
+        *["--mask-token", "1", "--features", "0,1"],
+    ],
     ["--family", "eagle3", "--ttt-length", "3", "--draft-vocab", "60", "--features", "0,1"],
     ["--family", "standalone", "--layers", "1", "--block-size", "16", "--kl-weight", "0.5"],
 ]
@@ -79,6 +82,9 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     assert config.get("family") == (family[1] if family[1] == "standalone" else None)
     assert config["training"]["family"] == family[1] and config["training"]["steps_done"] == 4
     assert config["training"]["held_out_figures"]["accepted_per_round"] == report["accepted_per_round"]
+    calibration = config["training"].get("calibration")
+    assert (calibration is not None) == ("greedy" in family)
+    assert calibration is None or 0 <= calibration["calibration_error"]["before"] <= 1
     engine = FailFast(TARGET, out / "drafter")
     assert list(engine.chances) == config["chances"] != list(MODEL_CHANCES)  # measured with the figures
     options = {"max_new_tokens": 8, "ignore_eos": True}

@@ -1,0 +1,67 @@
+"""What a confidence head says, against what drafts turn out to be worth."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import random_dspark
+
+from failfast_jax.train import calibration, dspark
+
+
+def drafts_of(rng: np.random.Generator, count: int, *, scale: float, shift: float) -> calibration.Drafts:
+    """Drafts of four tokens whose true log-odds are those of their confidences, scaled and shifted."""
+    confidence = rng.uniform(0.02, 0.98, (count, 4))
+    odds = scale * np.log(confidence / (1 - confidence)) + shift
+    right = rng.uniform(size=odds.shape) < 1 / (1 + np.exp(-odds))
+    return [(values.tolist(), int(np.cumprod(fine).sum())) for values, fine in zip(confidence, right)]
+
+
+def test_finds_how_sure_drafts_may_be():
+    drafts = drafts_of(np.random.default_rng(0), 8000, scale=0.6, shift=-0.8)
+    scale, shift = calibration.fitted(drafts)
+    assert scale == pytest.approx(0.6, abs=0.05) and shift == pytest.approx(-0.8, abs=0.05)
+    assert calibration.error(drafts) > 0.1
+    assert calibration.error(calibration.mapped(drafts, scale, shift)) < 0.03
+    # Of drafts that it was not fitted to, the two agree.
+    others = drafts_of(np.random.default_rng(1), 8000, scale=0.6, shift=-0.8)
+    assert (
+        calibration.error_elsewhere(drafts) < 0.03
+        and calibration.error(calibration.mapped(others, scale, shift)) < 0.03
+    )
+
+
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        pytest.param([], id="none"),
+        pytest.param([([1.0, 1.0], 2)] * 50, id="always right"),
+        pytest.param([([0.0, 0.5], 0)] * 50, id="always wrong"),
+    ],
+)
+def test_stays_finite_where_drafts_say_little(drafts):
+    scale, shift = calibration.fitted(drafts)
+    assert np.isfinite([scale, shift]).all() and scale > 0
+    assert all(0 <= c <= 1 for values, _ in calibration.mapped(drafts, scale, shift) for c in values)
+    assert (scale, shift) == (1.0, 0.0) or drafts
+
+
+@pytest.mark.parametrize("heads_only", [False, True])
+def test_the_head_says_what_was_fitted(target, heads_only):
+    model = random_dspark(target, seed=2, markov="vanilla", markov_rank=6, confidence_sees_markov=False)
+    options = dspark.DSparkOptions(2, greedy_confidence=True)
+    objective = dspark.DSparkObjective(model.network, target, None, options, heads_only=heads_only)
+    assert objective.calibrates
+    before, after = (
+        objective.model(one) for one in (objective.trainable, objective.calibrated(objective.trainable, 0.7, -0.3))
+    )
+    hidden = jnp.asarray(np.random.default_rng(3).standard_normal((5, target.config.hidden_size)), jnp.float32)
+    says = before.confidence_logits(hidden, None)
+    np.testing.assert_allclose(after.confidence_logits(hidden, None), 0.7 * says - 0.3, atol=1e-5)
+    np.testing.assert_array_equal(after.markov.w1[...], before.markov.w1[...])
+    np.testing.assert_array_equal(after.layers[0].mlp.down.weight[...], before.layers[0].mlp.down.weight[...])
+    # What it was made of is not changed.
+    np.testing.assert_array_equal(
+        objective.model(objective.trainable).confidence.bias[...], before.confidence.bias[...]
+    )

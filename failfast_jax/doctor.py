@@ -252,9 +252,10 @@ def decoding() -> Iterator[Finding]:
 def own_models(target: str | None, drafter: str | None) -> Iterator[Finding]:
     """A target, and a drafter for it, by what can be known without reading their weights; None: the default target, no
     drafter."""
+    from failfast_jax import drafters
     from failfast_jax.checkpoints.hub import default_target_path
     from failfast_jax.checkpoints.loading import open_source
-    from failfast_jax.checkpoints.pair import check_drafter, check_is_target
+    from failfast_jax.checkpoints.pair import brought_by, check_drafter, check_is_target
     from failfast_jax.checkpoints.tokenizer import load_tokenizer
 
     name = default_target_path() if target is None else target
@@ -276,6 +277,9 @@ def own_models(target: str | None, drafter: str | None) -> Iterator[Finding]:
     if drafter is not None:
         try:
             fit = check_drafter(drafter, source, tokenizer)
+            decoding, chances = brought_by(drafter)
+            drafters.check_defaults(decoding, _shown(drafter))
+            drafters.check_chances(chances, _shown(drafter))
             how = f"{_billions(fit.parameters)}, drafts by --method {fit.method}"
             text = f"{_shown(drafter)}: {fit.kind}, {how}; it fits the target"
             yield Finding("drafter", OK, text)

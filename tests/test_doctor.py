@@ -14,6 +14,7 @@ from failfast_jax.checkpoints import hub
 from failfast_jax.checkpoints.loading import open_source
 from failfast_jax.defaults import embedded_drafter
 from failfast_jax.errors import CheckpointError
+from failfast_jax.files import read_json, write_json
 from failfast_jax.kernels import emit
 from failfast_jax.models import quantization
 
@@ -114,6 +115,12 @@ def test_what_is_wrong_with_models_is_said(tmp_path, monkeypatch):
     assert diffusion.state == doctor.BROKEN and "cannot verify drafts" in diffusion.text
     assert about(GOLDEN / "fast_dllm_v2_tied")["target"].state == doctor.NOTE
     assert "which cannot be a target" in about(GOLDEN / "field" / "dspark_qwen3_a")["target"].text
+    shutil.copytree(embedded_drafter(), tmp_path / "drafter")
+    file = tmp_path / "drafter" / "config.json"
+    for change, said in (({"chances": [0.5]}, "key 'chances'"), ({"decoding": {"any": {"tau": 7}}}, "tau")):
+        write_json(file, read_json(embedded_drafter() / "config.json") | change)
+        found = about(None, tmp_path / "drafter")["drafter"]
+        assert found.state == doctor.BROKEN and said in found.text
     monkeypatch.setattr(platforms, "free_memory", lambda: 1000)
     short = about(GOLDEN / "llama_tied")["room for them"]
     assert short.state == doctor.BROKEN and "--quantize int8" in short.fix

@@ -161,6 +161,18 @@ class Pair:
     drafter_name: str
 
 
+def brought_by(drafter: str | os.PathLike) -> tuple[dict[str, Any], Any]:
+    """Decoding options for this platform, and `stored_chances`, that a drafter's folder brings; of other models none.
+
+    Raises:
+      ConfigError: an option that does not exist, or a value out of its range.
+    """
+    if not is_drafter_folder(drafter) and not feature_kind(drafter):
+        return {}, None
+    folder = resolve_source(drafter)
+    return decoding_defaults(folder, jax.default_backend()), stored_chances(folder)
+
+
 def load_with_tokenizer(
     source: str | os.PathLike,
     dtype: Any = None,
@@ -203,12 +215,12 @@ def read_pair(
         target, loaded = load_with_tokenizer(target, dtype, mesh, quantize=quantize)
         tokenizer = tokenizer or loaded
     if _is_path(drafter) and is_drafter_folder(drafter):
-        decoding, chances = decoding_defaults(drafter, jax.default_backend()), stored_chances(drafter)
+        decoding, chances = brought_by(drafter)
         drafter = load_drafter(drafter, target, names["target_name"])
         drafter_tokenizer = tokenizer  # it drafts in its target's tokens
     if _is_path(drafter) and (kind := feature_kind(drafter)):
         folder = resolve_source(drafter)
-        decoding, chances = decoding_defaults(folder, jax.default_backend()), stored_chances(folder)
+        decoding, chances = brought_by(folder)
         drafter, drafter_tokenizer = LOADERS[kind](folder, target, names["target_name"]), tokenizer
     if _is_path(drafter):
         drafter, loaded = load_with_tokenizer(drafter, dtype, mesh, drafter=True, quantize=quantize_drafter)

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from failfast_jax import distributed
 from failfast_jax.bench.datasets import load_dataset
+from failfast_jax.bench.report import shown
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.accept import agreeing_prefix
 from failfast_jax.decoding.drafter import Drafter, Wrapper
@@ -46,6 +47,8 @@ from failfast_jax.tables import markdown
 WIDTHS, LONGEST = (1, 4, 8, 16), 15
 VERIFY_8, PASS = (1.0, 1.5, 2.0, 3.0, 4.0), (0.05, 0.3, 1.0)
 """Steps that a verify of 8 rows takes, and a pass of the drafter."""
+LEARNED = 100
+"""Rounds behind which chances should be known."""
 MATCHES, LENGTHS, CUTS = (1, 2, 3, 4, 6, 99), (3, 7, 15), (0.0, 0.3, 0.6)
 """Of fixed settings: shortest matches (99: no lookups), draft lengths, and confidences that end a draft."""
 
@@ -157,8 +160,9 @@ class Told:
 
     steps: Float[Array, ""]
     rounds: Int[Array, ""]
-    known: Float[Array, "2 10 3"]
-    """By source and tenth of the chance: tokens tried, their chances summed up, and how many were accepted."""
+    known: Float[Array, "2 2 10 3"]
+    """Of all rounds, and of those behind `LEARNED`, by source and tenth of the chance: tokens tried, the sum of their
+    chances, and how many were accepted."""
 
 
 @functools.partial(jax.jit, static_argnames="prior")
@@ -189,15 +193,16 @@ def by_policy(
         following = gather_window(text[None], length[None], draft.tokens.shape[1])
         agreed = agreeing_prefix(draft.tokens, jnp.minimum(draft.length, end - length), following)
         emitted = jnp.minimum(agreed[0] + 1, end - length)
+        known = _known(state, drafted, following, emitted)
         told = told.replace(
             steps=told.steps + drafted.cost,
             rounds=told.rounds + 1,
-            known=told.known + _known(state, drafted, following, emitted),
+            known=told.known + jnp.stack([known, jnp.where(told.rounds >= LEARNED, known, 0)]),
         )
         outcome = Outcome(before, at(length + emitted), draft, jnp.minimum(agreed, emitted), jnp.zeros((1, 1, 0, 1)))
         return length + emitted, drafter.commit(drafted, outcome), told
 
-    told = Told(jnp.float32(0), jnp.int32(0), jnp.zeros((2, 10, 3)))
+    told = Told(jnp.float32(0), jnp.int32(0), jnp.zeros((2, 2, 10, 3)))
     start = (begin, drafter.init(1, text.shape[0]), told)
     return jax.lax.while_loop(lambda carry: carry[0] < end, one_round, start)[2]
 
@@ -311,7 +316,7 @@ def simulated(given: Sequence[Answer], prior: tuple[float, ...] = MODEL_CHANCES)
     found = [places(answer) for answer in progress_bar("places", "answer", given)]
     lengths = np.asarray([len(answer.output) for answer in given])
     settings = settings_of(min(len(given[0].drafted[0]), LONGEST))
-    rows, known = [], np.zeros((2, 10, 3))
+    rows, known = [], np.zeros((2, 2, 10, 3))
     for verify_8, drafter_pass in itertools.product(VERIFY_8, PASS):
         verify = steps_of(verify_8)
         fixed = {s: np.asarray([fixed_steps(at, verify, drafter_pass, s) for at in found]) for s in settings}
@@ -331,9 +336,15 @@ def simulated(given: Sequence[Answer], prior: tuple[float, ...] = MODEL_CHANCES)
                 "auto_slowest_question": float((lengths / steps).min()),
             }
         )
-    tried = np.maximum(known[..., 0].sum(1), 1)
-    errors = np.abs(known[..., 1] - known[..., 2]).sum(1) / tried
-    return {"machines": rows, "calibration_error": {"text": errors[0], "model": errors[1]}, "tried": tried.tolist()}
+    tried, off = known[..., 0].sum(-1), np.abs(known[..., 1] - known[..., 2]).sum(-1)
+    calibration = {
+        when: {
+            source: {"error": float(error / count) if count else None, "tokens": int(count)}
+            for source, error, count in zip(("text", "model"), *both)
+        }
+        for when, *both in zip(("all rounds", f"rounds behind {LEARNED}"), off, tried)
+    }
+    return {"machines": rows, "calibration_error": calibration}
 
 
 def work(args: argparse.Namespace) -> None:
@@ -352,5 +363,7 @@ def work(args: argparse.Namespace) -> None:
         [f"{value:.2f}" if isinstance(value, float) else value for value in row.values()] for row in found["machines"]
     ]
     print(markdown(head, cells))
-    errors = found["calibration_error"]
-    print(f"\nexpected calibration error: text {errors['text']:.3f}, model {errors['model']:.3f}")
+    print()
+    for when, sources in found["calibration_error"].items():
+        said = (f"{name} {shown(one['error'], 3)} ({one['tokens']} tokens)" for name, one in sources.items())
+        print(f"expected calibration error, {when}, all machines: {', '.join(said)}")

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -40,7 +41,7 @@ def test_fixed_settings_are_counted_by_hand(answer):
     assert fixed_steps(found, verify, 0.5, (99, 3, 3, 0.6)) == 18 * (1.5 + 0.5)  # two drafted, one right
 
 
-def test_the_policy_drafts_what_pays(answer):
+def test_the_policy_drafts_what_pays(answer, monkeypatch):
     arrays = inputs(answer, 128)
     dear = by_policy(*arrays, costs([1, 50, 60, 70], 40.0))
     assert float(dear.steps) == int(dear.rounds) == 36
@@ -48,7 +49,13 @@ def test_the_policy_drafts_what_pays(answer):
     assert hopeless.steps >= by_policy(*arrays, costs([1, 1, 1, 1], 0.1)).steps
     free = by_policy(*arrays, costs([1, 1, 1, 1], 0.0))
     assert float(free.steps) == int(free.rounds) < 8
-    assert 0 < np.asarray(free.known)[0, :, 2].sum() <= 36
+    assert 0 < np.asarray(free.known)[0, 0, :, 2].sum() <= 36
+    assert not np.asarray(dear.known)[1].any()  # 36 rounds are too few to know chances by
+    monkeypatch.setattr(simulate, "LEARNED", 20)
+    anew = jax.jit(lambda *arguments: by_policy.__wrapped__(*arguments))
+    again = anew(*arrays, costs([1, 50, 60, 70], 40.0))
+    everything, late = np.asarray(again.known)[..., 0].sum((1, 2))
+    assert 0 < late < everything
 
 
 def test_a_summary_compares_with_the_best_fixed_setting(answer, monkeypatch):

@@ -138,7 +138,9 @@ class Chip:
 
 
 AHEAD = {"xla_tpu_async_copy_bandwidth_scaling_factor": "2.25", "xla_tpu_enforce_prefetch_fifo_order": True}
-"""Weights are fetched earlier, beside sums and small operations too, and in the order in which they are needed."""
+"""Weights are fetched earlier, beside sums and small operations too, and in the order in which they are needed. What
+the compiler makes of the factor jumps: at 2 passes of few rows of 32B on eight v6e take a sixth longer, at 2.5 those of
+64 rows of 14B on four (by the timeline of `tpu_scripts/aot_report.py`)."""
 ROOM = {"xla_tpu_scoped_vmem_limit_kib": "25088"}
 """Fast memory that one operation may take: with less, products of some models spread over eight chips fetch their
 weights by themselves; with more, less is left to weights that are fetched ahead."""

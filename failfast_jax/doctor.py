@@ -195,21 +195,22 @@ def kernels() -> Iterator[Finding]:
     import jax.numpy as jnp
     import numpy as np
 
-    from failfast_jax.models.attention import cached_attention, kernel_of
+    from failfast_jax.models.attention import Window, attend, kernel_of
 
     device = jax.devices()[0]
     dtype = jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
     kernel = kernel_of(device, dtype, 128)
     rng = np.random.default_rng(0)
-    shapes = (1, 16, 8, 128), (1, 2, 512, 128), (1, 2, 512, 128)
-    arrays = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
-    start, live = jnp.asarray([300]), jnp.int32(316)
+    # Rows between the two projections, of two KV heads with four query heads each, and the caches.
+    shapes = (1, 16, 2, 6, 128), (1, 2, 512, 128), (1, 2, 512, 128)
+    heads, *cache = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    angles = jnp.asarray(rng.normal(size=(1, 16, 1, 64)), jnp.float32)
+    window = Window(jnp.cos(angles), jnp.sin(angles), jnp.asarray([300]), jnp.int32(316))
     begin = time.perf_counter()
-    attend = functools.partial(cached_attention, block_size=1)
-    found = jax.jit(functools.partial(attend, kernel=kernel))(*arrays, start, live)
-    wide = [array.astype(jnp.float32) for array in arrays]
+    found, _ = jax.jit(functools.partial(attend, kernel=kernel))(heads, tuple(cache), window)
+    wide = tuple(array.astype(jnp.float32) for array in cache)
     with jax.default_matmul_precision("highest"):
-        expected = attend(*wide, start, live)
+        expected, _ = attend(heads.astype(jnp.float32), wide, window)
     off = float(jnp.abs(found - expected).max() / jnp.abs(expected).max())
     text = f"kernel {kernel!r} in {dtype.name}: off by {off:.1e} ({time.perf_counter() - begin:.1f} s)"
     if off < TOLERANCE:

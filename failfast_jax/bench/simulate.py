@@ -48,7 +48,7 @@ WIDTHS, LONGEST = (1, 4, 8, 16), 15
 VERIFY_8, PASS = (1.0, 1.5, 2.0, 3.0, 4.0), (0.05, 0.3, 1.0)
 """Steps that a verify of 8 rows takes, and a pass of the drafter."""
 LEARNED = 100
-"""Rounds behind which chances should be known."""
+"""Rounds after which chances should be known."""
 MATCHES, LENGTHS, CUTS = (1, 2, 3, 4, 6, 99), (3, 7, 15), (0.0, 0.3, 0.6)
 """Of fixed settings: shortest matches (99: no lookups), draft lengths, and confidences that end a draft."""
 
@@ -161,7 +161,7 @@ class Told:
     steps: Float[Array, ""]
     rounds: Int[Array, ""]
     known: Float[Array, "2 2 10 3"]
-    """Of all rounds, and of those behind `LEARNED`, by source and tenth of the chance: tokens tried, the sum of their
+    """Of all rounds, and of those after `LEARNED`, by source and tenth of the chance: tokens tried, the sum of their
     chances, and how many were accepted."""
 
 
@@ -342,7 +342,7 @@ def simulated(given: Sequence[Answer], prior: tuple[float, ...] = MODEL_CHANCES)
             source: {"error": float(error / count) if count else None, "tokens": int(count)}
             for source, error, count in zip(("text", "model"), *both)
         }
-        for when, *both in zip(("all rounds", f"rounds behind {LEARNED}"), off, tried)
+        for when, *both in zip(("all rounds", f"rounds after {LEARNED}"), off, tried)
     }
     return {"machines": rows, "calibration_error": calibration}
 

@@ -29,7 +29,7 @@ def propose(
     """Tokens, confidences and extras for `positions`.
 
     The confidence is that of the best token even where another one was drawn: what a draft's length depends on must
-    not depend on the draw. Without `confidence` it is None, and no row is read for it: a network says it by itself.
+    not depend on the draw. It is None where it is not asked for (`confidence`); then no softmax is computed.
     """
     if confidence:
         tokens, share = argmax_and_confidence(logits, execution)

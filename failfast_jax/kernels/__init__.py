@@ -10,8 +10,8 @@ One interface, `window_attention(..., k_cache, v_cache, start, until, live, *, b
 
 `cpu`, `gpu` and `reference.window_attention` take rotated queries `[B, W, Q, H]`, `tpu.window_attention` the
 fused projection before rotation. Wide windows are served by `gpu.dense_window_attention`, `tpu_prompt.attention` and
-`cpu_prompt.attend`. That one and `tpu.attend` take the fused projection and write the window's keys and values
-themselves; `tpu_write.write_window` writes them alone.
+`cpu_prompt.attend`. `cpu_prompt.attend` and `tpu.attend` take the fused projection and write the window's keys and
+values themselves; `tpu_write.write_window` does nothing else.
 Each module of kernels has `supports(...)`, which says why it cannot serve a shape; `MAX_WIDTH` is the widest window
 that `cpu`, `gpu` and `tpu.window_attention` serve.
 

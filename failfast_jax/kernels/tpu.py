@@ -175,7 +175,7 @@ def attend(
     """`window_attention` of a window whose keys and values are not in the cache yet: it writes them, in place.
 
     One kernel instead of `write_window` and another one: no round trip to the cache lies before a tile's scores.
-    Nothing is written for a sequence that begins at or behind `live`.
+    What lies beyond the last tile with a live position is not written.
     """
     last = last_visible(start, qkv.shape[1], until, block_size)
     return tuple(_attention(qkv, cos, sin, k_cache, v_cache, start, last[..., None], live, True, interpret))

@@ -57,7 +57,7 @@ class Patch:
 
     The rows of a tile that the window overwrites are replaced where the tile lies in fast memory, and go from there to
     the cache while the tile is attended to. Copies move whole hardware tiles, so that rows around the window go, too,
-    as they were. A tile may be fetched before, while or after this is written: its rows are the same afterwards.
+    as they were. A step writes rows of its own tile alone, which no later step fetches.
     """
 
     def __init__(self, start, width: int, tiles, caches, refs):

@@ -16,8 +16,10 @@ Drafts = list[tuple[list[float], int]]
 
 DOUBT = np.array([4.0, 4.0])
 """How strongly scale 1 and shift 0 are believed beforehand, as inverse variances: some dozen tokens overrule them."""
-STEPS = 25
-"""Of Newton's method; it converges in a handful."""
+LEAST = 0.01
+"""The smallest scale."""
+STEPS, HALVINGS = 50, 40
+"""Of Newton's method, which converges in a handful, and of a step that would lead too far."""
 
 
 def _judged(drafts: Drafts) -> tuple[Float[np.ndarray, " N"], Bool[np.ndarray, " N"]]:
@@ -36,12 +38,23 @@ def fitted(drafts: Drafts) -> tuple[float, float]:
     """Scale and shift of the log-odds under which the judged tokens are most likely, given `DOUBT`."""
     confidence, right = _judged(drafts)
     columns = np.stack([_log_odds(confidence), np.ones_like(confidence)])
-    start = found = np.array([1.0, 0.0])
+    sign, start = np.where(right, -1.0, 1.0), np.array([1.0, 0.0])
+
+    def loss(at: np.ndarray) -> float:
+        return np.logaddexp(0, sign * (at @ columns)).sum() + 0.5 * (DOUBT * (at - start) ** 2).sum()
+
+    found = start
     for _ in range(STEPS):
         chance = 1 / (1 + np.exp(-found @ columns))
         slope = columns @ (right - chance) - DOUBT * (found - start)
         curvature = columns * chance * (1 - chance) @ columns.T + np.diag(DOUBT)
-        found = found + np.linalg.solve(curvature, slope)
+        step = np.linalg.solve(curvature, slope)
+        shares = (found + step * 0.5**halving for halving in range(HALVINGS))
+        # A head that is surer where it is wrong is not turned around, but no longer tells tokens apart.
+        better = next((at for at in shares if at[0] >= LEAST and loss(at) < loss(found)), None)
+        if better is None:
+            break
+        found = better
     return float(found[0]), float(found[1])
 
 
@@ -60,6 +73,6 @@ def error(drafts: Drafts) -> float | None:
 
 
 def error_elsewhere(drafts: Drafts) -> float | None:
-    """What `error` is to be expected behind `fitted`: each half of the drafts is mapped as the other one says."""
+    """What `error` is to be expected after `fitted`: each half of the drafts is mapped as the other one says."""
     halves = drafts[: len(drafts) // 2], drafts[len(drafts) // 2 :]
     return error([draft for one, other in (halves, halves[::-1]) for draft in mapped(one, *fitted(other))])

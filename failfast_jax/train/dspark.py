@@ -310,13 +310,15 @@ class DSparkObjective(FeatureObjective):
     @property
     def calibrates(self) -> bool:
         """Whether its confidence head learns what greedy answers accept, which held-out drafts show."""
-        return self.config.confidence and self.options.greedy_confidence
+        options = self.options
+        return self.config.confidence and options.greedy_confidence and options.confidence_weight > 0
 
     def calibrated(self, trainable: Any, scale: float, shift: float) -> Any:
         """Parameters with which the confidence head's log-odds are `scale` times those of before, plus `shift`."""
         model = self.model(jax.tree.map(lambda leaf: leaf, trainable))  # a module shares the variables it is made of
         head = model.confidence
-        head.weight[...], head.bias[...] = head.weight[...] * scale, head.bias[...] * scale + shift
+        head.weight.set_value(head.weight[...] * scale)
+        head.bias.set_value(head.bias[...] * scale + shift)
         return nnx.split(model, *self._split)[1]
 
     def tokens(self, batch):

@@ -39,7 +39,7 @@ class Objective(Protocol):
     constants: Any
     """Frozen arrays that the loss reads."""
     calibrates: bool
-    """Whether there is a confidence head that drafts on held-out documents correct at the end (`calibrated`)."""
+    """Whether `calibrated` corrects its confidence head by drafts on held-out documents at the end."""
 
     def prepare(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         """Host-side additions to a batch, such as cached features."""

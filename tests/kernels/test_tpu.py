@@ -24,9 +24,10 @@ INTERPRET = jax.default_backend() != "tpu"
 SHAPES = [
     (1, 8, 10, 2, 64, 2048, "float32"),  # two tiles of 1024, both KV heads in a step
     (3, 16, 3, 1, 128, 384, "float32"),  # tiles of 128
-    (2, 72, 21, 3, 64, 512, "bfloat16"),  # one KV head a step
+    (2, 72, 21, 3, 64, 512, "bfloat16"),  # three KV heads in a step, in rows of half the lanes
+    (2, 72, 16, 4, 128, 512, "bfloat16"),  # two steps of two KV heads
 ]
-BLOCK_SIZES = (1, 8, 32)
+BLOCK_SIZES = (1, 8, 32, 1)
 """One for each shape."""
 
 
@@ -94,6 +95,32 @@ def test_equals_the_reference(case, seed, places, bidirectional):
     for one, two, wanted in zip(*attended(*arguments), expected(*arguments)):
         np.testing.assert_array_equal(one, two)
         assert close(shape, one, wanted)
+
+
+@pytest.mark.parametrize(
+    "shape, start",
+    [
+        (SHAPES[1], [120, 0, 368]),  # over the border of two tiles; at both ends of the cache
+        (SHAPES[1], [113, 127, 255]),
+        ((1, 128, 3, 3, 64, 128, "bfloat16"), [0]),  # the whole cache
+    ],
+)
+def test_windows_lie_anywhere(shape, start):
+    start, zero = np.asarray(start, np.int32), np.zeros(len(start), np.int32)
+    arguments = (*arrays(shape, 5), start, zero, np.int32(shape[5]), 1)
+    for one, two, wanted in zip(*attended(*arguments), expected(*arguments)):
+        np.testing.assert_array_equal(one, two)
+        assert close(shape, one, wanted)
+
+
+def test_a_sequence_beyond_what_is_live_disturbs_nobody():
+    shape, start, zero = SHAPES[1], np.asarray([0, 20, 300], np.int32), np.zeros(3, np.int32)
+    arguments = (*arrays(shape, 6), start, zero, np.int32(36), 1)
+    one, _ = attended(*arguments)
+    for got, wanted in zip(one, expected(*arguments)):
+        assert close(shape, got[:2], wanted[:2]) and np.isfinite(np.asarray(got)).all()
+    for got, before in zip(one[1:], arguments[1:3]):
+        np.testing.assert_array_equal(got[2], before[2])  # its tile is not read, and so not written
 
 
 @pytest.mark.parametrize("most", tiers([128, 16], quick=[16], long=None))

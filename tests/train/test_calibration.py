@@ -38,6 +38,7 @@ def test_finds_how_sure_drafts_may_be():
         pytest.param([], id="none"),
         pytest.param([([1.0, 1.0], 2)] * 50, id="always right"),
         pytest.param([([0.0, 0.5], 0)] * 50, id="always wrong"),
+        pytest.param([([0.99], 1), ([0.99], 0)] * 25, id="sure, and right half the time"),
     ],
 )
 def test_stays_finite_where_drafts_say_little(drafts):
@@ -45,6 +46,12 @@ def test_stays_finite_where_drafts_say_little(drafts):
     assert np.isfinite([scale, shift]).all() and scale > 0
     assert all(0 <= c <= 1 for values, _ in calibration.mapped(drafts, scale, shift) for c in values)
     assert (scale, shift) == (1.0, 0.0) or drafts
+    assert not drafts or calibration.error(calibration.mapped(drafts, scale, shift)) < 0.1
+
+
+def test_a_head_that_is_surer_where_it_is_wrong_is_not_turned_around():
+    scale, shift = calibration.fitted([([0.9], 0), ([0.1], 1)] * 25)
+    assert scale == pytest.approx(calibration.LEAST, abs=1e-3) and shift == pytest.approx(0, abs=1e-3)
 
 
 @pytest.mark.parametrize("heads_only", [False, True])

@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 COMMON = "--seq-len 64 --batch 4 --held-out 4 --eval-prompts 2 --eval-tokens 6 --storage float32 --save-every 2"
 FAMILIES = {
     "diffusion": "--family diffusion --block-size 16 --mask-token 1 --fsdp 4 --freeze embed --accumulate 2",
-    "dspark": "--family dspark --rows 3 --markov-rank 8 --mask-token 1 --features 0,1 --anchors 4",
+    "dspark": "--family dspark --rows 3 --markov-rank 8 --mask-token 1 --features 0,1 --anchors 4"
+    " --confidence-for greedy",
     "eagle3": "--family eagle3 --ttt-length 3 --draft-vocab 60 --features 0,1 --anchors 4",
     "standalone": "--family standalone --layers 1 --block-size 16 --kl-weight 0.5",
     "dflash": "--family dflash --rows 3 --draft-vocab 50 --row-features 0,1 --borrow --anchors 4",

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
@@ -176,9 +177,14 @@ class Decoder(nnx.Module):
           slots: slots within the window of the tokens to keep, in order; anything behind their end.
         """
         rows, place = P(self.execution.batch), P(self.execution.batch, self.execution.heads)
-        move = self.execution.per_device(
-            lambda cache, start, slots: move_slots(cache, start, slots, width), (place, rows, rows), place
-        )
+        fixed = self.execution.resolved(self.dtype, self.config.head_dim) == "tpu"
+
+        def moved(cache, start, slots):
+            cache = move_slots(cache, start, slots, width)
+            # For this XLA might choose a layout that the kernels do not take: a copy of the whole cache for them.
+            return with_layout_constraint(cache, Layout((0, 1, 2, 3))) if fixed else cache
+
+        move = self.execution.per_device(moved, (place, rows, rows), place)
         return jax.tree.map(lambda layer: move(layer, start, slots), cache)
 
     @jax.named_scope("head")

@@ -209,19 +209,16 @@ def read_pair(
     """
     _check_options(drafter, attention, quantize, quantize_drafter)
     names = {"target_name": _name(target, "target"), "drafter_name": _name(drafter, "drafter")}
-    decoding, chances = {}, None
     if _is_path(target):
         check_is_target(target)
         target, loaded = load_with_tokenizer(target, dtype, mesh, quantize=quantize)
         tokenizer = tokenizer or loaded
+    decoding, chances = brought_by(drafter) if _is_path(drafter) else ({}, None)
     if _is_path(drafter) and is_drafter_folder(drafter):
-        decoding, chances = brought_by(drafter)
         drafter = load_drafter(drafter, target, names["target_name"])
         drafter_tokenizer = tokenizer  # it drafts in its target's tokens
     if _is_path(drafter) and (kind := feature_kind(drafter)):
-        folder = resolve_source(drafter)
-        decoding, chances = brought_by(folder)
-        drafter, drafter_tokenizer = LOADERS[kind](folder, target, names["target_name"]), tokenizer
+        drafter, drafter_tokenizer = LOADERS[kind](resolve_source(drafter), target, names["target_name"]), tokenizer
     if _is_path(drafter):
         drafter, loaded = load_with_tokenizer(drafter, dtype, mesh, drafter=True, quantize=quantize_drafter)
         drafter_tokenizer = drafter_tokenizer or loaded

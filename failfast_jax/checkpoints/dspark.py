@@ -26,7 +26,8 @@ from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.files import read_json
 from failfast_jax.models.config import ModelConfig
-from failfast_jax.models.dspark import MARKOV_HEADS, DSpark, DSparkConfig, DSparkModel
+from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel
+from failfast_jax.models.markov import MARKOV_HEADS
 from failfast_jax.models.sharding import equal, whole
 from failfast_jax.models.transformer import Decoder
 

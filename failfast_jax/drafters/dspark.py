@@ -24,6 +24,7 @@ from failfast_jax.errors import ConfigError
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.drafter_model import FEATURE_BLOCK
 from failfast_jax.models.dspark import DSparkModel
+from failfast_jax.models.markov import Spread
 from failfast_jax.options import Site, WeighedOptions, option
 
 
@@ -43,6 +44,8 @@ class DSparkDrafter(FeatureDrafter):
     """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
     alternatives: int = flax.struct.field(pytree_node=False, default=0)
     """Tokens behind the best one to name at each position: for trees."""
+    spread: Spread | None = None
+    """With it a Markov head chooses the tokens of a block in one call."""
 
     @property
     def max_draft(self) -> int:
@@ -147,6 +150,12 @@ class DSparkDrafter(FeatureDrafter):
             tokens, confidence, extras = self._propose(logits, positions, committed)
             return tokens, self._confidence(here, None, confidence), extras
 
+        state, last = self._markov_state(hidden, known, drafted)
+        if self.spread is not None:
+            tokens = network.markov.choose(logits, last, self.spread, self.model.draft_ids)
+            before = network.markov.embedded(jnp.concatenate([last[:, None], tokens[:, :-1]], axis=1))
+            return tokens, self._confidence(here, before, None), {}
+
         def row(carry: tuple[Array, Array], rows: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Any]:
             (state, token), (hidden, logits, positions) = carry, rows
             before = network.markov.embedded(token)
@@ -155,7 +164,6 @@ class DSparkDrafter(FeatureDrafter):
             chosen, confidence, extras = self._propose(logits, positions[:, None], committed)
             return (state, chosen[:, 0]), (chosen, confidence, extras, before)
 
-        state, last = self._markov_state(hidden, known, drafted)
         by_row = [jnp.moveaxis(x, 1, 0) for x in (here, logits, positions)]
         with jax.named_scope("markov"):
             _, chosen = jax.lax.scan(row, (state, last), tuple(by_row))
@@ -198,9 +206,15 @@ class DSparkDrafter(FeatureDrafter):
         return softmax if network.confidence is None else jax.nn.sigmoid(network.confidence_logits(hidden, before))
 
 
-def build(site: Site, **settings: Any) -> DSparkDrafter:
-    """The drafter of a site with these settings, and argmax or sampled drafts as it asks for."""
-    return DSparkDrafter(model=site.model, sampled=site.sampled, **settings)
+def block_drafter(
+    model: DSparkModel, *, sampled: bool = False, alternatives: int = 0, **settings: Any
+) -> DSparkDrafter:
+    """A drafter with these settings, and what makes its drafts faster on this machine."""
+    network, spread = model.network, None
+    # What draws, needs a distribution or names other tokens needs all the logits of a row.
+    if network.markov is not None and network.confidence is not None and not (sampled or alternatives):
+        spread = network.markov.spread() if model.execution.mesh is None else None
+    return DSparkDrafter(model=model, sampled=sampled, alternatives=alternatives, spread=spread, **settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,8 +231,8 @@ class DFlashOptions(WeighedOptions):
         return None, self.build(site)
 
     def build(self, site: Site) -> Drafter:
-        bare = dataclasses.replace(site, model=site.model.without_heads())
-        return build(bare, spec_len=site.model.rows, max_spec_len=site.model.rows)
+        bare = site.model.without_heads()
+        return block_drafter(bare, sampled=site.sampled, spec_len=site.model.rows, max_spec_len=site.model.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,4 +260,4 @@ class DSparkOptions(WeighedOptions):
             )
         rows = site.model.rows
         cut = np.float32(self.confidence_threshold) if self.confidence_threshold else None
-        return build(site, spec_len=rows, max_spec_len=rows, cut=cut)
+        return block_drafter(site.model, sampled=site.sampled, spec_len=rows, max_spec_len=rows, cut=cut)

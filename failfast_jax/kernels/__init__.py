@@ -16,5 +16,6 @@ Each module of kernels has `supports(...)`, which says why it cannot serve a sha
 that `cpu`, `gpu` and `tpu.window_attention` serve.
 
 `cpu_product` multiplies the few rows of a decode pass by a matrix, `cpu_rows` norms rows and finds their largest
-numbers; `emit` and `threads` are what the CPU's kernels are written with.
+numbers, `cpu_markov` chooses the tokens of a block under a Markov head; `emit` and `threads` are what the CPU's kernels
+are written with.
 """

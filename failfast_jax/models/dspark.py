@@ -34,11 +34,10 @@ from failfast_jax.models.cache import KVCache
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.drafter_model import FEATURE_BLOCK, Kind
 from failfast_jax.models.layers import Layer, Linear, RMSNorm, product, unit_rms, xla_product
+from failfast_jax.models.markov import MarkovHead
 from failfast_jax.models.rope import apply_rope, rotary, rotated_heads
 from failfast_jax.models.sharding import ONE_DEVICE, TENSOR, Execution, put
 from failfast_jax.models.transformer import Decoder
-
-MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,7 @@ class DSparkConfig:
       feature_layers: target layers whose outputs it reads (-1: the embedding), in the order of `fc`'s inputs.
       num_target_layers: layers of its target.
       own_row: whether row j drafts the token at its own position (z-lab) or the one behind it (DeepSpec).
-      markov: kind of its Markov head, one of `MARKOV_HEADS`, or None.
+      markov: kind of its Markov head, one of `markov.MARKOV_HEADS`, or None.
       markov_rank: size of the Markov head's vectors.
       confidence: whether it has a confidence head.
       confidence_sees_markov: whether that reads the token before each row, too.
@@ -101,45 +100,6 @@ class DSparkConfig:
         return np.asarray([self.feature_layers.index(layer) for layer in layers])
 
 
-class MarkovHead(nnx.Module):
-    """Corrects each row's logits for the token that was drafted before it; from left to right over a block."""
-
-    def __init__(self, config: DSparkConfig, dtype: DTypeLike, rngs: nnx.Rngs):
-        vocab, size, rank = config.base.vocab_size, config.base.hidden_size, config.markov_rank
-        drafted = config.draft_vocab or vocab
-        make = functools.partial(Linear, dtype=dtype, rngs=rngs)
-        self.rank = rank
-        self.w1 = nnx.Param(jax.random.normal(rngs.params(), (vocab, rank), dtype) * rank**-0.5)
-        self.w2 = make((drafted,), rank, bias=False)
-        self.gate = make((rank,), size + rank, bias=True) if config.markov == "gated" else None
-        self.joint = make((3 * rank,), size + 2 * rank, bias=True) if config.markov == "rnn" else None
-
-    def embedded(self, tokens: Int[Array, "*R"]) -> Float[Array, "*R r"]:
-        """Of the tokens before the rows."""
-        return self.w1[...][tokens]
-
-    def step(
-        self, state: Float[Array, "*R r"], before: Float[Array, "*R r"], hidden: Float[Array, "*R E"]
-    ) -> tuple[Float[Array, "*R r"], Float[Array, "*R r"]]:
-        """One row: the next state (used by `rnn` alone, zero at the first row), and what `bias` projects.
-
-        Args:
-          before: see `embedded`.
-          hidden: the row's.
-        """
-        if self.gate is not None:
-            return state, before * jax.nn.sigmoid(self.gate(jnp.concatenate([hidden, before], -1)))
-        if self.joint is None:
-            return state, before
-        gate, candidate, out = jnp.split(self.joint(jnp.concatenate([state, before, hidden], -1)), 3, axis=-1)
-        gate = jax.nn.sigmoid(gate)
-        return gate * state + (1 - gate) * jnp.tanh(candidate), jnp.tanh(out)
-
-    def bias(self, code: Float[Array, "*R r"]) -> Float[Array, "*R v"]:
-        """What a row's logits gain (float32)."""
-        return self.w2(code, jnp.float32)
-
-
 class RowInputs(nnx.Module):
     """What enters a block's rows: the token, or a learned vector for none, the row's place, and features of the
     position before the root's."""
@@ -179,7 +139,9 @@ class DSpark(nnx.Module):
         self.row_inputs = RowInputs(config, dtype, rngs) if config.row_features else None
         self.layers = nnx.List([Layer(base, dtype, rngs) for _ in range(base.num_layers)])
         self.norm = RMSNorm(size, base.rms_norm_eps, dtype)
-        self.markov = MarkovHead(config, dtype, rngs) if config.markov else None
+        drafted = config.draft_vocab or base.vocab_size
+        sizes = {"vocab": base.vocab_size, "drafted": drafted, "size": size, "rank": config.markov_rank}
+        self.markov = MarkovHead(config.markov, **sizes, dtype=dtype, rngs=rngs) if config.markov else None
         seen = size + config.markov_rank * config.confidence_sees_markov
         self.confidence = make((1,), seen, bias=True) if config.confidence else None
 

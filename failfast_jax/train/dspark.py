@@ -19,8 +19,9 @@ from jaxtyping import Array, Float, Int
 from failfast_jax.checkpoints.dspark import save_dspark
 from failfast_jax.decoding.accept import argmax
 from failfast_jax.errors import OptionError
-from failfast_jax.models.dspark import DSpark, DSparkConfig, MarkovHead, bind
+from failfast_jax.models.dspark import DSpark, DSparkConfig, bind
 from failfast_jax.models.layers import Attention
+from failfast_jax.models.markov import MarkovHead
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.features import FeatureObjective, captured_layers
 from failfast_jax.train.loop import layer_weights

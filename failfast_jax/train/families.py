@@ -14,7 +14,8 @@ from failfast_jax.checkpoints.pair import feature_kind
 from failfast_jax.errors import OptionError
 from failfast_jax.files import read_json
 from failfast_jax.models.drafter_model import FEATURE_BLOCK
-from failfast_jax.models.dspark import MARKOV_HEADS, DSparkConfig
+from failfast_jax.models.dspark import DSparkConfig
+from failfast_jax.models.markov import MARKOV_HEADS
 from failfast_jax.options import flag_of
 from failfast_jax.train.corruption import KINDS
 from failfast_jax.train.diffusion import FREEZABLE

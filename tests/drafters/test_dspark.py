@@ -26,11 +26,11 @@ KINDS = {
     "vanilla": {},
     "gated": {"markov": "gated", "confidence_sees_markov": False},
     "rnn": {"markov": "rnn"},
-    "narrow": {"draft_ids": np.arange(3, VOCAB - 5)},
+    "narrow": {"draft_ids": np.arange(3, VOCAB - 5), "markov_rank": 16},
     "sliding": {"sliding_windows": (6,)},
     "extended": {"context_layers": (0, 1), "row_features": (2, 0), "draft_ids": np.arange(3, VOCAB - 5)},
 }
-HEADS = {"markov": "vanilla", "markov_rank": 6, "confidence": True, "confidence_sees_markov": True}
+HEADS = {"markov": "vanilla", "markov_rank": 16, "confidence": True, "confidence_sees_markov": True}
 
 
 @functools.cache

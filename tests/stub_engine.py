@@ -7,6 +7,7 @@ import types
 import jax.numpy as jnp
 
 from failfast_jax.bench.engine_pool import EnginePool
+from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.engine import FailFast, Result, Round, Stats
 
 
@@ -52,7 +53,7 @@ class StubEngine(FailFast):
         return config
 
     def build_drafter(self, config):
-        return None
+        return Drafter()
 
     def stream(self, prompts, config):
         self.streamed += 1

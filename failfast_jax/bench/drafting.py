@@ -1,23 +1,29 @@
-"""What a draft of a block drafter costs, beside the reading of what it reads."""
+"""What drafts cost: a pass of any drafter, and of a block drafter's also beside the reading of what it reads."""
 
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
 
 from failfast_jax import platforms
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.public_models import nbytes
-from failfast_jax.drafters.dspark import DSparkDrafter, block_drafter
+from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.drafters.dspark import block_drafter
 from failfast_jax.engine import FailFast
 from failfast_jax.runtime import Request
 
 DRAFTS, REPEATS = 50, 9
 """Drafts in a timed run, and timed turns."""
+BEHIND = 128
+"""Tokens of the text that a pass is timed behind."""
 
 
 def drafting_report(engine: FailFast, prompt: list[int]) -> dict[str, Any]:
@@ -31,7 +37,7 @@ def drafting_report(engine: FailFast, prompt: list[int]) -> dict[str, Any]:
     for name, one in models.items():
         drafter = block_drafter(one, spec_len=one.rows, max_spec_len=one.rows)
         state = engine.runtime.session(drafter, capacity=capacity).prefill([request])
-        acts[name] = functools.partial(_drafts, drafter, state.drafter, state.committed)
+        acts[name] = functools.partial(_drafts, drafter, state.drafter, state.committed, DRAFTS)
     ms = {name: 1e3 * seconds / DRAFTS for name, seconds in medians(interleaved(acts, REPEATS)).items()}
     read = nbytes((nnx.state(model.network), model.head))
     if model.network.markov is not None:
@@ -43,12 +49,39 @@ def drafting_report(engine: FailFast, prompt: list[int]) -> dict[str, Any]:
     return out
 
 
+def pass_ms(engine: FailFast, config: GenerationConfig) -> float | None:
+    """Milliseconds of one pass of a request's drafter, behind a text of `BEHIND` tokens: the median of some runs of
+    drafts of one place. None: it drafts without a model, or nothing."""
+    drafter = engine.build_drafter(engine.resolve(config))
+    if not drafter.has_model:
+        return None
+    # What wraps a source decides when it drafts; here it always does.
+    while isinstance(inner := getattr(drafter, "model", None), Drafter):
+        drafter = inner
+    request = Request([(7 * at) % 31 for at in range(BEHIND)], 2 * (drafter.max_draft + 1))
+    capacity = engine.runtime.capacity(BEHIND, request.max_new_tokens, drafter.max_draft)
+    state = engine.runtime.session(drafter, capacity=capacity).prefill([request])
+
+    def run(count: int) -> jax.Array:
+        return _drafts(drafter, state.drafter, state.committed, count)[2]
+
+    passes = int(run(1))
+    if not passes:
+        return None
+    begin = time.perf_counter()
+    jax.block_until_ready(run(1))
+    # Some 50 ms a run, so that the clock and the call do not count.
+    count = min(max(int(0.05 / (time.perf_counter() - begin)), 1), DRAFTS)
+    seconds = medians(interleaved({"drafts": functools.partial(run, count)}, REPEATS))["drafts"]
+    return 1e3 * seconds / (count * passes)
+
+
 @jax.jit
-def _drafts(drafter: DSparkDrafter, state: Any, committed: Any) -> Any:
-    """`DRAFTS` drafts of one place, one after the other."""
+def _drafts(drafter: Drafter, state: Any, committed: Any, count: ArrayLike) -> tuple[Any, jax.Array, jax.Array]:
+    """`count` drafts of one place, one after the other; the passes of the first row's in all."""
 
-    def body(_: Any, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+    def body(_: Any, carry: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
         draft, state = drafter.draft(carry[0], committed)
-        return state, carry[1] + draft.tokens.sum() + draft.confidence.sum()
+        return state, carry[1] + draft.tokens.sum() + draft.confidence.sum(), carry[2] + draft.passes[0]
 
-    return jax.lax.fori_loop(0, DRAFTS, body, (state, jnp.float32(0)))
+    return jax.lax.fori_loop(0, count, body, (state, jnp.float32(0), jnp.int32(0)))

@@ -13,7 +13,7 @@ import io
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +24,11 @@ from failfast_jax.bench.answers import ENGINES, Answers, RayAnswers, Task
 from failfast_jax.bench.datasets import Dataset, stamp
 from failfast_jax.bench.engine_pool import find_wanted, naming_models
 from failfast_jax.bench.harness import asked_records
-from failfast_jax.bench.journal import RECORDS, SCORE, Journal
+from failfast_jax.bench.journal import PASS, RECORDS, SCORE, Journal
 from failfast_jax.bench.modelled import Latency, latency_for, parse_latency
 from failfast_jax.bench.released import with_passes
 from failfast_jax.bench.run_options import RELEASED, add_arguments, merged, read_datasets, read_variants
-from failfast_jax.bench.variants import changed_options, check_common
+from failfast_jax.bench.variants import BASELINE, changed_options, check_common
 from failfast_jax.bench.verdicts import DIFFERENT
 from failfast_jax.command import needed
 from failfast_jax.config import GenerationConfig
@@ -66,6 +66,14 @@ def scores(answers: Answers | RayAnswers, journal: Journal, records: Sequence[Re
             journal.append({"kind": SCORE, **place, "right": scoring.is_right(way, text, reference)})
         found[dataset, record["setting"]].append(journal.lines[SCORE][key]["right"])
     return {place: float(np.mean(right)) for place, right in found.items()}
+
+
+def drafter_passes(answers: Answers | RayAnswers, journal: Journal, labels: Iterable[str]) -> dict[str, float | None]:
+    """Milliseconds of a drafter's pass by variant, timed once, into the journal."""
+    new = [label for label in labels if (label,) not in journal.lines[PASS]]
+    for label in progress_bar("drafter passes", "variant", new) if new else ():
+        journal.append({"kind": PASS, "setting": label, "ms": answers.pass_ms(label)})
+    return {label: journal.lines[PASS][label,]["ms"] for label in labels}
 
 
 def write_parquet(records: Sequence[Record], path: Path) -> None:
@@ -132,8 +140,13 @@ def compare(task: Task, latency: Latency, out: Path) -> int:
     judged = asked_records(journal, datasets, variants, common, repeats=args.repeats, near_tie=args.near_tie)
     records = with_passes(judged, released=args.count_passes == RELEASED)
     right = scores(answers, journal, records) if args.scores else {}
+    tables = {d.name: summary.of_dataset(d, variants, records, latency, right, args.best) for d in datasets}
+    shown = dict.fromkeys(label for table in tables.values() for label in table["rows"] if label != BASELINE)
+    passes = drafter_passes(answers, journal, shown)
+    for row, label in ((row, label) for table in tables.values() for label, row in table["settings"].items()):
+        row["pass_ms"] = passes.get(label)
     found = summary.whole(
-        {d.name: summary.of_dataset(d, variants, records, latency, right, args.best) for d in datasets},
+        tables,
         machine=facts["machine"],
         models=facts["models"] | {name: getattr(args, name) for name in ("dtype", "tensor_parallel", "attention")},
         count_passes=args.count_passes,

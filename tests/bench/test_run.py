@@ -96,6 +96,7 @@ def test_a_killed_run_goes_on(stub, bench, out, tmp_path, capsys):
     # Once more: nothing to do. With more methods: only they, and the vanilla answers beside them.
     stub.given.clear()
     assert bench(*args) == 0 and not stub.given
+    assert [line["setting"] for line in lines_of(out, "pass")] == ["failfast", "lookup"]
     assert bench("failfast,lookup,fast-dllm", *args[1:]) == 0
     assert sorted(method for method, *_ in stub.given) == ["fast-dllm"] * 6 + [BASELINE] * 6
 

@@ -1,4 +1,5 @@
-"""What a user is told while work goes on: a line for every wait of more than two seconds, on a terminal."""
+"""What a user is told while work goes on: on a terminal bars, and a line for every wait of more than two seconds; in a
+file a line a minute."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ QUIET, NORMAL, VERBOSE, DEBUG = "quiet", "normal", "verbose", "debug"
 LEVELS = {QUIET: logging.ERROR, NORMAL: logging.WARNING, VERBOSE: logging.INFO, DEBUG: logging.INFO}
 PATIENCE_S = 2.0
 """Seconds after which a wait is named."""
+MINUTE_S = 60.0
+"""Seconds between two lines of a bar that nobody watches."""
 
 _verbosity = NORMAL
 _bars: weakref.WeakSet[tqdm] = weakref.WeakSet()
@@ -56,8 +59,29 @@ def shows() -> bool:
     return _verbosity != QUIET and sys.stderr.isatty()
 
 
+class _Lines(tqdm):
+    """A bar in a file: now and then a line, none of work that is done before the first."""
+
+    def __init__(self, *args: Any, **options: Any):
+        self._said = time.monotonic()
+        seldom = {"mininterval": MINUTE_S, "delay": MINUTE_S, "miniters": 1, "ncols": 0}
+        super().__init__(*args, **(options | seldom))
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """At most a line in `MINUTE_S`, whoever asks, and one at the end, whose line break `close` writes."""
+        del pos
+        if not self.disable and time.monotonic() - self._said < 0.9 * MINUTE_S:
+            return
+        self._said = time.monotonic()
+        self.fp.write((str(self) if msg is None else msg).strip() + ("" if self.disable else "\n"))
+        self.fp.flush()
+
+    def clear(self, nolock: bool = False) -> None:
+        """Nothing: lines that were written stay."""
+
+
 def progress_bar(what: str, unit: str, items: Iterable[Any] | None = None, **options: Any) -> tqdm:
-    """A bar on stderr, if progress is shown.
+    """A bar on stderr, lines where that is no terminal, unless quiet.
 
     Args:
       what: is counted, in a word or two.
@@ -65,7 +89,8 @@ def progress_bar(what: str, unit: str, items: Iterable[Any] | None = None, **opt
       items: what to iterate over; None: its `update` is called.
       options: of `tqdm`; `disable` where somebody else has decided.
     """
-    bar = tqdm(items, what, file=sys.stderr, unit=unit, **({"disable": not shows()} | options))
+    options = {"disable": is_quiet(), "unit": unit, "file": sys.stderr} | options
+    bar = tqdm(items, what, **options) if sys.stderr.isatty() else _Lines(items, what, **options)
     _bars.add(bar)
     return bar
 

@@ -55,6 +55,24 @@ def test_lines_stand_above_a_bar(monkeypatch, capsys):
     assert "\rcompiling ...\n" in said and "1/2" in said
 
 
+def test_a_file_gets_a_line_now_and_then(monkeypatch, capsys):
+    """Of work that takes long, beside what else is said; the last one says how it ended."""
+    watch(monkeypatch, False)
+    monkeypatch.setattr(progress, "MINUTE_S", 0.2)
+    list(progress.progress_bar("a moment", "sheep", range(3)))
+    with progress.progress_bar("counting", "sheep", total=50) as bar:
+        for count in range(50):
+            time.sleep(0.02)
+            bar.update()
+            bar.set_postfix(loss=count)
+            if count == 30:
+                progress.note("something happened")
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("counting: 100% 50/50") and lines.pop(-1).startswith("counting: ")
+    assert "something happened" in lines and 1 <= sum(line.startswith("counting: ") for line in lines) <= 5
+    assert all(line.startswith(("counting: ", "something")) for line in lines)
+
+
 def test_bars_are_made_in_one_place():
     """What `--quiet` and a stderr that is no terminal silence."""
     package = Path(progress.__file__).parent

@@ -16,7 +16,7 @@ from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.public_models import nbytes
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.drafters.dspark import block_drafter
+from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.engine import FailFast
 from failfast_jax.runtime import Request
 
@@ -35,7 +35,7 @@ def drafting_report(engine: FailFast, prompt: list[int]) -> dict[str, Any]:
     capacity = engine.runtime.capacity(len(request.prompt), request.max_new_tokens, model.rows)
     acts = {}
     for name, one in models.items():
-        drafter = block_drafter(one, spec_len=one.rows, max_spec_len=one.rows)
+        drafter = DSparkDrafter(model=one, spec_len=one.rows, max_spec_len=one.rows)
         state = engine.runtime.session(drafter, capacity=capacity).prefill([request])
         acts[name] = functools.partial(_drafts, drafter, state.drafter, state.committed, DRAFTS)
     ms = {name: 1e3 * seconds / DRAFTS for name, seconds in medians(interleaved(acts, REPEATS)).items()}

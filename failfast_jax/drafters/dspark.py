@@ -24,7 +24,6 @@ from failfast_jax.errors import ConfigError
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.drafter_model import FEATURE_BLOCK
 from failfast_jax.models.dspark import DSparkModel
-from failfast_jax.models.markov import Spread
 from failfast_jax.options import Site, WeighedOptions, option
 
 
@@ -44,8 +43,6 @@ class DSparkDrafter(FeatureDrafter):
     """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
     alternatives: int = flax.struct.field(pytree_node=False, default=0)
     """Tokens behind the best one to name at each position: for trees."""
-    spread: Spread | None = None
-    """With it a Markov head chooses the tokens of a block in one call."""
 
     @property
     def max_draft(self) -> int:
@@ -151,8 +148,8 @@ class DSparkDrafter(FeatureDrafter):
             return tokens, self._confidence(here, None, confidence), extras
 
         state, last = self._markov_state(hidden, known, drafted)
-        if self.spread is not None:
-            tokens = network.markov.choose(logits, last, self.spread, self.model.draft_ids)
+        if self._chooses_at_once:
+            tokens = network.markov.choose(logits, last, self.model.markov_reach, self.model.draft_ids)
             before = network.markov.embedded(jnp.concatenate([last[:, None], tokens[:, :-1]], axis=1))
             return tokens, self._confidence(here, before, None), {}
 
@@ -169,6 +166,12 @@ class DSparkDrafter(FeatureDrafter):
             _, chosen = jax.lax.scan(row, (state, last), tuple(by_row))
         tokens, confidence, extras = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, 0], 0, 1), chosen[:3])
         return tokens, self._confidence(here, jnp.moveaxis(chosen[3], 0, 1), confidence), extras
+
+    @property
+    def _chooses_at_once(self) -> bool:
+        """Whether the Markov head may choose a block in one call: nothing else needs a row's corrected logits."""
+        needed = self.sampled or self.alternatives or self.model.network.confidence is None
+        return self.model.markov_reach is not None and self.model.network.markov.chooses_blocks and not needed
 
     def _propose(
         self, logits: Float[Array, "B N v"], positions: Int[Array, "B N"], committed: Committed
@@ -206,15 +209,9 @@ class DSparkDrafter(FeatureDrafter):
         return softmax if network.confidence is None else jax.nn.sigmoid(network.confidence_logits(hidden, before))
 
 
-def block_drafter(
-    model: DSparkModel, *, sampled: bool = False, alternatives: int = 0, **settings: Any
-) -> DSparkDrafter:
-    """A drafter with these settings, and what makes its drafts faster on this machine."""
-    network, spread = model.network, None
-    # What draws, needs a distribution or names other tokens needs all the logits of a row.
-    if network.markov is not None and network.confidence is not None and not (sampled or alternatives):
-        spread = network.markov.spread() if model.execution.mesh is None else None
-    return DSparkDrafter(model=model, sampled=sampled, alternatives=alternatives, spread=spread, **settings)
+def build(site: Site, **settings: Any) -> DSparkDrafter:
+    """The drafter of a site with these settings, and argmax or sampled drafts as it asks for."""
+    return DSparkDrafter(model=site.model, sampled=site.sampled, **settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,8 +228,8 @@ class DFlashOptions(WeighedOptions):
         return None, self.build(site)
 
     def build(self, site: Site) -> Drafter:
-        bare = site.model.without_heads()
-        return block_drafter(bare, sampled=site.sampled, spec_len=site.model.rows, max_spec_len=site.model.rows)
+        bare = dataclasses.replace(site, model=site.model.without_heads())
+        return build(bare, spec_len=site.model.rows, max_spec_len=site.model.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,4 +257,4 @@ class DSparkOptions(WeighedOptions):
             )
         rows = site.model.rows
         cut = np.float32(self.confidence_threshold) if self.confidence_threshold else None
-        return block_drafter(site.model, sampled=site.sampled, spec_len=rows, max_spec_len=rows, cut=cut)
+        return build(site, spec_len=rows, max_spec_len=rows, cut=cut)

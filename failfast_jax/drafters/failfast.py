@@ -10,7 +10,7 @@ import numpy as np
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.stopping import BelowThreshold, CongestionWindow
 from failfast_jax.drafters.aligned import Aligned
-from failfast_jax.drafters.dspark import DSparkDrafter, block_drafter
+from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.drafters.eagle3 import EagleChain
 from failfast_jax.drafters.hybrid import Hybrid
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup
@@ -227,7 +227,7 @@ def one_pass_drafter(
             check_rows(site, longest, "--max-spec-len")
         # Fail fast: what it doubts is not even verified. Win big: on behind a block that it is sure of.
         cut = None if one_block or not options.tau else np.float32(options.tau)
-        return block_drafter(site.model, spec_len=spec_len, max_spec_len=longest, cut=cut, **extra)
+        return DSparkDrafter(model=site.model, spec_len=spec_len, max_spec_len=longest, cut=cut, **extra)
     spec_len, longest = lengths(options.spec_len, options.max_spec_len, SPEC_LEN, min(MAX_SPEC_LEN, most))
     return Wide(model=site.model, vocab=site.vocab, spec_len=spec_len, max_spec_len=longest, **extra)
 

@@ -89,5 +89,5 @@ def test_what_is_not_served(unit):
 def test_heads_that_are_more_than_a_sum_go_row_by_row():
     sizes = {"vocab": 40, "drafted": 40, "size": 8, "rank": 16, "dtype": "float32", "rngs": nnx.Rngs(0)}
     served = emit.vector_unit() is not None
-    assert (MarkovHead("vanilla", **sizes).spread() is not None) == served
-    assert MarkovHead("gated", **sizes).spread() is None and MarkovHead("rnn", **sizes).spread() is None
+    assert (MarkovHead("vanilla", **sizes).reach() is not None) == served
+    assert MarkovHead("gated", **sizes).reach() is None and MarkovHead("rnn", **sizes).reach() is None

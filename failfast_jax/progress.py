@@ -73,8 +73,13 @@ class _Lines(tqdm):
         if not self.disable and time.monotonic() - self._said < 0.9 * MINUTE_S:
             return
         self._said = time.monotonic()
-        self.fp.write((str(self) if msg is None else msg).strip() + ("" if self.disable else "\n"))
-        self.fp.flush()
+        with contextlib.suppress(OSError):  # a full disk, or a reader that is gone, ends no work of hours
+            self.fp.write((str(self) if msg is None else msg).strip() + ("" if self.disable else "\n"))
+            self.fp.flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
     def clear(self, nolock: bool = False) -> None:
         """Nothing: lines that were written stay."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from typing import Any
@@ -11,13 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
-from failfast_jax import platforms
+from failfast_jax import distributed, platforms
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.public_models import nbytes
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.engine import FailFast
+from failfast_jax.models.cache import KVCache
 from failfast_jax.runtime import Request
 
 DRAFTS, REPEATS = 50, 9
@@ -36,7 +38,7 @@ def drafting_report(engine: FailFast, prompt: list[int]) -> dict[str, Any]:
     acts = {}
     for name, one in models.items():
         drafter = DSparkDrafter(model=one, spec_len=one.rows, max_spec_len=one.rows)
-        state = engine.runtime.session(drafter, capacity=capacity).prefill([request])
+        state = engine.runtime.session(drafter, capacity=capacity, decodes=False).prefill([request])
         acts[name] = functools.partial(_drafts, drafter, state.drafter, state.committed, DRAFTS)
     ms = {name: 1e3 * seconds / DRAFTS for name, seconds in medians(interleaved(acts, REPEATS)).items()}
     read = nbytes((nnx.state(model.network), model.head))
@@ -52,15 +54,17 @@ def drafting_report(engine: FailFast, prompt: list[int]) -> dict[str, Any]:
 def pass_ms(engine: FailFast, config: GenerationConfig) -> float | None:
     """Milliseconds of one pass of a request's drafter, behind a text of `BEHIND` tokens: the median of some runs of
     drafts of one place. None: it drafts without a model, or nothing."""
-    drafter = engine.build_drafter(engine.resolve(config))
+    config = engine.resolve(config)
+    drafter = engine.build_drafter(config)
     if not drafter.has_model:
         return None
     # What wraps a source decides when it drafts; here it always does.
     while isinstance(inner := getattr(drafter, "model", None), Drafter):
         drafter = inner
-    request = Request([(7 * at) % 31 for at in range(BEHIND)], 2 * (drafter.max_draft + 1))
-    capacity = engine.runtime.capacity(BEHIND, request.max_new_tokens, drafter.max_draft)
-    state = engine.runtime.session(drafter, capacity=capacity).prefill([request])
+    how = dataclasses.replace(config, max_new_tokens=2 * (drafter.max_draft + 1))
+    request = engine.request([(7 * at) % 31 for at in range(BEHIND)], how)
+    capacity = engine.runtime.capacity(BEHIND, how.max_new_tokens, drafter.max_draft)
+    state = engine.runtime.session(drafter, capacity=capacity, decodes=False).prefill([request])
 
     def run(count: int) -> jax.Array:
         return _drafts(drafter, state.drafter, state.committed, count)[2]
@@ -71,7 +75,7 @@ def pass_ms(engine: FailFast, config: GenerationConfig) -> float | None:
     begin = time.perf_counter()
     jax.block_until_ready(run(1))
     # Some 50 ms a run, so that the clock and the call do not count.
-    count = min(max(int(0.05 / (time.perf_counter() - begin)), 1), DRAFTS)
+    count = distributed.agreed(min(max(int(0.05 / (time.perf_counter() - begin)), 1), DRAFTS))
     seconds = medians(interleaved({"drafts": functools.partial(run, count)}, REPEATS))["drafts"]
     return 1e3 * seconds / (count * passes)
 
@@ -81,7 +85,14 @@ def _drafts(drafter: Drafter, state: Any, committed: Any, count: ArrayLike) -> t
     """`count` drafts of one place, one after the other; the passes of the first row's in all."""
 
     def body(_: Any, carry: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
-        draft, state = drafter.draft(carry[0], committed)
-        return state, carry[1] + draft.tokens.sum() + draft.confidence.sum(), carry[2] + draft.passes[0]
+        before, tokens, passes = carry
+        draft, after = drafter.draft(before, committed)
+        # Each draft begins where the first one began: only what lies in caches, which are large, is handed on.
+        state = jax.tree.map(lambda new, old: new if _is_cache(new) else old, after, before, is_leaf=_is_cache)
+        return state, tokens + draft.tokens.sum() + draft.confidence.sum(), passes + draft.passes[0]
 
     return jax.lax.fori_loop(0, count, body, (state, jnp.float32(0), jnp.int32(0)))
+
+
+def _is_cache(value: Any) -> bool:
+    return isinstance(value, KVCache)

@@ -13,8 +13,9 @@ import io
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -68,12 +69,15 @@ def scores(answers: Answers | RayAnswers, journal: Journal, records: Sequence[Re
     return {place: float(np.mean(right)) for place, right in found.items()}
 
 
-def drafter_passes(answers: Answers | RayAnswers, journal: Journal, labels: Iterable[str]) -> dict[str, float | None]:
-    """Milliseconds of a drafter's pass by variant, timed once, into the journal."""
+def time_passes(answers: Answers | RayAnswers, journal: Journal, tables: dict[str, dict[str, Any]]) -> None:
+    """Adds to variants that have a row in `tables` what a pass of their drafter takes, timed once, into the journal."""
+    labels = list(dict.fromkeys(label for table in tables.values() for label in table["rows"] if label != BASELINE))
     new = [label for label in labels if (label,) not in journal.lines[PASS]]
-    for label in progress_bar("drafter passes", "variant", new) if new else ():
+    for label in progress_bar("drafter passes", "variant", new):
         journal.append({"kind": PASS, "setting": label, "ms": answers.pass_ms(label)})
-    return {label: journal.lines[PASS][label,]["ms"] for label in labels}
+    for table in tables.values():
+        for label, row in table["settings"].items():
+            row["pass_ms"] = journal.lines[PASS][label,]["ms"] if label in labels else None
 
 
 def write_parquet(records: Sequence[Record], path: Path) -> None:
@@ -141,20 +145,18 @@ def compare(task: Task, latency: Latency, out: Path) -> int:
     records = with_passes(judged, released=args.count_passes == RELEASED)
     right = scores(answers, journal, records) if args.scores else {}
     tables = {d.name: summary.of_dataset(d, variants, records, latency, right, args.best) for d in datasets}
-    shown = dict.fromkeys(label for table in tables.values() for label in table["rows"] if label != BASELINE)
-    passes = drafter_passes(answers, journal, shown)
-    for row, label in ((row, label) for table in tables.values() for label, row in table["settings"].items()):
-        row["pass_ms"] = passes.get(label)
-    found = summary.whole(
-        tables,
-        machine=facts["machine"],
-        models=facts["models"] | {name: getattr(args, name) for name in ("dtype", "tensor_parallel", "attention")},
-        count_passes=args.count_passes,
-        options={"max_new_tokens": common.max_new_tokens, **changed_options(common)},
-        repeats=args.repeats,
-        modelled_with=dataclasses.asdict(latency),
-        left_out=answers.left_out,
-    )
+    about = {
+        "machine": facts["machine"],
+        "models": facts["models"] | {name: getattr(args, name) for name in ("dtype", "tensor_parallel", "attention")},
+        "count_passes": args.count_passes,
+        "options": {"max_new_tokens": common.max_new_tokens, **changed_options(common)},
+        "repeats": args.repeats,
+        "modelled_with": dataclasses.asdict(latency),
+        "left_out": answers.left_out,
+    }
+    summary.write(summary.whole(tables, **about), out)  # answers count even where a pass cannot be timed
+    time_passes(answers, journal, tables)
+    found = summary.whole(tables, **about)
     print(summary.write(found, out))
     if args.records == "parquet":
         write_parquet(records, out / "records.parquet")

@@ -59,7 +59,7 @@ def load_model(
         are stored in 16 bits stay so in a float32 model: the same arithmetic on half the memory.
       quantize: one of `quantization.SCHEMES`; each matrix is rounded as soon as it has been read (those of a
         converted folder once all are there), so that the whole model need not fit.
-      progress: shows a progress bar on stderr; None: on a terminal, once loading has taken 2 seconds.
+      progress: shows a progress bar on stderr; None: once loading has taken 2 seconds (a minute, in a file).
 
     Raises:
       CheckpointError: nothing loadable is there, or its tensors are missing, unexpected, mis-shaped,

@@ -158,7 +158,8 @@ def _choose_block(emitter: Emitter, block, values: list, *, dtypes: tuple[str, .
             best, where = carried
             at = emitter.least(at, end)
             numbers, radii = (emitter.floats(emitter.element(p, at), lanes) for p in (x, radius))
-            most = emitter.multiply_add(reach, radii, emitter.fadd(numbers, offset))
+            # Added last, as in a score: whatever that rounds, it keeps the order.
+            most = emitter.fadd(numbers, emitter.multiply_add(reach, radii, offset))
             bits = ir.IntType(lanes)
             left = emitter.bitcast(emitter.fcmp_ordered(">=", most, emitter.repeated(best, lanes)), bits)
 

@@ -300,7 +300,8 @@ class DSparkModel:
     shared: tuple[str, ...] = flax.struct.field(pytree_node=False, default=("embed", "head"))
     """Which of the two are the target's."""
     markov_reach: Reach | None = None
-    """Of its Markov head, once it is where it will run (`spread`), if that can choose a block's tokens at once."""
+    """Of its Markov head, once it is where it will run (`spread`), if that can choose a block's tokens at once. It says
+    something of the head's values: who replaces the network sets it to None."""
     kind: ClassVar[Kind] = FEATURE_BLOCK
     context: ClassVar[None] = None
 

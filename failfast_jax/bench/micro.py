@@ -6,7 +6,8 @@
 - prefill: tokens a second of prompts by their length (not by default);
 - overhead: what a round spends outside model passes;
 - plain: what a round costs that drafts nothing, by method, in those of `vanilla`;
-- drafting: what a draft of the default drafter costs, beside the reading of its weights and without its Markov head;
+- drafting: what a draft of the default drafter costs, beside the reading of its weights, and what of it is its Markov
+  head;
 - batch: tokens a second of 4, 8 and 16 questions answered together, by policy, against `vanilla`;
 - serving: tokens a second of a queue of requests by rows, with and without drafts, seconds to the first token, and what
   a request costs (not by default);

@@ -147,25 +147,47 @@ class DSparkDrafter(FeatureDrafter):
             tokens, confidence, extras = self._propose(logits, positions, committed)
             return tokens, self._confidence(here, None, confidence), extras
 
-        state, last = self._markov_state(hidden, known, drafted)
+        behind = self._markov_state(hidden, known, drafted)
+        tokens, before, confidence, extras = self.in_turn(here, logits, positions, behind, committed)
+        return tokens, self._confidence(here, before, confidence), extras
+
+    def in_turn(
+        self,
+        hidden: Float[Array, "B N E"],
+        logits: Float[Array, "B N v"],
+        positions: Int[Array, "B N"],
+        behind: tuple[Float[Array, "B r"], Int[Array, " B"]],
+        committed: Committed,
+    ) -> tuple[Int[Array, "B N"], Float[Array, "B N r"], Float[Array, "B N"] | None, Extras]:
+        """Tokens of a block's rows from left to right, each corrected by the Markov head for the one before it.
+
+        Args:
+          hidden: of the rows.
+          logits: of the rows, before correction.
+          behind: the head's state in front of them, and the token there.
+
+        Returns:
+          The tokens, what the head knows of those in front of each, their softmax where no head says how sure they are,
+          and extras.
+        """
+        markov, last = self.model.network.markov, behind[1]
         if self._chooses_at_once:
-            tokens = network.markov.choose(logits, last, self.model.markov_reach, self.model.draft_ids)
-            before = network.markov.embedded(jnp.concatenate([last[:, None], tokens[:, :-1]], axis=1))
-            return tokens, self._confidence(here, before, None), {}
+            tokens = markov.choose(logits, last, self.model.markov_reach, self.model.draft_ids)
+            return tokens, markov.embedded(jnp.concatenate([last[:, None], tokens[:, :-1]], axis=1)), None, {}
 
         def row(carry: tuple[Array, Array], rows: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Any]:
             (state, token), (hidden, logits, positions) = carry, rows
-            before = network.markov.embedded(token)
-            state, code = network.markov.step(state, before, hidden)
-            logits = (logits + network.markov.bias(code))[:, None]
+            before = markov.embedded(token)
+            state, code = markov.step(state, before, hidden)
+            logits = (logits + markov.bias(code))[:, None]
             chosen, confidence, extras = self._propose(logits, positions[:, None], committed)
             return (state, chosen[:, 0]), (chosen, confidence, extras, before)
 
-        by_row = [jnp.moveaxis(x, 1, 0) for x in (here, logits, positions)]
+        by_row = tuple(jnp.moveaxis(x, 1, 0) for x in (hidden, logits, positions))
         with jax.named_scope("markov"):
-            _, chosen = jax.lax.scan(row, (state, last), tuple(by_row))
-        tokens, confidence, extras = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, 0], 0, 1), chosen[:3])
-        return tokens, self._confidence(here, jnp.moveaxis(chosen[3], 0, 1), confidence), extras
+            _, (*chosen, before) = jax.lax.scan(row, behind, by_row)
+        tokens, confidence, extras = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, 0], 0, 1), tuple(chosen))
+        return tokens, jnp.moveaxis(before, 0, 1), confidence, extras
 
     @property
     def _chooses_at_once(self) -> bool:

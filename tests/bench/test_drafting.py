@@ -47,7 +47,7 @@ def test_a_draft_beside_the_reading_of_its_weights(monkeypatch):
         found = drafting.drafting_report(FailFast(target, drafter), [3, 9, 27])
         assert found["rows"] == drafter.rows and found["over_reading"] > 0
         assert ("markov_share" in found) == (kind is not None)
-        assert set(found["ms"]) == {"draft", "reading"} | ({"without_markov"} if kind else set())
+        assert set(found["ms"]) == {"draft", "reading"} | ({"markov", "without_heads"} if kind else set())
         read[kind] = found["weight_bytes"]
     assert read["vanilla"] - read[None] == 4 * 4 * size
 
@@ -58,8 +58,8 @@ def test_passes_that_are_timed_are_passes(monkeypatch, kind):
     policy, and in front of it whatever wraps the drafter."""
     monkeypatch.setattr(drafting, "REPEATS", 1)
     runs = []
-    timed = drafting._drafts
-    monkeypatch.setattr(drafting, "_drafts", lambda *args: runs.append((args[-1], timed(*args))) or runs[-1][1])
+    timed = drafting.drafts_in_a_row
+    monkeypatch.setattr(drafting, "drafts_in_a_row", lambda *args: runs.append((args[-1], timed(*args))) or runs[-1][1])
     clock = types.SimpleNamespace(perf_counter=itertools.count(0, 0.0005).__next__)
     monkeypatch.setattr(drafting, "time", clock)
     for method, options in TIMED[kind]:

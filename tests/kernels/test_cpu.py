@@ -14,19 +14,6 @@ from failfast_jax.kernels import cpu, cpu_product, cpu_rows, emit
 from failfast_jax.models.layers import RMSNorm, largest, largest_and_share, product, unit_rms, xla_product
 from failfast_jax.models.sharding import ONE_DEVICE
 
-UNITS = [emit.VectorUnit(16, 32), emit.VectorUnit(8, 16), emit.VectorUnit(4, 32)]
-"""AVX-512, AVX2 and NEON. LLVM splits vectors that a processor does not have."""
-
-
-@pytest.fixture(params=UNITS, ids=lambda unit: f"{unit.lanes}-lanes")
-def unit(request, monkeypatch):
-    """Kernels as they are emitted for another processor, under names of their own."""
-    if emit.vector_unit() is None:
-        pytest.skip(cpu_product.NO_UNIT)
-    monkeypatch.setattr(emit, "vector_unit", lambda: request.param)
-    monkeypatch.setattr(emit, "TARGETS", f"test_{request.param.lanes}")
-    return request.param
-
 
 def weights(seed: int, outputs: int, inputs: int, dtype: str) -> jax.Array:
     numbers = np.random.default_rng(seed).standard_normal((outputs, inputs)) * (30 if dtype == "int8" else 1)

@@ -7,21 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from failfast_jax.kernels import cpu_markov, cpu_product, emit
+from failfast_jax.kernels import cpu_markov, emit
 from failfast_jax.models.markov import MarkovHead
-
-UNITS = [emit.VectorUnit(16, 32), emit.VectorUnit(8, 16), emit.VectorUnit(4, 32)]
-"""AVX-512, AVX2 and NEON."""
-
-
-@pytest.fixture(params=UNITS, ids=lambda unit: f"{unit.lanes}-lanes")
-def unit(request, monkeypatch):
-    """The kernel as it is emitted for another processor, under a name of its own."""
-    if emit.vector_unit() is None:
-        pytest.skip(cpu_product.NO_UNIT)
-    monkeypatch.setattr(emit, "vector_unit", lambda: request.param)
-    monkeypatch.setattr(emit, "TARGETS", f"test_{request.param.lanes}")
-    return request.param
 
 
 def by_hand(logits, last, w1, w2, ids) -> np.ndarray:

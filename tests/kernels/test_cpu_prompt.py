@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_cpu import numbers, unit  # noqa: F401
+from test_cpu import numbers
 from tiny_models import attention_by_hand, tiny_config
 
 from failfast_jax.kernels import cpu_product, cpu_prompt, emit
@@ -56,7 +56,7 @@ def test_prompts_attend_as_float64_has_it(name):
     assert_as_by_hand(name, 32)
 
 
-def test_for_every_processor_and_heads_of_several_panels(unit):  # noqa: F811
+def test_for_every_processor_and_heads_of_several_panels(unit):
     for head_dim in (32, 96):
         assert_as_by_hand("behind others", head_dim)
 

@@ -206,7 +206,6 @@ class Runtime:
         threshold: float = 1.0,
         small_block: int = 8,
         block_cache: bool = False,
-        steps: int | None = None,
         released_length: bool = False,
         graph: np.ndarray | None = None,
     ) -> DiffusionSession:
@@ -216,10 +215,9 @@ class Runtime:
           model: None: the target; or its weights under another block size.
           batch: rows; a multiple of the data-parallel groups.
           capacity: tokens of a row, see `capacity`.
-          threshold: see `decoding.dllm.step`, as for the next three.
+          threshold: see `decoding.dllm.step`, as for the next two.
           small_block: divides the block size.
           block_cache: whether passes may run over the small block alone.
-          steps: most passes over a block.
           released_length: see `decoding.dllm.blocks_to_write`.
           graph: draft states to run beside the block, see `decoding.spiffy`; None: plain decoding.
         """
@@ -234,5 +232,4 @@ class Runtime:
             released_length,
             small_block=small_block,
             block_cache=block_cache,
-            steps=steps,
         )

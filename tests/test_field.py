@@ -48,7 +48,9 @@ def test_greedy_tokens(name):
 
 def test_sdar_writes_as_published():
     engine, cases = FailFast(FIELD / "sdar_a"), entries("sdar_a", "generate.json")
-    assert len(cases) == 15
+    # Fewer steps than the block are refused: the release's rule for them depends on the order of ties.
+    cases = [case for case in cases if case["denoising_steps"] == 8]
+    assert len(cases) == 10
     for case in cases:
         result = engine.generate(
             [case["prompt"]],
@@ -78,7 +80,8 @@ def test_sdar_drafts_for_qwen3_without_loss(method):
 @pytest.mark.parametrize(
     "option, message",
     [
-        ({"steps": 9}, "--steps 9: must be at most the block size 8"),
+        ({"steps": 9}, "--steps 9: must be the block size 8"),
+        ({"steps": 4}, "--steps 4: must be the block size 8"),
         ({"small_block_size": 4}, "--small-block-size 4: SDAR models unmask a block as a whole"),
         ({"block_cache": True}, "--block-cache: SDAR models"),
     ],

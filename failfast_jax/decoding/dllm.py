@@ -5,9 +5,8 @@ confidence. Every denoising pass and the storing pass of a full block run the sa
 
 The two families differ in what follows from `ModelConfig.token_shift`: with it (Fast-dLLM v2) a storing pass also
 writes the next block's first token, its argmax at every temperature, and the text ends at a stop token with no mask
-before it; without it (SDAR) a block's pass fills at least so many positions that the block takes `steps` of them, and
-the text ends with the block that holds a stop token. Samples are drawn anew in every pass. `spiffy` makes fewer passes
-of the same text.
+before it; without it (SDAR) the text ends with the block that holds a stop token. Samples are drawn anew in every pass.
+`spiffy` makes fewer passes of the same text.
 """
 
 from __future__ import annotations
@@ -278,19 +277,14 @@ def step(
     *,
     small_block: int,
     block_cache: bool,
-    steps: int | None = None,
 ) -> DiffusionState:
-    """One forward pass for every running sequence: over its block, or over its small block (`block_cache`).
-
-    Args:
-      steps: each pass fills so many positions at least that a block takes this many; None: at least one.
-    """
+    """One forward pass for every running sequence: over its block, or over its small block (`block_cache`)."""
     work = work_of(model, state, small_block)
     with jax.named_scope("draft"):
         hidden, cache = _denoise(model, state, work, block_cache)
         logits = scores_of(model, hidden)
     state = state.replace(cache=cache, steps=state.steps + 1)
-    return behind_pass(model, state, work, logits, threshold, active=state.running, adopted=False, steps=steps)
+    return behind_pass(model, state, work, logits, threshold, active=state.running, adopted=False)
 
 
 def work_of(model: Decoder, state: DiffusionState, small_block: int) -> BlockPass:
@@ -316,7 +310,6 @@ def behind_pass(
     *,
     active: Bool[Array, " B"],
     adopted: Bool[ArrayLike, ""],
-    steps: int | None = None,
 ) -> DiffusionState:
     """The state behind a pass: what it filled, where its block ends, whether the output does.
 
@@ -325,7 +318,6 @@ def behind_pass(
       logits: of `work.rows`, without the mask token.
       active: sequences that it was for, running ones.
       adopted: whether it was a draft state's, run beside another: see `spiffy`.
-      steps: see `step`.
     """
     block, mask_token, shift = model.config.block_size, model.config.mask_token_id, model.config.token_shift
     following = state.at[:, None] + jnp.where(work.full[:, None], block, work.inside)
@@ -334,8 +326,7 @@ def behind_pass(
     wanted = jnp.take_along_axis(work.masked, work.inside, 1) | opens[:, None]
     failed = active & jnp.any(wanted & ~finite, axis=1)
     sound = active & ~failed
-    least = _least(state, block, steps)
-    text, _, _ = work.unmasked(state.text, proposed, confidence, active=sound, threshold=threshold, least=least)
+    text, _, _ = work.unmasked(state.text, proposed, confidence, active=sound, threshold=threshold)
     storing = sound & work.full
     column = jnp.arange(state.block_passes.shape[1]) == state.blocks[:, None]
     counted = active & (state.at + block > state.prompt_length)  # else the prefill's last block: see `init_state`
@@ -357,15 +348,6 @@ def behind_pass(
         block_adopted=state.block_adopted + (column & (counted & adopted)[:, None]),
         end=jnp.where(active, end, state.end),
     )
-
-
-def _least(state: DiffusionState, block: int, steps: int | None) -> Int[Array, " B"] | None:
-    """Positions that the next pass over each block fills at least, so that `steps` passes fill it."""
-    if steps is None:
-        return None
-    column = jnp.arange(state.block_passes.shape[1]) == state.blocks[:, None]
-    done = jnp.sum(jnp.where(column, state.block_passes + state.block_adopted, 0), axis=1)
-    return block // steps + (done < block % steps)
 
 
 def _output_end(

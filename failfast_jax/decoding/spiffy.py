@@ -180,7 +180,6 @@ def step(
     graph: Int[ArrayLike, "S d"],
     small_block: int,
     block_cache: bool,
-    steps: int | None = None,
 ) -> DiffusionState:
     """One forward pass for every running sequence, over its block and the draft states beside it.
 
@@ -188,7 +187,6 @@ def step(
       graph: see the module; with no row it is `dllm.step`, which notes what states could have been made of.
       small_block: see `dllm.step`.
       block_cache: likewise.
-      steps: likewise.
     """
     block, at, graph = model.config.block_size, state.at, jnp.asarray(graph)
     work = dllm.work_of(model, state, small_block)
@@ -197,7 +195,7 @@ def step(
         hidden, cache = _run(model, state, copies, work, block_cache)
         logits = dllm.scores_of(model, hidden)
     without_cache = state.replace(cache=KVCache((), ()), steps=state.steps + 1)
-    state, last, source = _follow(model, without_cache, copies, logits, threshold, steps)
+    state, last, source = _follow(model, without_cache, copies, logits, threshold)
     # What the cache holds of the block is the block's own: an adopted copy's takes its place where it is read again.
     moved = jnp.where((state.at > at) | block_cache, source, 0)
     slots = moved[:, None] * block + jnp.arange(block)
@@ -223,7 +221,6 @@ def _follow(
     copies: Copies,
     logits: Float[Array, "B C d V"],
     threshold: Float[ArrayLike, ""],
-    steps: int | None,
 ) -> tuple[DiffusionState, Int[Array, " B"], Int[Array, " B"]]:
     """Goes on from pass to pass as long as what comes of one is a state whose pass has been made.
 
@@ -235,9 +232,8 @@ def _follow(
     def body(carry):
         index, active, state, copy, source = carry
         work = copies.work(copy)
-        state = dllm.behind_pass(
-            model, state, work, _picked(logits, copy), threshold, active=active, adopted=index > 0, steps=steps
-        )
+        picked = _picked(logits, copy)
+        state = dllm.behind_pass(model, state, work, picked, threshold, active=active, adopted=index > 0)
         same = (copies.tokens == state.block_window(copies.tokens.shape[2])[:, None]).all(2) & copies.alive
         # The block's cache that a partial pass saw is the block's own; of a block written in part, only partial ones.
         same &= jnp.where(copies.partial[:, :1], copies.partial, ~copies.partial | (source == 0)[:, None])

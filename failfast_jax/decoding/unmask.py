@@ -15,20 +15,11 @@ from failfast_jax.decoding.windows import gather_window, place
 
 
 def above_threshold(
-    confidence: Float[Array, "B M"],
-    masked: Bool[Array, "B M"],
-    threshold: Float[ArrayLike, ""],
-    least: Int[Array, " B"] | None = None,
+    confidence: Float[Array, "B M"], masked: Bool[Array, "B M"], threshold: Float[ArrayLike, ""]
 ) -> Bool[Array, "B M"]:
-    """What a pass fills: masked positions above `threshold`, and always the `least` best ones.
-
-    One best is Fast-dLLM's rule (`least` None), so many that a block takes a given number of steps SDAR's.
-    """
+    """Fast-dLLM's and SDAR's rule: a pass fills the masked positions above `threshold`, and always the best one."""
     confidence = jnp.where(masked, confidence, -1.0)
-    if least is None:
-        best = jnp.arange(confidence.shape[1]) == jnp.argmax(confidence, 1)[:, None]
-    else:
-        best = most_confident(confidence, masked, least)
+    best = jnp.arange(confidence.shape[1]) == jnp.argmax(confidence, 1)[:, None]
     return masked & (best | (confidence > threshold))
 
 
@@ -105,14 +96,12 @@ class BlockPass:
         active: Bool[Array, " B"],
         threshold: Float[ArrayLike, ""],
         opens_next: Bool[ArrayLike, "*B"] = True,
-        least: Int[Array, " B"] | None = None,
     ) -> tuple[Int[Array, "B T"], Bool[Array, "B d"], Bool[Array, "B d"]]:
         """Writes what a pass proposes.
 
         Args:
           active: sequences that the pass is for.
           threshold: see `above_threshold`.
-          least: likewise.
           opens_next: of stored blocks, whether the next block's first token is written, if the model shifts tokens.
 
         Returns:
@@ -122,5 +111,5 @@ class BlockPass:
         if self.token_shift:
             text = place(text, self.at + block, tokens[:, :1], (active & self.full & opens_next)[:, None])
         masked = jnp.take_along_axis(self.masked, self.inside, 1) & (active & ~self.full)[:, None]
-        chosen = above_threshold(confidence, masked, threshold, least)
+        chosen = above_threshold(confidence, masked, threshold)
         return place(text, self.at + self.small, tokens, chosen), masked, chosen

@@ -30,7 +30,7 @@ class ScheduleOptions(MethodOptions):
     block_size: int | None = option(None, "block of the diffusion model (as in its config)", least=2)
     small_block_size: int | None = option(None, "Fast-dLLM v2: positions unmasked together (8)", least=1)
     block_cache: bool = option(False, "Fast-dLLM v2: cache inside the block")
-    steps: int | None = option(None, "SDAR: most denoising passes a block (its size)", least=1)
+    steps: int | None = option(None, "SDAR: denoising passes per block; only its size is served", least=1)
 
     def static_for(self, model: Decoder) -> dict[str, Any]:
         """The static arguments of `step` for a model.
@@ -43,13 +43,14 @@ class ScheduleOptions(MethodOptions):
             require(self.steps is None, f"--steps {self.steps}", "Fast-dLLM v2 fills by --threshold alone")
             small = self.small_block_size or 8
             require(block % small == 0, f"--small-block-size {small}", f"must divide the block size {block}")
-            return {"small_block": small, "block_cache": self.block_cache, "steps": None}
+            return {"small_block": small, "block_cache": self.block_cache}
         given = f"--small-block-size {self.small_block_size}"
         require(self.small_block_size is None, given, "SDAR models unmask a block as a whole")
         require(not self.block_cache, "--block-cache", "SDAR models have no small blocks to cache for")
-        steps = self.steps or block
-        require(steps <= block, f"--steps {steps}", f"must be at most the block size {block}, a step fills a position")
-        return {"small_block": block, "block_cache": False, "steps": steps}
+        # With fewer steps the release fills positions by a top-k that also ranks filled ones, as -inf: it overwrites
+        # some of them, and torch leaves open which.
+        require(self.steps in (None, block), f"--steps {self.steps}", f"must be the block size {block}, or be left out")
+        return {"small_block": block, "block_cache": False}
 
     def threshold_for(self, model: Decoder) -> float:
         """Its threshold, or the model family's own."""

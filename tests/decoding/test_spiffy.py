@@ -81,13 +81,13 @@ def test_golden_answers(name, count, golden_model, graph_file):
 @pytest.mark.parametrize("count", tiers([3, 10], quick=[]))
 def test_golden_answers_of_sdar(count, golden_model, graph_file):
     engine, adopted = FailFast(golden_model("field/sdar_a")), 0
-    for case in json.loads((GOLDEN / "field" / "sdar_a" / "generate.json").read_text()):
+    cases = json.loads((GOLDEN / "field" / "sdar_a" / "generate.json").read_text())
+    for case in (case for case in cases if case["denoising_steps"] == 8):
         (result,) = engine.generate(
             [case["prompt"]],
             method="dllm",
             max_new_tokens=case["max_new_tokens"],
             threshold=case["threshold"],
-            steps=case["denoising_steps"],
             released_length=True,
             spiffy=count,
             spiffy_graph=graph_file(8, 8),

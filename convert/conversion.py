@@ -21,7 +21,7 @@ from failfast_jax.checkpoints import loading, native
 from failfast_jax.checkpoints.loading import as_dtype
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import FULL, claim, read_json, write_atomically
+from failfast_jax.files import FULL, claim, read_json, user_path, write_atomically
 from failfast_jax.progress import add_flags
 
 # Copied as they are, where the source has them.
@@ -134,7 +134,7 @@ def convert(
       CheckpointError, ConfigError: the source cannot be loaded or is not for this converter; `out`
         exists; the disk is full, or has less free space than needed.
     """
-    out = Path(out).expanduser()
+    out = user_path(out)
     _check_out(out, overwrite)
     opened = loading.open_source(source)
     converter.check(opened)

@@ -25,7 +25,7 @@ from jax import monitoring
 from jax.sharding import SingleDeviceSharding
 
 from failfast_jax import progress
-from failfast_jax.files import drop_part, write_atomically, write_json
+from failfast_jax.files import drop_part, user_path, write_atomically, write_json
 from failfast_jax.platforms import chips_here, compiler_options, tell_libtpu
 
 CACHE_VARIABLE = "FAILFAST_COMPILE_CACHE"
@@ -62,7 +62,7 @@ def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
         if jax.config.jax_compilation_cache_dir:
             return Path(jax.config.jax_compilation_cache_dir)
         choice = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "failfast_jax")
-    folder = Path(choice).expanduser()
+    folder = user_path(choice)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         drop_cut_off(folder)

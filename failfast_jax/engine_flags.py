@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 from failfast_jax import distributed, progress
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options, options_of
+from failfast_jax.files import user_path
 from failfast_jax.models.attention import KERNELS
 from failfast_jax.options import add_flags
 
@@ -36,7 +36,10 @@ def add_method_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(drafting, all_options())
     drafting.add_argument(
-        "--settings", metavar="FILE", type=Path, help="failfast: what `failfast_jax.bench tune` found for this pair"
+        "--settings",
+        metavar="FILE",
+        type=user_path,
+        help="failfast: what `failfast_jax.bench tune` found for this pair",
     )
     drafting.add_argument(
         "--costs", metavar="FILE", help="--policy auto: what rounds cost, as in --json's stats (default: measured)"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import os
+import re
 import sys
 import uuid
 from collections.abc import Iterator
@@ -19,6 +21,36 @@ from failfast_jax.errors import ConfigError, OptionError
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 """Why the system takes no more bytes, and why it takes none."""
+
+
+def user_path(text: str | os.PathLike[str]) -> Path:
+    """A path as a user writes it, with `~` for the home folder; shells expand it in `--out ~/x`, not in `--out=~/x`."""
+    return Path(os.path.expanduser(text))  # pathlib's own fails where `~name` is no user
+
+
+def orbax_path(folder: Path) -> Any:
+    """A folder's absolute path in a form that Orbax takes literally.
+
+    Orbax finds its own files with `path.glob(...)`, and takes the whole path for a pattern: in `lr[1e-4]` it finds
+    nothing, so that what it wrote cannot be read.
+
+    Raises:
+      ConfigError: a name that Orbax's storage cannot have.
+    """
+    from etils import epath  # comes with Orbax
+
+    class LiteralPath(type(epath.Path(os.sep))):  # type: ignore[misc]
+        def glob(self, pattern: str) -> Iterator[Any]:
+            return (self / name for name in glob.glob(pattern, root_dir=self))
+
+    path = str(folder.absolute())
+    # TensorStore takes a backslash for a separator; Python has surrogates in place of bytes that are not UTF-8.
+    if "\\" in path or re.search("[\ud800-\udfff]", path):
+        raise ConfigError(
+            f"{path!r}: checkpoints cannot lie in a folder with a backslash, or with bytes that are not "
+            "UTF-8, in its path; name another one"
+        )
+    return LiteralPath(path)
 
 
 LARGEST_TEXT = 2**28

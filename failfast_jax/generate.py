@@ -14,7 +14,7 @@ from failfast_jax import command, distributed, progress
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
-from failfast_jax.files import check_writable, read_text
+from failfast_jax.files import check_writable, read_text, user_path
 from failfast_jax.results import Result, fate
 from failfast_jax.templates import LONGEST_TEXT
 from failfast_jax.trajectory import TERMINAL, write_trace
@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_model_flags(parser)
     prompt = parser.add_argument_group("prompt").add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="one user turn of the model's chat template, if it has one")
-    prompt.add_argument("--prompt-file", metavar="F", type=Path, help="read the prompt from a text file")
+    prompt.add_argument("--prompt-file", metavar="F", type=user_path, help="read the prompt from a text file")
     prompt.add_argument("--token-ids", metavar="1,2,3", help="bypass tokenizer and chat template")
     output = parser.add_argument_group("output")
     output.add_argument("--max-new-tokens", metavar="n", type=int, default=256)
@@ -43,10 +43,10 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--trace",
         metavar="FILE",
-        type=Path,
+        type=user_path,
         help="write the rounds: a page if .html, a picture if .svg, else JSON lines; -: for the terminal, on stderr",
     )
-    output.add_argument("--profile", metavar="DIR", type=Path, help="write a jax.profiler trace of the answer")
+    output.add_argument("--profile", metavar="DIR", type=user_path, help="write a jax.profiler trace of the answer")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--temperature", metavar="t", type=float, default=0.0, help="0 (default) is greedy")
     sampling.add_argument("--top-p", metavar="p", type=float, help="1 (default; dllm: 0.95) keeps all")

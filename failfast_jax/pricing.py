@@ -18,7 +18,7 @@ import numpy as np
 from failfast_jax import distributed, progress
 from failfast_jax.decoding.economics import Costs
 from failfast_jax.errors import ConfigError, OptionError
-from failfast_jax.files import explained, read_json, write_atomically
+from failfast_jax.files import explained, read_json, user_path, write_atomically
 from failfast_jax.platforms import machine
 from failfast_jax.results import RowLog
 from failfast_jax.sessions import NO_LIMIT, DraftSession, Request
@@ -193,7 +193,7 @@ class CostBook:
     """
 
     def __init__(self, fixed: str | os.PathLike | None = None):
-        self.fixed = None if fixed is None else Path(fixed).expanduser()
+        self.fixed = None if fixed is None else user_path(fixed)
         if self.fixed is not None:
             if not self.fixed.is_file():
                 raise OptionError(f"--costs {self.fixed}: no such file")

@@ -22,7 +22,7 @@ from failfast_jax.bench.specdiff import numbers
 from failfast_jax.bench.variants import VANILLA, Variant, parse_method, split_methods
 from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.config import GenerationConfig
-from failfast_jax.files import write_atomically, write_json
+from failfast_jax.files import user_path, write_atomically, write_json
 from failfast_jax.options import check_least
 from failfast_jax.tables import markdown
 
@@ -38,10 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", default="failfast", metavar="a,b", help="as in `bench run` (%(default)s)")
     parser.add_argument("--batch", default="1,2,4,8,16,32,64", metavar="a,b", help="sequences (%(default)s)")
     parser.add_argument("--dataset", default="humaneval", metavar="D", help="a dataset of `bench run`, or a file")
-    parser.add_argument("--data", metavar="FILE", type=Path, help="rows of the dataset, instead of the Hub's")
+    parser.add_argument("--data", metavar="FILE", type=user_path, help="rows of the dataset, instead of the Hub's")
     parser.add_argument("--max-new-tokens", metavar="n", type=int, default=256)
     parser.add_argument("--turns", metavar="n", type=int, default=3, help="timed turns (%(default)s)")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="writes batches.json, batches.md and the figure there")
+    parser.add_argument(
+        "--out", metavar="DIR", type=user_path, help="writes batches.json, batches.md and the figure there"
+    )
     parser.add_argument("--figures", action=argparse.BooleanOptionalAction, default=True, help="PNG and SVG")
 
 

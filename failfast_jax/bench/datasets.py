@@ -23,6 +23,7 @@ from failfast_jax.bench.prompts import humaneval_problems
 from failfast_jax.checkpoints import hub
 from failfast_jax.command import needed
 from failfast_jax.engine import Prompt
+from failfast_jax.files import user_path
 
 BOXED = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 OPENING = 64
@@ -287,7 +288,7 @@ def load_dataset(
     """
     if limit is not None and limit < 1:
         raise ValueError(f"--limit {limit}: must be at least 1")
-    source, path = SOURCES.get(name), Path(name)
+    source, path = SOURCES.get(name), user_path(name)
     if choices is not None and (name != "gpqa" or choices not in CHOICES):
         raise ValueError(f"{name}: choices {choices!r}: of gpqa alone, {' or '.join(CHOICES)}")
     if source is None:
@@ -325,6 +326,22 @@ def load_dataset(
     if twice is not None:
         raise ValueError(f"{where}: two rows of {name} have the id {twice!r}")
     return Dataset(name, tuple(questions), source.scoring)
+
+
+def names_of(text: str) -> list[str]:
+    """The datasets of `--dataset a,b`; a file's name may have a comma of its own."""
+    return [text] if user_path(text).is_file() else [name for name in text.split(",") if name]
+
+
+def files_of(data: Sequence[str | Path]) -> dict[str | None, Path]:
+    """The files of `--data FILE` and `--data D=FILE` by dataset; None: not named."""
+    files: dict[str | None, Path] = {}
+    for text in map(str, data):
+        name, equals, file = text.partition("=")
+        if not equals or user_path(text).exists():  # the = is the path's own
+            name, file = None, text
+        files[name] = user_path(file)
+    return files
 
 
 def _read_prompts(path: Path) -> list[Prompt | Mapping[str, Any]]:

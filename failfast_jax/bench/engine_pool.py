@@ -18,12 +18,13 @@ from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import CheckpointError
+from failfast_jax.files import user_path
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, FEATURE_BLOCK
 
 
 def model_stamp(source: str | os.PathLike) -> dict[str, Any]:
     """A model's name and, for files on this machine, what tells it from a newer one under the same name."""
-    path = Path(source)
+    path = user_path(source)
     if not path.exists():
         return {"name": str(source), "files": None}
     files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]

@@ -31,7 +31,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -56,7 +55,7 @@ from failfast_jax.decoding.plan import Plan, buffer_length
 from failfast_jax.defaults import load_pair
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
-from failfast_jax.files import write_atomically
+from failfast_jax.files import user_path, write_atomically
 from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.runtime import Request, Session
@@ -335,6 +334,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--parts", help=f"comma-separated, of {', '.join(PARTS)} (default: what can be run here)")
     parser.add_argument("--dataset", default="humaneval", help="of `batch`: a dataset of `bench run`, or a file")
-    parser.add_argument("--model", metavar="PATH", type=Path, help="of `loading`: a Hugging Face folder or a GGUF file")
-    parser.add_argument("--out", type=Path, help="write the JSON there")
+    parser.add_argument(
+        "--model", metavar="PATH", type=user_path, help="of `loading`: a Hugging Face folder or a GGUF file"
+    )
+    parser.add_argument("--out", type=user_path, help="write the JSON there")
     distributed.refuse_flag(parser, "bench replay, batches and tune measure over several hosts")

@@ -26,7 +26,7 @@ from failfast_jax.bench.variants import BASELINE
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import Journal, Record, read_lines, write_atomically
+from failfast_jax.files import Journal, Record, read_lines, user_path, write_atomically
 
 NOTES = (
     "Cells: these records (the paper's Appendix B, where it has the target). Modelled: the paper's model of speedups, "
@@ -38,14 +38,14 @@ NOTES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument(
-        "runs", metavar="DIR", nargs="*", type=Path, help="folders of `bench run --preset failfast-paper`"
+        "runs", metavar="DIR", nargs="*", type=user_path, help="folders of `bench run --preset failfast-paper`"
     )
     parser.add_argument(
         "--training",
         metavar="DIR",
         action="append",
         default=[],
-        type=Path,
+        type=user_path,
         help="folder of `train --family eagle3`: the accuracy while it learned; may be repeated",
     )
     parser.add_argument(
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trajectory", metavar="D/QUESTION", action="append", default=[], help="dataset and question id"
     )
-    parser.add_argument("--out", metavar="DIR", type=Path, help="writes paper.md and figures there")
+    parser.add_argument("--out", metavar="DIR", type=user_path, help="writes paper.md and figures there")
     parser.add_argument("--figures", action=argparse.BooleanOptionalAction, default=True, help="PNG and SVG")
     distributed.refuse_flag(parser, "it reads records: start it once, where bench run wrote them")
 

@@ -19,7 +19,6 @@ import gc
 import inspect
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,7 +32,7 @@ from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
 from failfast_jax.bench.replay_report import NOTICE, plot, report
 from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.compilation import enable_compile_cache
-from failfast_jax.files import Journal, sole_writer, write_atomically, write_json
+from failfast_jax.files import Journal, sole_writer, user_path, write_atomically, write_json
 from failfast_jax.models.attention import KERNELS
 from failfast_jax.models.sharding import make_mesh
 from failfast_jax.options import check_least
@@ -168,5 +167,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="n", type=int, default=0, help="of weights and draws")
     parser.add_argument("--repeats", metavar="n", type=int, default=3, help="timed runs; medians are reported")
     parser.add_argument(
-        "--out", metavar="FOLDER", type=Path, help="JSON, table and plot; an interrupted run continues from it"
+        "--out", metavar="FOLDER", type=user_path, help="JSON, table and plot; an interrupted run continues from it"
     )

@@ -33,7 +33,7 @@ from failfast_jax.bench.variants import BASELINE, changed_options, check_common
 from failfast_jax.bench.verdicts import DIFFERENT
 from failfast_jax.command import needed
 from failfast_jax.config import GenerationConfig
-from failfast_jax.files import Record, sole_writer, write_atomically
+from failfast_jax.files import Record, sole_writer, user_path, write_atomically
 from failfast_jax.options import check_least
 from failfast_jax.progress import progress_bar
 
@@ -43,7 +43,7 @@ __all__ = ["add_arguments", "work"]
 def check_needs(args: argparse.Namespace, datasets: Sequence[Dataset]) -> None:
     """Raises ValueError if a package is missing that would be needed after hours of answers, or for a bad flag."""
     check_least(args, repeats=1, actors=1)
-    if Path(args.out).is_file():
+    if args.out.is_file():
         raise ValueError(f"--out {args.out}: is a file; name a folder")
     if args.figures:
         figures.figure_class(figures.OR_WITHOUT)
@@ -104,6 +104,7 @@ def draw(out: Path) -> None:
 def work(args: argparse.Namespace) -> int:
     """Runs the comparison; 1: an output differs beyond a near-tie."""
     redraw, args = args.redraw, merged(args)
+    args.out = user_path(args.out)
     out = distributed.output_folder(args.out)
     if redraw:
         draw(out)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax import distributed
-from failfast_jax.bench.datasets import CHOICES, SOURCES, Dataset, UnreachableError, load_dataset
+from failfast_jax.bench.datasets import CHOICES, SOURCES, Dataset, UnreachableError, files_of, load_dataset, names_of
 from failfast_jax.bench.summary import BEST, TIMED
 from failfast_jax.bench.variants import (
     BASELINE,
@@ -31,6 +31,7 @@ from failfast_jax.bench.variants import (
 from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.command import needed
 from failfast_jax.drafters import METHODS
+from failfast_jax.files import user_path
 from failfast_jax.models.attention import KERNELS
 
 ALL = "all"
@@ -82,7 +83,7 @@ ENTRIES: dict[str, dict[str, type]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags, whose defaults are None: `merged` puts `--config` and `DEFAULTS` behind them."""
     whole = parser.add_mutually_exclusive_group()
-    whole.add_argument("--config", metavar="FILE", type=Path, help="YAML with the long names below as keys")
+    whole.add_argument("--config", metavar="FILE", type=user_path, help="YAML with the long names below as keys")
     whole.add_argument("--preset", choices=PRESETS, help="such a file that comes with the package")
     what = parser.add_argument_group("what")
     what.add_argument("--dataset", metavar="D", action="append", help=f"{', '.join(SOURCES)}, or a file of prompts")
@@ -216,7 +217,7 @@ def merged(args: argparse.Namespace) -> argparse.Namespace:
     if "methods" in given:
         given["methods"] = split_methods(given["methods"])
     if "dataset" in given:
-        given["dataset"] = [name for text in given["dataset"] for name in text.split(",") if name]
+        given["dataset"] = [name for text in given["dataset"] for name in names_of(text)]
     if "set" in given:
         of_rows = [text for text in given["set"] if ":" in text.partition("=")[0]]
         for row, _, text in (text.partition(":") for text in of_rows):
@@ -303,10 +304,7 @@ def read_datasets(
     """
     if not named:
         raise ValueError(f"--dataset: name one of {', '.join(SOURCES)}, or a file of prompts")
-    files: dict[str | None, Path] = {}
-    for text in data:
-        name, equals, file = str(text).partition("=")
-        files[name if equals else None] = Path(file if equals else text)
+    files = files_of(data)
     if None in files and len(named) > 1:
         raise ValueError(f"--data {files[None]}: of which dataset? Write --data D={files[None]}")
     datasets: dict[str, Dataset] = {}
@@ -323,7 +321,7 @@ def read_datasets(
         try:
             dataset = load_dataset(
                 name,
-                data=Path(rows) if rows is not None else None,
+                data=user_path(rows) if rows is not None else None,
                 limit=most,
                 template=entry.get("template"),
                 choices=choices if name == "gpqa" and choices else entry.get("choices"),

@@ -39,7 +39,7 @@ from failfast_jax.defaults import load_pair
 from failfast_jax.drafters.economic import Economic
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.engine import FailFast
-from failfast_jax.files import Journal, sole_writer, write_json
+from failfast_jax.files import Journal, sole_writer, user_path, write_json
 from failfast_jax.progress import progress_bar
 from failfast_jax.runtime import Request
 from failfast_jax.tables import markdown
@@ -292,7 +292,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", metavar="D", default="humaneval", help="a dataset of `bench run`, or a file")
     parser.add_argument("--limit", metavar="n", type=int, default=20, help="questions")
     parser.add_argument("--max-new-tokens", metavar="n", type=int, default=128)
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("failfast-simulate"))
+    parser.add_argument("--out", metavar="DIR", type=user_path, default=Path("failfast-simulate"))
     distributed.refuse_flag(parser, "it needs one device: start it on one host")
 
 

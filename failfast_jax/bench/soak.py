@@ -20,7 +20,6 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from failfast_jax import distributed
@@ -33,7 +32,7 @@ from failfast_jax.compilation import compile_counts
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
-from failfast_jax.files import write_atomically
+from failfast_jax.files import user_path, write_atomically
 from failfast_jax.options import add_flags_of, flag_of
 from failfast_jax.serving.queue import Finished, Queue
 
@@ -189,7 +188,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", metavar="n", type=int, default=512, help="tokens of a prompt and its answer (512)")
     parser.add_argument("--seed", metavar="s", type=int, default=0, help="of the requests and who hangs up (0)")
     parser.add_argument("--exact", action="store_true", help="texts must not differ")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the JSON there")
+    parser.add_argument("--out", metavar="FILE", type=user_path, help="write the JSON there")
     load = parser.add_argument_group("a server and its clients")
     add_flags_of(load, LoadOptions)
     said = "prompts, each by itself; of several datasets by turns"

@@ -26,7 +26,7 @@ from failfast_jax.bench.variants import BASELINE, VANILLA, Variant, make_variant
 from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.config import GenerationConfig
 from failfast_jax.engine import FailFast
-from failfast_jax.files import sole_writer, write_atomically, write_json
+from failfast_jax.files import sole_writer, user_path, write_atomically, write_json
 from failfast_jax.platforms import bytes_on_a_device, machine
 from failfast_jax.tables import markdown
 
@@ -41,12 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer (1)")
     distributed.add_flag(parser)
     parser.add_argument("--dataset", default="cnn", metavar="D", help="cnn, openwebtext, any of `bench run`, or a file")
-    parser.add_argument("--data", metavar="FILE", type=Path, help="rows of the dataset, instead of the Hub's")
+    parser.add_argument("--data", metavar="FILE", type=user_path, help="rows of the dataset, instead of the Hub's")
     parser.add_argument("--limit", metavar="n", type=int, default=20, help="questions (%(default)s)")
     parser.add_argument("--gamma", metavar="a,b", default="5,10,15,20,30", help="draft lengths (%(default)s)")
     parser.add_argument("--steps", metavar="a,b", default="1,2,5,10", help="denoising steps (%(default)s)")
     parser.add_argument("--max-new-tokens", metavar="n", type=int, default=256)
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("failfast-specdiff"))
+    parser.add_argument("--out", metavar="DIR", type=user_path, default=Path("failfast-specdiff"))
     parser.add_argument("--figures", action=argparse.BooleanOptionalAction, default=True, help="PNG and SVG")
 
 

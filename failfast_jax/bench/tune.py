@@ -29,7 +29,7 @@ from failfast_jax.checkpoints.tuned import TunedOptions, model_key, write_settin
 from failfast_jax.command import deadline_after
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.errors import OptionError
-from failfast_jax.files import sole_writer, write_json
+from failfast_jax.files import sole_writer, user_path, write_json
 from failfast_jax.options import check_least
 from failfast_jax.tables import markdown
 
@@ -98,7 +98,7 @@ def work(args: argparse.Namespace) -> None:
     """Tunes; exit status 3 if `--minutes` ended it."""
     check_least(args, verify=1, repeats=1, max_new_tokens=1, tensor_parallel=1)
     deadline = deadline_after(args.minutes)
-    folder = Path(args.drafter or embedded_drafter()) if args.write else None
+    folder = user_path(args.drafter or embedded_drafter()) if args.write else None
     if folder is not None and not (folder.is_dir() and (is_drafter_folder(folder) or feature_kind(folder))):
         raise OptionError(f"--write: {folder} is not a drafter's folder that can hold defaults; use {TUNED}")
     prompts = [question.prompt for question in load_dataset(args.prompts, limit=args.limit).questions]
@@ -144,7 +144,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", metavar="n", type=int, default=128)
     parser.add_argument("--verify", metavar="n", type=int, default=2, help="best settings timed anew in the end (2)")
     parser.add_argument("--repeats", metavar="n", type=int, default=1, help="their timed answers a prompt (1)")
-    parser.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="records, summary.json, tuned.json")
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=user_path, required=True, help="records, summary.json, tuned.json"
+    )
     parser.add_argument("--write", action="store_true", help="make the choice the drafter's default on this platform")
     parser.add_argument("--minutes", metavar="n", type=float, help="stop after about this time (exit status 3)")
     parser.add_argument("--full-sweep", action="store_true", help="time every setting on every prompt: may take hours")

@@ -56,11 +56,7 @@ def check_target(
 def config_dict(
     architecture: str, base: ModelConfig, target: ModelConfig, feature_layers: tuple[int, ...], storage: str
 ) -> dict[str, Any]:
-    """The keys that every drafter has in its `config.json`.
-
-    Raises:
-      ConfigError: a rotary embedding without a name in `config.json`.
-    """
+    """The keys that every drafter has in its `config.json`."""
     eos = list(target.eos_token_ids)
     return {
         "architectures": [architecture],
@@ -83,7 +79,7 @@ def config_dict(
         "num_target_layers": target.num_layers,
         "pad_token_id": None,
         "rms_norm_eps": base.rms_norm_eps,
-        "rope_parameters": base.rope.to_dict(),
+        "rope_parameters": base.rope.to_dict(base.max_position_embeddings),
         "sliding_window": None,
         "target_layer_ids": list(feature_layers),
         "tie_word_embeddings": False,

@@ -22,7 +22,7 @@ from flax import nnx
 from failfast_jax.checkpoints.parameters import Skeleton, is_finite, misfits, not_finite
 from failfast_jax.config import GenerationConfig
 from failfast_jax.errors import CheckpointError, ConfigError
-from failfast_jax.files import read_json, write_atomically, write_json
+from failfast_jax.files import read_json, user_path, write_atomically, write_json
 from failfast_jax.models.borrowed import with_borrowed
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Decoder
@@ -59,7 +59,7 @@ class DrafterFolder:
 
 def is_drafter_folder(path: str | os.PathLike) -> bool:
     """Whether `path` is a folder that `save_drafter` wrote."""
-    file = Path(path).expanduser() / "config.json"
+    file = user_path(path) / "config.json"
     return file.is_file() and FORMAT_KEY in read_json(file)
 
 
@@ -118,7 +118,7 @@ def read_drafter(path: str | os.PathLike) -> DrafterFolder:
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    path = Path(path).expanduser()
+    path = user_path(path)
     where = path / "config.json"
     config = read_json(where)
     if config.get(FORMAT_KEY) != FORMAT:
@@ -204,7 +204,7 @@ def decoding_defaults(path: str | os.PathLike, platform: str) -> dict[str, Any]:
     Raises:
       ConfigError: an option that does not exist, or a value out of its range.
     """
-    where = Path(path).expanduser() / "config.json"
+    where = user_path(path) / "config.json"
     stored = read_json(where).get("decoding") or {}
     if not isinstance(stored, dict) or not all(isinstance(part, dict) for part in stored.values()):
         raise ConfigError(f"{where}: key 'decoding' must map platforms to options, got {stored!r}")
@@ -215,7 +215,7 @@ def decoding_defaults(path: str | os.PathLike, platform: str) -> dict[str, Any]:
 
 def stored_chances(path: str | os.PathLike) -> Any:
     """What a drafter's folder says of the chances of its drafts (`drafters.check_chances`); None: nothing."""
-    return read_json(Path(path).expanduser() / "config.json").get(CHANCES)
+    return read_json(user_path(path) / "config.json").get(CHANCES)
 
 
 def check_decoding(options: Mapping[str, Any], known: Sequence[str], where: Path) -> None:

@@ -222,7 +222,7 @@ def save_dspark(
       extra: further keys of `config.json`, JSON-ready.
 
     Raises:
-      ConfigError: z-lab's layout, or a rotary embedding without a name in `config.json`.
+      ConfigError: z-lab's layout.
       ValueError: an unknown storage.
     """
     config = config_dict(model.config, target, storage)

@@ -33,7 +33,6 @@ def as_fast_dllm(config: ModelConfig, block_size: int, mask_token: int, where: s
             f"{where}: model_type {config.model_type} does not fit Fast-dLLM v2's layout, which has Qwen2's layers: "
             "take a qwen2, llama or Fast_dLLM_Qwen model"
         )
-    config.rope.to_dict()  # refuses what has no name in config.json
     if not 0 <= mask_token < config.vocab_size:
         raise ConfigError(f"{where}: mask token {mask_token} is outside the vocabulary of {config.vocab_size}")
     changes = {"model_type": FAST_DLLM_MODEL_TYPE, "qkv_bias": True}
@@ -70,7 +69,7 @@ def save_fast_dllm(
 
 
 def _config_dict(config: ModelConfig, storage: str) -> dict[str, Any]:
-    rope = config.rope.to_dict()
+    rope = config.rope.to_dict(config.max_position_embeddings)
     theta = rope.pop("rope_theta")
     eos = list(config.eos_token_ids)
     return {

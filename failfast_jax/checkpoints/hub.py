@@ -11,6 +11,7 @@ from pathlib import Path
 
 from failfast_jax import progress
 from failfast_jax.errors import CheckpointError
+from failfast_jax.files import user_path
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
 ANSWER_S = 5.0
@@ -43,7 +44,7 @@ def resolve_source(path_or_hub_id: str | os.PathLike[str]) -> Path:
       CheckpointError: no such file or folder, or a Hub id that is neither reachable nor cached.
     """
     name = os.fspath(path_or_hub_id)
-    path = Path(name).expanduser()
+    path = user_path(name)
     if name and path.exists():
         return path
     local = isinstance(path_or_hub_id, os.PathLike) or name.startswith(("/", ".", "~")) or name.count("/") > 1

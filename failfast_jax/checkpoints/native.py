@@ -17,6 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from failfast_jax.checkpoints.parameters import check_finite, misfits
 from failfast_jax.errors import CheckpointError
+from failfast_jax.files import orbax_path
 
 FORMAT_KEY = "failfast_format"
 FORMAT = 1
@@ -26,11 +27,17 @@ PARTIAL = ".partial"
 
 
 def save_params(folder: Path, params: Mapping[str, jax.Array]) -> None:
-    """Writes the Orbax part of a folder: plain, uncompressed arrays."""
+    """Writes the Orbax part of a folder: plain, uncompressed arrays.
+
+    Raises:
+      CheckpointError: it cannot be read again.
+      ConfigError: see `files.orbax_path`.
+    """
     import orbax.checkpoint as ocp
 
     with _checkpointer(params.values()) as checkpointer:
-        checkpointer.save((folder / PARAMS).absolute(), ocp.args.PyTreeSave(unflatten_dict(params, sep=".")))
+        checkpointer.save(orbax_path(folder / PARAMS), ocp.args.PyTreeSave(unflatten_dict(params, sep=".")))
+    check(folder, params)
 
 
 def load_params(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -49,14 +56,14 @@ def load_params(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dic
         try:
             restore_args = ocp.checkpoint_utils.construct_restore_args(target)
             args = ocp.args.PyTreeRestore(target, restore_args=restore_args)
-            values = flatten_dict(checkpointer.restore((folder / PARAMS).absolute(), args=args), sep=".")
+            values = flatten_dict(checkpointer.restore(orbax_path(folder / PARAMS), args=args), sep=".")
         except Exception as error:
             raise _damaged(folder / PARAMS, error) from error
     check_finite(values, folder / PARAMS)
     return values
 
 
-def check(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+def check(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct | jax.Array]) -> dict[str, Any]:
     """Shape and dtype of each stored parameter.
 
     Raises:
@@ -79,7 +86,7 @@ def stored_params(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: incomplete: {PARAMS}/ is missing; convert the model again")
     with _checkpointer(()) as checkpointer:
         try:
-            return flatten_dict(checkpointer.metadata(path.absolute()).item_metadata.tree, sep=".")
+            return flatten_dict(checkpointer.metadata(orbax_path(path)).item_metadata.tree, sep=".")
         except Exception as error:  # Orbax raises whatever its storage layers raise.
             raise _damaged(path, error) from error
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from failfast_jax.checkpoints.drafter import DECODING_OPTIONS, check_decoding
 from failfast_jax.errors import ConfigError
-from failfast_jax.files import read_json, write_json
+from failfast_jax.files import read_json, user_path, write_json
 from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
@@ -83,7 +83,7 @@ def read_settings(path: str | os.PathLike) -> TunedOptions:
     Raises:
       ConfigError: no such file, not a settings file, an option that does not exist or is out of its range.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     raw = read_json(path)
     if raw.get(FORMAT_KEY) != FORMAT:
         found = f"format {raw[FORMAT_KEY]!r}" if FORMAT_KEY in raw else f"no key {FORMAT_KEY!r}"

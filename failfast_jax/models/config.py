@@ -76,6 +76,11 @@ class RopeConfig:
             return cls(theta=theta, kind=kind, factor=need("factor"))
         if kind == "divisors":
             return cls(theta=theta, kind=kind, divisors=tuple(float(value) for value in merged.get("divisors") or ()))
+        if kind == "longrope" and merged.get("attention_factor") == 1:
+            lists = [merged.get(key) for key in ("short_factor", "long_factor")]
+            numbers = isinstance(lists[0], list) and all(type(value) in (int, float) for value in lists[0])
+            if numbers and lists[0] == lists[1]:  # as `to_dict` writes divisors
+                return cls(theta=theta, kind="divisors", divisors=tuple(map(float, lists[0])))
         if kind == "llama3":
             context = int(need("original_max_position_embeddings"))
             keys = ("factor", "low_freq_factor", "high_freq_factor")
@@ -96,15 +101,19 @@ class RopeConfig:
             f"{where}: rope_scaling type {kind!r} is not supported (supported: default, linear, llama3, yarn)"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, context: int) -> dict[str, Any]:
         """As `rope_parameters` of a `config.json`.
 
-        Raises:
-          ConfigError: a scaling that only GGUF files have.
+        Args:
+          context: the model's `max_position_embeddings`.
         """
         if self.kind == "divisors":
-            raise ConfigError("rope_freqs of a GGUF file have no name in config.json; take the Hugging Face checkpoint")
+            # transformers divides by such lists in LongRoPE alone: one for short texts, one for long ones.
+            both = {key: list(self.divisors) for key in ("short_factor", "long_factor")}
+            fixed = {"factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": context}
+            return {"rope_theta": self.theta, "rope_type": "longrope", **both, **fixed}
         names = {
+            "default": (),
             "linear": ("factor",),
             "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
             "yarn": (
@@ -112,7 +121,7 @@ class RopeConfig:
                 *("truncate", "attention_factor"),
             ),
         }
-        scaling = {name: getattr(self, name) for name in names.get(self.kind, ())}
+        scaling = {name: getattr(self, name) for name in names[self.kind]}
         return {"rope_theta": self.theta, "rope_type": self.kind, **scaling}
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any
 
 from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.errors import OptionError
+from failfast_jax.files import user_path
 from failfast_jax.options import CommandOptions, option
 
 KEY_VARIABLE = "FAILFAST_API_KEY"
@@ -88,7 +88,7 @@ class ServeOptions(RowOptions):
         else:
             where, cure = f"--api-key-file {self.api_key_file}", ""
             try:
-                key = Path(self.api_key_file).read_text(encoding="utf-8")
+                key = user_path(self.api_key_file).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise OptionError(f"{where}: cannot be read ({error})") from None
         key = key.strip()

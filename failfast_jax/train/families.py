@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from failfast_jax.checkpoints.drafter import is_drafter_folder
@@ -12,7 +11,7 @@ from failfast_jax.checkpoints.dspark import parse_config
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.pair import feature_kind
 from failfast_jax.errors import OptionError
-from failfast_jax.files import read_json
+from failfast_jax.files import read_json, user_path
 from failfast_jax.models.drafter_model import FEATURE_BLOCK
 from failfast_jax.models.dspark import DSparkConfig
 from failfast_jax.models.markov import MARKOV_HEADS
@@ -66,7 +65,7 @@ FAMILY_OPTIONS = {
         None, BLOCKS, "blocks that begin with known tokens; default: 0.25 with --row-features, else 0", {"type": float}
     ),
     "feature_cache": FamilyOption(
-        None, PUBLISHED, "folder: compute the target's features once", {"type": Path, "metavar": "DIR"}
+        None, PUBLISHED, "folder: compute the target's features once", {"type": user_path, "metavar": "DIR"}
     ),
     "cache_layers": FamilyOption(
         None, PUBLISHED, "target layers to store for other runs, too, beside what this one reads", {"metavar": "i,j"}

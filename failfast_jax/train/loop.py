@@ -19,8 +19,8 @@ import optax
 import orbax.checkpoint as ocp
 
 from failfast_jax import distributed
-from failfast_jax.errors import OptionError
-from failfast_jax.files import append_lines, read_lines, write_atomically
+from failfast_jax.errors import CheckpointError, OptionError
+from failfast_jax.files import append_lines, orbax_path, read_lines, write_atomically
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.progress import progress_bar
 from failfast_jax.train.spread import Spread
@@ -268,7 +268,7 @@ def train(
             if evaluate and ((eval_every and done % eval_every == 0) or last):
                 progress.held_out(done, evaluate, averaged(state))
             if save:  # after what is logged for this step, so that a kill in between loses nothing
-                manager.save(done, args=ocp.args.StandardSave(state))
+                _save(manager, done, state)
             if out_of_time:
                 break
         progress.bar.close()
@@ -277,7 +277,7 @@ def train(
 
 @contextlib.contextmanager
 def _checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
-    place = (folder / CHECKPOINTS).absolute()
+    place = orbax_path(folder / CHECKPOINTS)
 
     def sweep() -> None:
         # A run that was killed may have left checkpoints half-written, and older ones half-deleted.
@@ -290,6 +290,7 @@ def _checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
     manager = ocp.CheckpointManager(place, options=options)
     try:
         yield manager
+        _check_last(manager)
     except BaseException:
         if distributed.alone():  # others wait for this process, which must not wait for them
             manager.close()
@@ -304,6 +305,28 @@ def _restored(manager: ocp.CheckpointManager, state: dict[str, Any]) -> dict[str
         return state
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     return manager.restore(step, args=ocp.args.StandardRestore(abstract))
+
+
+def _save(manager: ocp.CheckpointManager, step: int, state: dict[str, Any]) -> None:
+    _check_last(manager)  # Orbax writes while training goes on, and waits for the one before anyway
+    manager.save(step, args=ocp.args.StandardSave(state))
+
+
+def _check_last(manager: ocp.CheckpointManager) -> None:
+    """Looks at the newest checkpoint, which this manager has saved or restored, once it is written.
+
+    Raises:
+      CheckpointError: it cannot be read again.
+    """
+    manager.wait_until_finished()
+    if (step := manager.latest_step()) is None:
+        return
+    try:
+        readable = manager.item_metadata(step) is not None
+    except Exception:  # of Orbax's storage layers
+        readable = False
+    if not readable:
+        raise CheckpointError(f"{manager.directory}/{step}: was written, and cannot be read again; name another --out")
 
 
 class _Progress:

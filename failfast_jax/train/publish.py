@@ -6,6 +6,18 @@ import sys
 from pathlib import Path
 
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from failfast_jax.errors import OptionError
+
+
+def check_name(name: str) -> None:
+    """Raises OptionError: no repository of the Hub can have this name."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise OptionError(f"--push-to-hub {name}: {str(error).splitlines()[0]}") from None
 
 
 def push(folder: Path, name: str) -> None:

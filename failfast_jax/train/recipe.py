@@ -21,7 +21,7 @@ from typing import Any
 from failfast_jax import distributed
 from failfast_jax.checkpoints.safetensors import WEIGHTS
 from failfast_jax.command import UNFINISHED, deadline_after
-from failfast_jax.files import read_json, sole_writer, write_atomically, write_json
+from failfast_jax.files import read_json, sole_writer, user_path, write_atomically, write_json
 from failfast_jax.options import flag_of
 from failfast_jax.train.loop import LOG_FILE
 from failfast_jax.train.openings import CODE_OPENINGS
@@ -126,7 +126,9 @@ COMMON |= {"ce_weight": 0.5, "l1_weight": 0.5, "markov_rank": 32, "confidence_fo
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument("--out", type=Path, required=True, help="folder for everything; what ships is in OUT/asset")
+    parser.add_argument(
+        "--out", type=user_path, required=True, help="folder for everything; what ships is in OUT/asset"
+    )
     parser.add_argument("--profile", choices=PROFILES, default="cpu")
     parser.add_argument("--minutes", type=float, help="stop after about this time (exit status 3)")
     distributed.refuse_flag(parser, "its model is small: of a larger one give selfgen, run and bench tune the flag")

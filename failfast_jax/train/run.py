@@ -32,7 +32,7 @@ from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.decoding.economics import observed
 from failfast_jax.errors import OptionError
-from failfast_jax.files import check_shared, read_json, sole_writer
+from failfast_jax.files import check_shared, read_json, sole_writer, user_path
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import whole
 from failfast_jax.options import flag_of
@@ -55,7 +55,7 @@ from failfast_jax.train.families import (
 )
 from failfast_jax.train.objectives import Layers, make_diffusion, make_objective
 from failfast_jax.train.packing import packed_batches
-from failfast_jax.train.publish import push
+from failfast_jax.train.publish import check_name, push
 from failfast_jax.train.resume import begin, check_same
 from failfast_jax.train.spread import Spread
 
@@ -74,11 +74,11 @@ RUN_ONLY = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--out", type=user_path, required=True, help="folder of the run")
     parser.add_argument(
         "--data",
         metavar="D",
-        type=Path,
+        type=user_path,
         nargs="+",
         required=True,
         help=".npz, .jsonl or .parquet files, folders of them, and datasets of the Hub (NAME/NAME, NAME/NAME:SPLIT)",
@@ -167,6 +167,8 @@ def check(args: argparse.Namespace) -> loop.Optimization:
         "eval_spec_len": args.eval_spec_len is None or args.eval_spec_len >= 1,
     }
     loop.check_ranges(args, rules)
+    if args.push_to_hub is not None:
+        check_name(args.push_to_hub)
     if args.cache_layers and not args.feature_cache:
         raise OptionError(f"--cache-layers {args.cache_layers}: needs --feature-cache, where they are stored")
     if args.family in BLOCKS and (args.eval_spec_len or 0) > args.rows:

@@ -33,7 +33,7 @@ from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
-from failfast_jax.files import sole_writer
+from failfast_jax.files import sole_writer, user_path
 from failfast_jax.options import check_least
 from failfast_jax.progress import progress_bar
 from failfast_jax.train.data import DataError, read_documents, write_documents
@@ -49,7 +49,9 @@ DOCUMENTS = 1024
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="shards; an unfinished run continues")
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=user_path, required=True, help="shards; an unfinished run continues"
+    )
     parser.add_argument("--target", metavar="P", help="as of failfast_jax.generate; default: SmolLM2-135M-Instruct")
     parser.add_argument(
         "--documents",
@@ -68,7 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", metavar="t", type=float, default=0.9, help="of prompts; answers are greedy")
     parser.add_argument("--top-p", metavar="p", type=float, default=0.95, help="of prompts")
     parser.add_argument(
-        "--openings", metavar="FILE", type=Path, help="one a line, \\n for a line break; without it, a built-in list"
+        "--openings",
+        metavar="FILE",
+        type=user_path,
+        help="one a line, \\n for a line break; without it, a built-in list",
     )
     parser.add_argument("--seed", metavar="s", type=int, default=0)
     parser.add_argument("--shard-size", metavar="n", type=int, default=64, help="documents; best several batches")

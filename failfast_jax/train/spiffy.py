@@ -32,6 +32,7 @@ from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.drafters.dllm import MOST_STATES, ScheduleOptions
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import ConfigError, OptionError
+from failfast_jax.files import user_path
 from failfast_jax.models.sharding import whole
 from failfast_jax.options import add_flags, check_least
 from failfast_jax.train import data
@@ -49,9 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     parser.add_argument("--target", metavar="P", required=True, help="the block-diffusion model")
     parser.add_argument(
-        "--data", type=Path, nargs="+", required=True, help="prompts: .npz files, folders of them, or .jsonl of chats"
+        "--data",
+        type=user_path,
+        nargs="+",
+        required=True,
+        help="prompts: .npz files, folders of them, or .jsonl of chats",
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="default: spiffy.json beside the model")
+    parser.add_argument("--out", metavar="FILE", type=user_path, help="default: spiffy.json beside the model")
     parser.add_argument("--prompts", metavar="n", type=int, default=48, help="first n to count on, or all of fewer")
     parser.add_argument("--held-out", metavar="n", type=int, default=16, help="last n, to report on")
     parser.add_argument("--states", metavar="D", type=int, default=16, help="most draft states to keep")

@@ -1,5 +1,6 @@
 """Questions from files, from the Hub's cache and from a package."""
 
+import argparse
 import json
 import sys
 import types
@@ -9,6 +10,7 @@ import pytest
 
 from failfast_jax.bench import datasets
 from failfast_jax.bench.datasets import load_dataset
+from failfast_jax.bench.run_options import add_arguments, merged, read_datasets
 from failfast_jax.checkpoints import hub
 
 ROWS = {
@@ -173,3 +175,23 @@ def test_bad_files(file, content, message, tmp_path):
 def test_bad_requests(name, options, message):
     with pytest.raises(ValueError, match=message):
         load_dataset(name, **options)
+
+
+def test_paths_of_any_name(tmp_path, monkeypatch):
+    """An = or a comma of a path is the path's; `~` is the home folder."""
+    folder = tmp_path / "run[lr=1e-4],b"
+    folder.mkdir()
+    rows = write(folder / "math=500*.jsonl", [ROWS["math500"]])
+    mine = write(folder / "mine,all.jsonl", [{"prompt": "x"}])
+    monkeypatch.setenv("HOME", str(folder))
+    for text in (str(rows), f"math500={rows}", "~/math=500*.jsonl", "math500=~/math=500*.jsonl"):
+        (found,) = read_datasets(["math500"], [text])
+        assert len(found.questions) == 1
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["--dataset", str(mine), "--dataset", "math500,aime"])
+    assert merged(args).dataset == [str(mine), "math500", "aime"]
+    (found,) = read_datasets(["~/mine,all.jsonl"])
+    assert found.name == "mine,all.jsonl"
+    with pytest.raises(ValueError, match="--data mth=.*: --dataset does not name it"):
+        read_datasets(["math500"], [f"math500={rows}", f"mth={rows}"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import gguf
 import numpy as np
 import pytest
@@ -94,6 +96,14 @@ def test_gguf_rope_scaling(tmp_path):
         for name, model in models.items():
             found = logits(model, data[f"{name}_input"])[:, -12:]
             np.testing.assert_allclose(found, data[f"{name}_logits"], atol=2e-4, rtol=0)
+    # A drafter that is made of such a target says it in words that transformers has.
+    rope = models["llama3"].config.rope
+    stored = json.loads(json.dumps(rope.to_dict(256)))
+    assert stored["short_factor"] == stored["long_factor"] == pytest.approx(divisors)
+    assert stored["rope_type"] == "longrope" and RopeConfig.from_dict({"rope_parameters": stored}, "") == rope
+    for changes in ({"long_factor": [1.0] * 4}, {"attention_factor": 1.2}, {"short_factor": ["1"] * 4}):
+        with pytest.raises(ConfigError, match="longrope"):
+            RopeConfig.from_dict({"rope_parameters": stored | changes}, "")
     with pytest.raises(ConfigError, match="3 rope divisors for 4 frequencies"):
         load("llama_tied", extra_tensors={"rope_freqs.weight": divisors[:3]})
     with pytest.raises(CheckpointError, match="rope_freqs.weight together with linear scaling"):

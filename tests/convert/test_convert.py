@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from checkpoint_files import (
     GOLDEN,
@@ -55,6 +56,39 @@ def test_golden_round_trip(name, out):
     assert model.config == source.config
     assert jax.tree.all(jax.tree.map(np.array_equal, model, source))
     assert files_in(out.parent) == ["out"]
+
+
+@pytest.mark.parametrize(
+    "name", ["lr[1e-4]", "[!a]b[", "a*b?", "{x} 100% %41", "~", "-dash", "ünï 日本", "a\nb", ".hidden~"]
+)
+def test_names_of_folders_are_no_patterns(name, tmp_path, monkeypatch):
+    """Neither of the folder itself nor of one above it."""
+    source = hf_folder(tmp_path / "source", "llama_tied")
+    for out in (tmp_path / name, tmp_path / "in" / name / "out"):
+        assert qwen2.main(["--", str(source), str(out)]) == 0
+        assert jax.tree.all(jax.tree.map(np.array_equal, load_model(out), load_model(source)))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert qwen2.main([str(source), "~/at home"]) == 0 and (tmp_path / "at home" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("name", [b"back\\slash", b"caf\xe9"])
+def test_names_that_storage_cannot_have_are_refused(name, tmp_path, capsys):
+    assert qwen2.main([str(GOLDEN / "llama_tied"), str(tmp_path / os.fsdecode(name))]) == 2
+    assert "name another one" in capsys.readouterr().err and files_in(tmp_path) == []
+
+
+def test_what_was_written_is_looked_at(out, capsys, monkeypatch):
+    """A conversion that cannot be read again is no success, and leaves nothing."""
+    save = ocp.Checkpointer.save
+
+    def forgetful(self, path, args):
+        save(self, path, args)
+        shutil.rmtree(path)
+        path.mkdir()
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", forgetful)
+    assert qwen2.main([str(GOLDEN / "llama_tied"), str(out)]) == 2
+    assert "cannot be read" in capsys.readouterr().err and files_in(out.parent) == []
 
 
 @pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32"])

@@ -18,7 +18,7 @@ from failfast_jax.checkpoints.drafter import load_drafter
 from failfast_jax.checkpoints.dspark import load_dspark
 from failfast_jax.checkpoints.eagle import load_eagle
 from failfast_jax.command import deadline_after
-from failfast_jax.errors import OptionError
+from failfast_jax.errors import CheckpointError, OptionError
 from failfast_jax.train import data, dspark, loop
 from failfast_jax.train.evaluate import Evaluation
 from failfast_jax.train.resume import begin, is_begun
@@ -68,6 +68,45 @@ def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, fa
     assert {path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()} == {"8", "12"}
     timeless = [{k: v for k, v in record.items() if not k.endswith("_per_s")} for record in log]
     assert timeless == [{k: v for k, v in r.items() if not k.endswith("_per_s")} for r in log_continued]
+
+
+class Counting(loop.Objective):
+    """The least objective: a number that falls."""
+
+    calibrates = False
+
+    def __init__(self):
+        self.trainable, self.constants = {"x": jnp.float32(1)}, {}
+
+    def prepare(self, batch):
+        return batch
+
+    def loss(self, trainable, constants, batch, key):
+        return trainable["x"] ** 2, {}
+
+    def tokens(self, batch):
+        return 1
+
+    flops = tokens
+
+
+@pytest.mark.parametrize("name", ["run[lr=1e-4]", "a*b?", "{x} 100%", "ünï 日本"])
+def test_names_of_folders_are_no_patterns(name, tmp_path, monkeypatch):
+    """A run goes on in a folder of any name; a checkpoint that cannot be read again ends it."""
+    data = [{"tokens": np.zeros((2, 4), np.int32)}] * 6
+
+    def run(steps):
+        optimization = loop.Optimization(steps=steps, batch=2, warmup=0)
+        return int(loop.train(Counting(), data, optimization, folder, save_every=2)[0]["step"])
+
+    folder = tmp_path / name
+    folder.mkdir()
+    assert run(2) == 2 and run(4) == 4
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"2", "4"}
+    monkeypatch.setattr(loop, "orbax_path", lambda path: path.absolute() / "gone")
+    monkeypatch.setattr(loop.ocp.CheckpointManager, "item_metadata", lambda *_: None)
+    with pytest.raises(CheckpointError, match=r"checkpoints/gone/2: was written, and cannot be read again"):
+        run(4)
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch(documents, target, monkeypatch):

@@ -11,6 +11,7 @@ import numpy as np
 
 from failfast_jax.errors import PromptError
 from failfast_jax.templates import LONGEST_TEXT, has_template, render
+from failfast_jax.text import TextStream
 
 Message = dict[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -20,14 +21,14 @@ def encode(prompt: Any, tokenizer: Any, vocab_size: int, model_name: str, *, tem
     """Token ids of a prompt: a string (one user turn, if the tokenizer has a chat template), messages, or ids.
 
     Args:
-      template: False takes a string as it is, whatever the tokenizer has.
+      template: False takes a string as it is, whatever the tokenizer has; white space is text, too.
 
     Raises:
-      PromptError: nothing to encode with, an empty prompt, or an id outside the vocabulary.
+      PromptError: nothing to encode with, an empty prompt or blank turn, or an id outside the vocabulary.
     """
     if not isinstance(prompt, (str, Sequence, np.ndarray, jax.Array)) or isinstance(prompt, bytes):
         raise PromptError(f"a prompt must be text, messages or token ids, got {prompt!r}")
-    if not len(prompt) or (isinstance(prompt, str) and not prompt.strip()):
+    if not len(prompt):
         raise PromptError("the prompt is empty")
     if isinstance(prompt, str) or isinstance(prompt[0], dict):
         ids = _encode_text(prompt, tokenizer, model_name, template)
@@ -58,11 +59,32 @@ def _encode_text(prompt: str | Sequence[Any], tokenizer: Any, model_name: str, t
             raise PromptError(f"the prompt has {len(prompt)} characters; at most {LONGEST_TEXT} are read")
         if not (template and has_template(tokenizer)):
             return _ids(prompt, tokenizer, model_name)
+        if not prompt.strip():
+            raise PromptError("the prompt is empty: a user's turn of spaces alone")
         prompt = [{"role": "user", "content": prompt}]
     elif not has_template(tokenizer):
         raise PromptError(f"{model_name} has no chat template: give the prompt as text or token ids")
     text = render(prompt, tokenizer, model_name, add_generation_prompt=True)
     return _ids(text, tokenizer, model_name, add_special_tokens=False)  # the template writes them
+
+
+def answer_text(
+    tokenizer: Any, prompt: Any, ids: Sequence[int], stop: Sequence[str] = (), **options: Any
+) -> TextStream | None:
+    """The text of an answer as it comes; None without a tokenizer.
+
+    It continues the prompt, unless a chat template wrote that: then it is a turn of its own.
+
+    Args:
+      prompt: see `encode`.
+      ids: of the prompt.
+      stop: see `TextStream`.
+      options: likewise.
+    """
+    if tokenizer is None:
+        return None
+    turn = has_template(tokenizer) if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
+    return TextStream(tokenizer, stop, () if turn else ids, **options)
 
 
 def _ids(text: str, tokenizer: Any, model_name: str, **options: Any) -> list[int]:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from failfast_jax import distributed, drafters
 from failfast_jax.checkpoints.pair import config_at, read_pair
+from failfast_jax.checkpoints.tokenizer import stop_tokens
 from failfast_jax.checkpoints.tuned import check_models, other_machine, read_settings
 from failfast_jax.compilation import Executables, compile_counts, enable_compile_cache
 from failfast_jax.config import GenerationConfig
@@ -26,7 +27,7 @@ from failfast_jax.decoding.state import FAILED, FINISHED_EOS, FINISHED_LENGTH, R
 from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.drafters.dllm import DllmOptions
 from failfast_jax.drafters.suffix import Corpus
-from failfast_jax.encoding import Message, Prompt, encode, separate
+from failfast_jax.encoding import Message, Prompt, answer_text, encode, separate
 from failfast_jax.errors import ConfigError, NonFiniteError, OptionError, PromptError
 from failfast_jax.models import sharding
 from failfast_jax.models.cache import round_up
@@ -73,7 +74,7 @@ class FailFast:
       drafter: the model that drafts, or None; it may be replaced by one of the same shapes.
       vocab: ids that a drafter may propose.
       load_s: seconds that loading took.
-      eos_token_ids: stop tokens; the target's own unless replaced.
+      eos_token_ids: stop tokens; the target's own (see `checkpoints.tokenizer.stop_tokens`) unless replaced.
       corpus: None, or a `drafters.suffix.Corpus` that `suffix` drafts from, too, to be filled between requests.
       time_rounds: whether every round is waited for and timed (`Round.took`).
       decoding: values of options that a request leaves at None; from `settings`, else from the drafter's folder.
@@ -124,7 +125,8 @@ class FailFast:
         self.runtime = Runtime(pair.target, pair.drafter, max_seq_len=max_seq_len, programs=programs, costs=costs)
         self.target_name, self.drafter_name = pair.target_name, pair.drafter_name
         self.tokenizer, self.vocab = pair.tokenizer, pair.vocab
-        self.eos_token_ids, self.decoding = pair.target.config.eos_token_ids, pair.decoding
+        self.eos_token_ids = stop_tokens(pair.target.config, pair.tokenizer)
+        self.decoding = pair.decoding
         drafters.check_defaults(self.decoding, self.drafter_name)
         self.chances = drafters.check_chances(pair.chances, self.drafter_name)
         if tuned is not None:
@@ -183,9 +185,6 @@ class FailFast:
         """
         return encode(prompt, self.tokenizer, self.target.config.vocab_size, self.target_name, template=template)
 
-    def _encode_all(self, prompts: Any) -> list[list[int]]:
-        return [self.encode(prompt) for prompt in separate(prompts)]
-
     def generate(self, prompts: Any, config: GenerationConfig | None = None, **options: Any) -> list[Result]:
         """Answers one prompt or a batch, each whole answer in one dispatch.
 
@@ -201,8 +200,7 @@ class FailFast:
           ValueError: a bad option (`OptionError`) or prompt (`PromptError`), models that the method cannot use
             (`ConfigError`), too little memory (`DeviceMemoryError`), logits that are not finite (`NonFiniteError`).
         """
-        *_, last = self._run(self._encode_all(prompts), self.resolve(config, **options), stream=False)
-        return last
+        return [event.result for event in self._events(prompts, config, options, stream=False)]
 
     def stream(self, prompts: Any, config: GenerationConfig | None = None, **options: Any) -> Iterator[StreamEvent]:
         """Like `generate`, in slices of a few rounds: yields what became final after each.
@@ -217,23 +215,26 @@ class FailFast:
         Raises:
           ValueError: see `generate`; at the first event, not at the call.
         """
-        encoded = self._encode_all(prompts)
+        yield from self._events(prompts, config, options, stream=True)
+
+    def _events(
+        self, prompts: Any, config: GenerationConfig | None, options: dict[str, Any], stream: bool
+    ) -> Iterator[StreamEvent]:
+        """News of every sequence; without `stream` one event of each, in order."""
+        separated = separate(prompts)
+        encoded = [self.encode(prompt) for prompt in separated]
+        texts = [answer_text(self.tokenizer, *both) for both in zip(separated, encoded)]
         sent = [0] * len(encoded)
-        texts = [""] * len(encoded)
-        for news in self._run(encoded, self.resolve(config, **options), stream=True):
-            for index, item in enumerate(news):
-                final = isinstance(item, Result)
-                ids = item.output_ids if final else item
-                text = None
-                if self.tokenizer is not None:
-                    whole = self._decode(ids)
-                    # A token may end inside a character: hold back what is not yet one.
-                    stable = whole if final else whole.rstrip("\ufffd")
-                    text = stable[len(texts[index]) :] if stable.startswith(texts[index]) else ""
-                    texts[index] += text
-                if len(ids) > sent[index] or final:
-                    yield StreamEvent(index, list(ids[sent[index] :]), text, item if final else None)
-                sent[index] = len(ids)
+        for news in self._run(encoded, self.resolve(config, **options), stream):
+            for index, (item, text) in enumerate(zip(news, texts)):
+                result = item if isinstance(item, Result) else None
+                ids = list(item if result is None else result.output_ids)[sent[index] :]
+                sent[index] += len(ids)
+                new = None if text is None else text.add(ids, last=result is not None)
+                if result is not None and text is not None:
+                    result = dataclasses.replace(result, text=text.text)
+                if ids or result is not None:
+                    yield StreamEvent(index, ids, new, result)
 
     def resolve(self, config: GenerationConfig | None = None, **options: Any) -> GenerationConfig:
         """The request `config` with its method decided, checked; `options` replace single fields.
@@ -254,9 +255,6 @@ class FailFast:
             logger.warning("no drafter and no method were named: --method lookup")
             self._said_default = True
         return dataclasses.replace(config, method="lookup")
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def request(self, prompt: Sequence[int], config: GenerationConfig, sequence: int = 0) -> Request:
         """What a session is asked.
@@ -421,7 +419,7 @@ class FailFast:
         return Result(
             prompt_ids=list(prompt),
             output_ids=ids,
-            text=self._decode(ids) if self.tokenizer is not None else None,
+            text=None,  # see `_events`
             finish_reason=FINISH_REASONS[finish],
             method=config.method,
             stats=Stats.of(log, load_s=self.load_s, tokens_per_s=len(ids) / measured["decode_s"], **measured),

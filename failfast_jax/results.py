@@ -46,6 +46,8 @@ class TokenLogprob:
     logprob: float
     best: list[tuple[int, float]]
     """The most probable tokens at its place, best first, with theirs."""
+    offset: int | None = None
+    """Characters of the answer's text before it; None where there is no text."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from failfast_jax.files import write_atomically
 from failfast_jax.results import Result, Round, fate
+from failfast_jax.text import UNFINISHED, text_of
 
 TERMINAL = "-"
 ACCEPTED, REJECTED, TARGET = "accepted", "rejected", "target"
@@ -58,7 +59,9 @@ def spans(rounds: Sequence[Round]) -> Iterator[list[tuple[str, int, float | None
 
 
 def _decoder(tokenizer: Any) -> Callable[[int], str]:
-    return (lambda token: f"{token} ") if tokenizer is None else (lambda token: tokenizer.decode([token]))
+    if tokenizer is None:
+        return lambda token: f"{token} "
+    return lambda token: text_of(tokenizer, [token], skip_special_tokens=False)
 
 
 def pieces(ids: Sequence[int], tokenizer: Any = None) -> list[str]:
@@ -67,9 +70,9 @@ def pieces(ids: Sequence[int], tokenizer: Any = None) -> list[str]:
         return [f"{token} " for token in ids]
     out, done = [], ""
     for end in range(1, len(ids) + 1):
-        whole = tokenizer.decode(ids[:end])
+        whole = text_of(tokenizer, ids[:end], skip_special_tokens=False)
         if end < len(ids):
-            whole = whole.rstrip("\ufffd")
+            whole = whole.rstrip(UNFINISHED)
         new = whole[len(done) :] if whole.startswith(done) else ""
         out.append(new)
         done += new

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from tiny_engines import ROWS, BytePieces, diffusion_engine, engine, extended_en
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
+from failfast_jax.encoding import encode
 from failfast_jax.errors import ConfigError, DeviceMemoryError, OptionError, PromptError
 from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.sessions import DraftSession
@@ -111,7 +114,7 @@ def test_options_that_cannot_be_served(make, options, message):
     [
         ([], "the prompt is empty"),
         ([[]], "the prompt is empty"),
-        ("  \n", "the prompt is empty"),
+        ("", "the prompt is empty"),
         ([{"role": "user", "content": "hello"}], "has no chat template"),
         (5, "prompts must be text, messages, token ids, or a list of them, got 5"),
     ],
@@ -119,6 +122,13 @@ def test_options_that_cannot_be_served(make, options, message):
 def test_prompts_that_cannot_be_served(prompt, message):
     with pytest.raises(PromptError, match=message):
         engine().generate(prompt, method="vanilla")
+
+
+def test_white_space_is_text_but_no_turn():
+    assert engine().encode("\n") == [ord("\n") % VOCAB]
+    talker = types.SimpleNamespace(chat_template="any")
+    with pytest.raises(PromptError, match="the prompt is empty: a user's turn of spaces alone"):
+        encode("  \n", talker, VOCAB, "tiny")
 
 
 def test_text_needs_a_tokenizer():

@@ -43,7 +43,7 @@ BOTTOM = {
         "platforms",
         "progress",
     ),
-    *("results", "starting", "tables", "templates"),
+    *("results", "starting", "tables", "templates", "text"),
 }
 LAYERS = (
     BOTTOM,

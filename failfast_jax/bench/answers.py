@@ -22,6 +22,7 @@ from failfast_jax.errors import OptionError
 from failfast_jax.files import Record
 from failfast_jax.platforms import machine
 from failfast_jax.progress import progress_bar
+from failfast_jax.text import text_of
 
 Place = tuple[str, str]
 """A dataset's name and a question's id."""
@@ -107,7 +108,7 @@ class Answers:
 
     def texts(self, answers: Sequence[Sequence[int]]) -> list[str]:
         """Answers as text."""
-        return [self.engines.base.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+        return [text_of(self.engines.base.tokenizer, ids) for ids in answers]
 
 
 class _Actor:

@@ -27,6 +27,7 @@ from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.engine import FailFast, Prompt, Result
 from failfast_jax.errors import PromptError
 from failfast_jax.progress import progress_bar
+from failfast_jax.text import text_of
 
 WARM_UPS = 3
 """Most answers of one question and variant that are thrown away because they compiled something."""
@@ -190,7 +191,7 @@ class Comparison:
         before = self._questions[dataset.name, question.follows]
         earlier = self.messages(dataset, before)
         turns = [{"role": "user", "content": earlier}] if isinstance(earlier, str) else list(earlier)
-        answer = self.engines.base.tokenizer.decode(self._said(dataset, before), skip_special_tokens=True)
+        answer = text_of(self.engines.base.tokenizer, self._said(dataset, before))
         return [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": question.prompt}]
 
     def encode(self, dataset: Dataset, question: Question) -> list[int]:

@@ -23,6 +23,7 @@ from failfast_jax.checkpoints.mapping import StoredTensor
 from failfast_jax.checkpoints.parameters import is_finite, not_finite
 from failfast_jax.checkpoints.safetensors import read_array
 from failfast_jax.errors import CheckpointError
+from failfast_jax.models.config import ENDS
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -193,7 +194,6 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         )
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path}: missing tensors: token_embd.weight")
-    eos = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     context = get("context_length", 2048)
     return {
         "architectures": [ARCHITECTURES[architecture]],
@@ -215,8 +215,23 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": list(dict.fromkeys(id for id in eos if id is not None)),
+        "eos_token_id": _stop_tokens(file),
     }
+
+
+def _stop_tokens(file: GGUFFile) -> list[int]:
+    """Ids that end an answer: those that the metadata name, and tokens with the name of an end, as in llama.cpp; many
+    files name the end of a text as `eos`, and the end of a turn nowhere."""
+    keys = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    types = file.metadata.get("tokenizer.ggml.token_type", [])
+    named = [
+        id
+        for id, token in enumerate(tokens)
+        # Byte-level vocabularies may hold "</s>", of HTML, as a normal token (type 1); those with bars are ends anyway.
+        if token in ENDS and (token.startswith("<|") or (id < len(types) and types[id] != 1))
+    ]
+    return list(dict.fromkeys(id for id in (*keys, *named) if id is not None))
 
 
 def _float32(value: float | np.floating) -> float:

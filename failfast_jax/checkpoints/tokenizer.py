@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.errors import CheckpointError
 from failfast_jax.files import read_json
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.config import ENDS, ModelConfig
+from failfast_jax.text import special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,6 +71,14 @@ def _transformers() -> ModuleType:
     import transformers
 
     return transformers
+
+
+def stop_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Ids that end an answer: those of the model's configuration, the tokenizer's end token, and the ends of turns that
+    its chat template writes (fine-tuned models often name neither in their configuration)."""
+    template, end = (str(getattr(tokenizer, name, None) or "") for name in ("chat_template", "eos_token"))
+    named = [id for id, name in special_tokens(tokenizer).items() if name == end or (name in ENDS and name in template)]
+    return tuple(dict.fromkeys((*config.eos_token_ids, *named)))
 
 
 def check_same_tokens(

@@ -307,6 +307,16 @@ def _check_types(raw: Mapping[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: key {key!r} must be an object, got {raw[key]!r}")
 
 
+ENDS = frozenset(
+    (
+        *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|return|>"),
+        *("<|call|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_turn>", "<end_of_utterance>", "<turn|>"),
+        *("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+    )
+)
+"""Names of tokens that end a text or a turn, whatever a model's files call them."""
+
+
 def eos_ids(value: Any, where: str) -> tuple[int, ...]:
     """`eos_token_id` of a config: absent, one id or a list of ids.
 

@@ -138,6 +138,7 @@ class Service:
             "max_new_tokens": request.limit or self.options.max_new_tokens,
             "stop": request.stops,
             "logprobs": request.best_tokens,
+            "own_turn": template,
         }
         return [{"prompt": ids, "sequence": sample, **options} for ids in encoded for sample in range(samples)]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from failfast_jax.results import TokenLogprob
-from failfast_jax.serving.text import UNFINISHED
+from failfast_jax.text import UNFINISHED, text_of
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
@@ -31,7 +31,7 @@ class Spelling:
     def text(self, token: int) -> str:
         """A token alone; special ones by their names, parts of characters as U+FFFD."""
         if token not in self._texts:
-            found = self._tokenizer.decode([token], skip_special_tokens=False)
+            found = text_of(self._tokenizer, [token], skip_special_tokens=False)
             missing = self._piece(token).startswith(WORD) and not found.startswith(" ")
             self._texts[token] = f" {found}" if missing else found
         return self._texts[token]
@@ -80,13 +80,12 @@ def of_completion(
     """`logprobs` of a completion's choice.
 
     Args:
-      offset: characters of the tokens before these.
+      offset: characters before these tokens where they do not know their places in a text.
       best: most probable tokens that were asked for; the picked one stands beside them where it is none of them.
     """
-    tokens = [spelling.name(token) for token in ids]
-    offsets = []
-    for token in ids:
-        offsets.append(offset)
+    tokens, offsets = [spelling.name(token) for token in ids], []
+    for token, entry in zip(ids, found):
+        offsets.append(offset if entry.offset is None else entry.offset)
         offset += len(spelling.text(token))
 
     def top(token: int, entry: TokenLogprob) -> dict[str, float]:

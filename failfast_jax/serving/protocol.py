@@ -263,8 +263,6 @@ class Reply:
 
     def __init__(self, model: str, chat: bool, spelling: Spelling, best: int | None):
         self._chat, self._spelling, self._best = chat, spelling, best
-        self._offsets: dict[int, int] = {}
-        """Characters of the tokens told so far, by choice."""
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -279,14 +277,12 @@ class Reply:
     def _with(self, choices: list[dict[str, Any]], chunk: bool, **more: Any) -> dict[str, Any]:
         return {**self._head, "object": self._object(chunk), "choices": choices, **more}
 
-    def _logprobs(self, index: int, ids: Sequence[int], found: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+    def _logprobs(self, ids: Sequence[int], found: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
         if found is None:
             return None
         if self._chat:
             return of_chat(self._spelling, ids, found)
-        offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + sum(len(self._spelling.text(token)) for token in ids)
-        return of_completion(self._spelling, ids, found, offset, self._best or 0)
+        return of_completion(self._spelling, ids, found, 0, self._best or 0)
 
     def whole(self, finished: Sequence[Finished], prompts: int) -> dict[str, Any]:
         """The answer in one piece."""
@@ -294,9 +290,7 @@ class Reply:
         for index, one in enumerate(finished):
             said = {"message": {"role": "assistant", "content": one.text}} if self._chat else {"text": one.text}
             ends = {"finish_reason": FINISH_REASONS[one.finish_reason]}
-            choices.append(
-                {"index": index, **said, **ends, "logprobs": self._logprobs(index, one.output_ids, one.logprobs)}
-            )
+            choices.append({"index": index, **said, **ends, "logprobs": self._logprobs(one.output_ids, one.logprobs)})
         return self._with(choices, False, usage=usage_of(finished, prompts))
 
     def chunk(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]:
@@ -307,7 +301,7 @@ class Reply:
             said: dict[str, Any] = {"delta": delta}
         else:
             said = {"text": text}
-        told = self._logprobs(index, piece.ids, piece.logprobs)
+        told = self._logprobs(piece.ids, piece.logprobs)
         return self._with([{"index": index, **said, "finish_reason": None, "logprobs": told}], True)
 
     def end(self, index: int, reason: str) -> dict[str, Any]:

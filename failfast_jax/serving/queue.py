@@ -20,15 +20,15 @@ from typing import Any
 
 from failfast_jax import distributed
 from failfast_jax.config import GenerationConfig
-from failfast_jax.encoding import characters
+from failfast_jax.encoding import answer_text, characters
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError, PromptTooLong
 from failfast_jax.results import Round, TokenLogprob
 from failfast_jax.runtime import Request, RowLog
 from failfast_jax.serving.options import refuse_diffusion
 from failfast_jax.serving.scheduler import Job, Scheduler
-from failfast_jax.serving.text import TextStream
 from failfast_jax.templates import LONGEST_TEXT
+from failfast_jax.text import TextStream
 
 logger = logging.getLogger("failfast_jax")
 
@@ -176,12 +176,17 @@ class Answer(Job):
             return False
 
     def _add(self, ids: list[int], logprobs: list[TokenLogprob] | None) -> bool:
+        before = self._told
         text = None if self._stream is None else self._stream.add(ids)
         stopped = self._stream is not None and self._stream.stopped
         self._told = len(self.ids) if self._stream is None else self._stream.used
         count = len(ids) - (len(self.ids) - self._told)
         if logprobs is not None:
-            logprobs = [TokenLogprob(one.logprob, one.best[: self._best]) for one in logprobs[:count]]
+            offsets = [None] * count if self._stream is None else self._stream.offsets[before:]
+            logprobs = [
+                TokenLogprob(entry.logprob, entry.best[: self._best], offset)
+                for entry, offset in zip(logprobs, offsets)
+            ]
             self._logprobs += logprobs
         self._send(Piece(ids[:count], text, logprobs=logprobs))
         return not stopped
@@ -333,6 +338,7 @@ class Queue:
         stop: Sequence[str] = (),
         tell: Callable[[Piece], None] | None = None,
         logprobs: int | None = None,
+        own_turn: bool = False,
         **options: Any,
     ) -> Answer:
         """Puts a request in line. Its text depends on itself alone: seed, sequence and position key the randomness.
@@ -340,9 +346,12 @@ class Queue:
         Args:
           prompt: text, messages or ids.
           sequence: tells samples of one prompt and seed apart.
-          stop: strings before the first of which the answer ends; they need a tokenizer.
+          stop: strings before the first of which the answer ends, names of special tokens among them; they need a
+            tokenizer.
           tell: called with each `Piece`, in the queue's thread; see `Answer`.
           logprobs: most probable tokens to be told beside each that was picked; None: none, see `Answer`.
+          own_turn: whether ids are a chat template's, so that the answer is a text of its own; otherwise its text
+            continues that of the ids.
           options: fields named in `PER_REQUEST`. `max_new_tokens` is cut to what there is room for.
 
         Raises:
@@ -360,7 +369,7 @@ class Queue:
         config = dataclasses.replace(self.config, **options)
         config.validate()
         config = dataclasses.replace(config, max_new_tokens=min(config.max_new_tokens, self.capacity - len(ids)))
-        text = None if self.engine.tokenizer is None else TextStream(self.engine.tokenizer, stop)
+        text = answer_text(self.engine.tokenizer, prompt, () if own_turn else ids, stop, offsets=logprobs is not None)
         answer = Answer(self.engine.request(ids, config, sequence), text, tell, logprobs)
         with self._lock:
             if not self.healthy:

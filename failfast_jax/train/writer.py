@@ -13,6 +13,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
 from failfast_jax.templates import has_template, render
+from failfast_jax.text import special_tokens, text_of
 from failfast_jax.train.data import Document
 from failfast_jax.train.openings import OPENINGS, is_held_out
 
@@ -99,8 +100,7 @@ class Writer:
                 "empty opening is an empty prompt: name openings with --openings FILE, without an empty line"
             )
         self._after = self._encode(self.turn.after)
-        added = getattr(engine.tokenizer, "added_tokens_decoder", {})
-        self._special = {id for id, token in added.items() if token.special} | set(engine.eos_token_ids)
+        self._special = {*special_tokens(engine.tokenizer), *engine.eos_token_ids}
         needed = (
             max(map(len, self._openings)) + options.max_prompt_tokens + len(self._after) + options.max_answer_tokens
         )
@@ -154,8 +154,9 @@ class Writer:
             # The rest of the template ends the turn.
             own = output[:-1] if output[-1] in self.engine.eos_token_ids else output
             # Some tokenizers drop a space in front of the first token: hence decoded behind the opening.
-            behind = len(self.engine.tokenizer.decode(opening))
-            text = options.openings[index] + self.engine.tokenizer.decode(opening + own)[behind:]
+            behind = len(text_of(self.engine.tokenizer, opening, skip_special_tokens=False))
+            whole = text_of(self.engine.tokenizer, opening + own, skip_special_tokens=False)
+            text = options.openings[index] + whole[behind:]
             if len(own) < FEWEST_SAMPLED or not text.strip():
                 self.skipped["empty"] += 1
             elif not self._special.isdisjoint(own):

@@ -22,7 +22,7 @@ from checkpoint_files import (
 from gguf import GGMLQuantizationType as Quant
 
 from failfast_jax.checkpoints.gguf import GGUFFile
-from failfast_jax.checkpoints.loading import load_model
+from failfast_jax.checkpoints.loading import load_model, open_source
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models.config import RopeConfig
 from failfast_jax.models.rope import rope_frequencies
@@ -67,6 +67,26 @@ def test_gguf_stop_tokens(tmp_path):
         tmp_path / "model.gguf", "llama_tied", extra=lambda w: (w.add_eos_token_id(149), w.add_eot_token_id(3))
     )
     assert load_model(path).config.eos_token_ids == (149, 3)
+
+    def tokens(writer, *names, eom=None):
+        writer.add_token_list(["<s>", "a", *names])
+        writer.add_token_types([3, 1, *([3] * (len(names) - 1)), 1])
+        writer.add_eos_token_id(2)
+        if eom is not None:
+            writer.add_eom_token_id(eom)
+
+    for number, (names, eom, stops) in enumerate(
+        [
+            (("<|end_of_text|>", "<|eot_id|>", "b"), None, (2, 3)),  # Llama 3's
+            (("</s>", "<|im_end|>", "<|im_start|>", "b"), None, (2, 3)),  # ChatML on top of Llama 2
+            (("<|endoftext|>", "b", "<|im_end|>"), None, (2, 4)),  # said to be a normal token
+            (("<eos>", "<end_of_turn>", "b", "</s>"), 4, (2, 4, 3)),  # HTML's </s>
+        ]
+    ):
+        path = write_gguf(
+            tmp_path / f"{number}.gguf", "llama_tied", extra=lambda w, n=names, e=eom: tokens(w, *n, eom=e)
+        )
+        assert open_source(path).config.eos_token_ids == stops
 
 
 def test_gguf_rope_scaling(tmp_path):

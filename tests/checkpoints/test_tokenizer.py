@@ -9,9 +9,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
+import transformers
 from checkpoint_files import GOLDEN, byte_level_alphabet, config_of, default_target, refuses, run_python, write_gguf
+from tiny_models import tiny_config
 
-from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
+from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer, stop_tokens
 from failfast_jax.models.config import ModelConfig
 
 TEXTS = [
@@ -81,6 +84,24 @@ def test_folder_with_tokenizer_json_and_a_config_unknown_to_transformers(smollm2
     assert again.get_vocab() == smollm2.get_vocab()
     assert again.chat_template == smollm2.chat_template
     assert [again.encode(text) for text in TEXTS] == [smollm2.encode(text) for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    "stops, end, template, expected",
+    [
+        ((7,), "<|endoftext|>", "{{ messages }}<|im_end|>", (7, 3, 4)),  # a base model's configuration beside a chat's
+        ((3,), "<|im_end|>", None, (3, 4)),
+        ((), None, "<|im_start|>{{ messages }}</s>", ()),  # no special token of that name
+        ((4, 9), "<|im_end|>", "<|im_end|>", (4, 9)),
+    ],
+)
+def test_stop_tokens_of_a_folder(stops, end, template, expected):
+    names = ["a", "b", "</s>", "<|endoftext|>", "<|im_end|>", "<|im_start|>"]
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: id for id, name in enumerate(names)}, "a"))
+    backend.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in names[3:]])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, chat_template=template)
+    config = tiny_config(eos_token_ids=stops)
+    assert stop_tokens(config, tokenizer) == expected and stop_tokens(config, None) == stops
 
 
 def test_imports_neither_pytorch_nor_llama_cpp_and_prints_nothing():

@@ -3,22 +3,86 @@ people exchange, from JSON lines, Parquet files or datasets of the Hugging Face 
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from failfast_jax import progress
 from failfast_jax.checkpoints import hub
+from failfast_jax.errors import PromptError
 from failfast_jax.templates import has_template, render
 from failfast_jax.train.data import HUB, DataError, Document, kind
 
-SPEAKERS = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
-PAIRS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("instruction", "output"))
-"""Columns of a question and its answer; `input` joins an `instruction`."""
+ROLES = ("system", "user", "assistant", "tool")
+SPEAKERS = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
+PAIRS = (
+    *(("prompt", "response"), ("prompt", "completion"), ("question", "answer")),
+    *(("instruction", "output"), ("instruction", "response")),
+)
+"""Columns of a question and its answer. `input` follows an `instruction`, `context` precedes the question, and
+`history` has earlier pairs."""
+SYSTEM = ("system", "system_prompt")
+TURN = ("role", "from", "content", "value", "weight")
+"""Fields of turns that are read here; a chat template reads the others."""
 TEXT = "text"
 FORMS = f"'messages', 'conversations', {', '.join(f'{a!r} and {b!r}' for a, b in PAIRS)}, or {TEXT!r}"
+OTHERWISE = "the chat template writes otherwise than a prompt and its answers"
+NO_WEIGHT = "have only answers of weight 0"
+NO_CALLS = "have tool calls, for which the chat template has no words"
+
+
+@dataclasses.dataclass
+class Chat:
+    """A row's conversation.
+
+    Attributes:
+      messages: as a chat template takes them.
+      learned: numbers of the messages that are answers to learn from.
+      tools: that the template is to name, or None.
+      columns: of the row, that are in it.
+    """
+
+    messages: list[dict[str, Any]]
+    learned: list[int]
+    tools: list[Any] | None
+    columns: set[str]
+
+
+MOST_NAMED = 20
+PACKED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+"""First bytes of gzip, zip, bzip2, xz and zstd."""
+
+
+class Counts:
+    """What of a file is left out or not used, by name, to be said once."""
+
+    def __init__(self) -> None:
+        self.left_out: Counter[str] = Counter()
+        self.unused: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
+
+    def leave_out(self, reason: str, where: str) -> None:
+        """Counts a document."""
+        self.left_out[reason] += 1
+        self.first.setdefault(reason, where.rpartition(": ")[2])
+
+    def left(self) -> str:
+        """The documents that are left out, in words."""
+        return "; ".join(f"{n} that {why} (first: {self.first[why]})" for why, n in self.left_out.items())
+
+    def note(self, file: Path) -> None:
+        """Says it, if there is anything."""
+        if self.left_out:
+            progress.note(f"{file}: documents left out: {self.left()}")
+        if self.unused:
+            named = [f"{name} ({n})" for name, n in self.unused.most_common(MOST_NAMED)]
+            progress.note(f"{file}: not used: {', '.join(named)}{', ...' * (len(self.unused) > MOST_NAMED)}")
 
 
 def check_template(file: Path, tokenizer: Any) -> None:
@@ -34,44 +98,53 @@ def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bo
     drafter that reads its target's features should learn from that target's own answers: have the target write them
     anew where they are another's.
 
+    A document is left out where prompt and answer together, token by token, are not what the template writes of the
+    whole conversation: the drafter would learn what its target never sees. That is said on stderr, as are columns and
+    fields that are not used.
+
     Args:
       whole: a conversation is one document with all its answers, and rows may be plain `text`, all of which is learned.
         Otherwise each answer is a document.
 
     Raises:
-      DataError: no chat template, a row in no known form, or a token outside the vocabulary; the row is named. No
-        pyarrow, for Parquet.
+      DataError: no chat template, a row in no known form, a token outside the vocabulary, or a template that refuses a
+        row; the row is named. No document is left. No pyarrow, for Parquet.
     """
     check_template(file, tokenizer)
     documents: list[Document] = []
+    counts = Counts()
     for where, row in ROWS[kind(file)](file):
         if whole and isinstance(row.get(TEXT), str) and row[TEXT].strip():
-            found = [_text(row[TEXT], tokenizer)]
-        elif whole:
-            found = [_conversation(_messages(row, where), tokenizer, where)]
+            found, columns = [_text(row[TEXT], tokenizer)], {TEXT}
         else:
-            found = list(_answers(_messages(row, where), tokenizer))
+            chat = _chat(row, where)
+            found, columns = list(_documents(chat, tokenizer, where, counts, whole)), chat.columns
+        counts.unused.update(f"column {name!r}" for name in row if name not in columns and row[name])
         documents += found
         if any(np.concatenate(document[:2]).max() >= vocab_size for document in found):
             raise DataError(f"{where}: a token outside the target's vocabulary of {vocab_size}")
     if not documents:
-        raise DataError(f"{file}: no conversations")
+        raise DataError(f"{file}: no conversations{': all are left out: ' if counts.left_out else ''}{counts.left()}")
+    counts.note(file)
     return documents
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
             where = f"{file}: line {number}"
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                row = json.loads(text) if text.strip() else {}
+            except UnicodeDecodeError as error:
+                packed = "compressed: unpack it" if line.startswith(PACKED) else f"not UTF-8 text ({error.reason})"
+                raise DataError(f"{where}: {packed}") from None
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{where}: not JSON ({error})") from None
             if not isinstance(row, Mapping):
                 raise DataError(f"{where}: must be an object with {FORMS}")
-            yield where, row
+            if text.strip():
+                yield where, row
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -87,7 +160,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             for row in batch.to_pylist():
                 number += 1
                 yield f"{file}: row {number}", row
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: bytes that are not UTF-8, too
         raise DataError(f"{file}: not a readable Parquet file ({str(error).splitlines()[0]})") from None
 
 
@@ -121,69 +194,141 @@ ROWS: dict[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
 """Readers of rows, by kind: each row with the words for where it is."""
 
 
-def _messages(row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
-    """A row's turns, some of which answer."""
-    turns = row.get("messages") or row.get("conversations")
-    if turns is None:
-        turns = _pair(row)
+def _chat(row: Mapping[str, Any], where: str) -> Chat:
+    """A row's conversation, in which somebody answers."""
+    column = next((name for name in ("messages", "conversations") if row.get(name)), None)
+    turns, columns = (row[column], {column}) if column else _pair(row, where)
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: must be an object with {FORMS}")
-    messages = []
-    for turn in turns:
-        turn = turn if isinstance(turn, Mapping) else {}
-        role, content = SPEAKERS.get(turn.get("role") or turn.get("from")), turn.get("content") or turn.get("value")
-        if role is None or not isinstance(content, str):
-            raise DataError(f"{where}: a turn must say who speaks ({', '.join(SPEAKERS)}) and what, got {turn!r}")
-        messages.append({"role": role, "content": content})
-    if not any(message["role"] == "assistant" for message in messages[1:]):
+    for name in SYSTEM:
+        if system := _words(row, name, where):
+            columns.add(name)
+            first = turns[0] if isinstance(turns[0], Mapping) else {}
+            if (first.get("role") or first.get("from")) != "system":
+                turns = [{"role": "system", "content": system}, *turns]
+            elif system not in (first.get("content"), first.get("value")):
+                raise DataError(f"{where}: column {name!r} and a system message that says something else; keep one")
+    messages = [_message(turn if isinstance(turn, Mapping) else {}, where) for turn in turns]
+    weights = [turn.get("weight") for turn in turns]
+    if bad := [weight for weight in weights if weight not in (None, 0, 1)]:
+        raise DataError(f"{where}: weight {bad[0]!r} of a turn: must be 0, which is not learned, or 1")
+    answers = [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
+    if not answers:
         raise DataError(f"{where}: nobody answers")
-    return messages
+    if tools := row.get("tools"):
+        columns.add("tools")
+        tools = _parsed(tools)
+        if not isinstance(tools, list):
+            raise DataError(f"{where}: column 'tools' must be a list")
+    return Chat(messages, [at for at in answers if weights[at] != 0], tools or None, columns)
 
 
-def _pair(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A turn as templates take it, with all fields that it has."""
+    role = SPEAKERS.get(str(turn.get("role") or turn.get("from")))
+    content = turn.get("content") or turn.get("value")
+    fields = {name: value for name, value in turn.items() if value and name not in TURN}
+    if calls := fields.get("tool_calls"):
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            raise DataError(f"{where}: 'tool_calls' of a turn must be a list of objects, got {calls!r}")
+        fields["tool_calls"] = [_call(call) for call in calls]
+        content = content or ""
+    if role is None or not isinstance(content, str):
+        raise DataError(f"{where}: a turn must say who speaks ({', '.join(SPEAKERS)}) and what, got {turn!r}")
+    if re.search("[\ud800-\udfff]", content):
+        raise DataError(f"{where}: half of a surrogate pair, which is no character, in {content[:60]!a}")
+    return {"role": role, "content": content, **fields}
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments as an object: OpenAI has them as JSON text, templates write them as JSON."""
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call(call["function"])}
+    return {**call, "arguments": _parsed(call["arguments"])} if "arguments" in call else dict(call)
+
+
+def _parsed(value: Any) -> Any:
+    """A value that may be JSON text, as in columns of Parquet files."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _words(row: Mapping[str, Any], name: str, where: str) -> str:
+    """A column of text, empty if it is not there."""
+    if not isinstance(value := row.get(name) or "", str):
+        raise DataError(f"{where}: column {name!r} must be text, got {value!r:.60}")
+    return value
+
+
+def _pair(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]] | None, set[str]]:
+    """A question and its answer as turns, and the columns that they are made of."""
     for question, answer in PAIRS:
         if row.get(question) and row.get(answer):
-            asked = row[question]
-            if question == "instruction" and row.get("input"):
-                asked = f"{asked}\n\n{row['input']}"
-            return [{"role": "user", "content": asked}, {"role": "assistant", "content": row[answer]}]
-    return None
+            after = "input" if question == "instruction" else ""
+            parts = {name: _words(row, name, where) for name in ("context", question, after)}
+            parts = {name: text for name, text in parts.items() if text}
+            asked, history = "\n\n".join(parts.values()), row.get("history") or []
+            pairs = [*history, (asked, row[answer])] if isinstance(history, list) else [history]
+            if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+                raise DataError(f"{where}: column 'history' must be a list of questions with answers")
+            roles = ("user", "assistant")
+            turns = [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair)]
+            return turns, {*parts, answer, "history"}
+    return None, set()
 
 
-def _ids(messages: list[dict[str, str]], tokenizer: Any, **options: Any) -> list[int]:
-    return tokenizer(render(messages, tokenizer, "--target", **options), add_special_tokens=False)["input_ids"]
+def _documents(
+    chat: Chat, tokenizer: Any, where: str, counts: Counts, whole: bool
+) -> Iterator[tuple[Any, Any] | tuple[Any, Any, Any]]:
+    """The documents of a conversation; `whole`: one of all answers, else one of each."""
+    words = str(tokenizer.chat_template)  # one, or several by name
+    for message in chat.messages:
+        fields = (name for name in message if name not in TURN and not re.search(rf"\b{re.escape(name)}\b", words))
+        counts.unused.update(f"field {name!r} of turns" for name in fields)
+    if chat.tools and not re.search(r"\btools\b", words):
+        counts.unused["column 'tools', for which the chat template has no words"] += 1
+    if not chat.learned:
+        return counts.leave_out(NO_WEIGHT, where)
+    for learned in [chat.learned] if whole else [[at] for at in chat.learned]:
+        calls = any("tool_calls" in message for message in chat.messages[: learned[-1] + 1])
+        if calls and "tool_calls" not in words:
+            counts.leave_out(NO_CALLS, where)
+        elif (found := _document(chat, learned, tokenizer, where, counts)) is None:
+            counts.leave_out(OTHERWISE, where)
+        else:
+            yield found if whole else found[:2]
 
 
-def _answers(messages: list[dict[str, str]], tokenizer: Any) -> Iterator[Document]:
-    for at, message in enumerate(messages):
-        if at and message["role"] == "assistant":
-            prompt = _ids(messages[:at], tokenizer, add_generation_prompt=True)
-            yield prompt, _ids(messages[: at + 1], tokenizer)[len(prompt) :]
+def _document(
+    chat: Chat, learned: list[int], tokenizer: Any, where: str, counts: Counts
+) -> tuple[Any, Any, np.ndarray] | None:
+    """The conversation up to its last answer to learn from, and which of it are such answers; None: it is not
+    written as prompts and answers, token by token."""
 
+    def written(end: int, **options: Any) -> tuple[str, list[int]]:
+        tools = {} if chat.tools is None else {"tools": chat.tools}
+        try:
+            text = render(chat.messages[:end], tokenizer, "--target", **tools, **options)
+        except PromptError as error:
+            raise DataError(f"{where}: {error}") from None
+        return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
-def _conversation(messages: list[dict[str, str]], tokenizer: Any, where: str) -> Document:
-    """All of a conversation, and which of it are answers.
-
-    Raises:
-      DataError: the template writes a turn otherwise once another follows.
-    """
-    last = max(at for at, message in enumerate(messages) if message["role"] == "assistant")
-    whole = _ids(messages[: last + 1], tokenizer)
-    labelled, first = np.zeros(len(whole), bool), None
-    for at in range(1, last + 1):
-        if messages[at]["role"] != "assistant":
-            continue
-        start = _ids(messages[:at], tokenizer, add_generation_prompt=True)
-        end = _ids(messages[: at + 1], tokenizer)
-        if whole[: len(start)] != start or whole[: len(end)] != end:
-            raise DataError(
-                f"{where}: the chat template writes earlier turns of a conversation otherwise than its last ones: give "
-                "conversations of one answer"
-            )
+    text, ids = written(learned[-1] + 1)
+    for message in chat.messages[: learned[-1]] if learned[-1] == chat.learned[-1] else ():  # once
+        if message["role"] != "assistant" and message["content"].strip() not in text:
+            counts.unused[f"{message['role']} turns, which the chat template does not write"] += 1
+    labelled, first = np.zeros(len(ids), bool), None
+    for at in learned:
+        _, start = written(at, add_generation_prompt=True)
+        end = ids if at == learned[-1] else written(at + 1)[1]
+        if not len(start) < len(end) or ids[: len(start)] != start or ids[: len(end)] != end:
+            return None
         labelled[len(start) : len(end)] = True
         first = len(start) if first is None else first
-    ids = np.asarray(whole, np.int32)  # a list of Python's integers takes ten times as much
-    return ids[:first], ids[first:], labelled[first:]
+    # A list of Python's integers takes ten times as much.
+    return np.asarray(ids[:first], np.int32), np.asarray(ids[first:], np.int32), labelled[first:]
 
 
 def _text(text: str, tokenizer: Any) -> Document:

@@ -1,6 +1,7 @@
 """Conversations as training data, and finished drafters on the Hub."""
 
 import copy
+import gzip
 import json
 import sys
 import types
@@ -36,7 +37,7 @@ def test_every_answer_is_a_document(tmp_path, tokenizer):
     messages = {"messages": [{"role": role, "content": text} for role, text in chat]}
     shared = {"conversations": [{"from": "human", "value": "Hi there"}, {"from": "gpt", "value": "Hello."}]}
     documents = read_conversations(written(tmp_path, messages, "", shared), tokenizer, 49_152)
-    assert len(documents) == 3 and documents[0] == documents[2]
+    assert len(documents) == 3 and [*documents[0][1]] == [*documents[2][1]]
     for (prompt, answer), said in zip(documents, ("Hello.", "Four.", "Hello.")):
         assert tokenizer.decode(answer).strip().removesuffix("<|im_end|>") == said
         assert tokenizer.decode(prompt).endswith("<|im_start|>assistant\n")
@@ -113,13 +114,138 @@ def test_datasets_of_the_hub(tokenizer, monkeypatch):
         data.load_documents([Path("org/chats")], read=read, **limits)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer):
-    forgetful = copy.deepcopy(tokenizer)
-    forgetful.chat_template = "{% for m in messages[-2:] %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    with pytest.raises(DataError, match="line 1: the chat template writes earlier turns"):
-        read_conversations(written(tmp_path, row), forgetful, 49_152, whole=True)
+TURN = "{% if m.role == 'assistant' %}[A]ANSWER[E]{% else %}[{{ m.role }}]{{ m.content }}[E]{% endif %}"
+PLAIN = "{% for m in messages %}" + TURN.replace("ANSWER", "{{ m.content }}") + "{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}[A]{% endif %}"
+OPENS = PLAIN.replace("{{ m.content }}[E]{% else", "{{ m.content.split('</think>')[-1] }}[E]{% else")
+OPENS = OPENS.replace("[A]{% endif %}", "[A]<think>\n{% endif %}")
+REASONS = PLAIN.replace(
+    "[A]{{ m.content }}",
+    "[A]{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}",
+)
+CALLS = "{% if tools %}[T]{{ tools | tojson }}[E]{% endif %}" + PLAIN.replace(
+    "{{ m.content }}[E]{% else",
+    "{{ m.content }}{% for c in m.tool_calls %}<call>{{ c.function.arguments | tojson }}</call>{% endfor %}[E]{% else",
+)
+NO_SYSTEM = PLAIN.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+ASKED = {"role": "user", "content": "Q?"}
+
+
+def says(text="A.", **fields):
+    return {"role": "assistant", "content": text, **fields}
+
+
+def documents_of(tmp_path, tokenizer, template, *rows, whole=False):
+    """Prompts and what of the rest is learned, as texts; [A] and [E] stand for special tokens."""
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template.replace("[A]", "<|im_start|>").replace("[E]", "<|im_end|>")
+    found = read_conversations(written(tmp_path, *rows), tokenizer, 49_152, whole=whole)
+    decoded = []
+    for prompt, rest, *marks in found:
+        learned = rest[marks[0]] if marks else rest
+        decoded.append((tokenizer.decode(prompt), tokenizer.decode(learned)))
+    return [tuple(t.replace("<|im_start|>", "[A]").replace("<|im_end|>", "[E]") for t in pair) for pair in decoded]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("template", "turns"),
+    [
+        (OPENS, [ASKED, says()]),
+        (OPENS, [ASKED, says("<think>\nHm.\n</think>\nA.")]),
+        (None, [ASKED, says("\n\nA.")]),  # a token of all three line breaks
+        ("{% for m in messages[-1:] %}{{ m.role }}: {{ m.content }}\n{% endfor %}", [ASKED, says(), ASKED, says("B.")]),
+        ("{% for m in messages %}[{{ m.content }}]{% endfor %}[A]", [ASKED, says()]),  # the answer is no end
+    ],
+)
+def test_documents_that_a_template_writes_otherwise_are_left_out(tmp_path, tokenizer, template, turns, whole, capsys):
+    """What is learned is token by token what the template writes; the rest is counted."""
+    template = template or tokenizer.chat_template
+    fine = {"messages": [ASKED, says("Fine.")]}
+    with pytest.raises(
+        DataError, match=r"no conversations: all are left out: [12] that the chat template writes other"
+    ):
+        documents_of(tmp_path, tokenizer, template, {"messages": turns}, whole=whole)
+    if template == tokenizer.chat_template:
+        ((_, answer),) = documents_of(tmp_path, tokenizer, template, fine, {"messages": turns}, whole=whole)
+        assert answer.strip() == "Fine.[E]"
+        assert "documents left out: 1 that the chat template writes otherwise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "expected"),
+    [
+        (PLAIN, {"system": "S.", "conversations": [{"from": "human", "value": "Q?"}, {"from": "gpt", "value": "A."}]},
+         [("[system]S.[E][user]Q?[E][A]", "A.[E]")]),
+        (PLAIN, {"system_prompt": "S.", "question": "Q?", "answer": "A."}, [("[system]S.[E][user]Q?[E][A]", "A.[E]")]),
+        (PLAIN, {"system": "S.", "messages": [{"role": "system", "content": "S."}, ASKED, says()]},
+         [("[system]S.[E][user]Q?[E][A]", "A.[E]")]),
+        (PLAIN, {"instruction": "Q?", "input": "X", "output": "B.", "history": [["P?", "A."]]},
+         [("[user]P?[E][A]", "A.[E]"), ("[user]P?[E][A]A.[E][user]Q?\n\nX[E][A]", "B.[E]")]),
+        (PLAIN, {"instruction": "Q?", "context": "C.", "response": "A."}, [("[user]C.\n\nQ?[E][A]", "A.[E]")]),
+        (PLAIN, {"messages": [ASKED, says(weight=0), ASKED, says("B.", weight=1)]},
+         [("[user]Q?[E][A]A.[E][user]Q?[E][A]", "B.[E]")]),
+        (REASONS, {"messages": [ASKED, says(reasoning_content="R.")]},
+         [("[user]Q?[E][A]", "<think>R.</think>A.[E]")]),
+        (CALLS, {"tools": '[{"name": "f"}]', "messages": [
+            ASKED, {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": '{"x": 1}'}}]},
+            {"role": "tool", "content": "1"}, says()]},
+         [('[T][{"name": "f"}][E][user]Q?[E][A]', '<call>{"x": 1}</call>[E]'),
+          ('[T][{"name": "f"}][E][user]Q?[E][A]<call>{"x": 1}</call>[E][tool]1[E][A]', "A.[E]")]),
+    ],
+)  # fmt: skip
+def test_rows_are_used_whole(tmp_path, tokenizer, template, row, expected, capsys):
+    assert documents_of(tmp_path, tokenizer, template, row) == expected
+    assert documents_of(tmp_path, tokenizer, template, row, whole=True)[0][0] == expected[0][0]
+    assert "not used" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "said"),
+    [
+        (PLAIN, {"id": 7, "source": "web", "messages": [ASKED, says()]}, "column 'id' (1), column 'source' (1)"),
+        (PLAIN, {"context": "C.", "messages": [ASKED, says()]}, "column 'context' (1)"),
+        (PLAIN, {"messages": [ASKED, says(reasoning_content="R.")]}, "field 'reasoning_content' of turns (1)"),
+        (PLAIN, {"tools": [{"name": "f"}], "messages": [ASKED, says()]}, "column 'tools', for which the chat template"),
+        (
+            NO_SYSTEM,
+            {"system": "S.", "question": "Q?", "answer": "A."},
+            "system turns, which the chat template does not",
+        ),
+    ],
+)
+def test_what_is_not_used_is_counted_and_named(tmp_path, tokenizer, template, row, said, capsys):
+    plain = {"messages": [ASKED, says(), ASKED, says("B.")]}
+    found = documents_of(tmp_path, tokenizer, template, row, plain)
+    assert found[0] == ("[user]Q?[E][A]", "A.[E]") and len(found) == 3
+    assert f"chats.jsonl: not used: {said}" in capsys.readouterr().err
+
+
+def test_tool_calls_without_words_are_left_out(tmp_path, tokenizer, capsys):
+    calls = {"messages": [ASKED, says(tool_calls=[{"function": {"name": "f"}}]), ASKED, says()]}
+    rows = calls, {"messages": [ASKED, says(weight=0)]}, {"messages": [ASKED, says("B.")]}
+    assert documents_of(tmp_path, tokenizer, PLAIN, *rows) == [("[user]Q?[E][A]", "B.[E]")]
+    said = (
+        "left out: 2 that have tool calls, for which the chat template has no words (first: line 1); 1 that have only"
+    )
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"question": "caf\xe9?", "answer": "A."}'.encode("latin-1"), r"line 2: not UTF-8 text \(invalid cont"),
+        ('{"question": "?", "answer": "A."}'.encode("utf-16"), r"line 2: not UTF-8 text"),
+        ('{"question": "?", "answer": "A."}'.encode("utf-16-le"), r"line 2: not JSON"),
+        (gzip.compress(b"{}"), "line 2: compressed: unpack it"),
+        (b"[" * 10**5, "line 2: not JSON"),
+        (b'{"question": "\\ud800", "answer": "A."}', "line 2: half of a surrogate pair"),
+    ],
+)
+def test_files_that_are_no_text_are_named(tmp_path, tokenizer, content, message):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"question": "?", "answer": "A."}\r\n' + content)
+    with pytest.raises(DataError, match=rf"a\.jsonl: {message}"):
+        read_conversations(tmp_path / "a.jsonl", tokenizer, 49_152)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +254,17 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer):
         ("{", "line 2: not JSON"),
         ([1], "line 2: must be an object with 'messages'"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "line 2: a turn must say who speaks"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "line 2: a turn must say who speaks"),
         ({"messages": [{"role": "user", "content": "x"}]}, "line 2: nobody answers"),
+        ({"messages": [ASKED, says(weight=0.5)]}, "line 2: weight 0.5 of a turn: must be 0"),
+        ({"messages": [ASKED, says(tool_calls="f()")]}, "line 2: 'tool_calls' of a turn must be a list of objects"),
+        ({"question": "Q?", "answer": "A.", "context": {"a": 1}}, "line 2: column 'context' must be text"),
+        ({"question": "Q?", "answer": "A.", "history": ["P?"]}, "line 2: column 'history' must be a list"),
+        ({"question": "Q?", "answer": "A.", "tools": "{"}, "line 2: column 'tools' must be a list"),
+        (
+            {"system": "S.", "messages": [{"role": "system", "content": "T."}, ASKED, says()]},
+            "line 2: column 'system' and",
+        ),
     ],
 )
 def test_bad_lines_are_named(tmp_path, tokenizer, row, message):

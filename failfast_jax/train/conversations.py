@@ -82,7 +82,9 @@ class Counts:
             progress.note(f"{file}: documents left out: {self.left()}")
         if self.unused:
             named = [f"{name} ({n})" for name, n in self.unused.most_common(MOST_NAMED)]
-            progress.note(f"{file}: not used: {', '.join(named)}{', ...' * (len(self.unused) > MOST_NAMED)}")
+            progress.note(
+                f"{file}: columns and fields not used: {', '.join(named)}{', ...' * (len(self.unused) > MOST_NAMED)}"
+            )
 
 
 def check_template(file: Path, tokenizer: Any) -> None:

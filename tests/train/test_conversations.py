@@ -218,7 +218,7 @@ def test_what_is_not_used_is_counted_and_named(tmp_path, tokenizer, template, ro
     plain = {"messages": [ASKED, says(), ASKED, says("B.")]}
     found = documents_of(tmp_path, tokenizer, template, row, plain)
     assert found[0] == ("[user]Q?[E][A]", "A.[E]") and len(found) == 3
-    assert f"chats.jsonl: not used: {said}" in capsys.readouterr().err
+    assert f"chats.jsonl: columns and fields not used: {said}" in capsys.readouterr().err
 
 
 def test_tool_calls_without_words_are_left_out(tmp_path, tokenizer, capsys):

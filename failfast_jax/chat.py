@@ -17,11 +17,13 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
-from failfast_jax.errors import OptionError
+from failfast_jax.errors import OptionError, printable_lines
+from failfast_jax.files import read_stream
 from failfast_jax.options import CommandOptions, add_flags_of, option
 from failfast_jax.results import fate
 from failfast_jax.serving.options import RowOptions, refuse_diffusion
 from failfast_jax.serving.queue import PER_REQUEST, Answer, Finished, Queue
+from failfast_jax.templates import LONGEST_TEXT
 from failfast_jax.trajectory import to_terminal
 
 HELP = """\
@@ -198,6 +200,20 @@ def _sentence(answers: list[Finished]) -> str:
     )
 
 
+def _line() -> str:
+    """What the user says next.
+
+    Raises:
+      EOFError: nothing more.
+      ConfigError: a line without end.
+    """
+    if sys.stdin.isatty():
+        return input("> ")
+    if not (line := read_stream(sys.stdin, "stdin", LONGEST_TEXT, line=True)):
+        raise EOFError
+    return line
+
+
 def talk(chat: Chat) -> None:
     """Reads lines until the end. Ctrl-C raises an exception at the prompt only."""
     with contextlib.suppress(ImportError):
@@ -206,7 +222,7 @@ def talk(chat: Chat) -> None:
         while True:
             try:
                 with handling(usual):
-                    line = input("> " if sys.stdin.isatty() else "").strip()
+                    line = _line().strip()
             except EOFError:
                 print()
                 return
@@ -220,7 +236,7 @@ def talk(chat: Chat) -> None:
                 elif line:
                     chat.say(line)
             except ValueError as error:  # the conversation is as it was before
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {printable_lines(error)}", file=sys.stderr)
 
 
 def build_parser() -> argparse.ArgumentParser:

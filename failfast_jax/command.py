@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from failfast_jax import distributed, files, progress, starting
-from failfast_jax.errors import OptionError
+from failfast_jax.errors import OptionError, is_failure, printable, printable_lines
 
 STUCK_S = 3
 """Seconds after Ctrl-C in which Python would have heard of it."""
@@ -163,7 +163,7 @@ def plain_warnings() -> Iterator[None]:
     before = warnings.formatwarning
 
     def line(message: Any, *_: Any, **__: Any) -> str:
-        return "" if progress.is_quiet() else f"WARNING: {message}\n"
+        return "" if progress.is_quiet() else f"WARNING: {printable_lines(message)}\n"
 
     if not progress.is_debugging():
         warnings.formatwarning = line
@@ -207,6 +207,14 @@ def unstuck(interrupted: str) -> Iterator[None]:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, before)
         signals.close()
+
+
+class PrintableFormatter(logging.Formatter):
+    """Log lines in which names of files and folders cannot control the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As `logging`'s."""
+        return printable_lines(super().format(record))
 
 
 class NamedStdout:
@@ -264,15 +272,17 @@ def run(
             distributed.join(where)
             named_stdout = contextlib.redirect_stdout(NamedStdout(sys.stdout))
             with named_stdout, heard(), plain_warnings(), unstuck(interrupted), distributed.one_voice(), unwrapped():
-                logging.basicConfig(stream=sys.stderr, format="%(levelname)s: %(message)s")
+                handler = logging.StreamHandler(sys.stderr)
+                handler.setFormatter(PrintableFormatter("%(levelname)s: %(message)s"))
+                logging.basicConfig(handlers=[handler])
                 status = work() or 0
                 sys.stdout.flush()
     except (ValueError, OSError) as error:
         if NamedStdout.is_lost(error) and isinstance(error, BrokenPipeError):  # who reads, `head` for one, has enough
             status = NO_READER
         else:
-            said = files.explained(error) if isinstance(error, OSError) else error
-            print(distributed.named(f"error: {said}"), file=sys.stderr)
+            message = printable(files.explained(error)) if isinstance(error, OSError) else printable_lines(error)
+            print(distributed.named(f"error: {message}"), file=sys.stderr)
             status = USAGE_ERROR
     except OutOfTime:
         print("stopped by --minutes; the same command goes on", file=sys.stderr)
@@ -285,11 +295,11 @@ def run(
             raise
         print("stopped by SIGTERM", file=sys.stderr)
         status = TERMINATED
-    except Exception as error:
-        if progress.is_debugging():
+    except BaseException as error:
+        if progress.is_debugging() or not is_failure(error):
             raise
-        said = (str(error).strip() or "no message").splitlines()[0]
-        print(distributed.named(f"unexpected error: {type(error).__name__}: {said}"), file=sys.stderr)
+        message = printable((str(error).strip() or "no message").splitlines()[0])
+        print(distributed.named(f"unexpected error: {type(error).__name__}: {message}"), file=sys.stderr)
         shows = "" if verbosity is None else "--debug shows where; "
         print(f"{shows}please report it, with python -m failfast_jax.doctor", file=sys.stderr)
         status = UNEXPECTED

@@ -24,7 +24,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from failfast_jax import command, distributed, progress
-from failfast_jax.errors import OptionError
+from failfast_jax.errors import OptionError, printable
 
 PACKAGE = "failfast-jax"
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -402,9 +402,9 @@ def work(args: argparse.Namespace) -> int:
         for finding in findings(*more):
             found.append(finding)
             if not args.json:
-                print(f"{finding.state:6}  {finding.name}: {finding.text}", flush=True)
+                print(f"{finding.state:6}  {finding.name}: {printable(finding.text)}", flush=True)
                 if finding.fix:
-                    print(f"{'':6}  -> {finding.fix}", flush=True)
+                    print(f"{'':6}  -> {printable(finding.fix)}", flush=True)
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
     broken = [f"{finding.name}: {finding.text}" for finding in found if finding.state == BROKEN]

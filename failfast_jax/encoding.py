@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from failfast_jax.errors import PromptError
+from failfast_jax.errors import PromptError, is_failure
 from failfast_jax.templates import LONGEST_TEXT, has_template, render
 from failfast_jax.text import TextStream
 
@@ -50,8 +50,11 @@ def _index(token: Any) -> int:
 
 
 def _encode_text(prompt: str | Sequence[Any], tokenizer: Any, model_name: str, template: bool) -> list[int]:
-    if any("\ud800" <= character <= "\udfff" for text in _texts(prompt) for character in text):
-        raise PromptError("the prompt is not valid UTF-8 text")
+    try:
+        for text in _texts(prompt):
+            text.encode()
+    except UnicodeEncodeError:  # a surrogate
+        raise PromptError("the prompt is not valid UTF-8 text") from None
     if tokenizer is None:
         raise PromptError(f"{model_name} has no tokenizer: give token ids (--token-ids) instead of text")
     if isinstance(prompt, str):
@@ -90,7 +93,9 @@ def answer_text(
 def _ids(text: str, tokenizer: Any, model_name: str, **options: Any) -> list[int]:
     try:
         return tokenizer(text, **options)["input_ids"]
-    except Exception as error:  # the Rust library raises bare Exceptions
+    except BaseException as error:  # the Rust library raises bare Exceptions and panics
+        if isinstance(error, PromptError) or not is_failure(error):
+            raise
         raise PromptError(f"{model_name}: its tokenizer cannot take the prompt ({error})") from None
 
 

@@ -1,15 +1,62 @@
-"""Errors that a user can cause. All are ValueErrors; the message names the file, key, flag or value, and what to do."""
+"""Errors that a user can cause. All are ValueErrors; the message names the file, key, flag or value, and what to do.
+
+Names and values that come from files, folders and clients are shown without what would control a terminal, and cut.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+LONGEST_LINE = 4000
+"""Characters of a message's line: a file may hold names of megabytes."""
+LONGEST_QUOTE = 200
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 80
+_repr.maxlist = _repr.maxtuple = _repr.maxdict = 8
 
 
-class ConfigError(ValueError):
+def printable(text: Any, longest: int = LONGEST_LINE) -> str:
+    """Text as one line: control characters, line breaks among them, are escaped, and what is too long is cut."""
+    text = str(text)
+    shown = text[:longest]
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+    cut = len(text) - longest
+    return shown if cut <= 0 else f"{shown}... and {cut} characters more"
+
+
+def printable_lines(text: Any) -> str:
+    """Text whose own line breaks stay; each line is as `printable` shows it."""
+    return "\n".join(map(printable, str(text).split("\n")))
+
+
+def quoted(value: Any) -> str:
+    """A value of a file as Python writes it, escaped and cut."""
+    return printable(_repr.repr(value), LONGEST_QUOTE)
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether an error is an Exception, or a panic of Rust code such as the tokenizers', which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+class InputError(ValueError):
+    """Input that cannot be served. Each argument is a line of the message, which shows it as `printable` does."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, self.args))
+
+
+class ConfigError(InputError):
     """A model's configuration that cannot be served."""
 
 
-class OptionError(ValueError):
+class OptionError(InputError):
     """An option with a value that cannot be served."""
 
 
-class PromptError(ValueError):
+class PromptError(InputError):
     """A prompt that cannot be served."""
 
 
@@ -17,13 +64,13 @@ class PromptTooLong(PromptError):
     """A prompt that leaves no room for an answer."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(InputError):
     """A checkpoint that cannot be read."""
 
 
-class NonFiniteError(ValueError):
+class NonFiniteError(InputError):
     """Logits that are NaN or infinite where a token was to be picked: no token can be right."""
 
 
-class DeviceMemoryError(ValueError):
+class DeviceMemoryError(InputError):
     """Models, programs or answers that do not fit the devices' memory."""

@@ -90,6 +90,21 @@ def read_text(path: Path, most: int | None = None) -> str:
         raise ConfigError(f"{path}: not UTF-8 text") from None
 
 
+def read_stream(stream: Any, name: str, most: int, line: bool = False) -> str:
+    """Reads a text stream to its end, or one line of it, of up to `most` characters.
+
+    Raises:
+      ConfigError: it has more, or is no UTF-8 text; the message calls it `name`.
+    """
+    try:
+        text = stream.readline(most + 1) if line else stream.read(most + 1)
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: not UTF-8 text") from None
+    if len(text) > most:
+        raise ConfigError(f"{name}: more than {most} characters")
+    return text
+
+
 def write_json(path: Path, value: Any) -> None:
     """Writes a value for people and programs to read, whole or not at all; errors as of `write_atomically`."""
     write_atomically(path, json.dumps(value, indent=1) + "\n")

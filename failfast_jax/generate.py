@@ -14,7 +14,7 @@ from failfast_jax import command, distributed, progress
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
-from failfast_jax.files import check_writable, read_text, user_path
+from failfast_jax.files import check_writable, read_stream, read_text, user_path
 from failfast_jax.results import Result, fate
 from failfast_jax.templates import LONGEST_TEXT
 from failfast_jax.trajectory import TERMINAL, write_trace
@@ -89,7 +89,7 @@ def _read_prompt(args: argparse.Namespace) -> str | list[int]:
     else:
         if sys.stdin.isatty():
             print("prompt (end with Ctrl-D): ", end="", file=sys.stderr, flush=True)
-        source, text = "stdin", sys.stdin.read()
+        source, text = "stdin", read_stream(sys.stdin, "stdin", LONGEST_TEXT)
     if not text.strip():
         raise ValueError(f"{source}: the prompt is empty")
     return text

@@ -14,6 +14,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from failfast_jax.errors import printable, printable_lines
+
 QUIET, NORMAL, VERBOSE, DEBUG = "quiet", "normal", "verbose", "debug"
 LEVELS = {QUIET: logging.ERROR, NORMAL: logging.WARNING, VERBOSE: logging.INFO, DEBUG: logging.INFO}
 PATIENCE_S = 2.0
@@ -95,6 +97,7 @@ def progress_bar(what: str, unit: str, items: Iterable[Any] | None = None, **opt
       options: of `tqdm`; `disable` where somebody else has decided.
     """
     options = {"disable": is_quiet(), "unit": unit, "file": sys.stderr} | options
+    what = printable(what)
     bar = tqdm(items, what, **options) if sys.stderr.isatty() else _Lines(items, what, **options)
     _bars.add(bar)
     return bar
@@ -103,7 +106,7 @@ def progress_bar(what: str, unit: str, items: Iterable[Any] | None = None, **opt
 def note(message: str) -> None:
     """A line on stderr, above the bar if there is one, unless quiet."""
     if _verbosity != QUIET:
-        tqdm.write(message, file=sys.stderr)
+        tqdm.write(printable_lines(message), file=sys.stderr)
 
 
 @contextlib.contextmanager

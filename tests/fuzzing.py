@@ -218,7 +218,7 @@ def all_cases(folder: Path, alone: str | None = None) -> dict[str, Case]:
 
     from failfast_jax import templates
 
-    templates.SECONDS, templates.GROWTH = 0.3, 2**28
+    templates.SECONDS, templates.MEMORY = 0.3, 2**28
     sys.stdin = io.StringIO("a prompt")
     commands = {COMMAND_LINE: CommandLines(folder).line}
     if alone == COMMAND_LINE:  # the others read and compile models

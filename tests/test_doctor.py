@@ -136,9 +136,6 @@ def test_templates_are_tried(tmp_path):
         def __call__(self, text):
             return {"input_ids": [1, 2]}
 
-        def apply_chat_template(self, *_, **__):
-            raise ValueError("only assistants")
-
     source = open_source(GOLDEN / "llama_tied")
     whole, template = doctor.tokenizer_findings(Tokenizer(), source)
     assert whole.state == doctor.OK and "a question is 2 of them" in whole.text

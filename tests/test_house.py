@@ -43,7 +43,7 @@ BOTTOM = {
         "platforms",
         "progress",
     ),
-    *("results", "starting", "tables", "templates", "text"),
+    *("results", "starting", "tables", "template_process", "templates", "text"),
 }
 LAYERS = (
     BOTTOM,

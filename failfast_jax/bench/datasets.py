@@ -23,6 +23,7 @@ from failfast_jax.bench.prompts import humaneval_problems
 from failfast_jax.checkpoints import hub
 from failfast_jax.command import needed
 from failfast_jax.engine import Prompt
+from failfast_jax.errors import InputError
 from failfast_jax.files import user_path
 
 BOXED = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
@@ -236,7 +237,7 @@ def _parquet_rows(path: Path) -> list[Any]:
         raise ValueError(f"{path}: not a Parquet file ({error})") from None
 
 
-class UnreachableError(ValueError):
+class UnreachableError(InputError):
     """A dataset that is neither in the Hub's cache nor can be fetched; the message says what to do."""
 
 

@@ -60,7 +60,7 @@ def find_wanted(
             said = f"; the weights: {origin}; or name another folder or id with {flag}" if origin else ""
             missing.append(f"{error}{said}")
     if missing:
-        raise CheckpointError("\n".join(missing))
+        raise CheckpointError(*missing)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,9 @@ def load_smollm2(gguf_path: str | Path) -> Any:
             name=error.name,
         ) from None
     path = Path(gguf_path)
-    return transformers.LlamaForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    return transformers.LlamaForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, trust_remote_code=False
+    ).eval()
 
 
 def greedy(

@@ -70,7 +70,7 @@ def find_models(sources: Mapping[str, str | os.PathLike[str] | None]) -> None:
         except CheckpointError as error:
             missing.append((f"{flag} {error}", error))
     if missing:
-        raise CheckpointError("\n".join(text for text, _ in missing)) from missing[0][1]
+        raise CheckpointError(*(text for text, _ in missing)) from missing[0][1]
 
 
 @functools.cache

@@ -1,23 +1,40 @@
 """Tokenizers: from a model's folder or GGUF file, and the check that two models share one.
 
-`transformers` and `tokenizers` are imported when first needed; PyTorch never is.
+`transformers` and `tokenizers` are imported when first needed; PyTorch never is. No code of a folder ever runs: the
+classes are named here, and `auto_map` is ignored.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from failfast_jax.checkpoints.hub import resolve_source
-from failfast_jax.errors import CheckpointError
-from failfast_jax.files import read_json
+from failfast_jax.errors import CheckpointError, InputError, PromptError, is_failure, quoted
+from failfast_jax.files import LARGEST_TEXT, is_there, read_json
 from failfast_jax.models.config import ENDS, ModelConfig
+from failfast_jax.templates import has_template, prepare
 from failfast_jax.text import special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+CLASSES = ("Qwen2Tokenizer", "GPT2Tokenizer")
+"""Of transformers, those that read `vocab.json` and `merges.txt`; `tokenizer.json` needs none."""
+FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json")
+FILES += ("special_tokens_map.json", "chat_template.jinja")
+"""What transformers reads of a folder."""
+PATIENCE_S, CHARACTERS_A_SECOND = 30.0, 50_000
+"""A text may take so many seconds to tokenize, and one more for so many characters: a hundred times what it takes."""
+SHORT = 64
+"""Characters that are tokenized at once, without looking at the time."""
 
 
 def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> PreTrainedTokenizerBase | None:
@@ -37,32 +54,96 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> PreTrainedTokenize
         from failfast_jax.checkpoints.gguf import GGUFFile
         from failfast_jax.checkpoints.gguf_tokenizer import fast_tokenizer_arguments
 
-        return _silent(_transformers().PreTrainedTokenizerFast(**fast_tokenizer_arguments(GGUFFile.open(path))))
-    try:
-        if (path / "tokenizer.json").is_file():
-            return _silent(_transformers().PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True))
-        if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-            return _silent(_from_vocabulary_files(path))
-    except Exception as error:  # the Rust library raises bare Exceptions
-        raise CheckpointError(f"{path}: its tokenizer cannot be read ({error})") from error
-    return None
+        arguments = fast_tokenizer_arguments(GGUFFile.open(path))
+        return _loaded(lambda: _transformers().PreTrainedTokenizerFast(**arguments), path)
+    name = _class_of(path)
+    if name is None:
+        return None
+    options = {"local_files_only": True, "trust_remote_code": False}
+    return _loaded(lambda: getattr(_transformers(), name).from_pretrained(str(path), **options), path)
 
 
-def _silent(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Says nothing of texts longer than the model's context: how long one may be is checked, and said, by who asks."""
+def _class_of(folder: Path) -> str | None:
+    """The class of transformers that reads a folder's tokenizer; None: it has none."""
+    there = {name for name in FILES if is_there(folder / name)}
+    for name in there:
+        if (size := (folder / name).stat().st_size) > LARGEST_TEXT:
+            raise CheckpointError(f"{folder / name}: {size} bytes; at most {LARGEST_TEXT} are read")
+    if "tokenizer.json" in there:
+        return "PreTrainedTokenizerFast"
+    if not {"vocab.json", "merges.txt"} <= there:
+        return None
+    settings = folder / "tokenizer_config.json"
+    named = read_json(settings).get("tokenizer_class") if settings.name in there else None
+    name = CLASSES[0] if named is None else str(named).removesuffix("Fast")
+    if name not in CLASSES:
+        raise CheckpointError(
+            f"{settings}: tokenizer_class {quoted(named)} is not read from vocab.json and merges.txt (read are "
+            f"{', '.join(CLASSES)}); put the model's tokenizer.json there"
+        )
+    return name
+
+
+def _loaded(load: Callable[[], PreTrainedTokenizerBase], path: Path) -> PreTrainedTokenizerBase:
+    with _naming(path, "be read", CheckpointError):
+        tokenizer = load()
+    # How long a text may be is checked by who asks.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    kind = type(tokenizer)
+    tokenizer.__class__ = type(kind.__name__, (_Guarded, kind), {"model_path": path})
+    if has_template(tokenizer):
+        prepare()
     return tokenizer
 
 
-def _from_vocabulary_files(folder: Path) -> PreTrainedTokenizerBase:
-    """From `vocab.json` and `merges.txt`, with the class that `tokenizer_config.json` names."""
-    settings = folder / "tokenizer_config.json"
-    name = read_json(settings).get("tokenizer_class") if settings.is_file() else None
-    # AutoTokenizer would read config.json, too.
-    tokenizer_class = getattr(_transformers(), (name or "Qwen2Tokenizer").removesuffix("Fast"), None)
-    if tokenizer_class is None:
-        raise ValueError(f"{settings}: tokenizer_class {name!r} is unknown to transformers")
-    return tokenizer_class.from_pretrained(str(folder), local_files_only=True)
+class _Guarded:
+    """A tokenizer whose errors name its file, panics of its native code among them, and which does not take for ever.
+
+    A file may hold regular expressions that take longer than anybody waits. Native code cannot be ended: it goes on in
+    its thread until it is done or the process ends.
+    """
+
+    model_path: Path
+
+    def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
+        with _naming(self.model_path, "take this text", PromptError):
+            work = functools.partial(super().__call__, text, *args, **options)
+            return _in_time(work, text) if isinstance(text, str) and len(text) > SHORT else work()
+
+    def decode(self, *args: Any, **options: Any) -> Any:
+        with _naming(self.model_path, "decode these tokens", CheckpointError):
+            return super().decode(*args, **options)
+
+
+@contextlib.contextmanager
+def _naming(path: Path, purpose: str, kind: type[InputError]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, InputError) or not is_failure(error):
+            raise
+        raise kind(f"{path}: its tokenizer cannot {purpose} ({error})") from error
+
+
+def _in_time(work: Callable[[], Any], text: str) -> Any:
+    """What `work` returns or raises. It runs in a thread: native code hears neither a clock nor Ctrl-C."""
+    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((work(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    seconds = PATIENCE_S + len(text) / CHARACTERS_A_SECOND
+    try:
+        value, error = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"after {seconds:.0f} s it was not done with {len(text)} characters") from None
+    if error is not None:
+        raise error
+    return value
 
 
 def _transformers() -> ModuleType:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from failfast_jax.errors import InputError
 from failfast_jax.files import write_atomically
 
 ARRAYS = ("prompt", "prompt_len", "answer", "answer_len")
@@ -28,7 +29,7 @@ Document = tuple[Ids, Ids] | tuple[Ids, Ids, np.ndarray]
 """Ids of a prompt and of its answer; of a whole conversation, which of the ids behind the first prompt are answers."""
 
 
-class DataError(ValueError):
+class DataError(InputError):
     """Training data that cannot be used; the message names the file."""
 
 

@@ -195,7 +195,7 @@ def test_vocabulary_files(tmp_path):
     assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x!"
     settings["tokenizer_class"] = "UnheardOfTokenizer"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    refused("tokenizer_class 'UnheardOfTokenizer' is unknown", tmp_path)
+    refused("tokenizer_class 'UnheardOfTokenizer' is not read", tmp_path)
 
 
 def test_sources_without_a_tokenizer(tmp_path):

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import jinja2
 from tiny_engines import BytePieces, new_engine
 
 from failfast_jax import FailFast, GenerationConfig
@@ -21,18 +20,14 @@ CAPACITY = 160
 
 
 class ChatPieces(BytePieces):
-    """With a chat template: a token a role, the letters, and a token behind each turn."""
+    """With a chat template: a token for each role, the letters, and a token after each turn."""
 
-    chat_template = "there is one"
-    roles = ("system", "user", "assistant")
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt) -> str:
-        text = ""
-        for number, message in enumerate(messages):
-            if message["role"] == "system" and number:
-                raise jinja2.TemplateError("system comes first")
-            text += f"{chr(2 + self.roles.index(message['role']))}{message['content']}\5"
-        return text + "\4"
+    chat_template = (
+        "{% for m in messages %}"
+        "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
+        "{{ {'system': '\2', 'user': '\3', 'assistant': '\4'}[m.role] }}{{ m.content }}\5"
+        "{% endfor %}\4"
+    )
 
 
 class HarnessPieces(ChatPieces):

@@ -1,0 +1,216 @@
+"""What comes with a model is data: none of its code runs, and nothing that it says reaches the terminal raw."""
+
+from __future__ import annotations
+
+import ast
+import io
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from checkpoint_files import hf_folder, write_gguf
+from fuzzed_commands import main_of
+from fuzzed_inputs import write_tokenizer
+
+from failfast_jax import chat, generate
+from failfast_jax.checkpoints import tokenizer as tokenizers
+from failfast_jax.checkpoints.loading import open_source
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.encoding import encode
+from failfast_jax.errors import CheckpointError, ConfigError, InputError, OptionError, PromptError, printable, quoted
+from failfast_jax.files import read_stream
+
+ROOT = Path(__file__).parents[1]
+CODE = """
+open({marker!r}, "w").write("ran")
+class Evil:
+    @classmethod
+    def from_pretrained(cls, *args, **options): return cls()
+"""
+AUTO = ("AutoTokenizer", "AutoProcessor", "AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoImageProcessor")
+ESCAPE = "\x1b]0;title\x07\x1b[2J\u202e\n"
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch):
+    """A function that makes a folder whose every file asks for its own code; a `y` is always typed."""
+    marker = tmp_path / "ran"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 99))
+
+    def make(tokenizer_class: object, with_json: bool) -> Path:
+        folder = hf_folder(tmp_path / "model", "qwen2_untied")
+        write_tokenizer(folder)
+        asks = {"auto_map": {name: "evil.Evil" for name in AUTO}, "tokenizer_class": tokenizer_class}
+        asks |= {"processor_class": "Evil", "trust_remote_code": True, "custom_pipelines": {"x": {"impl": "evil.Evil"}}}
+        for name in ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
+            before = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
+            (folder / name).write_text(json.dumps(before | asks))
+        for name in ("evil", "tokenizer", "modeling", "configuration", "sitecustomize", "jinja2", "transformers"):
+            (folder / f"{name}.py").write_text(CODE.format(marker=str(marker)))
+        if not with_json:
+            (folder / "tokenizer.json").unlink()
+        return folder
+
+    yield make
+    assert not marker.exists(), "the folder's code ran"
+
+
+COMMANDS = (
+    ("failfast_jax.doctor", "--target {model}"),
+    ("failfast_jax.generate", "--target {model} --prompt a --method vanilla"),
+    ("failfast_jax.chat", "--target {model} --method vanilla"),
+    ("failfast_jax.serve", "--target {model} --port 0 --method vanilla"),
+    ("failfast_jax.bench", "run --target {model} --dataset {data}/prompts.jsonl --methods lookup --out {data}/out"),
+    ("failfast_jax.bench", "soak --target {model} --method vanilla"),
+    ("failfast_jax.train", "run --target {model} --data {data}/prompts.jsonl --out {data}/out"),
+    ("failfast_jax.train", "selfgen --target {model} --out {data}/out"),
+    ("failfast_jax.train", "spiffy --target {model} --data {data}/prompts.jsonl"),
+)
+
+
+@pytest.mark.parametrize("module, words", COMMANDS)
+def test_no_command_runs_a_folders_code(module, words, evil, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = evil("AutoProcessor", with_json=False)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": turns, "prompt": "a"}) + "\n")
+    monkeypatch.setattr("failfast_jax.doctor.CHECKS", ())
+    status = main_of(module)(words.format(model=model, data=tmp_path).split())
+    shown = capsys.readouterr()
+    assert "tokenizer_class 'AutoProcessor' is not read" in shown.out + shown.err, shown
+    assert status == (1 if module.endswith("doctor") else 2)
+
+
+@pytest.mark.parametrize("name", ["AutoProcessor", "evil.Evil", "AutoTokenizer", "Evil", ["x"], {}, 7, "", "os"])
+def test_classes_come_from_a_list(evil, name):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: tokenizer_class .* is not read"):
+        load_tokenizer(evil(name, with_json=False))
+
+
+@pytest.mark.parametrize("name", ["Evil", "AutoProcessor", None])
+def test_a_whole_tokenizer_needs_no_class(evil, name):
+    folder = evil(name, with_json=True)
+    assert encode("ab", load_tokenizer(folder), 300, "m") and open_source(folder).num_parameters()
+
+
+def test_nothing_loads_code():
+    """transformers' loaders are called in two places, with code refused; nothing unpickles, evaluates or executes."""
+    allowed = {"failfast_jax/checkpoints/tokenizer.py", "failfast_jax/bench/hf_reference.py"}
+    for path in itertools.chain(*(sorted((ROOT / folder).rglob("*.py")) for folder in ("failfast_jax", "convert"))):
+        name, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {module.split(".")[0] for module in modules} & {"pickle", "dill", "joblib", "marshal"}, name
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            words = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            assert called not in ("eval", "exec", "compile", "torch.load"), f"{name}: {called}"
+            assert words.get("allow_pickle", "False") == words.get("trust_remote_code", "False") == "False", name
+            if called.endswith("from_pretrained"):
+                source = ast.unparse(node) + path.read_text()
+                assert name in allowed and "trust_remote_code" in source, f"{name}: {called}"
+
+
+def test_control_characters_are_escaped():
+    assert printable(f"a{ESCAPE}b") == r"a\x1b]0;title\x07\x1b[2J\u202e\nb"
+    assert printable("é 日本 \U0001f600") == "é 日本 \U0001f600" and printable("\udcff") == r"\udcff"
+    assert len(printable("x" * 10**6)) < 5000 and printable("x" * 10**6).endswith("characters more")
+    for value in ("x" * 10**6, [1] * 10**6, {"a": {"b": [[["c" * 999] * 99]]}}, 10**4000, ESCAPE, float("nan")):
+        assert len(quoted(value)) < 250 and quoted(value).isprintable()
+    for kind in (CheckpointError, ConfigError, OptionError, PromptError):
+        assert str(kind(f"a{ESCAPE}", "b")) == printable(f"a{ESCAPE}") + "\nb"
+        assert issubclass(kind, InputError) and issubclass(kind, ValueError)
+
+
+@pytest.mark.parametrize("kind", ["folder", "tensor", "GGUF tensor", "template"])
+def test_names_do_not_control_the_terminal(kind, tmp_path, capsys):
+    """Of folders, tensors and templates: in the errors of a command and in what `doctor` reports."""
+    folder = tmp_path / (f"m{ESCAPE[:-1]}odel" if kind == "folder" else "model")
+    hf_folder(folder, "qwen2_untied")
+    if kind == "tensor":
+        content = (folder / "model.safetensors").read_bytes().replace(b"model.norm.weight", b"mode\\u001b[2Jweight", 1)
+        (folder / "model.safetensors").write_bytes(content)
+    if kind == "GGUF tensor":
+        folder = write_gguf(tmp_path / "m.gguf", "qwen2_untied")
+        folder.write_bytes(folder.read_bytes().replace(b"output_norm.weight", b"output_norm\x1b[2Jght", 1))
+    if kind == "template":
+        write_tokenizer(folder, "{{ raise_exception('\x1b[2J') }}")
+    where = ["--target", str(folder)]
+    from failfast_jax import doctor
+
+    findings = doctor.own_models(str(folder), None)
+    texts = [printable(finding.text) for finding in findings]
+    generate.main([*where, "--prompt", "a", "--method", "vanilla", "--max-new-tokens", "1"])
+    shown = capsys.readouterr()
+    assert r"\x1b" in shown.err
+    assert kind in ("folder", "template") or any(r"\x1b" in text for text in texts), texts
+    for text in (*texts, *shown.err.splitlines()):
+        assert text.replace("\t", "").isprintable(), text
+
+
+def test_standard_input_is_bounded(monkeypatch, capsys):
+    class Endless(io.StringIO):
+        read_so_far = 0
+
+        def read(self, size: int = -1) -> str:
+            assert size > 0, "read without a bound"
+            self.read_so_far += size
+            return "y\n" * (size // 2 + 1)
+
+        readline = read
+
+    monkeypatch.setattr(sys, "stdin", Endless())
+    assert generate.main(["--method", "vanilla"]) == 2
+    assert "error: stdin: more than 16777216 characters" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="stdin: more than 16777216 characters"):
+        chat.talk(mock.Mock(spec=chat.Chat))
+    assert sys.stdin.read_so_far < 2**26
+    with pytest.raises(ConfigError, match="stdin: not UTF-8"):
+        read_stream(io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"), "stdin", 10)
+
+
+def test_panics_of_the_tokenizer_are_errors(tmp_path, monkeypatch):
+    """A regular expression that backtracks without end, and one that only takes for ever."""
+    write_tokenizer(tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    raw["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = load_tokenizer(tmp_path)
+    for text in ("a" * 40 + "b", ("a" * 40 + "b") * 10):
+        with pytest.raises(PromptError, match=rf"{tmp_path}: its tokenizer cannot take this text \(Onig"):
+            encode(text, tokenizer, 300, "m", template=False)
+    raw["pre_tokenizer"]["pattern"]["Regex"] = "(a|aa|x)+$"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = load_tokenizer(tmp_path)
+    monkeypatch.setattr(tokenizers, "PATIENCE_S", 0.1)
+    with pytest.raises(PromptError, match=r"cannot take this text \(after 0 s it was not done with 7500 characters"):
+        encode(("a" * 24 + "b") * 300, tokenizer, 300, "m", template=False)
+    raw["pre_tokenizer"], raw["decoder"] = None, {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = load_tokenizer(tmp_path)
+    letter = tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b")
+    long = [letter[0]] * 40 + [letter[1]]
+    try:  # the decoder takes tokens one by one: nothing backtracks
+        tokenizer.decode(long)
+    except CheckpointError as error:
+        assert str(tmp_path) in str(error)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "tokenizer.json"])
+def test_tokenizer_files_that_never_end(name, tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name}: not a regular file"):
+        load_tokenizer(tmp_path)
+    (tmp_path / name).unlink()
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(2**29)  # takes no room on a disk
+    with pytest.raises(CheckpointError, match=f"{name}: 536870912 bytes; at most"):
+        load_tokenizer(tmp_path)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("interrupts")
 
 SCRIPT = Path(__file__).parents[1] / "tpu_scripts" / "tpu_vm.sh"
 STAND_IN = """#!/bin/sh
-[ "$1" = config ] && echo project-a && exit
+[ "$1" = config ] && echo "$CONFIGURED" && exit
 echo "$@" >> "$LOG"
 case "$*" in *" list "*) cat "$LOG.listed" ;; esac
 case "$*" in *"$STOPS"*) kill -INT 0 ;; esac
@@ -33,10 +33,11 @@ class Cloud:
         gcloud.write_text(STAND_IN)
         gcloud.chmod(0o755)
         git = folder / "git"  # packing the checkout takes seconds
-        git.write_text("#!/bin/sh\ntrue\n")
+        git.write_text('#!/bin/sh\n[ "$3" != status ] || echo "$CHANGED"\n')
         git.chmod(0o755)
         (folder / "log.listed").write_text("")
         names = {"TPU_NAME": "tpu-a", "TPU_ZONE": "zone-b", "TPU_TYPE": tpu_type, "LOG": str(folder / "log")}
+        names |= {"CONFIGURED": "project-a", "CHANGED": ""}
         self.env = os.environ | names | {"XDG_STATE_HOME": str(folder), "PATH": f"{folder}:{os.environ['PATH']}"}
 
     def run(self, *args: str, fails: str = NEVER, stops: str = NEVER, **changes: str) -> subprocess.CompletedProcess:
@@ -50,11 +51,11 @@ class Cloud:
         log = self.folder / "log"
         return log.read_text().splitlines() if log.exists() else []
 
-    def told(self, *args: str) -> list[str]:
+    def told(self, *args: str, **changes: str) -> list[str]:
         """What a command that succeeds tells gcloud."""
         log = self.folder / "log"
         log.write_text("")
-        done = self.run(*args)
+        done = self.run(*args, **changes)
         assert done.returncode == 0, done.stderr
         return log.read_text().splitlines()
 
@@ -69,11 +70,11 @@ class Cloud:
 )
 def test_a_vm_has_a_disk_that_holds_the_models(tmp_path, tpu_type, disk_type, version):
     disk, vm = Cloud(tmp_path, tpu_type).told("create", "--spot")
-    assert disk == f"compute disks create tpu-a-data --zone zone-b --size 200GB --type {disk_type}"
+    assert disk == f"compute disks create tpu-a-data --zone zone-b --project project-a --size 200GB --type {disk_type}"
     assert vm == (
         f"compute tpus tpu-vm create tpu-a --accelerator-type {tpu_type} --data-disk "
         f"source=projects/project-a/zones/zone-b/disks/tpu-a-data,mode=read-write "
-        f"--version {version} --spot --zone zone-b"
+        f"--version {version} --spot --zone zone-b --project project-a"
     )
 
 
@@ -83,7 +84,7 @@ def test_commands_read_models_from_that_disk(tmp_path):
     [command] = cloud.told("run", "python", "-V")
     assert command == (
         "compute tpus tpu-vm ssh tpu-a --worker all --command export HF_HOME=/mnt/data/huggingface && cd failfast-jax "
-        "&& source .venv/bin/activate && python -V --zone zone-b"
+        "&& source .venv/bin/activate && python -V --zone zone-b --project project-a"
     )
 
 
@@ -95,7 +96,11 @@ def test_the_hosts_of_a_pod_share_no_disk(tmp_path, tpu_type):
     [command] = cloud.told("run", "python", "-V")
     assert "--worker all --command cd failfast-jax" in command
     copied, installed, answered = cloud.told("setup")
-    assert copied.endswith("--worker all --zone zone-b") and "--worker all" in installed and "--worker 0" in answered
+    assert (
+        copied.endswith("--worker all --zone zone-b --project project-a")
+        and "--worker all" in installed
+        and "--worker 0" in answered
+    )
 
 
 def test_a_queued_slice(tmp_path):
@@ -103,13 +108,13 @@ def test_a_queued_slice(tmp_path):
     _, queued = cloud.told("create", "--queue", "--spot")
     assert queued == (
         "compute tpus queued-resources create tpu-a --node-id tpu-a --accelerator-type v6e-8 --runtime-version "
-        "v2-alpha-tpuv6e --spot --zone zone-b"
+        "v2-alpha-tpuv6e --spot --zone zone-b --project project-a"
     )
     assert "alpha compute tpus tpu-vm attach-disk tpu-a" in cloud.told("setup")[0]
-    assert cloud.told("status") == ["compute tpus queued-resources describe tpu-a --zone zone-b"]
+    assert cloud.told("status") == ["compute tpus queued-resources describe tpu-a --zone zone-b --project project-a"]
     assert cloud.told("delete") == [
-        "compute tpus queued-resources delete tpu-a --force --zone zone-b",
-        "compute disks delete tpu-a-data --zone zone-b",
+        "compute tpus queued-resources delete tpu-a --force --zone zone-b --project project-a",
+        "compute disks delete tpu-a-data --zone zone-b --project project-a",
     ]
 
 
@@ -121,9 +126,10 @@ def test_what_remains_is_said_and_nothing_else_is_deleted(tmp_path):
     assert made.stderr == "costs money until 'tpu_vm.sh delete': disk vm of tpu-a in zone-b\n"
     again = cloud.run("create")
     assert again.returncode == 2 and "was created before" in again.stderr
+    (tmp_path / "log.listed").write_text("tpu-a-data\n")
     kept = cloud.run("delete", fails="disks delete")
     assert kept.returncode == 1 and kept.stderr == "costs money until 'tpu_vm.sh delete': disk of tpu-a in zone-b\n"
-    assert cloud.told("delete") == ["compute disks delete tpu-a-data --zone zone-b"]
+    assert cloud.told("delete") == ["compute disks delete tpu-a-data --zone zone-b --project project-a"]
     assert cloud.run("delete").returncode == 2
 
 
@@ -155,13 +161,83 @@ def test_what_may_exist_is_said_and_deleted(tmp_path, how, words, call, sure, un
     assert silent.returncode == 2 and "gcloud does not say" in silent.stderr and "may exist" in silent.stderr
     (tmp_path / "log.listed").write_text("other-tpu-a\nother-tpu-a-data\n")
     gone = cloud.run("delete", fails=said)
-    assert gone.returncode == 0 and gone.stderr == f"gcloud lists no such {unsure}: it was asked for and not made\n"
+    assert (
+        gone.returncode == 0
+        and gone.stderr == f"gcloud lists no such {unsure}: it is gone already, or was never made\n"
+    )
     assert cloud.run("delete").returncode == 2
 
 
+@pytest.mark.parametrize("words, first", [((), "tpu-vm delete"), (("--queue",), "queued-resources delete")])
+def test_the_disk_of_a_slice_that_is_gone_is_deleted(tmp_path, words, first):
+    """Preempted, or deleted in the console."""
+    cloud = Cloud(tmp_path, "v6e-8")
+    cloud.told("create", *words)
+    (tmp_path / "log.listed").write_text("tpu-a-data\nnot-tpu-a\n")
+    done = cloud.run("delete", fails=first)
+    assert done.returncode == 0 and "it is gone already" in done.stderr and "costs money" not in done.stderr
+    assert cloud.all_told()[-1] == "compute disks delete tpu-a-data --zone zone-b --project project-a"
+    assert cloud.run("delete").returncode == 2  # nothing is left
+
+
+def test_the_disk_that_is_gone_is_forgotten(tmp_path):
+    cloud = Cloud(tmp_path, "v6e-8")
+    cloud.told("create")
+    done = cloud.run("delete", fails="disks delete")
+    assert done.returncode == 0 and done.stderr == "gcloud lists no such disk: it is gone already, or was never made\n"
+
+
+def test_a_slice_that_is_kept_keeps_its_disk(tmp_path):
+    """Who answers no to gcloud's question is not asked about the disk, which is in use."""
+    cloud = Cloud(tmp_path, "v6e-8")
+    cloud.told("create")
+    (tmp_path / "log.listed").write_text("tpu-a\ntpu-a-data\n")
+    done = cloud.run("delete", fails="tpu-vm delete")
+    assert done.returncode == 1 and not [line for line in cloud.all_told() if "disks delete" in line]
+    assert done.stderr == "costs money until 'tpu_vm.sh delete': disk vm of tpu-a in zone-b\n"
+
+
+@pytest.mark.parametrize("words", [("setup",), ("run", "ls"), ("copy", "a", "b"), ("status",), ("delete",)])
+def test_a_slice_stays_in_its_project(tmp_path, words):
+    """Whatever gcloud's project is later."""
+    cloud = Cloud(tmp_path, "v6e-8")
+    assert all("--project project-b" in line for line in cloud.told("create", TPU_PROJECT="project-b"))
+    calls = "\n".join(cloud.told(*words, CONFIGURED="project-c"))
+    assert calls.count("--project project-b") == calls.count("--zone zone-b") > 0
+    dry = cloud.run("--dry-run", "status", CONFIGURED="project-c").stdout
+    assert ("--project PROJECT" if words == ("delete",) else "--project project-b") in dry
+
+
+def test_projects_that_are_in_doubt(tmp_path):
+    cloud = Cloud(tmp_path, "v6e-8")
+    none = cloud.run("create", CONFIGURED="")
+    assert none.returncode == 2 and none.stderr.startswith("TPU_PROJECT: set it") and not cloud.all_told()
+    cloud.told("create")
+    other = cloud.run("delete", TPU_PROJECT="project-b")
+    assert other.returncode == 2 and "was created in the project project-a" in other.stderr
+    assert len(cloud.told("delete", TPU_PROJECT="project-a")) == 2
+    assert all("--project project-c" in line for line in cloud.told("create", CONFIGURED="project-c"))
+
+
+def test_what_is_not_committed_is_said(tmp_path):
+    cloud = Cloud(tmp_path, "v6e-8")
+    cloud.told("create")
+    done = cloud.run("setup", CHANGED=" M failfast_jax/engine.py\n?? new.py")
+    first, *rest = done.stderr.splitlines()
+    assert done.returncode == 0 and first.startswith("setup installs the last commit; these changes are not in it")
+    assert rest[:2] == [" M failfast_jax/engine.py", "?? new.py"]
+    assert "last commit" not in cloud.run("setup").stderr
+
+
+def test_no_home_to_write_in(tmp_path):
+    cloud = Cloud(tmp_path, "v6e-8")
+    done = cloud.run("create", HOME="", XDG_STATE_HOME="")
+    assert done.returncode == 2 and done.stderr.startswith("HOME: ") and not cloud.all_told()
+
+
 DELETED = [
-    "gcloud compute tpus tpu-vm delete tpu-a --zone zone-b ",
-    "gcloud compute disks delete tpu-a-data --zone zone-b ",
+    "gcloud compute tpus tpu-vm delete tpu-a --zone zone-b --project project-a ",
+    "gcloud compute disks delete tpu-a-data --zone zone-b --project project-a ",
 ]
 
 
@@ -180,8 +256,9 @@ def test_a_dry_run_does_nothing(tmp_path):
         done, again = (cloud.run("--dry-run", *command, TMPDIR=str(temporary)) for _ in range(2))
         assert done.returncode == 0 and done.stdout.startswith("gcloud "), done.stderr
         assert again.stdout == done.stdout
-    assert done.stdout.splitlines() == DELETED
-    assert cloud.run("--dry-run", "delete", TPU_TYPE="v6e-16").stdout.splitlines() == DELETED[:1]
+    unknown = [line.replace("project-a", "PROJECT") for line in DELETED]  # gcloud is not even asked for it
+    assert done.stdout.splitlines() == unknown
+    assert cloud.run("--dry-run", "delete", TPU_TYPE="v6e-16").stdout.splitlines() == unknown[:1]
     assert not cloud.all_told() and not list(temporary.iterdir()) and cloud.run("delete").returncode == 2
     cloud.told("create")
     assert cloud.run("--dry-run", "delete").stdout.splitlines() == DELETED
@@ -236,6 +313,9 @@ def test_a_command_has_its_own_flags(tmp_path):
     [
         ("", "TPU_TYPE: set it"), ("tpu7x-8", "GKE alone"), ("a100", "must be v5litepod-N"), ("v6e-", "must be"),
         ("v6e-abc", "must be"), ("v6e-0", "must be"), ("v5e-8", "gcloud calls it v5litepod-8"),
+        ("v6e-3", "there are v6e-1, 4, 8"), ("v6e-2", "there are"), ("v6e-512", "there are"), ("v5p-12", "there are"),
+        ("v5p-4", "there are v5p-8"), ("v5p-129", "there are"), ("v5p-12416", "there are"),
+        ("v5litepod-12", "there are v5litepod-1"), ("v5litepod-99999", "there are"), ("v5p-1", "there are"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("command", [("create",), ("setup",), ("run", "python")])
@@ -244,3 +324,9 @@ def test_types_are_checked_before_anything_is_done(tmp_path, tpu_type, said, com
     done = cloud.run(*command)
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
     assert not cloud.all_told()
+
+
+@pytest.mark.parametrize("tpu_type", ["v5litepod-1", "v5litepod-256", "v6e-1", "v6e-4", "v6e-64", "v5p-64", "v5p-384"])
+def test_types_that_there_are(tmp_path, tpu_type):
+    done = Cloud(tmp_path, tpu_type).run("--dry-run", "create")
+    assert done.returncode == 0 and f"--accelerator-type {tpu_type}" in done.stdout

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Creates, sets up, uses and deletes a Cloud TPU slice, one host or a pod, with gcloud. Run it from the root of a checkout.
+# Creates, sets up, uses and deletes a Cloud TPU slice, one host or a pod, with gcloud.
 #
-#   export TPU_NAME=failfast TPU_ZONE=us-east5-b TPU_TYPE=v6e-8
+#   export TPU_NAME=failfast TPU_ZONE=us-east5-b TPU_TYPE=v6e-8  # and TPU_PROJECT, else gcloud's project at create
 #   tpu_scripts/tpu_vm.sh create [--spot] [--queue]   # billing starts; --queue waits for capacity (see status)
-#   tpu_scripts/tpu_vm.sh setup                       # on all hosts: installs this checkout, answers one prompt
+#   tpu_scripts/tpu_vm.sh setup                       # on all hosts: installs the last commit, answers one prompt
 #   tpu_scripts/tpu_vm.sh run COMMAND                 # on all hosts at once, in the environment
 #   tpu_scripts/tpu_vm.sh copy PATH FOLDER            # what the first host wrote at PATH, into FOLDER here
 #   tpu_scripts/tpu_vm.sh status
@@ -22,21 +22,41 @@ dry='' archive=''
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
 if [ -z "${TPU_NAME:-}" ]; then refuse "TPU_NAME: set it to the name of the slice"; fi
 if [ -z "${TPU_ZONE:-}" ]; then refuse "TPU_ZONE: set it to a zone such as us-east5-b"; fi
-folder=failfast-jax disk=$TPU_NAME-data
+if [ -z "${XDG_STATE_HOME:-}${HOME:-}" ]; then refuse "HOME: set it to a folder; what was created is written down there"; fi
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+folder=failfast-jax disk=$TPU_NAME-data project=''
 # What was made here, a word a line, so that delete touches nothing else; with a question mark what was asked for only.
-made=${XDG_STATE_HOME:-$HOME/.local/state}/failfast-jax/tpu/$TPU_ZONE.$TPU_NAME
+made=${XDG_STATE_HOME:-${HOME:-}/.local/state}/failfast-jax/tpu/$TPU_ZONE.$TPU_NAME
 
 call() {
   if [ -n "$dry" ]; then printf '%q ' "$@" && echo; else "$@"; fi
 }
 
-tpu() { call gcloud compute tpus "$@" --zone "$TPU_ZONE"; }
+tpu() { call gcloud compute tpus "$@" --zone "$TPU_ZONE" --project "$project"; }
+
+# The project that the slice was created in, whatever gcloud's is by now.
+find_project() {
+  local recorded='' configured=PROJECT
+  if [ -s "$made" ] && [ -s "$made.project" ]; then recorded=$(< "$made.project"); fi
+  if [ -n "$recorded" ] && [ "${TPU_PROJECT:-$recorded}" != "$recorded" ]; then
+    refuse "TPU_PROJECT=$TPU_PROJECT: $TPU_NAME in $TPU_ZONE was created in the project $recorded; unset it, or take another TPU_NAME"
+  fi
+  project=${recorded:-${TPU_PROJECT:-}}
+  if [ -n "$project" ]; then return; fi
+  if [ -z "$dry" ]; then configured=$(gcloud config get-value project 2> /dev/null || true); fi
+  project=$configured
+  if [ -z "$project" ]; then refuse "TPU_PROJECT: set it, as gcloud has no project (gcloud config set project)"; fi
+}
 
 # make WHAT COMMAND...: written down before it is asked for, as what gcloud does not come back from may exist, too.
 make() {
   local what=$1
   shift
-  if [ -z "$dry" ]; then mkdir -p "${made%/*}" && echo "$what?" >> "$made"; fi
+  if [ -z "$dry" ]; then
+    mkdir -p "${made%/*}"
+    echo "$project" > "$made.project"
+    echo "$what?" >> "$made"
+  fi
   "$@"
   if [ -z "$dry" ]; then sed -i "s/^$what?\$/$what/" "$made"; fi
 }
@@ -69,6 +89,22 @@ hosts() {
   if [[ ! $type =~ ^(v5litepod|v6e|v5p)-[1-9][0-9]{0,4}$ ]]; then
     refuse "TPU_TYPE=$type: must be v5litepod-N, v6e-N or v5p-N, with a number such as 8 for N"
   fi
+  # Google's sizes: https://cloud.google.com/tpu/docs/v5e, /v6e and /v5p.
+  case "$type" in
+    v5p-*)
+      case "$size" in 8 | 16 | 32 | 64) ;; *)
+        if [ $((size % 128)) != 0 ] || [ "$size" -gt 12288 ]; then
+          refuse "TPU_TYPE=$type: there are v5p-8, 16, 32, 64 and multiples of 128 up to 12288 (cores, two a chip)"
+        fi
+        ;;
+      esac
+      ;;
+    *)
+      case "$size" in 1 | 4 | 8 | 16 | 32 | 64 | 128 | 256) ;; *)
+        refuse "TPU_TYPE=$type: there are ${type%-*}-1, 4, 8, 16, 32, 64, 128 and 256" ;;
+      esac
+      ;;
+  esac
   case "$type" in
     v5p-*) echo $((size <= 8 ? 1 : size / 8)) ;;
     *) echo $((size <= 8 ? 1 : size / 4)) ;;
@@ -127,7 +163,8 @@ create() {
   if [ -s "$made" ]; then refuse "$TPU_NAME in $TPU_ZONE was created before: delete it, or take another name"; fi
   # A disk that can be written belongs to one host. Those of a pod have their boot disks, 100 GB each.
   if [ "$count" = 1 ]; then
-    make disk call gcloud compute disks create "$disk" --zone "$TPU_ZONE" --size "${TPU_DISK_GB:-200}GB" --type "$(disk_type)"
+    make disk call gcloud compute disks create "$disk" --zone "$TPU_ZONE" --project "$project" \
+      --size "${TPU_DISK_GB:-200}GB" --type "$(disk_type)"
   fi
   local kind=(--accelerator-type "$TPU_TYPE")
   if [ -n "$queue" ]; then
@@ -136,20 +173,25 @@ create() {
     return
   fi
   if [ "$count" = 1 ]; then
-    local project
-    project=$(if [ -n "$dry" ]; then echo PROJECT; else gcloud config get-value project; fi)
     kind+=(--data-disk "source=projects/$project/zones/$TPU_ZONE/disks/$disk,mode=read-write")
   fi
   make vm tpu tpu-vm create "$TPU_NAME" "${kind[@]}" --version "$(runtime)" "${spot[@]}"
 }
 
 setup() {
+  local changed
+  changed=$(git -C "$root" status --porcelain)
+  if [ -n "$changed" ]; then
+    echo "setup installs the last commit; these changes are not in it (commit them, and set up again):" >&2
+    echo "$changed" >&2
+  fi
   if [ -z "$dry" ]; then
     archive=$(mktemp --suffix=.tar.gz)
-    git archive --format=tar.gz --prefix="$folder/" -o "$archive" HEAD
+    git -C "$root" archive --format=tar.gz --prefix="$folder/" -o "$archive" HEAD
   fi
   if was_asked_for queue && was_asked_for disk; then
-    call gcloud alpha compute tpus tpu-vm attach-disk "$TPU_NAME" --zone "$TPU_ZONE" --disk "$disk" --mode read-write
+    call gcloud alpha compute tpus tpu-vm attach-disk "$TPU_NAME" --zone "$TPU_ZONE" --project "$project" \
+      --disk "$disk" --mode read-write
   fi
   tpu tpu-vm scp "${archive:-failfast-jax.tar.gz}" "$TPU_NAME:failfast-jax.tar.gz" --worker all
   if [ "$count" = 1 ]; then on_all_hosts "$mount_disk"; fi
@@ -164,7 +206,7 @@ remove() {
   case "$1" in
     vm) tpu tpu-vm delete "$TPU_NAME" ;;
     queue) tpu queued-resources delete "$TPU_NAME" --force ;;
-    disk) call gcloud compute disks delete "$disk" --zone "$TPU_ZONE" ;;
+    disk) call gcloud compute disks delete "$disk" --zone "$TPU_ZONE" --project "$project" ;;
   esac
 }
 
@@ -174,7 +216,7 @@ exists() {
   case "$1" in
     vm) names=$(tpu tpu-vm list --format 'value(name)') ;;
     queue) names=$(tpu queued-resources list --format 'value(name)') ;;
-    disk) name=$disk names=$(gcloud compute disks list --zones "$TPU_ZONE" --format 'value(name)') ;;
+    disk) name=$disk names=$(gcloud compute disks list --zones "$TPU_ZONE" --project "$project" --format 'value(name)') ;;
   esac || refuse "delete: gcloud does not say whether there is a $1 $name in $TPU_ZONE"
   grep -qx "\(.*/\)\?$name" <<< "$names"
 }
@@ -192,18 +234,14 @@ delete() {
   fi
   # Each is crossed off once it is gone: what fails stays, and is said.
   for what in vm queue disk; do
-    if is_made "$what"; then
-      remove "$what"
-    elif is_made "$what?"; then
-      if ! remove "$what"; then
-        if exists "$what"; then exit 1; fi
-        echo "gcloud lists no such $what: it was asked for and not made" >&2
-      fi
-    else
-      continue
+    if ! was_asked_for "$what"; then continue; fi
+    if ! remove "$what"; then
+      if exists "$what"; then exit 1; fi
+      echo "gcloud lists no such $what: it is gone already, or was never made" >&2
     fi
     if [ -z "$dry" ]; then sed -i "/^$what?*\$/d" "$made"; fi
   done
+  if [ ! -s "$made" ]; then rm -f "$made" "$made.project"; fi
 }
 
 status() {
@@ -224,6 +262,9 @@ command=${1:-} count=
 if [ $# != 0 ]; then shift; fi
 case "$command" in
   create | setup | run) count=$(hosts) ;;
+esac
+case "$command" in
+  create | setup | run | copy | status | delete) find_project ;;
 esac
 case "$command" in
   create) create "$@" ;;

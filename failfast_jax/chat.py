@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from failfast_jax import command, distributed, progress
+from failfast_jax import command, distributed, progress, streams
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
@@ -256,6 +256,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _work(args: argparse.Namespace) -> None:
     options = ChatOptions.given(args)
+    if distributed.speaks():
+        streams.need_stdout()
     refuse_diffusion(args.method)
     config = config_of(args, exact=args.exact)
     engine = load_engine(args, config.method)

@@ -9,6 +9,7 @@ import importlib
 import logging
 import math
 import os
+import platform
 import signal
 import socket
 import sys
@@ -16,11 +17,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from failfast_jax import distributed, files, progress, starting
+import jax
+
+from failfast_jax import distributed, environment, files, progress, starting, streams
+from failfast_jax._version import __version__
 from failfast_jax.errors import OptionError, is_failure, printable, printable_lines
 
 STUCK_S = 3
@@ -36,6 +39,13 @@ class PlainParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        if self.add_help:
+            versions = f"failfast-jax {__version__}, JAX {jax.__version__}, Python {platform.python_version()}"
+            self.add_argument("--version", action="version", version=versions, help="print the versions and exit")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        with streams.escaped():
+            super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
         """A line, without the usage of dozens of flags; ends the process."""
@@ -217,36 +227,6 @@ class PrintableFormatter(logging.Formatter):
         return printable_lines(super().format(record))
 
 
-class NamedStdout:
-    """Stdout, whose errors name it."""
-
-    path = Path("stdout")
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """As of any file."""
-        with files.naming(self.path):
-            return self._stream.write(text)
-
-    def flush(self) -> None:
-        """As of any file."""
-        with files.naming(self.path):
-            self._stream.flush()
-
-    @classmethod
-    def is_lost(cls, error: Exception) -> bool:
-        """Whether an error is one of its; then what is left in its buffer goes nowhere."""
-        lost = isinstance(error, OSError) and error.filename == str(cls.path)
-        if lost:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return lost
-
-
 def run(
     work: Callable[[], int | None],
     interrupted: str = "interrupted",
@@ -267,19 +247,28 @@ def run(
       verbosity: see `progress.set_verbosity`; None: the command has no flags for it.
     """
     progress.set_verbosity(verbosity or progress.NORMAL)
+    streams.open_closed()
+    with streams.escaped():
+        status = _status(work, interrupted, where, verbosity)
+    distributed.leave(status)
+    return status
+
+
+def _status(work: Callable[[], int | None], interrupted: str, where: str | None, verbosity: str | None) -> int:
     try:
-        with starting.interruptible():
+        with starting.interruptible(), progress.ended_bars():
+            environment.check()
             distributed.join(where)
-            named_stdout = contextlib.redirect_stdout(NamedStdout(sys.stdout))
+            named_stdout = contextlib.redirect_stdout(streams.NamedStdout(sys.stdout))
             with named_stdout, heard(), plain_warnings(), unstuck(interrupted), distributed.one_voice(), unwrapped():
-                handler = logging.StreamHandler(sys.stderr)
+                handler = progress.LogHandler()
                 handler.setFormatter(PrintableFormatter("%(levelname)s: %(message)s"))
                 logging.basicConfig(handlers=[handler])
                 status = work() or 0
                 sys.stdout.flush()
     except (ValueError, OSError) as error:
-        if NamedStdout.is_lost(error) and isinstance(error, BrokenPipeError):  # who reads, `head` for one, has enough
-            status = NO_READER
+        if streams.NamedStdout.is_lost(error) and isinstance(error, BrokenPipeError):
+            status = NO_READER  # who reads, `head` for one, has enough
         else:
             message = printable(files.explained(error)) if isinstance(error, OSError) else printable_lines(error)
             print(distributed.named(f"error: {message}"), file=sys.stderr)
@@ -296,6 +285,9 @@ def run(
         print("stopped by SIGTERM", file=sys.stderr)
         status = TERMINATED
     except BaseException as error:
+        if no_device := environment.no_device(error):
+            print(distributed.named(f"error: {no_device}"), file=sys.stderr)
+            return USAGE_ERROR
         if progress.is_debugging() or not is_failure(error):
             raise
         message = printable((str(error).strip() or "no message").splitlines()[0])
@@ -303,7 +295,6 @@ def run(
         shows = "" if verbosity is None else "--debug shows where; "
         print(f"{shows}please report it, with python -m failfast_jax.doctor", file=sys.stderr)
         status = UNEXPECTED
-    distributed.leave(status)
     return status
 
 

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import logging
 import os
 import sys
 import threading
@@ -25,8 +26,11 @@ from jax import monitoring
 from jax.sharding import SingleDeviceSharding
 
 from failfast_jax import progress
+from failfast_jax.errors import OptionError
 from failfast_jax.files import drop_part, user_path, write_atomically, write_json
 from failfast_jax.platforms import chips_here, compiler_options, tell_libtpu
+
+logger = logging.getLogger("failfast_jax")
 
 CACHE_VARIABLE = "FAILFAST_COMPILE_CACHE"
 """Environment variable: a folder for compiled programs, or `off`."""
@@ -48,32 +52,43 @@ def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
     """Turns on JAX's persistent compilation cache and returns its folder (None: off).
 
     Args:
-      where: a folder, or `off`. None: the variable FAILFAST_COMPILE_CACHE, else what JAX was already told,
-        else `failfast_jax` in the user's cache folder.
+      where: a folder, or `off`. None: the variable FAILFAST_COMPILE_CACHE, else what JAX was already told, else
+        `failfast_jax` in the user's cache folder; where that cannot be written, a warning says so and there is none.
 
     Raises:
-      ValueError: the folder cannot be created or written.
+      ValueError: the folder that was named is empty, or cannot be created or written.
     """
-    choice = str(where) if where is not None else os.environ.get(CACHE_VARIABLE)
+    choice = str(where) if where is not None else os.environ.get(CACHE_VARIABLE) or None
+    if choice is not None and not choice.strip():
+        raise OptionError("--compile-cache: its value is empty; name a folder, or 'off'")
     if choice is not None and choice.lower() == "off":
         jax.config.update("jax_compilation_cache_dir", None)
         return None
-    if choice is None:
-        if jax.config.jax_compilation_cache_dir:
-            return Path(jax.config.jax_compilation_cache_dir)
-        choice = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "failfast_jax")
-    folder = user_path(choice)
+    if choice is None and jax.config.jax_compilation_cache_dir:
+        return Path(jax.config.jax_compilation_cache_dir)
+    folder = _usual_folder() if choice is None else user_path(choice)
+    advice = f"; name another folder with --compile-cache or {CACHE_VARIABLE}"
     try:
+        if folder is None:
+            raise OSError("there is no home folder")
         folder.mkdir(parents=True, exist_ok=True)
         drop_cut_off(folder)
     except OSError as error:
-        raise ValueError(
-            f"compile cache {folder}: {error.strerror or error}; name another folder with --compile-cache or "
-            f"{CACHE_VARIABLE}, or turn it off with the value 'off'"
-        ) from None
+        where, reason = "compile cache" if folder is None else f"compile cache {folder}", error.strerror or error
+        if choice is None:  # nobody has asked for one
+            logger.warning("%s: %s (programs are compiled again next time)%s", where, reason, advice)
+            jax.config.update("jax_compilation_cache_dir", None)
+            return None
+        raise ValueError(f"{where}: {reason}{advice}, or turn it off with the value 'off'") from None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return folder
+
+
+def _usual_folder() -> Path | None:
+    """The folder in the user's cache folder; None for a user without a home folder."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return None if caches.startswith("~") else Path(caches) / "failfast_jax"
 
 
 def drop_cut_off(folder: Path) -> None:

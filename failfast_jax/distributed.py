@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from failfast_jax import environment
 from failfast_jax.errors import OptionError
 
 AUTOMATIC, ALONE = "auto", "alone"
@@ -31,8 +32,6 @@ _LENGTH, _FIRST_PIECE, _PIECE = 8, 4096, 2**18
 """Bytes of a value that processes agree on: what says its length, the first message, each of the others."""
 _HOSTS = "TPU_WORKER_HOSTNAMES"
 METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
-_GOOGLE = "0x1ae0"
-"""Vendor of TPU chips on the PCI bus."""
 
 Value = TypeVar("Value")
 
@@ -103,7 +102,13 @@ def join(where: str | None = None) -> None:
         # Libraries below Python (Gloo, for one) print to stdout, which is for answers.
         answers = os.dup(1)
         os.dup2(2, 1)
-        sys.stdout = os.fdopen(answers, "w", buffering=1 if sys.stdout.isatty() else -1)
+        sys.stdout = os.fdopen(
+            answers,
+            "w",
+            buffering=1 if sys.stdout.isatty() else -1,
+            encoding=sys.stdout.encoding,
+            errors="backslashreplace",
+        )
 
 
 def tpu_hosts(devices: Path = Path("/sys/bus/pci/devices")) -> int:
@@ -113,7 +118,7 @@ def tpu_hosts(devices: Path = Path("/sys/bus/pci/devices")) -> int:
         return 0
     if names := os.environ.get(_HOSTS):
         return len(names.split(","))
-    if all(path.read_text().strip() != _GOOGLE for path in devices.glob("*/vendor")):
+    if not environment.has_tpu(devices):
         return 0
     try:
         request = urllib.request.Request(METADATA, headers={"Metadata-Flavor": "Google"})

@@ -23,7 +23,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from failfast_jax import command, distributed, progress
+from failfast_jax import command, distributed, environment, progress
 from failfast_jax.errors import OptionError, printable
 
 PACKAGE = "failfast-jax"
@@ -149,7 +149,7 @@ def caches() -> Iterator[Finding]:
         yield Finding("compile cache", BROKEN, text, f"set {CACHE_VARIABLE} to a folder, or to off")
         return
     if folder is None:
-        fix = f"unset {CACHE_VARIABLE}, or set it to a folder"
+        fix = f"set {CACHE_VARIABLE} to a folder that may be written"
         yield Finding("compile cache", NOTE, "off: every process compiles again", fix)
     else:
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -161,7 +161,8 @@ def caches() -> Iterator[Finding]:
 
 def _shown(path: str | os.PathLike) -> str:
     """As it may be pasted."""
-    return str(path).replace(str(Path.home()), "~", 1)
+    home = os.path.expanduser("~")
+    return str(path).replace(home, "~", 1) if len(home) > 1 else str(path)
 
 
 def _folder(name: str, folder: Path, what: str) -> Finding:
@@ -382,9 +383,10 @@ def findings(*more: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
         try:
             yield from check()
         except Exception as error:  # whatever is broken here, the others are still of use
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
             name = getattr(check, "__name__", "models").replace("_", " ")
-            yield Finding(name, BROKEN, f"{type(error).__name__}: {said}", "see the message")
+            message = (str(error).strip() or "no message").splitlines()[0]
+            text = environment.no_device(error) or f"{type(error).__name__}: {message}"
+            yield Finding(name, BROKEN, text, "see the message")
 
 
 def work(args: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ from failfast_jax.models import sharding
 from failfast_jax.models.cache import round_up
 from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.platforms import bytes_on_a_device, memory_explained
+from failfast_jax.platforms import Profile, bytes_on_a_device, memory_explained
 from failfast_jax.progress import waiting
 from failfast_jax.results import Result, Round, Stats, StreamEvent
 from failfast_jax.runtime import DraftSession, Progress, Request, RowLog, Runtime, Session
@@ -133,7 +133,7 @@ class FailFast:
             self._take_tuned(tuned)
         self.load_s = time.perf_counter() - start
         self.corpus: Corpus | None = None
-        self._profile: Path | None = None
+        self._profile: Profile | None = None
         self._said_default = self.time_rounds = False
 
     def _take_tuned(self, tuned: Any) -> None:
@@ -335,14 +335,14 @@ class FailFast:
         """Inside, each answer's rounds are traced by `jax.profiler` into `folder`; compiling and prefill are left out.
 
         Raises:
-          OSError: the folder cannot be made.
+          OSError: the folder cannot be made; or, at the end, a trace could not be written.
         """
-        self._profile = Path(folder)
-        self._profile.mkdir(parents=True, exist_ok=True)
+        profile = self._profile = Profile(Path(folder))
         try:
             yield
         finally:
             self._profile = None
+        profile.check()
 
     def _run(self, prompts: list[list[int]], config: GenerationConfig, stream: bool) -> Iterator[list]:
         """Yields lists of output ids so far (streaming only), at last the list of results."""
@@ -363,7 +363,7 @@ class FailFast:
             weighs = isinstance(session, DraftSession) and session.drafter.weighs
             session, costs = self.runtime.costs.price(session) if weighs else (session, None)
             took, syncs = [], 1
-            with contextlib.nullcontext() if self._profile is None else jax.profiler.trace(self._profile):
+            with contextlib.nullcontext() if self._profile is None else self._profile.traced():
                 while True:
                     start = time.perf_counter()
                     # The first slice is one round: the first words should not wait for the next ones.

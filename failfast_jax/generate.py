@@ -10,15 +10,18 @@ import json
 import sys
 from pathlib import Path
 
-from failfast_jax import command, distributed, progress
+from failfast_jax import command, distributed, progress, streams
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
+from failfast_jax.errors import OptionError
 from failfast_jax.files import check_writable, read_stream, read_text, user_path
 from failfast_jax.results import Result, fate
 from failfast_jax.templates import LONGEST_TEXT
 from failfast_jax.trajectory import TERMINAL, write_trace
 
+ANSWER = 256
+"""Tokens of an answer whose length is not asked for."""
 TRACES = (".html", ".htm", ".svg", ".jsonl", ".json")
 
 
@@ -37,7 +40,12 @@ def build_parser() -> argparse.ArgumentParser:
     prompt.add_argument("--prompt-file", metavar="F", type=user_path, help="read the prompt from a text file")
     prompt.add_argument("--token-ids", metavar="1,2,3", help="bypass tokenizer and chat template")
     output = parser.add_argument_group("output")
-    output.add_argument("--max-new-tokens", metavar="n", type=int, default=256)
+    output.add_argument(
+        "--max-new-tokens",
+        metavar="n",
+        type=int,
+        help=f"maximum length of the answer in tokens (default: {ANSWER}, or less where the context ends)",
+    )
     output.add_argument("--ignore-eos", action="store_true", help="go on after stop tokens")
     output.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     output.add_argument(
@@ -112,7 +120,10 @@ def _summary(result: Result) -> str:
 def _config(args: argparse.Namespace) -> GenerationConfig:
     """The request. Checked before models are read: a typo should not cost seconds."""
     common = [field.name for field in dataclasses.fields(GenerationConfig) if field.name not in ("options", "method")]
-    config = config_of(args, **{name: getattr(args, name) for name in common})
+    values = {name: getattr(args, name) for name in common}
+    if args.max_new_tokens is None:
+        values["max_new_tokens"] = ANSWER
+    config = config_of(args, **values)
     if args.trace is not None and str(args.trace) != TERMINAL:
         _check_trace(args.trace)
     return config
@@ -126,26 +137,52 @@ def _check_trace(path: Path) -> None:
     check_writable(path)
 
 
+def _fitted(args: argparse.Namespace, config: GenerationConfig, prompt: int, longest: int) -> GenerationConfig:
+    """The request whose answer ends within the context.
+
+    Args:
+      prompt: its length in tokens; one that leaves no room at all is refused by the engine.
+      longest: most tokens of prompt and answer together.
+
+    Raises:
+      OptionError: a longer answer was asked for.
+    """
+    room = longest - prompt
+    if room < 1 or config.max_new_tokens <= room:
+        return config
+    if args.max_new_tokens is not None:
+        raise OptionError(
+            f"--max-new-tokens {args.max_new_tokens}: the prompt's {prompt} tokens leave room for {room} of {longest}; "
+            "ask for fewer, or raise --max-seq-len up to the model's context"
+        )
+    return dataclasses.replace(config, max_new_tokens=room)
+
+
 def _run(args: argparse.Namespace) -> None:
+    if distributed.speaks():
+        streams.need_stdout()
     prompt = _read_prompt(args)
     config = _config(args)
     engine = load_engine(args, config.method)
+    ids = engine.encode(prompt)
+    config = _fitted(args, config, len(ids), engine.max_seq_len)
     engine.time_rounds = args.trace is not None
     # On a terminal the view of the rounds has the answer.
     viewed = str(args.trace) == TERMINAL and sys.stdout.isatty() and sys.stderr.isatty()
+    # The answer is printed before a profile that cannot be written is an error.
     with contextlib.nullcontext() if args.profile is None else engine.profile(args.profile):
         if args.json or viewed or not sys.stdout.isatty():
-            result = engine.generate([prompt], config)[0]
+            result = engine.generate([ids], config)[0]
         else:
-            for event in engine.stream([prompt], config):
+            for event in engine.stream([ids], config):
                 text = event.text if event.text is not None else "".join(f"{i} " for i in event.ids)
                 print(text, end="", flush=True)
                 result = event.result
             print()
-    if args.json:
-        print(json.dumps(result.to_dict()))
-    elif not sys.stdout.isatty():
-        print(result.text if result.text is not None else ",".join(map(str, result.output_ids)))
+        if args.json:
+            print(json.dumps(result.to_dict()))
+        elif not sys.stdout.isatty():
+            print(result.text if result.text is not None else ",".join(map(str, result.output_ids)))
     if args.trace is not None and distributed.speaks():
         write_trace(result, args.trace, engine.tokenizer)
     progress.note(_summary(result))

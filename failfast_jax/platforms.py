@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import logging
 import math
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from failfast_jax.errors import DeviceMemoryError
+from failfast_jax.files import FULL
 
 logger = logging.getLogger("failfast_jax")
 
@@ -87,6 +89,37 @@ def memory_explained(doing: str, needs: Callable[[], Mapping[str, int]] = dict) 
             "or the batch, choose --quantize int8, or spread the models over more devices with --tensor-parallel. "
             f"XLA says: {str(error).strip().splitlines()[0][:300]}"
         ) from error
+
+
+class Profile:
+    """Traces of `jax.profiler` in a folder. One that cannot be written costs no answer: `check` raises it later.
+
+    Raises:
+      OSError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._error = folder, None
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """Traces what runs inside."""
+        jax.profiler.start_trace(self.folder)
+        try:
+            yield
+        finally:
+            try:
+                jax.profiler.stop_trace()
+            except jax.errors.JaxRuntimeError as error:
+                self._error = error
+
+    def check(self) -> None:
+        """Raises OSError: a trace could not be written."""
+        if self._error is not None:
+            message = str(self._error).strip().splitlines()[0]
+            code = next((code for code in FULL if os.strerror(code) in message), errno.EIO)
+            raise OSError(code, message if code == errno.EIO else os.strerror(code), str(self.folder))
 
 
 def bandwidth(nbytes: int, repeats: int = 5, turns: int = 10) -> dict[str, float]:

@@ -61,6 +61,18 @@ def shows() -> bool:
     return _verbosity != QUIET and sys.stderr.isatty()
 
 
+class _Bar(tqdm):
+    """A bar on a terminal. Once it is seen, its line is ended, also where `delay` is not over."""
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Shows the bar, but not before its delay is over: `note` asks for that, too."""
+        if self.delay > 0:
+            if self._time() < self.start_t + self.delay:
+                return False
+            self.last_print_t = max(self.last_print_t, self.start_t + self.delay)  # else `close` takes it as unseen
+        return super().display(msg, pos)
+
+
 class _Lines(tqdm):
     """A bar in a file: now and then a line, none of work that is done before the first."""
 
@@ -97,10 +109,28 @@ def progress_bar(what: str, unit: str, items: Iterable[Any] | None = None, **opt
       options: of `tqdm`; `disable` where somebody else has decided.
     """
     options = {"disable": is_quiet(), "unit": unit, "file": sys.stderr} | options
-    what = printable(what)
-    bar = tqdm(items, what, **options) if sys.stderr.isatty() else _Lines(items, what, **options)
+    bar = (_Bar if sys.stderr.isatty() else _Lines)(items, printable(what), **options)
     _bars.add(bar)
     return bar
+
+
+@contextlib.contextmanager
+def ended_bars() -> Iterator[None]:
+    """Ends the lines of bars that an error inside has left open."""
+    try:
+        yield
+    finally:
+        for bar in list(_bars):
+            bar.close()
+
+
+class LogHandler(logging.StreamHandler):
+    """Writes log records to stderr, above the bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one record."""
+        with tqdm.external_write_mode(sys.stderr):
+            super().emit(record)
 
 
 def note(message: str) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import functools
 import json
 import os
+import pwd
 import sys
 import threading
 import types
@@ -21,6 +22,7 @@ from failfast_jax import compilation, platforms, progress
 from failfast_jax.compilation import CompileCounts, Executables, Program, compile_counts, enable_compile_cache
 from failfast_jax.decoding.stopping import BelowThreshold, Never
 from failfast_jax.drafters.wide import Wide
+from failfast_jax.errors import OptionError
 
 
 def times(x, *, factor):
@@ -235,6 +237,48 @@ def test_cache_folder(tmp_path, monkeypatch):
             enable_compile_cache(tmp_path / "file" / "sub")
     finally:
         enable_compile_cache(old)
+
+
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_cache_folder_is_not_the_current_one(value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match="--compile-cache: its value is empty"):
+        enable_compile_cache(value)
+    old = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        monkeypatch.setenv("FAILFAST_COMPILE_CACHE", "")  # as if it were not set
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+        assert enable_compile_cache() == tmp_path / "xdg" / "failfast_jax"
+    finally:
+        enable_compile_cache(old)
+    assert [path.name for path in tmp_path.iterdir()] == ["xdg"]
+
+
+@pytest.mark.parametrize("home", [None, "/proc", "/dev/null"])
+def test_a_home_that_cannot_be_written_is_a_warning(home, tmp_path, monkeypatch, caplog):
+    """Also that of a user without a name; a folder that somebody asked for is an error."""
+
+    def nobody(*_):
+        raise KeyError
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    for name in ("FAILFAST_COMPILE_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    old = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert enable_compile_cache() is None and jax.config.jax_compilation_cache_dir is None
+        with pytest.raises(ValueError, match="^compile cache /proc/cache: "):
+            enable_compile_cache("/proc/cache")
+    finally:
+        enable_compile_cache(old)
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and "--compile-cache" in record.getMessage()
+    assert not list(tmp_path.iterdir())
 
 
 # What the compiler of a chip is told.

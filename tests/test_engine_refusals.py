@@ -71,6 +71,8 @@ REFUSED = [
     (STEPS | {"steps": 11}, "--steps 11: must be at most --spec-len 10"),
     (STEPS | {"steps": 0}, "--steps 0: must be at least 1"),
     (ALIGNED | {"rule": "congestion"}, "--rule congestion: not with --schedule aligned"),
+    ({"rule": "congestion", "tau": 0.3}, "--tau 0.3: not with --rule congestion"),
+    ({"rule": "congestion", "tau": 0.0}, "--tau 0.0: not with --rule congestion"),
     ({"rule": "luck"}, "--rule luck: must be 'confidence' or 'congestion'"),
     (SPEC_LEN_9 | {"reuse": True}, "--reuse: drafts of --spec-len 9 leave no room"),
     ({"tree_budget": 0}, "--tree-budget 0: must be in"),

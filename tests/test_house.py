@@ -37,13 +37,14 @@ BOTTOM = {
         "config",
         "distributed",
         "encoding",
+        "environment",
         "errors",
         "files",
         "options",
         "platforms",
         "progress",
     ),
-    *("results", "starting", "tables", "template_process", "templates", "text"),
+    *("results", "starting", "streams", "tables", "template_process", "templates", "text"),
 }
 LAYERS = (
     BOTTOM,

@@ -56,6 +56,39 @@ def test_lines_stand_above_a_bar(monkeypatch, capsys):
     assert "\rcompiling ...\n" in said and "1/2" in said
 
 
+@pytest.mark.parametrize("seconds", [1.0, 3.0])
+def test_a_bar_whose_delay_is_over_or_not_ends_its_line(seconds, monkeypatch, capsys):
+    """A line above it shows it anew; what follows must not stand behind it."""
+    watch(monkeypatch)
+    now = [0.0]
+    monkeypatch.setattr(tqdm_module, "time", lambda: now[0])
+    with progress.progress_bar("reading", "B", total=2, delay=2.0):
+        now[0] = seconds
+        progress.note("something happened")
+    print("next", file=sys.stderr)
+    said = capsys.readouterr().err
+    assert said.endswith("\nnext\n") and ("reading" in said) == (seconds > 2), said
+
+
+def test_an_error_ends_the_bar_that_it_leaves_open(monkeypatch, capsys):
+    watch(monkeypatch)
+
+    def work():
+        for _ in progress.progress_bar("counting", "sheep", range(3)):
+            raise ValueError("a wolf")
+
+    assert command.run(work) == command.USAGE_ERROR
+    assert capsys.readouterr().err.endswith("\nerror: a wolf\n")
+
+
+def test_records_of_loggers_stand_above_a_bar(monkeypatch, capsys):
+    watch(monkeypatch)
+    with progress.progress_bar("counting", "sheep", total=2):
+        handler = progress.LogHandler()
+        handler.handle(logging.makeLogRecord({"msg": "a wolf"}))
+    assert "\ra wolf\n" in capsys.readouterr().err
+
+
 def test_a_file_gets_a_line_now_and_then(monkeypatch, capsys):
     """Of work that takes long, beside what else is said; the last one says how it ended."""
     watch(monkeypatch, False)
@@ -96,7 +129,9 @@ def test_a_reader_that_is_gone_ends_nothing(monkeypatch):
 def test_bars_are_made_in_one_place():
     """What `--quiet` silences, and what says less where stderr is no terminal."""
     package = Path(progress.__file__).parent
-    makers = [path.name for path in package.rglob("*.py") if re.search(r"\btqdm\(", path.read_text(encoding="utf-8"))]
+    makers = [
+        path.name for path in package.rglob("*.py") if re.search(r"\btqdm\(|\(tqdm\)", path.read_text(encoding="utf-8"))
+    ]
     assert makers == ["progress.py"]
 
 

@@ -88,6 +88,8 @@ class FailfastOptions(WeighedOptions):
 
     @classmethod
     def merged(cls, given: dict[str, Any], defaults: dict[str, Any], sampled: bool) -> dict[str, Any]:
+        unused = "tau" in given and given.get("rule", defaults.get("rule")) == CONGESTION
+        require(not unused, f"--tau {given.get('tau')}", "not with --rule congestion, which looks at no confidences")
         tuned_for = defaults.get("schedule") or "wide"
         schedule = given.get("schedule") or tuned_for
         if schedule != tuned_for:
@@ -168,6 +170,7 @@ class FailfastOptions(WeighedOptions):
     def _eagle(self, site: Site) -> EagleChain | Hybrid:
         """Chains of `eagle3` that grow while they are confident, a token at a time."""
         only = "an EAGLE drafter has no blocks to fill"
+        require(self.rule == CONFIDENCE, f"--rule {self.rule}", "an EAGLE drafter stops by --tau alone")
         require(self.schedule == "wide", f"--schedule {self.schedule}", only)
         require(not self.reuse, "--reuse", f"{only} in front of given tokens")
         require(not self.tree_budget, f"--tree-budget {self.tree_budget}", "trees of an EAGLE drafter: --method eagle3")

@@ -1,0 +1,110 @@
+"""What the environment asks of JAX: platforms that are not there and flags that XLA does not know, each in one line."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+
+from failfast_jax.errors import OptionError
+
+GOOGLE = "0x1ae0"
+"""Vendor of TPU chips on the PCI bus."""
+EXTRAS = {"cuda": ("cuda", "an NVIDIA GPU"), "gpu": ("cuda", "an NVIDIA GPU"), "tpu": ("tpu", "a TPU")}
+"""By platform, the extra of this package that installs JAX's plugin for it, and the device."""
+PARSE = """
+from jaxlib import xla_client
+xla_client.CompileOptions()
+"""
+"""A program in which jaxlib reads XLA_FLAGS; what it cannot read ends the process."""
+PARSE_TPU = """
+import libtpu
+xla_client.load_pjrt_plugin_dynamically("tpu", libtpu.get_library_path())
+xla_client.initialize_pjrt_plugin("tpu")
+"""
+"""Likewise libtpu, which reads LIBTPU_INIT_ARGS, too, and knows other flags than jaxlib."""
+PARSE_S = 60
+"""Seconds after which that program is not waited for."""
+REFUSAL = re.compile(
+    r"^(?:[EF]\d{4} .*?\]|ERROR:) ((?:Unknown|Couldn't interpret|Could not open) .*?)(?: \(We assumed.*)?$",
+    re.MULTILINE,
+)
+
+
+def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """True if a TPU is on this machine's PCI bus."""
+    return any(path.read_text().strip() == GOOGLE for path in devices.glob("*/vendor"))
+
+
+def check() -> None:
+    """Checks what would end the process, or make it write pages, once JAX looks for devices.
+
+    Raises:
+      OptionError: flags that XLA or libtpu does not know, or a TPU is asked for and there is none.
+    """
+    platforms = jax.config.jax_platforms or ""
+    tpu = "tpu" in platforms.split(",") or (not platforms and has_tpu())
+    flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", *(["LIBTPU_INIT_ARGS"] if tpu else []))}
+    if any(flags.values()):
+        check_flags(tuple(flags.items()))
+    # Where no bus is to be seen, in some containers, libtpu itself finds out.
+    if tpu and any(Path("/sys/bus/pci/devices").glob("*")) and not has_tpu():
+        raise OptionError(f"JAX_PLATFORMS={platforms}: no TPU is on this machine's PCI bus; {_advice(platforms)}")
+
+
+@functools.cache
+def check_flags(flags: tuple[tuple[str, str], ...]) -> None:
+    """Checks the flags of XLA, and those of libtpu if its variable is among them, in a process of their own.
+
+    Args:
+      flags: variables of the environment with their values.
+
+    Raises:
+      OptionError: a flag that is not known, or a value that is none for it.
+    """
+    variables = [name for name, value in flags if value]
+    program = PARSE + (PARSE_TPU if len(flags) > 1 and importlib.util.find_spec("libtpu") else "")
+    # Neither asks for metadata of the machine, nor waits for a process that holds the TPU.
+    environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
+    try:
+        done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=PARSE_S, check=False, **options)
+    except (OSError, subprocess.SubprocessError):
+        return  # then the flags are not at fault
+    if done.returncode and (refusal := REFUSAL.search(done.stderr)):
+        raise OptionError(f"{' or '.join(variables)}: {refusal[1].rstrip('.')}; correct the variable, or unset it")
+
+
+def no_device(error: Exception) -> str | None:
+    """The line for an error that JAX raised because it has no devices; None for any other error."""
+    if not isinstance(error, RuntimeError | AssertionError):
+        return None
+    if "Unable to initialize backend" not in str(error):  # JAX says it once only where another platform is there
+        try:
+            jax.devices()
+            return None
+        except (RuntimeError, AssertionError) as refusal:
+            error = refusal
+    reason = (str(error).strip() or "no such device is visible").splitlines()[0]
+    reason = re.sub(r" \((?:set JAX_PLATFORMS|you may need)[^()]*\)$", "", reason).rstrip(".")
+    variable, platforms = "JAX_PLATFORMS", jax.config.jax_platforms
+    if "nknown backend" in reason:
+        variable, platforms = "JAX_PLATFORM_NAME", os.environ.get("JAX_PLATFORM_NAME")
+    if platforms:
+        return f"{variable}={platforms}: JAX cannot use it ({reason}); {_advice(platforms, variable)}"
+    return f"JAX cannot use this machine's devices ({reason}); set JAX_PLATFORMS=cpu to go on without them"
+
+
+def _advice(platforms: str, variable: str = "JAX_PLATFORMS") -> str:
+    unset = f"unset {variable} to run on the devices of this machine"
+    for name, (extra, device) in EXTRAS.items():
+        if name in platforms.lower().split(","):
+            install = f'pip install "failfast-jax[{extra}]", or -e ".[{extra}]" in a checkout'
+            return f"on a machine with {device} {install}; else {unset}"
+    return f"install the plugin of that platform for JAX, or {unset}"

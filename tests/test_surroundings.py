@@ -1,0 +1,235 @@
+"""What surrounds a command: platforms and flags that there are not, streams that are closed or of other encodings."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from checkpoint_files import GOLDEN, run_python
+
+from failfast_jax import chat, command, doctor, environment, generate, streams
+from failfast_jax.bench.__main__ import main as bench
+
+TARGET = ["--target", str(GOLDEN / "qwen2_target_160"), "--method", "vanilla", "--max-new-tokens", "2"]
+TEXT = "日本 🙂 é"
+
+# Platforms.
+
+NO_PLATFORM = """
+import sys, jax
+from failfast_jax import command
+for platforms in sys.argv[1:]:
+    jax.config.update("jax_platforms", platforms)
+    print(f"status {command.run(lambda: jax.devices() and None)}", file=sys.stderr)
+"""
+
+
+def test_platforms_that_are_not_there():
+    """Each is a line with what to do, whatever JAX raises: an AssertionError for `cuda`, half an initialisation for the
+    last."""
+    asked = ["cuda", "gpu", "rocm", "bogus", "METAL", "bogus,cpu", "cpu,"]
+    lines = run_python("-c", NO_PLATFORM, *asked).stderr.splitlines()
+    assert lines[1::2] == [f"status {command.USAGE_ERROR}"] * len(asked), lines
+    for platforms, line in zip(asked, lines[::2], strict=True):
+        assert line.startswith(f"error: JAX_PLATFORMS={platforms}: JAX cannot use it ("), line
+        assert "unset JAX_PLATFORMS" in line
+        assert ('pip install "failfast-jax[cuda]"' in line) == (platforms in ("cuda", "gpu")), line
+
+
+def test_a_default_platform_that_is_not_there(monkeypatch):
+    def refuse():
+        raise RuntimeError("Unknown backend cuda. Available backends are ['cpu']")
+
+    monkeypatch.setattr(jax, "devices", refuse)
+    monkeypatch.setenv("JAX_PLATFORM_NAME", "cuda")
+    line = environment.no_device(RuntimeError())
+    assert line.startswith("JAX_PLATFORM_NAME=cuda: JAX cannot use it (Unknown backend cuda") and "[cuda]" in line
+
+
+@pytest.mark.parametrize("platforms", ["tpu", "tpu,cpu"])
+def test_a_tpu_that_is_not_there(platforms, monkeypatch, capsys):
+    """It is known before libtpu is loaded, which prints lines of its own."""
+    if not any(Path("/sys/bus/pci/devices").glob("*")) or environment.has_tpu():
+        pytest.skip("this machine has a TPU, or shows no bus")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(environment.jax, "config", type("Config", (), {"jax_platforms": platforms}))
+    with pytest.raises(environment.OptionError, match=rf"^JAX_PLATFORMS={platforms}: no TPU .*failfast-jax\[tpu\]"):
+        environment.check()
+
+
+def test_the_doctor_says_what_jax_cannot_use(monkeypatch, capsys):
+    def refuse():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", refuse)
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.devices,))
+    [finding] = doctor.findings()
+    assert finding.state == doctor.BROKEN and finding.text.startswith("JAX_PLATFORMS=") and "unset" in finding.text
+
+
+def test_other_errors_stay_what_they_are():
+    assert environment.no_device(RuntimeError("a fault of ours")) is None
+    assert environment.no_device(KeyError("likewise")) is None
+
+
+# Flags.
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--no_such_flag", "Unknown flag in XLA_FLAGS: --no_such_flag; correct the variable, or unset it"),
+        ("--a=1 --b", "Unknown flags in XLA_FLAGS: --a=1 --b;"),
+        ("--xla_force_host_platform_device_count=many", "Couldn't interpret value many for flag xla_force"),
+        ("no_such_file", 'Could not open file "no_such_file"'),
+    ],
+)
+def test_flags_that_xla_does_not_know(flags, message, monkeypatch, capsys):
+    """They would end the process."""
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert command.run(lambda: pytest.fail("the work began")) == command.USAGE_ERROR
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: XLA_FLAGS: {message}")
+
+
+def test_flags_that_xla_knows(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--no_such_flag")  # nobody reads it here
+    assert command.run(lambda: None) == 0
+
+
+def test_flags_that_libtpu_does_not_know():
+    """It reads both variables, and knows other flags than jaxlib."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs libtpu")
+    with pytest.raises(environment.OptionError, match="^LIBTPU_INIT_ARGS: Unknown command line flag 'no_such_flag'"):
+        os.environ["LIBTPU_INIT_ARGS"], before = "--no_such_flag", os.environ.get("LIBTPU_INIT_ARGS")
+        try:
+            environment.check_flags((("XLA_FLAGS", ""), ("LIBTPU_INIT_ARGS", "--no_such_flag")))
+        finally:
+            os.environ.pop("LIBTPU_INIT_ARGS") if before is None else os.environ.update(LIBTPU_INIT_ARGS=before)
+
+
+# Encodings.
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "koi8-r", "shift_jis", "utf-8", "utf-16-le"])
+def test_what_a_terminal_cannot_show_is_escaped(encoding, errors, monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors=errors))
+
+    def work():
+        print(TEXT)
+        print(TEXT, file=sys.stderr, flush=True)
+        raise ValueError(TEXT)
+
+    assert command.run(work) == command.USAGE_ERROR
+    sys.stderr.flush()
+    written = TEXT.encode(encoding, "backslashreplace").decode(encoding)
+    assert sys.stdout.buffer.getvalue().decode(encoding).split("\n") == [written, ""]
+    assert sys.stderr.buffer.getvalue().decode(encoding).split("\n") == [written, f"error: {written}", ""]
+    assert (sys.stdout.errors, sys.stderr.errors) == (errors, errors)  # as before
+
+
+def test_what_a_user_chose_for_it_stays(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace"))
+    assert command.run(lambda: print("é")) == 0
+    assert sys.stdout.buffer.getvalue() == b"?\n"
+
+
+@pytest.mark.parametrize("main", [generate.main, chat.main, doctor.main, bench])
+@pytest.mark.parametrize("flag", ["--help", "--version", f"--{TEXT.replace(' ', '')}"])
+def test_help_versions_and_refusals_are_escaped_too(main, flag, monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    with pytest.raises(SystemExit) as ended:
+        main([flag])
+    assert ended.value.code == (0 if flag in ("--help", "--version") else command.USAGE_ERROR)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    written = sys.stdout.buffer.getvalue() + sys.stderr.buffer.getvalue()
+    assert written.startswith(
+        b"failfast-jax " if flag == "--version" else b"usage: " if flag == "--help" else b"error: "
+    )
+    assert flag != "--version" or jax.__version__.encode() in written
+
+
+def test_stdin_in_ascii_is_read_as_utf8(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode()), encoding="ascii"))
+    with streams.escaped():
+        assert sys.stdin.read() == TEXT
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="ascii"))
+    with streams.escaped(), pytest.raises(UnicodeDecodeError):  # refused as a prompt
+        sys.stdin.read()
+
+
+# Closed streams.
+
+
+@pytest.mark.parametrize("main", [generate.main, chat.main])
+def test_an_answer_needs_a_stdout(main, monkeypatch, capsys):
+    """It is refused before the models are read."""
+    monkeypatch.setattr(streams, "closed", set())
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["--target", "nowhere/at-all", *(["--token-ids", "1"] if main is generate.main else [])]) == 2
+    assert capsys.readouterr().err.startswith("error: stdout: it is closed, and the answer goes there; redirect it")
+
+
+def test_other_commands_go_on_without_streams(monkeypatch):
+    monkeypatch.setattr(streams, "closed", set())
+    for name in streams.NAMES:
+        monkeypatch.setattr(sys, name, None)
+
+    def work():
+        assert sys.stdin.read() == "" and not sys.stdout.isatty()
+        print("nobody reads this")
+        print("nor this", file=sys.stderr)
+
+    assert command.run(work) == 0
+
+
+def test_an_answer_without_stdin_and_stderr(tmp_path):
+    """In a process of its own: what native code writes to stderr must not land in a file that took its place."""
+    words = " ".join([sys.executable, "-m", "failfast_jax.generate", *TARGET, "--token-ids", "1,2", "--json"])
+    code = f"{words} --trace {tmp_path}/rounds.jsonl <&- 2>&-"
+    environ = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        ["sh", "-c", code], capture_output=True, text=True, env=environ, cwd=Path(__file__).parents[1]
+    )
+    assert done.returncode == 0 and len(json.loads(done.stdout)["output_ids"]) == 2
+    assert [json.loads(line)["round"] for line in (tmp_path / "rounds.jsonl").read_text().splitlines()] == [1, 2]
+
+
+# Lengths, profiles.
+
+
+def test_without_a_length_an_answer_ends_where_the_context_does(capsys):
+    argv = [*TARGET[:4], "--token-ids", "1,2,3", "--ignore-eos", "--max-seq-len", "8", "--json"]
+    assert generate.main(argv) == 0
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)["output_ids"]) == 5 and "exceed" not in said.err
+    assert generate.main([*argv, "--max-new-tokens", "6"]) == command.USAGE_ERROR
+    said = capsys.readouterr()
+    assert said.out == "" and "error: --max-new-tokens 6: the prompt's 3 tokens leave room for 5 of 8" in said.err
+
+
+@pytest.mark.parametrize("reason", ["No space left on device", "File too large", "something else"])
+def test_a_profile_that_cannot_be_written_loses_no_answer(reason, tmp_path, monkeypatch, capsys):
+    def refuse():
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {tmp_path}/vm.xplane.pb; {reason}")
+
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", refuse)
+    argv = [*TARGET, "--token-ids", "1,2", "--profile", str(tmp_path / "profile")]
+    assert generate.main(argv) == command.USAGE_ERROR
+    said = capsys.readouterr()
+    assert len(said.out.split(",")) == 2 and "memory" not in said.err
+    assert f"error: {tmp_path / 'profile'}: " in said.err and reason in said.err

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,8 +29,9 @@ from failfast_jax.engine_flags import default_method
 from failfast_jax.errors import OptionError
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.progress import note
 from failfast_jax.serving.options import refuse_diffusion
-from failfast_jax.serving.queue import Answer, Queue
+from failfast_jax.serving.queue import Queue
 from failfast_jax.templates import render
 
 SHORTEST = 64
@@ -37,6 +39,20 @@ SHORTEST = 64
 
 Pair = tuple[list[int], list[int]]
 """Ids of a context, and of what is scored behind it."""
+
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of an answer's limit; the first that is given counts, as in the harness."""
+SERVED = ("until", "do_sample", "temperature", "top_p", "top_k", "seed", *LIMITS)
+"""Arguments of a request for an answer."""
+_ONE, _ZERO = (1,), (0,)
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "length_penalty", "typical_p"), _ONE),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "n", "best_of"), _ONE),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "diversity_penalty", "no_repeat_ngram_size"), _ZERO),
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "min_new_tokens", "min_tokens", "min_length"), _ZERO),
+    **{"early_stopping": (False,), "use_cache": (True, False)},
+}
+"""Arguments that are not served, with the values that change nothing; None is one for all of them."""
 
 
 def check_names(options: Iterable[str]) -> None:
@@ -47,6 +63,41 @@ def check_names(options: Iterable[str]) -> None:
     for name in options:
         if name not in known:
             raise OptionError(f"--model_args {name}=...: no such argument{meant(name, known)}")
+
+
+def sampling(settings: Mapping[str, Any], default_limit: int) -> dict[str, Any]:
+    """A request's arguments as `Queue.submit` takes them; `max_new_tokens` may be 0.
+
+    Raises:
+      OptionError: an argument that would change the text and is not served, or a value that is no number.
+    """
+    for name, value in settings.items():
+        if name in SERVED or (name in NEUTRAL and (value is None or value in NEUTRAL[name])):
+            continue
+        if name in NEUTRAL:
+            advice = f"; leave it out, or give {NEUTRAL[name][0]}, which changes nothing"
+        else:
+            advice = meant(name, {*SERVED, *NEUTRAL}) or f"; these are: {', '.join(SERVED)}"
+        raise OptionError(f"generation argument {name}={value!r}: not served{advice}")
+    values = {name: value for name, value in settings.items() if value is not None}
+    until = values.get("until", [])
+    stop = [until] if isinstance(until, str) else until
+    try:
+        limit = int(next((values[name] for name in LIMITS if name in values), default_limit))
+        temperature = float(values.get("temperature", 1.0 if values.get("do_sample") else 0.0))
+        options = {"top_p": float(values.get("top_p", 1.0)), "top_k": max(int(values.get("top_k", 0)), 0)}
+        seed = int(values.get("seed", 0))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise OptionError(f"generation arguments {dict(settings)!r}: {error}") from None
+    if limit < 0:
+        raise OptionError(f"generation argument max_gen_toks={limit}: must not be negative")
+    options |= {"temperature": temperature if values.get("do_sample", True) else 0.0, "seed": seed}
+    return {"max_new_tokens": limit, "stop": [text for text in stop if text], **options}
+
+
+def of_repeat(seed: int, repeat: int) -> int:
+    """The seed of a question's n-th answer: the harness asks the same n times, and wants n samples."""
+    return int(np.random.SeedSequence([seed, repeat]).generate_state(1)[0]) if repeat and 0 <= seed < 2**32 else seed
 
 
 def scores(
@@ -194,6 +245,30 @@ class FailFastLM(TemplateLM):
 
     # Likelihoods.
 
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation of its context; that of an empty text is 0."""
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        places = [place for place, request in enumerate(requests) if request.args[1]]
+        pairs = [(requests[place].args, *self._encode_pair(*requests[place].args)) for place in places]
+        for place, score in zip(places, self._loglikelihood_tokens(pairs)):
+            found[place] = score
+        return found
+
+    def _encode_pair(self, context: str, continuation: str) -> Pair:
+        """Ids of a context and of its continuation, which takes the context's last spaces.
+
+        Where a token would span the join, the continuation is encoded alone, lest a part of it be scored, or nothing.
+        """
+        kept = context.rstrip()
+        continuation = context[len(kept) :] + continuation
+        alone = self.tok_encode(continuation, add_special_tokens=False)
+        if not kept:
+            begins = alone[:1] == [self.prefix_token_id]
+            return (alone[:1], alone[1:]) if begins else ([self.prefix_token_id], alone)
+        ids, both = self.tok_encode(kept), self.tok_encode(kept + continuation)
+        joined = len(both) > len(ids) and both[: len(ids)] == ids
+        return ids, both[len(ids) :] if joined else alone
+
     def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         """Log-probability of each text behind its context, and whether each of its tokens is the most probable one.
 
@@ -205,6 +280,8 @@ class FailFastLM(TemplateLM):
         for context, text in pairs:
             if not context or not 0 < len(text) <= self.max_length:
                 raise OptionError(f"a text of {len(text)} tokens behind {len(context)}: must be 1 to {self.max_length}")
+        if cut := sum(len(context) + len(text) > self.max_length + 1 for context, text in pairs):
+            note(f"harness: contexts that lost their beginnings: {cut} (context={self.max_length} in --model_args)")
         tell(SCORE, pairs)
         found: dict[int, tuple[float, bool]] = {}
         for batch in self._batches([len(context) + len(text) for context, text in pairs]):
@@ -268,20 +345,35 @@ class FailFastLM(TemplateLM):
         return texts
 
     def _answered(self, queue: Queue, requests: Any) -> list[str]:
-        answers = [self._submitted(queue, request.args[0], dict(request.args[1])) for request in requests]
-        return [answer.result().text for answer in answers]
+        """Texts; all requests are checked before the first is computed."""
+        asked: list[tuple[list[int], dict[str, Any]]] = []
+        repeats: Counter[str] = Counter()
+        for request in requests:
+            context, settings = request.args
+            options = sampling(settings, self.max_gen_toks)
+            same = repr((context, sorted(settings.items())))
+            options["seed"] = of_repeat(options["seed"], repeats[same])
+            repeats[same] += 1
+            asked.append((self.tok_encode(context) or [self.prefix_token_id], options))
+        self._fit(asked)
+        answers = [queue.submit(ids, **options) if options["max_new_tokens"] else None for ids, options in asked]
+        return ["" if answer is None else answer.result().text for answer in answers]
 
-    def _submitted(self, queue: Queue, context: str, settings: dict[str, Any]) -> Answer:
-        until = settings.get("until") or []
-        limit = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or self.max_gen_toks)
-        sampled = settings.get("do_sample", float(settings.get("temperature") or 0) > 0)
-        options = {
-            "max_new_tokens": min(limit, self.max_length - 1),
-            "temperature": float(settings.get("temperature", 1.0)) if sampled else 0.0,
-            "top_p": float(settings.get("top_p") or 1.0),
-            "top_k": int(settings.get("top_k") or 0),
-            "seed": int(settings.get("seed") or 0),
-        }
-        prompt = self.tok_encode(context)[-(self.max_length - options["max_new_tokens"]) :]
-        stop = [until] if isinstance(until, str) else until
-        return queue.submit(prompt, stop=[text for text in stop if text], **options)
+    def _fit(self, asked: list[tuple[list[int], dict[str, Any]]]) -> None:
+        """Makes prompts and answers fit the context, and says so: a prompt stays whole as long as one token fits behind
+        it, and the answer is shorter; of a longer prompt the end stays, and at least half of the context."""
+        shorter, cut = [], 0
+        for ids, options in asked:
+            limit, room = options["max_new_tokens"], self.max_length - len(ids)
+            if limit and room < 1:
+                room = min(limit, self.max_length // 2)
+                del ids[: len(ids) + room - self.max_length]
+                cut += 1
+            if limit > room and limit:
+                options["max_new_tokens"] = room
+                shorter.append(room)
+        advice = f"(context={self.max_length} in --model_args is tokens of both)"
+        if shorter:
+            note(f"harness: answers with less room than they ask for: {len(shorter)}, down to {min(shorter)} {advice}")
+        if cut:
+            note(f"harness: prompts that lost their beginnings: {cut} {advice}")

@@ -1,0 +1,155 @@
+"""What the harness asks for: arguments, repeats, room, and where a text joins its context. Nothing is computed."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+pytest.importorskip("lm_eval")
+
+from tiny_models import random_model, tiny_config
+
+from failfast_jax import FailFast
+from failfast_jax.errors import OptionError
+from failfast_jax.harness.model import FailFastLM, sampling
+from failfast_jax.serving.queue import Queue
+
+CONTEXT, BEGIN = 64, 1
+PIECES = ("Ans", "wer", "Answer", "hello", " wor", "ld", " world", " peace", " ", "x")
+
+
+class Longest:
+    """Pieces, the longest first; others are letters. `BEGIN` begins a text where that is asked for, and `begins`."""
+
+    bos_token, bos_token_id = None, None
+
+    def __init__(self, begins: bool):
+        self.begins = begins
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        ids = [BEGIN] * (self.begins and add_special_tokens)
+        while text:
+            piece = max((piece for piece in PIECES if text.startswith(piece)), key=len, default=text[0])
+            ids.append(2 + PIECES.index(piece) if piece in PIECES else 100 + ord(piece))
+            text = text[len(piece) :]
+        return {"input_ids": ids}
+
+
+class Submitted(Queue):
+    """Keeps what it is asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def submit(self, ids, **options):
+        self.asked.append((ids, options))
+        return types.SimpleNamespace(result=lambda: types.SimpleNamespace(text="said"))
+
+
+def new_model(begins: bool = False) -> FailFastLM:
+    engine = FailFast(random_model(tiny_config()), tokenizer=Longest(begins))
+    model = FailFastLM(engine=engine, method="lookup", context=CONTEXT, max_gen_toks=12)
+    model.queue = Submitted()
+    return model
+
+
+def answered(*requests):
+    model = new_model()
+    texts = model.generate_until([types.SimpleNamespace(args=request) for request in requests])
+    return texts, model.queue.asked
+
+
+@pytest.mark.parametrize(
+    ("length", "limit", "expected"),
+    [
+        *((10, 16, (10, 16)), (10, 54, (10, 54)), (10, 55, (10, 54)), (10, 4096, (10, 54)), (63, 12, (63, 1))),
+        *((64, 12, (52, 12)), (200, 12, (52, 12)), (200, 4096, (32, 32)), (64, 1, (63, 1))),
+    ],
+)
+def test_the_prompt_stays_whole_and_the_answer_is_shorter(length, limit, expected, capsys):
+    texts, ((ids, options),) = answered(("z" * length, {"until": [], "max_gen_toks": limit}))
+    assert (len(ids), options["max_new_tokens"]) == expected and texts == ["said"]
+    said = capsys.readouterr().err
+    assert ("less room than they ask for: 1, down to" in said) == (expected[1] < limit)
+    assert ("lost their beginnings: 1" in said) == (expected[0] < length)
+
+
+def test_an_answer_of_no_tokens_is_empty():
+    for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"):
+        texts, queue = answered(("x" * 200, {name: 0}), ("x", {name: 5}), ("x", {name: None}))
+        assert texts == ["", "said", "said"] and [options["max_new_tokens"] for _, options in queue] == [5, 12]
+    assert sampling({"max_tokens": 5, "max_gen_toks": 7}, 12)["max_new_tokens"] == 7
+
+
+def test_repeats_are_samples_of_their_own():
+    """The same again when they are asked again; the first has the seed that was named."""
+    hot, other = {"do_sample": True, "seed": 5}, {"do_sample": True, "seed": 6}
+    requests = [*[("x", hot)] * 8, *[("x", other)] * 8, *[("y", hot)] * 2]
+    (_, queue), (_, again) = answered(*requests), answered(*requests)
+    seeds = [options["seed"] for _, options in queue]
+    assert seeds == [options["seed"] for _, options in again] and seeds[0] == seeds[16] == 5 and seeds[8] == 6
+    assert len({*seeds[:16]}) == 16 and seeds[17] == seeds[1]
+    assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"repetition_penalty": 3.0}, "repetition_penalty=3.0: not served; leave it out, or give 1"),
+        ({"min_p": 0.9}, "min_p=0.9: not served; leave it out, or give 0"),
+        ({"num_beams": 4}, "num_beams=4: not served"),
+        ({"presence_penalty": -0.5}, "presence_penalty=-0.5: not served"),
+        ({"min_new_tokens": 8}, "min_new_tokens=8: not served"),
+        ({"temprature": 0.0}, "temprature=0.0: not served; did you mean temperature"),
+        ({"max_gen_tokens": 5}, "max_gen_tokens=5: not served; did you mean max_gen_toks"),
+        ({"logit_bias": {}}, "logit_bias={}: not served; these are: until, do_sample"),
+        ({"max_length": 512}, "max_length=512: not served"),
+        ({"temperature": "hot"}, "could not convert string to float: 'hot'"),
+        ({"max_gen_toks": -1}, "max_gen_toks=-1: must not be negative"),
+    ],
+)
+def test_arguments_that_are_not_served_are_refused_before_anything_is_computed(settings, message):
+    model = new_model()
+    with pytest.raises(OptionError) as error:
+        model.generate_until([types.SimpleNamespace(args=("x", more)) for more in ({}, settings)])
+    assert message in str(error.value) and not model.queue.asked
+
+
+def test_arguments_that_change_nothing_are_taken():
+    neutral = {"repetition_penalty": 1.0, "num_beams": 1, "min_p": 0.0, "early_stopping": False, "use_cache": True}
+    neutral |= {"top_k": -1, "top_p": None, "presence_penalty": None, "until": None, "do_sample": None, "seed": None}
+    plain = sampling({}, 12)
+    assert sampling(neutral, 12) == plain
+    assert plain == {"max_new_tokens": 12, "stop": [], "top_p": 1.0, "top_k": 0, "temperature": 0.0, "seed": 0}
+    assert sampling({"top_p": 0.0}, 12)["top_p"] == 0.0  # which the queue refuses: 0 is not 1
+    for settings, temperature in (
+        ({"do_sample": True}, 1.0),
+        ({"temperature": "0.7"}, 0.7),
+        ({"temperature": 0.7, "do_sample": False}, 0.0),
+        ({"temperature": 0.0, "do_sample": True}, 0.0),
+    ):
+        assert sampling(settings, 12)["temperature"] == temperature
+
+
+def test_texts_join_their_contexts():
+    """A continuation that shares a token with its context is encoded alone; an empty one has probability 1."""
+    scored = []
+    for begins in (False, True):
+        model, first = new_model(begins), [BEGIN] * begins
+        model.score = lambda pairs: scored.append(pairs) or [(-1.0, False)] * len(pairs)
+        cases = {
+            ("Ans", "wer"): ([*first, 2], [3]),
+            ("hello wor", "ld"): ([*first, 5, 6], [7]),
+            ("hello wor", "ld peace"): ([*first, 5, 6], [7, 9]),
+            ("hello", " world"): ([*first, 5], [8]),
+            ("hello ", "world"): ([*first, 5], [8]),
+            ("hello  ", "x"): ([*first, 5], [10, 10, 11]),
+            ("  ", "x"): ([BEGIN], [10, 10, 11]),
+            ("", "x"): ([BEGIN], [11]),
+            ("\n", "x"): ([BEGIN], [110, 11]),
+        }
+        requests = [types.SimpleNamespace(args=args) for args in [*cases, ("hello", ""), ("", ""), (" ", "")]]
+        found = model.loglikelihood(requests, disable_tqdm=True)
+        assert scored.pop() == list(cases.values())
+        assert found == [(-1.0, False)] * len(cases) + [(0.0, True)] * 3

@@ -198,8 +198,8 @@ class WeighedOptions(MethodOptions):
     @classmethod
     def of(cls, given, platform, defaults=None, *, sampled=False):
         given = {name: value for name, value in given.items() if value is not None}
-        stored = (defaults or {}).get("policy")
-        policy = given.get("policy") or stored or ("auto" if cls.auto and not given and not sampled else "fixed")
+        stored = (defaults or {}).get("policy") or ("auto" if cls.auto else "fixed")
+        policy = given.get("policy") or ("fixed" if given or sampled else stored)
         if policy == "auto":
             require(not sampled, "--policy auto", "drafts are cut by what was drawn: no --acceptance rejection")
             for name, value in given.items():

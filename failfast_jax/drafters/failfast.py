@@ -25,6 +25,7 @@ SPEC_LEN, MAX_SPEC_LEN, ALIGNED_THRESHOLD = 10, 60, 0.05
 """The released code's."""
 ONLY_ALIGNED = ("threshold", "small_block_size")
 ONLY_WIDE = ("lookup_min", "min_gain", "tree_budget")
+OF_LOOKUPS = ("lookup_min", "min_gain")
 CONFIDENCE, CONGESTION = "confidence", "congestion"
 WINDOW_LEAST, WINDOW_MOST, WINDOW_INCREASE = 0.8, 30, 1.8
 """Of the congestion window in the authors' early code: its least is a share of `spec_len`."""
@@ -85,6 +86,15 @@ class FailfastOptions(WeighedOptions):
             flag = f"--tree-budget {self.tree_budget}"
             require(not self.lookup_min, flag, "a lookup knows no alternatives (--lookup-min 0 turns it off)")
             require(not self.reuse, flag, "a draft that is reused has no alternatives (no --reuse)")
+
+    @classmethod
+    def of(cls, given, platform, defaults=None, *, sampled=False):
+        asked = {name for name, value in given.items() if value is not None}
+        # A drafter's folder puts no lookups in front of what was asked for. A settings file, which alone has a
+        # schedule, was asked for itself.
+        if defaults and "schedule" not in defaults and asked and not asked & {*OF_LOOKUPS}:
+            defaults = {name: value for name, value in defaults.items() if name not in OF_LOOKUPS}
+        return super().of(given, platform, defaults, sampled=sampled)
 
     @classmethod
     def merged(cls, given: dict[str, Any], defaults: dict[str, Any], sampled: bool) -> dict[str, Any]:

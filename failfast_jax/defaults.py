@@ -15,6 +15,7 @@ from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
 from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, FEATURE_BLOCK
+from failfast_jax.options import flag_of
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -55,8 +56,9 @@ def load_pair(
         if method != "failfast":
             raise OptionError(f"--settings {settings}: only --method failfast takes tuned settings, not {method}")
         schedule = schedule or read_settings(settings).decoding.get("schedule")
-    if not kinds and (scheme := options.get("quantize_drafter")):
-        raise OptionError(f"--quantize-drafter {scheme}: --method {method} drafts without a model")
+    for name in ("quantize_drafter", "rope_theta_drafter"):
+        if not kinds and (value := options.get(name)):
+            raise OptionError(f"{flag_of(name)} {value}: --method {method} drafts without a model")
     find_models({"--target": target, "--drafter": drafter})
     options |= {"settings": settings, "programs": None if share is None else share.runtime.programs}
 

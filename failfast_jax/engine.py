@@ -64,6 +64,7 @@ class FailFast:
       attention: kernel of cached attention, see `models.attention.KERNELS`; None chooses by platform.
       quantize: None, or `int8`: the target's matrices in 8 bits (`quantization`); output is the quantised target's.
       quantize_drafter: likewise the drafter's.
+      rope_theta_drafter: base frequency of a feature-based drafter's rotary embedding; None: its folder's.
       settings: a file of `python -m failfast_jax.bench tune`, made for this pair.
       programs: a store of compiled programs to share, `other.runtime.programs`.
       costs: for `policy="auto"`, a file that says what rounds cost; None: they are measured when first needed.
@@ -99,6 +100,7 @@ class FailFast:
         attention: str | None = None,
         quantize: str | None = None,
         quantize_drafter: str | None = None,
+        rope_theta_drafter: float | None = None,
         settings: str | os.PathLike | None = None,
         programs: Executables | None = None,
         costs: str | os.PathLike | None = None,
@@ -108,19 +110,17 @@ class FailFast:
         tuned = None if settings is None else read_settings(settings)
         if tuned is not None:
             drafters.check_defaults(tuned.decoding, str(tuned.path))
+        run = {"dtype": dtype, "attention": attention, "quantize": quantize, "quantize_drafter": quantize_drafter}
         single = tensor_parallel == data_parallel == 1 and distributed.alone()
         loading = "loading the models" if isinstance(target, Decoder) else f"loading {target}"
         with memory_explained(loading), waiting(loading):
             pair = read_pair(
-                target,
-                drafter,
+                *(target, drafter),
                 tokenizer=tokenizer,
                 drafter_tokenizer=drafter_tokenizer,
-                dtype=dtype,
                 mesh=None if single else sharding.make_mesh(tensor_parallel, data_parallel, lambda: config_at(target)),
-                attention=attention,
-                quantize=quantize,
-                quantize_drafter=quantize_drafter,
+                rope_theta_drafter=rope_theta_drafter,
+                **run,
             )
         self.runtime = Runtime(pair.target, pair.drafter, max_seq_len=max_seq_len, programs=programs, costs=costs)
         self.target_name, self.drafter_name = pair.target_name, pair.drafter_name
@@ -142,7 +142,7 @@ class FailFast:
         here = {"platform": self.platform, "device": kind, "cores": os.cpu_count(), "devices": devices}
         if others := other_machine(tuned, here):
             logger.warning("%s: tuned on another machine, %s: tune again here", tuned.path, ", ".join(others))
-        self.decoding = {"policy": "fixed", **tuned.decoding}
+        self.decoding = {"policy": "fixed", "schedule": "wide", **tuned.decoding}
 
     @property
     def target(self) -> Decoder:

@@ -53,6 +53,9 @@ def add_engine_flags(parser: argparse.ArgumentParser, together: bool = False, gr
     engine.add_argument("--max-seq-len", metavar="n", type=int, help="most tokens of prompt and output together")
     engine.add_argument("--quantize", metavar="int8", help="the target's matrices in 8 bits; needs the extra `quant`")
     engine.add_argument("--quantize-drafter", metavar="int8", help="likewise the drafter's")
+    engine.add_argument(
+        "--rope-theta-drafter", metavar="x", type=float, help="rotary base of the drafter, instead of its folder's"
+    )
     engine.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer")
     parser.set_defaults(data_parallel=1)
     if groups:
@@ -127,6 +130,7 @@ def load_engine(args: argparse.Namespace, method: str) -> Any:
         attention=args.attention,
         quantize=args.quantize,
         quantize_drafter=args.quantize_drafter,
+        rope_theta_drafter=args.rope_theta_drafter,
     )
     engine.load_s = time.perf_counter() - start
     if args.method is None and method == "lookup":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench.datasets import stamp
-from failfast_jax.bench.variants import BASELINE, DRAFTER, Variant
+from failfast_jax.bench.variants import BASELINE, DRAFTER, THETA, Variant
 from failfast_jax.checkpoints.hub import default_target_path, find_models, unreachable
 from failfast_jax.checkpoints.pair import has_heads, own_method
 from failfast_jax.config import GenerationConfig
@@ -154,6 +154,8 @@ class EnginePool:
         # A drafter that was named serves all methods of its kind; of the default pair's, these options choose.
         chosen = {"method": config.method, "schedule": config.options.get("schedule")}
         key = None if not kinds else str(source) if source is not None else tuple(chosen.items())
+        if (theta := variant.options.get(THETA)) is not None:
+            key, chosen = (key, theta), {**chosen, THETA: theta}
         if key not in self._built:
             missing = self.missing(variant)
             if missing is not None:

@@ -24,7 +24,9 @@ CORPUS = "corpus"
 """Option of `suffix` here: tokens of a corpus of earlier questions and answers, which the run fills as it goes."""
 DRAFTER = "drafter"
 """Option of methods with a model here: the variant's own drafter, a path or Hub id."""
-OURS = (CORPUS, DRAFTER)
+THETA = "rope_theta_drafter"
+"""Likewise: the base frequency of its drafter's rotary embedding, in place of the folder's."""
+OURS = (CORPUS, DRAFTER, THETA)
 
 
 # -- options of requests and of methods ----------------------------------------------------------------------------
@@ -36,7 +38,7 @@ def option_names(method: str | None = None) -> list[str]:
     """Names of the options of every request (`max_new_tokens` has a flag of its own) and of a method, or of all."""
     kinds = METHODS.values() if method is None else (METHODS[method],)
     own = [name for kind in kinds for name in kind.names()] + ([CORPUS] if method == "suffix" else [])
-    own += [DRAFTER] if method is not None and METHODS[method].kinds else []
+    own += [DRAFTER, THETA] if method is not None and METHODS[method].kinds else []
     return list(dict.fromkeys([*(name for name in _REQUEST if name != "max_new_tokens"), *own]))
 
 
@@ -98,7 +100,7 @@ class Variant:
     Attributes:
       label: names it in records, tables and figures; unique in a run.
       method: of `METHODS`.
-      options: of the request and of the method, where they differ from the run's common ones, `corpus` and `drafter`.
+      options: of the request and of the method, where they differ from the run's common ones, and `OURS`.
       sweep: the sweep that it is a point of, whose best point stands for it in the summary; empty for none.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from failfast_jax.checkpoints import safetensors
+from failfast_jax.checkpoints import mapping, safetensors
 from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.errors import ConfigError
 from failfast_jax.files import write_atomically
 from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.sharding import equal
 
 STORAGES = ("bfloat16", "float32")
 
@@ -47,10 +49,27 @@ def check_target(
     ):
         if here != there:
             raise ConfigError(f"{name}: drafts for a target with {what} {here}; {target_name} has {there}: {advice}")
+    layers = tuple(layers)
+    if len(layers) > target.num_layers + 1:
+        raise ConfigError(f"{name}: reads {len(layers)} of the target's layers; {target_name} has {target.num_layers}")
     for layer in layers:
         if not -1 <= layer < target.num_layers:
             said = f"reads the target's layer {layer}; {target_name} has {target.num_layers}"
             raise ConfigError(f"{name}: {said}: {advice}")
+
+
+def is_copy(value: np.ndarray, weight: jax.Array, plan: mapping.Plan, name: str) -> bool:
+    """True if a drafter's embedding or head is its target's weight, perhaps rounded to the dtype it is stored in."""
+    stored = plan.sources[name][0][1].dtype
+    return equal(value, weight) or (stored.itemsize < 4 and equal(value, weight.astype(stored).astype(value.dtype)))
+
+
+def with_theta(config: Any, theta: float | None) -> Any:
+    """A drafter's configuration with another base frequency of the rotary embedding; None: as it is."""
+    if theta is None:
+        return config
+    rope = dataclasses.replace(config.base.rope, theta=theta)
+    return dataclasses.replace(config, base=dataclasses.replace(config.base, rope=rope))
 
 
 def config_dict(

@@ -1,7 +1,12 @@
-"""Folders of DFlash and DSpark drafters, as z-lab and DeepSeek's DeepSpec publish them.
+"""Folders of DFlash and DSpark drafters, as z-lab, DeepSeek's DeepSpec, SpecForge and vLLM's speculators publish them.
 
 z-lab (`DFlashDraftModel`): the layers alone, settings under `dflash_config`. DeepSpec (`Qwen3DSparkModel`): with copies
-of the target's embedding and head, which are shared with it again where they are equal.
+of the target's embedding and head, which are shared with it again where they are equal. SpecForge (`DSparkDraftModel`):
+DeepSpec's tensors, settings under `dflash_config`. speculators (`speculators_model_type` is `dflash`): z-lab's layers
+in `transformer_layer_config`, with an embedding and a head.
+
+A sliding layer has the window of the engines that serve these drafters, vLLM and SGLang: with `sliding_window` W, the
+row at position p sees the positions p - W + 1 ... p, and no later row of its block unless `is_causal` is false.
 
 Ours is DeepSpec's layout with two additions, each left out unless asked for: without `embed_tokens` and `lm_head` these
 are the target's; with `draft_vocab_size` the tensor `d2t` says, as EAGLE-3's does, how far each row's token id lies
@@ -11,6 +16,7 @@ has an architecture of its own, `FailFastDSparkModel`, lest others misread it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +26,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from failfast_jax.checkpoints import deepspec, mapping, safetensors
+from failfast_jax.checkpoints import deepspec, drafter_keys, mapping, safetensors
 from failfast_jax.checkpoints.mapping import Row
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import CheckpointError, ConfigError
@@ -28,12 +34,16 @@ from failfast_jax.files import read_json
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel
 from failfast_jax.models.markov import MARKOV_HEADS
-from failfast_jax.models.sharding import equal, whole
+from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
 
 NUM_ANCHORS = 512
 """What DeepSpec's own training takes; its model refuses a configuration without it."""
 ZLAB, DEEPSPEC, OURS = "DFlashDraftModel", "Qwen3DSparkModel", "FailFastDSparkModel"
+SPECFORGE = "DSparkDraftModel"
+BLOCK_ARCHITECTURES = (ZLAB, DEEPSPEC, SPECFORGE, OURS)
+SPECULATORS = "dflash"
+"""`speculators_model_type` of the drafters of vLLM's speculators that are read here."""
 TABLE = mapping.Table(
     (
         Row("embed_tokens.weight", "embed"),
@@ -53,26 +63,31 @@ TABLE = mapping.Table(
         Row("markov_head.joint_proj.{leaf}", "markov.joint.{leaf}"),
         Row("confidence_head.proj.{leaf}", "confidence.{leaf}"),
     ),
-    ignored=r"rotary_emb\.inv_freq|d2t",
+    ignored=r"rotary_emb\.inv_freq|d2t|t2d|verifier_(norm|lm_head)\.weight",
 )
 
 
-def load_dspark(folder: Path, target: Decoder, target_name: str = "the target") -> DSparkModel:
+def load_dspark(
+    folder: Path, target: Decoder, target_name: str = "the target", rope_theta: float | None = None
+) -> DSparkModel:
     """Reads a drafter, in the dtype of the target that it drafts for.
+
+    Args:
+      rope_theta: of its rotary embedding; None: as `config.json` says.
 
     Raises:
       CheckpointError: missing, unexpected, mis-shaped or damaged tensors, or only pickled ones.
       ConfigError: a configuration that cannot be served, or a drafter of another target.
     """
     dtype = np.dtype(target.dtype)
-    opened = open_dspark(folder, target.config, target_name, dtype)
+    opened = open_dspark(folder, target.config, target_name, dtype, rope_theta)
     skeleton, plan, draft_ids = opened.skeleton, opened.plan, opened.draft_ids
     head = target.head_weight
     borrowed = {"embed": target.embed[...], "head": head if draft_ids is None else whole(head)[draft_ids]}
     own: dict[str, jax.Array] = {}
     for name in [name for name in borrowed if name in opened.shapes]:
         value = plan.read(name, opened.shapes[name], dtype)
-        if not equal(value, borrowed[name]):
+        if not deepspec.is_copy(value, borrowed[name], plan, name):
             own[name] = jax.device_put(value)
     values = {name: jax.device_put(plan.read(name, shape, dtype)) for name, shape in skeleton.shapes.items()}
     shared = tuple(name for name in borrowed if name not in own)
@@ -81,21 +96,29 @@ def load_dspark(folder: Path, target: Decoder, target_name: str = "the target") 
 
 
 def open_dspark(
-    folder: Path, target: ModelConfig, target_name: str = "the target", dtype: DTypeLike = np.float32
+    folder: Path,
+    target: ModelConfig,
+    target_name: str = "the target",
+    dtype: DTypeLike = np.float32,
+    rope_theta: float | None = None,
 ) -> mapping.OpenedDrafter:
     """A drafter whose configuration and headers have been read and fit, and whose weights have not been read.
 
     Raises:
       CheckpointError, ConfigError: see `load_dspark`.
     """
-    config = parse_config(read_json(folder / "config.json"), str(folder / "config.json"))
+    raw, where = read_json(folder / "config.json"), str(folder / "config.json")
+    config = deepspec.with_theta(parse_config(raw, where), rope_theta)
     check_target(config, target, folder, target_name)
+    drafter_keys.name_unknown(drafter_keys.flattened(raw, where), where)
     tensors = safetensors.folder_tensors(folder, safetensors.DTYPES | safetensors.INTEGERS)
+    if config.draft_vocab == config.base.vocab_size and "d2t" not in tensors:
+        config = dataclasses.replace(config, draft_vocab=None)
     draft_ids = _draft_ids(tensors, config, folder)
     skeleton = Skeleton.made_by(lambda: DSpark(config, dtype=dtype, rngs=nnx.Rngs(0)))
     size, rows = target.hidden_size, config.draft_vocab or target.vocab_size
     borrowed = {"embed_tokens.weight": ("embed", (target.vocab_size, size)), "lm_head.weight": ("head", (rows, size))}
-    stored = {} if config.own_row else dict(borrowed[key] for key in borrowed if key in tensors)
+    stored = dict(borrowed[key] for key in borrowed if key in tensors)
     shapes = skeleton.shapes | stored
     plan = mapping.make_plan(TABLE, shapes, tensors, config.base, folder)
     return mapping.OpenedDrafter(config, draft_ids, skeleton, shapes, plan)
@@ -118,55 +141,69 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DSparkConfig:
     """Reads `config.json`.
 
     Raises:
-      ConfigError: a key is missing, or has a value that cannot be served.
+      ConfigError: a key is missing, has a value that cannot be served, or changes drafts and is not supported.
     """
-    base = ModelConfig.from_dict({**raw, "use_sliding_window": False}, where)
     architecture = (raw.get("architectures") or [None])[0]
-    zlab, ours = architecture == ZLAB, architecture == OURS
-    settings = (raw.get("dflash_config") or {}) if zlab else raw
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"{where}: key 'dflash_config' must be an object, got {settings!r}")
-    inside = "dflash_config." if zlab else ""
-
-    def integer(values: Mapping[str, Any], key: str, least: int, said: str = "") -> int:
-        if type(value := values.get(key)) is not int or value < least:
-            got = f"got {value!r}" if key in values else "and it is missing"
-            raise ConfigError(f"{where}: key '{said}{key}' must be an integer of at least {least}, {got}")
-        return value
-
-    def numbers(values: Mapping[str, Any], key: str, said: str = "") -> tuple[int, ...]:
-        found = values.get(key)
-        if not isinstance(found, list) or not found or not all(type(layer) is int and layer >= -1 for layer in found):
-            got = f"got {found!r}" if key in values else "and it is missing"
-            raise ConfigError(f"{where}: key '{said}{key}' must be a list of layer numbers, {got}")
-        return tuple(found)
-
-    if (scale := settings.get("input_embedding_scale", 1.0)) != 1.0:
-        raise ConfigError(f"{where}: input_embedding_scale {scale!r} is not supported (supported: 1)")
-    rank = 0 if zlab else integer(raw, "markov_rank", 0)
-    head = raw.get("markov_head_type") if rank else None
-    if rank and head not in MARKOV_HEADS:
-        raise ConfigError(f"{where}: markov_head_type {head!r} is not supported (supported: {', '.join(MARKOV_HEADS)})")
-    confidence = not zlab and bool(raw.get("enable_confidence_head"))
+    speculators, ours = is_speculators(raw), architecture == OURS
+    nested = not speculators and architecture in (ZLAB, SPECFORGE)
+    raw = drafter_keys.flattened(raw, where)
+    keys = drafter_keys.Settings(raw, where, home="dflash_config" if nested else "")
+    base = ModelConfig.from_dict(keys.base(), where)
+    own_row = not keys.flag("sample_from_anchor") if speculators else architecture == ZLAB
+    heads = not speculators and architecture != ZLAB
+    # As vLLM has it: all layers or none where a key says so, else those that slide. speculators' key is for these only.
+    one_way = (
+        not keys.flag("sliding_window_non_causal") if speculators else keys.flag("is_causal", "causal", default=None)
+    )
+    windows = keys.sliding_windows(base.num_layers)
     config = DSparkConfig(
         base=base,
-        block_size=integer(raw, "block_size", 2 if zlab else 1),
-        feature_layers=numbers(settings, "target_layer_ids", inside),
-        mask_token_id=None if ours else integer(settings, "mask_token_id", 0, inside),
-        num_target_layers=integer(raw, "num_target_layers", 1),
-        own_row=zlab,
-        markov=head,
-        markov_rank=rank,
-        confidence=confidence,
-        confidence_sees_markov=confidence and bool(raw.get("confidence_head_with_markov")),
-        draft_vocab=integer(raw, "draft_vocab_size", 1) if raw.get("draft_vocab_size") else None,
-        sliding_windows=_sliding_windows(raw, base.num_layers, where),
-        sliding_is_causal=zlab and bool(raw.get("is_causal", True)),
-        row_features=numbers(raw, "row_feature_layer_ids") if ours else (),
-        context_layers=numbers(raw, "context_layer_ids") if ours else (),
+        block_size=keys.integer("block_size", 2 if own_row else 1),
+        feature_layers=keys.feature_layers() or keys.layers("target_layer_ids"),
+        mask_token_id=None if ours else keys.integer("mask_token_id", 0),
+        num_target_layers=keys.optional("num_target_layers"),
+        own_row=own_row,
+        draft_vocab=keys.optional("draft_vocab_size"),
+        sliding_windows=windows,
+        # z-lab's have this without sliding layers, too: settings files know them by it.
+        sliding_is_causal=one_way is not False and (own_row or bool(windows)),
+        full_is_causal=one_way is True and not speculators,
+        **(_heads(keys, architecture, where) if heads else {}),
+        row_features=keys.layers("row_feature_layer_ids") if ours else (),
+        context_layers=keys.layers("context_layer_ids") if ours else (),
     )
+    if (size := keys.optional("target_hidden_size")) not in (None, base.hidden_size):
+        raise ConfigError(f"{where}: target_hidden_size {size} is not supported beside hidden_size {base.hidden_size}")
+    keys.check()
     _check(config, ours, where)
     return config
+
+
+def is_speculators(raw: Mapping[str, Any]) -> bool:
+    """Whether this is the `config.json` of a DFlash of vLLM's speculators."""
+    return raw.get("speculators_model_type") == SPECULATORS
+
+
+def _heads(keys: drafter_keys.Settings, architecture: str | None, where: str) -> dict[str, Any]:
+    """What the configuration says of the Markov head and the confidence head."""
+    if architecture == SPECFORGE:
+        name, projector = keys.find("projector_type")
+        if projector not in (None, "dspark"):
+            raise ConfigError(f"{where}: key {name!r} is {projector!r} (supported: 'dspark')")
+    # SpecForge leaves out what is off, and has a default.
+    rank = (keys.optional("markov_rank", 0) or 0) if architecture == SPECFORGE else keys.integer("markov_rank", 0)
+    _, kind = keys.find("markov_head_type")
+    kind = "vanilla" if kind is None and architecture == SPECFORGE else kind
+    if rank and kind not in MARKOV_HEADS:
+        raise ConfigError(f"{where}: markov_head_type {kind!r} is not supported (supported: {', '.join(MARKOV_HEADS)})")
+    weighted = architecture == SPECFORGE and bool(keys.find("confidence_head_alpha")[1])
+    confidence = keys.flag("enable_confidence_head", default=weighted)
+    return {
+        "markov": kind if rank else None,
+        "markov_rank": rank,
+        "confidence": confidence,
+        "confidence_sees_markov": keys.flag("confidence_head_with_markov") and confidence,
+    }
 
 
 def _check(config: DSparkConfig, ours: bool, where: str) -> None:
@@ -183,20 +220,6 @@ def _check(config: DSparkConfig, ours: bool, where: str) -> None:
         raise ConfigError(f"{where}: mask token {config.mask_token_id} is outside the vocabulary of {base.vocab_size}")
     if config.confidence_sees_markov and not config.markov_rank:
         raise ConfigError(f"{where}: confidence_head_with_markov needs a Markov head, and markov_rank is 0")
-
-
-def _sliding_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
-    kinds = raw.get("layer_types") or ["full_attention"] * layers
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
-        raise ConfigError(
-            f"{where}: layer_types must name full_attention or sliding_attention for {layers} layers, got {kinds!r}"
-        )
-    if "sliding_attention" not in kinds:
-        return ()
-    window = raw.get("sliding_window")
-    if type(window) is not int or window < 1:
-        raise ConfigError(f"{where}: sliding_window must be a positive integer for sliding layers, got {window!r}")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def check_target(config: DSparkConfig, target: ModelConfig, folder: Path, target_name: str) -> None:

@@ -1,15 +1,20 @@
 """Folders of EAGLE-3 drafters as they are published.
 
-SafeAILab's, AngelSlim's and SpecForge's (`LlamaForCausalLMEagle3`): the layer is `midlayer` or `layers.0`, and the
-embedding is the target's. DeepSpec's (`Qwen3Eagle3Model`): q/k norm, the target's layers by number, copies of its
-embedding and head. vLLM's speculators (`speculators_model_type` is `eagle3`): the layer's settings lie in
-`transformer_layer_config`.
+SafeAILab's, AngelSlim's and SpecForge's (`LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`): the layer is `midlayer`
+or `layers.0`, a Llama's whatever `model_type` says, and the embedding is the target's. DeepSpec's (`Qwen3Eagle3Model`):
+q/k norm, the target's layers by number, copies of its embedding and head. vLLM's speculators (`speculators_model_type`
+is `eagle3`): the layer's settings lie in `transformer_layer_config`.
+
+EAGLE-3.1 (arXiv:2605.09992), as vLLM, SGLang and speculators have it: `fc_norm`, an RMSNorm for each feature before
+`fc` (`norm_before_fc`: one over all of them), and `norm_output`, the output after `norm` is the next pair's hidden
+state. A sliding layer's window counts the pair's own position, as vLLM's.
 
 `d2t` says what the draft tokens are: target id = draft id + d2t[draft id]; `t2d` says the same the other way round.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,28 +24,38 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from failfast_jax.checkpoints import deepspec, mapping, safetensors
+from failfast_jax.checkpoints import deepspec, drafter_keys, mapping, safetensors
 from failfast_jax.checkpoints.mapping import Row, StoredTensor
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.files import read_json
 from failfast_jax.models.config import ModelConfig
-from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
-from failfast_jax.models.sharding import equal
+from failfast_jax.models.eagle import EACH, TOGETHER, BoundEagle, Eagle, EagleConfig
 from failfast_jax.models.transformer import Decoder
 
-LLAMA, DEEPSPEC = "LlamaForCausalLMEagle3", "Qwen3Eagle3Model"
-ARCHITECTURES = (LLAMA, DEEPSPEC, "Eagle3Speculator", "Eagle3DraftModel")
+LLAMA, ANGELSLIM, DEEPSPEC = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3Eagle3Model"
+ARCHITECTURES = (LLAMA, ANGELSLIM, DEEPSPEC, "Eagle3Speculator", "Eagle3DraftModel")
+SPECULATORS = "eagle3"
+"""`speculators_model_type` of these drafters."""
 DRAFT_IDS, TARGET_IDS = "d2t", "t2d"
 STEP_DECAY = 0.8
 """DeepSpec's: its model refuses a configuration without it."""
+PARALLEL = ("mask_token_id", "parallel_drafting", "pard_token", "ptd_token_id")
+"""Keys of P-EAGLE's folders, which otherwise look like EAGLE-3's."""
+TRAINED_THETA = 10_000.0
+"""Of the rotary embedding that EAGLE-3's first training code made, whatever `config.json` says."""
+
+logger = logging.getLogger("failfast_jax")
 
 
 def is_eagle_folder(raw_config: Mapping[str, Any]) -> bool:
     """Whether this is the `config.json` of an EAGLE-3 drafter."""
+    if raw_config.get("speculators_model_type") is not None:
+        return raw_config["speculators_model_type"] == SPECULATORS
+    names = raw_config.get("architectures") or []
     # SafeAILab's first folders call themselves Llama; a Llama has no draft vocabulary.
     renamed = raw_config.get("model_type") == "llama" and "draft_vocab_size" in raw_config
-    return renamed or any(name in ARCHITECTURES for name in raw_config.get("architectures") or ())
+    return any(name in ARCHITECTURES for name in names) or (renamed and names in ([], ["LlamaForCausalLM"]))
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
@@ -48,34 +63,47 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else LLAMA
 
 
-def load_eagle(folder: Path, target: Decoder, target_name: str = "the target") -> BoundEagle:
+def load_eagle(
+    folder: Path, target: Decoder, target_name: str = "the target", rope_theta: float | None = None
+) -> BoundEagle:
     """Reads a drafter, in the dtype of the target that it drafts for.
+
+    Args:
+      rope_theta: of its rotary embedding; None: as `config.json` says.
 
     Raises:
       CheckpointError: missing, unexpected, mis-shaped or damaged tensors, or only pickled ones.
       ConfigError: a configuration that cannot be served, or a drafter of another target.
     """
     dtype = np.dtype(target.dtype)
-    opened = open_eagle(folder, target.config, target_name, dtype)
+    opened = open_eagle(folder, target.config, target_name, dtype, rope_theta)
     skeleton, plan = opened.skeleton, opened.plan
     values = {name: jax.device_put(plan.read(name, shape, dtype)) for name, shape in skeleton.shapes.items()}
     embed, own_embed = target.embed[...], False
     if "embed" in opened.shapes:
         stored = plan.read("embed", opened.shapes["embed"], dtype)
-        own_embed = not equal(stored, embed)
+        own_embed = not deepspec.is_copy(stored, embed, plan, "embed")
         embed = jax.device_put(stored) if own_embed else embed
     return BoundEagle(skeleton.filled(values), embed, jax.device_put(opened.draft_ids), own_embed)
 
 
 def open_eagle(
-    folder: Path, target: ModelConfig, target_name: str = "the target", dtype: DTypeLike = np.float32
+    folder: Path,
+    target: ModelConfig,
+    target_name: str = "the target",
+    dtype: DTypeLike = np.float32,
+    rope_theta: float | None = None,
 ) -> mapping.OpenedDrafter:
     """A drafter whose configuration and headers have been read and fit, and whose weights have not been read.
 
     Raises:
       CheckpointError, ConfigError: see `load_eagle`.
     """
-    config = parse_config(read_json(folder / "config.json"), target, folder, target_name)
+    raw, where = read_json(folder / "config.json"), str(folder / "config.json")
+    config = parse_config(raw, target, folder, target_name)
+    drafter_keys.name_unknown(drafter_keys.flattened(raw, where), where)
+    _name_guesses(raw, config, where, rope_theta)
+    config = deepspec.with_theta(config, rope_theta)
     tensors = safetensors.folder_tensors(folder, safetensors.DTYPES | safetensors.INTEGERS)
     draft_ids = _draft_ids(config, tensors, folder)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in (DRAFT_IDS, TARGET_IDS)}
@@ -84,21 +112,36 @@ def open_eagle(
     if "embed_tokens.weight" in tensors:
         shapes["embed"] = target.vocab_size, target.hidden_size
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in tensors) else "layers.{layer}."
-    plan = mapping.make_plan(_table(prefix), shapes, tensors, config.base, folder)
+    plan = mapping.make_plan(_table(prefix, len(config.feature_layers)), shapes, tensors, config.base, folder)
     return mapping.OpenedDrafter(config, draft_ids, skeleton, shapes, plan)
 
 
-def _table(prefix: str) -> mapping.Table:
+def _name_guesses(raw: Mapping[str, Any], config: EagleConfig, where: str, rope_theta: float | None) -> None:
+    """Says what is not certain: layers that no key names, and a theta that training did not use."""
+    if drafter_keys.Settings(drafter_keys.flattened(raw, where), where).feature_layers() is None:
+        layers = ", ".join(map(str, config.feature_layers))
+        logger.warning("%s: names no feature layers; read are EAGLE-3's own, the outputs of layers %s", where, layers)
+    theta = config.base.rope.theta
+    if _architecture(raw) == ANGELSLIM and theta != TRAINED_THETA and rope_theta is None:
+        logger.warning(
+            "%s: rope_theta %g, but drafters of this name were trained with %g; try --rope-theta-drafter %g",
+            *(where, theta, TRAINED_THETA, TRAINED_THETA),
+        )
+
+
+def _table(prefix: str, features: int = 0) -> mapping.Table:
     return mapping.Table(
         (
             Row("embed_tokens.weight", "embed"),
+            *(Row(f"fc_norm.{index}.weight", f"feature_norms.{index}.weight") for index in range(features)),
+            Row("input_norm.weight", "features_norm.weight"),
             Row("fc.weight", "fc.weight"),
             *mapping.layer_rows(prefix),
             Row(prefix + "hidden_norm.weight", "layers.{layer}.hidden_norm.weight"),
             Row("norm.weight", "norm.weight"),
             Row("lm_head.weight", "head.weight"),
         ),
-        ignored=r".*rotary_emb\.inv_freq",
+        ignored=r".*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight",
     )
 
 
@@ -132,28 +175,52 @@ def parse_config(raw: Mapping[str, Any], target: ModelConfig, folder: Path, targ
     """
     where = str(folder / "config.json")
     architecture = _architecture(raw)
-    if "transformer_layer_config" in raw:
-        inner, layers = _speculators(raw, target, where)
-    elif architecture == DEEPSPEC:
-        inner, layers = dict(raw), _layer_ids(raw, "target_layer_ids", where)
-    else:
+    speculators = drafter_keys.SHAPE in raw
+    raw = drafter_keys.flattened(raw, where)
+    keys = drafter_keys.Settings(raw, where)
+    if marks := [key for key in PARALLEL if raw.get(key) not in (None, False)]:
+        raise ConfigError(f"{where}: key {marks[0]!r} is P-EAGLE's, which drafts all tokens in one pass: not read")
+    layers = keys.feature_layers()
+    if layers is None:
+        layers = keys.layers("target_layer_ids") if architecture == DEEPSPEC else _default_layers(target)
+    shape = keys.base()
+    if not speculators and architecture != DEEPSPEC:
         # What a Llama of this name may say of layers is its target's number of them; there is always one.
-        inner, layers = {**raw, "model_type": "llama", "num_hidden_layers": 1}, _default_layers(target)
-        named = raw.get("eagle_config")
-        if isinstance(named, Mapping) and named.get("eagle_aux_hidden_state_layer_ids"):
-            layers = _layer_ids(named, "eagle_aux_hidden_state_layer_ids", where)
-    base = ModelConfig.from_dict({**inner, "tie_word_embeddings": False, "use_sliding_window": False}, where)
+        shape |= {"model_type": "llama", "num_hidden_layers": 1}
+    base = ModelConfig.from_dict(shape, where)
     if base.num_layers != 1:
         raise ConfigError(f"{where}: {base.num_layers} layers; an EAGLE-3 drafter has one")
-    said = (raw.get("num_target_layers"), raw.get("target_hidden_size"))
-    deepspec.check_target(folder, base, layers, target, target_name, *said)
-    count = raw.get("draft_vocab_size") or base.vocab_size
+    sizes = (keys.optional("num_target_layers"), keys.optional("target_hidden_size"))
+    deepspec.check_target(folder, base, layers, target, target_name, *sizes)
+    count = keys.find("draft_vocab_size")[1] or base.vocab_size
     if type(count) is not int or not 1 <= count <= base.vocab_size:
         raise ConfigError(f"{where}: draft_vocab_size {count!r}: must be between 1 and {base.vocab_size}")
     chain = raw.get("ttt_length") if architecture == DEEPSPEC else _proposed(raw)
     if chain is not None and (type(chain) is not int or chain < 1):
         raise ConfigError(f"{where}: a chain of {chain!r} tokens: must be a positive integer")
-    return EagleConfig(base, layers, count, chain, normed_residual=bool(raw.get("norm_before_residual", False)))
+    each, together = keys.flag("fc_norm"), keys.flag("norm_before_fc")
+    if each and together:
+        raise ConfigError(f"{where}: fc_norm and norm_before_fc: keep one of them, features are normed once")
+    config = EagleConfig(
+        base,
+        layers,
+        count,
+        chain,
+        normed_residual=keys.flag("norm_before_residual"),
+        feature_norms=EACH if each else TOGETHER if together else None,
+        normed_output=keys.flag("norm_output"),
+        sliding_window=_window(keys, raw),
+    )
+    keys.check()
+    return config
+
+
+def _window(keys: drafter_keys.Settings, raw: Mapping[str, Any]) -> int | None:
+    """Of the one layer; some folders name the kinds of all their target's layers, which are full."""
+    kinds = raw.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) > 1 and {*map(str, kinds)} == {drafter_keys.FULL}:
+        return None
+    return (keys.sliding_windows(1) or (None,))[0]
 
 
 def _default_layers(target: ModelConfig) -> tuple[int, ...]:
@@ -162,32 +229,12 @@ def _default_layers(target: ModelConfig) -> tuple[int, ...]:
     return 1, count // 2 - 1, count - 4
 
 
-def _speculators(raw: Mapping[str, Any], target: ModelConfig, where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
-    inner, key = raw["transformer_layer_config"], "eagle_aux_hidden_state_layer_ids"
-    if not isinstance(inner, Mapping):
-        raise ConfigError(f"{where}: key 'transformer_layer_config' must be an object, got {inner!r}")
-    for name in ("norm_before_fc", "fc_norm"):
-        if raw.get(name):
-            raise ConfigError(f"{where}: {name}=true is not supported")
-    if raw.get(key) is None:
-        return dict(inner), _default_layers(target)
-    # vLLM counts the embedding as 0: its id is the number of the layer that the output goes into.
-    return dict(inner), tuple(layer - 1 for layer in _layer_ids(raw, key, where))
-
-
 def _proposed(raw: Mapping[str, Any]) -> int | None:
     """Of vLLM's speculators: how long the chains are that the drafter was trained to propose."""
     settings = raw.get("speculators_config")
     methods = settings.get("proposal_methods") if isinstance(settings, Mapping) else None
     first = methods[0] if isinstance(methods, list) and methods else None
     return first.get("speculative_tokens") if isinstance(first, Mapping) else None
-
-
-def _layer_ids(raw: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
-    layers = raw.get(key)
-    if not isinstance(layers, list) or not layers or not all(type(layer) is int and layer >= -1 for layer in layers):
-        raise ConfigError(f"{where}: key {key!r} must be a list of layer numbers, got {layers!r}")
-    return tuple(layers)
 
 
 def save_eagle(
@@ -232,7 +279,8 @@ def config_dict(config: EagleConfig, target: ModelConfig, storage: str) -> dict[
     """
     base = config.base
     biased = base.qkv_bias or base.o_bias or base.mlp_bias
-    if config.chain is None or config.normed_residual or biased or not base.qk_norm:
+    later = config.feature_norms or config.normed_output or config.sliding_window
+    if config.chain is None or config.normed_residual or biased or later or not base.qk_norm:
         said = "with q/k norms, a ttt_length and no biases, and the hidden state itself is the residual"
         raise ConfigError(f"drafters are written in DeepSpec's layout: {said}")
     return deepspec.config_dict(DEEPSPEC, base, target, config.feature_layers, storage) | {

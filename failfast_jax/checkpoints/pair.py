@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from failfast_jax.checkpoints import safetensors
 from failfast_jax.checkpoints.drafter import (
     config_for,
     decoding_defaults,
@@ -21,12 +22,19 @@ from failfast_jax.checkpoints.drafter import (
     read_drafter,
     stored_chances,
 )
-from failfast_jax.checkpoints.dspark import DEEPSPEC, OURS, ZLAB, load_dspark, open_dspark, parse_config
+from failfast_jax.checkpoints.drafter_keys import foreign_layout
+from failfast_jax.checkpoints.dspark import (
+    BLOCK_ARCHITECTURES,
+    is_speculators,
+    load_dspark,
+    open_dspark,
+    parse_config,
+)
 from failfast_jax.checkpoints.eagle import ARCHITECTURES, is_eagle_folder, load_eagle, open_eagle
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.loading import Source, as_dtype, open_source
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
-from failfast_jax.errors import ConfigError, OptionError
+from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 from failfast_jax.files import is_there, read_json
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.attention import refusal
@@ -34,9 +42,10 @@ from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK, Kind
 from failfast_jax.models.dspark import DSparkConfig
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.options import is_finite
 
 LOADERS: dict[Kind, Callable] = {FEATURE_BLOCK: load_dspark, EAGLE: load_eagle}
-"""Of drafters that read their target's features: `(folder, target, target_name) -> model`."""
+"""Of drafters that read their target's features: `(folder, target, target_name, rope_theta) -> model`."""
 OPENERS: dict[Kind, Callable] = {FEATURE_BLOCK: open_dspark, EAGLE: open_eagle}
 """Likewise, from the headers alone: `(folder, target's configuration, target_name) -> mapping.OpenedDrafter`."""
 
@@ -56,14 +65,27 @@ def feature_kind(source: str | os.PathLike) -> Kind | None:
     if not isinstance(names, list):
         raise ConfigError(f"{config}: key 'architectures' must be a list, got {names!r}")
     names = [str(name) for name in names]
-    if {ZLAB, DEEPSPEC, OURS} & {*names}:
-        return FEATURE_BLOCK
     if is_eagle_folder(raw):
         return EAGLE
-    if names and re.search("DFlash|DSpark|Eagle|Draft", names[0]):
-        read = ", ".join((ZLAB, DEEPSPEC, OURS, *ARCHITECTURES))
-        raise ConfigError(f"{source}: drafters of architecture {names[0]} are not read (read are {read})")
+    named = raw.get("speculators_model_type") is None and {*BLOCK_ARCHITECTURES} & {*names}
+    if named or is_speculators(raw):
+        return FEATURE_BLOCK
+    layout = foreign_layout(raw, names)
+    if layout is None and raw.get("num_hidden_layers") == 1 and _has_eagles_tensors(config.parent):
+        layout = "EAGLE-1, EAGLE-2 or HASS: drafters of one layer over a token and the target's last state"
+    if layout is not None:
+        read = ", ".join((*BLOCK_ARCHITECTURES, *ARCHITECTURES))
+        raise ConfigError(f"{source}: {layout} are not read (read are {read})")
     return None
+
+
+def _has_eagles_tensors(folder: Path) -> bool:
+    """Whether a folder's tensors are those of EAGLE's first generations, whose configuration is a Llama's."""
+    try:
+        names = safetensors.folder_tensors(folder, safetensors.DTYPES | safetensors.INTEGERS)
+    except CheckpointError:  # whoever reads it says so
+        return False
+    return "fc.weight" in names and not any(name.startswith("model.") for name in names)
 
 
 def check_is_target(source: str | os.PathLike) -> None:
@@ -200,6 +222,7 @@ def read_pair(
     attention: str | None = None,
     quantize: str | None = None,
     quantize_drafter: str | None = None,
+    rope_theta_drafter: float | None = None,
 ) -> Pair:
     """Reads what is not loaded yet; see `FailFast` for the arguments.
 
@@ -208,6 +231,7 @@ def read_pair(
         message names them.
     """
     _check_options(drafter, attention, quantize, quantize_drafter)
+    _check_theta(rope_theta_drafter, drafter)
     names = {"target_name": _name(target, "target"), "drafter_name": _name(drafter, "drafter")}
     if _is_path(target):
         check_is_target(target)
@@ -218,7 +242,9 @@ def read_pair(
         drafter = load_drafter(drafter, target, names["target_name"])
         drafter_tokenizer = tokenizer  # it drafts in its target's tokens
     if _is_path(drafter) and (kind := feature_kind(drafter)):
-        drafter, drafter_tokenizer = LOADERS[kind](resolve_source(drafter), target, names["target_name"]), tokenizer
+        place = resolve_source(drafter)
+        drafter = LOADERS[kind](place, target, names["target_name"], rope_theta_drafter)
+        drafter_tokenizer = tokenizer
     if _is_path(drafter):
         drafter, loaded = load_with_tokenizer(drafter, dtype, mesh, drafter=True, quantize=quantize_drafter)
         drafter_tokenizer = drafter_tokenizer or loaded
@@ -243,6 +269,17 @@ def _check_options(drafter: Any, attention: str | None, quantize: str | None, qu
         raise OptionError(f"--quantize-drafter {quantize_drafter}: there is no drafter")
     if attention is not None and (reason := refusal(attention, jax.devices()[0])):
         raise OptionError(f"--attention {attention}: {reason}")
+
+
+def _check_theta(theta: float | None, drafter: Any) -> None:
+    """Raises OptionError: no frequency, or a drafter that has none of its own or is a whole model."""
+    if theta is None:
+        return
+    flag = f"--rope-theta-drafter {theta}"
+    if not isinstance(theta, (int, float)) or isinstance(theta, bool) or not is_finite(theta) or theta <= 0:
+        raise OptionError(f"{flag}: must be a positive number")
+    if not _is_path(drafter) or is_drafter_folder(drafter) or not feature_kind(drafter):
+        raise OptionError(f"{flag}: only for the folder of a drafter that reads its target's features")
 
 
 def _is_path(model: Any) -> bool:

@@ -359,6 +359,9 @@ class Eagle3Options(WeighedOptions):
             raise OptionError("--acceptance rejection: a tree is not sampled from left to right; --spec-len n: a chain")
         said = "a tree's keys lie at other places of the cache than vanilla's; --spec-len n drafts chains"
         require(not site.exact, "--exact", said)
+        window = site.model.config.sliding_window
+        said = f"its attention slides ({window} positions), which trees have none of; --spec-len n drafts chains"
+        require(window is None, site.model_name, said)
         depth, top_k = self.tree_depth or TREE_DEPTH, self.tree_top_k or TREE_TOP_K
         most = site.model.config.draft_vocab
         require(top_k <= most, f"--tree-top-k {top_k}", f"this drafter drafts {most} different tokens")

@@ -49,15 +49,17 @@ class DSparkConfig:
       block_size: rows of a block.
       mask_token_id: what stands for a token that is not known; None: a vector of its own (`row_features`).
       feature_layers: target layers whose outputs it reads (-1: the embedding), in the order of `fc`'s inputs.
-      num_target_layers: layers of its target.
+      num_target_layers: layers of its target; None: not known.
       own_row: whether row j drafts the token at its own position (z-lab) or the one behind it (DeepSpec).
       markov: kind of its Markov head, one of `markov.MARKOV_HEADS`, or None.
       markov_rank: size of the Markov head's vectors.
       confidence: whether it has a confidence head.
       confidence_sees_markov: whether that reads the token before each row, too.
       draft_vocab: tokens that it can draft; None: the whole vocabulary.
-      sliding_windows: by layer, how many positions a row sees, its own included; None: all.
+      sliding_windows: by layer, how many positions a row sees, its own included, counted back from its own; None:
+        all. With a window of 4 the row at position 9 sees 6, 7, 8 and 9, be they context or rows of its block.
       sliding_is_causal: whether rows of such a layer see no later row of their block.
+      full_is_causal: likewise rows of the other layers.
       row_features: target layers whose outputs at the position before the root's enter every row; a draft is then one
         block at most. (): rows are embeddings.
       context_layers: by layer, the target layer whose output, under the layer's own norm, is its context. (): all
@@ -68,7 +70,7 @@ class DSparkConfig:
     block_size: int
     mask_token_id: int | None
     feature_layers: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
     own_row: bool = False
     markov: str | None = None
     markov_rank: int = 0
@@ -79,6 +81,7 @@ class DSparkConfig:
     sliding_is_causal: bool = False
     row_features: tuple[int, ...] = ()
     context_layers: tuple[int, ...] = ()
+    full_is_causal: bool = False
 
     @property
     def rows(self) -> int:
@@ -222,8 +225,8 @@ class DSpark(nnx.Module):
         keys, values = list(cache.k), list(cache.v)
         for index, layer in enumerate(self.layers):
             back = self.config.sliding_windows[index] if self.config.sliding_windows else None
-            until = None if back is not None and self.config.sliding_is_causal else window.until
-            seen = window.replace(until=until, back=back)
+            causal = self.config.full_is_causal if back is None else self.config.sliding_is_causal
+            seen = window.replace(until=None if causal else window.until, back=back)
             here = functools.partial(attend, cache=(keys[index], values[index]), window=seen, kernel=kernel)
             x, (keys[index], values[index]) = layer(x, here)
         return self.norm(x), KVCache(k=tuple(keys), v=tuple(values))
@@ -387,6 +390,8 @@ class DSparkModel:
     def shape_key(self) -> dict[str, Any]:
         config = dataclasses.asdict(self.config)
         del config["base"]
+        if not self.config.full_is_causal:  # settings files from before there was this field still fit
+            del config["full_is_causal"]
         own = {name: list(value) if isinstance(value, tuple) else value for name, value in config.items()}
         return self.config.base.shape_key() | own
 

@@ -31,6 +31,8 @@ from failfast_jax.models.layers import MLP, Attend, Attention, Linear, RMSNorm
 from failfast_jax.models.rope import apply_rope, rotary, rotated_heads
 from failfast_jax.models.sharding import ONE_DEVICE, Execution, put
 
+EACH, TOGETHER = "each", "together"
+"""How features are normed before they are fused: each by a norm of its own, or all by one."""
 ROWS = 8
 """On accelerators passes are padded to multiples of this."""
 
@@ -45,6 +47,9 @@ class EagleConfig:
       draft_vocab: tokens that it may draft.
       chain: tokens of the chains that training unrolled; None: its publishers draft trees.
       normed_residual: whether the normed hidden state, and not the hidden state itself, is the layer's residual.
+      feature_norms: `EACH`, `TOGETHER`, or None: features are fused as they are.
+      normed_output: whether the output after the last norm is the next pair's hidden state, and not that before it.
+      sliding_window: how many pairs a pair sees, itself included; None: all before it.
     """
 
     base: ModelConfig
@@ -52,6 +57,9 @@ class EagleConfig:
     draft_vocab: int
     chain: int | None = None
     normed_residual: bool = False
+    feature_norms: str | None = None
+    normed_output: bool = False
+    sliding_window: int | None = None
 
 
 class EagleLayer(nnx.Module):
@@ -102,9 +110,13 @@ class Eagle(nnx.Module):
         make = functools.partial(Linear, bias=False, dtype=dtype, rngs=rngs)
         self.config = config
         self.execution = ONE_DEVICE
-        self.fc = make((size,), size * len(config.feature_layers))
+        count, eps = len(config.feature_layers), config.base.rms_norm_eps
+        each, together = config.feature_norms == EACH, config.feature_norms == TOGETHER
+        self.feature_norms = nnx.List([RMSNorm(size, eps, dtype) for _ in range(count)]) if each else None
+        self.features_norm = RMSNorm(size * count, eps, dtype) if together else None
+        self.fc = make((size,), size * count)
         self.layers = nnx.List([EagleLayer(config, dtype, rngs)])
-        self.norm = RMSNorm(size, config.base.rms_norm_eps, dtype)
+        self.norm = RMSNorm(size, eps, dtype)
         self.head = make((config.draft_vocab,), size)
 
     @property
@@ -119,7 +131,12 @@ class Eagle(nnx.Module):
     @jax.named_scope("fuse")
     def fused(self, features: Float[Array, "*R F E"]) -> Float[Array, "*R E"]:
         """Hidden states of pairs whose features are known."""
-        return self.fc(features.reshape(*features.shape[:-2], -1).astype(self.dtype))
+        features = features.astype(self.dtype)
+        if self.feature_norms is not None:
+            normed = [norm(features[..., index, :]) for index, norm in enumerate(self.feature_norms)]
+            features = jnp.stack(normed, axis=-2)
+        features = features.reshape(*features.shape[:-2], -1)
+        return self.fc(features if self.features_norm is None else self.features_norm(features))
 
     def pairs(
         self,
@@ -159,16 +176,18 @@ class Eagle(nnx.Module):
                 level = level.replace(positions=padded(level.positions), visible=padded(level.visible))
         positions = start[:, None] + jnp.arange(embedded.shape[1]) if level is None else level.positions
         tree = {} if level is None else {"first": level.first, "visible": level.visible}
-        window = Window(*rotary(base, positions), start, live, **tree)
+        window = Window(*rotary(base, positions), start, live, back=self.config.sliding_window, **tree)
         layer_cache: LayerCache = (cache.k[0], cache.v[0])
         here = functools.partial(attend, cache=layer_cache, window=window, kernel=kernel)
         out, (k, v) = self.layers[0](embedded.astype(self.dtype), hidden, here)
+        out = self.norm(out) if self.config.normed_output else out
         return out[:, :width], KVCache(k=(k,), v=(v,))
 
     def chains(
         self, embedded: Float[Array, "B T E"], features: Float[Array, "B T F E"], anchors: Int[Array, "B A"], steps: int
     ) -> Float[Array, "B A S E"]:
-        """Hidden states of many chains of pairs in whole texts, without a cache (differentiable).
+        """Hidden states of many chains of pairs in whole texts, without a cache (differentiable), as they are trained
+        here: with neither `normed_output` nor a window.
 
         The first pair of a chain is the last one with known features when a draft begins at the anchor: that token and
         the features before it. Each further one is the text's next token and the hidden state of the pair before.
@@ -205,8 +224,11 @@ class Eagle(nnx.Module):
     @jax.named_scope("head")
     def logits_of(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R v"]:
         """Float32 logits over the draft vocabulary of hidden states that `pairs` returned."""
-        run = self.execution.per_device(lambda model, x: model.head(model.norm(x), jnp.float32), P(), P())
+        run = self.execution.per_device(Eagle._logits_of, P(), P())
         return run(self, hidden)
+
+    def _logits_of(self, hidden):
+        return self.head(hidden if self.config.normed_output else self.norm(hidden), jnp.float32)
 
 
 @flax.struct.dataclass
@@ -271,6 +293,9 @@ class BoundEagle:
     def shape_key(self) -> dict[str, Any]:
         config = dataclasses.asdict(self.config) | {"feature_layers": list(self.feature_layers)}
         del config["base"]
+        for name in ("feature_norms", "normed_output", "sliding_window"):
+            if not config[name]:  # settings files from before there were these fields still fit
+                del config[name]
         return {**self.config.base.shape_key(), **config}
 
     def own_parameters(self) -> list[jax.Array]:

@@ -192,8 +192,8 @@ def started_from(args: argparse.Namespace) -> DSparkConfig | None:
         raise OptionError(f"{flag}: not a dspark or dflash drafter")
     file = resolve_source(args.start) / "config.json"
     config = parse_config(read_json(file), str(file))
-    if config.own_row or config.sliding_windows:
-        raise OptionError(f"{flag}: z-lab's layout is read, and not written")
+    if config.own_row or config.sliding_windows or config.full_is_causal:
+        raise OptionError(f"{flag}: z-lab's layout, sliding layers and causal blocks are read, and not trained")
     if args.family != "dspark" and config.published_method == "dspark":
         raise OptionError(f"{flag}: has a Markov or a confidence head: --family dspark")
     return config

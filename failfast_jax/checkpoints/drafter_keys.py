@@ -1,0 +1,309 @@
+"""Keys of published drafters' `config.json`: where each publisher puts them, and which of them change drafts.
+
+The same settings lie at the top level (DeepSpec), in `dflash_config` (z-lab, SpecForge) or in `eagle_config` (NVIDIA);
+vLLM's speculators keep the layers' shape in `transformer_layer_config`. A key that changes drafts is read, or it is
+refused by name; one that nobody here knows is named in one line. Text never depends on it, acceptance does.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from failfast_jax.errors import ConfigError
+
+NESTED = ("dflash_config", "eagle_config")
+SHAPE = "transformer_layer_config"
+"""speculators': key of the layers' own configuration."""
+
+BASE = frozenset(
+    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim hidden_act rms_norm_eps rope_theta rope_scaling rope_parameters partial_rotary_factor attention_bias "
+    "mlp_bias max_position_embeddings bos_token_id eos_token_id pad_token_id".split()
+)
+"""What a drafter's layers have in common with any model's; `ModelConfig` reads it."""
+
+HARMLESS = frozenset(
+    # transformers writes these for every model.
+    "architectures auto_map dtype torch_dtype transformers_version use_cache initializer_range attention_dropout "
+    "pretraining_tp tie_word_embeddings use_sliding_window sliding_window max_window_layers layer_types _name_or_path "
+    "name_or_path return_dict output_hidden_states output_attentions chunk_size_feed_forward is_encoder_decoder "
+    "is_decoder id2label label2id problem_type torchscript use_bfloat16 pruned_heads tf_legacy_loss "
+    "cross_attention_hidden_size add_cross_attention tie_encoder_decoder decoder_start_token_id sep_token_id prefix "
+    "tokenizer_class task_specific_params finetuning_task _attn_implementation _attn_implementation_autoset "
+    "attn_implementation is_llama_config transformers.js_config max_length min_length do_sample "
+    "early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty "
+    "length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
+    "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values "
+    "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
+    # Training of drafters, and what programs that serve them are told.
+    "num_anchors max_anchors draft_num_hidden_layers step_loss_decay ttt_length embed_requires_grad "
+    "confidence_head_alpha head_hidden_act speculators_config speculators_model_type speculators_version "
+    "target_model_type target_vocab_size "
+    # This project's own.
+    "training decoding chances".split()
+)
+
+SERVED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("logit_scale", "logits_scaling", "output_multiplier", "residual_multiplier"), (1,)),
+    **dict.fromkeys(("input_embedding_scale", "embedding_scale", "embedding_multiplier", "scale_emb"), (1,)),
+    **dict.fromkeys(("is_neox_style", "rope_is_neox_style", "use_aux_hidden_state", "has_lm_head"), (True,)),
+    **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular"), (True,)),
+    "attention_mode": ("gqa", "mha"),
+    "parallel_draft_step": (1,),
+}
+"""Keys that would change drafts, and the values at which they do not."""
+
+REFUSED = frozenset(
+    "final_logit_softcapping logit_softcapping attn_logit_softcapping attention_multiplier scale_depth dim_model_base "
+    "query_pre_attn_scalar attention_sink_bias add_swa_attention_sink_bias use_swa swa_window_size causal_head "
+    "qkv_bias attention_out_bias bias clip_qkv qk_norm use_qk_norm use_qk_norm_before_rope conv_kernel_size "
+    "conv_group_size selector_rank selector_top_k projector_type shift_label pure_draft_prefix_len emb_dim "
+    "gru_hidden_dim enable_hidden_correction mask_embedding parallel_drafting pard_token ptd_token_id spd_type "
+    "use_mtp_layernorm rope_interleaved num_experts num_local_experts n_routed_experts kv_lora_rank q_lora_rank "
+    "use_aux_norm norm_before_fc fc_norm norm_output norm_before_residual is_causal causal sample_from_anchor "
+    "sliding_window_non_causal markov_rank markov_head_type enable_confidence_head confidence_head_with_markov "
+    "block_size mask_token_id draft_vocab_size truncated_vocab_size num_target_layers target_hidden_size "
+    "row_feature_layer_ids context_layer_ids quantization_config".split()
+)
+"""Keys that change drafts: where a layout does not read one of them, it is refused."""
+
+LARGEST = 2**24
+"""Beyond any drafter's: a damaged file must not take all memory."""
+EMPTY = (False, "", [], {})
+FULL, SLIDING = "full_attention", "sliding_attention"
+FEATURE_LAYERS = ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+
+LAYOUTS = (
+    (r"DFlash2", "z-lab's DFlash2"),
+    (r"DFly|DFlare", "AngelSlim's DFly"),
+    (r"Domino", "SpecForge's Domino"),
+    (r"P-?[Ee]agle", "P-EAGLE"),
+    (r"(?i)medusa", "Medusa"),
+    (r"(?i)hydra", "Hydra"),
+    (r"(?i)mlp_?speculator", "IBM's MLP speculator"),
+    (r"MTP|NextN", "a multi-token prediction layer (MTP)"),
+    (r"(?i)jetspec", "JetSpec"),
+    (r"(?i)hass", "HASS"),
+    (r"Gemma.*(DSpark|DFlash|Eagle|Draft)|gemma4.*assistant|Gemma.*Assistant", "a drafter for Gemma targets"),
+    (r"DSpark|DFlash", "a DSpark or DFlash of other layers"),
+    (r"Eagle3|EAGLE3", "an EAGLE-3 of other layers"),
+    (r"(?i)eagle", "EAGLE-1 or EAGLE-2"),
+    (r"Draft|Speculator", "a drafter"),
+)
+"""Architectures of drafters that are not read, by a part of their names; the first that fits says whose it is."""
+
+FOREIGN_KEYS = {
+    "medusa_num_heads": "Medusa",
+    "hydra_num_heads": "Hydra",
+    "jetspec_config": "JetSpec",
+}
+"""Likewise, by a key."""
+
+logger = logging.getLogger("failfast_jax")
+
+
+def foreign_layout(raw: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """Whose drafter a configuration is that is none of those that are read, and by which sign; None: no drafter's."""
+    kind = raw.get("speculators_model_type")
+    if kind is not None:
+        return f"speculators' {kind}: drafters of speculators_model_type {kind!r}"
+    for sign, name in [*(("architecture", name) for name in names), ("model_type", str(raw.get("model_type")))]:
+        for pattern, owner in LAYOUTS:
+            if re.search(pattern, name):
+                return f"{owner}: drafters of {sign} {name}"
+    for key, owner in FOREIGN_KEYS.items():
+        if raw.get(key):
+            return f"{owner}: drafters with the key {key!r}"
+    return None
+
+
+def flattened(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """speculators' configuration as the others write theirs: the layers' keys beside the drafter's.
+
+    Raises:
+      ConfigError: the layers' configuration is no object.
+    """
+    if SHAPE not in raw:
+        return dict(raw)
+    if not isinstance(raw[SHAPE], Mapping):
+        raise ConfigError(f"{where}: key {SHAPE!r} must be an object, got {raw[SHAPE]!r}")
+    return {key: value for key, value in raw.items() if key != SHAPE} | dict(raw[SHAPE])
+
+
+class Settings:
+    """A drafter's settings, wherever they lie.
+
+    Args:
+      raw: `config.json`, flattened.
+      where: the file, for messages.
+      home: the nested object in which its publisher puts them, which messages about missing ones name.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], where: str, home: str = ""):
+        self._raw, self._where, self._home = raw, where, home
+        self._read: set[str] = set()
+        for place in NESTED:
+            if raw.get(place) is not None and not isinstance(raw[place], Mapping):
+                raise ConfigError(f"{where}: key {place!r} must be an object, got {raw[place]!r}")
+
+    def _places(self, *keys: str) -> list[tuple[str, Any]]:
+        """The names under which the file has a key, or another one of the same meaning, with their values."""
+        nested = [(f"{place}.", self._raw.get(place) or {}) for place in NESTED]
+        places = [(start + key, inside.get(key)) for key in keys for start, inside in [("", self._raw), *nested]]
+        return [(name, value) for name, value in places if value is not None]
+
+    def find(self, *keys: str) -> tuple[str, Any]:
+        """A setting's name as the file has it, and its value; None where it is missing or null.
+
+        Args:
+          keys: its names.
+
+        Raises:
+          ConfigError: two places with different values.
+        """
+        self._read.update(keys)
+        places = self._places(*keys)
+        for name, value in places[1:]:
+            if value != places[0][1]:
+                first = f"{places[0][0]!r} is {places[0][1]!r}"
+                raise ConfigError(f"{self._where}: key {first} and key {name!r} is {value!r}: keep one of them")
+        return places[0] if places else (f"{self._home}.{keys[0]}" if self._home else keys[0], None)
+
+    def integer(self, key: str, least: int) -> int:
+        """An integer of at least `least`.
+
+        Raises:
+          ConfigError: it is missing, or something else.
+        """
+        name, value = self.find(key)
+        if type(value) is not int or value < least:
+            got = self._got(key, value)
+            raise ConfigError(f"{self._where}: key {name!r} must be an integer of at least {least}, {got}")
+        if value > LARGEST:
+            raise ConfigError(f"{self._where}: key {name!r} must not be above {LARGEST}, got {_short(value)}")
+        return value
+
+    def optional(self, key: str, least: int = 1) -> int | None:
+        """Likewise, or None where it is missing."""
+        return None if self.find(key)[1] is None else self.integer(key, least)
+
+    def flag(self, *keys: str, default: bool | None = False) -> bool | None:
+        """True or false; the default where it is missing.
+
+        Raises:
+          ConfigError: something else.
+        """
+        name, value = self.find(*keys)
+        if value is not None and type(value) is not bool:
+            raise ConfigError(f"{self._where}: key {name!r} must be true or false, got {_short(value)}")
+        return default if value is None else value
+
+    def layers(self, key: str) -> tuple[int, ...]:
+        """Numbers of target layers (-1: the embedding).
+
+        Raises:
+          ConfigError: they are missing, or something else.
+        """
+        name, value = self.find(key)
+        return self._layer_numbers(name, value, self._got(key, value))
+
+    def _got(self, key: str, value: Any) -> str:
+        places = [self._raw, *(self._raw.get(place) or {} for place in NESTED)]
+        return f"got {_short(value)}" if any(key in place for place in places) else "and it is missing"
+
+    def _layer_numbers(self, name: str, value: Any, got: str, least: int = -1) -> tuple[int, ...]:
+        if not isinstance(value, list) or not value or not all(type(n) is int and n >= least for n in value):
+            raise ConfigError(f"{self._where}: key {name!r} must be a list of layer numbers, {got}")
+        return tuple(value)
+
+    def feature_layers(self) -> tuple[int, ...] | None:
+        """The target layers whose outputs the drafter reads (-1: the embedding), under any of their names; None: no
+        key names them.
+
+        `target_layer_ids`, and NVIDIA's ids in `eagle_config`, are numbers of layers. The other ids are vLLM's, which
+        counts the embedding as 0: [2, 18, 33] are the outputs of layers 1, 17 and 32.
+
+        Raises:
+          ConfigError: not layer numbers, or two keys that contradict each other.
+        """
+        layers: dict[str, tuple[int, ...]] = {}
+        for key in FEATURE_LAYERS:
+            self._read.add(key)
+            for name, value in self._places(key):
+                shift = 0 if key == "target_layer_ids" or name.startswith("eagle_config") else 1
+                if value != []:
+                    numbers = self._layer_numbers(name, value, f"got {_short(value)}", least=shift - 1)
+                    layers[name] = tuple(n - shift for n in numbers)
+        if len({*layers.values()}) > 1:
+            claims = " and ".join(f"{name} names the outputs of layers {[*ids]}" for name, ids in layers.items())
+            raise ConfigError(f"{self._where}: {claims}: keep one of them")
+        return next(iter(layers.values()), None)
+
+    def base(self) -> dict[str, Any]:
+        """The keys that `ModelConfig` reads. What a drafter ties, and its windows, are no matter of the layers."""
+        return {key: value for key, value in self._raw.items() if key in BASE}
+
+    def sliding_windows(self, layers: int) -> tuple[int | None, ...]:
+        """By layer, how many positions it sees, its own included; (): all layers see everything.
+
+        Where only `use_sliding_window` is set, the layers from `max_window_layers` on slide, as transformers has it.
+
+        Raises:
+          ConfigError: other kinds of layers, another number of them, or no window.
+        """
+        kinds, window = self._raw.get("layer_types"), self._raw.get("sliding_window")
+        if not kinds and self._raw.get("use_sliding_window") and window is not None:
+            first = self._raw.get("max_window_layers")
+            first = first if type(first) is int else layers
+            kinds = [FULL] * min(first, layers) + [SLIDING] * max(layers - first, 0)
+        kinds = kinds or [FULL] * layers
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
+            raise ConfigError(
+                f"{self._where}: layer_types must name {FULL} or {SLIDING} for {layers} layers, got {kinds!r}"
+            )
+        if SLIDING not in kinds:
+            return ()
+        if type(window) is not int or window < 1:
+            raise ConfigError(
+                f"{self._where}: sliding_window must be a positive integer for sliding layers, got {window!r}"
+            )
+        return tuple(window if kind == SLIDING else None for kind in kinds)
+
+    def check(self) -> None:
+        """Looks at the keys that nobody asked for.
+
+        Raises:
+          ConfigError: one of them changes drafts.
+        """
+        for place in ("", *NESTED):
+            inside = self._raw if not place else self._raw.get(place) or {}
+            for key, value in inside.items():
+                if key not in (*self._read, *NESTED, *BASE, *HARMLESS) and not self._is_neutral(key, value, place):
+                    name, shown = f"{place}.{key}" if place else key, _short(value)
+                    served = f" (supported: {', '.join(map(str, SERVED[key]))})" if key in SERVED else ""
+                    raise ConfigError(
+                        f"{self._where}: key {name!r} is {shown}: it changes drafts and is not supported{served}"
+                    )
+
+    def _is_neutral(self, key: str, value: Any, place: str) -> bool:
+        """True for a value that changes nothing. What lies in a nested object is there to change drafts."""
+        if value is None or key in SERVED:
+            return value is None or value in SERVED[key]
+        return value in EMPTY or not (place or key in REFUSED)
+
+
+def name_unknown(raw: Mapping[str, Any], where: str) -> None:
+    """Says in one line which keys of a flattened configuration nobody here knows."""
+    known = {*BASE, *HARMLESS, *SERVED, *REFUSED, *NESTED, *FEATURE_LAYERS}
+    unknown = [repr(key) for key, value in raw.items() if key not in known and value is not None and value not in EMPTY]
+    if unknown:
+        names = ", ".join(unknown)
+        logger.warning("%s: not known and not read: %s; look there if few drafts are accepted", where, names)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

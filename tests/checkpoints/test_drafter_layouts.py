@@ -1,0 +1,357 @@
+"""Folders of drafters as other publishers write them: settings are found, or the folder is refused by name."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoint_files import GOLDEN
+from safetensors.numpy import load_file, save_file
+
+from failfast_jax import FailFast, GenerationConfig, load_model
+from failfast_jax.bench.engine_pool import EnginePool
+from failfast_jax.bench.variants import parse_method
+from failfast_jax.checkpoints.pair import LOADERS, feature_kind, own_method
+from failfast_jax.defaults import load_pair
+from failfast_jax.drafters.hybrid import Hybrid
+from failfast_jax.errors import CheckpointError, ConfigError, OptionError
+
+FIELD = GOLDEN / "field"
+WEIGHTS = "model.safetensors"
+DFLASH, DSPARK, EAGLE = "dflash_qwen3_a", "dspark_qwen3_a", "eagle3_qwen3_a"
+
+
+@functools.cache
+def target():
+    return load_model(FIELD / "qwen3_a")
+
+
+@functools.cache
+def published(name: str) -> Any:
+    return load(FIELD / name)
+
+
+def load(folder: Path) -> Any:
+    return LOADERS[feature_kind(folder)](folder, target(), "qwen3_a")
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return json.loads((FIELD / name / "config.json").read_text())
+
+
+def tensors_of(name: str) -> dict[str, np.ndarray]:
+    return load_file(FIELD / name / WEIGHTS)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a folder of a published one's tensors, or others, under a configuration."""
+
+    def make(name: str, config: dict[str, Any], tensors: dict[str, np.ndarray] | None = None) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        save_file(tensors_of(name) if tensors is None else tensors, tmp_path / WEIGHTS)
+        return tmp_path
+
+    return make
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def nested(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """With keys moved into `dflash_config`."""
+    inside = config.get("dflash_config", {}) | {key: config[key] for key in keys}
+    return without(config, *keys) | {"dflash_config": inside}
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """With those of `dflash_config` at the top level."""
+    return without(config, "dflash_config") | config["dflash_config"]
+
+
+def speculators(name: str, **outer: Any) -> dict[str, Any]:
+    own = ("architectures", "dflash_config", "block_size", "num_target_layers", "draft_vocab_size")
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"": "config.DFlashSpeculatorConfig"},
+        "speculators_version": "0.8.0",
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": without(config_of(name), *own) | {"tie_word_embeddings": True},
+    } | outer
+
+
+SPECULATORS_DFLASH = speculators(
+    DFLASH,
+    speculators_model_type="dflash",
+    aux_hidden_state_layer_ids=[2, 6],
+    block_size=8,
+    mask_token_id=158,
+    draft_vocab_size=160,
+    sample_from_anchor=False,
+    sliding_window_non_causal=False,
+)
+SPECFORGE = nested(
+    config_of(DSPARK) | {"architectures": ["DSparkDraftModel"], "attention_mode": "gqa", "projector_type": "dspark"},
+    *("attention_mode", "projector_type", "target_layer_ids", "mask_token_id", "markov_rank", "markov_head_type"),
+    *("enable_confidence_head", "confidence_head_with_markov"),
+)
+ALIKE = {
+    "block_size inside": (DFLASH, nested(config_of(DFLASH), "block_size")),
+    "all settings at top level": (DFLASH, flat(config_of(DFLASH))),
+    "the same in both places": (DFLASH, config_of(DFLASH) | {"mask_token_id": 158}),
+    "not for a number of layers": (DFLASH, without(config_of(DFLASH), "num_target_layers")),
+    "layers as vLLM counts them": (
+        DFLASH,
+        config_of(DFLASH) | {"dflash_config": {"mask_token_id": 158}, "eagle_aux_hidden_state_layer_ids": [2, 6]},
+    ),
+    "speculators' DFlash": (DFLASH, SPECULATORS_DFLASH),
+    "SpecForge's DSpark": (DSPARK, SPECFORGE),
+    "vLLM's name, a Qwen3 by type": (
+        EAGLE,
+        config_of(EAGLE) | {"architectures": ["Eagle3LlamaForCausalLM"], "model_type": "qwen3"},
+    ),
+    "EAGLE: layers as vLLM counts them": (EAGLE, config_of(EAGLE) | {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}),
+    "EAGLE: layers by number": (EAGLE, config_of(EAGLE) | {"target_layer_ids": [1, 3, 4]}),
+    "EAGLE: NVIDIA's settings": (
+        EAGLE,
+        config_of(EAGLE)
+        | {
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
+                "use_aux_hidden_state": True,
+                "use_mtp_layernorm": False,
+                "use_last_layernorm": True,
+                "parallel_draft_step": 1,
+            }
+        },
+    ),
+    "kinds of all the target's layers": (EAGLE, config_of(EAGLE) | {"layer_types": ["full_attention"] * 8}),
+}
+
+
+@pytest.mark.parametrize("name, config", ALIKE.values(), ids=ALIKE)
+def test_settings_are_found_where_others_put_them(write, name, config):
+    model, other = load(write(name, config)), published(name)
+    changes = {} if model.config.__class__.__name__ == "EagleConfig" else {"num_target_layers": None}
+    assert unlike(model.config, **changes) == unlike(other.config, **changes)
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, jax.tree.leaves(model), jax.tree.leaves(other))))
+    assert own_method(write(name, config)) == own_method(FIELD / name)
+
+
+def unlike(config: Any, **changes: Any) -> dict[str, Any]:
+    """Without what belongs to the layout and not to the drafter."""
+    return {**vars(config), **changes, "base": {**vars(config.base), "eos_token_ids": (), "model_type": ""}}
+
+
+def test_an_embedding_and_a_head_are_shared_if_they_are_the_targets_in_another_dtype(write):
+    copies = {"embed_tokens.weight": target().embed[...], "lm_head.weight": target().head_weight}
+    copies = {name: np.asarray(value).astype(ml_dtypes.bfloat16) for name, value in copies.items()}
+    assert load(write(DFLASH, SPECULATORS_DFLASH, tensors_of(DFLASH) | copies)).shared == ("embed", "head")
+    other = copies | {"lm_head.weight": -copies["lm_head.weight"]}
+    assert load(write(DFLASH, SPECULATORS_DFLASH, tensors_of(DFLASH) | other)).shared == ("embed",)
+
+
+def test_which_layers_are_causal(write):
+    """As vLLM decides: `is_causal`, else `dflash_config.causal`, else the sliding ones."""
+    sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+    plain, inner = config_of(DFLASH), SPECULATORS_DFLASH["transformer_layer_config"]
+    for config, sliding_layers, full_layers in (
+        (plain, True, False),
+        (plain | sliding | {"is_causal": False}, False, False),
+        (plain | sliding | {"is_causal": True}, True, True),
+        (plain | {"dflash_config": plain["dflash_config"] | {"causal": True}}, True, True),
+        (plain | {"dflash_config": plain["dflash_config"] | {"causal": False}} | sliding, False, False),
+        (SPECULATORS_DFLASH | {"transformer_layer_config": inner | sliding}, True, False),
+        (SPECULATORS_DFLASH | {"sliding_window_non_causal": True}, False, False),
+    ):
+        found = load(write(DFLASH, config)).config
+        assert (found.sliding_is_causal, found.full_is_causal) == (sliding_layers, full_layers), config
+    # transformers' rule where no kinds are named.
+    ruled = without(plain, "layer_types") | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+    assert load(write(DFLASH, ruled)).config.sliding_windows == (None, 64)
+    assert load(write(DFLASH, ruled | {"max_window_layers": 2})).config.sliding_windows == ()
+
+
+def inside(place: str, name: str, **keys: Any) -> tuple[str, dict[str, Any]]:
+    return name, config_of(name) | {place: config_of(name).get(place, {}) | keys}
+
+
+def top(name: str, **keys: Any) -> tuple[str, dict[str, Any]]:
+    return name, config_of(name) | keys
+
+
+CHANGES_DRAFTS = "changes drafts and is not supported"
+REFUSED = {
+    "softcap": (*top(DFLASH, final_logit_softcapping=30.0), f"'final_logit_softcapping' is 30.0: it {CHANGES_DRAFTS}"),
+    "nested softcap": (
+        *inside("dflash_config", DFLASH, final_logit_softcapping=30),
+        f"'dflash_config.final_logit_softcapping' is 30: it {CHANGES_DRAFTS}",
+    ),
+    "multiplier": (
+        *inside("dflash_config", DFLASH, output_multiplier=0.2),
+        "'dflash_config.output_multiplier' is 0.2: .* .supported: 1",
+    ),
+    "scale": (*top(DSPARK, input_embedding_scale=8.0), "'input_embedding_scale' is 8.0: .* .supported: 1"),
+    "DFlash2's": (*inside("dflash_config", DFLASH, conv_kernel_size=2), "'dflash_config.conv_kernel_size' is 2"),
+    "nobody knows it": (
+        *inside("dflash_config", DFLASH, wobble=3),
+        f"'dflash_config.wobble' is 3: it {CHANGES_DRAFTS}",
+    ),
+    "sinks": (*top(DFLASH, add_swa_attention_sink_bias=True), "'add_swa_attention_sink_bias' is True"),
+    "a head z-lab has none of": (*top(DFLASH, markov_rank=16), "'markov_rank' is 16"),
+    "another projector": (DSPARK, SPECFORGE | {"projector_type": "domino"}, "'projector_type' is 'domino'"),
+    "rotated as pairs": (*top(EAGLE, is_neox_style=False), "'is_neox_style' is False: .* .supported: True"),
+    "logits scaled": (*top(EAGLE, logit_scale=0.5), "'logit_scale' is 0.5"),
+    "no features": (
+        *inside("eagle_config", EAGLE, use_aux_hidden_state=False),
+        "'eagle_config.use_aux_hidden_state' is False",
+    ),
+    "norms of another kind": (*inside("eagle_config", EAGLE, use_mtp_layernorm=True), "use_mtp_layernorm' is True"),
+    "two norms": (*top(EAGLE, fc_norm=True, norm_before_fc=True), "fc_norm and norm_before_fc: keep one of them"),
+    "P-EAGLE's mask": (*top(EAGLE, mask_token_id=150), "'mask_token_id' is P-EAGLE's"),
+    "parallel": (*top(EAGLE, parallel_drafting=True), "'parallel_drafting' is P-EAGLE's"),
+    "a block": (*top(EAGLE, block_size=8), "'block_size' is 8"),
+    "contradicting layers": (
+        *top(EAGLE, eagle_aux_hidden_state_layer_ids=[2, 4, 5], target_layer_ids=[2, 4, 5]),
+        "target_layer_ids names the outputs of layers .2, 4, 5. and eagle_aux.* of layers .1, 3, 4.: keep one",
+    ),
+    "contradicting blocks": (
+        *inside("dflash_config", DFLASH, block_size=16),
+        "'block_size' is 8 and key 'dflash_config.block_size' is 16: keep one of them",
+    ),
+    "contradicting causality": (
+        *top(DFLASH, is_causal=True, causal=False),
+        "'is_causal' is True and key 'causal' is False: keep one",
+    ),
+    "no truth": (*top(EAGLE, norm_output="yes"), "'norm_output' must be true or false, got 'yes'"),
+    "no object": (*top(EAGLE, eagle_config=[1]), "'eagle_config' must be an object"),
+    "vLLM's layers begin at 0": (*top(EAGLE, eagle_aux_hidden_state_layer_ids=[-1, 2, 3]), "must be a list of layer"),
+    "one feature of two": (
+        *inside("dflash_config", DFLASH, target_layer_ids=[1]),
+        "fc.weight is .64, 128. in .*, not .64, 64.",
+    ),
+    "mask missing": (
+        DFLASH,
+        without(flat(config_of(DFLASH)), "mask_token_id"),
+        "'dflash_config.mask_token_id' must be",
+    ),
+    "sampled from the anchor": (
+        *top(DFLASH, sample_from_anchor=True),
+        "'sample_from_anchor' is True",
+    ),
+    "wider target": (*top(DFLASH, target_hidden_size=128), "target_hidden_size 128 is not supported"),
+    "DFly": (*top(DFLASH, architectures=["Qwen3DFlyModel"]), "AngelSlim's DFly: drafters of architecture Qwen3DFlyM"),
+    "Domino": (*top(DFLASH, architectures=["DominoDraftModel"]), "SpecForge's Domino: "),
+    "DFlash2": (*top(DFLASH, architectures=["DFlash2DraftModel"]), "z-lab's DFlash2: drafters of architecture DFlash2"),
+    "P-EAGLE": (*top(EAGLE, architectures=["PEagleDraftModel"]), "P-EAGLE: drafters of architecture PEagleDraftModel"),
+    "P-EAGLE of speculators": (*top(EAGLE, speculators_model_type="peagle"), "speculators' peagle: drafters of specul"),
+    "DSpark of speculators": (DFLASH, SPECULATORS_DFLASH | {"speculators_model_type": "dspark"}, "speculators' dspark"),
+    "Medusa": (*top(DFLASH, architectures=[], medusa_num_heads=4), "Medusa: drafters with the key 'medusa_num_heads'"),
+    "Medusa by type": (*top(DFLASH, architectures=None, model_type="medusa"), "Medusa: drafters of model_type medusa"),
+    "MTP": (*top(DFLASH, architectures=["Qwen3NextMTP"]), r"multi-token prediction layer \(MTP\): drafters of arch"),
+    "EAGLE-1 by name": (*top(EAGLE, architectures=["EagleLlamaForCausalLM"]), "EAGLE-1 or EAGLE-2: drafters of arch"),
+    "Gemma's": (*top(DFLASH, architectures=["Gemma4DSparkModel"]), "a drafter for Gemma targets: "),
+    "another EAGLE-3": (*top(EAGLE, architectures=["Eagle3DeepseekV2ForCausalLM"]), "an EAGLE-3 of other layers: "),
+}
+
+
+@pytest.mark.parametrize("name, config, message", REFUSED.values(), ids=REFUSED)
+def test_what_changes_drafts_and_is_not_read_is_refused_by_name(write, name, config, message):
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        load(write(name, config))
+
+
+def test_eagles_first_generations_are_known_by_their_tensors(write):
+    config = without(config_of(EAGLE), "draft_vocab_size") | {"architectures": ["LlamaForCausalLM"], "bias": False}
+    tensors = {name.replace("midlayer.", "layers.0."): value for name, value in tensors_of(EAGLE).items()}
+    with pytest.raises(ConfigError, match="EAGLE-1, EAGLE-2 or HASS: .* are not read .read are DFlashDraftModel"):
+        feature_kind(write(EAGLE, config, tensors))
+
+
+@pytest.mark.parametrize("name", [DFLASH, DSPARK, EAGLE])
+def test_what_transformers_writes_is_known(write, name, caplog):
+    from transformers import LlamaConfig, Qwen3Config
+
+    written = json.loads(json.dumps({**LlamaConfig().to_dict(), **Qwen3Config().to_dict()}))
+    load(write(name, without(written, "head_dim") | config_of(name)))
+    assert "not known" not in caplog.text
+
+
+def test_what_nobody_knows_is_named_in_one_line(write, caplog):
+    load(
+        write(DSPARK, config_of(DSPARK) | {"a_note": "x", "empty": [], "off": False, "nothing": None, "layers_used": 3})
+    )
+    [record] = caplog.records
+    assert "config.json: not known and not read: 'a_note', 'layers_used'; look there" in record.getMessage()
+
+
+def test_guesses_are_said(write, caplog):
+    load(write(EAGLE, config_of(EAGLE) | {"architectures": ["Eagle3LlamaForCausalLM"], "rope_theta": 1e6}))
+    layers, theta = (record.getMessage() for record in caplog.records)
+    assert "names no feature layers; read are EAGLE-3's own, the outputs of layers 1, 3, 4" in layers
+    assert "rope_theta 1e+06, but drafters of this name were trained with 10000; try --rope-theta-drafter 1" in theta
+    caplog.clear()
+    load(write(EAGLE, config_of(EAGLE) | {"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "rope_theta": 1e6}))
+    load(FIELD / DFLASH)
+    assert not caplog.records
+
+
+@pytest.mark.long
+def test_a_drafter_runs_with_another_theta(write):
+    """Engines that share their programs, as a benchmark's do."""
+    folder = write(EAGLE, config_of(EAGLE) | {"rope_theta": 10.0})
+    pool = EnginePool(FIELD / "qwen3_a", folder)
+    prompt = [int(n) for n in np.random.default_rng(0).integers(3, 150, 40)]
+
+    def drafts(method: str) -> list[list[int]]:
+        [variant] = parse_method(method)
+        config = variant.config(GenerationConfig(max_new_tokens=12, ignore_eos=True))
+        pool.prepare(variant, config)
+        return [round.drafted for round in pool.get(variant, config).generate([prompt], config)[0].rounds]
+
+    published_theta = "eagle3:spec_len=3,rope_theta_drafter=10000"
+    assert drafts("eagle3:spec_len=3") != drafts(published_theta)
+    trained = FailFast(target(), FIELD / EAGLE).generate([prompt], spec_len=3, max_new_tokens=12, ignore_eos=True)[0]
+    assert drafts(published_theta) == [round.drafted for round in trained.rounds]
+
+
+def test_a_theta_that_no_drafter_takes_is_refused():
+    for theta in (0.0, -1.0, float("nan"), float("inf"), True):
+        with pytest.raises(OptionError, match="--rope-theta-drafter .*: must be a positive number"):
+            FailFast(target(), FIELD / EAGLE, rope_theta_drafter=theta)
+    for drafter in (None, FIELD / "sdar_a", target()):
+        with pytest.raises(OptionError, match="--rope-theta-drafter 10.0: only for the folder of a drafter that reads"):
+            FailFast(target(), drafter, rope_theta_drafter=10.0)
+    with pytest.raises(OptionError, match="--rope-theta-drafter 10.0: --method lookup drafts without a model"):
+        load_pair("nowhere", method="lookup", rope_theta_drafter=10.0)
+
+
+def test_a_folders_lookups_are_not_put_in_front_of_what_was_asked_for(write):
+    """What is asked for explicitly is what runs; lengths and thresholds that suit the drafter stay."""
+    decoding = {"any": {"lookup_min": 2, "min_gain": 1.0, "spec_len": 3, "policy": "fixed"}}
+    engine = FailFast(target(), write(DSPARK, config_of(DSPARK) | {"decoding": decoding}))
+
+    def drafter(**options: Any) -> Any:
+        return engine.build_drafter(GenerationConfig("failfast", **options))
+
+    assert isinstance(drafter(), Hybrid)  # nothing was asked for
+    for options in ({"policy": "fixed"}, {"tau": 0.3}, {"rule": "congestion"}, {"max_spec_len": 6}, {"reuse": True}):
+        chosen = drafter(**options)
+        assert not isinstance(chosen, Hybrid) and not isinstance(getattr(chosen, "model", None), Hybrid), options
+    assert drafter(policy="fixed").spec_len == drafter(tau=0.3).spec_len == 3
+    assert drafter(acceptance="rejection").sampled
+    hybrids = [drafter(lookup_min=4), drafter(min_gain=0.5), drafter(tau=0.3, lookup_min=2)]
+    assert all(isinstance(hybrid, Hybrid) for hybrid in hybrids)
+    assert [float(hybrid.min_gain) for hybrid in hybrids] == [1.0, 0.5, 1.0]
+    engine.decoding = {"policy": "fixed", "schedule": "wide", "lookup_min": 2}  # as a settings file has them
+    assert isinstance(drafter(tau=0.3), Hybrid)
+    engine.decoding = {"policy": "auto"}
+    assert drafter(tau=0.3).spec_len == drafter(acceptance="rejection").spec_len == 7

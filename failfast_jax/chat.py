@@ -17,7 +17,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
-from failfast_jax.errors import OptionError, printable_lines
+from failfast_jax.errors import OptionError, PromptTooLong, printable_lines
 from failfast_jax.files import read_stream
 from failfast_jax.options import CommandOptions, add_flags_of, option
 from failfast_jax.results import fate
@@ -139,7 +139,9 @@ class Chat:
             finished = answer.result()
             print(" [stopped]" if finished.finish_reason == "cancelled" else "", flush=True)
             if finished.finish_reason == "length":
-                print("[the answer reached its limit: see --max-new-tokens and --context]", file=sys.stderr)
+                full = len(finished.prompt_ids) + len(finished.output_ids) >= self.queue.capacity
+                limit = "--context; /reset forgets the conversation" if full else "--max-new-tokens"
+                print(f"[the answer reached its limit: see {limit}]", file=sys.stderr)
             self.messages = [*messages, {"role": "assistant", "content": finished.text}]
             self.answers.append(finished)
 
@@ -236,7 +238,11 @@ def talk(chat: Chat) -> None:
                 elif line:
                     chat.say(line)
             except ValueError as error:  # the conversation is as it was before
-                print(f"error: {printable_lines(error)}", file=sys.stderr)
+                full = isinstance(error, PromptTooLong) and any(turn["role"] == "user" for turn in chat.messages)
+                print(
+                    f"error: {printable_lines(error)}{'; /reset forgets the conversation' if full else ''}",
+                    file=sys.stderr,
+                )
 
 
 def build_parser() -> argparse.ArgumentParser:

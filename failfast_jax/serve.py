@@ -16,7 +16,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.errors import OptionError
 from failfast_jax.options import add_flags_of
-from failfast_jax.serving.options import ServeOptions, refuse_diffusion
+from failfast_jax.serving.options import BACKLOG, ServeOptions, refuse_diffusion
 from failfast_jax.templates import has_template
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """A socket that listens: from now on the port is taken. Clients that come early wait until they are served.
 
     Raises:
       OptionError: the address cannot be used.
@@ -50,6 +50,8 @@ def listen(host: str, port: int) -> socket.socket:
         found = socket.socket(family, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
+        # At once: with SO_REUSEADDR two sockets may be bound to one port as long as neither listens.
+        found.listen(BACKLOG)
     except OSError as error:
         raise OptionError(f"--host {host} --port {port}: {error.strerror or error}") from None
     return found
@@ -70,13 +72,13 @@ def _work(args: argparse.Namespace) -> None:
     refuse_diffusion(args.method)
     for name in NEEDED:
         command.needed(name, "the server", "serve")
-    from failfast_jax.serving.server import BACKLOG, Server, signals_end, url_of
+    from failfast_jax.serving.server import Server, signals_end, url_of
 
     config = config_of(args, exact=args.exact, max_new_tokens=options.max_new_tokens)
     if not distributed.speaks():
         _follow(args, config, options)
         return
-    key = options.key()
+    key, _ = options.key(), options.origins()
     listening = listen(options.host, options.port)
     with listening:
         address = listening.getsockname()[0]
@@ -86,7 +88,6 @@ def _work(args: argparse.Namespace) -> None:
             name = options.model_name or os.path.basename(str(queue.engine.target_name).rstrip("/"))
             server = Server(queue, options, name)
             with signals_end(server):
-                listening.listen(BACKLOG)  # before it is said
                 progress.note(f"serving {name} at {url_of(listening)}/v1")
                 if options.port == 0:
                     print(f"{url_of(listening)}/v1", flush=True)

@@ -15,11 +15,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from failfast_jax import __version__
 from failfast_jax.errors import PromptError, PromptTooLong
 from failfast_jax.serving.exchange import Exchange, Gone
-from failfast_jax.serving.limits import BodyLimit
+from failfast_jax.serving.limits import BodyLimit, Door, refusal
 from failfast_jax.serving.logprobs import Spelling
 from failfast_jax.serving.metrics import CountedResponses, Metrics
 from failfast_jax.serving.options import ServeOptions
@@ -134,7 +135,7 @@ class Service:
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "top_k": request.top_k or 0,
             "seed": secrets.randbelow(SEEDS) if request.seed is None else request.seed % SEEDS,
-            "ignore_eos": request.ignore_eos,
+            "ignore_eos": bool(request.ignore_eos),
             "max_new_tokens": request.limit or self.options.max_new_tokens,
             "stop": request.stops,
             "logprobs": request.best_tokens,
@@ -151,7 +152,7 @@ class Service:
         await exchange.submit(functools.partial(self.asked, request))
         prompts = exchange.choices // (request.n or 1)
         if request.stream:
-            usage = request.stream_options is not None and request.stream_options.include_usage
+            usage = request.stream_options is not None and bool(request.stream_options.include_usage)
             stream = self._events(exchange, reply, prompts if usage else 0)
             return _Events(exchange, stream)
         async with exchange:
@@ -203,12 +204,12 @@ def build_app(queue: Queue, options: ServeOptions, model: str) -> fastapi.FastAP
       model: what the model is called in the API.
 
     Raises:
-      OptionError: see `ServeOptions.key`.
+      OptionError: see `ServeOptions.key` and `ServeOptions.origins`.
     """
     service = Service(queue, options, model)
-    app = fastapi.FastAPI(title="FailFast for JAX", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(BodyLimit, most=options.max_body)
-    app.add_middleware(CountedResponses, metrics=service.metrics)
+    pages = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
+    app = fastapi.FastAPI(title="FailFast for JAX", version=__version__, **pages)
+    _add_middleware(app, service)
     _add_error_handlers(app)
     bearer = HTTPBearer(auto_error=False)
 
@@ -261,11 +262,20 @@ ANSWERS = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
 
+def _add_middleware(app: fastapi.FastAPI, service: Service) -> None:
+    """Adds what sees a request before its route does, the last one first."""
+    app.add_middleware(Door, check_key=service.check_key if service.keyed else None)
+    app.add_middleware(BodyLimit, most=service.options.max_body)
+    app.add_middleware(CountedResponses, metrics=service.metrics)
+    if origins := service.options.origins():
+        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
+        app.add_middleware(CORSMiddleware, allow_origins=origins, **allowed)
+
+
 def _add_error_handlers(app: fastapi.FastAPI) -> None:
     @app.exception_handler(RequestError)
     async def refused(_: fastapi.Request, error: RequestError) -> JSONResponse:
-        body = error_body(str(error), error.status, error.param, error.code)
-        return JSONResponse(body, status_code=error.status, headers=error.headers)
+        return refusal(error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: fastapi.Request, error: RequestValidationError) -> JSONResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from typing import Any
 
 from failfast_jax.drafters import DIFFUSION_METHOD
@@ -11,6 +12,8 @@ from failfast_jax.errors import OptionError
 from failfast_jax.files import user_path
 from failfast_jax.options import CommandOptions, option
 
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 KEY_VARIABLE = "FAILFAST_API_KEY"
 """Environment variable: the key that requests must bring."""
 
@@ -62,6 +65,9 @@ class ServeOptions(RowOptions):
     port: int = option(8000, "port to listen at; 0: a free one, with the address on stdout", least=0, most=65535)
     model_name: str | None = option(None, "what the model is called in the API (the target's name)")
     api_key_file: str | None = option(None, f"file with the key that requests must bring (or set {KEY_VARIABLE})")
+    cors_origin: str | None = option(
+        None, "origin of web pages that may call the server (http://localhost:3000), or several with commas; *: any"
+    )
     waiting: int = option(64, "most requests that wait for a row; more are told to come again", least=1, most=65536)
     max_new_tokens: int = option(512, "tokens of an answer to a request that names no limit", least=1, most=2**24)
     timeout: float = option(600.0, "seconds from a request to the end of its answer", least=0.01, most=86400)
@@ -74,6 +80,18 @@ class ServeOptions(RowOptions):
         most=20,
     )
     grace: int = option(30, "seconds that answers are given to end when the server is told to", least=0, most=86400)
+
+    def origins(self) -> list[str]:
+        """Origins of pages that browsers let call the server.
+
+        Raises:
+          OptionError: no origin.
+        """
+        origins = [] if self.cors_origin is None else [origin.strip() for origin in self.cors_origin.split(",")]
+        for origin in origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise OptionError(f"--cors-origin {origin}: must be * or like http://localhost:3000, without a path")
+        return origins
 
     def key(self) -> str | None:
         """The key that requests must bring; None: they need not.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -93,15 +93,49 @@ def explained(errors: Sequence[dict[str, Any]]) -> tuple[str, str | None]:
     return f"{place or 'the body'}: {said}", place or None
 
 
+NEUTRAL = {
+    "min_p": [0],
+    "repetition_penalty": [1],
+    "length_penalty": [1],
+    "use_beam_search": [False],
+    "skip_special_tokens": [True],
+    "add_generation_prompt": [True],
+    "modalities": [["text"]],
+    "function_call": ["none", "auto"],
+    "functions": [[]],
+}
+"""Arguments that are not served, and values with which they change nothing."""
+
+
+def _is_nothing(value: Any) -> bool:
+    """True for null, an empty text, and lists and objects of nothing else."""
+    if isinstance(value, (list, dict)):
+        return all(map(_is_nothing, value.values() if isinstance(value, dict) else value))
+    return value is None or value == ""
+
+
+def _kept(kind: type[pydantic.BaseModel], body: Any, asks_nothing: Callable[[str, Any], bool]) -> Any:
+    """A body without unknown fields that ask for nothing."""
+    if not isinstance(body, dict):
+        return body
+    return {name: value for name, value in body.items() if name in kind.model_fields or not asks_nothing(name, value)}
+
+
 class _Body(pydantic.BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, body: Any) -> Any:
+        """Drops unknown fields that ask for nothing: many clients send every field that they know."""
+        return _kept(cls, body, lambda name, value: value is None or value in NEUTRAL.get(name, ()))
 
 
 class StreamOptions(_Body):
     """How an answer is streamed."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class _Request(_Body):
@@ -117,7 +151,7 @@ class _Request(_Body):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ignore_eos: bool = Field(default=False, description="not OpenAI's: go on after stop tokens")
+    ignore_eos: bool | None = Field(default=None, description="not OpenAI's: go on after stop tokens")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -125,6 +159,9 @@ class _Request(_Body):
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
 
     @model_validator(mode="after")
     def _served(self) -> _Request:
@@ -185,17 +222,30 @@ class TextPart(_Body):
 
 
 class ChatMessage(_Body):
-    """One turn of a conversation."""
+    """One turn of a conversation, also as clients send back an answer: with whatever else was null in it."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)]
     name: str | None = None
+    annotations: list[dict[str, Any]] | None = None
+    reasoning_content: str | None = Field(default=None, description="not OpenAI's: for templates that write it")
+    reasoning: str | None = Field(default=None, description="another name of reasoning_content")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_content(cls, message: Any) -> Any:
+        """Drops unknown fields that are empty; an answer without a word has the content null, or none."""
+        message = _kept(cls, message, lambda _, value: _is_nothing(value))
+        wordless = isinstance(message, dict) and message.get("role") == "assistant" and not message.get("content")
+        return {**message, "content": ""} if wordless else message
 
     @property
     def plain(self) -> dict[str, str]:
         """The message as chat templates take it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        thought = self.reasoning_content or self.reasoning
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content} | ({"reasoning_content": thought} if thought else {})
 
 
 class ChatRequest(_Request):

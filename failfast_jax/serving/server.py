@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import functools
+import logging
 import signal
 import socket
 import threading
@@ -15,13 +18,18 @@ import uvicorn
 
 from failfast_jax import progress
 from failfast_jax.serving.app import build_app
-from failfast_jax.serving.options import ServeOptions
+from failfast_jax.serving.connections import KEEP_ALIVE_S, Connection, evict, room
+from failfast_jax.serving.options import BACKLOG, ServeOptions
 from failfast_jax.serving.queue import Queue
 
-KEEP_ALIVE_S = 75
-"""Seconds that an idle connection stays open: longer than clients keep theirs, so that none meets a closing one."""
-BACKLOG = 2048
-"""Connections that may wait to be accepted."""
+logger = logging.getLogger("failfast_jax")
+
+ACCEPTED_AT_ONCE = 16
+"""Connections that are accepted before anything else is done. Asyncio tries as many times, each time with a report,
+when no more files may be opened."""
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+SELDOM_S = 60.0
+"""Seconds between two warnings of that."""
 LAST_WORDS_S = 2
 """Seconds for telling clients that their answers are cut off."""
 
@@ -46,10 +54,12 @@ class Server(uvicorn.Server):
         settings["log_config"] = None  # whose process it is says where to: uvicorn's own would close others' handlers
         # Not uvloop, if somebody has installed it: with it a process of some hundreds did not hear its signal.
         settings["loop"] = "asyncio"
+        connection = functools.partial(Connection, most=room())
+        settings |= {"http": connection, "ws": "none", "backlog": ACCEPTED_AT_ONCE}
         # Should all else fail.
         settings["timeout_graceful_shutdown"] = options.grace + 2 * LAST_WORDS_S
-        super().__init__(uvicorn.Config(app, log_level="warning", backlog=BACKLOG, **settings))
-        self._queue, self._grace, self._cut = queue, options.grace, 0
+        super().__init__(uvicorn.Config(app, log_level="warning", **settings))
+        self._queue, self._grace, self._cut, self._warned = queue, options.grace, 0, -SELDOM_S
         self.signals: list[int] = []
 
     def handle_exit(self, sig: int, frame: Any) -> None:
@@ -67,7 +77,21 @@ class Server(uvicorn.Server):
         are marked as TCP's, and those of others look like any stream's."""
         for listening in sockets or ():
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        asyncio.get_running_loop().set_exception_handler(self._trouble)
         await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(BACKLOG)  # uvicorn has just set it to `ACCEPTED_AT_ONCE`
+
+    def _trouble(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A handler of errors that nobody awaits. Where no file may be opened any more, connections without a request
+        make room; asyncio accepts again after a second."""
+        if getattr(context.get("exception"), "errno", None) not in EXHAUSTED:
+            loop.default_exception_handler(context)
+            return
+        evict(self.server_state.connections, 1)
+        if loop.time() - self._warned >= SELDOM_S:
+            self._warned = loop.time()
+            logger.warning("connections wait: %s; raise the limit of open files (ulimit -n)", context["exception"])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends what was begun, for as long as `grace` says."""

@@ -7,6 +7,7 @@ import dataclasses
 import re
 import subprocess
 import time
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,18 @@ class HarnessPieces(ChatPieces):
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [2] * add_special_tokens + super().__call__(text)["input_ids"]}
+
+
+class NoQueue(Queue):
+    """Nobody asks it for an answer."""
+
+    healthy, unfinished = True, 0
+
+    def __init__(self):
+        self.engine = types.SimpleNamespace(tokenizer=BytePieces())
+
+    def close(self, *, drain: bool = False) -> None:
+        pass
 
 
 def chat_engine() -> FailFast:

@@ -158,8 +158,16 @@ def test_a_conversation_that_is_too_long_says_so_and_stays(talker, monkeypatch, 
     talker.reset()
     monkeypatch.setattr(sys, "stdin", io.StringIO("a" * 400 + "\nabc\n"))
     talk(talker)
-    assert "error: the prompt has" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "error: the prompt has" in said and "/reset" not in said  # there is nothing to forget
     assert [message["content"] for message in talker.messages[1:2]] == ["abc"]
+    monkeypatch.setattr(talker, "options", dataclasses.replace(talker.options, max_new_tokens=400))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n" * 30))
+    talk(talker)
+    said = capsys.readouterr().err
+    assert "[the answer reached its limit: see --context; /reset forgets the conversation]" in said
+    full = [line for line in said.splitlines() if line.startswith("error: the prompt has")]
+    assert full and all(line.endswith("; /reset forgets the conversation") for line in full)
 
 
 def test_what_cannot_be_served_is_said(capsys):

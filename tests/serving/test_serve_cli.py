@@ -125,9 +125,19 @@ REFUSED = {
     "--api-key-file /nowhere/key": "--api-key-file /nowhere/key: cannot be read",
     "--host 203.0.113.1": "--host 203.0.113.1 --port 8000: ",
     f"--method dllm --target {TARGET}": "--method dllm: a queue serves targets that write token by token",
+    "--cors-origin here": "--cors-origin here: must be * or like http://localhost:3000, without a path",
     "--logprobs 21": "--logprobs 21: must be in [0, 20]",
     f"--target {TARGET} --method lookup --port 0": "has no tokenizer, and a server speaks text",
 }
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "load_engine", lambda args, method: pytest.fail("something was loaded"))
+    with serve.listen("127.0.0.1", 0) as first:  # as the other server does, before it loads
+        port = first.getsockname()[1]
+        assert serve.main(["--port", str(port), "--method", "lookup"]) == 2
+    said = capsys.readouterr().err
+    assert f"--host 127.0.0.1 --port {port}: Address already in use" in said
 
 
 @pytest.mark.parametrize("words, message", REFUSED.items(), ids=REFUSED.values())

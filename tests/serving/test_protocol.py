@@ -1,0 +1,148 @@
+"""Requests as clients send them: empty fields, other origins, needless slashes; and the key, which is checked first."""
+
+from __future__ import annotations
+
+import pytest
+
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+
+import pydantic  # noqa: E402
+from openai.types.chat import ChatCompletionMessage  # noqa: E402
+from served import NoQueue  # noqa: E402
+
+from failfast_jax.errors import OptionError  # noqa: E402
+from failfast_jax.serving.options import ServeOptions  # noqa: E402
+from failfast_jax.serving.protocol import ChatRequest, CompletionRequest, explained  # noqa: E402
+from failfast_jax.serving.server import background  # noqa: E402
+
+KEY = "a key"
+USER = {"role": "user", "content": "a"}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """A server whose requests need a key; pages of two origins may call it."""
+    file = tmp_path_factory.mktemp("key") / "key"
+    file.write_text(KEY)
+    origins = "http://localhost:3000, chrome-extension://abc"
+    options = ServeOptions(api_key_file=str(file), cors_origin=origins, grace=0, max_body=100)
+    with background(NoQueue(), options, "tiny") as (_, url):
+        yield url
+
+
+def answers() -> list[dict]:
+    """An assistant's turns as clients send them back."""
+    told = {"role": "assistant", "content": "b"}
+    whole = ChatCompletionMessage(**told, tool_calls=[], annotations=[], audio=None).model_dump()
+    empty = {"refusal": "", "function_call": {}, "provider_specific_fields": {"refusal": None}, "audio": None}
+    return [
+        whole,
+        ChatCompletionMessage(role="assistant").model_dump(),
+        told | empty,
+        {"role": "assistant", "content": None, "tool_calls": None, "reasoning_content": None},
+        {"role": "assistant", "content": [], "reasoning": ""},
+        {"role": "assistant"},
+        told | {"annotations": [{"type": "url_citation"}], "name": "x"},
+    ]
+
+
+@pytest.mark.parametrize("message", answers())
+def test_answers_may_be_sent_back_as_they_came(message):
+    request = ChatRequest.model_validate({"messages": [USER, message, USER]})
+    assert request.messages[1].plain == {"role": "assistant", "content": message.get("content") or ""}
+
+
+def test_a_thought_reaches_the_template():
+    for name in ("reasoning_content", "reasoning"):
+        turn = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": "b", name: "why"}]}).messages[
+            0
+        ]
+        assert turn.plain == {"role": "assistant", "content": "b", "reasoning_content": "why"}
+
+
+def test_what_asks_for_nothing_is_taken():
+    nothing = {"functions": [], "prediction": None, "audio": None, "web_search_options": None, "x": None}
+    neutral = {"min_p": 0.0, "repetition_penalty": 1, "modalities": ["text"], "function_call": "auto", "tools": []}
+    hints = {"user": "u", "store": False, "metadata": {}, "prompt_cache_key": "k", "safety_identifier": "s", "stop": []}
+    flags = {"stream_options": None, "ignore_eos": None, "logit_bias": {}, "n": None, "response_format": None}
+    ChatRequest.model_validate({"messages": [USER], **nothing, **neutral, **hints, **flags})
+    streamed = {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": None}}
+    CompletionRequest.model_validate({"prompt": "\n", "echo": None, "suffix": "", **neutral, **streamed})
+
+
+@pytest.mark.parametrize(
+    "message, more, said",
+    [
+        ({"role": "assistant", "refusal": "no"}, {}, "messages.0.refusal: is not served"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, {}, "messages.0.tool_calls: is not served"),
+        (
+            {"role": "user", "content": None},
+            {},
+            "messages.0.content: must be valid UTF-8 text, or a list of text parts",
+        ),
+        (USER, {"min_p": 0.1}, "min_p: is not served"),
+        (USER, {"repetition_penalty": 1.1}, "repetition_penalty: is not served"),
+        (USER, {"reasoning_effort": "high"}, "reasoning_effort: is not served"),
+        (USER, {"skip_special_tokens": False}, "skip_special_tokens: is not served"),
+        (USER, {"functions": [{"name": "f"}]}, "functions: is not served"),
+        (USER, {"temprature": 0}, "temprature: is not served"),
+    ],
+)
+def test_what_would_change_the_text_is_refused_by_name(message, more, said):
+    with pytest.raises(pydantic.ValidationError) as error:
+        ChatRequest.model_validate({"messages": [message], **more})
+    first, *_ = error.value.errors()
+    assert explained([{**first, "loc": ("body", *first["loc"])}])[0] == said
+
+
+def test_the_key_is_looked_at_before_the_json(url):
+    for content in (b"{not JSON", b"{}", b"x"):
+        for path in ("completions", "/chat/completions/", "models", "nothing", "/"):
+            method = "GET" if path == "models" else "POST"
+            answer = httpx.request(method, f"{url}/v1/{path}", content=content)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert httpx.post(f"{url}//v1/completions", content=b"{").status_code == 401
+    wrong = httpx.post(f"{url}/v1/completions", content=b"{", headers={"Authorization": f"Basic {KEY}"})
+    assert wrong.status_code == 401
+    headers = {"Authorization": f"bearer {KEY}", "Content-Type": "application/json"}
+    assert "the body is not JSON" in httpx.post(f"{url}/v1/completions", content=b"{", headers=headers).text
+    assert httpx.post(f"{url}/v1/completions", content=b"x" * 1000, headers=headers).status_code == 413
+
+
+def test_slashes_too_many_change_nothing(url):
+    with openai.OpenAI(base_url=f"{url}/v1/", api_key=KEY, max_retries=0) as client:
+        assert client.models.list().data[0].id == "tiny"
+    headers = {"Authorization": f"Bearer {KEY}"}
+    for path in ("/v1/models/", "//v1//models", "/v1/models/tiny/"):
+        assert httpx.get(f"{url}{path}", headers=headers).status_code == 200
+    assert httpx.post(f"{url}/v1/completions/", json={}, headers=headers).json()["error"]["param"] == "prompt"
+    for path in ("/health/", "//health", "/openapi.json/"):
+        assert httpx.get(f"{url}{path}").status_code == 200
+
+
+def test_pages_of_named_origins_may_call(url):
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    for origin in ("http://localhost:3000", "chrome-extension://abc"):
+        answer = httpx.options(f"{url}/v1/chat/completions", headers={"Origin": origin, **asks})
+        assert answer.status_code == 200 and answer.headers["Access-Control-Allow-Origin"] == origin
+        assert "authorization" in answer.headers["Access-Control-Allow-Headers"].lower()
+        refused = httpx.post(f"{url}/v1/completions", json={}, headers={"Origin": origin})  # pages read errors, too
+        assert refused.status_code == 401 and refused.headers["Access-Control-Allow-Origin"] == origin
+    other = httpx.options(f"{url}/v1/chat/completions", headers={"Origin": "http://elsewhere", **asks})
+    assert other.status_code == 400 and "Access-Control-Allow-Origin" not in other.headers
+
+
+def test_origins_are_off_unless_they_are_named():
+    assert ServeOptions().origins() == [] and ServeOptions(cors_origin="*").origins() == ["*"]
+    for origin in ("localhost:3000", "http://here/", "http://here,", ""):
+        with pytest.raises(OptionError, match="--cors-origin .*: must be \\* or like http://localhost:3000"):
+            ServeOptions(cors_origin=origin).origins()
+    with background(NoQueue(), ServeOptions(grace=0), "tiny") as (_, url):
+        asks = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST"}
+        answer = httpx.options(f"{url}/v1/chat/completions", headers=asks)
+        assert answer.status_code == 405 and "Access-Control-Allow-Origin" not in answer.headers

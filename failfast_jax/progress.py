@@ -4,6 +4,7 @@ file a line a minute."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import threading
@@ -137,6 +138,12 @@ def note(message: str) -> None:
     """A line on stderr, above the bar if there is one, unless quiet."""
     if _verbosity != QUIET:
         tqdm.write(printable_lines(message), file=sys.stderr)
+
+
+@functools.lru_cache(maxsize=256)
+def warn_once(message: str) -> None:
+    """Logs a warning that concerns a file, however often that file is read."""
+    logging.getLogger("failfast_jax").warning("%s", message)
 
 
 @contextlib.contextmanager

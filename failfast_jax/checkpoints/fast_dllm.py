@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.checkpoints import deepspec, mapping
-from failfast_jax.checkpoints.loading import MASK_TOKEN
+from failfast_jax.checkpoints.settings import MASK_TOKEN
 from failfast_jax.errors import ConfigError
 from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
 

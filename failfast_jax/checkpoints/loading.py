@@ -21,18 +21,17 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from failfast_jax.checkpoints import mapping, native, safetensors
+from failfast_jax.checkpoints import mapping, native, safetensors, tensor_names
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.parameters import Skeleton
+from failfast_jax.checkpoints.settings import read_settings
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import is_there, read_json
 from failfast_jax.models import quantization, sharding
-from failfast_jax.models.config import ModelConfig, eos_ids, resolve_mask_token
+from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.platforms import memory_explained
 from failfast_jax.progress import PATIENCE_S, progress_bar
 
-MASK_TOKEN = "|<MASK>|"
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
 Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 Convert = Callable[[str, jax.Array], dict[str, jax.Array]]
@@ -244,14 +243,7 @@ def open_source(path_or_hub_id: str | os.PathLike[str]) -> Source:
         return _open_file(path)
     if path.name.endswith(native.PARTIAL):
         raise CheckpointError(f"{path}: an unfinished conversion; run the conversion again")
-    if not is_there(path / "config.json"):
-        if (path / native.PARAMS).is_dir():
-            raise CheckpointError(f"{path}: an unfinished conversion (no config.json); run the conversion again")
-        hint = "expected a Hugging Face folder or one written by python -m convert"
-        if gguf := sorted(path.glob("*.gguf")):
-            hint = f"to load a GGUF file pass its path, such as {gguf[0]}"
-        raise CheckpointError(f"{path}: no config.json; {hint}")
-    raw, config = read_config(path)
+    raw, config = read_settings(path)
     if native.FORMAT_KEY in raw:
         if raw[native.FORMAT_KEY] != native.FORMAT:
             raise CheckpointError(
@@ -259,7 +251,11 @@ def open_source(path_or_hub_id: str | os.PathLike[str]) -> Source:
                 "convert the model again"
             )
         return Source(path, "native", config, raw)
-    return Source(path, "hf", config, raw, mapping.HF_TABLE, safetensors.folder_tensors(path))
+    tensors = tensor_names.as_saved(safetensors.folder_tensors(path), path)
+    if config.tie_embeddings:
+        tensors, tied = tensor_names.with_head(tensors)
+        config, raw = dataclasses.replace(config, tie_embeddings=tied), raw | {"tie_word_embeddings": tied}
+    return Source(path, "hf", config, raw, mapping.HF_TABLE, tensors)
 
 
 def _open_file(path: Path) -> Source:
@@ -278,43 +274,6 @@ def _open_file(path: Path) -> Source:
             "use a safetensors version of the model"
         )
     raise CheckpointError(f"{path}: not a folder and not a .gguf file")
-
-
-def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
-    """`config.json` as it is, and parsed.
-
-    Stop tokens are those of `config.json` and `generation_config.json` together (some models list
-    their end-of-turn token only in the second); of the latter nothing else counts.
-
-    Raises:
-      ConfigError: a file is not valid JSON or the configuration cannot be served.
-    """
-    where = folder / "config.json"
-    raw = read_json(where)
-    config = ModelConfig.from_dict(raw, str(where))
-    stops = config.eos_token_ids
-    if (generation := folder / "generation_config.json").is_file():
-        stops += eos_ids(read_json(generation).get("eos_token_id"), str(generation))
-    config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(stops)))
-    needs_mask = config.is_diffusion and config.mask_token_id is None
-    return raw, resolve_mask_token(config, _tokenizer_mask(folder) if needs_mask else None, str(where))
-
-
-def _tokenizer_mask(folder: Path) -> int | None:
-    """Id of the token `|<MASK>|`, from whichever tokenizer file lists it."""
-    for name in ("tokenizer_config.json", "added_tokens.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            continue
-        raw = read_json(folder / name)
-        for key, entry in (raw.get("added_tokens_decoder") or {}).items():
-            if entry.get("content") == MASK_TOKEN:
-                return int(key)
-        if name == "added_tokens.json" and MASK_TOKEN in raw:
-            return int(raw[MASK_TOKEN])
-        for entry in raw.get("added_tokens") or []:
-            if entry.get("content") == MASK_TOKEN:
-                return int(entry["id"])
-    return None
 
 
 def _skeleton(config: ModelConfig, dtype: np.dtype) -> Skeleton:

@@ -199,8 +199,6 @@ def make_plan(
 ) -> Plan:
     """Matches a checkpoint's tensors with the model's parameters, by names and shapes.
 
-    A tied model ignores an output head of the embedding's shape: some checkpoints store it twice.
-
     Raises:
       CheckpointError: a missing, unexpected or mis-shaped tensor, each named.
     """
@@ -210,8 +208,6 @@ def make_plan(
     known: set[str] = set()
     for key, path, slot in table.entries(config.num_layers):
         if path not in shapes:
-            if path == "head.weight" and key in tensors and tensors[key].shape == shapes["embed"]:
-                known.add(key)
             continue
         known.add(key)
         if key not in tensors:

@@ -11,13 +11,16 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from failfast_jax.checkpoints import quantised
 from failfast_jax.checkpoints.mapping import StoredTensor
 from failfast_jax.errors import CheckpointError
 from failfast_jax.files import is_there, read_json
@@ -95,6 +98,9 @@ def file_tensors(path: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dict[st
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is no JSON object: corrupt or not a safetensors file")
     header.pop("__metadata__", None)
+    stored = [(name, str(entry.get("dtype"))) for name, entry in header.items() if isinstance(entry, dict)]
+    if {dtype for _, dtype in stored} - {*DTYPES} and (method := quantised.of_tensors(stored)):
+        raise CheckpointError(f"{path}: {quantised.refusal(method)}")
     tensors = {name: _tensor(path, name, entry, 8 + length, size, dtypes) for name, entry in header.items()}
     places = sorted((*map(int, entry["data_offsets"]), name) for name, entry in header.items())
     for (_, end, one), (start, _, other) in itertools.pairwise(places):
@@ -162,11 +168,14 @@ def _no_weights(folder: Path) -> str:
         return sorted(path.name for pattern in patterns for path in folder.glob(pattern))
 
     if pickled := names("*.bin", "*.pt", "*.pth", "*.ckpt"):
-        return (
+        refused = (
             f"{folder}: only pickled weights ({', '.join(pickled[:3])}), which are refused because unpickling runs "
-            "whatever code the file contains; use a safetensors version of the model, or convert the file without "
-            f"running its code: {conversion(folder / pickled[0])}"
+            "whatever code the file contains; use a safetensors version of the model"
         )
+        parts = _parts(folder, pickled)
+        if missing := [name for name in parts if name not in pickled]:
+            return f"{refused}; of its parts {missing[0]} is missing: download the checkpoint again"
+        return refused + (f", or convert it without running its code: {conversion(folder, parts)}" if parts else "")
     if gguf := names("*.gguf"):
         return f"{folder}: no {WEIGHTS}, but GGUF files; pass the path of one, such as {folder / gguf[0]}"
     if loose := names("*.safetensors"):
@@ -178,9 +187,25 @@ def _no_weights(folder: Path) -> str:
     )
 
 
-def conversion(pickled: Path) -> str:
-    """The command that makes `model.safetensors` of a pickled file of tensors; anything but tensors stops it."""
-    read = f"torch.load({str(pickled)!r}, map_location='cpu', weights_only=True)"
-    tensors = "{name: tensor.clone().contiguous() for name, tensor in " + read + ".items()}"
-    save = f"safetensors.torch.save_file({tensors}, {str(pickled.with_name(WEIGHTS))!r})"
-    return f'python -c "import torch, safetensors.torch; {save}"'
+def _parts(folder: Path, pickled: Sequence[str]) -> list[str]:
+    """The pickled files that make up a model; empty where that cannot be known."""
+    index = folder / "pytorch_model.bin.index.json"
+    if index.is_file() and isinstance(weight_map := read_json(index).get("weight_map"), dict):
+        return sorted({str(name) for name in weight_map.values()})
+    if "pytorch_model.bin" in pickled:
+        return ["pytorch_model.bin"]
+    if part := next(filter(None, (re.fullmatch(r"pytorch_model-\d+-of-(\d+)\.bin", name) for name in pickled)), None):
+        return [f"pytorch_model-{number:05d}-of-{part[1]}.bin" for number in range(1, int(part[1]) + 1)]
+    # Optimizer states and the like are no weights, and Meta's consolidated.*.pth are slices of the same tensors.
+    others = [name for name in pickled if not re.match(r"optimizer|scheduler|rng_state|training_args|scaler", name)]
+    return others if len(others) == 1 else []
+
+
+def conversion(folder: Path, parts: Sequence[str]) -> str:
+    """The command that makes `model.safetensors` of pickled files of tensors; anything but tensors stops it."""
+    read = f'torch.load({json.dumps(str(folder) + "/")} + part, map_location="cpu", weights_only=True)'
+    tensors = (
+        f"{{name: tensor.clone().contiguous() for part in {json.dumps(parts)} for name, tensor in {read}.items()}}"
+    )
+    save = f"safetensors.torch.save_file({tensors}, {json.dumps(str(folder / WEIGHTS))})"
+    return f"python -c {shlex.quote(f'import torch, safetensors.torch; {save}')}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 import queue
 import threading
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 
 CLASSES = ("Qwen2Tokenizer", "GPT2Tokenizer")
 """Of transformers, those that read `vocab.json` and `merges.txt`; `tokenizer.json` needs none."""
+SENTENCEPIECE = "tokenizer.model"
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json")
-FILES += ("special_tokens_map.json", "chat_template.jinja")
+FILES += ("special_tokens_map.json", "chat_template.jinja", SENTENCEPIECE)
 """What transformers reads of a folder."""
 PATIENCE_S, CHARACTERS_A_SECOND = 30.0, 50_000
 """A text may take so many seconds to tokenize, and one more for so many characters: a hundred times what it takes."""
@@ -60,11 +62,13 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> PreTrainedTokenize
     if name is None:
         return None
     options = {"local_files_only": True, "trust_remote_code": False}
+    if name == SENTENCEPIECE:
+        name, options = "PreTrainedTokenizerFast", options | _sentencepiece_options(path)
     return _loaded(lambda: getattr(_transformers(), name).from_pretrained(str(path), **options), path)
 
 
 def _class_of(folder: Path) -> str | None:
-    """The class of transformers that reads a folder's tokenizer; None: it has none."""
+    """The class of transformers that reads a folder's tokenizer, or SENTENCEPIECE; None: it has none."""
     there = {name for name in FILES if is_there(folder / name)}
     for name in there:
         if (size := (folder / name).stat().st_size) > LARGEST_TEXT:
@@ -72,7 +76,7 @@ def _class_of(folder: Path) -> str | None:
     if "tokenizer.json" in there:
         return "PreTrainedTokenizerFast"
     if not {"vocab.json", "merges.txt"} <= there:
-        return None
+        return SENTENCEPIECE if SENTENCEPIECE in there else None
     settings = folder / "tokenizer_config.json"
     named = read_json(settings).get("tokenizer_class") if settings.name in there else None
     name = CLASSES[0] if named is None else str(named).removesuffix("Fast")
@@ -144,6 +148,28 @@ def _in_time(work: Callable[[], Any], text: str) -> Any:
     if error is not None:
         raise error
     return value
+
+
+def _sentencepiece_options(folder: Path) -> dict[str, Any]:
+    """Arguments for a folder with `tokenizer.model` alone, as Llama 2's: defaults of the class that it names.
+
+    Raises:
+      CheckpointError: `sentencepiece`, with which transformers translates the file, is not installed.
+    """
+    if importlib.util.find_spec("sentencepiece") is None:
+        there = (
+            f"transformers.PreTrainedTokenizerFast.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
+        raise CheckpointError(
+            f"{folder}: {SENTENCEPIECE} and no tokenizer.json: pip install sentencepiece protobuf, or convert it where "
+            f"they are: {there}"
+        )
+    file = folder / "tokenizer_config.json"
+    settings = read_json(file) if file.is_file() else {}
+    if not str(settings.get("tokenizer_class") or "Llama").startswith(("Llama", "CodeLlama")):
+        return {}
+    usual = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
+    return {key: value for key, value in usual.items() if settings.get(key) is None}
 
 
 def _transformers() -> ModuleType:

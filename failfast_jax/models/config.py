@@ -32,6 +32,24 @@ LARGEST = {
 
 POSITIVE_OF_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 
+ORIGINAL_CONTEXT = "original_max_position_embeddings"
+COMMON_ROPE_KEYS = ("rope_theta", "rope_type", "type", "partial_rotary_factor", "finetuned", ORIGINAL_CONTEXT)
+ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", ORIGINAL_CONTEXT, "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        *("factor", ORIGINAL_CONTEXT, "beta_fast", "beta_slow", "truncate", "attention_factor"),
+        *("mscale", "mscale_all_dim"),
+    ),
+    "divisors": ("divisors",),
+    "longrope": ("short_factor", "long_factor", "factor", "attention_factor"),
+}
+"""Settings of each kind of rotary embedding; another one there is another kind's, or a mistake."""
+SUPPORTED_ROPE = "default, linear, llama3, yarn"
+FULL_ATTENTION = ("full_attention", "attention")
+"""Names of full attention in `layer_types`: today's and an older one."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
@@ -57,49 +75,92 @@ class RopeConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str) -> RopeConfig:
-        """Reads `rope_theta`/`rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
-        merged = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-        said = (values.get("rope_theta") for values in (merged, raw))
-        theta = float(next((value for value in said if value is not None), 10_000.0))
-        if float(merged.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
-            raise ConfigError(f"{where}: partial_rotary_factor other than 1 is not supported")
-        kind = merged.get("rope_type") or merged.get("type") or "default"
+        """Reads `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
+
+        What is read is what transformers 5 makes of it. It reads `rope_scaling` alone where both are there, so both
+        must then say the same; settings by layer type must be the same for the types that the layers have.
+
+        Raises:
+          ConfigError: settings that contradict each other, or that are not supported.
+        """
+        keys = [key for key in ("rope_scaling", "rope_parameters") if raw.get(key)]
+        configs = [cls._of_key(key, raw, where) for key in keys] or [cls._parse({}, raw, f"{where}: rope")]
+        if configs[0] != configs[-1]:
+            raise ConfigError(
+                f"{where}: rope_scaling and rope_parameters say different things; write all settings, rope_theta too, "
+                "into one of them and remove the other"
+            )
+        return configs[0]
+
+    @classmethod
+    def _of_key(cls, key: str, raw: Mapping[str, Any], where: str) -> RopeConfig:
+        """Reads the object `raw[key]`: flat, or `{"full_attention": {...}, ...}`."""
+        values, where = raw[key], f"{where}: {key}"
+        if not any(isinstance(value, Mapping) for value in values.values()):
+            return cls._parse(values, raw, where)
+        types = raw.get("layer_types")
+        names = types if isinstance(types, list) else []
+        used = sorted({str(name) for name in names if name not in FULL_ATTENTION}) or FULL_ATTENTION[:1]
+        if any(name in FULL_ATTENTION for name in names):
+            used = [*used, FULL_ATTENTION[0]]
+        for name in used:
+            if not isinstance(values.get(name), Mapping):
+                raise ConfigError(f"{where} has no settings for layers of type {name!r}, only {', '.join(values)}")
+        if flat := [name for name, value in values.items() if not isinstance(value, Mapping) and value is not None]:
+            raise ConfigError(f"{where}: {flat[0]} stands beside settings by layer type; write it into each of them")
+        configs = {name: cls._parse(values[name], raw, f"{where}.{name}") for name in used}
+        if len(set(configs.values())) > 1:
+            raise ConfigError(f"{where} differs between {' and '.join(configs)}; all layers here have the same")
+        return next(iter(configs.values()))
+
+    @classmethod
+    def _parse(cls, values: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> RopeConfig:
+        """Reads flat settings, with defaults from the configuration around them."""
+        theta = next((each["rope_theta"] for each in (values, raw) if each.get("rope_theta") is not None), 10_000.0)
+        for each in (values, raw):
+            if each.get("partial_rotary_factor", 1) not in (None, 1):
+                raise ConfigError(f"{where}: partial_rotary_factor other than 1 is not supported")
+        kind = values.get("rope_type") or values.get("type") or "default"
+        if kind not in ROPE_KEYS:
+            raise ConfigError(f"{where} of type {kind!r} is not supported (supported: {SUPPORTED_ROPE})")
+        for key, value in values.items():
+            if key not in (*ROPE_KEYS[kind], *COMMON_ROPE_KEYS) and value not in (None, False, 1, [], ""):
+                raise ConfigError(f"{where} of type {kind!r} has the key {key!r}, which this type does not use")
 
         def need(key: str) -> float:
-            if merged.get(key) is None:
-                raise ConfigError(f"{where}: rope_scaling of type {kind!r} needs the key {key!r}")
-            return float(merged[key])
+            if values.get(key) is None:
+                raise ConfigError(f"{where} of type {kind!r} needs the key {key!r}")
+            return float(values[key])
 
-        if kind == "default":
-            return cls(theta=theta)
-        if kind == "linear":
-            return cls(theta=theta, kind=kind, factor=need("factor"))
+        settings: dict[str, Any] = {}
+        if kind in ("llama3", "yarn"):
+            outside, inside = raw.get(ORIGINAL_CONTEXT), values.get(ORIGINAL_CONTEXT)
+            context = inside if outside is None else outside
+            settings[ORIGINAL_CONTEXT] = int(stated_context(raw) if context is None else context)
         if kind == "divisors":
-            return cls(theta=theta, kind=kind, divisors=tuple(float(value) for value in merged.get("divisors") or ()))
-        if kind == "longrope" and merged.get("attention_factor") == 1:
-            lists = [merged.get(key) for key in ("short_factor", "long_factor")]
-            numbers = isinstance(lists[0], list) and all(type(value) in (int, float) for value in lists[0])
-            if numbers and lists[0] == lists[1]:  # as `to_dict` writes divisors
-                return cls(theta=theta, kind="divisors", divisors=tuple(map(float, lists[0])))
+            settings["divisors"] = tuple(float(value) for value in values.get("divisors") or ())
+        if kind == "longrope":  # divisors, as `to_dict` writes them
+            short, long = values.get("short_factor"), values.get("long_factor")
+            numbers = isinstance(short, list) and all(type(value) in (int, float) for value in short)
+            if not numbers or short != long or values.get("attention_factor") != 1:
+                raise ConfigError(f"{where} of type 'longrope' is not supported (supported: {SUPPORTED_ROPE})")
+            kind, settings["divisors"] = "divisors", tuple(map(float, short))
         if kind == "llama3":
-            context = int(need("original_max_position_embeddings"))
-            keys = ("factor", "low_freq_factor", "high_freq_factor")
-            return cls(theta, kind, original_max_position_embeddings=context, **{key: need(key) for key in keys})
+            settings |= {key: need(key) for key in ("low_freq_factor", "high_freq_factor")}
+        if kind in ("linear", "llama3", "yarn"):
+            settings["factor"] = need("factor")
         if kind == "yarn":
-            context = merged.get("original_max_position_embeddings") or raw.get("max_position_embeddings") or 0
-            return cls(
-                theta=theta,
-                kind=kind,
-                factor=need("factor"),
-                beta_fast=float(merged.get("beta_fast") or 32.0),
-                beta_slow=float(merged.get("beta_slow") or 1.0),
-                truncate=bool(merged.get("truncate", True)),
-                attention_factor=_yarn_attention_factor(merged, need("factor")),
-                original_max_position_embeddings=int(context),
-            )
-        raise ConfigError(
-            f"{where}: rope_scaling type {kind!r} is not supported (supported: default, linear, llama3, yarn)"
-        )
+            settings |= {
+                "beta_fast": float(values.get("beta_fast") or 32.0),
+                "beta_slow": float(values.get("beta_slow") or 1.0),
+                "truncate": bool(values.get("truncate", True)),
+                "attention_factor": _yarn_attention_factor(values, settings["factor"]),
+            }
+        return cls(theta=float(theta), kind=kind, **settings)
+
+    def context(self, stated: int) -> int:
+        """Most positions of a model whose `max_position_embeddings` is `stated`: YaRN's factor extends them."""
+        return max(stated, int(self.factor * self.original_max_position_embeddings)) if self.kind == "yarn" else stated
 
     def to_dict(self, context: int) -> dict[str, Any]:
         """As `rope_parameters` of a `config.json`.
@@ -112,16 +173,8 @@ class RopeConfig:
             both = {key: list(self.divisors) for key in ("short_factor", "long_factor")}
             fixed = {"factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": context}
             return {"rope_theta": self.theta, "rope_type": "longrope", **both, **fixed}
-        names = {
-            "default": (),
-            "linear": ("factor",),
-            "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-            "yarn": (
-                *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
-                *("truncate", "attention_factor"),
-            ),
-        }
-        scaling = {name: getattr(self, name) for name in names[self.kind]}
+        names = [name for name in ROPE_KEYS[self.kind] if not name.startswith("mscale")]
+        scaling = {name: getattr(self, name) for name in names}
         return {"rope_theta": self.theta, "rope_type": self.kind, **scaling}
 
 
@@ -243,6 +296,8 @@ class ModelConfig:
             return value
 
         heads, hidden = need("num_attention_heads"), need("hidden_size")
+        head_dim = raw.get("head_dim", 128 if model_type in QWEN3_MODEL_TYPES else None)
+        rope = RopeConfig.from_dict(raw, where)
         is_llama, is_diffusion = model_type == "llama", model_type in BLOCK_KEYS
         has_bias_key = is_llama or model_type in QWEN3_MODEL_TYPES
         attention_bias = bool(raw.get("attention_bias", False))
@@ -254,15 +309,15 @@ class ModelConfig:
             num_layers=need("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or hidden // heads,
+            head_dim=head_dim or hidden // heads,
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope=RopeConfig.from_dict(raw, where),
+            rope=rope,
             qkv_bias=attention_bias if has_bias_key else True,
             o_bias=attention_bias if has_bias_key else False,
             qk_norm=model_type in QWEN3_MODEL_TYPES,
             mlp_bias=bool(raw.get("mlp_bias", False)) if is_llama else False,
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            max_position_embeddings=int(raw.get("max_position_embeddings") or 2048),
+            max_position_embeddings=rope.context(stated_context(raw)),
             block_size=raw.get(*BLOCK_KEYS[model_type]) if is_diffusion else 1,
             mask_token_id=raw.get("mask_token_id") if is_diffusion else None,
             token_shift=model_type != SDAR_MODEL_TYPE,
@@ -285,10 +340,8 @@ class ModelConfig:
             raise ConfigError(f"{where}: head_dim {self.head_dim} is odd; rotary embeddings need an even one")
         if self.rope.kind == "divisors" and len(self.rope.divisors) != self.head_dim // 2:
             raise ConfigError(f"{where}: {len(self.rope.divisors)} rope divisors for {self.head_dim // 2} frequencies")
-        if raw.get("hidden_act", "silu") != "silu":
+        if raw.get("hidden_act", "silu") not in ("silu", "swish"):  # two names of one function
             raise ConfigError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported (supported: silu)")
-        if raw.get("use_sliding_window"):
-            raise ConfigError(f"{where}: use_sliding_window=true is not supported; attention here is full")
         if self.model_type in BLOCK_KEYS and (not isinstance(self.block_size, int) or self.block_size < 2):
             key, _ = BLOCK_KEYS[self.model_type]
             raise ConfigError(f"{where}: {key} must be an integer of at least 2, got {self.block_size!r}")
@@ -315,6 +368,11 @@ ENDS = frozenset(
     )
 )
 """Names of tokens that end a text or a turn, whatever a model's files call them."""
+
+
+def stated_context(raw: Mapping[str, Any]) -> int:
+    """`max_position_embeddings`, or its default in transformers."""
+    return int(raw.get("max_position_embeddings") or (2048 if raw.get("model_type") == "llama" else 32_768))
 
 
 def eos_ids(value: Any, where: str) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         if rope.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
-        ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+        ramp = np.clip((np.arange(head_dim // 2) - low) / ((high - low) or 1e-3), 0.0, 1.0)
         inverse = inverse / rope.factor * ramp + inverse * (1 - ramp)
     return inverse.astype(np.float32)
 

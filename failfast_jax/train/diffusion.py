@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from failfast_jax.checkpoints.fast_dllm import as_fast_dllm, save_fast_dllm
-from failfast_jax.checkpoints.loading import MASK_TOKEN, Source, as_dtype, open_source
+from failfast_jax.checkpoints.loading import Source, as_dtype, open_source
 from failfast_jax.checkpoints.parameters import Skeleton
+from failfast_jax.checkpoints.settings import MASK_TOKEN
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.errors import OptionError
 from failfast_jax.models.config import FAST_DLLM_MASK_TOKEN, ModelConfig

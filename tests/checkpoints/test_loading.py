@@ -128,14 +128,9 @@ def test_missing_unexpected_and_misshaped_tensors_are_named_before_any_data_is_r
     assert str(folder / "model.safetensors") in message
 
 
-def test_buffers_are_ignored_and_a_tied_head_may_be_stored(tmp_path):
-    tensors = tensors_of("llama_tied")
-    expected = logits(GOLDEN / "llama_tied")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
-    assert np.array_equal(logits(load_model(hf_folder(tmp_path / "tied", "llama_tied", tensors))), expected)
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1]
-    refuses("unexpected tensors: lm_head.weight", hf_folder(tmp_path / "other", "llama_tied", tensors))
+def test_buffers_are_ignored(tmp_path):
+    tensors = tensors_of("llama_tied") | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
+    assert np.array_equal(logits(hf_folder(tmp_path / "tied", "llama_tied", tensors)), logits(GOLDEN / "llama_tied"))
     untied = hf_folder(tmp_path / "untied", "llama_tied", tie_word_embeddings=False)
     refuses("missing tensors: lm_head.weight", untied)
 
@@ -166,7 +161,9 @@ def test_corrupt_safetensors(golden):
         with_entry(**entry)
         refuses(f"{path}: the header entry of tensor model.norm.weight is corrupt", path.parent)
     with_entry(dtype="F8_E4M3")
-    refuses("tensor model.norm.weight has dtype F8_E4M3", path.parent)
+    refuses("quantised by FP8: not read", path.parent)
+    with_entry(dtype="C64")
+    refuses("tensor model.norm.weight has dtype C64", path.parent)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "last.ckpt"])
@@ -268,18 +265,6 @@ def test_a_hub_that_does_not_answer_is_one_error_in_seconds(offline_hub, monkeyp
         cached_model(offline_hub)
         assert hub.resolve_source("someone/tiny").parent.name == "snapshots"
         assert time.monotonic() - begin < 5 and not caplog.records and not capsys.readouterr().err
-
-
-def test_hub_downloads_skip_pickles_and_subfolders(offline_hub, monkeypatch):
-    import huggingface_hub
-    from huggingface_hub.utils import filter_repo_objects
-
-    asked = {}
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **kw: asked.update(kw) or str(GOLDEN))
-    hub.resolve_source("someone/model")
-    files = ["config.json", "model-00001-of-00002.safetensors", "merges.txt", "chat_template.jinja", "tokenizer.json"]
-    others = ["pytorch_model.bin", "original/consolidated.safetensors", "README.md", "model.gguf", "onnx/config.json"]
-    assert list(filter_repo_objects(files + others, **asked)) == files
 
 
 # NaN and infinity.

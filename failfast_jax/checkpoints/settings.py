@@ -1,0 +1,119 @@
+"""The configuration of a model's folder, as far as it can be read and checked without its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from failfast_jax.checkpoints import native, quantised
+from failfast_jax.errors import CheckpointError
+from failfast_jax.files import is_there, read_json
+from failfast_jax.models import config_keys
+from failfast_jax.models.config import BLOCK_KEYS, ModelConfig, eos_ids, resolve_mask_token
+from failfast_jax.progress import warn_once
+
+MASK_TOKEN = "|<MASK>|"
+"""Text of Fast-dLLM's mask token."""
+_DRAFTER_KEYS = (
+    *("failfast_drafter", "speculators_config", "speculators_model_type", "transformer_layer_config"),
+    *("dflash_config", "eagle_config", "draft_vocab_size", "num_target_layers"),
+)
+
+
+def check_settings(folder: Path) -> None:
+    """Refuses a folder without weights that cannot become a model; a drafter's is checked with its target.
+
+    Raises:
+      CheckpointError, ConfigError: see `read_settings`.
+    """
+    if is_there(folder / "config.json"):
+        raw = read_json(folder / "config.json")
+        if any(key in raw for key in _DRAFTER_KEYS) or re.search(
+            "DFlash|DSpark|DFly|Eagle|Draft", str(raw.get("architectures"))
+        ):
+            return
+    read_settings(folder)
+
+
+def read_settings(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
+    """A model's `config.json`, with the block's size of a block-diffusion model, and parsed.
+
+    Stop tokens are those of `config.json` and `generation_config.json` together (some models list
+    their end-of-turn token only in the second); of the latter nothing else counts.
+
+    Raises:
+      CheckpointError: there is none, or the weights are an adapter's or quantised.
+      ConfigError: a file is not valid JSON or the configuration cannot be served.
+    """
+    where = folder / "config.json"
+    _check_is_model(folder)
+    raw = read_json(where)
+    if method := quantised.of_config(raw):
+        raise CheckpointError(f"{where}: {quantised.refusal(method)}")
+    generation_file = folder / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    raw = _with_block_size(raw, generation, folder)
+    config = ModelConfig.from_dict(raw, str(where))
+    config_keys.check(raw, config.max_position_embeddings, str(where))
+    stops = config.eos_token_ids + eos_ids(generation.get("eos_token_id"), str(generation_file))
+    config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(stops)))
+    needs_mask = config.is_diffusion and config.mask_token_id is None
+    return raw, resolve_mask_token(config, _tokenizer_mask(folder) if needs_mask else None, str(where))
+
+
+def _check_is_model(folder: Path) -> None:
+    """Raises CheckpointError: an adapter's folder, or one without `config.json`."""
+    has_config, adapter = is_there(folder / "config.json"), folder / "adapter_config.json"
+    if adapter.is_file() and (not has_config or list(folder.glob("adapter_model.*"))):
+        base = read_json(adapter).get("base_model_name_or_path")
+        raise CheckpointError(
+            f"{folder}: a LoRA adapter for {base}, not a whole model; merge it with peft "
+            "(AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER)) and pass FOLDER"
+        )
+    if has_config:
+        return
+    if (folder / native.PARAMS).is_dir():
+        raise CheckpointError(f"{folder}: an unfinished conversion (no config.json); run the conversion again")
+    hint = "expected a Hugging Face folder or one written by python -m convert"
+    if gguf := sorted(folder.glob("*.gguf")):
+        hint = f"to load a GGUF file pass its path, such as {gguf[0]}"
+    raise CheckpointError(f"{folder}: no config.json; {hint}")
+
+
+def _with_block_size(raw: dict[str, Any], generation: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The configuration with the size of a block-diffusion model's blocks, from wherever it can be known."""
+    key, usual = BLOCK_KEYS.get(str(raw.get("model_type")), (None, None))
+    if key is None or raw.get(key) is not None:
+        return raw
+    stated = [value for name in (key, "block_length") if type(value := generation.get(name)) is int and value > 1]
+    # JetLM's checkpoints end in -b8 to -b64; in the Hub's cache that is the name above `snapshots`.
+    path = folder.absolute()
+    names = (path.parent.parent.name if path.parent.name == "snapshots" else path.name, raw.get("_name_or_path"))
+    endings = [re.search(r"[-_]b(\d{1,4})(?![\w.])", str(name)) for name in names]
+    stated += [int(ending[1]) for ending in endings if ending and int(ending[1]) > 1]
+    if not stated:
+        warn_once(
+            f"{folder / 'config.json'}: no {key} there, in generation_config.json or in the folder's name (-b8, say); "
+            f"{usual} is assumed: set the key if the model was trained with another size"
+        )
+    return raw | {key: (*stated, usual)[0]}
+
+
+def _tokenizer_mask(folder: Path) -> int | None:
+    """Id of the token `|<MASK>|`, from whichever tokenizer file lists it."""
+    for name in ("tokenizer_config.json", "added_tokens.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            continue
+        raw = read_json(folder / name)
+        for key, entry in (raw.get("added_tokens_decoder") or {}).items():
+            if entry.get("content") == MASK_TOKEN:
+                return int(key)
+        if name == "added_tokens.json" and MASK_TOKEN in raw:
+            return int(raw[MASK_TOKEN])
+        for entry in raw.get("added_tokens") or []:
+            if entry.get("content") == MASK_TOKEN:
+                return int(entry["id"])
+    return None

@@ -1,0 +1,191 @@
+"""The keys of a target's `config.json`: read, harmless, or refused because they change what the model computes.
+
+A key that is in none of the tables and has a value that says something is refused if its name speaks of the
+computation (`STEMS`), and named in a warning otherwise. null, false, "", [] and {} say nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from failfast_jax.errors import ConfigError
+from failfast_jax.models.config import BLOCK_KEYS, FAST_DLLM_MODEL_TYPE, FULL_ATTENTION, SDAR_MODEL_TYPE
+from failfast_jax.progress import warn_once
+
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "LlamaModel"),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
+    FAST_DLLM_MODEL_TYPE: ("Fast_dLLM_QwenForCausalLM", "Fast_dLLM_QwenModel"),
+    SDAR_MODEL_TYPE: ("SDARForCausalLM", "SDARModel"),
+}
+"""The classes whose arithmetic is built here, by `model_type`; a folder may name none."""
+READ = frozenset(
+    """
+    architectures attention_bias eos_token_id failfast_format head_dim hidden_act hidden_size intermediate_size
+    layer_types max_position_embeddings max_window_layers mlp_bias model_type num_attention_heads num_hidden_layers
+    num_key_value_heads original_max_position_embeddings partial_rotary_factor rms_norm_eps rope_parameters
+    rope_scaling rope_theta sliding_window tie_word_embeddings use_sliding_window vocab_size
+    """.split()
+)
+"""`quantization_config` and its relatives are refused before (`checkpoints.quantised`)."""
+
+HARMLESS = frozenset(
+    # Names, versions, how other programs load, train or show the model.
+    """
+    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
+    _experts_implementation _flash_attn_2_enabled _name_or_path chances decoding attn_implementation base_model_pp_plan
+    base_model_tp_plan custom_pipelines debug dtype ep_size experts_implementation finetuning_task fuse_cross_entropy
+    gradient_checkpointing is_llama_config kv_cache_dtype language micro_forward model_name name_or_path
+    problem_type skip_checkpoint tokenizer_class torch_dtype torchscript training transformers.js_config
+    transformers_version unsloth_fixed unsloth_version use_bfloat16 use_deepep use_flash_attention
+    use_flash_attention_2 use_flash_attn
+    """.split()
+    # Initialisation, dropout and losses: training only.
+    + """
+    attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout embd_pdrop hidden_dropout
+    hidden_dropout_prob initializer_factor initializer_range mlp_dropout output_router_logits resid_pdrop
+    residual_dropout router_aux_loss_coef summary_first_dropout tf_legacy_loss tie_encoder_decoder
+    """.split()
+    # Token ids, labels, what a forward pass returns, and ways to the same numbers.
+    + """
+    additional_special_tokens bos_token_id chunk_size_feed_forward cls_token_id decoder_start_token_id id2label
+    is_decoder label2id max_seq_len max_seq_length max_sequence_length model_max_length num_labels output_attentions
+    output_hidden_states pad_token_id prefix pretraining_tp return_dict sep_token_id seq_length task_specific_params
+    tie_last_hidden_states tokenizer_model_max_length unk_token_id use_cache use_return_dict
+    """.split()
+    # Sampling, as transformers 4 wrote it into every configuration.
+    + """
+    assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty
+    do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens
+    min_length min_p no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
+    num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate
+    suppress_tokens target_lookbehind temperature top_k top_p typical_p
+    """.split()
+)
+"""Keys that change nothing that is computed here, whatever their value."""
+
+_ONE = (1,)
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys("embedding_multiplier residual_multiplier logits_scaling logit_scale scale_emb".split(), _ONE),
+    **dict.fromkeys("compression_ratio embedding_scale residual_scale rope_ratio rotary_pct".split(), _ONE),
+    **dict.fromkeys("attention_multiplier query_pre_attn_scalar scale_depth use_bias".split(), ()),
+    **dict.fromkeys("activation_function hidden_activation mlp_hidden_act".split(), ("silu", "swish")),
+    **dict.fromkeys("causal is_causal use_rms_norm use_rmsnorm use_rope scale_attn_weights".split(), (True,)),
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "norm_type": ("rmsnorm", "rms_norm", "RMSNorm"),
+    "position_embedding_type": ("rope", "rotary"),
+}
+"""Keys of other models, or of switches of these: the values under which they change nothing."""
+
+STEMS = tuple(
+    """
+    act activation alibi attention attn bd bias block causal chunk clip conv depth diffusion dim emb embed expert
+    experts factor gate gated gating hash head heads hidden kv lambda layer layernorm layers ln logit logits lora
+    low mamba mask mixture mlp moe mtp multiplier nope norm pos position positional prune pruned qk quant
+    quantization query rank residual rms rope rotary router scale scaling shared sink sinks skip sliding softcap
+    softcapping softmax sparse ssm state swa temperature text theta tie tied topk value values vision window xpos
+    """.split()
+)
+"""Words in the names of keys that speak of what a model computes."""
+
+
+def says_nothing(value: Any) -> bool:
+    """True if a value is null, false or empty."""
+    return value is None or value is False or (isinstance(value, (str, list, Mapping)) and not value)
+
+
+def check(raw: Mapping[str, Any], context: int, where: str) -> None:
+    """Refuses a target's configuration whose keys ask for another computation than the one that is built.
+
+    Args:
+      raw: the file's object, of a supported `model_type`.
+      context: most positions of the model.
+      where: the file, for messages.
+
+    Raises:
+      ConfigError: the first such key, by name.
+    """
+    model_type = raw["model_type"]
+    _check_architecture(raw, where)
+    if raw.get("mask_token_id") is not None and model_type not in BLOCK_KEYS:
+        raise ConfigError(
+            f"{where}: mask_token_id {raw['mask_token_id']!r} with model_type {model_type!r}: a diffusion model "
+            f"(DiffuLLaMA, say) is not read as an autoregressive one (read are {', '.join(BLOCK_KEYS)})"
+        )
+    _check_windows(raw, context, where)
+    known = READ | HARMLESS
+    if model_type in BLOCK_KEYS:  # their attention is this project's own rule
+        known |= {BLOCK_KEYS[model_type][0], "mask_token_id", "is_causal", "auto_map"}
+    strange = []
+    for key, value in raw.items():
+        if key in known:
+            continue
+        if key in NEUTRAL:
+            if _is_neutral(value, NEUTRAL[key]):
+                continue
+            allowed = " or ".join(json.dumps(neutral) for neutral in NEUTRAL[key])
+            remedy = f"only {allowed} is read" if allowed else "it belongs to another architecture"
+            raise ConfigError(f"{where}: {key} {value!r} changes what model_type {model_type!r} computes; {remedy}")
+        if says_nothing(value):
+            continue
+        if any(word in STEMS for word in re.split(r"[^a-z0-9]+", key.lower())):
+            raise ConfigError(
+                f"{where}: key {key!r} ({_short(value)}) is not known for model_type {model_type!r} and may change "
+                "what the model computes; if it does not, remove it or set it to null"
+            )
+        strange.append(f"{key!r} ({_short(value)})")
+    if strange:
+        warn_once(f"{where}: keys that are not known and not read: {', '.join(strange)}")
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    if value is None:  # for transformers, a switch that is null is off
+        return not any(allowed is True for allowed in neutral)
+    return any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral)
+
+
+def _check_architecture(raw: Mapping[str, Any], where: str) -> None:
+    names, allowed = raw.get("architectures") or [], ARCHITECTURES[raw["model_type"]]
+    if not isinstance(names, list):
+        raise ConfigError(f"{where}: key 'architectures' must be a list, got {names!r}")
+    if other := [name for name in names if name not in allowed]:
+        raise ConfigError(
+            f"{where}: architecture {other[0]!r} with model_type {raw['model_type']!r}: other layers than "
+            f"{allowed[0]}'s, the only ones that are read for this model_type"
+        )
+
+
+def _check_windows(raw: Mapping[str, Any], context: int, where: str) -> None:
+    """Refuses layers that see less than the whole context; which layers do is decided as in transformers."""
+    is_llama, count, types = raw["model_type"] == "llama", raw["num_hidden_layers"], raw.get("layer_types")
+    # Llama's own class has no windows: there the key is another model's.
+    used = raw.get("use_sliding_window", is_llama)
+    window = raw.get("sliding_window", None if is_llama else 4096) if used else None
+    first = raw.get("max_window_layers", 0 if is_llama else 28)
+    for key, value in (("sliding_window", window), ("max_window_layers", first)):
+        if value is not None and type(value) is not int:
+            raise ConfigError(f"{where}: key {key!r} must be an integer, got {value!r}")
+    if types is None:
+        windowed = window is not None and (first or 0) < count
+    else:
+        if not isinstance(types, list) or len(types) != count:
+            raise ConfigError(f"{where}: key 'layer_types' must be a list of {count} names, got {_short(types)}")
+        if other := [kind for kind in types if kind not in (*FULL_ATTENTION, "sliding_attention")]:
+            raise ConfigError(f"{where}: layer_types: layers of type {_short(other[0])} are not read")
+        windowed = "sliding_attention" in types
+    if windowed and (window is None or window < context):
+        raise ConfigError(
+            f"{where}: layers with a sliding window ({'use_sliding_window, ' * bool(used)}sliding_window {window}) are "
+            f"not read: attention here is full, up to the context of {context}"
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,373 @@
+"""Folders of targets as others write them: heads, names, quantised weights, adapters, parts, and the Hub's cache."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+from checkpoint_files import GOLDEN, config_of, hf_folder, logits, refuses, shard, tensors_of
+from huggingface_hub import errors
+from safetensors.numpy import load_file
+
+from convert.conversion import convert
+from convert.qwen2 import CONVERTER
+from failfast_jax import progress
+from failfast_jax.checkpoints import hub, loading, quantised, safetensors, tokenizer
+from failfast_jax.checkpoints.loading import load_model
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.errors import CheckpointError, ConfigError
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+# Heads of tied checkpoints: transformers 5 uses a stored one that differs, and one that stands alone as both.
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("stored", ["equal", "other", "alone", "cast"])
+def test_heads_of_tied_checkpoints(tmp_path, stored, sharded):
+    tensors, expected = tensors_of("llama_tied"), logits(GOLDEN / "llama_tied")
+    tensors[HEAD] = tensors[EMBED]
+    if stored == "other":  # twice the embedding: twice the logits, exactly
+        tensors[HEAD], expected = 2 * tensors[EMBED], 2 * expected
+    elif stored == "alone":
+        del tensors[EMBED]
+    elif stored == "cast":
+        tensors[HEAD] = tensors[EMBED].astype("float64")
+    folder = hf_folder(tmp_path / "model", "llama_tied", tensors)
+    if sharded:
+        shard(folder, tensors)
+    for source in (folder, convert(CONVERTER, folder, tmp_path / "converted", progress=False)):
+        opened = loading.open_source(source)
+        assert opened.config.tie_embeddings == (stored != "other")
+        assert np.array_equal(logits(source), expected)
+
+
+def test_a_head_of_another_shape_is_named(tmp_path):
+    tensors = tensors_of("llama_tied")
+    tensors[HEAD] = tensors[EMBED][:-1]
+    refuses(r"lm_head.weight is \[149, 48\] in", hf_folder(tmp_path / "model", "llama_tied", tensors))
+
+
+# Names.
+
+
+def renamed(tmp_path: Path, rename, name: str = "qwen2_untied") -> Path:
+    return hf_folder(tmp_path / "model", name, {rename(key): value for key, value in tensors_of(name).items()})
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda key: key.removeprefix("model."),
+        lambda key: f"_orig_mod.{key}",
+        lambda key: f"module.{key}",
+        lambda key: f"module._orig_mod.{key}",
+        lambda key: key.replace("layers.1.", "layers.1._orig_mod."),
+        lambda key: key.replace("layers.0.", "layers.0._checkpoint_wrapped_module."),
+        lambda key: f"_fsdp_wrapped_module.{key.removeprefix('model.')}",
+    ],
+)
+def test_tensors_with_a_wrapper_or_without_the_models_prefix(tmp_path, rename):
+    folder = renamed(tmp_path, rename)
+    assert np.array_equal(logits(folder), logits(GOLDEN / "qwen2_untied"))
+
+
+def test_a_tied_model_without_prefix_that_stores_its_head_alone(tmp_path):
+    tensors = {key.removeprefix("model."): value for key, value in tensors_of("llama_tied").items()}
+    tensors[HEAD] = tensors.pop("embed_tokens.weight")
+    assert np.array_equal(logits(hf_folder(tmp_path, "llama_tied", tensors)), logits(GOLDEN / "llama_tied"))
+
+
+@pytest.mark.parametrize(
+    "rename, message",
+    [
+        (lambda key: f"base_model.model.{key}".replace("q_proj.w", "q_proj.base_layer.w"), "LoRA adapter that is not"),
+        (lambda key: key.replace("layers.1.mlp.up_proj.weight", "layers.1.mlp.up_proj.lora_A.weight"), "lora_A.weight"),
+        (lambda key: f"language_model.{key}", "model inside another one"),
+        (lambda key: key.replace("model.", "model.language_model."), "model inside another one"),
+        (lambda key: f"transformer.{key}".replace("embed_tokens", "wte"), "missing tensors: .*unexpected tensors"),
+    ],
+)
+def test_tensors_of_something_else_are_named(tmp_path, rename, message):
+    refuses(message, renamed(tmp_path, rename))
+
+
+def test_two_versions_of_a_tensor(tmp_path):
+    tensors = tensors_of("qwen2_untied")
+    tensors["_orig_mod.model.norm.weight"] = tensors["model.norm.weight"]
+    message = "tensors .*model.norm.weight and .*model.norm.weight are two versions"
+    refuses(message, hf_folder(tmp_path, "qwen2_untied", tensors))
+
+
+# Quantised checkpoints.
+
+
+@pytest.mark.parametrize(
+    "settings, name",
+    [
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "zero_point": True}}, r"AWQ \(4 bits\)"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, r"GPTQ \(8 bits\)"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "FP8"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}, "compressed-ten"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, r"bitsandbytes \(4 bits\)"),
+        ({"quantization_config": {"load_in_8bit": True}}, "bitsandbytes"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, r"MLX \(4 bits\)"),
+        ({"quantization_config": {"group_size": 64, "bits": 4}}, r"MLX \(4 bits\)"),
+        ({"quantization_config": {"quant_method": "something-new"}}, "something-new"),
+        ({"quantization_config": {"quant_algo": "NVFP4"}}, "NVFP4"),
+        ({"quantization_config": "int4"}, "int4"),
+    ],
+)
+def test_settings_of_quantised_checkpoints(tmp_path, settings, name):
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen2_untied") | settings))
+    refuses(f"config.json: quantised by {name}.*: not read; take the unquantised checkpoint", tmp_path)
+
+
+PROJECTION = "model.layers.0.self_attn.q_proj."
+
+
+@pytest.mark.parametrize(
+    "stored, name",
+    [
+        ({"qweight": np.int32, "qzeros": np.int32, "scales": np.float16, "g_idx": np.int32}, "GPTQ"),
+        ({"qweight": np.int32, "qzeros": np.int32, "scales": np.float16}, "AWQ"),
+        ({"weight": np.uint32, "scales": np.float16, "biases": np.float16}, "MLX"),
+        ({"weight": np.uint8, "weight.absmax": np.float32, "weight.quant_map": np.float32}, r"bitsandbytes \(4 bits\)"),
+        ({"weight": np.int8, "SCB": np.float32}, r"bitsandbytes \(8 bits\)"),
+        ({"weight_packed": np.int32, "weight_scale": np.float16, "weight_shape": np.int64}, "compressed-tensors"),
+        ({"weight": np.int8, "weight_scale": np.float32}, "compressed-tensors"),
+        ({"weight": "F8", "weight_scale_inv": np.float32}, "FP8"),
+        ({"weight": "F8", "weight_scale": np.float32}, "FP8"),
+        ({"weight": np.uint8, "weight_scale": "F8", "weight_scale_2": np.float32}, r"ModelOpt \(NVFP4\)"),
+    ],
+)
+def test_tensors_of_quantised_checkpoints_whose_settings_say_nothing(tmp_path, stored, name):
+    import ml_dtypes
+
+    tensors = tensors_of("qwen2_untied")
+    del tensors[f"{PROJECTION}weight"]
+    for ending, dtype in stored.items():
+        tensors[PROJECTION + ending] = np.zeros((8, 8), ml_dtypes.float8_e4m3fn if dtype == "F8" else dtype)
+    refuses(f"model.safetensors: quantised by {name}: not read", hf_folder(tmp_path, "qwen2_untied", tensors))
+
+
+def test_plain_tensors_are_not_called_quantised():
+    assert quantised.of_tensors([("a.weight", "I32"), ("d2t", "I64")]) is None and quantised.of_tensors([]) is None
+    assert quantised.of_config({"quantization_config": None, "quantization": {}}) is None
+
+
+# Adapters and pickles.
+
+
+def test_an_adapters_folder_says_what_it_is(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-8B", "peft_type": "LORA"}')
+    refuses("a LoRA adapter for Qwen/Qwen3-8B, not a whole model; merge it", tmp_path)
+    hf_folder(tmp_path, "llama_tied")
+    load_model(tmp_path)  # merged, and the file left behind
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    refuses("a LoRA adapter for Qwen/Qwen3-8B", tmp_path)
+
+
+@pytest.mark.long
+def test_the_command_for_pickles_converts_every_part(tmp_path):
+    torch = pytest.importorskip("torch")
+    folder, tensors = hf_folder(tmp_path / """it's "one" in $HOME""", "llama_tied"), tensors_of("llama_tied")
+    (folder / "model.safetensors").unlink()
+    keys = sorted(tensors)
+    for part in (0, 1):
+        values = {key: torch.from_numpy(tensors[key]) for key in keys[part::2]}
+        torch.save(values, folder / f"pytorch_model-{part + 1:05}-of-00002.bin")
+    torch.save({"lr": 1}, folder / "training_args.bin")
+    with pytest.raises(CheckpointError) as error:
+        load_model(folder)
+    command = str(error.value).partition("without running its code: ")[2].replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True)
+    assert load_file(folder / "model.safetensors").keys() == tensors.keys()
+    assert np.array_equal(logits(folder), logits(GOLDEN / "llama_tied"))
+
+
+def test_the_command_for_pickles_names_all_parts_or_is_left_out(tmp_path):
+    def parts(*names: str, index: dict | None = None) -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        for name in names:
+            (folder / name).touch()
+        if index:
+            (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+        with pytest.raises(CheckpointError, match="pickled weights") as error:
+            safetensors.folder_tensors(folder)
+        return str(error.value)
+
+    two = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
+    assert all(name in parts(*two, "optimizer.pt").partition("python -c")[2] for name in two)
+    assert "python -c" not in parts(two[0]) and f"{two[1]} is missing" in parts(two[0])
+    assert "b.bin is missing" in parts("a.bin", index={"x": "a.bin", "y": "b.bin"})
+    assert '["a.bin", "b.bin"]' in parts("b.bin", "a.bin", "c.bin", index={"x": "a.bin", "y": "b.bin"})
+    assert '["pytorch_model.bin"]' in parts("pytorch_model.bin", "training_args.bin", "scheduler.pt")
+    assert "python -c" not in parts("consolidated.00.pth", "consolidated.01.pth")
+
+
+# The size of a block-diffusion model's blocks.
+
+
+@pytest.mark.parametrize(
+    "name, files, expected",
+    [
+        ("SDAR-1.7B-Chat-b32", {}, 32),
+        ("models--JetLM--SDAR-4B-Chat-b16/snapshots/0123", {}, 16),
+        ("model", {"config.json": {"_name_or_path": "JetLM/SDAR-8B-Chat-b64"}}, 64),
+        ("model-b8", {"generation_config.json": {"block_length": 12}}, 12),
+        ("model-b8", {"config.json": {"block_size": 5}}, 5),
+        ("SDAR-1.7B-Chat-b8-sft", {}, 8),
+        ("SDAR-30B-A3B-b1", {}, 4),
+        ("SDAR-8B-b4bit", {}, 4),
+    ],
+)
+def test_the_block_size_comes_from_where_it_is_known(tmp_path, caplog, name, files, expected):
+    progress.warn_once.cache_clear()
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    raw = json.loads((GOLDEN / "field" / "sdar_a" / "config.json").read_text())
+    del raw["block_size"]
+    for file, changes in ({"config.json": {}} | files).items():
+        (folder / file).write_text(json.dumps((raw if file == "config.json" else {}) | changes))
+    shutil.copy(GOLDEN / "field" / "sdar_a" / "model.safetensors", folder)
+    source = loading.open_source(folder)
+    assert source.config.block_size == source.raw_config["block_size"] == expected
+    assert [record.message.count("4 is assumed") for record in caplog.records] == [1] * (expected == 4)
+
+
+# The Hub.
+
+COMMIT = "0123456789012345678901234567890123456789"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A Hub cache of `someone/tiny` as the Hub's client keeps it, offline."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.snapshot.cache_clear()
+    repository = tmp_path / "hub" / "models--someone--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    folder = shutil.copytree(GOLDEN / "llama_tied", repository / "snapshots" / COMMIT)
+    (folder / "tokenizer.json").write_text("{}")
+    yield folder
+    hub.snapshot.cache_clear()
+
+
+def listed(folder: Path, *missing: str) -> None:
+    """Writes the client's listing of the repository: what is there, and what is not."""
+    if not hasattr(errors, "IncompleteSnapshotError"):
+        pytest.skip("this huggingface_hub keeps no listings")
+    names = [*(path.name for path in folder.iterdir()), *missing]
+    listing = {"format_version": 1, "files": {name: {"size": 1, "blob_id": "0" * 40} for name in names}}
+    trees = folder.parents[1] / "trees"
+    trees.mkdir()
+    (trees / f"{COMMIT}.json").write_text(json.dumps(listing))
+
+
+@pytest.mark.parametrize(
+    "missing", ["trainer_state.json", "merges.txt", "consolidated.safetensors", "README.md", "special_tokens_map.json"]
+)
+def test_a_cache_without_an_unneeded_file_is_used_offline(cache, missing):
+    listed(cache, missing)
+    assert hub.resolve_source("someone/tiny") == cache
+
+
+@pytest.mark.parametrize("missing", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_cache_without_a_needed_file_is_not_used(cache, missing):
+    listed(cache, missing)
+    refuses(f"someone/tiny: .*neither cached nor downloadable.*{missing}", "someone/tiny")
+
+
+def test_a_cache_without_a_part_is_not_used(cache):
+    shard(cache, load_file(cache / "model.safetensors"))
+    (cache / "model-00002-of-00003.safetensors").unlink()
+    listed(cache, "model-00002-of-00003.safetensors")
+    refuses("someone/tiny: .*neither cached nor downloadable.*model-00002-of-00003", "someone/tiny")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised by AWQ"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier"),
+        ({}, None),
+        ({"model_type": "anything", "architectures": ["DFlashDraftModel"]}, None),
+    ],
+)
+def test_weights_are_downloaded_after_the_configuration_is_checked(cache, monkeypatch, changes, message):
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    (cache / "config.json").write_text(json.dumps(config_of("llama_tied") | changes))
+    repository = ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", "merges.txt"]
+    unread = ["pytorch_model.bin", "original/model.safetensors", "onnx/config.json", "consolidated.safetensors"]
+    asked = []
+
+    def snapshot_download(hub_id, revision=None, local_files_only=False, **patterns):
+        asked.append(sorted(filter_repo_objects(repository + unread, **patterns)))
+        assert revision == (None, COMMIT)[len(asked) - 1]
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    small = sorted({*repository} - {"model.safetensors"})
+    if message is None:
+        assert hub.resolve_source("someone/tiny") == cache and asked == [small, ["model.safetensors"]]
+    else:
+        refuses(message, "someone/tiny", error=(CheckpointError, ConfigError))
+        assert asked == [small]
+
+
+# A tokenizer that SentencePiece wrote.
+
+TEXTS = ("the world", " two  spaces", "\n\nlines\tand é 日", "", "x" * 30)
+
+
+@pytest.mark.parametrize("kind, dummy", [("bpe", True), ("bpe", False), ("unigram", True)])
+def test_tokenizer_model_without_tokenizer_json(tmp_path, kind, dummy):
+    model = io.BytesIO()
+    corpus = ["the world has two spaces and lines", "a quick brown fox jumps over the lazy dog", *TEXTS] * 20
+    options = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus),
+        model_writer=model,
+        model_type=kind,
+        vocab_size=310,
+        minloglevel=2,
+        add_dummy_prefix=dummy,
+        hard_vocab_limit=False,
+        **options,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    settings = {"tokenizer_class": "LlamaTokenizer", "chat_template": "{{ messages[0].content }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    pieces, read = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()), load_tokenizer(tmp_path)
+    for text in TEXTS:
+        ids = pieces.encode(text)
+        assert read.encode(text) == [1, *ids] and read.decode(ids) == pieces.decode(ids)
+    assert read.chat_template == settings["chat_template"] and read.eos_token_id == 2
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": False}))
+    assert load_tokenizer(tmp_path).encode("the world") == pieces.encode("the world")
+
+
+def test_tokenizer_model_without_the_library(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="its tokenizer cannot be read"):
+        load_tokenizer(tmp_path)
+    monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match="pip install sentencepiece protobuf, or convert it where they are"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,231 @@
+"""Configurations: every key that changes numbers is read as transformers reads it, or refused by name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import numpy as np
+import pytest
+from checkpoint_files import FIXTURES
+
+from failfast_jax import progress
+from failfast_jax.errors import ConfigError
+from failfast_jax.models import config_keys
+from failfast_jax.models.config import ModelConfig, RopeConfig
+from failfast_jax.models.rope import rope_frequencies
+
+CLASSES = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+FORMS = json.loads((FIXTURES / "rope_forms.json").read_text())["forms"]
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+"""Sizes of a configuration; in `rope_forms.json` heads are 16 wide and the context is 512."""
+
+
+def raw_config(model_type: str = "llama", **changes) -> dict:
+    return SIZES | {"model_type": model_type, "head_dim": 16, "max_position_embeddings": 512} | changes
+
+
+def checked(raw: dict) -> ModelConfig:
+    """What `load_model` makes of a `config.json`."""
+    raw = json.loads(json.dumps(raw))
+    config = ModelConfig.from_dict(raw)
+    config_keys.check(raw, config.max_position_embeddings, "config.json")
+    return config
+
+
+def refused(match: str, raw: dict) -> None:
+    with pytest.raises(ConfigError, match=match):
+        checked(raw)
+
+
+def test_rope_settings_in_every_form_are_those_of_transformers():
+    refusals = []
+    for name, (changes, frequencies, factor) in FORMS.items():
+        try:
+            rope, *others = [ModelConfig.from_dict(raw_config(family, **changes)).rope for family in CLASSES]
+        except ConfigError as error:
+            assert "rope_scaling and rope_parameters say different things" in str(error), name
+            refusals.append(name)
+            continue
+        assert rope == others[0] == others[1]
+        error = np.abs(rope_frequencies(rope, 16) / np.float32(frequencies) - 1).max()
+        assert error < 5e-7 and rope.attention_factor == pytest.approx(factor, abs=1e-12), name
+    assert len(FORMS) > 100
+    assert all("theta in one" in name or "beside" in name for name in refusals) and len(refusals) == 17
+
+
+NESTED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e6}
+SLIDING = {"rope_type": "default", "rope_theta": 500.0}
+
+
+@pytest.mark.parametrize(
+    "settings, types",
+    [
+        ({"full_attention": NESTED}, None),
+        ({"full_attention": NESTED, "sliding_attention": SLIDING}, None),
+        ({"full_attention": NESTED, "sliding_attention": None}, ["full_attention"] * 4),
+        ({"full_attention": NESTED, "sliding_attention": NESTED}, ["full_attention", "sliding_attention"] * 2),
+        ({"sliding_attention": NESTED}, ["sliding_attention"] * 4),
+    ],
+)
+def test_rope_settings_by_layer_type_where_all_layers_agree(settings, types):
+    for key in ("rope_parameters", "rope_scaling"):
+        raw = raw_config(layer_types=types) | {key: settings}
+        assert RopeConfig.from_dict(raw, "") == RopeConfig.from_dict(raw_config(rope_parameters=NESTED), "")
+
+
+@pytest.mark.parametrize(
+    "settings, types, message",
+    [
+        ({"full_attention": NESTED, "sliding_attention": SLIDING}, ["full_attention", "sliding_attention"], "differs"),
+        ({"sliding_attention": NESTED}, None, "rope_parameters has no settings for layers of type 'full_attention'"),
+        ({"main": NESTED, "compress": NESTED}, None, "no settings for .*, only main, compress"),
+        (
+            {"full_attention": None, "sliding_attention": NESTED},
+            None,
+            "no settings for layers of type 'full_attention'",
+        ),
+        ({"full_attention": NESTED, "rope_theta": 1e6}, None, "rope_theta stands beside settings by layer type"),
+    ],
+)
+def test_rope_settings_by_layer_type_that_cannot_be_served(settings, types, message):
+    with pytest.raises(ConfigError, match=message):
+        RopeConfig.from_dict(raw_config(layer_types=types, rope_parameters=settings), "config.json")
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"factor": 4.0}, "type 'default' has the key 'factor'"),
+        ({"rope_type": "linear", "factor": 2.0, "short_factor": [1.0]}, "has the key 'short_factor'"),
+        ({"rope_type": "longrope", "factor": 2.0}, "type 'longrope' is not supported"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "type 'dynamic' is not supported"),
+        ({"rope_type": "yarn"}, "needs the key 'factor'"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.0}, "partial_rotary_factor"),
+    ],
+)
+def test_rope_settings_that_are_not_read(settings, message):
+    for key in ("rope_scaling", "rope_parameters"):
+        refused(f"{key}.*{message}", raw_config() | {key: settings})
+
+
+def test_yarn_extends_the_context():
+    def context(**changes):
+        return checked(raw_config("qwen3", **changes)).max_position_embeddings
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    assert context(max_position_embeddings=32_768, rope_scaling=yarn) == 131_072  # Qwen2.5's cards
+    assert context(max_position_embeddings=40_960, rope_parameters=yarn | {"rope_theta": 1e6}) == 131_072  # Qwen3's
+    assert context(max_position_embeddings=131_072, rope_scaling=yarn) == 131_072  # extended by its publisher
+    assert context(rope_scaling={"type": "yarn", "factor": 2.0}) == 1024
+    assert context(rope_scaling={"type": "linear", "factor": 2.0}) == 512
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_every_default_of_transformers_classes_is_known(model_type, caplog):
+    import transformers
+
+    made = getattr(transformers, CLASSES[model_type])
+    architectures = [f"{CLASSES[model_type][:-6]}ForCausalLM"]
+    progress.warn_once.cache_clear()
+    for options in (
+        {},
+        {"architectures": architectures, "dtype": "bfloat16", "pad_token_id": 3, "eos_token_id": [2, 5]},
+        {"attention_bias": True, "attention_dropout": 0.1, "initializer_range": 0.1, "use_cache": False},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+        {"hidden_act": "swish", "id2label": {0: "a", 1: "b", 2: "c"}, "output_hidden_states": True},
+        {"tie_word_embeddings": True},
+    ):
+        config = made(**SIZES, **options)
+        for raw in (config.to_dict(), config.to_diff_dict()):
+            checked(raw)
+    assert not caplog.records
+    if model_type == "llama":
+        assert checked(made(**SIZES, mlp_bias=True).to_dict()).mlp_bias
+        return
+    for window, layers, types in ((4096, 28, None), (None, 0, None), (64, 4, ["full_attention"] * 4)):
+        options = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": layers}
+        checked(made(**SIZES, **options, layer_types=types, max_position_embeddings=4096).to_dict())
+    for window, layers in ((64, 2), (4095, 0)):
+        options = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": layers}
+        refused(f"sliding_window {window}", made(**SIZES, **options, max_position_embeddings=4096).to_dict())
+
+
+FOREIGN = (
+    *("granite", "cohere", "ernie4_5", "gemma", "gemma2", "glm", "mistral", "nemotron", "smollm3", "stablelm"),
+    *("diffllama", "falcon_h1", "arcee", "apertus", "minimax", "olmoe", "mixtral", "minicpm3", "qwen3_moe"),
+)
+"""Their keys alone tell them; others (Helium, OLMo 2) are told by `architectures` or by their tensors."""
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_other_models_that_call_themselves_llama_are_refused(name):
+    module = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
+    made = getattr(module, next(each for each in module.__all__ if each.endswith("Config")))
+    refused("config.json: ", made().to_dict() | SIZES | {"model_type": "llama"})
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "sdar", "Fast_dLLM_Qwen"])
+def test_architectures_and_model_type_must_agree(model_type):
+    raw = raw_config(model_type)
+    checked(raw | {"architectures": None})
+    checked(raw | {"architectures": [config_keys.ARCHITECTURES[model_type][0]]})
+    refused("architecture 'HeliumForCausalLM' with model_type", raw | {"architectures": ["HeliumForCausalLM"]})
+    refused("'LlamaForSequenceClassification'", raw | {"architectures": ["LlamaForSequenceClassification"]})
+
+
+@pytest.mark.parametrize(
+    "key, neutral, other",
+    [
+        ("is_causal", [True], [False, None, 0]),
+        ("use_rope", [True], [False]),
+        ("mask_token_id", [None], [811]),
+        ("embedding_multiplier", [1, 1.0, None], [12.0, 0]),
+        ("logits_scaling", [1.0], [8.0]),
+        ("attention_multiplier", [None], [1.0, 0.015625]),
+        ("use_bias", [None], [False, True]),
+        ("final_logit_softcapping", [None], [30.0]),
+        ("attn_logit_softcapping", [None, False], [50.0]),
+        ("query_pre_attn_scalar", [None], [16]),
+        ("clip_qkv", [None], [8.0]),
+        ("no_rope_layers", [None, []], [[1, 1, 1, 0]]),
+        ("num_local_experts", [None], [8]),
+        ("attention_sinks", [None, False], [True]),
+        ("use_qk_norm", [False], [True]),
+        ("layer_norm_eps", [None], [1e-5]),
+        ("attn_temperature_tuning", [False], [4]),
+        ("norm_type", ["rmsnorm"], ["layernorm"]),
+        ("hidden_activation", ["silu"], ["gelu"]),
+        ("pretraining_tp", [1, 2], []),
+        ("block_size", [None], [32]),
+        ("sliding_window", [None, 512, 4096], [511, 1]),
+        ("layer_types", [None, ["full_attention"] * 4, ["attention"] * 4], [["mamba"] * 4, ["full_attention"]]),
+        ("attention_window", [None], [128]),
+        ("text_config", [{}], [{"hidden_size": 8}]),
+        ("partial_rotary_factor", [1, 1.0, None], [0.5]),
+    ],
+)
+def test_keys_that_change_numbers(key, neutral, other):
+    for value in neutral:
+        checked(raw_config() | {key: value})
+    for value in other:
+        refused(key, raw_config() | {key: value})
+
+
+def test_unknown_keys_are_named_once(caplog):
+    progress.warn_once.cache_clear()
+    for _ in range(2):
+        checked(raw_config(my_note="x" * 200, also=[1], empty="", zero=None, off=False, auto_map={"A": "b.C"}))
+    (record,) = caplog.records
+    assert "my_note" in record.message and "also" in record.message and "auto_map" in record.message
+    assert "empty" not in record.message and "zero" not in record.message and len(record.message) < 400
+
+
+def test_defaults_of_classes():
+    raw = SIZES | {"model_type": "qwen3"}
+    assert ModelConfig.from_dict(raw).head_dim == 128 and ModelConfig.from_dict(raw).max_position_embeddings == 32_768
+    raw["model_type"] = "llama"
+    assert ModelConfig.from_dict(raw).head_dim == 16 and ModelConfig.from_dict(raw).max_position_embeddings == 2048
+    refused("hidden_act 'gelu' is not supported", raw | {"hidden_act": "gelu"})

@@ -92,7 +92,7 @@ def _with_block_size(raw: dict[str, Any], generation: Mapping[str, Any], folder:
     # JetLM's checkpoints end in -b8 to -b64; in the Hub's cache that is the name above `snapshots`.
     path = folder.absolute()
     names = (path.parent.parent.name if path.parent.name == "snapshots" else path.name, raw.get("_name_or_path"))
-    endings = [re.search(r"[-_]b(\d{1,4})(?![\w.])", str(name)) for name in names]
+    endings = [re.search(r"[-_]b(\d{1,4})(?![A-Za-z\d.])", str(name)) for name in names]
     stated += [int(ending[1]) for ending in endings if ending and int(ending[1]) > 1]
     if not stated:
         warn_once(

@@ -227,6 +227,7 @@ def test_the_command_for_pickles_names_all_parts_or_is_left_out(tmp_path):
         ("model-b8", {"generation_config.json": {"block_length": 12}}, 12),
         ("model-b8", {"config.json": {"block_size": 5}}, 5),
         ("SDAR-1.7B-Chat-b8-sft", {}, 8),
+        ("mask_b32_of_words", {}, 32),
         ("SDAR-30B-A3B-b1", {}, 4),
         ("SDAR-8B-b4bit", {}, 4),
     ],

@@ -58,15 +58,13 @@ def test_answers_may_be_sent_back_as_they_came(message):
 
 def test_a_thought_reaches_the_template():
     for name in ("reasoning_content", "reasoning"):
-        turn = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": "b", name: "why"}]}).messages[
-            0
-        ]
+        (turn,) = ChatRequest(messages=[{"role": "assistant", "content": "b", name: "why"}]).messages
         assert turn.plain == {"role": "assistant", "content": "b", "reasoning_content": "why"}
 
 
 def test_what_asks_for_nothing_is_taken():
     nothing = {"functions": [], "prediction": None, "audio": None, "web_search_options": None, "x": None}
-    neutral = {"min_p": 0.0, "repetition_penalty": 1, "modalities": ["text"], "function_call": "auto", "tools": []}
+    neutral = {"min_p": 0.0, "repetition_penalty": 1, "modalities": ["text"], "function_call": "auto"}
     hints = {"user": "u", "store": False, "metadata": {}, "prompt_cache_key": "k", "safety_identifier": "s", "stop": []}
     flags = {"stream_options": None, "ignore_eos": None, "logit_bias": {}, "n": None, "response_format": None}
     ChatRequest.model_validate({"messages": [USER], **nothing, **neutral, **hints, **flags})

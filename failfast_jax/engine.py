@@ -56,7 +56,7 @@ class FailFast:
       drafter: likewise; only needed by methods whose drafter is a model.
       tokenizer: a transformers tokenizer; None: the target's own, if it has one.
       drafter_tokenizer: only used to check that both models speak the same tokens.
-      dtype: of loaded weights; None: float32 on CPU, bfloat16 elsewhere.
+      dtype: of loaded weights; None: float32 on CPU, bfloat16 elsewhere, on a simulated TPU too.
       max_seq_len: most tokens of prompt and output together; None: the model's context.
       compile_cache: folder of the persistent compilation cache, or `off`; see `enable_compile_cache`.
       tensor_parallel: devices that share each layer.

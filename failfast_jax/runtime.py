@@ -58,7 +58,7 @@ class Runtime:
       costs: a file that says what rounds cost; None: they are measured when first needed.
 
     Attributes:
-      platform: `cpu`, `gpu` or `tpu`.
+      platform: `cpu`, `gpu` or `tpu`: whose widths and defaults are taken; the target's (`Execution.platform`).
       programs: the store; `programs.seconds` is the time spent on compiling.
       costs: what rounds cost here, for drafters that decide by it.
       width_check: what is known of the target's widths under `exact`; runtimes of one target may share it.
@@ -81,7 +81,7 @@ class Runtime:
             target = target.spread(mesh, drafter=False)
             drafter_model = drafter_model and drafter_model.spread(mesh)
         self.target, self.drafter_model = target, drafter_model
-        self.platform = jax.default_backend()
+        self.platform = target.execution.platform
         context = target.config.max_position_embeddings
         if drafter_model is not None and drafter_model.context is not None:
             context = min(context, drafter_model.context)

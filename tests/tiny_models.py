@@ -135,7 +135,8 @@ def random_extended(
 def fond_of(model: Decoder, favourites: dict[int, float]) -> Decoder:
     """Pulls every prediction towards some tokens; the rest of the distribution still depends on the context."""
     model.embed[...] = jnp.asarray(model.embed[...]).at[:, 0].set(4.0)
-    head, strengths = model.head.weight, jnp.asarray(list(favourites.values()))
+    head = model.head.weight
+    strengths = jnp.asarray(list(favourites.values()), head[...].dtype)
     head[...] = jnp.asarray(head[...]).at[jnp.asarray(list(favourites)), 0].add(strengths)
     return model
 

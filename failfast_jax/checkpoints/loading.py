@@ -71,14 +71,14 @@ def load_model(
     return open_source(path_or_hub_id).load(as_dtype(dtype), quantize=quantize, progress=progress)
 
 
-def as_dtype(dtype: Any) -> np.dtype:
-    """A numpy dtype from a name, a numpy or a jax dtype; None is the backend's default.
+def as_dtype(dtype: Any, platform: str | None = None) -> np.dtype:
+    """A numpy dtype from a name, a numpy or a jax dtype; None is the platform's default (None: that of JAX's backend).
 
     Raises:
       ValueError: not one of float32, bfloat16, float16.
     """
     if dtype is None:
-        return DTYPES["float32" if jax.default_backend() == "cpu" else "bfloat16"]
+        return DTYPES["float32" if (platform or jax.default_backend()) == "cpu" else "bfloat16"]
     try:
         name = np.dtype(DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype).name
     except TypeError:

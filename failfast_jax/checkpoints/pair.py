@@ -37,7 +37,7 @@ from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 from failfast_jax.files import is_there, read_json
 from failfast_jax.models import quantization, sharding
-from failfast_jax.models.attention import refusal
+from failfast_jax.models.attention import device_of, refusal
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK, Kind
 from failfast_jax.models.dspark import DSparkConfig
@@ -183,8 +183,9 @@ class Pair:
     drafter_name: str
 
 
-def brought_by(drafter: str | os.PathLike) -> tuple[dict[str, Any], Any]:
-    """Decoding options for this platform, and `stored_chances`, that a drafter's folder brings; of other models none.
+def brought_by(drafter: str | os.PathLike, platform: str | None = None) -> tuple[dict[str, Any], Any]:
+    """Decoding options for a platform (None: this one), and `stored_chances`, that a drafter's folder brings; of other
+    models none.
 
     Raises:
       ConfigError: an option that does not exist, or a value out of its range.
@@ -192,7 +193,7 @@ def brought_by(drafter: str | os.PathLike) -> tuple[dict[str, Any], Any]:
     if not is_drafter_folder(drafter) and not feature_kind(drafter):
         return {}, None
     folder = resolve_source(drafter)
-    return decoding_defaults(folder, jax.default_backend()), stored_chances(folder)
+    return decoding_defaults(folder, platform or jax.default_backend()), stored_chances(folder)
 
 
 def load_with_tokenizer(
@@ -232,12 +233,14 @@ def read_pair(
     """
     _check_options(drafter, attention, quantize, quantize_drafter)
     _check_theta(rope_theta_drafter, drafter)
+    platform = device_of(attention).platform
+    dtype = as_dtype(dtype, platform)
     names = {"target_name": _name(target, "target"), "drafter_name": _name(drafter, "drafter")}
     if _is_path(target):
         check_is_target(target)
         target, loaded = load_with_tokenizer(target, dtype, mesh, quantize=quantize)
         tokenizer = tokenizer or loaded
-    decoding, chances = brought_by(drafter) if _is_path(drafter) else ({}, None)
+    decoding, chances = brought_by(drafter, platform) if _is_path(drafter) else ({}, None)
     if _is_path(drafter) and is_drafter_folder(drafter):
         drafter = load_drafter(drafter, target, names["target_name"])
         drafter_tokenizer = tokenizer  # it drafts in its target's tokens

@@ -125,9 +125,9 @@ def init_state(
     """
     block = model.config.block_size
     batch, width = tokens.shape
-    kernel = model.execution.resolved(model.dtype, model.config.head_dim)
     room = 2 * block if states is None else (states + 3) * block
-    length = round_up(capacity + room, TPU_TILE if kernel == "tpu" else TILE)
+    on_tpu = model.execution.tpu_shapes(model.dtype, model.config.head_dim)
+    length = round_up(capacity + room, TPU_TILE if on_tpu else TILE)
     text = jnp.full((batch, length), model.config.mask_token_id, jnp.int32).at[:, :width].set(tokens)
     text = jnp.where(jnp.arange(length) < prompt_length[:, None], text, model.config.mask_token_id)
     return DiffusionState(
@@ -236,7 +236,7 @@ def scores_of(model: Decoder, hidden: Float[Array, "*R E"]) -> Float[Array, "*R 
 
 def whole_width(model: Decoder) -> int:
     """Rows of a pass over a block: the TPU's kernel wants multiples of 8, of which it may see more than the block."""
-    on_tpu = model.execution.resolved(model.dtype, model.config.head_dim) == "tpu"
+    on_tpu = model.execution.tpu_shapes(model.dtype, model.config.head_dim)
     return round_up(model.config.block_size, 8) if on_tpu else model.config.block_size
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import flax.struct
@@ -17,11 +18,14 @@ from failfast_jax.kernels import reference
 from failfast_jax.models.cache import TILE, write_window
 from failfast_jax.models.rope import rotated_heads
 
-KERNELS = ("reference", "cpu", "tpu", "gpu", "cudnn", "xla")
+SIMULATED_TPU = "simulated-tpu"
+KERNELS = ("reference", "cpu", "tpu", SIMULATED_TPU, "gpu", "cudnn", "xla")
 """`reference`: plain jnp, for comparison. `cpu`: compiled by LLVM for the machine, where each kernel's
 `supports` says so. `tpu`: Pallas
-kernels, and splash attention for prefill. `gpu`: a Pallas kernel for Hopper, and cuDNN for prefill. `cudnn`, `xla`:
-`jax.nn.dot_product_attention` over the whole capacity, for other GPUs."""
+kernels, and splash attention for prefill. `simulated-tpu`: the same, interpreted on a CPU, where the TPU would run
+them; widths, paddings, layouts and defaults are the TPU's, too (`device_of`). `gpu`: a Pallas kernel for Hopper, and
+cuDNN for prefill. `cudnn`, `xla`: `jax.nn.dot_product_attention` over the whole capacity, for other GPUs."""
+TPU_KERNELS = ("tpu", SIMULATED_TPU)
 
 
 def kernel_of(device: Any, dtype: DTypeLike, head_dim: int) -> str:
@@ -44,8 +48,22 @@ def kernel_of(device: Any, dtype: DTypeLike, head_dim: int) -> str:
     return "gpu" if major == 9 and head_dim in (64, 128) else "cudnn"
 
 
+def device_of(kernel: str | None, device: Any = None) -> Any:
+    """The device whose kernels, widths, layouts and defaults a model takes: its own, or the TPU that it simulates.
+
+    Args:
+      kernel: one of `KERNELS`; None: what the device runs.
+      device: that it runs on; None: the first one.
+    """
+    if kernel == SIMULATED_TPU:
+        return SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    return device or jax.devices()[0]
+
+
 def refusal(kernel: str, device: Any) -> str | None:
     """Why a device cannot run a kernel of `KERNELS`, or None."""
+    if kernel == SIMULATED_TPU and device.platform != "cpu":
+        return f"it is simulated on a CPU: set JAX_PLATFORMS=cpu (JAX runs on {device.platform} here)"
     wanted = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cudnn": "gpu"}.get(kernel, device.platform)
     if device.platform != wanted:
         return f"this machine has no {wanted.upper()} (its JAX runs on {device.platform})"
@@ -125,14 +143,16 @@ def attend(
     """
     start, live, block_size = window.start, window.live, window.block_size
     until = jnp.zeros_like(start) if window.until is None else window.until
-    if kernel == "tpu" and window.seen is not None:
-        return _attend_groups(qkv, cache, window, until)
-    if kernel == "tpu" and window.visible is None and window.back is None:
+    on_tpu, simulated = kernel in TPU_KERNELS, kernel == SIMULATED_TPU
+    if on_tpu and window.seen is not None:
+        return _attend_groups(qkv, cache, window, until, simulated)
+    if on_tpu and window.visible is None and window.back is None:
         from failfast_jax.kernels import tpu, tpu_write
 
         if qkv.shape[1] <= tpu.MAX_WIDTH:
             tables = tpu_write.rotary_tables(window.cos, window.sin)
-            out, *cache = tpu.attend(qkv, *tables, *cache, start, until, live, block_size=block_size)
+            options = {"block_size": block_size, "interpret": simulated}
+            out, *cache = tpu.attend(qkv, *tables, *cache, start, until, live, **options)
             return out, tuple(cache)
     if kernel == "cpu" and window.visible is None and window.seen is None:
         from failfast_jax.kernels import cpu_prompt
@@ -189,7 +209,7 @@ def _attend_masked(q: Queries, cache: LayerCache, window: Window, kernel: str) -
 
 
 def _attend_groups(
-    qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window, until: PerSequence
+    qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window, until: PerSequence, simulated: bool
 ) -> tuple[Float[Array, "B W Q H"], LayerCache]:
     """`attend` for groups of rows on a TPU: as many whole groups at a time as the kernel takes rows."""
     from failfast_jax.kernels import tpu, tpu_write
@@ -201,11 +221,11 @@ def _attend_groups(
     parts = [slice(at, min(at + step, width)) for at in range(0, width, step)]
     for part in parts:
         some = tuple(table[:, part] for table in tables)
-        cache = tpu_write.write_window(*cache, qkv[:, part], window.start + part.start, some)
+        cache = tpu_write.write_window(*cache, qkv[:, part], window.start + part.start, some, interpret=simulated)
     outputs = []
     for part in parts:
         some, begin = tuple(table[:, part] for table in tables), window.start + part.start
-        options = {"block_size": window.block_size, "seen": seen[:, part]}
+        options = {"block_size": window.block_size, "seen": seen[:, part], "interpret": simulated}
         outputs.append(tpu.window_attention(qkv[:, part], *some, *cache, begin, until, window.live, **options))
     return jnp.concatenate(outputs, axis=1), cache
 
@@ -238,12 +258,12 @@ def cached_attention(
         capacity, head_dim = k_cache.shape[2:]
         if cpu.supports(width=q.shape[1], capacity=capacity, head_dim=head_dim, dtype=k_cache.dtype) is None:
             return cpu.window_attention(*arguments, block_size=block_size, back=back)
-    if kernel in ("reference", "cpu") or (kernel == "tpu" and back is not None):
+    if kernel in ("reference", "cpu") or (kernel in TPU_KERNELS and back is not None):
         return reference.window_attention(*arguments, block_size=block_size, tile=TILE, back=back)
-    if kernel == "tpu":
+    if kernel in TPU_KERNELS:
         from failfast_jax.kernels import tpu_prompt
 
-        return tpu_prompt.attention(*arguments, block_size=block_size)
+        return tpu_prompt.attention(*arguments, block_size=block_size, interpret=kernel == SIMULATED_TPU)
     from failfast_jax.kernels import gpu
 
     if kernel == "gpu" and q.shape[1] <= gpu.MAX_WIDTH and back is None:
@@ -265,10 +285,11 @@ def write_windows(
 
     The caller keeps `start + W` within the capacity.
     """
-    if kernel == "tpu":
+    if kernel in TPU_KERNELS:
         from failfast_jax.kernels import tpu, tpu_write  # slow to import: only where it runs
 
         # Long windows are prefill: rare, and more than the kernel's fast memory holds.
         if k.shape[1] <= tpu.MAX_WIDTH:
-            return tpu_write.write_window(k_cache, v_cache, jnp.stack([k, v], axis=3), start)
+            simulated = kernel == SIMULATED_TPU
+            return tpu_write.write_window(k_cache, v_cache, jnp.stack([k, v], axis=3), start, interpret=simulated)
     return write_window(k_cache, k, start), write_window(v_cache, v, start)

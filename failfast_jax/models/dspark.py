@@ -356,7 +356,8 @@ class DSparkModel:
         network = copy.copy(self.network)
         network.execution = Execution(kernel=kernel, mesh=mesh)
         if mesh is None:
-            reach = None if network.markov is None else network.markov.reach()
+            ours = network.markov is not None and network.execution.platform == "cpu"
+            reach = network.markov.reach() if ours else None
             return self.replace(network=network, markov_reach=reach)
 
         def by_rows(weight: Array) -> Array:

@@ -204,7 +204,7 @@ def largest_and_share(
 
 def _found(name: str, plain: Callable, x: Array, execution: Execution | None) -> Any:
     """By the function of that name of `kernels.cpu_rows`, where it can be used."""
-    one_device = execution is not None and execution.mesh is None
+    one_device = execution is not None and execution.mesh is None and execution.platform == "cpu"
     if not one_device or not _by_rows(1, x.dtype, x.shape[-1]):
         return plain(x)
 

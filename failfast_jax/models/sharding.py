@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from failfast_jax import platforms
 from failfast_jax.errors import OptionError
-from failfast_jax.models.attention import KERNELS, kernel_of
+from failfast_jax.models.attention import KERNELS, SIMULATED_TPU, TPU_KERNELS, device_of, kernel_of
 from failfast_jax.models.config import ModelConfig
 
 Axes = str | tuple[str, ...] | None
@@ -54,9 +54,21 @@ class Execution:
         if self.kernel is not None and self.kernel not in KERNELS:
             raise ValueError(f"attention kernel {self.kernel!r}: must be one of {', '.join(KERNELS)}")
 
+    @property
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`: the one that widths and defaults are for."""
+        return device_of(self.kernel).platform
+
     def resolved(self, dtype: DTypeLike, head_dim: int) -> str:
         """The kernel to use for a model."""
-        return self.kernel or kernel_of(jax.devices()[0], dtype, head_dim)
+        if self.kernel not in (None, SIMULATED_TPU):
+            return self.kernel
+        kernel = kernel_of(device_of(self.kernel), dtype, head_dim)
+        return self.kernel if self.kernel and kernel == "tpu" else kernel
+
+    def tpu_shapes(self, dtype: DTypeLike, head_dim: int) -> bool:
+        """Whether a model's windows and caches must have the shapes and the layout that the TPU's kernels take."""
+        return self.resolved(dtype, head_dim) in TPU_KERNELS
 
     def per_device(self, function: Callable, specs: Any, out_specs: Any) -> Callable:
         """`function` over each device's part of its arguments; as it is where there is no mesh."""
@@ -320,7 +332,7 @@ def execution_of(config: ModelConfig, mesh: Mesh, *, drafter: bool = False, kern
         )
     spread: Axes = TENSOR if tensor > 1 else None
     some = spread
-    if drafter and heads and copies > 1 and copies_work_alike(config, mesh.devices.flat[0], tensor):
+    if drafter and heads and copies > 1 and copies_work_alike(config, device_of(kernel, mesh.devices.flat[0]), tensor):
         grid = mesh.devices.reshape(data, copies, config.num_kv_heads)
         mesh = Mesh(grid, (DATA, COPIES, TENSOR), axis_types=(AxisType.Auto,) * 3)
         spread = (COPIES, TENSOR)

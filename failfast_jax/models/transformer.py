@@ -177,7 +177,7 @@ class Decoder(nnx.Module):
           slots: slots within the window of the tokens to keep, in order; anything behind their end.
         """
         rows, place = P(self.execution.batch), P(self.execution.batch, self.execution.heads)
-        fixed = self.execution.resolved(self.dtype, self.config.head_dim) == "tpu"
+        fixed = self.execution.tpu_shapes(self.dtype, self.config.head_dim)
 
         def moved(cache, start, slots):
             cache = move_slots(cache, start, slots, width)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +15,20 @@ from hypothesis import strategies as st
 from tiers import tiers
 
 from failfast_jax.kernels import reference, tpu, tpu_prompt, tpu_write
-from failfast_jax.models.attention import Window, attend, write_windows
+from failfast_jax.models.attention import SIMULATED_TPU, Window, attend, write_windows
 from failfast_jax.models.cache import TILE, write_window
 from failfast_jax.models.rope import apply_rope
 
 INTERPRET = jax.default_backend() != "tpu"
 """Where there is a TPU the same tests run on it."""
+KERNEL = SIMULATED_TPU if INTERPRET else "tpu"
 
 # Batch, window, query heads, KV heads, head dimension, capacity, dtype. Few, so that few programs are compiled.
 SHAPES = [
     (1, 8, 10, 2, 64, 2048, "float32"),  # two tiles of 1024, both KV heads in a step
     (3, 16, 3, 1, 128, 384, "float32"),  # tiles of 128
-    (2, 72, 21, 3, 64, 512, "bfloat16"),  # three KV heads in a step, in rows of half the lanes
-    (2, 72, 16, 4, 128, 512, "bfloat16"),  # two steps of two KV heads
+    (2, 72, 21, 3, 64, 384, "bfloat16"),  # three KV heads in a step, in rows of half the lanes
+    (2, 72, 16, 4, 128, 384, "bfloat16"),  # two steps of two KV heads
 ]
 BLOCK_SIZES = (1, 8, 32, 1)
 """One for each shape."""
@@ -78,6 +81,29 @@ def close(shape, got, wanted) -> bool:
     return bool(np.max(np.abs(got - wanted)) <= tolerance * max(1.0, np.abs(wanted).max()))
 
 
+def check(shape, arguments) -> None:
+    """Both ways are the reference's: keys and outputs but for rounding, values to the bit."""
+    (*_, v), results = expected(*arguments), zip(*attended(*arguments), expected(*arguments))
+    for one, two, wanted in results:
+        np.testing.assert_array_equal(one, two)
+        assert close(shape, one, wanted)
+    np.testing.assert_array_equal(one, v)
+
+
+@pytest.mark.parametrize(
+    "shape, start, block_size",
+    [
+        (SHAPES[1], [120, 0, 368], 1),  # over the border of two tiles; at both ends of the cache
+        (SHAPES[1], [113, 127, 255], 32),
+        ((2, 72, 16, 4, 128, 384, "float32"), [57, 255], 1),  # whose heads are two steps
+        ((1, 128, 3, 3, 64, 128, "bfloat16"), [0], 1),  # the whole cache
+    ],
+)
+def test_windows_lie_anywhere(shape, start, block_size):
+    start, zero = np.asarray(start, np.int32), np.zeros(len(start), np.int32)
+    check(shape, (*arrays(shape, 5), start, zero, np.int32(shape[5]), block_size))
+
+
 @settings(max_examples=9)
 @given(
     case=st.sampled_from(list(zip(SHAPES, BLOCK_SIZES))),
@@ -92,25 +118,7 @@ def test_equals_the_reference(case, seed, places, bidirectional):
     until = start + width - 1 if bidirectional else np.zeros_like(start)
     live = np.int32(start.max() + width + block_size)
     arguments = (*arrays(shape, seed), start, until, live, block_size)
-    for one, two, wanted in zip(*attended(*arguments), expected(*arguments)):
-        np.testing.assert_array_equal(one, two)
-        assert close(shape, one, wanted)
-
-
-@pytest.mark.parametrize(
-    "shape, start",
-    [
-        (SHAPES[1], [120, 0, 368]),  # over the border of two tiles; at both ends of the cache
-        (SHAPES[1], [113, 127, 255]),
-        ((1, 128, 3, 3, 64, 128, "bfloat16"), [0]),  # the whole cache
-    ],
-)
-def test_windows_lie_anywhere(shape, start):
-    start, zero = np.asarray(start, np.int32), np.zeros(len(start), np.int32)
-    arguments = (*arrays(shape, 5), start, zero, np.int32(shape[5]), 1)
-    for one, two, wanted in zip(*attended(*arguments), expected(*arguments)):
-        np.testing.assert_array_equal(one, two)
-        assert close(shape, one, wanted)
+    check(shape, arguments)
 
 
 def test_a_sequence_beyond_what_is_live_disturbs_nobody():
@@ -126,8 +134,6 @@ def test_a_sequence_beyond_what_is_live_disturbs_nobody():
 @pytest.mark.parametrize("most", tiers([128, 16], quick=[16], long=None))
 def test_groups_of_rows_see_what_they_are_told(most, monkeypatch):
     """Copies of a block behind different texts, all at a time and two at a time; the last is a part of its block."""
-    for module, name in ((tpu, "window_attention"), (tpu_write, "write_window")):
-        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=INTERPRET))
     monkeypatch.setattr(tpu, "MAX_WIDTH", most)
     batch, copies, size, kv_heads, head_dim = 2, 5, 8, 2, 64
     qkv, k, v = arrays((batch, copies * size, 3 * kv_heads, kv_heads, head_dim, 384, "float32"), 3)
@@ -140,7 +146,7 @@ def test_groups_of_rows_see_what_they_are_told(most, monkeypatch):
     window = Window(
         *(jnp.tile(x, (1, copies, 1, 1)) for x in (cos, sin)), start, np.int32(seen.max()), seen=jnp.asarray(seen)
     )
-    shown, hidden = (attend(qkv, (k, v), window, kernel=kernel) for kernel in ("tpu", "reference"))
+    shown, hidden = (attend(qkv, (k, v), window, kernel=kernel) for kernel in (KERNEL, "reference"))
     np.testing.assert_allclose(shown[0], hidden[0], atol=1e-5)
     np.testing.assert_allclose(shown[1][0], hidden[1][0], atol=1e-6)
     # A copy by itself, as a window whose rows see each other.
@@ -175,6 +181,23 @@ def test_a_row_depends_neither_on_its_window_nor_on_dead_cache():
     np.testing.assert_array_equal(results[0], results[2])
 
 
+def test_keys_and_values_have_a_semaphore_each():
+    """A wait on one that both share may end when the other's copy has arrived."""
+    qkv, k, v = arrays((1, 8, 2, 1, 64, 128, "float32"), 0)
+    start, zero = np.asarray([3], np.int32), np.zeros(1, np.int32)
+    tables = tpu_write.rotary_tables(*angles(start, 8, 64))
+    attending = jax.make_jaxpr(functools.partial(tpu.attend, block_size=1))
+    for program in (
+        attending(qkv, *tables, k, v, start, zero, np.int32(11)),
+        jax.make_jaxpr(tpu_write.write_window)(k, v, qkv, start, tables),
+    ):
+        # dma_start(p0) a[0,:,b:b+16,:] -> c[d,e:e+1,f:f+16,:] semaphores[1]
+        found = collections.Counter(re.findall(r"dma_(start|wait)\b.* \w+\[(\d+)\]$", str(program), re.MULTILINE))
+        assert (
+            len(found) == 4 and found["start", "0"] == found["start", "1"] and found["wait", "0"] == found["wait", "1"]
+        )
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_writes_each_window_at_its_place(dtype):
     new, k, v = arrays((3, 7, 2, 2, 64, 256, dtype), 0)
@@ -186,12 +209,19 @@ def test_writes_each_window_at_its_place(dtype):
         np.testing.assert_array_equal(got_v, write_window(v, new[..., -1, :], start))
 
 
-@pytest.mark.parametrize("block_size", [1, 32])
-def test_prefill_equals_the_reference(block_size):
-    batch, width, kv_heads, head_dim, capacity = 1, 128, 2, 128, 512
+@pytest.mark.parametrize(
+    "width, block_size, start, until",
+    [
+        (128, 32, [130], [0]),
+        (512, 1, [257, 900], [0, 0]),  # row 255 is the only one of its tile that sees another tile of the cache
+        (256, 32, [0, 640], [300, 0]),
+    ],
+)
+def test_prefill_equals_the_reference(width, block_size, start, until):
+    batch, kv_heads, head_dim, capacity = len(start), 2, 64, 1536
     _, k, v = arrays((batch, width, 4, kv_heads, head_dim, capacity, "float32"), 3)
     q = jnp.asarray(np.random.default_rng(4).standard_normal((batch, width, 4, head_dim), np.float32))
-    start, until, live = np.asarray([130], np.int32), np.zeros(1, np.int32), np.int32(130 + 128 + 32)
+    start, until, live = np.asarray(start, np.int32), np.asarray(until, np.int32), np.int32(capacity)
     got = tpu_prompt.attention(q, k, v, start, until, live, block_size=block_size, interpret=INTERPRET)
     wanted = reference.window_attention(q, k, v, start, until, live, block_size=block_size, tile=TILE)
     np.testing.assert_allclose(got, wanted, atol=1e-5)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_models import attention_by_hand
 
 from failfast_jax.kernels import reference
-from failfast_jax.models.attention import cached_attention, kernel_of, refusal
+from failfast_jax.models.attention import SIMULATED_TPU, cached_attention, kernel_of, refusal
 from failfast_jax.models.cache import TILE, round_up, write_window
 
 CAPACITY = 384
@@ -160,6 +160,7 @@ def test_a_kernel_wants_its_device():
         for platform, capability, kind in [("cpu", None, "cpu"), ("gpu", "8.0", "A100"), ("gpu", "9.0", "H100")]
     )
     assert "no TPU (its JAX runs on cpu)" in refusal("tpu", cpu)
+    assert refusal(SIMULATED_TPU, cpu) is None and "set JAX_PLATFORMS=cpu" in refusal(SIMULATED_TPU, ampere)
     assert "no GPU" in refusal("gpu", cpu) and "no GPU" in refusal("cudnn", cpu)
     assert "not for this A100: cudnn or xla" in refusal("gpu", ampere)
     for kernel, device in [("reference", cpu), ("xla", cpu), ("cudnn", ampere), ("gpu", hopper), ("cudnn", hopper)]:

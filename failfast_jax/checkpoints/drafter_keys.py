@@ -21,14 +21,15 @@ SHAPE = "transformer_layer_config"
 BASE = frozenset(
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
     "head_dim hidden_act rms_norm_eps rope_theta rope_scaling rope_parameters partial_rotary_factor attention_bias "
-    "mlp_bias max_position_embeddings bos_token_id eos_token_id pad_token_id".split()
+    "mlp_bias max_position_embeddings original_max_position_embeddings layer_types bos_token_id eos_token_id "
+    "pad_token_id".split()
 )
 """What a drafter's layers have in common with any model's; `ModelConfig` reads it."""
 
 HARMLESS = frozenset(
     # transformers writes these for every model.
     "architectures auto_map dtype torch_dtype transformers_version use_cache initializer_range attention_dropout "
-    "pretraining_tp tie_word_embeddings use_sliding_window sliding_window max_window_layers layer_types _name_or_path "
+    "pretraining_tp tie_word_embeddings use_sliding_window sliding_window max_window_layers _name_or_path "
     "name_or_path return_dict output_hidden_states output_attentions chunk_size_feed_forward is_encoder_decoder "
     "is_decoder id2label label2id problem_type torchscript use_bfloat16 pruned_heads tf_legacy_loss "
     "cross_attention_hidden_size add_cross_attention tie_encoder_decoder decoder_start_token_id sep_token_id prefix "

@@ -198,6 +198,8 @@ def parse_config(raw: Mapping[str, Any], target: ModelConfig, folder: Path, targ
     chain = raw.get("ttt_length") if architecture == DEEPSPEC else _proposed(raw)
     if chain is not None and (type(chain) is not int or chain < 1):
         raise ConfigError(f"{where}: a chain of {chain!r} tokens: must be a positive integer")
+    if not keys.flag("is_causal", "causal", default=True):
+        raise ConfigError(f"{where}: is_causal false is not supported: an EAGLE-3 drafter sees what is before it")
     each, together = keys.flag("fc_norm"), keys.flag("norm_before_fc")
     if each and together:
         raise ConfigError(f"{where}: fc_norm and norm_before_fc: keep one of them, features are normed once")

@@ -133,6 +133,7 @@ ALIKE = {
             }
         },
     ),
+    "EAGLE: causal, as it is": (EAGLE, config_of(EAGLE) | {"is_causal": True, "eagle_config": None}),
     "kinds of all the target's layers": (EAGLE, config_of(EAGLE) | {"layer_types": ["full_attention"] * 8}),
 }
 
@@ -216,6 +217,9 @@ REFUSED = {
     ),
     "norms of another kind": (*inside("eagle_config", EAGLE, use_mtp_layernorm=True), "use_mtp_layernorm' is True"),
     "two norms": (*top(EAGLE, fc_norm=True, norm_before_fc=True), "fc_norm and norm_before_fc: keep one of them"),
+    "sees what follows": (*top(EAGLE, is_causal=False), "is_causal false is not supported: an EAGLE-3 drafter sees"),
+    "a rank of no size": (*top(DSPARK, markov_rank=2**70), "'markov_rank' must not be above 16777216, got 11805916"),
+    "more layers than there are": (*top(DSPARK, target_layer_ids=[0] * 20), "reads 20 of the target's layers; qwen3_a"),
     "P-EAGLE's mask": (*top(EAGLE, mask_token_id=150), "'mask_token_id' is P-EAGLE's"),
     "parallel": (*top(EAGLE, parallel_drafting=True), "'parallel_drafting' is P-EAGLE's"),
     "a block": (*top(EAGLE, block_size=8), "'block_size' is 8"),

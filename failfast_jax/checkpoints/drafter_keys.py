@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from failfast_jax.errors import ConfigError
+from failfast_jax.models import config_keys
 
 NESTED = ("dflash_config", "eagle_config")
 SHAPE = "transformer_layer_config"
@@ -26,25 +27,14 @@ BASE = frozenset(
 )
 """What a drafter's layers have in common with any model's; `ModelConfig` reads it."""
 
-HARMLESS = frozenset(
-    # transformers writes these for every model.
-    "architectures auto_map dtype torch_dtype transformers_version use_cache initializer_range attention_dropout "
-    "pretraining_tp tie_word_embeddings use_sliding_window sliding_window max_window_layers _name_or_path "
-    "name_or_path return_dict output_hidden_states output_attentions chunk_size_feed_forward is_encoder_decoder "
-    "is_decoder id2label label2id problem_type torchscript use_bfloat16 pruned_heads tf_legacy_loss "
-    "cross_attention_hidden_size add_cross_attention tie_encoder_decoder decoder_start_token_id sep_token_id prefix "
-    "tokenizer_class task_specific_params finetuning_task _attn_implementation _attn_implementation_autoset "
-    "attn_implementation is_llama_config transformers.js_config max_length min_length do_sample "
-    "early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty "
-    "length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
-    "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values "
-    "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
+HARMLESS = config_keys.HARMLESS | frozenset(
+    # Of all models; windows are read from elsewhere.
+    "architectures auto_map tie_word_embeddings use_sliding_window sliding_window max_window_layers "
+    "is_encoder_decoder pruned_heads cross_attention_hidden_size add_cross_attention "
     # Training of drafters, and what programs that serve them are told.
     "num_anchors max_anchors draft_num_hidden_layers step_loss_decay ttt_length embed_requires_grad "
     "confidence_head_alpha head_hidden_act speculators_config speculators_model_type speculators_version "
-    "target_model_type target_vocab_size "
-    # This project's own.
-    "training decoding chances".split()
+    "target_model_type target_vocab_size".split()
 )
 
 SERVED: dict[str, tuple[Any, ...]] = {

@@ -23,6 +23,7 @@ from failfast_jax.checkpoints.mapping import StoredTensor
 from failfast_jax.checkpoints.parameters import is_finite, not_finite
 from failfast_jax.checkpoints.safetensors import read_array
 from failfast_jax.errors import CheckpointError
+from failfast_jax.models import config_keys
 from failfast_jax.models.config import ENDS
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -168,12 +169,14 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     Raises:
       CheckpointError: an architecture that is not among `ARCHITECTURES`, or metadata that is missing or that
         this decoder cannot serve.
+      ConfigError: see `config_keys.check_gguf`.
     """
     architecture = file.need("general.architecture")
     if architecture not in ARCHITECTURES:
         raise CheckpointError(
             f"{file.path}: architecture {architecture!r} is not supported (supported: {', '.join(ARCHITECTURES)})"
         )
+    config_keys.check_gguf(file.metadata, architecture, str(file.path))
 
     def get(key: str, default: Any = None) -> Any:
         return file.metadata.get(f"{architecture}.{key}", default)

@@ -189,3 +189,40 @@ def _check_windows(raw: Mapping[str, Any], context: int, where: str) -> None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+GGUF_KEYS = frozenset(
+    """
+    attention.head_count attention.head_count_kv attention.key_length attention.layer_norm_epsilon
+    attention.layer_norm_rms_epsilon attention.value_length block_count context_length embedding_length
+    feed_forward_length pooling_type rope.dimension_count rope.freq_base rope.scale_linear rope.scaling.attn_factor
+    rope.scaling.factor rope.scaling.finetuned rope.scaling.original_context_length rope.scaling.type
+    rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow tensor_data_layout vocab_size
+    """.split()
+)
+"""Keys of a GGUF file's architecture that are read or harmless; of others only 0, false and empty change nothing."""
+GGUF_NEUTRAL = {
+    "attention.causal": True,
+    **dict.fromkeys(("attention.output_scale", "embedding_scale", "logit_scale", "residual_scale"), 1),
+    "rope.scaling.yarn_ext_factor": 1,
+}
+
+
+def check_gguf(metadata: Mapping[str, Any], architecture: str, where: str) -> None:
+    """Refuses a GGUF file whose metadata ask for another computation than the one that is built.
+
+    Raises:
+      ConfigError: the first such key, by name.
+    """
+    context = metadata.get(f"{architecture}.context_length", 2048)
+    for name, value in metadata.items():
+        key = name.removeprefix(f"{architecture}.")
+        if key == name or key in GGUF_KEYS or (key in GGUF_NEUTRAL and value == GGUF_NEUTRAL[key]):
+            continue
+        if (says_nothing(value) or value == 0) and key not in GGUF_NEUTRAL:
+            continue
+        if key == "attention.sliding_window" and isinstance(value, int) and value >= context:
+            continue
+        raise ConfigError(
+            f"{where}: {name} {_short(value)} changes what architecture {architecture!r} computes and is not read"
+        )

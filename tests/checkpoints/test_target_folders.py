@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-from checkpoint_files import GOLDEN, config_of, hf_folder, logits, refuses, shard, tensors_of
+from checkpoint_files import GOLDEN, config_of, hf_folder, logits, refuses, shard, tensors_of, write_gguf
 from huggingface_hub import errors
 from safetensors.numpy import load_file
 
@@ -162,6 +162,34 @@ def test_tensors_of_quantised_checkpoints_whose_settings_say_nothing(tmp_path, s
 def test_plain_tensors_are_not_called_quantised():
     assert quantised.of_tensors([("a.weight", "I32"), ("d2t", "I64")]) is None and quantised.of_tensors([]) is None
     assert quantised.of_config({"quantization_config": None, "quantization": {}}) is None
+
+
+# Metadata of GGUF files.
+
+
+@pytest.mark.parametrize(
+    "key, neutral, other",
+    [
+        ("logit_scale", 1.0, 0.5),
+        ("embedding_scale", 1.0, 12.0),
+        ("attention.causal", True, False),
+        ("attention.scale", None, 0.25),
+        ("attention.sliding_window", 4096, 8),
+        ("final_logit_softcapping", 0.0, 30.0),
+        ("expert_count", 0, 8),
+        ("rope.scaling.yarn_log_multiplier", 0.0, 0.1),
+        ("something.new", False, "yes"),
+    ],
+)
+def test_gguf_metadata_that_change_numbers(tmp_path, key, neutral, other):
+    def written(value) -> Path:
+        kinds = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string"}
+        path = tmp_path / f"{value}.gguf"
+        return write_gguf(path, "llama_tied", extra=lambda w: getattr(w, kinds[type(value)])(f"llama.{key}", value))
+
+    if neutral is not None:
+        loading.open_source(written(neutral)).check()
+    refuses(f"llama.{key} .*changes what architecture 'llama'", written(other), error=ConfigError)
 
 
 # Adapters and pickles.

@@ -59,7 +59,9 @@ def figure_class(otherwise: str = "") -> Any:
     Raises:
       OptionError: matplotlib is not installed; the message names the extra.
     """
-    return needed("matplotlib.figure", "figures", "plot", otherwise).Figure
+    figure = needed("matplotlib.figure", "figures", "plot", otherwise)
+    needed("matplotlib", "figures").rcParams["text.parse_math"] = False  # a $ in a file's name is no formula
+    return figure.Figure
 
 
 def colours(labels: Sequence[str]) -> dict[str, str]:

@@ -28,6 +28,9 @@ class Evaluation:
       spec_len: tokens of each draft; None: the drafter's own default.
       tokenizers: the target's and the drafter's, where their vocabularies may differ in size.
 
+    Raises:
+      OptionError, PromptError: these drafts, or answers to these prompts, cannot be.
+
     Attributes:
       last: the last result.
       drafts: of the last result: the confidences of each draft's tokens, and how many were accepted.
@@ -62,6 +65,8 @@ class Evaluation:
         self.prompts = [prompt.tolist() for prompt, _ in held_out.pairs()[:prompts]]
         self.last: dict[str, float] | None = None
         self.drafts: Drafts = []
+        with distributed.apart():  # refuses options and prompts that do not fit: better now than after the last step
+            self.engine.session(self.prompts, self.engine.resolve(**self.options))
 
     def _drafter(self, trainable: Any) -> Any:
         drafter = self.objective.drafter(trainable)

@@ -144,6 +144,13 @@ def test_easy_regions():
     assert figures.easy_share([answer], [0, 4, 5, 9]) == [10 / 12, 10 / 12, 0.0, 0.0]
 
 
+def test_dollar_signs_of_names_are_no_formulas(tmp_path):
+    figure = figures.figure_class()()
+    figure.suptitle("questions of $a^$b[1].jsonl")
+    figure.savefig(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").is_file()
+
+
 def drawn(figure):
     """Points of each line of a figure's first panel, and what its axes say."""
     axis = figure.axes[0]

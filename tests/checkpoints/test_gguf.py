@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -20,11 +22,15 @@ from checkpoint_files import (
     write_gguf,
 )
 from gguf import GGMLQuantizationType as Quant
+from tiny_models import tiny_config
 
+from failfast_jax.checkpoints import dspark, eagle
 from failfast_jax.checkpoints.gguf import GGUFFile
 from failfast_jax.checkpoints.loading import load_model, open_source
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models.config import RopeConfig
+from failfast_jax.models.dspark import DSparkConfig
+from failfast_jax.models.eagle import EagleConfig
 from failfast_jax.models.rope import rope_frequencies
 
 
@@ -130,6 +136,17 @@ def test_gguf_rope_scaling(tmp_path):
         load("llama_tied", extra=linear, extra_tensors={"rope_freqs.weight": divisors})
     with pytest.raises(CheckpointError, match="rope.scaling.type 'longrope' is not supported"):
         load("llama_tied", extra=lambda w: (linear(w), w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)))
+
+
+def test_drafters_say_the_divisors_of_their_targets():
+    rope = RopeConfig(kind="divisors", divisors=(1.0, 2.0, 3.5, 8.0))
+    target = tiny_config(rope=rope)
+    base = dataclasses.replace(target, model_type="qwen3", num_layers=1, qkv_bias=False, qk_norm=True)
+    block = DSparkConfig(base, block_size=7, mask_token_id=3, feature_layers=(0, 1), num_target_layers=2)
+    stored = json.loads(json.dumps(dspark.config_dict(block, target, "bfloat16")))
+    assert dspark.parse_config(stored, "").base.rope == rope
+    stored = json.loads(json.dumps(eagle.config_dict(EagleConfig(base, (0, 1), 40, chain=5), target, "bfloat16")))
+    assert eagle.parse_config(stored, target, Path("drafter"), "target").base.rope == rope
 
 
 def test_gguf_that_cannot_be_served(tmp_path):

@@ -18,7 +18,7 @@ from failfast_jax.checkpoints.drafter import load_drafter
 from failfast_jax.checkpoints.dspark import load_dspark
 from failfast_jax.checkpoints.eagle import load_eagle
 from failfast_jax.command import deadline_after
-from failfast_jax.errors import CheckpointError, OptionError
+from failfast_jax.errors import CheckpointError, OptionError, PromptTooLong
 from failfast_jax.train import data, dspark, loop
 from failfast_jax.train.evaluate import Evaluation
 from failfast_jax.train.resume import begin, is_begun
@@ -190,6 +190,15 @@ def test_learning_rates(schedule):
     last = 1.0 if schedule == "constant" else 0.1
     assert rates[0] == 0 and rates[10] == pytest.approx(1.0) and rates[100] == pytest.approx(last, abs=1e-3)
     assert (rates[50] == 1.0) == (schedule != "cosine")
+
+
+def test_measurements_that_cannot_be_are_refused_before_the_first_step(documents, target):
+    objective = make_objective("standalone", target, documents)
+    with pytest.raises(OptionError, match="--spec-len 10000"):
+        Evaluation(target, objective, documents, prompts=2, tokens=4, spec_len=10_000)
+    long = data.Documents([np.ones(400, np.int32)], np.asarray([398], np.int32))
+    with pytest.raises(PromptTooLong, match="398"):
+        Evaluation(target, objective, long, prompts=1, tokens=4, spec_len=4)
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,7 @@ enable_compile_cache()
 # Tracing makes many short-lived objects beside a large heap that stays: collected rarely, and behind each file.
 gc.freeze()
 gc.set_threshold(100_000, 50, 100)
+USERS_WIDTHS = {"CPU_LADDER": plan.CPU_LADDER, "CPU_PREFILL_WIDTHS": plan.CPU_PREFILL_WIDTHS}
 if not OPTIMIZED:  # a program has a pass of each width in it
     plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 16, 64), (32, 128)
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
@@ -79,6 +80,13 @@ def cheap_rows(widths: tuple[int, ...]) -> Costs:
     """A row costs a hundredth of a step."""
     rows = np.asarray(widths, np.float32)
     return Costs(1 + rows / 100, np.float32(0.1), np.int32(0), np.int32(0))
+
+
+@pytest.fixture
+def users_widths(monkeypatch):
+    """Widths as users have them; most tests have fewer."""
+    for name, widths in USERS_WIDTHS.items():
+        monkeypatch.setattr(plan, name, widths)
 
 
 @pytest.fixture(scope="module")

@@ -394,6 +394,16 @@ def table_for(session, draft: float) -> Costs:
     return costs(1 + (rows - rows[0]) / 30, draft)
 
 
+def test_no_token_changes_on_the_ladder_of_users(users_widths):
+    """The prompt is long enough for a wide prefill, and repeats itself, so that drafts of several widths are right."""
+    model, prompt = engine(), PROMPTS[0] * 14
+    options = {"method": "failfast", "policy": "auto", "max_spec_len": 31}
+    results = lossless(model, [prompt], max_new_tokens=48, ignore_eos=True, **options)
+    made = model.runtime.plan(model.build_drafter(GenerationConfig(**options)))
+    assert made.widths == (1, 4, 8, 16, 32) and made.prefill_widths == (32, 128, 256, 512)
+    assert len({len(entry.drafted) for entry in results[0].rounds}) > 1
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from failfast_jax import starting
+
+starting.begin(__name__)  # before the imports that take seconds
+
 from convert import conversion
 
 CONVERTER = conversion.Converter(

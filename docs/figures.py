@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
-from failfast_jax import FailFast, Result
+from failfast_jax import FailFast, Result, enable_compile_cache
 from failfast_jax.defaults import load_pair
 from failfast_jax.results import Round
 from failfast_jax.trajectory import ACCEPTED, REJECTED, TARGET, spans, write_trace
@@ -97,6 +97,7 @@ def main(folder: Path = HERE, longest: int = 256) -> None:
     kinds = {len(entry.drafted): entry for entry in drafts}
     shown = [kinds[length] for length in sorted(kinds, reverse=True)]
     (folder / "expansion.svg").write_text(expansion(shown[:4]), encoding="utf-8")
+    enable_compile_cache()
     engine = load_pair(method="failfast")
     options = {"policy": "fixed", "lookup_min": 3, "min_gain": 0.0}
     answer = engine.generate(QUESTION, method="failfast", max_new_tokens=64, **options)[0]

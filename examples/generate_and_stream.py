@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from failfast_jax import FailFast, GenerationConfig
+from failfast_jax import FailFast, GenerationConfig, enable_compile_cache
 from failfast_jax.defaults import load_pair
 from failfast_jax.results import fate
 
@@ -21,6 +21,7 @@ def main(target: str | None = None, drafter: str | None = None, prompts: list = 
     Args:
       prompts: texts, or lists of token ids.
     """
+    enable_compile_cache()  # the next run starts in seconds
     engine = load_pair(method="failfast") if target is None else FailFast(target, drafter)
     config = GenerationConfig("failfast", max_new_tokens=48)
     # One batch: both rows share every pass, and each has its own rounds.

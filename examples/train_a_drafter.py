@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from failfast_jax import FailFast
+from failfast_jax import FailFast, enable_compile_cache
 from failfast_jax.results import fate
 from failfast_jax.train.__main__ import main as train
 from failfast_jax.train.data import write_documents
@@ -32,6 +32,7 @@ def main(target: str, prompts: list, folder: str | Path, *options: str, max_new_
     Args:
       options: flags of `python -m failfast_jax.train`.
     """
+    enable_compile_cache()  # for the answers; commands do so themselves
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "answers.npz"

@@ -1,15 +1,21 @@
-"""Lossless speculative decoding with block-diffusion drafters ("Fail Fast, Win Big"), compiled by XLA."""
+"""Lossless speculative decoding with block-diffusion drafters ("Fail Fast, Win Big"), compiled by XLA.
 
-from failfast_jax import starting
+Importing it changes nothing in a process, and takes no time: each name is imported when it is first used.
+"""
 
-starting.begin()  # before the imports that take seconds
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from failfast_jax._version import __version__
-from failfast_jax.checkpoints.loading import load_model
-from failfast_jax.config import GenerationConfig
-from failfast_jax.engine import FailFast, Result, StreamEvent
-from failfast_jax.models.config import ModelConfig
-from failfast_jax.runtime import Request, Runtime
+
+if TYPE_CHECKING:
+    from failfast_jax.checkpoints.loading import load_model
+    from failfast_jax.compilation import enable_compile_cache
+    from failfast_jax.config import GenerationConfig
+    from failfast_jax.engine import FailFast, Result, StreamEvent
+    from failfast_jax.models.config import ModelConfig
+    from failfast_jax.platforms import tell_libtpu
+    from failfast_jax.runtime import Request, Runtime
 
 __all__ = [
     "FailFast",
@@ -20,5 +26,30 @@ __all__ = [
     "Runtime",
     "StreamEvent",
     "__version__",
+    "enable_compile_cache",
     "load_model",
+    "tell_libtpu",
 ]
+
+_MODULES = {
+    "checkpoints.loading": ("load_model",),
+    "compilation": ("enable_compile_cache",),
+    "config": ("GenerationConfig",),
+    "engine": ("FailFast", "Result", "StreamEvent"),
+    "models.config": ("ModelConfig",),
+    "platforms": ("tell_libtpu",),
+    "runtime": ("Request", "Runtime"),
+}
+"""Names of `__all__` by the modules that define them."""
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(f"failfast_jax.{module}"), name)
+            return value
+    raise AttributeError(f"module 'failfast_jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

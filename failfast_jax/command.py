@@ -9,7 +9,6 @@ import importlib
 import logging
 import math
 import os
-import platform
 import signal
 import socket
 import sys
@@ -22,8 +21,9 @@ from typing import Any, NoReturn
 
 import jax
 
-from failfast_jax import distributed, environment, files, progress, starting, streams
+from failfast_jax import distributed, environment, files, platforms, progress, starting, streams
 from failfast_jax._version import __version__
+from failfast_jax.compilation import counted, enable_compile_cache
 from failfast_jax.errors import OptionError, is_failure, printable, printable_lines
 
 STUCK_S = 3
@@ -40,7 +40,7 @@ class PlainParser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
         if self.add_help:
-            versions = f"failfast-jax {__version__}, JAX {jax.__version__}, Python {platform.python_version()}"
+            versions = f"failfast-jax {__version__}, JAX {jax.__version__}, Python {sys.version.split()[0]}"
             self.add_argument("--version", action="version", version=versions, help="print the versions and exit")
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -258,9 +258,18 @@ def _status(work: Callable[[], int | None], interrupted: str, where: str | None,
     try:
         with starting.interruptible(), progress.ended_bars():
             environment.check()
+            platforms.tell_libtpu()
             distributed.join(where)
             named_stdout = contextlib.redirect_stdout(streams.NamedStdout(sys.stdout))
-            with named_stdout, heard(), plain_warnings(), unstuck(interrupted), distributed.one_voice(), unwrapped():
+            with (
+                named_stdout,
+                heard(),
+                plain_warnings(),
+                unstuck(interrupted),
+                distributed.one_voice(),
+                unwrapped(),
+                counted(),
+            ):
                 handler = progress.LogHandler()
                 handler.setFormatter(PrintableFormatter("%(levelname)s: %(message)s"))
                 logging.basicConfig(handlers=[handler])
@@ -346,4 +355,9 @@ def dispatch(
     args = parser.parse_args(argv)
     where = getattr(args, "distributed", distributed.ALONE)
     said = "interrupted; the same command goes on from what is saved"
-    return run(lambda: module.work(args), said, where, args.verbosity)
+
+    def work() -> int | None:
+        enable_compile_cache()
+        return module.work(args)
+
+    return run(work, said, where, args.verbosity)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from jax.sharding import SingleDeviceSharding
 from failfast_jax import progress
 from failfast_jax.errors import OptionError
 from failfast_jax.files import drop_part, user_path, write_atomically, write_json
-from failfast_jax.platforms import chips_here, compiler_options, tell_libtpu
+from failfast_jax.platforms import compiler_options
 
 logger = logging.getLogger("failfast_jax")
 
@@ -49,7 +49,9 @@ _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
 def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
-    """Turns on JAX's persistent compilation cache and returns its folder (None: off).
+    """Turns on JAX's persistent compilation cache for this process and returns its folder (None: off).
+
+    Commands do so by themselves. Costs of rounds, which are measured where no method is named, are kept there, too.
 
     Args:
       where: a folder, or `off`. None: the variable FAILFAST_COMPILE_CACHE, else what JAX was already told, else
@@ -150,14 +152,36 @@ class CompileCounts:
 
 
 _counts = CompileCounts()
+_counting, _switching = 0, threading.Lock()
+"""Those who count now: JAX tells us of its events while there are any."""
 _here = threading.local()
 """`read`: whether this thread's program came from the persistent cache."""
 _writing = threading.Lock()
 
 
 def compile_counts() -> CompileCounts:
-    """JAX's own compile events so far; subtract two with `since`."""
+    """JAX's own compile events inside `counted` so far; subtract two with `since`."""
     return dataclasses.replace(_counts)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Callable[[], CompileCounts]]:
+    """Inside, in all threads, JAX's compile events are counted; gives a function that says how many so far."""
+    global _counting
+    with _switching:
+        _counting += 1
+        if _counting == 1:
+            monitoring.register_event_duration_secs_listener(_on_duration)
+            monitoring.register_event_listener(_on_event)
+    before = compile_counts()
+    try:
+        yield lambda: compile_counts().since(before)
+    finally:
+        with _switching:
+            _counting -= 1
+            if not _counting:
+                monitoring.unregister_event_duration_listener(_on_duration)
+                monitoring.unregister_event_listener(_on_event)
 
 
 def _on_duration(event: str, duration: float, **_: Any) -> None:
@@ -169,11 +193,6 @@ def _on_event(event: str, **_: Any) -> None:
     if event == _CACHE_HIT:
         _counts.cache_hits += 1
         _here.read = True
-
-
-monitoring.register_event_duration_secs_listener(_on_duration)
-monitoring.register_event_listener(_on_event)
-tell_libtpu(chips_here())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +300,8 @@ def _compile(lowered: jax.stages.Lowered, label: str) -> jax.stages.Compiled:
     """Compiles, and keeps in mind how long that took, if it was long."""
     options = compiler_options(jax.devices()[0])  # which may compile something, too
     _here.read, begin = False, time.perf_counter()
-    compiled = lowered.compile(compiler_options=options)
+    with counted():
+        compiled = lowered.compile(compiler_options=options)
     took = time.perf_counter() - begin
     if took > progress.PATIENCE_S and not _here.read:
         _remember(label, took)

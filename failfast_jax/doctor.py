@@ -6,6 +6,10 @@ configurations and their files' headers.
 
 from __future__ import annotations
 
+from failfast_jax import starting
+
+starting.begin(__name__)  # before the imports that take seconds
+
 import argparse
 import dataclasses
 import functools

@@ -19,7 +19,7 @@ from failfast_jax import distributed, drafters
 from failfast_jax.checkpoints.pair import config_at, read_pair
 from failfast_jax.checkpoints.tokenizer import stop_tokens
 from failfast_jax.checkpoints.tuned import check_models, other_machine, read_settings
-from failfast_jax.compilation import Executables, compile_counts, enable_compile_cache
+from failfast_jax.compilation import Executables, counted, enable_compile_cache
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.dllm import blocks_to_write
 from failfast_jax.decoding.drafter import Drafter
@@ -58,7 +58,8 @@ class FailFast:
       drafter_tokenizer: only used to check that both models speak the same tokens.
       dtype: of loaded weights; None: float32 on CPU, bfloat16 elsewhere, on a simulated TPU too.
       max_seq_len: most tokens of prompt and output together; None: the model's context.
-      compile_cache: folder of the persistent compilation cache, or `off`; see `enable_compile_cache`.
+      compile_cache: folder of the process's persistent compilation cache, or `off`; None: as JAX is configured. See
+        `enable_compile_cache`.
       tensor_parallel: devices that share each layer.
       data_parallel: groups of such devices that share the batch, which must be a multiple of it.
       attention: kernel of cached attention, see `models.attention.KERNELS`; None chooses by platform.
@@ -105,7 +106,8 @@ class FailFast:
         programs: Executables | None = None,
         costs: str | os.PathLike | None = None,
     ):
-        enable_compile_cache(compile_cache)
+        if compile_cache is not None:
+            enable_compile_cache(compile_cache)
         start = time.perf_counter()
         tuned = None if settings is None else read_settings(settings)
         if tuned is not None:
@@ -346,36 +348,37 @@ class FailFast:
 
     def _run(self, prompts: list[list[int]], config: GenerationConfig, stream: bool) -> Iterator[list]:
         """Yields lists of output ids so far (streaming only), at last the list of results."""
-        programs = self.runtime.programs
-        counts, compile_before = compile_counts(), programs.seconds
-        session = self.session(prompts, config)
-        self._explain(session, config)
-        with memory_explained(f"{len(prompts)} x {session.capacity} tokens", lambda: self._memory(session)):
-            session.prepare(max(map(len, prompts)))
-            start = time.perf_counter()
-            # While the loop, the largest program, may still be compiling.
-            with waiting(f"prefill of {sum(map(len, prompts))} tokens", beside_bar=False):
-                state = session.prefill([self.request(prompt, config, row) for row, prompt in enumerate(prompts)])
-                jax.block_until_ready(state)
-            times = {"prefill_s": time.perf_counter() - start}
-            session.wait()
-            times["compile_s"] = programs.seconds - compile_before
-            weighs = isinstance(session, DraftSession) and session.drafter.weighs
-            session, costs = self.runtime.costs.price(session) if weighs else (session, None)
-            took, syncs = [], 1
-            with contextlib.nullcontext() if self._profile is None else self._profile.traced():
-                while True:
-                    start = time.perf_counter()
-                    # The first slice is one round: the first words should not wait for the next ones.
-                    rounds = (session.stream_rounds if syncs > 1 else 1) if stream else None
-                    state = session.advance(state, 1 if self.time_rounds else rounds)
-                    progress = session.read(state)
-                    took.append(time.perf_counter() - start)
-                    syncs += 1
-                    if RUNNING not in progress.finish:
-                        break
-                    if stream:
-                        yield progress.ids
+        compile_before = self.runtime.programs.seconds
+        with counted() as so_far:
+            session = self.session(prompts, config)
+            self._explain(session, config)
+            with memory_explained(f"{len(prompts)} x {session.capacity} tokens", lambda: self._memory(session)):
+                session.prepare(max(map(len, prompts)))
+                start = time.perf_counter()
+                # While the loop, the largest program, may still be compiling.
+                with waiting(f"prefill of {sum(map(len, prompts))} tokens", beside_bar=False):
+                    state = session.prefill([self.request(prompt, config, row) for row, prompt in enumerate(prompts)])
+                    jax.block_until_ready(state)
+                times = {"prefill_s": time.perf_counter() - start}
+                session.wait()
+                times["compile_s"] = self.runtime.programs.seconds - compile_before
+                weighs = isinstance(session, DraftSession) and session.drafter.weighs
+                session, costs = self.runtime.costs.price(session) if weighs else (session, None)
+                took, syncs = [], 1
+                with contextlib.nullcontext() if self._profile is None else self._profile.traced():
+                    while True:
+                        start = time.perf_counter()
+                        # The first slice is one round: the first words should not wait for the next ones.
+                        rounds = (session.stream_rounds if syncs > 1 else 1) if stream else None
+                        state = session.advance(state, 1 if self.time_rounds else rounds)
+                        progress = session.read(state)
+                        took.append(time.perf_counter() - start)
+                        syncs += 1
+                        if RUNNING not in progress.finish:
+                            break
+                        if stream:
+                            yield progress.ids
+            counts = so_far()
         self._check_finite(prompts, progress)
         times["decode_s"], logs = sum(took), session.rounds(state)
         plain = weighs and not (self.time_rounds or self._profile)  # else waits between rounds take time, too
@@ -383,10 +386,9 @@ class FailFast:
             self.runtime.costs.learn(session, logs, times["decode_s"])
         if self.time_rounds:
             logs = [log.timed(took) for log in logs]
-        used = compile_counts().since(counts)
-        counted = {"compiles": used.compiles, "cache_hits": used.cache_hits, "host_syncs": syncs + 1}
+        measured = {"compiles": counts.compiles, "cache_hits": counts.cache_hits, "host_syncs": syncs + 1}
         yield [
-            self._result(config, prompt, ids, finish, log, counted | times | {"costs": costs})
+            self._result(config, prompt, ids, finish, log, measured | times | {"costs": costs})
             for prompt, ids, finish, log in zip(prompts, progress.ids, progress.finish, logs)
         ]
 

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from failfast_jax import distributed, progress
+from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options, options_of
 from failfast_jax.files import user_path
@@ -114,6 +115,7 @@ def load_engine(args: argparse.Namespace, method: str) -> Any:
     from failfast_jax.defaults import load_pair
     from failfast_jax.models import quantization
 
+    enable_compile_cache(args.compile_cache)
     start = time.perf_counter()
     engine = load_pair(
         args.target,
@@ -124,7 +126,6 @@ def load_engine(args: argparse.Namespace, method: str) -> Any:
         costs=args.costs,
         dtype=args.dtype,
         max_seq_len=args.max_seq_len,
-        compile_cache=args.compile_cache,
         tensor_parallel=args.tensor_parallel,
         data_parallel=args.data_parallel,
         attention=args.attention,

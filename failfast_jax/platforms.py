@@ -200,8 +200,15 @@ def chips_here(pci: Path = Path("/sys/bus/pci/devices")) -> list[Chip]:
     return [chip for chip in CHIPS.values() if chip.pci_device in found]
 
 
-def tell_libtpu(chips: Iterable[Chip]) -> None:
-    """Adds the chips' arguments to those of libtpu, unless the user has set them; of no use once JAX has devices."""
+def tell_libtpu(chips: Iterable[Chip] | None = None) -> None:
+    """Adds the chips' arguments to LIBTPU_INIT_ARGS, unless the user has set them; of no use once JAX has devices.
+
+    Commands do so by themselves. Other programs on a TPU7x are slower without.
+
+    Args:
+      chips: None: those of this machine.
+    """
+    chips = chips_here() if chips is None else chips
     given = os.environ.get("LIBTPU_INIT_ARGS", "")
     new = [chip.init_args for chip in chips if chip.init_args and chip.init_args.split("=")[0] not in given]
     if new:  # an argument that another libtpu does not know would end the process

@@ -1,38 +1,19 @@
 """Ctrl-C while a command is still being imported, or has said its last word: it ends the process, without a traceback.
 
-Python imports the package, and JAX with it, before a command's first line. Programs that import the package are left
-alone.
+A command's module calls `begin` before the imports that take seconds. Programs that import it are left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import importlib
 import signal
-import sys
-from collections.abc import Iterator
-
-PACKAGES, SCRIPTS = ("failfast_jax", "convert"), "tpu_scripts"
-"""Those of this repository that have commands, and a folder of scripts."""
+from collections.abc import Callable, Iterator
 
 
-def is_own(argv: list[str], orig_argv: list[str]) -> bool:
-    """Whether Python was told to run a command of this repository: by `-m`, or by its script.
-
-    Args:
-      argv: `sys.argv`; its first word is `-m` until the module is found.
-      orig_argv: `sys.orig_argv`.
-    """
-    if argv[:1] == ["-m"]:
-        at = orig_argv.index("-m") + 1 if "-m" in orig_argv else len(orig_argv)
-        return any(word.partition(".")[0] in PACKAGES for word in orig_argv[at : at + 1])
-    folder, name = os.path.split(os.path.abspath(argv[0]) if argv else "")
-    return name == "failfast" or name.startswith("failfast-") or os.path.basename(folder) == SCRIPTS
-
-
-def begin() -> None:
-    """Lets Ctrl-C end this process at once, if it is one of a command of this repository."""
-    if is_own(sys.argv, sys.orig_argv) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+def begin(name: str = "__main__") -> None:
+    """Lets Ctrl-C end this process at once, if a module of this `__name__` is run and not imported."""
+    if name == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -47,3 +28,16 @@ def interruptible() -> Iterator[None]:
     finally:
         if ends:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _script(module: str) -> Callable[[], int]:
+    def script() -> int:
+        begin()
+        return importlib.import_module(f"failfast_jax.{module}").main()
+
+    return script
+
+
+generate, chat, serve, doctor = map(_script, ("generate", "chat", "serve", "doctor"))
+bench, train = _script("bench.__main__"), _script("train.__main__")
+"""The installed scripts, by the names in `pyproject.toml`."""

@@ -38,12 +38,14 @@ type_checks.install("failfast_jax")
 from checkpoint_files import GOLDEN
 from hypothesis import settings
 
-from failfast_jax import load_model, pricing, progress
+from failfast_jax import compilation, load_model, pricing, progress
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.decoding import plan
 from failfast_jax.decoding.economics import Costs
 
 enable_compile_cache()
+counting = compilation.counted()
+counting.__enter__()  # to the end, for tests that compare counts
 # Tracing makes many short-lived objects beside a large heap that stays: collected rarely, and behind each file.
 gc.freeze()
 gc.set_threshold(100_000, 50, 100)

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from failfast_jax import starting
 
-starting.begin()  # before the imports that take seconds
+starting.begin(__name__)  # before the imports that take seconds
 
 import jax
 import jax.numpy as jnp

@@ -31,7 +31,6 @@ from failfast_jax.bench.published import DATASETS, published_for
 from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
 from failfast_jax.bench.replay_report import NOTICE, plot, report
 from failfast_jax.checkpoints.loading import DTYPES
-from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.files import Journal, sole_writer, user_path, write_atomically, write_json
 from failfast_jax.models.attention import KERNELS
 from failfast_jax.models.sharding import make_mesh
@@ -114,7 +113,6 @@ def work(args: argparse.Namespace) -> int:
     options = check(args)
     on_cpu = jax.default_backend() == "cpu"
     names = [args.target] if args.target else [*REAL, *(["tiny"] if on_cpu else [])]
-    enable_compile_cache()
     with contextlib.nullcontext() if args.out is None else sole_writer(args.out):
         return replayed(args, options, names, spared=on_cpu and not args.target)
 

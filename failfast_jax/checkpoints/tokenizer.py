@@ -173,10 +173,17 @@ def _sentencepiece_options(folder: Path) -> dict[str, Any]:
 
 
 def _transformers() -> ModuleType:
-    # Otherwise importing it without PyTorch prints an advice to install PyTorch.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers
-
+    # Importing it without PyTorch otherwise prints an advice to install PyTorch.
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = before or "1"
+    try:
+        import transformers
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
     return transformers
 
 

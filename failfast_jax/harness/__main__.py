@@ -6,11 +6,16 @@ point `lm_eval.models` of packages, too.
 
 from __future__ import annotations
 
+from failfast_jax import starting
+
+starting.begin(__name__)  # before the imports that take seconds
+
 import argparse
 import logging
 import sys
 
 from failfast_jax import command, distributed
+from failfast_jax.compilation import enable_compile_cache
 
 PROGRAM = "python -m failfast_jax.harness"
 
@@ -33,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _work(args: argparse.Namespace) -> None:
     main_of_harness = command.needed("lm_eval.__main__", "the harness", "eval")
     model = command.needed("failfast_jax.harness.model", "the harness", "eval")  # registers itself
+    enable_compile_cache()
     if not distributed.speaks():
         model.follow()
         return

@@ -29,7 +29,6 @@ from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path, fi
 from failfast_jax.checkpoints.loading import load_model, open_source
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.command import OutOfTime, deadline_after
-from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.decoding.economics import observed
 from failfast_jax.errors import OptionError
 from failfast_jax.files import check_shared, read_json, sole_writer, user_path
@@ -295,7 +294,6 @@ def _make(
 ) -> None:
     """Trains in a folder that is begun; `documents`: to learn from, and to measure on."""
     train, held_out = documents
-    enable_compile_cache(None)
     # From here on nothing is cheap: all that can be refused has been.
     target = load_model(source)
     if start is None:

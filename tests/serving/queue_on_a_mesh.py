@@ -15,7 +15,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 from tiny_models import diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.compilation import compile_counts
+from failfast_jax.compilation import counted
 from failfast_jax.decoding import plan
 from failfast_jax.serving.queue import Queue
 
@@ -48,19 +48,18 @@ def main() -> None:
     for name, (tensor, data, batch, options) in (WIDE if wide else CASES).items():
         engine = FailFast(target, drafter, tensor_parallel=tensor, data_parallel=data)
         config = GenerationConfig(max_new_tokens=30, ignore_eos=True, **options)
-        with Queue(engine, config, batch=batch, capacity=160, least_reuse=8, logprobs=2) as queue:
-            before = compile_counts()
+        rows = {"batch": batch, "capacity": 160, "least_reuse": 8, "logprobs": 2}
+        with Queue(engine, config, **rows) as queue, counted() as so_far:
             found = [queue.submit(prompt, temperature=0.8, seed=3, logprobs=2).result() for prompt in PROMPTS]
             answers = [queue.submit(prompt, temperature=0.8, seed=3) for prompt in PROMPTS]
             together = [answer.result().output_ids for answer in answers]
-            compiled = compile_counts().since(before).requests
             report[name] = {
                 "ids": [one.output_ids for one in found],
                 "together": together,
                 "logprobs": [[entry.logprob for entry in one.logprobs] for one in found],
                 "reused": [one.reused for one in found],
                 "drafted": sum(one.drafted for one in found),
-                "compiled": compiled,
+                "compiled": so_far().requests,
             }
     print(json.dumps(report))
 

@@ -148,21 +148,30 @@ def warn_once(message: str) -> None:
 
 @contextlib.contextmanager
 def waiting(what: str, known: str = "", beside_bar: bool = True) -> Iterator[None]:
-    """Names what is waited for, if that takes a while, with what is known of it, and then how long it took.
+    """Names what is waited for, if that takes a while, with what is known of it, and then how long it took; in a file
+    once a minute.
 
     Args:
-      beside_bar: False for a part of what a bar counts: the bar is enough.
+      beside_bar: False for a part of what a bar counts, which is enough, and for short waits, of which a file has none.
     """
-    if not shows() or not (beside_bar or all(bar.disable for bar in _bars)):
+    watched = sys.stderr.isatty()
+    if is_quiet() or not (beside_bar or (watched and all(bar.disable for bar in _bars))):
         yield
         return
-    begin, timer = time.monotonic(), threading.Timer(PATIENCE_S, note, [f"{what}{known} ..."])
-    timer.daemon = True
-    timer.start()
+    begin, done, patience = time.monotonic(), threading.Event(), PATIENCE_S if watched else MINUTE_S
+
+    def tell() -> None:
+        while not done.wait(patience):
+            note(f"{what}{known} ..." if watched else f"{what}{known}: {time.monotonic() - begin:.0f} s so far")
+            if watched:
+                break
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
     try:
         yield
     finally:
-        timer.cancel()
-        timer.join()  # Python 3.11 may crash where it ends while a daemon wakes
-        if (took := time.monotonic() - begin) > PATIENCE_S:
+        done.set()
+        teller.join()  # Python 3.11 may crash where it ends while a daemon wakes
+        if (took := time.monotonic() - begin) > patience:
             note(f"{what}: {took:.0f} s")

@@ -110,7 +110,13 @@ def _queue(args: argparse.Namespace, config: GenerationConfig, options: ServeOpt
         if how["capacity"] <= least:
             raise OptionError(f"--context {how['capacity']}: the chat template alone takes {least} tokens")
     progress.note("compiling: minutes at the first time, seconds later")
-    return Queue(engine, config, waiting=options.waiting, logprobs=options.logprobs, **how)
+    queue = Queue(engine, config, waiting=options.waiting, logprobs=options.logprobs, **how)
+    if queue.scheduler.costs is not None and options.batch > 1:
+        progress.note(
+            f"--policy auto drafts where that pays for {options.batch} rows together, which may be nowhere "
+            "(drafted_tokens: 0); --batch 1 is for one user at a time"
+        )
+    return queue
 
 
 def _follow(args: argparse.Namespace, config: GenerationConfig, options: ServeOptions) -> None:

@@ -30,6 +30,19 @@ def test_a_long_wait_is_named(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == ["reading ...", "reading: 0 s"]
 
 
+def test_a_long_wait_is_named_in_a_file_once_a_minute(monkeypatch, capsys):
+    watch(monkeypatch, False)
+    monkeypatch.setattr(progress, "MINUTE_S", 0.2)
+    with progress.waiting("compiling", " (30 s last time)"):
+        time.sleep(0.5)
+    first, *more, last = capsys.readouterr().err.splitlines()
+    assert first == "compiling (30 s last time): 0 s so far" and last in ("compiling: 0 s", "compiling: 1 s")
+    assert len(more) <= 2 and all(line.endswith(" s so far") for line in more)
+    with progress.waiting("prefill", beside_bar=False):
+        time.sleep(0.3)
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("verbosity, watched", [(progress.QUIET, True), (progress.NORMAL, False)])
 def test_silence(monkeypatch, capsys, verbosity, watched):
     progress.set_verbosity(verbosity)

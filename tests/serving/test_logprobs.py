@@ -197,3 +197,5 @@ def test_tokens_are_spelled_so_that_clients_can_join_them():
         "top_logprobs": [{" the": -1.0, "abc": -0.5}, {names[2]: LEAST, "abc": -0.1}],
         "text_offset": [7, 11],
     }
+    placed = [dataclasses.replace(entry, offset=place) for entry, place in zip(entries, (0, 3))]
+    assert of_completion(spelling, [1, 2], placed, 0, 1)["text_offset"] == [0, 3]

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletionMessage  # noqa: E402
 from served import NoQueue  # noqa: E402
 
 from failfast_jax.errors import OptionError  # noqa: E402
-from failfast_jax.serving.options import ServeOptions  # noqa: E402
+from failfast_jax.serving.options import KEY_VARIABLE, ServeOptions  # noqa: E402
 from failfast_jax.serving.protocol import ChatRequest, CompletionRequest, explained  # noqa: E402
 from failfast_jax.serving.server import background  # noqa: E402
 
@@ -144,3 +144,21 @@ def test_origins_are_off_unless_they_are_named():
         asks = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST"}
         answer = httpx.options(f"{url}/v1/chat/completions", headers=asks)
         assert answer.status_code == 405 and "Access-Control-Allow-Origin" not in answer.headers
+
+
+def test_keys_are_read_from_files_and_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, " secret ")
+    assert ServeOptions().key() == "secret"
+    with pytest.raises(OptionError, match="--api-key-file /nowhere/key: cannot be read"):
+        ServeOptions(api_key_file="/nowhere/key").key()
+    (tmp_path / "key").write_text("\n")
+    with pytest.raises(OptionError, match="is empty"):
+        ServeOptions(api_key_file=str(tmp_path / "key")).key()
+    (tmp_path / "key").write_text("schlüssel")
+    with pytest.raises(OptionError, match="key: a key must be one line of printable ASCII"):
+        ServeOptions(api_key_file=str(tmp_path / "key")).key()
+    monkeypatch.setenv(KEY_VARIABLE, "")
+    with pytest.raises(OptionError, match="FAILFAST_API_KEY: is empty"):
+        ServeOptions().key()
+    with pytest.raises(OptionError, match=r"--port 70000: must be in \[0, 65535\]"):
+        ServeOptions(port=70000)

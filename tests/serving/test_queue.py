@@ -7,9 +7,13 @@ import random
 import threading
 
 import pytest
+import tokenizers
+import transformers
 from served import until
 from tiers import tiers
 from tiny_engines import engine
+from tiny_models import VOCAB
+from tokenizers import AddedToken, decoders, normalizers
 
 from failfast_jax import GenerationConfig
 from failfast_jax.compilation import compile_counts
@@ -163,6 +167,54 @@ def test_stop_strings_end_an_answer_where_the_text_has_them():
     tokenizer = engine().tokenizer
     assert stop in tokenizer.decode(found.output_ids) and stop not in tokenizer.decode(found.output_ids[:-1])
     assert found.output_ids == free.output_ids[: len(found.output_ids)]
+
+
+def test_the_name_of_a_special_token_is_a_stop_string(monkeypatch):
+    work = queue("lookup", exact=False)
+    free = work.submit(**LONG).result().output_ids
+    token = free[len(free) // 2]
+    names = {token: AddedToken("<|stop|>", special=True)}
+    monkeypatch.setattr(engine().tokenizer, "added_tokens_decoder", names, raising=False)
+    for stops in (["<|stop|>"], ["no such text", "<|stop|>"]):
+        found = work.submit(**LONG, stop=stops).result()
+        assert found.finish_reason == "stop" and found.output_ids == free[: free.index(token) + 1]
+    assert work.submit(**LONG).result().output_ids == free
+
+
+def sentencepiece(template: str | None = None) -> transformers.PreTrainedTokenizerFast:
+    """Words with the space before them, which decoding drops at the beginning of a text, as Llama 2's does."""
+    words = {"<unk>": 0, "<s>": 1} | {f"\u2581w{id}" if id % 2 else f"x{id}": id for id in range(2, VOCAB)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("\u2581", "merged_with_next")
+    steps = [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template)
+
+
+@pytest.mark.parametrize("prompt", ["w5 w7", "w9x4", "w11", [1], [1, 5, 1]])
+def test_a_completion_continues_its_prompt(monkeypatch, prompt):
+    """Text or ids, whole and streamed, by the queue and by the engine."""
+    work, tokenizer = queue("lookup", exact=False), sentencepiece()
+    monkeypatch.setattr(engine(), "tokenizer", tokenizer)
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    answer = work.submit(prompt, **options)
+    pieces, found = "".join(answer), answer.result()
+    ids, shown = found.prompt_ids, tokenizer.decode(found.prompt_ids, skip_special_tokens=True)
+    whole = tokenizer.decode([*ids, *found.output_ids], skip_special_tokens=True)
+    assert shown + found.text == shown + pieces == whole
+    (result,) = engine().generate([prompt], work.config, **options)
+    streamed = "".join(event.text for event in engine().stream([prompt], work.config, **options))
+    assert result.output_ids == found.output_ids and result.text == streamed == found.text
+
+
+def test_a_turn_is_a_text_of_its_own(monkeypatch):
+    work, tokenizer = queue("lookup", exact=False), sentencepiece("{{ messages[0].content }}")
+    monkeypatch.setattr(engine(), "tokenizer", tokenizer)
+    found = work.submit([{"role": "user", "content": "w5 w7"}], max_new_tokens=12, ignore_eos=True).result()
+    again = work.submit(found.prompt_ids, own_turn=True, max_new_tokens=12, ignore_eos=True).result()
+    assert found.text == again.text == tokenizer.decode(found.output_ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("kind", tiers(METHODS, quick=["lookup", "failfast"], long=None))

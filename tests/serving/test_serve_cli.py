@@ -8,16 +8,18 @@ import re
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 from checkpoint_files import GOLDEN
-from served import address_of, chat_engine
+from served import NoQueue, address_of, chat_engine
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 
 from failfast_jax import serve  # noqa: E402
+from failfast_jax.errors import OptionError  # noqa: E402
 from failfast_jax.harness.__main__ import main as harness  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -156,6 +158,23 @@ def test_more_context_than_there_is(monkeypatch, capsys):
     monkeypatch.setattr(serve, "load_engine", lambda args, method: chat_engine())
     assert serve.main(["--context", "601", "--port", "0", "--method", "lookup"]) == 2
     assert "--context 601: the models have room for 600 tokens" in capsys.readouterr().err
+
+
+def test_why_nothing_may_be_drafted_is_said(monkeypatch, capsys):
+    class Weighing(NoQueue):
+        def __init__(self, engine, *_, **__):
+            self.engine, self.scheduler = engine, types.SimpleNamespace(costs={"source": "measured"})
+
+    def enough(*_):
+        raise OptionError("enough")
+
+    monkeypatch.setattr(serve, "load_engine", lambda args, method: chat_engine())
+    monkeypatch.setattr("failfast_jax.serving.queue.Queue", Weighing)
+    monkeypatch.setattr("failfast_jax.serving.server.Server", enough)
+    for rows in (1, 4):
+        assert serve.main(["--port", "0", "--method", "lookup", "--batch", str(rows)]) == 2
+        said = capsys.readouterr().err
+        assert ("drafts where that pays for 4 rows together, which may be nowhere" in said) == (rows == 4)
 
 
 def test_without_the_harness_its_extra_is_named(monkeypatch, capsys):

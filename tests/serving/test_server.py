@@ -19,9 +19,8 @@ from hypothesis import strategies as st  # noqa: E402
 from served import CAPACITY, Served, chat_engine, quick, served, until  # noqa: E402
 
 from failfast_jax import __version__  # noqa: E402
-from failfast_jax.errors import OptionError  # noqa: E402
 from failfast_jax.serving import limits  # noqa: E402
-from failfast_jax.serving.options import KEY_VARIABLE, ServeOptions  # noqa: E402
+from failfast_jax.serving.options import ServeOptions  # noqa: E402
 from failfast_jax.serving.queue import Queue  # noqa: E402
 
 pytestmark = pytest.mark.long
@@ -110,6 +109,15 @@ def test_the_next_turn_goes_on_from_the_caches(client):
     turn.append({"role": "user", "content": "xyz"})
     second = client.chat.completions.create(model="tiny", messages=turn, temperature=0, max_tokens=4)
     assert second.usage.prompt_tokens_details.cached_tokens >= 40
+
+
+def test_an_answer_is_sent_back_as_it_came(client):
+    """With every field that OpenAI's client has, most of them null; and a prompt of white space is one."""
+    first = client.chat.completions.create(model="tiny", messages=TURNS, max_tokens=3).choices[0].message
+    turns = [*TURNS, first.model_dump(), *TURNS]
+    assert {"refusal", "tool_calls", "audio"} <= turns[1].keys()
+    assert client.chat.completions.create(model="tiny", messages=turns, max_tokens=3).usage.completion_tokens
+    assert client.completions.create(model="tiny", prompt="\n", max_tokens=3).usage.prompt_tokens == 1
 
 
 def test_samples_prompts_and_stops(client):
@@ -392,24 +400,6 @@ def test_told_to_stop_it_ends_what_it_has_begun(queue, monkeypatch, capsys):
     said = capsys.readouterr().err.splitlines()
     assert said == ["finishing 1 answer, for at most 5 s; Ctrl-C again: at once", "ended"]
     gate.set()
-
-
-def test_keys_are_read_from_files_and_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv(KEY_VARIABLE, " secret ")
-    assert ServeOptions().key() == "secret"
-    with pytest.raises(OptionError, match="--api-key-file /nowhere/key: cannot be read"):
-        ServeOptions(api_key_file="/nowhere/key").key()
-    (tmp_path / "key").write_text("\n")
-    with pytest.raises(OptionError, match="is empty"):
-        ServeOptions(api_key_file=str(tmp_path / "key")).key()
-    (tmp_path / "key").write_text("schlüssel")
-    with pytest.raises(OptionError, match="key: a key must be one line of printable ASCII"):
-        ServeOptions(api_key_file=str(tmp_path / "key")).key()
-    monkeypatch.setenv(KEY_VARIABLE, "")
-    with pytest.raises(OptionError, match="FAILFAST_API_KEY: is empty"):
-        ServeOptions().key()
-    with pytest.raises(OptionError, match=r"--port 70000: must be in \[0, 65535\]"):
-        ServeOptions(port=70000)
 
 
 any_json = st.recursive(

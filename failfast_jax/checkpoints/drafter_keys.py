@@ -2,64 +2,49 @@
 
 The same settings lie at the top level (DeepSpec), in `dflash_config` (z-lab, SpecForge) or in `eagle_config` (NVIDIA);
 vLLM's speculators keep the layers' shape in `transformer_layer_config`. A key that changes drafts is read, or it is
-refused by name; one that nobody here knows is named in one line. Text never depends on it, acceptance does.
+refused by name, as is an unknown one whose name speaks of the computation; others are named in one line. The text never
+depends on them, acceptance does.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from failfast_jax.errors import ConfigError
+from failfast_jax.checkpoints import quantised
+from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models import config_keys
+from failfast_jax.progress import warn_once
 
 NESTED = ("dflash_config", "eagle_config")
 SHAPE = "transformer_layer_config"
 """speculators': key of the layers' own configuration."""
 
-BASE = frozenset(
-    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-    "head_dim hidden_act rms_norm_eps rope_theta rope_scaling rope_parameters partial_rotary_factor attention_bias "
-    "mlp_bias max_position_embeddings original_max_position_embeddings layer_types bos_token_id eos_token_id "
-    "pad_token_id".split()
+HARMLESS = config_keys.HARMLESS | set(
+    """
+    auto_map confidence_head_alpha draft_num_hidden_layers embed_requires_grad head_hidden_act max_anchors num_anchors
+    speculators_config speculators_model_type speculators_version step_loss_decay target_model_type
+    target_num_hidden_layers target_vocab_size ttt_length
+    """.split()
 )
-"""What a drafter's layers have in common with any model's; `ModelConfig` reads it."""
+"""What is known of any model to change nothing, and how drafters were trained and are told to be served."""
 
-HARMLESS = config_keys.HARMLESS | frozenset(
-    # Of all models; windows are read from elsewhere.
-    "architectures auto_map tie_word_embeddings use_sliding_window sliding_window max_window_layers "
-    "is_encoder_decoder pruned_heads cross_attention_hidden_size add_cross_attention "
-    # Training of drafters, and what programs that serve them are told.
-    "num_anchors max_anchors draft_num_hidden_layers step_loss_decay ttt_length embed_requires_grad "
-    "confidence_head_alpha head_hidden_act speculators_config speculators_model_type speculators_version "
-    "target_model_type target_vocab_size".split()
-)
-
-SERVED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("logit_scale", "logits_scaling", "output_multiplier", "residual_multiplier"), (1,)),
-    **dict.fromkeys(("input_embedding_scale", "embedding_scale", "embedding_multiplier", "scale_emb"), (1,)),
-    **dict.fromkeys(("is_neox_style", "rope_is_neox_style", "use_aux_hidden_state", "has_lm_head"), (True,)),
-    **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular"), (True,)),
+NEUTRAL: dict[str, tuple[Any, ...]] = config_keys.NEUTRAL | {
+    **dict.fromkeys(("input_embedding_scale", "output_multiplier", "parallel_draft_step"), (1,)),
+    **dict.fromkeys(("has_lm_head", "is_neox_style", "rope_is_neox_style", "use_aux_hidden_state"), (True,)),
+    **dict.fromkeys(("next_layer_regular", "use_input_layernorm_in_first_layer", "use_last_layernorm"), (True,)),
     "attention_mode": ("gqa", "mha"),
-    "parallel_draft_step": (1,),
 }
 """Keys that would change drafts, and the values at which they do not."""
 
 REFUSED = frozenset(
-    "final_logit_softcapping logit_softcapping attn_logit_softcapping attention_multiplier scale_depth dim_model_base "
-    "query_pre_attn_scalar attention_sink_bias add_swa_attention_sink_bias use_swa swa_window_size causal_head "
-    "qkv_bias attention_out_bias bias clip_qkv qk_norm use_qk_norm use_qk_norm_before_rope conv_kernel_size "
-    "conv_group_size selector_rank selector_top_k projector_type shift_label pure_draft_prefix_len emb_dim "
-    "gru_hidden_dim enable_hidden_correction mask_embedding parallel_drafting pard_token ptd_token_id spd_type "
-    "use_mtp_layernorm rope_interleaved num_experts num_local_experts n_routed_experts kv_lora_rank q_lora_rank "
-    "use_aux_norm norm_before_fc fc_norm norm_output norm_before_residual is_causal causal sample_from_anchor "
-    "sliding_window_non_causal markov_rank markov_head_type enable_confidence_head confidence_head_with_markov "
-    "block_size mask_token_id draft_vocab_size truncated_vocab_size num_target_layers target_hidden_size "
-    "row_feature_layer_ids context_layer_ids quantization_config".split()
+    """
+    dim_model_base draft_vocab_size pard_token parallel_drafting projector_type ptd_token_id pure_draft_prefix_len
+    sample_from_anchor selector_top_k shift_label spd_type truncated_vocab_size
+    """.split()
 )
-"""Keys that change drafts: where a layout does not read one of them, it is refused."""
+"""Keys that change drafts, where a layout does not read them, beside those whose names say so (`config_keys.STEMS`)."""
 
 LARGEST = 2**24
 """Beyond any drafter's: a damaged file must not take all memory."""
@@ -92,8 +77,6 @@ FOREIGN_KEYS = {
     "jetspec_config": "JetSpec",
 }
 """Likewise, by a key."""
-
-logger = logging.getLogger("failfast_jax")
 
 
 def foreign_layout(raw: Mapping[str, Any], names: Iterable[str]) -> str | None:
@@ -234,8 +217,9 @@ class Settings:
         return next(iter(layers.values()), None)
 
     def base(self) -> dict[str, Any]:
-        """The keys that `ModelConfig` reads. What a drafter ties, and its windows, are no matter of the layers."""
-        return {key: value for key, value in self._raw.items() if key in BASE}
+        """The keys that `ModelConfig` reads. A drafter's head is never its embedding."""
+        shape = {key: value for key, value in self._raw.items() if key in config_keys.READ}
+        return shape | {"tie_word_embeddings": False}
 
     def sliding_windows(self, layers: int) -> tuple[int | None, ...]:
         """By layer, how many positions it sees, its own included; (): all layers see everything.
@@ -264,35 +248,36 @@ class Settings:
         return tuple(window if kind == SLIDING else None for kind in kinds)
 
     def check(self) -> None:
-        """Looks at the keys that nobody asked for.
+        """Looks at the keys that nobody asked for; those that mean nothing here are named in one line.
 
         Raises:
-          ConfigError: one of them changes drafts.
+          CheckpointError: the weights are quantised.
+          ConfigError: a key changes drafts, or may.
         """
+        if method := quantised.of_config(self._raw):
+            raise CheckpointError(f"{self._where}: {quantised.refusal(method)}")
+        unknown = []
         for place in ("", *NESTED):
             inside = self._raw if not place else self._raw.get(place) or {}
             for key, value in inside.items():
-                if key not in (*self._read, *NESTED, *BASE, *HARMLESS) and not self._is_neutral(key, value, place):
-                    name, shown = f"{place}.{key}" if place else key, _short(value)
-                    served = f" (supported: {', '.join(map(str, SERVED[key]))})" if key in SERVED else ""
+                if key in self._read or key in config_keys.READ | HARMLESS | {*NESTED} or _is_neutral(key, value):
+                    continue
+                name = f"{place}.{key}" if place else key
+                if place or key in NEUTRAL or key in REFUSED or config_keys.speaks_of_computation(key):
+                    served = f" (supported: {', '.join(map(str, NEUTRAL[key]))})" if NEUTRAL.get(key) else ""
                     raise ConfigError(
-                        f"{self._where}: key {name!r} is {shown}: it changes drafts and is not supported{served}"
+                        f"{self._where}: key {name!r} is {_short(value)}: it changes drafts, or may, and is not "
+                        f"supported{served}; remove it if it means nothing for this drafter"
                     )
-
-    def _is_neutral(self, key: str, value: Any, place: str) -> bool:
-        """True for a value that changes nothing. What lies in a nested object is there to change drafts."""
-        if value is None or key in SERVED:
-            return value is None or value in SERVED[key]
-        return value in EMPTY or not (place or key in REFUSED)
+                unknown.append(repr(name))
+        if unknown:
+            names = ", ".join(unknown)
+            warn_once(f"{self._where}: not known and not read: {names}; look there if few drafts are accepted")
 
 
-def name_unknown(raw: Mapping[str, Any], where: str) -> None:
-    """Says in one line which keys of a flattened configuration nobody here knows."""
-    known = {*BASE, *HARMLESS, *SERVED, *REFUSED, *NESTED, *FEATURE_LAYERS}
-    unknown = [repr(key) for key, value in raw.items() if key not in known and value is not None and value not in EMPTY]
-    if unknown:
-        names = ", ".join(unknown)
-        logger.warning("%s: not known and not read: %s; look there if few drafts are accepted", where, names)
+def _is_neutral(key: str, value: Any) -> bool:
+    """True for a value that changes nothing."""
+    return value is None or (value in NEUTRAL[key] if key in NEUTRAL else value in EMPTY)
 
 
 def _short(value: Any) -> str:

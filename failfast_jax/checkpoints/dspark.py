@@ -110,7 +110,6 @@ def open_dspark(
     raw, where = read_json(folder / "config.json"), str(folder / "config.json")
     config = deepspec.with_theta(parse_config(raw, where), rope_theta)
     check_target(config, target, folder, target_name)
-    drafter_keys.name_unknown(drafter_keys.flattened(raw, where), where)
     tensors = safetensors.folder_tensors(folder, safetensors.DTYPES | safetensors.INTEGERS)
     if config.draft_vocab == config.base.vocab_size and "d2t" not in tensors:
         config = dataclasses.replace(config, draft_vocab=None)

@@ -14,7 +14,6 @@ state. A sliding layer's window counts the pair's own position, as vLLM's.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from failfast_jax.files import read_json
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.eagle import EACH, TOGETHER, BoundEagle, Eagle, EagleConfig
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.progress import warn_once
 
 LLAMA, ANGELSLIM, DEEPSPEC = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3Eagle3Model"
 ARCHITECTURES = (LLAMA, ANGELSLIM, DEEPSPEC, "Eagle3Speculator", "Eagle3DraftModel")
@@ -44,8 +44,6 @@ PARALLEL = ("mask_token_id", "parallel_drafting", "pard_token", "ptd_token_id")
 """Keys of P-EAGLE's folders, which otherwise look like EAGLE-3's."""
 TRAINED_THETA = 10_000.0
 """Of the rotary embedding that EAGLE-3's first training code made, whatever `config.json` says."""
-
-logger = logging.getLogger("failfast_jax")
 
 
 def is_eagle_folder(raw_config: Mapping[str, Any]) -> bool:
@@ -101,7 +99,6 @@ def open_eagle(
     """
     raw, where = read_json(folder / "config.json"), str(folder / "config.json")
     config = parse_config(raw, target, folder, target_name)
-    drafter_keys.name_unknown(drafter_keys.flattened(raw, where), where)
     _name_guesses(raw, config, where, rope_theta)
     config = deepspec.with_theta(config, rope_theta)
     tensors = safetensors.folder_tensors(folder, safetensors.DTYPES | safetensors.INTEGERS)
@@ -120,12 +117,12 @@ def _name_guesses(raw: Mapping[str, Any], config: EagleConfig, where: str, rope_
     """Says what is not certain: layers that no key names, and a theta that training did not use."""
     if drafter_keys.Settings(drafter_keys.flattened(raw, where), where).feature_layers() is None:
         layers = ", ".join(map(str, config.feature_layers))
-        logger.warning("%s: names no feature layers; read are EAGLE-3's own, the outputs of layers %s", where, layers)
+        warn_once(f"{where}: names no feature layers; read are EAGLE-3's own, the outputs of layers {layers}")
     theta = config.base.rope.theta
     if _architecture(raw) == ANGELSLIM and theta != TRAINED_THETA and rope_theta is None:
-        logger.warning(
-            "%s: rope_theta %g, but drafters of this name were trained with %g; try --rope-theta-drafter %g",
-            *(where, theta, TRAINED_THETA, TRAINED_THETA),
+        warn_once(
+            f"{where}: rope_theta {theta:g}, but drafters of this name were trained with {TRAINED_THETA:g}; try "
+            f"--rope-theta-drafter {TRAINED_THETA:g}"
         )
 
 

@@ -95,6 +95,11 @@ STEMS = tuple(
 """Words in the names of keys that speak of what a model computes."""
 
 
+def speaks_of_computation(key: str) -> bool:
+    """True if a key's name speaks of what a model computes."""
+    return any(word in STEMS for word in re.split(r"[^a-z0-9]+", key.lower()))
+
+
 def says_nothing(value: Any) -> bool:
     """True if a value is null, false or empty."""
     return value is None or value is False or (isinstance(value, (str, list, Mapping)) and not value)
@@ -134,7 +139,7 @@ def check(raw: Mapping[str, Any], context: int, where: str) -> None:
             raise ConfigError(f"{where}: {key} {value!r} changes what model_type {model_type!r} computes; {remedy}")
         if says_nothing(value):
             continue
-        if any(word in STEMS for word in re.split(r"[^a-z0-9]+", key.lower())):
+        if speaks_of_computation(key):
             raise ConfigError(
                 f"{where}: key {key!r} ({_short(value)}) is not known for model_type {model_type!r} and may change "
                 "what the model computes; if it does not, remove it or set it to null"

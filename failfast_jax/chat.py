@@ -49,7 +49,7 @@ class ChatOptions(CommandOptions):
     max_new_tokens: int = option(512, "most tokens of an answer", least=1, most=2**24)
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_p: float = option(1.0, "keep the smallest set of best tokens with this probability", least=0, most=1)
-    top_k: int = option(0, "keep the k best tokens; 0: all", least=0)
+    top_k: int = option(0, "keep the k best tokens; 0: all, 1: greedy", least=0)
     seed: int = option(0, "one seed, one conversation", least=0, most=2**32 - 1)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax import monitoring
 from jax.sharding import SingleDeviceSharding
 
-from failfast_jax import progress
+from failfast_jax import numerics, progress
 from failfast_jax.errors import OptionError
 from failfast_jax.files import drop_part, user_path, write_atomically, write_json
 from failfast_jax.platforms import compiler_options
@@ -327,6 +327,12 @@ class Compilation:
         self._store.seconds += time.perf_counter() - start
         return executable
 
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program, once it is compiled."""
+        executable = self.wait()
+        with numerics.defaults():
+            return executable(*args)
+
     def _last_time(self) -> str:
         if self.future.done() or not progress.shows() or (seconds := _known_seconds().get(self.label)) is None:
             return ""
@@ -374,7 +380,8 @@ class Executables:
         key = program.key
         known = self._programs.pop(key, None)
         if known is None or (known.future.done() and known.future.exception() is not None):
-            lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
+            with numerics.defaults():
+                lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
             shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
             label = program.label
             known = Compilation(self._pool.submit(_compile, lowered, label), shapes, label, self)

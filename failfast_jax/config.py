@@ -11,6 +11,9 @@ import numpy as np
 from failfast_jax.errors import OptionError
 from failfast_jax.options import is_finite
 
+HOTTEST = float(np.finfo(np.float32).max)
+"""Largest temperature; there the distribution is uniform."""
+
 
 @dataclasses.dataclass(frozen=True, init=False)
 class GenerationConfig:
@@ -28,7 +31,7 @@ class GenerationConfig:
       temperature: 0 is greedy.
       top_p: keep the smallest set of best tokens with at least this probability; 1 keeps all. None: the method's own,
         0.95 for `dllm` and 1 for every other.
-      top_k: keep the k best tokens; 0 keeps all.
+      top_k: keep the k best tokens; 0 keeps all, 1 is greedy.
       seed: a seed gives one text, whatever the method.
       acceptance: `match` keeps drafted tokens that equal the target's own picks; `rejection` samples drafts and keeps x
         with probability min(1, p(x) / q(x)).
@@ -75,7 +78,7 @@ class GenerationConfig:
           OptionError: a value out of its range.
         """
         self._check("max_new_tokens", int, lambda n: 1 <= n < 2**30, "must be at least 1 and below 2**30")
-        self._check("temperature", float, lambda t: t >= 0, "must be 0 (greedy) or positive")
+        self._check("temperature", float, lambda t: 0 <= t <= HOTTEST, "must be 0 (greedy) or positive, at most 3.4e38")
         if self.top_p is not None:
             self._check("top_p", float, lambda p: 0 < p <= 1, "must be in (0, 1]")
         self._check("top_k", int, lambda k: 0 <= k < 2**31, "must be 0 (off) or positive, and below 2**31")

@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--temperature", metavar="t", type=float, default=0.0, help="0 (default) is greedy")
     sampling.add_argument("--top-p", metavar="p", type=float, help="1 (default; dllm: 0.95) keeps all")
-    sampling.add_argument("--top-k", metavar="k", type=int, default=0)
+    sampling.add_argument("--top-k", metavar="k", type=int, default=0, help="0 (default) keeps all, 1 is greedy")
     sampling.add_argument("--seed", metavar="s", type=int, default=0, help="one seed, one text, whatever the method")
     sampling.add_argument(
         "--acceptance",

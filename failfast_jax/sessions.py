@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from failfast_jax import decoding, row_programs
+from failfast_jax import decoding, numerics, row_programs
 from failfast_jax.compilation import Compilation, Executables, Program
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.economics import Costs
@@ -127,7 +127,7 @@ class Session:
         """
         if len(requests) != self.batch:
             raise ValueError(f"{len(requests)} requests for {self.batch} rows")
-        return self._starting.wait()(*self.models, self._inputs(requests))
+        return self._starting(*self.models, self._inputs(requests))
 
     def prepare(self, prompt_tokens: int) -> None:
         """Compiles what prefilling prompts of up to that many tokens needs, and waits for it."""
@@ -160,7 +160,7 @@ class Session:
     def _prefilling(self, state: State, compilations: list[Compilation], starts: list[int]) -> Iterator[State]:
         yield state
         for compilation, at in zip(compilations, starts):
-            state = compilation.wait()(*self.models, state, np.int32(at))
+            state = compilation(*self.models, state, np.int32(at))
             yield state
 
     def insert(self, state: State, row: int, one: State) -> State:
@@ -204,7 +204,7 @@ class Session:
           until_any: end as soon as one of the rows that are still running has finished.
         """
         most = NO_LIMIT if rounds is None else rounds
-        return self._advancing.wait()(*self._loop_args(state, most, until_any))
+        return self._advancing(*self._loop_args(state, most, until_any))
 
     def read(self, state: State) -> Progress:
         """How far the rows are. One host wait."""
@@ -218,7 +218,8 @@ class Session:
         return jax.device_get(tree)
 
     def _run(self, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Any:
-        return self._programs.compile(function, *args, donate=donate)(*args)
+        [program] = self._compile((function, args), donate=donate)
+        return program(*args)
 
     @property
     def groups(self) -> int:
@@ -254,6 +255,7 @@ class Session:
     def _leaves_by_row(self) -> tuple[bool, ...]:
         """Which leaves of the state hold something for each row: those that grow with the batch."""
 
+        @numerics.defaults()
         def lengths(groups: int) -> list[tuple[int, ...]]:
             batch = groups if self._mesh is None else groups * self._mesh.shape[DATA]
             inputs = self._inputs(self._any_requests(batch))
@@ -405,19 +407,17 @@ class DraftSession(Session):
     def draft(self, state: DecodeState) -> tuple[Draft, DecodeState]:
         """The drafter's proposal."""
         function = functools.partial(_draft, placement=self.placement)
-        return self._programs.compile(function, self.drafter, state, donate=(1,))(self.drafter, state)
+        return self._run(function, self.drafter, state, donate=(1,))
 
     def verify(self, state: DecodeState, proposal: Draft) -> tuple[Verified, DecodeState]:
         """The target's own tokens along a proposal, which may be anybody's."""
         function = functools.partial(_verify, plan=self.plan, placement=self.placement)
-        args = (*self.models, state, proposal)
-        return self._programs.compile(function, *args, donate=(2,))(*args)
+        return self._run(function, *self.models, state, proposal, donate=(2,))
 
     def commit(self, state: DecodeState, proposal: Draft, verified: Verified) -> DecodeState:
         """The state after the round."""
         function = functools.partial(_commit, placement=self.placement)
-        args = (self.drafter, state, proposal, verified)
-        return self._programs.compile(function, *args, donate=(1,))(*args)
+        return self._run(function, self.drafter, state, proposal, verified, donate=(1,))
 
 
 # The programs. What is static is bound to them by keyword.

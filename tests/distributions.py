@@ -7,17 +7,26 @@ from scipy.stats import chi2
 
 
 def filtered_by_sorting(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Which tokens stay: those tied with the k-th best, then those tied with the last of the nucleus."""
+    """Which tokens stay: those tied with the k-th best, then those tied with the last of the nucleus. Where one token
+    is enough, it is the first of the best."""
     scaled = logits / np.float32(temperature)
     if top_k:
         scaled = np.where(scaled >= np.sort(scaled)[::-1][min(top_k, len(scaled)) - 1], scaled, -np.inf)
+    if top_k == 1:
+        return _best_alone(scaled)
     weights = np.exp(scaled - scaled.max())
     probability = weights / weights.sum()
+    if top_p < 1 and top_p <= probability.max():
+        return _best_alone(scaled)
     if top_p < 1:
         order = np.argsort(-probability, kind="stable")
         last = order[np.searchsorted(np.cumsum(probability[order].astype(np.float64)), top_p)]
         scaled = np.where(probability >= probability[last], scaled, -np.inf)
     return scaled
+
+
+def _best_alone(scaled: np.ndarray) -> np.ndarray:
+    return np.where(np.arange(len(scaled)) == scaled.argmax(), scaled, -np.inf)
 
 
 def filtered_probability(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
@@ -36,6 +45,8 @@ def chi_square(tokens: np.ndarray, probability: np.ndarray, least: float = 0.0) 
     possible = probability > 0
     if counts[~possible].any():
         return 0.0
+    if possible.sum() == 1:
+        return 1.0
     counts, expected = counts[possible], probability[possible] * tokens.size
     rare = expected < least
     if rare.any():

@@ -40,6 +40,7 @@ BOTTOM = {
         "environment",
         "errors",
         "files",
+        "numerics",
         "options",
         "platforms",
         "progress",

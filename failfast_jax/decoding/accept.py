@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from failfast_jax import numerics
 from failfast_jax.decoding.state import Logprobs, Sampling
 from failfast_jax.models.layers import largest, largest_and_share
 from failfast_jax.models.sharding import ONE_DEVICE, Execution, constrain_rows
@@ -75,13 +76,20 @@ def filtered_logits(
     """Logits of the tempered distribution, -inf outside top-k and then top-p (Hugging Face's order).
 
     Thresholds are found by bisection over the floats' bit patterns instead of a sort of the
-    vocabulary: exact, except that all tokens tied with the last kept one are kept. Only filters that
-    some row asks for are computed.
+    vocabulary: exact, except that all tokens tied with the last kept one are kept. Where a single token
+    is enough (top_k 1, or a small top_p) it is the first of the best, as in greedy decoding. Only filters
+    that some row asks for are computed.
     """
     # Smaller temperatures would overflow; at 1e-30 sampling is argmax already.
     scaled = logits / jnp.where(temperature > 0, jnp.maximum(temperature, 1e-30), 1.0)[..., None]
     scaled = jax.lax.cond(jnp.any(top_k > 0), _best, lambda x, _: x, scaled, top_k)
     return jax.lax.cond(jnp.any(top_p < 1.0), _nucleus, lambda x, _: x, scaled, top_p)
+
+
+def _first(kept: Bool[Array, "*R V"]) -> Bool[Array, "*R V"]:
+    """The first of the kept tokens alone."""
+    ids = jnp.arange(kept.shape[-1])
+    return ids == jnp.min(jnp.where(kept, ids, kept.shape[-1]), -1, keepdims=True)
 
 
 def _best(scaled: Float[Array, "*R V"], top_k: Int[Array, "*R"]) -> Float[Array, "*R V"]:
@@ -90,7 +98,10 @@ def _best(scaled: Float[Array, "*R V"], top_k: Int[Array, "*R"]) -> Float[Array,
     ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
     wanted = jnp.where(top_k > 0, top_k, scaled.shape[-1])
     kth = _largest(32, lambda t: jnp.sum(ordered >= t[..., None], -1) >= wanted, scaled.shape[:-1])
-    return jnp.where(ordered >= kth[..., None], scaled, -jnp.inf)
+    kept = ordered >= kth[..., None]
+    kept = jnp.where((top_k == 1)[..., None], _first(kept), kept)
+    # NaN must reach the pick, which ends the sequence; with its sign set it is ordered below all numbers.
+    return jnp.where(kept | jnp.isnan(scaled), scaled, -jnp.inf)
 
 
 def _nucleus(scaled: Float[Array, "*R V"], top_p: Float[Array, "*R"]) -> Float[Array, "*R V"]:
@@ -104,7 +115,11 @@ def _nucleus(scaled: Float[Array, "*R V"], top_p: Float[Array, "*R"]) -> Float[A
     floor = _largest(31, mass_reached, scaled.shape[:-1])
     # Rounding may keep the whole mass just below top_p = 1: then the floor is 0 and everything stays.
     floor = jnp.where(top_p < 1.0, floor, 0)
-    return jnp.where(bits >= floor[..., None], scaled, -jnp.inf)
+    highest = probability.max(-1, keepdims=True)
+    # Processors take a top_p below the smallest normal number for 0, which even no token at all would reach.
+    single = (top_p < 1.0)[..., None] & (highest >= top_p[..., None])
+    kept = jnp.where(single, _first(probability == highest), bits >= floor[..., None])
+    return jnp.where(kept, scaled, -jnp.inf)
 
 
 def filtered_for(logits: Float[Array, "B W V"], sampling: Sampling) -> Float[Array, "B W V"]:
@@ -126,11 +141,12 @@ def _draw(
     streams = jnp.zeros_like(positions) if stream is None else jnp.broadcast_to(stream, positions.shape)
 
     def one(seed, sequence, position, number):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sequence), position)
+        key = jax.random.fold_in(jax.random.fold_in(numerics.random_key(seed), sequence), position)
         return sample(key if stream is None else jax.random.fold_in(key, number))
 
     per_row = jax.vmap(one, in_axes=(None, None, 0, 0))
-    return jax.vmap(per_row)(sampling.seed, sampling.sequence, positions, streams)
+    with numerics.fixed_draws():
+        return jax.vmap(per_row)(sampling.seed, sampling.sequence, positions, streams)
 
 
 def gumbel_noise(
@@ -144,7 +160,7 @@ def gumbel_noise(
     Args:
       stream: of other draws for the same position; of `dllm` the number of the pass.
     """
-    return _draw(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32), sampling, positions, stream)
+    return _draw(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32, mode="low"), sampling, positions, stream)
 
 
 def where_sampled(sampled: Callable, greedy: Callable, sampling: Sampling, execution: Execution, *arrays: Array) -> Any:
@@ -266,10 +282,16 @@ def logprobs_of(
     """
 
     def local(logits: Array, picks: Array) -> Logprobs:
-        whole = jax.nn.logsumexp(logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, picks[..., None], axis=-1)[..., 0] - whole
+        # Not `logsumexp`: on CPU XLA rounds its sum by the number of rows, and the kernel sums each row by itself.
+        first, share = argmax_and_confidence(logits, execution)
+
+        def logit_of(tokens: Array) -> Array:
+            return jnp.take_along_axis(logits, tokens[..., None], axis=-1)
+
+        highest, log_share = logit_of(first), jnp.log(share)[..., None]
         values, ids = jax.lax.top_k(logits, best)
-        return Logprobs(chosen, ids, values - whole[..., None])
+        chosen = logit_of(picks) - highest + log_share
+        return Logprobs(chosen[..., 0], ids, values - highest + log_share)
 
     columns = execution.rows_spec(logits.shape[1])
     local = execution.per_device(local, (columns, columns), columns)

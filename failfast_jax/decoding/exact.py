@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 
 import jax
 import numpy as np
 from flax import nnx
+from jaxtyping import Array
 
+from failfast_jax import numerics
 from failfast_jax.decoding import plan as plans
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.models.cache import round_up
+from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
 
@@ -28,50 +31,80 @@ def first_layer_of(model: Decoder) -> Decoder:
 
 
 REFERENCE_WIDTH = 64
+LONGEST_CACHE = 4096
+"""Positions of the cache that the check runs in, at both ends: at most so many, and the model's context."""
+XLA_SUMS = ("stablehlo.dot_general", "stablehlo.reduce(")
+"""Operations whose order of summation XLA chooses by the shape: the bits of a row may follow the number of rows, for
+some values or on some machine, even where those that were tried agree."""
 
 
+@numerics.defaults()
 def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: int = 1, seed: int = 0) -> set[int]:
     """The widths whose rows are bit-identical to those of passes of `REFERENCE_WIDTH` rows.
 
-    Runs the model's first layer and its head over random tokens, at several places of a window that the
-    reference covers in several passes, and compares logits, keys and values. (On CPU XLA serves windows that are
-    wider than those of `kernels.cpu_product`, and the rows of its products depend on how many there are.)
+    Two things must hold of the pass of a width, from embedding to logits. All its sums are those of the CPU's kernels,
+    each of which adds up a row in an order of its own (beyond `cpu_product.MAX_WIDTH` rows, and on machines without
+    these kernels, some are XLA's). And its logits, keys and values have the reference's bits where it is run: the
+    first layer and the head, over random tokens at both ends of a cache.
     """
     shallow = first_layer_of(model)
-    length = round_up(max(widths), REFERENCE_WIDTH)
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, model.config.vocab_size, (batch, length)).astype(np.int32)
 
     @jax.jit
-    def run(model, cache, tokens, start):
+    def window(model: Decoder, cache: KVCache, tokens: Array, start: Array) -> tuple[Array, KVCache]:
         hidden, cache, _ = model.window(tokens, cache, start, start[0] + tokens.shape[1])
         return model.logits_of(hidden), cache
 
-    def here(value) -> np.ndarray:
-        return np.asarray(whole(value))
+    cache = jax.jit(functools.partial(shallow.init_cache, batch, _capacity(model, widths)))()
+    lowered = {}
+    for width in {REFERENCE_WIDTH, *widths}:
+        lowered[width] = window.lower(shallow, cache, np.zeros((batch, width), np.int32), np.zeros(batch, np.int32))
+        if any(operation in lowered[width].as_text() for operation in XLA_SUMS):
+            del lowered[width]
+    if REFERENCE_WIDTH not in lowered:
+        return set()
+    runs = {width: pass_.compile() for width, pass_ in lowered.items()}
+    length = round_up(max(runs), REFERENCE_WIDTH)
+    tokens = np.random.default_rng(seed).integers(0, model.config.vocab_size, (batch, length)).astype(np.int32)
 
-    def equal(a, b) -> bool:
-        return np.array_equal(a.view(np.uint8), b.view(np.uint8))
+    def run(width: int, begin: int, at: int, cache: KVCache) -> tuple[np.ndarray, KVCache]:
+        """A pass over the tokens from `begin` on, which stand at `at + begin`."""
+        part = tokens[:, begin : begin + width]
+        logits, cache = runs[width](shallow, cache, part, np.full(batch, at + begin, np.int32))
+        return _on_host(logits), cache
 
-    cache = jax.jit(lambda: shallow.init_cache(batch, length))()
-    parts = []
-    for start in range(0, length, REFERENCE_WIDTH):
-        part = tokens[:, start : start + REFERENCE_WIDTH]
-        logits, cache = run(shallow, cache, part, np.full(batch, start, np.int32))
-        parts.append(here(logits))
-    expected = np.concatenate(parts, axis=1)
+    places = (0, cache.capacity - length)
+    expected = []
+    for at in places:
+        parts = []
+        for begin in range(0, length, REFERENCE_WIDTH):
+            logits, cache = run(REFERENCE_WIDTH, begin, at, cache)
+            parts.append(logits)
+        expected.append(np.concatenate(parts, axis=1))
 
     def agrees(width: int) -> bool:
-        for start in sorted({0, (length - width) // 2, length - width}):
-            part = tokens[:, start : start + width]
-            logits, written = run(shallow, cache, part, np.full(batch, start, np.int32))
-            pairs = zip((*written.k, *written.v), (*cache.k, *cache.v))
-            same = equal(here(logits), expected[:, start : start + width].copy())
-            if not (same and all(equal(here(a), here(b)) for a, b in pairs)):
-                return False
+        for at, logits in zip(places, expected):
+            for begin in {0, length - width}:
+                found, written = run(width, begin, at, cache)
+                same = _same_bits(found, logits[:, begin : begin + width])
+                pairs = zip((*written.k, *written.v), (*cache.k, *cache.v))
+                if not (same and all(_same_bits(_on_host(one), _on_host(other)) for one, other in pairs)):
+                    return False
         return True
 
-    return {width for width in widths if agrees(width)}
+    return {width for width in widths if width in runs and agrees(width)}
+
+
+def _capacity(model: Decoder, widths: tuple[int, ...]) -> int:
+    most = min(model.config.max_position_embeddings, LONGEST_CACHE) // REFERENCE_WIDTH * REFERENCE_WIDTH
+    return max(most, round_up(max(widths), REFERENCE_WIDTH))
+
+
+def _on_host(value: Array) -> np.ndarray:
+    return np.asarray(whole(value))
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.array_equal(np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
 
 
 class WidthCheck:
@@ -84,7 +117,7 @@ class WidthCheck:
     def widths(self, drafter: Drafter, batch: int) -> tuple[int, ...]:
         """The widths that `make_plan` may choose from for a drafter; none: the constant width has to serve.
 
-        On CPU those that `kernels.cpu_product` serves give bit-identical rows. Those that do not are left out.
+        On CPU those that the kernels serve give bit-identical rows. Those that do not are left out.
         """
         # The constant width is one of them: another method may have to fall back to it.
         ladder = plans.cpu_ladder(drafter.max_draft + 1)

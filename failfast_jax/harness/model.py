@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-from failfast_jax import distributed
+from failfast_jax import distributed, numerics
 from failfast_jax.command import meant
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.accept import argmax
@@ -300,7 +300,9 @@ class FailFastLM(TemplateLM):
 
     def _scored(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         args = (self.engine.target, ids[:, :-1], ids[:, 1:])
-        return jax.device_get(jax.tree.map(whole, self.engine.runtime.compile(scores, *args)(*args)))
+        program = self.engine.runtime.compile(scores, *args)
+        with numerics.defaults():
+            return jax.device_get(jax.tree.map(whole, program(*args)))
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Indices of texts of about the same length, the longest first: memory runs out at once or not at all."""

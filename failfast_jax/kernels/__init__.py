@@ -4,6 +4,7 @@ One interface, `window_attention(..., k_cache, v_cache, start, until, live, *, b
 
 - Query w of sequence b stands at position `start[b] + w`. The window's own keys and values are in the cache already.
 - It sees key j iff `j <= max(visible_until(start[b] + w, block_size), until[b])`; `until` 0 leaves the mask rule alone.
+- A key and value that are not finite lie in the cache as `reference.contained` has them: rows that see them get NaN.
 - `live` is the number of leading positions that any query may see; tiles of the cache beyond it are not read.
 - Tiles lie at absolute positions and are summed in a fixed order with an online float32 softmax: a row's result depends
   neither on where its window began nor on `live` nor on what lies behind it.

@@ -50,8 +50,8 @@ def supports(*, width: int, capacity: int, head_dim: int, dtype: DTypeLike) -> s
         return f"a cache of {capacity} positions: a multiple of {STEP}"
     if head_dim % SLOTS_AT_ONCE:
         return f"head_dim {head_dim}: a multiple of {SLOTS_AT_ONCE}"
-    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
-        return f"a cache of {jnp.dtype(dtype).name}: bfloat16 or float32"
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"a cache of {jnp.dtype(dtype).name}: bfloat16, float16 or float32"
     return None
 
 

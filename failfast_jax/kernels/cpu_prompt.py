@@ -127,8 +127,9 @@ def _write(call: Call, *, head_dim: int) -> None:
             member = emitter.add(emitter.mul(head, members), emitter.sub(members, constant(2)))
             key = emitter.element(heads, emitter.mul(member, constant(head_dim)))
             to = emitter.mul(emitter.add(slot, row), constant(head_dim))
-            _rotate(emitter, key, cos, sin, position, emitter.element(keys, to), head_dim)
-            _copy(emitter, emitter.element(key, constant(head_dim)), emitter.element(values, to), head_dim)
+            stored, value = emitter.element(keys, to), emitter.element(key, constant(head_dim))
+            _rotate(emitter, key, cos, sin, position, stored, head_dim)
+            _contain(emitter, stored, value, emitter.element(values, to), head_dim)
 
         emitter.loop(width, 1, write)
 
@@ -150,13 +151,25 @@ def _rotate(emitter: Emitter, head, cos, sin, position, to, head_dim: int, scale
             emitter.store(emitter.fmul(value, factor), emitter.element(to, constant(begin + column)), align=4)
 
 
-def _copy(emitter: Emitter, head, to, head_dim: int, factor=None) -> None:
+def _copy(emitter: Emitter, head, to, head_dim: int, factor) -> None:
     """Writes a head, times a number."""
     lanes = emit.vector_unit().lanes
     for column in range(0, head_dim, lanes):
-        value = emitter.floats(emitter.element(head, constant(column)), lanes)
-        value = value if factor is None else emitter.fmul(value, factor)
+        value = emitter.fmul(emitter.floats(emitter.element(head, constant(column)), lanes), factor)
         emitter.store(value, emitter.element(to, constant(column)), align=4)
+
+
+def _contain(emitter: Emitter, key, value, to, head_dim: int) -> None:
+    """Writes a value, and a key in its place anew, as `reference.contained`."""
+    lanes = emit.vector_unit().lanes
+    zero, nan = (emit.vector([number] * lanes) for number in (0.0, float("nan")))
+    for column in range(0, head_dim, lanes):
+        places = [emitter.element(array, constant(column)) for array in (key, value, to)]
+        k, v = (emitter.floats(place, lanes) for place in places[:2])
+        # Infinity less itself is NaN, as NaN is; any other number less itself is 0.
+        fine = [emitter.fcmp_ordered("ord", rest, rest) for rest in (emitter.fsub(k, k), emitter.fsub(v, v))]
+        emitter.store(emitter.select(emitter.and_(*fine), k, nan), places[0], align=4)
+        emitter.store(emitter.select(fine[1], v, zero), places[2], align=4)
 
 
 def _panel() -> int:

@@ -438,5 +438,13 @@ def masked_attention(
     if implementation == "cudnn" and dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"masked_attention: cuDNN serves bfloat16 and float16, not {dtype.name}: choose 'xla'")
     k, v = (cache.transpose(0, 2, 1, 3) for cache in (k_cache, v_cache))
+    unfit = jnp.isnan(k)
+    if implementation == "cudnn":
+        # It adds the mask to the scores, so that a hidden key of NaN (see `reference.contained`) would not stay hidden.
+        k = jnp.where(unfit, 0, k)
     out = jax.nn.dot_product_attention(q.astype(dtype), k, v, mask=mask[:, None], implementation=implementation)
+    if implementation == "cudnn":
+        spoilt = (mask[:, None] & unfit.any(-1).transpose(0, 2, 1)[:, :, None]).any(-1)  # [B, K, W]
+        spoilt = jnp.repeat(spoilt.transpose(0, 2, 1), q.shape[2] // k.shape[2], axis=2)
+        out = jnp.where(spoilt[..., None], jnp.nan, out)
     return out.astype(q.dtype)

@@ -15,6 +15,17 @@ HIDDEN = -1e30
 """Score of a hidden key: finite, so that a tile without a visible one gives exact zeros and no NaN."""
 
 
+def contained(k: Float[Array, "*R H"], v: Float[Array, "*R H"]) -> tuple[Float[Array, "*R H"], Float[Array, "*R H"]]:
+    """Keys and values that spoil the rows that see them, and no others, where a number is not finite.
+
+    A hidden key has weight 0, but 0 times infinity is NaN. So what is not finite in a value becomes 0, and the same
+    number of its key NaN: masks select scores, and a row gets NaN if it sees the key. (As [1, 2] and [3, inf] are
+    stored as [1, nan] and [3, 0].)
+    """
+    finite = jnp.isfinite(v)
+    return jnp.where(finite & jnp.isfinite(k), k, jnp.nan), jnp.where(finite, v, 0)
+
+
 def visible_until(positions: Int[Array, "..."], block_size: int) -> Int[Array, "..."]:
     """Last position that a query sees: `i // D >= j // D` with D = block_size (1: causal)."""
     return positions // block_size * block_size + (block_size - 1)
@@ -174,6 +185,7 @@ def dense_attention(
     """
     batch, width, heads, head_dim = q.shape
     kv_heads = k.shape[2]
+    k, v = contained(k, v)
     rows = q.reshape(batch, width, kv_heads, heads // kv_heads, head_dim) * (head_dim**-0.5)
     scores = jnp.einsum("bqkgh,btkh->bkgqt", rows, k, preferred_element_type=jnp.float32)
     positions = jnp.arange(width)

@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Float
 from failfast_jax.axes import Cache, PerSequence, Scalar
 
 LANES = 128
+UNFIT = 2.0**127
+"""Stands for NaN while rows are moved: a power of two, which bfloat16 holds, too."""
 PACKING = 16
 """Cache rows that share a hardware tile (bfloat16): copies begin and end at multiples of it."""
 
@@ -70,10 +72,10 @@ class Patch:
     def prepare(self, qkv_ref, tables) -> None:
         """New rows, at their places in the stretch of whole hardware tiles."""
         moves = _moves(self.span, self.width, self.start_at - self.first)
-        for index, stretch in enumerate(self.stretches):
-            for head in range(self.heads):
-                new = _new_rows(qkv_ref, head, index, self.heads, self.size, tables)
-                stretch[head] = _moved(moves, new, self.tiles[0].dtype)
+        for head in range(self.heads):
+            new = _new_rows(qkv_ref, head, self.heads, self.size, tables)
+            for stretch, rows in zip(self.stretches, new):
+                stretch[head] = _moved(moves, rows, self.tiles[0].dtype)
 
     def _copies(self, then) -> None:
         """Calls `then(rows of the tile, piece, its first position, copies)` for each hardware tile of this tile."""
@@ -125,21 +127,24 @@ def _moves(span: int, width: int, offset: Scalar) -> Bool[Array, "P W"]:
 
 
 def _moved(moves: Bool[Array, "P W"], new: Float[Array, "W H"], dtype: DTypeLike) -> Float[Array, "P H"]:
-    return jax.lax.dot_general(
+    moved = jax.lax.dot_general(
         moves.astype(dtype),
         new.astype(dtype),
         (((1,), (0,)), ((), ())),
         precision=precision_of(dtype),
         preferred_element_type=jnp.float32,
     )
+    return jnp.where(moved >= UNFIT, jnp.nan, moved)
 
 
-def _new_rows(qkv_ref, head: int, index: int, heads: int, size: int, tables) -> Float[Array, "W H"]:
-    """Keys (`index` 0; rotated, if there are tables) or values (1) of a KV head."""
+def _new_rows(qkv_ref, head: int, heads: int, size: int, tables) -> tuple[Float[Array, "W H"], Float[Array, "W H"]]:
+    """Keys (rotated, if there are tables) and values of a KV head, as `reference.contained` but for NaN: `UNFIT`."""
     members = qkv_ref.shape[2] // (heads * size)
-    column = (head * members + members - 2 + index) * size
-    new = qkv_ref[0, :, column : column + size]
-    return rotated(new, *tables) if tables and index == 0 else new
+    column = (head * members + members - 2) * size
+    k, v = (qkv_ref[0, :, at : at + size].astype(jnp.float32) for at in (column, column + size))
+    k = rotated(k, *tables) if tables else k
+    fine = jnp.abs(v) < UNFIT
+    return jnp.where(fine & (jnp.abs(k) < UNFIT), k, UNFIT), jnp.where(fine, v, 0.0)
 
 
 def in_hbm(cache: Array, interpret: bool) -> Array:
@@ -168,11 +173,12 @@ def _write(start, qkv_ref, cos_ref, sin_ref, k_in, v_in, k_out, v_out, k_part, v
     inside = (at >= offset) & (at < offset + width)
     tables = None if cos_ref is None else (cos_ref[0], sin_ref[0])
     writes = []
+    new = [_new_rows(qkv_ref, head, heads, size, tables) for head in range(heads)]
     for index, (cache, part) in enumerate(pairs):
         reads[index].wait()
         for head in range(heads):
-            new = _moved(moves, _new_rows(qkv_ref, head, index, heads, size, tables), part.dtype)
-            part[head] = jnp.where(inside, new, part[head].astype(jnp.float32)).astype(part.dtype)
+            rows = _moved(moves, new[head][index], part.dtype)
+            part[head] = jnp.where(inside, rows, part[head].astype(jnp.float32)).astype(part.dtype)
         writes.append(pltpu.make_async_copy(part, cache.at[row, :, pl.ds(first, span)], sems.at[index]))
         writes[-1].start()
     for write in writes:

@@ -281,7 +281,8 @@ def write_windows(
     *,
     kernel: str = "reference",
 ) -> LayerCache:
-    """Overwrites positions `start[b] .. start[b]+W-1` of both caches; in place when they are donated.
+    """Overwrites positions `start[b] .. start[b]+W-1` of both caches; in place when they are donated. What is written
+    is `kernels.reference.contained`.
 
     The caller keeps `start + W` within the capacity.
     """
@@ -292,4 +293,5 @@ def write_windows(
         if k.shape[1] <= tpu.MAX_WIDTH:
             simulated = kernel == SIMULATED_TPU
             return tpu_write.write_window(k_cache, v_cache, jnp.stack([k, v], axis=3), start, interpret=simulated)
+    k, v = reference.contained(k.astype(k_cache.dtype), v.astype(v_cache.dtype))
     return write_window(k_cache, k, start), write_window(v_cache, v, start)

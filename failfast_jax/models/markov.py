@@ -93,7 +93,7 @@ class MarkovHead(nnx.Module):
         vectors -= center
         # Above what the kernel's sums, and these, are rounded by.
         radius = np.linalg.norm(vectors, axis=1) + 1e-6 * self.rank * lengths
-        return Reach(jnp.asarray(center), jnp.asarray(radius))
+        return Reach(*jax.device_put((center, radius)))
 
     def choose(
         self, logits: Float[Array, "B N v"], last: Int[Array, " B"], reach: Reach, ids: Int[Array, " v"] | None

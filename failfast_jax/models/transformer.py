@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
+from failfast_jax import numerics
 from failfast_jax.kernels.reference import dense_attention
 from failfast_jax.models import quantization
 from failfast_jax.models.attention import LayerCache, RowGroups, TreeMask, Window, attend
@@ -213,6 +214,7 @@ class Decoder(nnx.Module):
             x, _ = layer(x, whole)
         return self.logits_of(self.norm(x))
 
+    @numerics.defaults()
     def logits(self, ids: Any) -> Float[Array, "B L V"]:
         """Float32 logits of whole sequences: the public, compiled form of `forward`.
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import ConfigDict, Field, model_validator
 
+from failfast_jax.config import HOTTEST
 from failfast_jax.results import TokenLogprob
 from failfast_jax.serving.logprobs import Spelling, of_chat, of_completion
 from failfast_jax.serving.queue import Finished, Piece
@@ -142,9 +143,11 @@ class _Request(_Body):
     """What both kinds of requests have. Fields that would change the text, and are not served, are refused."""
 
     model: str | None = None
-    temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
+    temperature: float | None = Field(default=None, ge=0, le=HOTTEST, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(default=None, ge=0, lt=2**31, description="not OpenAI's: keep the k best tokens; 0: all")
+    top_k: int | None = Field(
+        default=None, ge=0, lt=2**31, description="not OpenAI's: keep the k best; 0: all, 1: greedy"
+    )
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="taken modulo 2**32")
     n: int | None = Field(default=None, ge=1, le=65536)
     max_tokens: int | None = Field(default=None, ge=1, lt=2**30)

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from failfast_jax import numerics
 from failfast_jax.checkpoints.dspark import save_dspark
 from failfast_jax.decoding.accept import argmax
 from failfast_jax.errors import OptionError
@@ -63,7 +64,7 @@ def initial(
     Args:
       source_layers: the target layer that each drafter layer starts from.
     """
-    model = DSpark(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed))
+    model = DSpark(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(numerics.random_key(seed)))
     for layer, source in zip(model.layers, source_layers):
         copy_parameters(layer, target.layers[source])
         if layer.attention.q_norm is not None and target.layers[source].attention.q_norm is None:
@@ -79,7 +80,7 @@ def initial(
 
 def continued(start: DSpark, config: DSparkConfig, seed: int, dtype: Any = jnp.float32) -> DSpark:
     """A drafter of other heads that goes on from `start`; heads that it lacks start as if they were not there."""
-    model = _without_markov(DSpark(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed)))
+    model = _without_markov(DSpark(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(numerics.random_key(seed))))
     copy_parameters(model, start)
     return model
 

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from failfast_jax import numerics
 from failfast_jax.checkpoints.eagle import save_eagle
 from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
 from failfast_jax.models.transformer import Decoder
@@ -46,7 +47,7 @@ def initial(target: Decoder, config: EagleConfig, source_layer: int, seed: int, 
     `fc` picks out what enters that layer of the target, or else the deepest features; the layer reads nothing but
     these at first, as it does there.
     """
-    model = Eagle(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed))
+    model = Eagle(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(numerics.random_key(seed)))
     layer, source, size = model.layers[0], target.layers[source_layer], config.base.hidden_size
     for mine, theirs in (
         (model.norm, target.norm),

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from failfast_jax import distributed
+from failfast_jax import distributed, numerics
 from failfast_jax.errors import CheckpointError, OptionError
 from failfast_jax.files import append_lines, orbax_path, read_lines, write_atomically
 from failfast_jax.models.config import ModelConfig
@@ -170,7 +170,7 @@ def make_step(objective: Objective, optimization: Optimization) -> Callable:
     optimizer = optimization.optimizer()
 
     def step(state, constants, batch):
-        key = jax.random.fold_in(jax.random.key(optimization.seed), state["step"])
+        key = jax.random.fold_in(numerics.random_key(optimization.seed), state["step"])
         gradient = jax.value_and_grad(objective.loss, has_aux=True)
         parts = optimization.accumulate
         if parts == 1:

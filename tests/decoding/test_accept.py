@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,7 @@ PICK = jax.jit(accept.pick)
 FILTERED = jax.jit(accept.filtered_logits)
 PREFIX = jax.jit(accept.agreeing_prefix)
 EMITTED = jax.jit(accept.emitted_count)
+SAMPLE_DRAFT, PICK_OR_REJECT = jax.jit(accept.sample_draft), jax.jit(accept.pick_or_reject)
 GREEDY = sampling(1, temperature=0)
 
 # Ties and confidences.
@@ -78,11 +81,15 @@ def test_filters_at_their_ends():
         return np.flatnonzero(np.isfinite(out[0])).tolist()
 
     assert kept(0, 1.0) == [0, 1, 2, 3]
-    assert kept(1, 1.0) == [0, 1]  # a tie at the boundary stays
+    assert kept(1, 1.0) == [0]  # greedy: a single token is the first of the best
     assert kept(3, 1.0) == [0, 1, 2]
     assert kept(99, 1.0) == [0, 1, 2, 3]
-    assert kept(0, 1e-6) == [0, 1]
+    assert kept(2**31 - 1, 1.0) == [0, 1, 2, 3]
+    for least in (0.0, -0.0, 1e-45, 1e-39, 1.2e-38, 1e-30, 1e-6, 0.4):
+        assert kept(0, least) == [0]
+    assert kept(0, 0.5) == [0, 1]  # a tie at the boundary stays
     assert kept(0, 0.95) == [0, 1, 2]
+    assert kept(0, 1 - 2**-24) == [0, 1, 2, 3]
 
 
 def searches(jaxpr, inside: bool = False) -> list[bool]:
@@ -122,8 +129,8 @@ def picks(logits: np.ndarray, count: int, first_position: int = 0, batch: int = 
 LOGITS = np.asarray([2.0, 1.5, 0.0, 0.3, -1.0, 1.9], np.float32)
 
 
-def exact_distribution(temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    return filtered_probability(LOGITS, temperature, top_k, top_p)
+def exact_distribution(temperature: float, top_k: int, top_p: float, logits: np.ndarray = LOGITS) -> np.ndarray:
+    return filtered_probability(logits, temperature, top_k, top_p)
 
 
 @pytest.mark.parametrize("options", [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.7, 3, 1.0), (1.0, 0, 0.7), (2.0, 5, 0.9)])
@@ -229,3 +236,37 @@ def test_nan_picks_no_token(temperature):
     logits = jnp.zeros((1, 3, VOCAB)).at[0, 1, 4].set(jnp.nan)
     picks = np.asarray(PICK(logits, jnp.arange(3)[None], sampling(1, temperature, top_k=5, top_p=0.9)))
     assert picks[0, 1] == VOCAB and (picks[0, [0, 2]] < VOCAB).all()
+
+
+@pytest.mark.parametrize("nan", [np.nan, -np.nan])  # processors make the second
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_k": 5}, {"top_p": 1e-39}, {"top_p": 0.9}])
+def test_filters_do_not_hide_nan(nan, filters):
+    logits = np.random.default_rng(0).normal(size=(1, 1, VOCAB)).astype(np.float32)
+    logits[0, 0, 4] = nan
+    assert PICK(logits, jnp.zeros((1, 1), jnp.int32), sampling(1, 1.0, **filters)).tolist() == [[VOCAB]]
+
+
+ENDS = {
+    "temperature": [0.0, -0.0, 1e-45, 1e-39, 1e-30, 1e-2, 1.0, 1e30, 3.4e38],
+    "top_p": [1e-45, 1e-39, 1e-30, 2**-24, 0.5, 1 - 2**-24, 1.0],
+    "top_k": [0, 1, VOCAB - 1, VOCAB, 2**31 - 1],
+}
+
+
+@pytest.mark.parametrize("temperature", ENDS["temperature"])
+def test_picks_at_the_ends_of_all_settings_follow_exact_enumeration(temperature):
+    """Each combination, with tied logits; and rejection sampling of drafts from the same distribution accepts all."""
+    logits, count = LOGITS.copy(), 2000
+    logits[[0, 5]] = 2.0
+    for top_p, top_k in itertools.product(ENDS["top_p"], ENDS["top_k"]):
+        options = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        tokens = picks(logits, count, seed=11, **options)
+        if temperature < 1e-5:
+            assert set(tokens.ravel()) == {0}, options
+        else:
+            assert chi_square(tokens, exact_distribution(temperature, top_k, top_p, logits)) > 1e-4, options
+        rows, positions = np.broadcast_to(logits, (1, count, len(logits))), np.arange(count)[None]
+        settings = sampling(1, **{**options, "seed": 3})
+        draft, q = SAMPLE_DRAFT(rows, positions, settings)
+        kept = PICK_OR_REJECT(rows, positions, settings, draft, q, np.ones(draft.shape, bool))
+        np.testing.assert_array_equal(kept, draft, err_msg=str(options))

@@ -115,7 +115,7 @@ def test_greedy(seed, batch, lengths, room, data, stops, new_tokens, tau):
     check_all(seed, "float32", data.draw(texts_of(batch)), options, stops)
 
 
-@pytest.mark.parametrize("dtype", tiers(["bfloat16", "float32"], quick=[], long=["bfloat16"]))
+@pytest.mark.parametrize("dtype", tiers(["bfloat16", "float16", "float32"], quick=[], long=["bfloat16", "float16"]))
 @settings(max_examples=4)
 @given(data=st.data(), stops=stops, tau=st.sampled_from([0.0, 0.45]))
 def test_exact(dtype, data, stops, tau):

@@ -197,6 +197,40 @@ def test_the_number_of_splits_fills_the_device_and_no_more():
     assert gpu.split_count(64, 8, 1, 1, 32768) == 1
 
 
+def spoilt_at(slot: int, shape, seed: int):
+    q, k, v = arrays(shape, seed)
+    return q, k.at[:, :, slot, 3].set(jnp.nan), v.at[:, :, slot, 3].set(0)
+
+
+def test_keys_that_are_nan_spoil_only_rows_that_see_them():
+    shape, slot = CAUSAL, 201
+    rest = (jnp.asarray([200, 90]), jnp.asarray([0, 0]), jnp.int32(384))
+    out, healthy = (
+        np.asarray(compiled(shape)(*x, *rest), np.float32) for x in (spoilt_at(slot, shape, 1), arrays(shape, 1))
+    )
+    assert np.isnan(out[0, 1:]).all()
+    np.testing.assert_array_equal(out[0, 0], healthy[0, 0])
+    np.testing.assert_array_equal(out[1], healthy[1])
+
+
+def test_cudnn_adds_masks_and_yet_hides_nan(monkeypatch):
+    attention_of = jax.nn.dot_product_attention
+
+    def like_cudnn(q, k, v, mask, implementation):
+        assert implementation == "cudnn"
+        return attention_of(q, k, v, bias=jnp.where(mask, 0, -1e30).astype(q.dtype), implementation="xla")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", like_cudnn)
+    shape = (2, 150, 6, 2, 256, 64, "bfloat16", 32, None)
+    rest = (jnp.asarray([0, 77]), jnp.asarray([200, 0]), jnp.int32(256))
+    run = functools.partial(gpu.dense_window_attention, block_size=1, implementation="cudnn")
+    out, healthy = (np.asarray(run(*x, *rest), np.float32) for x in (spoilt_at(220, shape, 1), arrays(shape, 1)))
+    sees = 77 + np.arange(150) >= 220
+    assert np.isnan(out[1, sees]).all()
+    np.testing.assert_array_equal(out[1, ~sees], healthy[1, ~sees])
+    np.testing.assert_array_equal(out[0], healthy[0])
+
+
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 2e-2)])
 def test_the_dense_route_agrees(dtype, tolerance):
     shape = (2, 150, 6, 2, 256, 64, dtype, 32, None)

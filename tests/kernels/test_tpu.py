@@ -198,6 +198,24 @@ def test_keys_and_values_have_a_semaphore_each():
         )
 
 
+@pytest.mark.parametrize("case", tiers([0, 1, 2], quick=[1], long=None))
+def test_what_is_not_finite_spoils_only_rows_that_see_it(case):
+    """Neither other rows of its window, with which it is moved to its place, nor what lies around it in the cache."""
+    shape = SHAPES[case]
+    start, zero = np.asarray([120, 0, 300][: shape[0]], np.int32), np.zeros(shape[0], np.int32)
+    qkv, *rest = (*arrays(shape, 7), start, zero, np.int32(shape[5]), 1)
+    healthy, _ = attended(qkv, *rest)
+    for member, number in ((-1, jnp.inf), (-1, jnp.nan), (-2, -jnp.inf)):
+        one, two = attended(qkv.at[:, 5, :, member, 3].set(number), *rest)
+        for got, other in zip(one, two):
+            np.testing.assert_array_equal(got, other)
+        out = np.asarray(one[0], np.float32)
+        np.testing.assert_array_equal(out[:, :5], np.asarray(healthy[0], np.float32)[:, :5])
+        assert np.isnan(out[:, 5:]).all()
+        keys, values = (np.asarray(x, np.float32) for x in one[1:])
+        assert np.isnan(keys).any(-1).sum() == shape[0] * shape[3] and np.isfinite(values).all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_writes_each_window_at_its_place(dtype):
     new, k, v = arrays((3, 7, 2, 2, 64, 256, dtype), 0)

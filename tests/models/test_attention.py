@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tiny_models import attention_by_hand
 
 from failfast_jax.kernels import reference
-from failfast_jax.models.attention import SIMULATED_TPU, cached_attention, kernel_of, refusal
+from failfast_jax.models import attention
+from failfast_jax.models.attention import SIMULATED_TPU, Window, cached_attention, kernel_of, refusal
 from failfast_jax.models.cache import TILE, round_up, write_window
 
 CAPACITY = 384
@@ -117,6 +118,67 @@ def test_whole_sequences_without_a_cache(block_size, length):
     end = length or width
     expected = attention_by_hand(q, k[:, :, :end], v[:, :, :end], np.zeros(batch), block_size)
     np.testing.assert_allclose(got[:, :end], expected[:, :end], atol=2e-5)
+
+
+def kinds_of_windows(width: int, start):
+    """What rows see: causal, blocks, the last positions, a tree's branch, and groups that see three slots of theirs."""
+    below = np.broadcast_to(np.tril(np.ones((width, width), bool)), (len(start), width, width))
+    own = start[:, None] + np.arange(0, width, 4)
+    groups = np.stack([start[:, None] + 0 * own] * 3 + [own, own + 3], 2).astype(np.int32)
+    return {
+        "causal": {},
+        "blocks": {"block_size": 4},
+        "sliding": {"back": 3},
+        "tree": {"visible": jnp.asarray(below)},
+        "groups": {"seen": jnp.asarray(groups)},
+    }
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu", "xla"])
+@pytest.mark.parametrize(
+    "kind, width, dtype",
+    [
+        *((kind, 8, dtype) for kind in ("causal", "sliding", "tree") for dtype in ("float32", "float16")),
+        ("blocks", 8, "bfloat16"),
+        ("groups", 8, "float16"),
+        ("causal", 136, "float32"),
+        ("sliding", 136, "float32"),
+    ],
+)
+def test_what_is_not_finite_spoils_only_rows_that_see_it(kernel, kind, width, dtype):
+    """A key or a value of a window's row 5, which the next pass writes over."""
+    rng, batch, head_dim = np.random.default_rng(0), 2, 32
+    dtype = "float32" if kernel == "xla" else dtype  # on CPU XLA has no other
+    start, at = np.asarray([8, 200], np.int32), np.arange(width)
+    sees = at >= 5
+    sees &= at < 8 if kind == "sliding" else True
+    sees = at // 4 == 1 if kind == "groups" else at >= 4 if kind == "blocks" else sees
+    qkv = rng.standard_normal((batch, width, 2, 4, head_dim), np.float32)
+    tables = (
+        np.ones((batch, width, 1, head_dim // 2), np.float32),
+        np.zeros((batch, width, 1, head_dim // 2), np.float32),
+    )
+    options = kinds_of_windows(width, start)[kind]
+    window = Window(*tables, start, np.int32(start.max() + width), **options)
+    cache = tuple(jnp.asarray(rng.standard_normal((batch, 2, CAPACITY, head_dim)), dtype) for _ in range(2))
+    run = jax.jit(functools.partial(attention.attend, kernel=kernel))
+    healthy, _ = run(jnp.asarray(qkv, dtype), cache, window)
+    for member, number in ((3, np.inf), (3, -np.inf), (3, np.nan), (2, np.nan)):
+        bad = qkv.copy()
+        bad[:, 5, :, member, 7] = number
+        out, spoilt = run(jnp.asarray(bad, dtype), cache, window)
+        out = np.asarray(out, np.float32)
+        assert np.isnan(out[:, sees]).all(), (kind, number)
+        np.testing.assert_array_equal(out[:, ~sees], np.asarray(healthy, np.float32)[:, ~sees])
+        again, _ = run(jnp.asarray(qkv, dtype), spoilt, window)
+        np.testing.assert_array_equal(again, healthy)
+
+
+def test_padding_that_is_not_finite_spoils_no_whole_sequence():
+    q, k, v = (jnp.asarray(x) for x in arrays(3, 2, 24, 4, 2, capacity=24))
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    run = functools.partial(reference.dense_attention, block_size=8, length=21)
+    np.testing.assert_array_equal(run(q, k, v.at[:, 22].set(jnp.inf))[:, :21], run(q, k, v)[:, :21])
 
 
 @both_kernels

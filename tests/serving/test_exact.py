@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from tiers import tiers
 from tiny_engines import engine
+from tiny_models import random_model, tiny_config
 
-from failfast_jax import GenerationConfig
+from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.serving.queue import Queue
 
 pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("few_widths")]
@@ -38,3 +40,18 @@ def answers(batch: int, method: str, **options) -> list[list[int]]:
 @pytest.mark.long
 def test_eight_rows_say_what_one_says():
     assert answers(8, "failfast", **DRAFTING) == answers(1, "vanilla")
+
+
+@pytest.mark.parametrize("dtype", tiers(["float32", "float16", "bfloat16"], quick=[], long=None))
+def test_log_probabilities_are_the_same_too(dtype):
+    """Bit for bit, whatever width the pass had that a token comes from."""
+    target = random_model(tiny_config(num_layers=1), seed=1, dtype=dtype)
+    asked = {"max_new_tokens": 30, "ignore_eos": True, "logprobs": 3}
+    found = {}
+    for method in ("vanilla", "lookup"):
+        config = GenerationConfig(method, exact=True, **({"policy": "fixed"} if method == "lookup" else {}))
+        with Queue(FailFast(target), config, batch=1, capacity=160, logprobs=3) as queue:
+            answers = [queue.submit([4, 5, 6, 7] * number, **asked).result() for number in (2, 9)]
+        found[method] = [(one.output_ids, one.logprobs) for one in answers]
+        assert any(one.accepted for one in answers) == (method == "lookup")
+    assert found["lookup"] == found["vanilla"]

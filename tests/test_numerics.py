@@ -1,0 +1,94 @@
+"""Settings of JAX that a user may have made leave every text as it is."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_files import GOLDEN
+from tiers import tiers
+
+from failfast_jax import FailFast
+
+PROMPTS = [[3, 14, 15], [92, 65, 35, 92, 65]]
+DRAFTS = {"method": "failfast", "policy": "fixed", "spec_len": 3, "max_spec_len": 6, "tau": 0.2}
+TOGETHER = {
+    "types and draws": (
+        "JAX_ENABLE_X64=1 JAX_DEFAULT_PRNG_IMPL=rbg JAX_THREEFRY_PARTITIONABLE=0 JAX_HIGH_DYNAMIC_RANGE_GUMBEL=1 "
+        "JAX_NUMPY_DTYPE_PROMOTION=strict JAX_NUMPY_RANK_PROMOTION=raise JAX_TRANSFER_GUARD=disallow"
+    ),
+    "for debugging": "JAX_DISABLE_JIT=1 JAX_DEBUG_NANS=1 JAX_DEBUG_INFS=1 JAX_DEFAULT_MATMUL_PRECISION=highest",
+}
+ALONE = (
+    "JAX_ENABLE_X64=1",
+    "JAX_DEFAULT_PRNG_IMPL=rbg",
+    "JAX_DEFAULT_PRNG_IMPL=unsafe_rbg",
+    "JAX_THREEFRY_PARTITIONABLE=0",
+    "JAX_HIGH_DYNAMIC_RANGE_GUMBEL=1",
+    "JAX_NUMPY_DTYPE_PROMOTION=strict",
+    "JAX_NUMPY_RANK_PROMOTION=raise",
+    "JAX_TRANSFER_GUARD=disallow",
+    "JAX_DISABLE_JIT=1",
+    "JAX_DEBUG_NANS=1",
+    "JAX_DEBUG_KEY_REUSE=1",
+    "JAX_CHECK_TRACER_LEAKS=1",
+    "JAX_ENABLE_CHECKS=1",
+    "JAX_DEFAULT_MATMUL_PRECISION=BF16_BF16_F32",
+)
+
+
+def answers(thorough: bool = False) -> dict[str, list[list[int]]]:
+    """Greedy and sampled, of one prompt and of two, from plain decoding and from drafts."""
+    engine = FailFast(GOLDEN / "qwen2_target_160", GOLDEN / "fast_dllm_v2_untied")
+    plain, sampled = {"method": "vanilla"}, {"temperature": 1.0, "seed": 7}
+    filtered = {"temperature": 0.8, "top_p": 0.9, "top_k": 30, "seed": 3}
+    cases = {
+        "greedy": (PROMPTS, plain),
+        "greedy, drafts": (PROMPTS, DRAFTS),
+        "sampled": (PROMPTS, sampled | plain),
+        "sampled, drafts": (PROMPTS, sampled | DRAFTS),
+        "sampled, alone": (PROMPTS[:1], sampled | plain),
+    }
+    if thorough:
+        cases["exact"] = (PROMPTS, {"exact": True, **DRAFTS})
+        cases["rejection"] = (PROMPTS[:1], filtered | DRAFTS | {"acceptance": "rejection"})
+    found = {"logits": engine.target.logits(PROMPTS[:1]).argmax(-1).tolist()}
+    for name, (prompts, options) in cases.items():
+        results = engine.generate(prompts, max_new_tokens=8, ignore_eos=True, **options)
+        found[name] = [result.output_ids for result in results]
+    return found
+
+
+@functools.cache
+def by_default(thorough: bool) -> dict[str, list[list[int]]]:
+    found = answers(thorough)
+    for name in ("greedy", "sampled"):
+        assert found[name] == found[f"{name}, drafts"]
+    assert found["sampled, alone"] == found["sampled"][:1]
+    return found
+
+
+def check(settings: str, thorough: bool) -> None:
+    environment = os.environ | dict(setting.split("=") for setting in settings.split())
+    program = f"import json, test_numerics; print(json.dumps(test_numerics.answers({thorough})))"
+    folder = Path(__file__).parent
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(folder.parent)])
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert json.loads(ended.stdout.splitlines()[-1]) == by_default(thorough)
+
+
+@pytest.mark.parametrize("name", tiers(TOGETHER, quick=["types and draws"], long=None))
+def test_several_settings_at_once(name):
+    check(TOGETHER[name], thorough=name != "types and draws")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setting", ALONE)
+def test_each_setting_alone(setting):
+    check(setting, thorough=True)

@@ -68,15 +68,15 @@ _same: dict[tuple, bool] = {}
 """Results of `_equal` by file, name and time: a checkpoint is opened several times."""
 
 
-def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+def _equal(first: StoredTensor, second: StoredTensor) -> bool:
     """True if two tensors hold the same numbers."""
-    if one.shape != other.shape:
+    if first.shape != second.shape:
         return False
-    step = max(16 * PIECE // max(one.shape[-1], 1), 1)
-    for start in range(0, one.shape[0], step):
-        stop = min(start + step, one.shape[0])
-        values = one.read(start, stop), other.read(start, stop)
-        if one.dtype == other.dtype:
+    step = max(16 * PIECE // max(first.shape[-1], 1), 1)
+    for start in range(0, first.shape[0], step):
+        stop = min(start + step, first.shape[0])
+        values = first.read(start, stop), second.read(start, stop)
+        if first.dtype == second.dtype:
             values = [value.view(np.uint8) for value in values]
         else:
             values = [value.astype(np.float64) for value in values]

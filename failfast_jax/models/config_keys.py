@@ -37,12 +37,12 @@ HARMLESS = frozenset(
     # Names, versions, how other programs load, train or show the model.
     """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
-    _experts_implementation _flash_attn_2_enabled _name_or_path chances decoding attn_implementation base_model_pp_plan
-    base_model_tp_plan custom_pipelines debug dtype ep_size experts_implementation finetuning_task fuse_cross_entropy
-    gradient_checkpointing is_llama_config kv_cache_dtype language micro_forward model_name name_or_path
-    problem_type skip_checkpoint tokenizer_class torch_dtype torchscript training transformers.js_config
-    transformers_version unsloth_fixed unsloth_version use_bfloat16 use_deepep use_flash_attention
-    use_flash_attention_2 use_flash_attn
+    _experts_implementation _flash_attn_2_enabled _name_or_path attn_implementation base_model_pp_plan
+    base_model_tp_plan chances custom_pipelines debug decoding dtype ep_size experts_implementation finetuning_task
+    fuse_cross_entropy gradient_checkpointing is_llama_config kv_cache_dtype language micro_forward model_name
+    name_or_path problem_type skip_checkpoint tokenizer_class torch_dtype torchscript training
+    transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_deepep
+    use_flash_attention use_flash_attention_2 use_flash_attn use_flash_attn_2
     """.split()
     # Initialisation, dropout and losses: training only.
     + """
@@ -53,9 +53,10 @@ HARMLESS = frozenset(
     # Token ids, labels, what a forward pass returns, and ways to the same numbers.
     + """
     additional_special_tokens bos_token_id chunk_size_feed_forward cls_token_id decoder_start_token_id id2label
-    is_decoder label2id max_seq_len max_seq_length max_sequence_length model_max_length num_labels output_attentions
-    output_hidden_states pad_token_id prefix pretraining_tp return_dict sep_token_id seq_length task_specific_params
-    tie_last_hidden_states tokenizer_model_max_length unk_token_id use_cache use_return_dict
+    is_decoder label2id logits_to_keep loss_type max_seq_len max_seq_length max_sequence_length model_max_length
+    num_labels num_logits_to_keep output_attentions output_hidden_states pad_token_id prefix pretraining_tp
+    return_dict sep_token_id seq_length task_specific_params tie_last_hidden_states tokenizer_model_max_length
+    unk_token_id use_cache use_return_dict
     """.split()
     # Sampling, as transformers 4 wrote it into every configuration.
     + """
@@ -85,11 +86,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 STEMS = tuple(
     """
-    act activation alibi attention attn bd bias block causal chunk clip conv depth diffusion dim emb embed expert
-    experts factor gate gated gating hash head heads hidden kv lambda layer layernorm layers ln logit logits lora
-    low mamba mask mixture mlp moe mtp multiplier nope norm pos position positional prune pruned qk quant
-    quantization query rank residual rms rope rotary router scale scaling shared sink sinks skip sliding softcap
-    softcapping softmax sparse ssm state swa temperature text theta tie tied topk value values vision window xpos
+    act activation alibi alpha attention attn bd beta bias block causal chunk clip conv depth diffusion dim emb
+    embed embedding embeddings eps epsilon expert experts factor gain gate gated gating hash head heads hidden kv
+    lambda layer layernorm layers ln logit logits loop loops lora low mamba mask mixture mlp moe mtp multiplier mup
+    nope norm pos position positional prune pruned qk quant quantization query rank ratio recurrence recurrent
+    residual rms rope rotary router scale scaling shared sink sinks skip sliding softcap softcapping softmax sparse
+    ssm state swa temperature text theta tie tied topk ut value values vision width window xpos
     """.split()
 )
 """Words in the names of keys that speak of what a model computes."""

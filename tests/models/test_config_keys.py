@@ -127,7 +127,7 @@ def test_yarn_extends_the_context():
 def test_every_default_of_transformers_classes_is_known(model_type, caplog):
     import transformers
 
-    made = getattr(transformers, CLASSES[model_type])
+    config_class = getattr(transformers, CLASSES[model_type])
     architectures = [f"{CLASSES[model_type][:-6]}ForCausalLM"]
     progress.warn_once.cache_clear()
     for options in (
@@ -138,19 +138,19 @@ def test_every_default_of_transformers_classes_is_known(model_type, caplog):
         {"hidden_act": "swish", "id2label": {0: "a", 1: "b", 2: "c"}, "output_hidden_states": True},
         {"tie_word_embeddings": True},
     ):
-        config = made(**SIZES, **options)
+        config = config_class(**SIZES, **options)
         for raw in (config.to_dict(), config.to_diff_dict()):
             checked(raw)
     assert not caplog.records
     if model_type == "llama":
-        assert checked(made(**SIZES, mlp_bias=True).to_dict()).mlp_bias
+        assert checked(config_class(**SIZES, mlp_bias=True).to_dict()).mlp_bias
         return
     for window, layers, types in ((4096, 28, None), (None, 0, None), (64, 4, ["full_attention"] * 4)):
         options = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": layers}
-        checked(made(**SIZES, **options, layer_types=types, max_position_embeddings=4096).to_dict())
+        checked(config_class(**SIZES, **options, layer_types=types, max_position_embeddings=4096).to_dict())
     for window, layers in ((64, 2), (4095, 0)):
         options = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": layers}
-        refused(f"sliding_window {window}", made(**SIZES, **options, max_position_embeddings=4096).to_dict())
+        refused(f"sliding_window {window}", config_class(**SIZES, **options, max_position_embeddings=4096).to_dict())
 
 
 FOREIGN = (
@@ -163,8 +163,8 @@ FOREIGN = (
 @pytest.mark.parametrize("name", FOREIGN)
 def test_other_models_that_call_themselves_llama_are_refused(name):
     module = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
-    made = getattr(module, next(each for each in module.__all__ if each.endswith("Config")))
-    refused("config.json: ", made().to_dict() | SIZES | {"model_type": "llama"})
+    config_class = getattr(module, next(each for each in module.__all__ if each.endswith("Config")))
+    refused("config.json: ", config_class().to_dict() | SIZES | {"model_type": "llama"})
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "sdar", "Fast_dLLM_Qwen"])

@@ -89,7 +89,8 @@ def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
 
 def _usual_folder() -> Path | None:
     """The folder in the user's cache folder; None for a user without a home folder."""
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = "~" if os.environ.get("HOME") == "" else os.path.expanduser("~")
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
     return None if caches.startswith("~") else Path(caches) / "failfast_jax"
 
 

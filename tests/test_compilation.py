@@ -255,7 +255,7 @@ def test_an_empty_cache_folder_is_not_the_current_one(value, tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["xdg"]
 
 
-@pytest.mark.parametrize("home", [None, "/proc", "/dev/null"])
+@pytest.mark.parametrize("home", [None, "", "/proc", "/dev/null"])
 def test_a_home_that_cannot_be_written_is_a_warning(home, tmp_path, monkeypatch, caplog):
     """Also that of a user without a name; a folder that somebody asked for is an error."""
 

@@ -41,7 +41,7 @@ def test_two_devices_share_a_model():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["wide, long prompts", "dflash"])
+@pytest.mark.parametrize("name", ["wide", "dflash"])
 def test_no_copy_races_with_what_it_copies(name, monkeypatch, capfd):
     """The interpreter prints what it finds; only the semaphores that are waited for order copies."""
     params = Mock(wraps=functools.partial(pltpu.InterpretParams, detect_races=True))

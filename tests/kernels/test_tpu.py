@@ -91,17 +91,20 @@ def check(shape, arguments) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, start, block_size",
+    "shape, start, block_size, back",
     [
-        (SHAPES[1], [120, 0, 368], 1),  # over the border of two tiles; at both ends of the cache
-        (SHAPES[1], [113, 127, 255], 32),
-        ((2, 72, 16, 4, 128, 384, "float32"), [57, 255], 1),  # whose heads are two steps
-        ((1, 128, 3, 3, 64, 128, "bfloat16"), [0], 1),  # the whole cache
+        (SHAPES[1], [120, 0, 368], 1, 0),  # over the border of two tiles; at both ends of the cache
+        (SHAPES[1], [113, 127, 255], 32, 0),
+        (SHAPES[1], [113, 60, 24], 1, 3),  # rows see all of it but the last three; one row is in the second tile
+        ((2, 72, 16, 4, 128, 384, "float32"), [57, 255], 1, 0),  # whose heads are two steps
+        ((1, 128, 3, 3, 64, 128, "bfloat16"), [0], 1, 0),  # the whole cache
     ],
 )
-def test_windows_lie_anywhere(shape, start, block_size):
-    start, zero = np.asarray(start, np.int32), np.zeros(len(start), np.int32)
-    check(shape, (*arrays(shape, 5), start, zero, np.int32(shape[5]), block_size))
+def test_windows_lie_anywhere(shape, start, block_size, back):
+    start = np.asarray(start, np.int32)
+    until = (start + shape[1] - 1 - back) * bool(back)
+    live = min(start.max() + shape[1] + block_size - 1, shape[5])
+    check(shape, (*arrays(shape, 5), start, until, np.int32(live), block_size))
 
 
 @settings(max_examples=9)
@@ -131,11 +134,10 @@ def test_a_sequence_beyond_what_is_live_disturbs_nobody():
         np.testing.assert_array_equal(got[2], before[2])  # its tile is not read, and so not written
 
 
-@pytest.mark.parametrize("most", tiers([128, 16], quick=[16], long=None))
-def test_groups_of_rows_see_what_they_are_told(most, monkeypatch):
-    """Copies of a block behind different texts, all at a time and two at a time; the last is a part of its block."""
-    monkeypatch.setattr(tpu, "MAX_WIDTH", most)
-    batch, copies, size, kv_heads, head_dim = 2, 5, 8, 2, 64
+@pytest.mark.parametrize("copies", tiers([5, 18], quick=[18], long=None))
+def test_groups_of_rows_see_what_they_are_told(copies):
+    """Copies of a block behind different texts, of which 16 go at a time; the last is a part of its block."""
+    batch, size, kv_heads, head_dim = 2, 8, 2, 64
     qkv, k, v = arrays((batch, copies * size, 3 * kv_heads, kv_heads, head_dim, 384, "float32"), 3)
     start = np.asarray([40, 200], np.int32)
     own = start[:, None] + np.arange(copies) * size
@@ -218,9 +220,9 @@ def test_what_is_not_finite_spoils_only_rows_that_see_it(case):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_writes_each_window_at_its_place(dtype):
-    new, k, v = arrays((3, 7, 2, 2, 64, 256, dtype), 0)
+    new, k, v = arrays((3, 18, 2, 2, 64, 256, dtype), 0)
     write = jax.jit(functools.partial(tpu_write.write_window, interpret=INTERPRET))
-    for start in ([0, 9, 249], [16, 100, 241], [15, 240, 3]):
+    for start in ([0, 9, 238], [16, 100, 230], [15, 229, 3]):
         start = np.asarray(start, np.int32)
         got_k, got_v = write(k, v, new, start)
         np.testing.assert_array_equal(got_k, write_window(k, new[..., -2, :], start))
@@ -232,7 +234,7 @@ def test_writes_each_window_at_its_place(dtype):
     [
         (128, 32, [130], [0]),
         (512, 1, [257, 900], [0, 0]),  # row 255 is the only one of its tile that sees another tile of the cache
-        (256, 32, [0, 640], [300, 0]),
+        (256, 32, [0, 640], [300, 1000]),
     ],
 )
 def test_prefill_equals_the_reference(width, block_size, start, until):

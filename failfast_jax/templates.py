@@ -139,21 +139,24 @@ def render(
     *,
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
+    tools: Sequence[Any] | None = None,
 ) -> str:
     """The text that a tokenizer's chat template makes of messages, as transformers would render it.
 
     Args:
-      tokenizer: with `chat_template` (a text, or a mapping with `default`) and, for templates, `special_tokens_map`.
+      tokenizer: with `chat_template` (a text, or a mapping with `default`, and `tool_use` for messages with tools) and,
+        for templates, `special_tokens_map`.
       name: what errors call the model.
       add_generation_prompt: the text ends where an answer begins.
       continue_final_message: the text ends with the last message's content, for an answer that goes on with it.
+      tools: that the template is to name.
 
     Raises:
       PromptError: the template refuses the messages, is no template, or takes more than its bounds.
     """
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
-        template = template.get("default")
+        template = template.get("tool_use" if tools and "tool_use" in template else "default")
     if not isinstance(template, str):
         raise PromptError(f"{name}: its chat template is no text, nor a choice of texts with one named 'default'")
     messages = list(messages)
@@ -161,7 +164,7 @@ def render(
         last = messages[-1]["content"]
         messages[-1] = {**messages[-1], "content": last + _END + " "}
     special = getattr(tokenizer, "special_tokens_map", {})
-    variables = {"messages": messages, "tools": None, "documents": None}
+    variables = {"messages": messages, "tools": tools, "documents": None}
     text = _rendered(template, {**special, **variables, "add_generation_prompt": add_generation_prompt}, name)
     if not continue_final_message:
         return text

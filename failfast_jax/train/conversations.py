@@ -16,6 +16,7 @@ import numpy as np
 from failfast_jax import progress
 from failfast_jax.checkpoints import hub
 from failfast_jax.errors import PromptError
+from failfast_jax.template_process import REASONING
 from failfast_jax.templates import has_template, render
 from failfast_jax.train.data import HUB, DataError, Document, kind
 
@@ -287,8 +288,10 @@ def _documents(
     """The documents of a conversation; `whole`: one of all answers, else one of each."""
     words = str(tokenizer.chat_template)  # one, or several by name
     for message in chat.messages:
-        fields = (name for name in message if name not in TURN and not re.search(rf"\b{re.escape(name)}\b", words))
-        counts.unused.update(f"field {name!r} of turns" for name in fields)
+        for name in message:  # reasoning is given to templates under each of its names
+            read = "|".join(map(re.escape, REASONING if name in REASONING else (name,)))
+            if name not in TURN and not re.search(rf"\b(?:{read})\b", words):
+                counts.unused[f"field {name!r} of turns"] += 1
     if chat.tools and not re.search(r"\btools\b", words):
         counts.unused["column 'tools', for which the chat template has no words"] += 1
     if not chat.learned:

@@ -138,7 +138,8 @@ def says(text="A.", **fields):
 def documents_of(tmp_path, tokenizer, template, *rows, whole=False):
     """Prompts and what of the rest is learned, as texts; [A] and [E] stand for special tokens."""
     tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_template = template.replace("[A]", "<|im_start|>").replace("[E]", "<|im_end|>")
+    special = json.dumps(template).replace("[A]", "<|im_start|>").replace("[E]", "<|im_end|>")
+    tokenizer.chat_template = json.loads(special)
     found = read_conversations(written(tmp_path, *rows), tokenizer, 49_152, whole=whole)
     decoded = []
     for prompt, rest, *marks in found:
@@ -187,6 +188,9 @@ def test_documents_that_a_template_writes_otherwise_are_left_out(tmp_path, token
          [("[user]Q?[E][A]A.[E][user]Q?[E][A]", "B.[E]")]),
         (REASONS, {"messages": [ASKED, says(reasoning_content="R.")]},
          [("[user]Q?[E][A]", "<think>R.</think>A.[E]")]),
+        (REASONS, {"messages": [ASKED, says(reasoning="R.")]}, [("[user]Q?[E][A]", "<think>R.</think>A.[E]")]),
+        ({"default": PLAIN, "tool_use": CALLS}, {"tools": [1], "messages": [ASKED, says()]},
+         [("[T][1][E][user]Q?[E][A]", "A.[E]")]),
         (CALLS, {"tools": '[{"name": "f"}]', "messages": [
             ASKED, {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": '{"x": 1}'}}]},
             {"role": "tool", "content": "1"}, says()]},

@@ -80,10 +80,11 @@ def filtered_logits(
     is enough (top_k 1, or a small top_p) it is the first of the best, as in greedy decoding. Only filters
     that some row asks for are computed.
     """
-    # Smaller temperatures would overflow; at 1e-30 sampling is argmax already.
-    scaled = logits / jnp.where(temperature > 0, jnp.maximum(temperature, 1e-30), 1.0)[..., None]
-    scaled = jax.lax.cond(jnp.any(top_k > 0), _best, lambda x, _: x, scaled, top_k)
-    return jax.lax.cond(jnp.any(top_p < 1.0), _nucleus, lambda x, _: x, scaled, top_p)
+    # Before the temperature, which keeps the order: a large one makes different logits equal.
+    logits = jax.lax.cond(jnp.any(top_k > 0), _best, lambda x, _: x, logits, top_k)
+    # Beyond these bounds numbers overflow, or the reciprocal vanishes; there sampling is argmax, or uniform, already.
+    scaled = logits / jnp.where(temperature > 0, jnp.clip(temperature, 1e-30, 1e30), 1.0)[..., None]
+    return jax.lax.cond(jnp.any(top_p < 1.0), _nucleus, lambda x, *_: x, scaled, logits, top_p)
 
 
 def _first(kept: Bool[Array, "*R V"]) -> Bool[Array, "*R V"]:
@@ -92,19 +93,21 @@ def _first(kept: Bool[Array, "*R V"]) -> Bool[Array, "*R V"]:
     return ids == jnp.min(jnp.where(kept, ids, kept.shape[-1]), -1, keepdims=True)
 
 
-def _best(scaled: Float[Array, "*R V"], top_k: Int[Array, "*R"]) -> Float[Array, "*R V"]:
+def _best(logits: Float[Array, "*R V"], top_k: Int[Array, "*R"]) -> Float[Array, "*R V"]:
     """-inf outside the `top_k` best (0: all)."""
-    bits = jax.lax.bitcast_convert_type(scaled, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
     ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-    wanted = jnp.where(top_k > 0, top_k, scaled.shape[-1])
-    kth = _largest(32, lambda t: jnp.sum(ordered >= t[..., None], -1) >= wanted, scaled.shape[:-1])
+    wanted = jnp.where(top_k > 0, top_k, logits.shape[-1])
+    kth = _largest(32, lambda t: jnp.sum(ordered >= t[..., None], -1) >= wanted, logits.shape[:-1])
     kept = ordered >= kth[..., None]
     kept = jnp.where((top_k == 1)[..., None], _first(kept), kept)
     # NaN must reach the pick, which ends the sequence; with its sign set it is ordered below all numbers.
-    return jnp.where(kept | jnp.isnan(scaled), scaled, -jnp.inf)
+    return jnp.where(kept | jnp.isnan(logits), logits, -jnp.inf)
 
 
-def _nucleus(scaled: Float[Array, "*R V"], top_p: Float[Array, "*R"]) -> Float[Array, "*R V"]:
+def _nucleus(
+    scaled: Float[Array, "*R V"], logits: Float[Array, "*R V"], top_p: Float[Array, "*R"]
+) -> Float[Array, "*R V"]:
     """-inf outside the smallest set of the best that has the probability `top_p`."""
     probability = jax.nn.softmax(scaled, -1)
     bits = jax.lax.bitcast_convert_type(probability, jnp.uint32)
@@ -118,7 +121,7 @@ def _nucleus(scaled: Float[Array, "*R V"], top_p: Float[Array, "*R"]) -> Float[A
     highest = probability.max(-1, keepdims=True)
     # Processors take a top_p below the smallest normal number for 0, which even no token at all would reach.
     single = (top_p < 1.0)[..., None] & (highest >= top_p[..., None])
-    kept = jnp.where(single, _first(probability == highest), bits >= floor[..., None])
+    kept = jnp.where(single, _first(logits == logits.max(-1, keepdims=True)), bits >= floor[..., None])
     return jnp.where(kept, scaled, -jnp.inf)
 
 

@@ -31,6 +31,11 @@ def printable_lines(text: Any) -> str:
     return "\n".join(map(printable, str(text).split("\n")))
 
 
+def named(name: Any) -> str:
+    """A name that a file gives, escaped and cut, without quotation marks."""
+    return printable(name, LONGEST_QUOTE)
+
+
 def quoted(value: Any) -> str:
     """A value of a file as Python writes it, escaped and cut."""
     return printable(_repr.repr(value), LONGEST_QUOTE)

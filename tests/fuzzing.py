@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fuzzed_formats
 import fuzzed_inputs
 from fuzzed_commands import CommandLines, Reached, Refused
 
@@ -223,6 +224,7 @@ def all_cases(folder: Path, alone: str | None = None) -> dict[str, Case]:
     commands = {COMMAND_LINE: CommandLines(folder).line}
     if alone == COMMAND_LINE:  # the others read and compile models
         return commands
+    formats = fuzzed_formats.Formats(folder)
     files = Checkpoints(folder, GOLDEN / "qwen2_untied", write_gguf(folder / "whole.gguf", "qwen2_untied"))
     small = fuzzed_inputs.SmallFiles(folder, _changed, _mangled)
     tokenizers = fuzzed_inputs.Tokenizers(folder, _changed, _mangled)
@@ -231,6 +233,9 @@ def all_cases(folder: Path, alone: str | None = None) -> dict[str, Case]:
         "safetensors": files.safetensors,
         "index of parts": files.parts,
         "GGUF": files.gguf_header,
+        "structure of config.json": formats.config_json,
+        "structure of safetensors": formats.safetensors,
+        "structure of GGUF": formats.gguf_file,
         "tokenizer": tokenizers.files_changed,
         "template": tokenizers.template,
         "prompt": fuzzed_inputs.Prompts().prompt,

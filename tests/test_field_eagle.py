@@ -208,7 +208,7 @@ def test_a_drafter_of_another_target_is_refused_with_both_names(copy):
 def test_bad_configurations_are_named(copy):
     for changes, said in (
         ({"draft_vocab_size": 200}, "draft_vocab_size 200: must be between 1 and 160"),
-        ({"hidden_size": "64"}, "key 'hidden_size' must be a positive integer"),
+        ({"hidden_size": "64"}, "key 'hidden_size' must be an integer from 1"),
         ({"architectures": ["Qwen3Eagle3Model"]}, "key 'target_layer_ids' must be a list"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}}, "must be a list of layer numbers"),
         ({"transformer_layer_config": 3}, "key 'transformer_layer_config' must be an object, got 3"),

@@ -45,7 +45,7 @@ BOTTOM = {
         "platforms",
         "progress",
     ),
-    *("results", "starting", "streams", "tables", "template_process", "templates", "text"),
+    *("results", "starting", "streams", "tables", "template_process", "templates", "text", "values"),
 }
 LAYERS = (
     BOTTOM,

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from failfast_jax import values
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 from failfast_jax.files import read_json, write_atomically
@@ -98,13 +99,7 @@ def read(path: str | os.PathLike | None, model: str, ranks: int) -> DraftGraph:
         where = "no calibrated draft graph" if path is None else f"no calibrated draft graph in {path}"
         raise OptionError(f"--spiffy: {where}; make one with {COMMAND} --target {model} --data ... --out FILE")
     raw = read_json(Path(path))
-
-    def number(key: str) -> int:
-        if type(raw.get(key)) is not int or raw[key] < 1:
-            raise ConfigError(f"{path}: key {key!r} must be a positive integer, got {raw.get(key)!r}")
-        return raw[key]
-
-    block, small = number("block_size"), number("small_block_size")
+    block, small = (values.number(raw, key, path, most=2**16) for key in ("block_size", "small_block_size"))
     states = raw.get("states")
     if not isinstance(states, list) or not all(_is_state(state, small, ranks) for state in states):
         raise ConfigError(

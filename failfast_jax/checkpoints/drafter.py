@@ -17,14 +17,14 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-from flax import nnx
 
-from failfast_jax.checkpoints.parameters import Skeleton, is_finite, misfits, not_finite
+from failfast_jax import values
+from failfast_jax.checkpoints.parameters import Skeleton, check_layers, is_finite, misfits, not_finite
 from failfast_jax.config import GenerationConfig
-from failfast_jax.errors import CheckpointError, ConfigError
+from failfast_jax.errors import CheckpointError, ConfigError, named
 from failfast_jax.files import read_json, user_path, write_atomically, write_json
 from failfast_jax.models.borrowed import with_borrowed
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.config import LARGEST, ModelConfig
 from failfast_jax.models.transformer import Decoder
 
 FORMAT_KEY = "failfast_drafter"
@@ -141,9 +141,12 @@ def read_drafter(path: str | os.PathLike) -> DrafterFolder:
             continue
         if value.dtype == np.int8 and name + _SCALE not in tensors:
             raise CheckpointError(f"{path / WEIGHTS}: {name} is int8, and {name + _SCALE} is missing")
+        scale = tensors.get(name + _SCALE)
+        if scale is not None and scale.shape != (*value.shape[:-1], 1):
+            raise CheckpointError(f"{path / WEIGHTS}: {named(name + _SCALE)} is {list(scale.shape)}, not a scale a row")
         value = value.astype(np.float32)
         with np.errstate(invalid="ignore"):  # zero times an infinite scale
-            params[name] = value * tensors[name + _SCALE] if name + _SCALE in tensors else value
+            params[name] = value if scale is None else value * scale
         if not is_finite(params[name]):
             raise not_finite(name, path / WEIGHTS)
     return DrafterFolder(path, config, params)
@@ -158,7 +161,7 @@ def load_drafter(path: str | os.PathLike, target: Decoder, target_name: str = "t
     """
     folder = read_drafter(path)
     config = config_for(folder, target.config, target_name)
-    skeleton = Skeleton.made_by(lambda: Decoder(config, dtype=target.dtype, rngs=nnx.Rngs(0)))
+    skeleton = Skeleton.made_by(lambda rngs: Decoder(config, dtype=target.dtype, rngs=rngs))
     own = {name: leaf for name, leaf in skeleton.leaves.items() if name.split(".")[0] not in ("embed", "head")}
     params = dict(folder.params)
     mask = params.pop("mask", None)
@@ -180,12 +183,10 @@ def config_for(folder: DrafterFolder, target: ModelConfig, target_name: str = "t
                 f"{folder.path}: this drafter was trained for a target with {key} {value!r}; {target_name} has "
                 f"{ours!r}: give its own target with --target"
             )
-    layers = folder.config["network"].get("num_layers")
-    if type(layers) is not int or layers < 1:
-        raise ConfigError(f"{folder.where}: key 'num_layers' must be a positive integer, got {layers!r}")
-    block = folder.config["network"].get("block_size")
-    if type(block) is not int or block < 2:
-        raise ConfigError(f"{folder.where}: key 'block_size' must be an integer of at least 2, got {block!r}")
+    network = folder.config["network"]
+    layers = values.number(network, "num_layers", folder.where, most=LARGEST["num_layers"][1])
+    check_layers(folder.params, layers, folder.path)
+    block = values.number(network, "block_size", folder.where, least=2, most=target.max_position_embeddings)
     return target.with_mask_row(layers, block)
 
 

@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 
 from failfast_jax.checkpoints import deepspec, drafter_keys, mapping, safetensors
 from failfast_jax.checkpoints.mapping import Row
-from failfast_jax.checkpoints.parameters import Skeleton
+from failfast_jax.checkpoints.parameters import Skeleton, check_layers
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.files import read_json
 from failfast_jax.models.config import ModelConfig
@@ -114,7 +114,8 @@ def open_dspark(
     if config.draft_vocab == config.base.vocab_size and "d2t" not in tensors:
         config = dataclasses.replace(config, draft_vocab=None)
     draft_ids = _draft_ids(tensors, config, folder)
-    skeleton = Skeleton.made_by(lambda: DSpark(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    check_layers(tensors, config.base.num_layers, folder)
+    skeleton = Skeleton.made_by(lambda rngs: DSpark(config, dtype=dtype, rngs=rngs))
     size, rows = target.hidden_size, config.draft_vocab or target.vocab_size
     borrowed = {"embed_tokens.weight": ("embed", (target.vocab_size, size)), "lm_head.weight": ("head", (rows, size))}
     stored = dict(borrowed[key] for key in borrowed if key in tensors)

@@ -104,7 +104,7 @@ def open_eagle(
     tensors = safetensors.folder_tensors(folder, safetensors.DTYPES | safetensors.INTEGERS)
     draft_ids = _draft_ids(config, tensors, folder)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in (DRAFT_IDS, TARGET_IDS)}
-    skeleton = Skeleton.made_by(lambda: Eagle(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    skeleton = Skeleton.made_by(lambda rngs: Eagle(config, dtype=dtype, rngs=rngs))
     shapes = dict(skeleton.shapes)
     if "embed_tokens.weight" in tensors:
         shapes["embed"] = target.vocab_size, target.hidden_size

@@ -19,14 +19,19 @@ import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType as Quant
 
+from failfast_jax import values
 from failfast_jax.checkpoints.mapping import StoredTensor
 from failfast_jax.checkpoints.parameters import is_finite, not_finite
-from failfast_jax.checkpoints.safetensors import read_array
-from failfast_jax.errors import CheckpointError
+from failfast_jax.checkpoints.safetensors import LONGEST_HEADER, read_array
+from failfast_jax.errors import CheckpointError, quoted
 from failfast_jax.models import config_keys
-from failfast_jax.models.config import ENDS
+from failfast_jax.models.config import ENDS, LARGEST
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+LARGEST_RANK, LONGEST_ARRAY = 4, 2**24
+"""Axes of a tensor, as in llama.cpp, and entries of a list in the metadata: more than any vocabulary has."""
+POSITIVE = {"least": values.SMALLEST_FLOAT, "most": values.LARGEST_FLOAT}
 
 # GGUF value type -> struct code; 8 is a string and 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -58,7 +63,7 @@ class GGUFFile:
                     metadata, entries, base = _parse(data, path)
                 except (struct.error, IndexError, UnicodeDecodeError, MemoryError):
                     raise CheckpointError(f"{path}: its header is truncated or corrupt; download it again") from None
-        if metadata.get("split.count", 1) > 1:
+        if values.number(metadata, "split.count", path, least=0, default=1) > 1:
             raise CheckpointError(f"{path}: one part of a split model; join the parts with llama-gguf-split --merge")
         size = path.stat().st_size
         return cls(path, metadata, {name: _tensor(path, name, *entry, base, size) for name, *entry in entries})
@@ -73,6 +78,26 @@ class GGUFFile:
             raise CheckpointError(f"{self.path}: metadata key {key!r} is missing")
         return self.metadata[key]
 
+    def number(self, key: str, kind: type = int, **options: Any) -> Any:
+        """A number of the metadata; see `values.number`."""
+        if "default" not in options:
+            self.need(key)
+        return values.number(self.metadata, key, self.path, kind, **options)
+
+    def text(self, key: str, default: Any = values.REQUIRED) -> Any:
+        """A text of the metadata; see `values.text`."""
+        return values.text(self.metadata, key, self.path, default)
+
+    def entries(self, key: str, kind: type, default: Any = values.REQUIRED) -> Any:
+        """A list of the metadata, all of one kind; see `values.entries`."""
+        return values.entries(self.metadata, key, self.path, kind, default)
+
+    def token_id(self, name: str, default: int | None = None) -> int | None:
+        """The id of a special token (`bos`, `eos`, ...) of the tokenizer; None: it has none, which some files write as
+        -1, or as that in 32 bits without a sign."""
+        id = self.number(f"tokenizer.ggml.{name}_token_id", least=-1, most=2**32 - 1, default=default)
+        return id if id is None or 0 <= id <= values.LARGEST_ID else None
+
 
 def _parse(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], list[tuple[Any, ...]], int]:
     """Metadata, (name, shape, type, offset) per tensor, and where the data starts."""
@@ -82,12 +107,14 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], list[tuple[Any,
         nonlocal position
         (value,) = struct.unpack_from("<" + code, data, position)
         position += struct.calcsize("<" + code)
+        if position > LONGEST_HEADER:
+            raise IndexError
         return value
 
     def string() -> str:
         nonlocal position
         length = take("Q")
-        if position + length > len(data):
+        if position + length > min(len(data), LONGEST_HEADER):
             raise IndexError
         value = data[position : position + length].decode("utf-8")
         position += length
@@ -104,7 +131,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], list[tuple[Any,
         kind, count = take("I"), take("Q")
         if count > len(data) - position:
             raise IndexError
-        if kind == _ARRAY:
+        if kind == _ARRAY or count > LONGEST_ARRAY:
             raise IndexError  # none is nested in any file, and a hostile one would be without end
         if kind not in _SCALARS:
             return [value(kind) for _ in range(count)]
@@ -124,9 +151,13 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], list[tuple[Any,
     entries = []
     for _ in range(tensor_count):
         name, rank = string(), take("I")
+        if rank > LARGEST_RANK:
+            raise IndexError
         shape = tuple(reversed([take("Q") for _ in range(rank)]))
         entries.append((name, shape, take("I"), take("Q")))
-    alignment = metadata.get("general.alignment", 32)
+    if len({name for name, *_ in entries}) < len(entries):
+        raise CheckpointError(f"{path}: corrupt: its header names a tensor twice")
+    alignment = values.number(metadata, "general.alignment", path, most=2**20, default=32)
     return metadata, entries, -(-position // alignment) * alignment
 
 
@@ -172,52 +203,52 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
       ConfigError: see `config_keys.check_gguf`.
     """
     architecture = file.need("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise CheckpointError(
-            f"{file.path}: architecture {architecture!r} is not supported (supported: {', '.join(ARCHITECTURES)})"
+            f"{file.path}: architecture {quoted(architecture)} is not supported (supported: {', '.join(ARCHITECTURES)})"
         )
-    config_keys.check_gguf(file.metadata, architecture, str(file.path))
 
-    def get(key: str, default: Any = None) -> Any:
-        return file.metadata.get(f"{architecture}.{key}", default)
+    def size(key: str, field: str, **options: Any) -> int:
+        key = f"{architecture}.{key}"
+        if isinstance(file.metadata.get(key), list):
+            raise CheckpointError(f"{file.path}: {key} varies by layer, which is not supported")
+        return file.number(key, most=LARGEST[field][1], **options)
 
-    def need(key: str) -> Any:
-        return file.need(f"{architecture}.{key}")
-
-    heads, hidden = need("attention.head_count"), need("embedding_length")
-    kv_heads = get("attention.head_count_kv", heads)
-    if not isinstance(heads, int) or not isinstance(kv_heads, int):
-        raise CheckpointError(f"{file.path}: a number of heads that varies by layer is not supported")
-    head_dim = get("attention.key_length", hidden // heads)
-    rotary = get("rope.dimension_count", head_dim)
-    if rotary != head_dim or get("attention.value_length", head_dim) != head_dim:
+    heads, hidden = size("attention.head_count", "num_heads"), size("embedding_length", "hidden_size")
+    kv_heads = size("attention.head_count_kv", "num_kv_heads", default=heads)
+    head_dim = size("attention.key_length", "head_dim", default=hidden // heads)
+    rotary = size("rope.dimension_count", "head_dim", default=head_dim)
+    value_dim = size("attention.value_length", "head_dim", default=head_dim)
+    if rotary != head_dim or value_dim != head_dim:
         raise CheckpointError(
-            f"{file.path}: key, value and rotary sizes must be equal (key_length {head_dim}, "
-            f"value_length {get('attention.value_length', head_dim)}, rope.dimension_count {rotary})"
+            f"{file.path}: key, value and rotary sizes must be equal (key_length {head_dim}, value_length {value_dim}, "
+            f"rope.dimension_count {rotary})"
         )
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path}: missing tensors: token_embd.weight")
-    context = get("context_length", 2048)
+    context = size("context_length", "max_position_embeddings", default=2048)
+    config_keys.check_gguf(file.metadata, architecture, str(file.path))
+    epsilon = f"{architecture}.attention.layer_norm_rms_epsilon"
     return {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
         # The metadata's own vocab_size is optional, and the embedding decides anyway.
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": need("feed_forward_length"),
-        "num_hidden_layers": need("block_count"),
+        "intermediate_size": size("feed_forward_length", "intermediate_size"),
+        "num_hidden_layers": size("block_count", "num_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": _float32(need("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _float32(get("rope.freq_base", 10_000.0)),
+        "rms_norm_eps": _float32(file.number(epsilon, float, **POSITIVE)),
+        "rope_theta": _float32(file.number(f"{architecture}.rope.freq_base", float, default=10_000.0, **POSITIVE)),
         "rope_scaling": _rope_scaling(file, architecture, context),
         "max_position_embeddings": context,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": file.token_id("bos"),
         "eos_token_id": _stop_tokens(file),
     }
 
@@ -225,9 +256,9 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
 def _stop_tokens(file: GGUFFile) -> list[int]:
     """Ids that end an answer: those that the metadata name, and tokens with the name of an end, as in llama.cpp; many
     files name the end of a text as `eos`, and the end of a turn nowhere."""
-    keys = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
-    types = file.metadata.get("tokenizer.ggml.token_type", [])
+    keys = [file.token_id(name) for name in ("eos", "eot", "eom")]
+    tokens = file.entries("tokenizer.ggml.tokens", str, [])
+    types = file.entries("tokenizer.ggml.token_type", int, [])
     named = [
         id
         for id, token in enumerate(tokens)
@@ -244,15 +275,18 @@ def _float32(value: float | np.floating) -> float:
 
 def _rope_scaling(file: GGUFFile, architecture: str, context: int) -> dict[str, Any] | None:
     def get(key: str, default: Any = None) -> Any:
-        return file.metadata.get(f"{architecture}.rope.{key}", default)
+        return file.number(f"{architecture}.rope.{key}", float, default=default, **POSITIVE | {"least": 0})
 
     # Files from before `rope.scaling` say `rope.scale_linear`.
-    kind = get("scaling.type", "linear" if get("scale_linear") else "none")
-    factor = get("scaling.factor", get("scale_linear"))
+    linear = get("scale_linear")
+    kind = file.text(f"{architecture}.rope.scaling.type", "linear" if linear else "none")
+    factor = get("scaling.factor", linear)
     if "rope_freqs.weight" in file.tensors:
         if kind != "none":
             raise CheckpointError(f"{file.path}: rope_freqs.weight together with {kind} scaling is not supported")
         tensor = file.tensors["rope_freqs.weight"]
+        if len(tensor.shape) != 1 or tensor.shape[0] > LARGEST["head_dim"][1]:
+            raise CheckpointError(f"{file.path}: rope_freqs.weight is {list(tensor.shape)}, not one number a frequency")
         divisors = tensor.read(0, tensor.shape[0]).astype(np.float32)
         if not is_finite(divisors):
             raise not_finite(tensor.name, file.path)
@@ -265,7 +299,8 @@ def _rope_scaling(file: GGUFFile, architecture: str, context: int) -> dict[str, 
         )
     scaling = {"rope_type": kind, "factor": _float32(factor)}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = get("scaling.original_context_length", context)
+        original = f"{architecture}.rope.scaling.original_context_length"
+        scaling["original_max_position_embeddings"] = file.number(original, least=0, default=context)
         scaling["beta_fast"] = _float32(get("scaling.yarn_beta_fast", 32.0))
         scaling["beta_slow"] = _float32(get("scaling.yarn_beta_slow", 1.0))
         attention = get("scaling.yarn_attn_factor", get("scaling.attn_factor"))

@@ -9,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from failfast_jax import values
 from failfast_jax.checkpoints.gguf import GGUFFile
-from failfast_jax.errors import CheckpointError
+from failfast_jax.errors import CheckpointError, InputError, is_failure, quoted
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Values of `gguf.TokenType`.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+_LONGEST_TOKEN = 1024
+"""Characters: all ways to cut a token in two are tried."""
 _SPACE = "\u2581"
 """SentencePiece writes a space so."""
 
@@ -86,30 +89,31 @@ def fast_tokenizer_arguments(file: GGUFFile) -> dict[str, Any]:
       CheckpointError: a kind of tokenizer other than `llama` (SentencePiece's BPE) and `gpt2` (byte-level BPE), an
         unknown pre-tokenizer, or metadata that are missing or inconsistent.
     """
-    kind = file.need("tokenizer.ggml.model")
+    file.need("tokenizer.ggml.model")
+    kind = file.text("tokenizer.ggml.model")
     if kind not in ("llama", "gpt2"):
         raise CheckpointError(
-            f"{file.path}: tokenizer model {kind!r} is not supported (supported: 'llama', SentencePiece's BPE; 'gpt2', "
-            "byte-level BPE); use the model's Hugging Face folder"
+            f"{file.path}: tokenizer model {quoted(kind)} is not supported (supported: 'llama', SentencePiece's BPE; "
+            "'gpt2', byte-level BPE); use the model's Hugging Face folder"
         )
     vocabulary = _Vocabulary.of(file, {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {})
     try:
         backend = _sentencepiece(vocabulary) if kind == "llama" else _byte_level(vocabulary)
         _add_tokens(backend, vocabulary)
-    except CheckpointError:
-        raise
-    except Exception as error:  # the Rust library raises bare Exceptions
+    except BaseException as error:  # the Rust library raises bare Exceptions and panics
+        if isinstance(error, InputError) or not is_failure(error):
+            raise
         raise CheckpointError(f"{file.path}: its tokenizer cannot be built ({error})") from error
-    architecture = file.metadata.get("general.architecture")
+    architecture = file.text("general.architecture", None)
     return {
         "tokenizer_object": backend,
         "bos_token": vocabulary.special("bos"),
         "eos_token": vocabulary.special("eos"),
         "unk_token": vocabulary.special("unknown"),
         "pad_token": vocabulary.special("padding"),
-        "chat_template": file.metadata.get("tokenizer.chat_template"),
+        "chat_template": file.text("tokenizer.chat_template", None),
         "clean_up_tokenization_spaces": False,
-        "model_max_length": file.metadata.get(f"{architecture}.context_length"),
+        "model_max_length": file.number(f"{architecture}.context_length", default=None),
     }
 
 
@@ -126,31 +130,48 @@ class _Vocabulary:
     @classmethod
     def of(cls, file: GGUFFile, defaults: dict[str, int]) -> _Vocabulary:
         """Reads the vocabulary; `defaults` are special tokens' ids where the metadata name none."""
-        tokens = file.need("tokenizer.ggml.tokens")
-        types = file.metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+        file.need("tokenizer.ggml.tokens")
+        tokens = file.entries("tokenizer.ggml.tokens", str)
+        types = file.entries("tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
         if len(types) < len(tokens):
             raise CheckpointError(f"{file.path}: its tokenizer has {len(tokens)} tokens and {len(types)} token types")
+        if longest := next((token for token in tokens if len(token) > _LONGEST_TOKEN), None):
+            raise CheckpointError(
+                f"{file.path}: its tokenizer has the token {quoted(longest)} of {len(longest)} characters"
+            )
         # Unused entries pad the vocabulary to the embedding's size; they are no tokens.
         used = [(token, id) for id, (token, type) in enumerate(zip(tokens, types)) if token and type != _UNUSED]
         ids = dict(used)
         if len(ids) < len(used):
             twice = next(token for token, id in used if ids[token] != id)
-            raise CheckpointError(f"{file.path}: its tokenizer has the token {twice!r} twice")
+            raise CheckpointError(f"{file.path}: its tokenizer has the token {quoted(twice)} twice")
         return cls(file, tokens, types, ids, defaults)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value of the tokenizer's metadata."""
-        return self.file.metadata.get(f"tokenizer.ggml.{key}", default)
+    def flag(self, key: str, default: bool) -> bool:
+        """A truth value of the tokenizer's metadata."""
+        return values.flag(self.file.metadata, f"tokenizer.ggml.{key}", self.file.path, default)
 
     def special(self, name: str) -> str | None:
         """A special token, or None where the model has none of that name."""
-        id = self.get(f"{name}_token_id", self.defaults.get(name))
+        id = self.file.token_id(name, self.defaults.get(name))
         token = self.tokens[id] if id is not None and id < len(self.tokens) else None
         return token if token in self.ids else None
 
     def merges(self) -> list[tuple[str, ...]]:
-        """The merges that the metadata list."""
-        return [tuple(merge.split(" ", 1)) for merge in self.file.need("tokenizer.ggml.merges")]
+        """The merges that the metadata list.
+
+        Raises:
+          CheckpointError: one of anything but two tokens that make a third.
+        """
+        self.file.need("tokenizer.ggml.merges")
+        merges = [tuple(merge.split(" ", 1)) for merge in self.file.entries("tokenizer.ggml.merges", str)]
+        for merge in merges:
+            if len(merge) != 2 or not {*merge, "".join(merge)} <= self.ids.keys():
+                raise CheckpointError(
+                    f"{self.file.path}: its tokenizer has the merge {quoted(' '.join(merge))}, which is not two tokens "
+                    "that make a third"
+                )
+        return merges
 
 
 def _add_tokens(backend: Tokenizer, vocabulary: _Vocabulary) -> None:
@@ -170,8 +191,8 @@ def _frame(vocabulary: _Vocabulary, add_bos: bool):
     """The post-processor that adds first and last tokens; None where there are none to add."""
     from tokenizers.processors import TemplateProcessing
 
-    bos = vocabulary.special("bos") if vocabulary.get("add_bos_token", add_bos) else None
-    eos = vocabulary.special("eos") if vocabulary.get("add_eos_token", False) else None
+    bos = vocabulary.special("bos") if vocabulary.flag("add_bos_token", add_bos) else None
+    eos = vocabulary.special("eos") if vocabulary.flag("add_eos_token", False) else None
     if bos is None and eos is None:
         return None
     single, pair = (
@@ -198,7 +219,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     backend = Tokenizer(model)
     steps, undo = [normalizers.Replace(" ", _SPACE)], [decoders.Replace(_SPACE, " ")]
     undo += [decoders.ByteFallback(), decoders.Fuse()]
-    if vocabulary.get("add_space_prefix", True):
+    if vocabulary.flag("add_space_prefix", True):
         steps.insert(0, normalizers.Prepend(_SPACE))
         undo.append(decoders.Strip(" ", 1, 0))
     backend.normalizer = normalizers.Sequence(steps)
@@ -215,14 +236,15 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, ...]]:
     SentencePiece merges the pair whose whole has the best score. Where all scores are equal, the converter had none:
     the file may have merges instead, or else ids are in the order of training.
     """
-    scores = vocabulary.file.need("tokenizer.ggml.scores")
+    vocabulary.file.need("tokenizer.ggml.scores")
+    scores = vocabulary.file.entries("tokenizer.ggml.scores", float)
     if len(scores) < len(vocabulary.tokens):
         raise CheckpointError(
             f"{vocabulary.file.path}: its tokenizer has {len(vocabulary.tokens)} tokens and {len(scores)} scores"
         )
     # Only these are looked up; bytes and control tokens are never the result of a merge.
     pieces = {token: id for token, id in vocabulary.ids.items() if vocabulary.types[id] == _NORMAL}
-    if vocabulary.get("merges") and len({scores[id] for id in pieces.values()}) == 1:
+    if vocabulary.file.entries("tokenizer.ggml.merges", str, []) and len({scores[id] for id in pieces.values()}) == 1:
         return vocabulary.merges()
     found = [
         (-scores[id], id, len(piece) - cut, piece[:cut], piece[cut:])
@@ -237,10 +259,10 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     """Byte-level BPE, as in Llama 3 and Qwen2."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-    name, path = vocabulary.get("pre", "default"), vocabulary.file.path
+    name, path = vocabulary.file.text("tokenizer.ggml.pre", "default"), vocabulary.file.path
     if name not in _PRE_TOKENIZERS:
         raise CheckpointError(
-            f"{path}: pre-tokenizer {name!r} is not supported (supported: {', '.join(_PRE_TOKENIZERS)}); "
+            f"{path}: pre-tokenizer {quoted(name)} is not supported (supported: {', '.join(_PRE_TOKENIZERS)}); "
             "use the model's Hugging Face folder"
         )
     rule = _PRE_TOKENIZERS[name]

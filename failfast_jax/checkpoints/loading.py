@@ -19,11 +19,10 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-from flax import nnx
 
 from failfast_jax.checkpoints import mapping, native, safetensors, tensor_names
 from failfast_jax.checkpoints.hub import resolve_source
-from failfast_jax.checkpoints.parameters import Skeleton
+from failfast_jax.checkpoints.parameters import Skeleton, check_layers
 from failfast_jax.checkpoints.settings import read_settings
 from failfast_jax.errors import CheckpointError
 from failfast_jax.models import quantization, sharding
@@ -115,7 +114,13 @@ class Source:
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each parameter of the decoder, by its path."""
+        """Shape of each parameter of the decoder, by its path.
+
+        Raises:
+          CheckpointError: the configuration names many more layers than there are, or a converted folder is damaged.
+        """
+        names = self.tensors if self.table is not None else native.stored_params(self.path)
+        check_layers(names, self.config.num_layers, self.path)
         return _skeleton(self.config, DTYPES["float32"]).shapes
 
     def num_parameters(self) -> int:
@@ -160,8 +165,8 @@ class Source:
         self, dtype: np.dtype, *, place: Place | None = None, quantize: str | None = None, progress: bool | None = None
     ) -> Decoder:
         """Builds the decoder; see `load_model` and `read`."""
+        _ = self.shapes
         skeleton = _skeleton(self.config, dtype)
-        self.__dict__.setdefault("shapes", skeleton.shapes)
         convert = None if quantize is None else quantization.converter(self.config)
         dtypes = self.kept_dtypes(dtype)
         with memory_explained(f"{self.path}: {self.num_bytes(dtypes) / 1e9:.2f} GB of parameters"):
@@ -277,4 +282,4 @@ def _open_file(path: Path) -> Source:
 
 
 def _skeleton(config: ModelConfig, dtype: np.dtype) -> Skeleton:
-    return Skeleton.made_by(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    return Skeleton.made_by(lambda rngs: Decoder(config, dtype=dtype, rngs=rngs))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,18 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from failfast_jax.errors import CheckpointError
+from failfast_jax.errors import CheckpointError, named
 
 # The exponent's bits, all set in NaN and infinity. numpy's `isfinite` is slow for types of 16 bits.
 _EXPONENTS = {np.dtype(ml_dtypes.bfloat16): 0x7F80, np.dtype(np.float16): 0x7C00}
+
+
+class _SameKey(nnx.Rngs):
+    """Random streams of an abstract module. Counters, as in `nnx.Rngs`, would make tracing quadratic in the layers."""
+
+    def params(self) -> jax.Array:
+        """The key of each parameter; nobody looks at it."""
+        return jax.random.key(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +49,9 @@ class Skeleton:
         return cls(graph, {name: leaf for name, (_, leaf) in zip(paths, nnx.to_flat_state(state))}, paths)
 
     @classmethod
-    def made_by(cls, make: Callable[[], nnx.Module]) -> Skeleton:
-        """Of the module that a function makes; nothing is computed."""
-        return cls.of(nnx.eval_shape(make))
+    def made_by(cls, make: Callable[[nnx.Rngs], nnx.Module]) -> Skeleton:
+        """Of the module that a function makes, given random streams; nothing is computed."""
+        return cls.of(nnx.eval_shape(lambda: make(_SameKey(0))))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -56,6 +65,22 @@ class Skeleton:
             for name, leaf in self.leaves.items()
         }
         return nnx.merge(self.graph, nnx.from_flat_state(flat))
+
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d{1,9})\.")
+
+
+def check_layers(names: Iterable[str], layers: int, where: Path) -> None:
+    """Compares how many layers a configuration names with the tensors' names, before anything of that size is built.
+
+    Raises:
+      CheckpointError: most layers have no tensor.
+    """
+    found = {int(match[1]) for name in names if (match := _LAYER.search(name))}
+    if layers > 2 * len(found) + 64:  # what few layers lack is told tensor by tensor
+        raise CheckpointError(
+            f"{where}: missing tensors: the configuration names {layers} layers, and {len(found)} are there"
+        )
 
 
 def misfits(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
@@ -81,7 +106,8 @@ def is_finite(values: np.ndarray) -> bool:
 def not_finite(name: str, file: Path) -> CheckpointError:
     """The error for a tensor with such values."""
     return CheckpointError(
-        f"{file}: tensor {name} holds NaN or infinite values; the file is damaged, or the model was when it was saved"
+        f"{file}: tensor {named(name)} holds NaN or infinite values; the file is damaged, or the model was when it was "
+        "saved"
     )
 
 

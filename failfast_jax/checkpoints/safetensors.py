@@ -6,6 +6,7 @@ The format is a length, a JSON header and the bytes. Reading it here instead of 
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import json
@@ -20,9 +21,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from failfast_jax import values
 from failfast_jax.checkpoints import quantised
 from failfast_jax.checkpoints.mapping import StoredTensor
-from failfast_jax.errors import CheckpointError
+from failfast_jax.errors import CheckpointError, named, quoted
 from failfast_jax.files import is_there, read_json
 
 DTYPES = {
@@ -36,6 +38,8 @@ INTEGERS = {
     "I32": np.dtype(np.int32),
     "BOOL": np.dtype(np.bool_),
 }
+LARGEST_RANK = 16
+"""Axes of a tensor."""
 LONGEST_HEADER = 10**8
 """Bytes, as in the format's own library."""
 WEIGHTS = "model.safetensors"
@@ -61,7 +65,9 @@ def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dic
         raise CheckpointError(f"{folder / INDEX}: no 'weight_map'")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard or Path(shard).name != shard:
-            raise CheckpointError(f"{folder / INDEX}: tensor {name} is in {shard!r}, which is not a file's name")
+            raise CheckpointError(
+                f"{folder / INDEX}: tensor {named(name)} is in {quoted(shard)}, which is not a file's name"
+            )
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
         path = folder / shard
@@ -69,11 +75,11 @@ def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dic
             raise CheckpointError(f"{path}: no such file, but {INDEX} names it; download the checkpoint again")
         for name, tensor in file_tensors(path, dtypes).items():
             if weight_map.get(name) != shard:
-                raise CheckpointError(f"{path}: holds tensor {name}, which {INDEX} does not place there")
+                raise CheckpointError(f"{path}: holds tensor {named(name)}, which {INDEX} does not place there")
             tensors[name] = tensor
     for name, shard in weight_map.items():
         if name not in tensors:
-            raise CheckpointError(f"{folder / shard}: tensor {name} is not there, but {INDEX} says so")
+            raise CheckpointError(f"{folder / shard}: tensor {named(name)} is not there, but {INDEX} says so")
     return tensors
 
 
@@ -93,7 +99,9 @@ def file_tensors(path: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dict[st
         text = file.read(length)
     try:
         header = json.loads(text, object_pairs_hook=functools.partial(_once, path=path))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError):  # a number of thousands of digits is no JSONDecodeError
         raise CheckpointError(f"{path}: its header is not JSON: corrupt or not a safetensors file") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is no JSON object: corrupt or not a safetensors file")
@@ -105,7 +113,7 @@ def file_tensors(path: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dict[st
     places = sorted((*map(int, entry["data_offsets"]), name) for name, entry in header.items())
     for (_, end, one), (start, _, other) in itertools.pairwise(places):
         if start < end:
-            raise CheckpointError(f"{path}: corrupt: the tensors {one} and {other} overlap")
+            raise CheckpointError(f"{path}: corrupt: the tensors {named(one)} and {named(other)} overlap")
     return tensors
 
 
@@ -113,27 +121,30 @@ def _once(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
     """A JSON object, of which no key comes twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise CheckpointError(f"{path}: corrupt: its header names {twice} twice")
+        [(twice, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
+        raise CheckpointError(f"{path}: corrupt: its header names {named(twice)} twice")
     return found
 
 
 def _tensor(path: Path, name: str, entry: Any, base: int, size: int, dtypes: Mapping[str, np.dtype]) -> StoredTensor:
+    shown = named(name)
+    entry = entry if isinstance(entry, dict) else {"entry": entry}
     try:
-        shape = tuple(int(n) for n in entry["shape"])
-        low, high = (int(n) for n in entry["data_offsets"])
-        stored = str(entry["dtype"])
-    except (KeyError, OverflowError, TypeError, ValueError):
-        raise CheckpointError(f"{path}: the header entry of tensor {name} is corrupt") from None
+        shape = tuple(values.entries(entry, "shape", path, int))
+        low, high = values.entries(entry, "data_offsets", path, int)
+        stored = values.text(entry, "dtype", path)
+    except ValueError:
+        raise CheckpointError(f"{path}: the header entry of tensor {shown} is corrupt: {quoted(entry)}") from None
     if stored not in dtypes:
-        raise CheckpointError(f"{path}: tensor {name} has dtype {stored} (supported: {', '.join(dtypes)})")
+        raise CheckpointError(f"{path}: tensor {shown} has dtype {named(stored)} (supported: {', '.join(dtypes)})")
     dtype = dtypes[stored]
-    if high - low != math.prod(shape) * dtype.itemsize or low < 0 or min(shape, default=0) < 0:
-        raise CheckpointError(f"{path}: the header entry of tensor {name} is corrupt: {high - low} bytes for {shape}")
+    # Sizes are bounded before they are multiplied.
+    plausible = len(shape) <= LARGEST_RANK and all(0 <= length <= 2**62 for length in shape) and 0 <= low <= high
+    if not plausible or high - low != math.prod(shape) * dtype.itemsize:
+        raise CheckpointError(f"{path}: the header entry of tensor {shown} is corrupt: {quoted(entry)}")
     if base + high > size:
         raise CheckpointError(
-            f"{path}: truncated: tensor {name} ends at byte {base + high}, the file at {size}; download it again"
+            f"{path}: truncated: tensor {shown} ends at byte {base + high}, the file at {size}; download it again"
         )
     row = math.prod(shape[1:])
 

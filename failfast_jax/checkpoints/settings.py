@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.checkpoints import native, quantised
-from failfast_jax.errors import CheckpointError
+from failfast_jax.errors import CheckpointError, ConfigError, quoted
 from failfast_jax.files import is_there, read_json
 from failfast_jax.models import config_keys
 from failfast_jax.models.config import BLOCK_KEYS, ModelConfig, eos_ids, resolve_mask_token
@@ -108,12 +108,17 @@ def _tokenizer_mask(folder: Path) -> int | None:
         if not (folder / name).is_file():
             continue
         raw = read_json(folder / name)
-        for key, entry in (raw.get("added_tokens_decoder") or {}).items():
-            if entry.get("content") == MASK_TOKEN:
-                return int(key)
+        by_id, listed = raw.get("added_tokens_decoder"), raw.get("added_tokens")
+        tokens = list(by_id.items()) if isinstance(by_id, dict) else []
+        if isinstance(listed, list):
+            tokens += [(entry.get("id"), entry) for entry in listed if isinstance(entry, dict)]
         if name == "added_tokens.json" and MASK_TOKEN in raw:
-            return int(raw[MASK_TOKEN])
-        for entry in raw.get("added_tokens") or []:
-            if entry.get("content") == MASK_TOKEN:
-                return int(entry["id"])
+            tokens.append((raw[MASK_TOKEN], {"content": MASK_TOKEN}))
+        for id, entry in tokens:
+            if isinstance(entry, dict) and entry.get("content") == MASK_TOKEN:
+                if not re.fullmatch(r"\d{1,9}", str(id)):
+                    raise ConfigError(
+                        f"{folder / name}: the id of {MASK_TOKEN} must be a whole number, got {quoted(id)}"
+                    )
+                return int(id)
     return None

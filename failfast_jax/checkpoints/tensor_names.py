@@ -3,6 +3,7 @@ heads of tied checkpoints."""
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +39,7 @@ def as_saved(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, Stor
             "read; save the language model alone"
         )
     if len(set(names.values())) < len(names):
-        first = next(new for new in names.values() if list(names.values()).count(new) > 1)
+        [(first, _)] = collections.Counter(names.values()).most_common(1)
         both = [name for name, new in names.items() if new == first]
         raise CheckpointError(f"{where}: tensors {' and '.join(both)} are two versions of one; keep the right one")
     return {names[name]: tensor for name, tensor in tensors.items()}
@@ -70,7 +71,7 @@ _same: dict[tuple, bool] = {}
 
 def _equal(first: StoredTensor, second: StoredTensor) -> bool:
     """True if two tensors hold the same numbers."""
-    if first.shape != second.shape:
+    if first.shape != second.shape or not first.shape:
         return False
     step = max(16 * PIECE // max(first.shape[-1], 1), 1)
     for start in range(0, first.shape[0], step):

@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from failfast_jax.errors import ConfigError
+from failfast_jax import values
+from failfast_jax.errors import ConfigError, quoted
 
 # Fast-dLLM v2 uses the first unused row of Qwen2.5's embedding as its mask token.
 FAST_DLLM_MASK_TOKEN = 151_665
@@ -274,7 +275,7 @@ class ModelConfig:
         _check_types(raw, where)
         try:
             config = cls._parse(raw, where)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"{where}: a value has the wrong type ({error})") from error
@@ -333,6 +334,8 @@ class ModelConfig:
         for key, value in (positive | {key: getattr(self.rope, key) for key in POSITIVE_OF_ROPE}).items():
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{where}: key {key!r} must be a positive number, got {value}")
+        if self.rope.kind == "llama3" and self.rope.low_freq_factor >= self.rope.high_freq_factor:
+            raise ConfigError(f"{where}: low_freq_factor must be below high_freq_factor, as in Llama 3")
         if self.num_heads % self.num_kv_heads:
             heads = f"num_attention_heads {self.num_heads} is no multiple of num_key_value_heads {self.num_kv_heads}"
             raise ConfigError(f"{where}: {heads}")
@@ -348,16 +351,39 @@ class ModelConfig:
 
 
 def _check_types(raw: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError: a key with a value of the wrong type."""
-    for key in ("num_key_value_heads", "head_dim", "max_position_embeddings", "mask_token_id", "bd_size"):
-        if raw.get(key) is not None and (not isinstance(raw[key], int) or isinstance(raw[key], bool)):
-            raise ConfigError(f"{where}: key {key!r} must be an integer, got {raw[key]!r}")
-    for key in ("rms_norm_eps", "rope_theta"):
-        if key in raw and not isinstance(raw[key], (int, float)) and not (key == "rope_theta" and raw[key] is None):
-            raise ConfigError(f"{where}: key {key!r} must be a number, got {raw[key]!r}")
+    """Raises ConfigError: a key with a value of the wrong type, or out of all bounds."""
+    for key, most in LARGEST.values():
+        values.number(raw, key, where, most=most, default=None)
+    for model_type, (key, _) in BLOCK_KEYS.items():
+        if raw.get("model_type") == model_type:
+            values.number(raw, key, where, least=2, most=2**16, default=None)
+    values.number(raw, "mask_token_id", where, least=0, default=None)
+    for key in ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"):
+        values.flag(raw, key, where)
+    values.number(raw, "rms_norm_eps", where, float, least=values.SMALLEST_FLOAT, most=1, default=None)
     for key in ("rope_scaling", "rope_parameters"):
         if raw.get(key) is not None and not isinstance(raw[key], Mapping):
-            raise ConfigError(f"{where}: key {key!r} must be an object, got {raw[key]!r}")
+            raise ConfigError(f"{where}: key {key!r} must be an object, got {quoted(raw[key])}")
+        inner = raw.get(key) or {}
+        for each in (inner, *(value for value in inner.values() if isinstance(value, Mapping))):
+            _check_rope(each, f"{where}: {key}")
+            for name in ("rope_type", "type"):
+                values.text(each, name, f"{where}: {key}", None)
+    _check_rope(raw, where)
+
+
+def _check_rope(raw: Mapping[str, Any], where: str) -> None:
+    values.number(raw, "rope_theta", where, float, least=1.1, most=values.LARGEST_FLOAT, default=None)
+    values.number(raw, "partial_rotary_factor", where, float, least=0, most=1, default=None)
+    values.number(raw, "original_max_position_embeddings", where, least=0, most=2**30, default=None)
+    for key in POSITIVE_OF_ROPE:
+        values.number(raw, key, where, float, least=1e-6, most=1e9, default=None)
+    for key in ("mscale", "mscale_all_dim"):
+        values.number(raw, key, where, float, least=0, most=1e6, default=None)
+    for key in ("divisors", "short_factor", "long_factor"):
+        numbers = values.entries(raw, key, where, float, [])
+        if not all(values.is_number(number, float, 1e-6, 1e9) for number in numbers):
+            raise values.refusal(raw, key, where, "must be a list of numbers from 1e-06 to 1e+09")
 
 
 ENDS = frozenset(
@@ -382,9 +408,9 @@ def eos_ids(value: Any, where: str) -> tuple[int, ...]:
       ConfigError: anything else.
     """
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-    if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
-        raise ConfigError(f"{where}: key 'eos_token_id' must be a token id or a list of them, got {value!r}")
-    return ids
+    if not all(values.is_number(id, int, -1, values.LARGEST_ID) for id in ids):
+        raise ConfigError(f"{where}: key 'eos_token_id' must be a token id or a list of them, got {quoted(value)}")
+    return tuple(id for id in ids if id >= 0)  # -1 is how some say that there is none
 
 
 def resolve_mask_token(config: ModelConfig, tokenizer_mask: int | None, where: str) -> ModelConfig:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 
 from failfast_jax.checkpoints.fast_dllm import as_fast_dllm, save_fast_dllm
 from failfast_jax.checkpoints.loading import Source, as_dtype, open_source
@@ -105,7 +104,7 @@ def frozen_parts(text: str | None, config: ModelConfig) -> tuple[str, ...]:
 
 
 def _skeleton(config: ModelConfig) -> Skeleton:
-    return Skeleton.made_by(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    return Skeleton.made_by(lambda rngs: Decoder(config, rngs=rngs))
 
 
 class Diffusion(BlockDiffusion):

@@ -148,7 +148,7 @@ def test_a_graph_is_read_as_it_was_written(graph_file):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"block_size": 0}, "key 'block_size' must be a positive integer, got 0"),
+        ({"block_size": 0}, "key 'block_size' must be an integer from 1 to 65536, got 0"),
         ({"small_block_size": None}, "key 'small_block_size'"),
         ({"states": [[[4, 0]]]}, "key 'states' must be a list of states, each of pairs of a position's rank below 4"),
         ({"states": [[[0, RANKS]]]}, "key 'states'"),

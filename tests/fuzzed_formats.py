@@ -1,0 +1,309 @@
+"""Checkpoints whose structure lies: `config.json`, safetensors and GGUF with other types, ranges, lengths and names.
+
+Each input is loaded, or refused in a line of one of the project's errors, which names the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from checkpoint_files import GOLDEN, gguf_tokenizer, write_gguf
+
+LONGEST_MESSAGE = 4500
+INTEGERS = (
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    64,
+    4096,
+    4097,
+    2**16,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**40,
+    2**63,
+    2**70,
+    -(2**70),
+    10**400,
+)
+FLOATS = (0.5, -0.0, 1.0, 1e-45, 1e-30, 1e30, 1e308, -1.5, float("nan"), float("inf"), float("-inf"))
+TEXTS = ("", "x", "2", "1e9", "nan", "\0", "\x1b[2J\x07", "a\nb", "\u202e", "\U0001f600", "\ud83d", "y" * 200_000)
+OTHERS = (None, True, False, [], {}, [1], [[[]]], {"a": 1}, [1] * 100_000, ["a", 1], [None])
+KEYS = ("", "x", "\x1b]0;x\x07", "rope_theta", "head_dim", "layer_types", "auto_map", "z" * 100_000)
+Change = Callable[..., Any]
+
+
+def odd(rng: random.Random) -> Any:
+    """A value of any type that JSON has."""
+    return rng.choice(rng.choice([INTEGERS, FLOATS, TEXTS, OTHERS]))
+
+
+def restructured(rng: random.Random, value: Any, depth: int = 0) -> Any:
+    """JSON with another type, range, length or name somewhere."""
+    way = rng.random()
+    if isinstance(value, dict) and value and depth < 4 and way < 0.93:
+        out, key = dict(value), rng.choice(list(value))
+        if way < 0.08:
+            del out[key]
+        elif way < 0.13:
+            out[rng.choice(KEYS)] = out.pop(key)
+        elif way < 0.18:
+            out[rng.choice(KEYS)] = odd(rng)
+        else:
+            out[key] = restructured(rng, out[key], depth + 1)
+        return out
+    if isinstance(value, list) and value and way < 0.6:
+        out, at = list(value), rng.randrange(len(value))
+        out[at : at + 1] = rng.choice([[], [restructured(rng, out[at], depth + 1)], out[at : at + 1] * 2, [*out, *out]])
+        return out
+    if type(value) in (int, float) and way < 0.5:
+        return rng.choice([value + 1, value - 1, value * 2, -value, value * 10**30, str(value), [value]])
+    return odd(rng)
+
+
+def digits(text: str, rng: random.Random) -> str:
+    """JSON of which a number may have thousands of digits, which Python neither writes nor reads."""
+    return text.replace(": 1,", f": {'9' * 5000},", 1) if rng.random() < 0.02 else text
+
+
+@contextlib.contextmanager
+def refused_in_a_line(path: Path) -> Iterator[None]:
+    """Inside, an error is one of the project's, in a line of bounded length that names the file or folder."""
+    from failfast_jax.errors import InputError
+
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        assert isinstance(error, InputError), f"{type(error).__name__}: {text[:300]}"
+        assert text.isprintable() and len(text) < LONGEST_MESSAGE and str(path) in text, text[:300]
+        raise
+
+
+def opened(path: Path) -> None:
+    """Reads a checkpoint, weights and tokenizer included where they are of the size that they were."""
+    from failfast_jax.checkpoints.loading import open_source
+    from failfast_jax.checkpoints.tokenizer import load_tokenizer
+    from failfast_jax.models.rope import rope_frequencies
+
+    with refused_in_a_line(path):
+        source = open_source(path)
+        source.check()
+        frequencies = rope_frequencies(source.config.rope, source.config.head_dim)
+        assert np.isfinite(frequencies).all(), source.config.rope
+        if source.num_parameters() < 10**7:
+            source.load(source.stored_dtype(), progress=False)
+    with refused_in_a_line(path):
+        if (tokenizer := load_tokenizer(path)) is not None:
+            tokenizer.decode(tokenizer("ab, \u00e9")["input_ids"])
+
+
+class Formats:
+    """Damaged copies of a folder and of a GGUF file, in a folder of their own."""
+
+    def __init__(self, folder: Path, name: str = "qwen2_untied"):
+        self.folder, self.gguf = folder / "formats", folder / "formats.gguf"
+        shutil.copytree(GOLDEN / name, self.folder, ignore=shutil.ignore_patterns("golden*", "*.npz"))
+        self.config = json.loads((self.folder / "config.json").read_text())
+        self.file = self.folder / "model.safetensors"
+        weights = self.file.read_bytes()
+        size = int.from_bytes(weights[:8], "little")
+        self.header, self.data = json.loads(weights[8 : 8 + size]), weights[8 + size :]
+        self.weights = weights
+        self.parts = GGUFParts.of(write_gguf(self.gguf, name, extra=gguf_tokenizer))
+
+    def config_json(self, rng: random.Random) -> None:
+        """`config.json`, or `generation_config.json`."""
+        raw, file = dict(self.config), "config.json"
+        raw |= rng.choice([{}, {}, *ROPES])
+        if rng.random() < 0.1:
+            raw, file = {"eos_token_id": [1, 2], "pad_token_id": 0}, "generation_config.json"
+        (self.folder / "config.json").write_text(json.dumps(self.config))
+        (self.folder / "generation_config.json").unlink(missing_ok=True)
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            raw = restructured(rng, raw)
+        (self.folder / file).write_text(digits(json.dumps(raw), rng))
+        self.file.write_bytes(self.weights)
+        opened(self.folder)
+
+    def safetensors(self, rng: random.Random) -> None:
+        """A header of `model.safetensors`."""
+        (self.folder / "config.json").write_text(json.dumps(self.config))
+        header, name = dict(self.header), rng.choice(list(self.header))
+        way = rng.random()
+        if way < 0.15:
+            header[rng.choice([*TEXTS, "model.layers.9.x", "__metadata__"])] = rng.choice([odd(rng), header[name]])
+        elif way < 0.2:
+            header = odd(rng)
+        elif way < 0.6 and isinstance(header[name], dict) and "shape" in header[name]:
+            length = rng.choice([0, 1, 2, 5, 17, 100_000])
+            shape = [rng.choice([0, 1, 2**31, 2**62, 2**63, 10**300]) for _ in range(length)]
+            offsets = rng.choice([[0, 4], [4, 0], [-4, 4], [0, 2**63], [0, 10**300], [0], [], [0, 4, 8], ["0", 4]])
+            dtype = rng.choice(["F32", "BF16", "I64", "F8_E4M3", "", "\x1b[2J", 7, None, ["F32"], "q" * 10**5])
+            field, value = rng.choice([("shape", shape), ("data_offsets", offsets), ("dtype", dtype)])
+            header[name] = header[name] | {field: value}
+        else:
+            header = restructured(rng, header)
+        text = digits(json.dumps(header), rng).encode()
+        length = rng.choice([len(text)] * 30 + [0, 1, 2**31, 2**63, 2**64 - 1, len(text) - 1, len(text) + 10**6])
+        self.file.write_bytes(length.to_bytes(8, "little") + text + self.data)
+        opened(self.folder)
+
+    def gguf_file(self, rng: random.Random) -> None:
+        """Metadata and tensors of a GGUF file."""
+        self.gguf.write_bytes(self.parts.changed(rng).written(rng))
+        opened(self.gguf)
+
+
+ROPES = (
+    {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32}},
+    {
+        "rope_scaling": {
+            **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            **{"original_max_position_embeddings": 64},
+        }
+    },
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+)
+CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+TEXT, LIST = 8, 9
+
+
+class GGUFParts:
+    """What a GGUF file is made of: metadata as (key, type, value), and tensors as (name, sizes, type, offset)."""
+
+    def __init__(self, pairs: list, tensors: list, data: bytes):
+        self.pairs, self.tensors, self.data = pairs, tensors, data
+
+    @classmethod
+    def of(cls, path: Path) -> GGUFParts:
+        """A whole file's; a list's type is (LIST, type of its entries)."""
+        reader = gguf.GGUFReader(path)
+        pairs = []
+        for field in reader.fields.values():
+            if not field.name.startswith("GGUF."):
+                kinds = [int(kind) for kind in field.types]
+                pairs.append((field.name, tuple(kinds) if kinds[0] == LIST else kinds[0], field.contents()))
+        start = reader.data_offset
+        tensors = [
+            (each.name, [int(n) for n in each.shape], int(each.tensor_type), each.data_offset - start)
+            for each in reader.tensors
+        ]
+        return cls(pairs, tensors, path.read_bytes()[start:])
+
+    def changed(self, rng: random.Random) -> GGUFParts:
+        """The parts with other types, ranges, lengths or names somewhere."""
+        pairs, tensors = list(self.pairs), list(self.tensors)
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            if rng.random() < 0.7:
+                self._change_pair(rng, pairs)
+            else:
+                self._change_tensor(rng, tensors)
+        return GGUFParts(pairs, tensors, self.data)
+
+    def _change_pair(self, rng: random.Random, pairs: list) -> None:
+        at, way = rng.randrange(len(pairs)), rng.random()
+        key, kind, value = pairs[at]
+        if way < 0.1:
+            del pairs[at]
+        elif way < 0.15:
+            pairs.insert(at, pairs[at])
+        elif way < 0.25:
+            pairs[at] = (rng.choice(KEYS), kind, value)
+        elif way < 0.35:
+            added = rng.choice(["general.alignment", "split.count", "tokenizer.ggml.bos_token_id", *ROPE_KEYS])
+            pairs.append((added, *self._value(rng)))
+        elif isinstance(value, list) and value and way < 0.7:
+            entry = (
+                rng.choice(["", "a b c", "nothere", "\x1b[2J", "v" * 2000]) if isinstance(value[0], str) else 2**31 - 1
+            )
+            cut = rng.choice([value[:-1], [], [*value, entry], [entry, *value[1:]], value * 2, value[::-1], value[:1]])
+            pairs[at] = (key, kind, cut)
+        else:
+            pairs[at] = (key, *self._value(rng))
+
+    def _value(self, rng: random.Random) -> tuple[Any, Any]:
+        way = rng.random()
+        if way < 0.25:
+            return TEXT, rng.choice([text for text in TEXTS if text != "\ud83d"] + ["yarn", "linear", "llama", "gpt2"])
+        if way < 0.45:
+            kind = rng.choice([TEXT, *CODES])
+            return (LIST, kind), [rng.choice(["a", "b c"]) if kind == TEXT else 1] * rng.choice([0, 1, 3, 500])
+        kind = rng.choice(list(CODES))
+        number = rng.choice(FLOATS if CODES[kind] in "fd" else INTEGERS)
+        return kind, number
+
+    def _change_tensor(self, rng: random.Random, tensors: list) -> None:
+        at, way = rng.randrange(len(tensors)), rng.random()
+        name, sizes, kind, offset = tensors[at]
+        if way < 0.1:
+            del tensors[at]
+        elif way < 0.2:
+            tensors.append(tensors[at])
+        elif way < 0.35:
+            name = rng.choice([text for text in TEXTS if text != "\ud83d"] + ["blk.9.x.weight", "rope_freqs.weight"])
+            tensors[at] = (name, sizes, kind, offset)
+        elif way < 0.65:
+            extreme = [
+                rng.choice([0, 1, 2, 2**31, 2**40, 2**63, 2**64 - 1]) for _ in range(rng.choice([0, 1, 2, 4, 9]))
+            ]
+            tensors[at] = (name, rng.choice([extreme, sizes[::-1], [*sizes, 1], sizes[:-1]]), kind, offset)
+        elif way < 0.85:
+            tensors[at] = (name, sizes, rng.choice([*range(42), 2**31, 2**32 - 1]), offset)
+        else:
+            tensors[at] = (name, sizes, kind, rng.choice([0, 1, 2**31, 2**63, 2**64 - 1, offset + 32]))
+
+    def written(self, rng: random.Random) -> bytes:
+        """The file; its counts and its end are sometimes not what they should be."""
+
+        def text(value: str) -> bytes:
+            content = value.encode()
+            return struct.pack("<Q", len(content)) + content
+
+        def scalar(kind: int, value: Any) -> bytes:
+            code = CODES[kind]
+            if code in "fd":
+                return struct.pack("<" + code, np.float32(value) if code == "f" else value)
+            width = struct.calcsize(code)
+            return (int(value) % 2 ** (8 * width)).to_bytes(width, "little")
+
+        def typed(kind: Any, value: Any) -> bytes:
+            if not isinstance(kind, tuple):
+                return struct.pack("<I", kind) + (text(value) if kind == TEXT else scalar(kind, value))
+            parts = b"".join(text(each) if kind[1] == TEXT else scalar(kind[1], each) for each in value)
+            return struct.pack("<IIQ", LIST, kind[1], len(value)) + parts
+
+        counts = [len(self.tensors), len(self.pairs)]
+        if rng.random() < 0.05:
+            counts[rng.randrange(2)] = rng.choice([0, 1, 2**31, 2**63, 2**64 - 1])
+        out = b"GGUF" + struct.pack("<IQQ", rng.choice([3] * 40 + [0, 1, 2, 4, 3 << 24]), *counts)
+        out += b"".join(text(key) + typed(kind, value) for key, kind, value in self.pairs)
+        for name, sizes, kind, offset in self.tensors:
+            numbers = struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, offset)
+            out += text(name) + numbers
+        out += bytes(-len(out) % 32) + self.data
+        return out[: rng.randrange(len(out))] if rng.random() < 0.03 else out
+
+
+ROPE_KEYS = tuple(
+    f"qwen2.rope.{name}"
+    for name in (
+        *("scaling.type", "scaling.factor", "scale_linear", "dimension_count", "freq_base"),
+        *("scaling.original_context_length", "scaling.yarn_beta_fast", "scaling.attn_factor"),
+    )
+)

@@ -1,0 +1,223 @@
+"""Types, ranges, lengths and names in files of models: each that lies is one line that names file and key."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import time
+
+import fuzzed_formats
+import fuzzing
+import pytest
+from checkpoint_files import GOLDEN, hf_folder
+from fuzzed_formats import LIST, TEXT, Formats, opened
+
+from failfast_jax.checkpoints import native, parameters
+from failfast_jax.checkpoints.drafter import read_drafter
+from failfast_jax.checkpoints.loading import open_source
+from failfast_jax.errors import CheckpointError, ConfigError, InputError
+
+HUGE, NAN = 10**400, float("nan")
+
+
+@pytest.fixture(scope="module")
+def formats(tmp_path_factory):
+    return Formats(tmp_path_factory.mktemp("formats"))
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (
+            {"num_hidden_layers": 4096, "layer_types": None},
+            "missing tensors: the configuration names 4096 layers, and 3 are there",
+        ),
+        ({"num_hidden_layers": HUGE}, "key 'num_hidden_layers' must be an integer from 1 to 4096, got 1000"),
+        ({"rope_theta": HUGE}, "key 'rope_theta' must be a number from 1.1"),
+        ({"rope_theta": True}, "key 'rope_theta' must be a number from 1.1"),
+        ({"rms_norm_eps": HUGE}, "key 'rms_norm_eps' must be a number"),
+        ({"rms_norm_eps": "1e-5"}, "key 'rms_norm_eps' must be a number from 1e-30 to 1, got '1e-5'"),
+        ({"eos_token_id": 2**31}, "key 'eos_token_id' must be a token id"),
+        ({"eos_token_id": [1, 10**30]}, "key 'eos_token_id' must be a token id"),
+        ({"eos_token_id": [1, "2"]}, "key 'eos_token_id' must be a token id"),
+        ({"vocab_size": 160.0}, "key 'vocab_size' must be an integer"),
+        ({"tie_word_embeddings": "false"}, "key 'tie_word_embeddings' must be true or false, got 'false'"),
+        ({"hidden_size": [64]}, r"key 'hidden_size' must be an integer from 1 to 1048576, got \[64\]"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": HUGE}}, "rope_scaling: key 'factor' must be a number"),
+        ({"rope_scaling": {"rope_type": ["yarn"], "factor": 2.0}}, "rope_scaling: key 'rope_type' must be a text"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": NAN}}, "key 'beta_fast' must be a number"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": -1}}}, "rope_parameters: key 'rope_theta' must be"),
+        ({"rope_scaling": "y" * 10**6}, "key 'rope_scaling' must be an object, got 'yyy"),
+        (
+            {
+                "rope_scaling": {
+                    **{"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4},
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "low_freq_factor must be below high_freq_factor",
+        ),
+    ],
+)
+def test_numbers_of_config_json(tmp_path, changes, said):
+    folder = hf_folder(tmp_path / "model", "qwen2_untied", **changes)
+    begin = time.monotonic()
+    with pytest.raises(InputError, match=said):
+        opened(folder)
+    assert time.monotonic() - begin < 20
+
+
+def test_building_is_linear_in_the_layers(monkeypatch):
+    """Flax looks at the streams' counters, whose tracing looks at all that was traced before."""
+    import jax
+
+    looked = []
+    tracer = type(jax.make_jaxpr(lambda x: looked.append(type(x)) or x)(1.0)) and looked.pop()
+    sharding = tracer.sharding
+    monkeypatch.setattr(tracer, "sharding", property(lambda x: looked.append(x) or sharding.fget(x)), raising=False)
+    source = open_source(GOLDEN / "qwen2_untied")
+    config = dataclasses.replace(source.config, num_layers=6)
+    shapes = dataclasses.replace(source, config=config).shapes
+    assert len({name.split(".")[1] for name in shapes if name.startswith("layers.")}) == 6
+    assert len(looked) < 6
+
+
+def test_layers_are_counted_first(tmp_path):
+    names = [f"model.layers.{layer}.x" for layer in range(30)]
+    parameters.check_layers(names, 30, tmp_path)
+    for more in ([], ["blk.x.y", "layers.", "model.layers.99999999999999999999.x"]):
+        with pytest.raises(CheckpointError, match="names 4096 layers, and 30 are there"):
+            parameters.check_layers([*names, *more], 4096, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key, kind, value",
+    [
+        ("general.alignment", 4, 0),
+        ("general.alignment", TEXT, "32"),
+        ("general.alignment", (LIST, 4), [32]),
+        ("general.architecture", (LIST, TEXT), ["qwen2"]),
+        ("split.count", TEXT, "2"),
+        ("qwen2.attention.head_count", 4, 0),
+        ("qwen2.attention.head_count", TEXT, "4"),
+        ("qwen2.attention.head_count_kv", (LIST, 4), [2, 2]),
+        ("qwen2.embedding_length", TEXT, "64"),
+        ("qwen2.block_count", 4, 4096),
+        ("qwen2.block_count", 11, -1),
+        ("qwen2.attention.layer_norm_rms_epsilon", 6, NAN),
+        ("qwen2.rope.freq_base", TEXT, "x"),
+        ("qwen2.rope.scaling.type", 4, 1),
+        ("qwen2.rope.scaling.factor", TEXT, "2"),
+        ("tokenizer.ggml.eos_token_id", TEXT, "2"),
+        ("tokenizer.ggml.tokens", TEXT, "abc"),
+        ("tokenizer.ggml.tokens", (LIST, 4), [1, 2]),
+        ("tokenizer.ggml.token_type", (LIST, TEXT), ["1"] * 258),
+        ("tokenizer.ggml.merges", (LIST, TEXT), ["a nothere"]),
+        ("tokenizer.ggml.merges", (LIST, TEXT), ["ab"]),
+        ("tokenizer.ggml.merges", 4, 7),
+        ("tokenizer.ggml.model", 4, 7),
+        ("tokenizer.ggml.pre", (LIST, TEXT), ["qwen2"]),
+        ("tokenizer.ggml.add_bos_token", TEXT, "yes"),
+        ("tokenizer.chat_template", 4, 7),
+    ],
+)
+def test_metadata_of_gguf(formats, key, kind, value):
+    parts = fuzzed_formats.GGUFParts(list(formats.parts.pairs), formats.parts.tensors, formats.parts.data)
+    parts.pairs = [pair for pair in parts.pairs if pair[0] != key] + [(key, kind, value)]
+    whole = random.Random(0)
+    whole.random, whole.choice = lambda: 1.0, lambda values: values[0]  # nothing else is changed
+    formats.gguf.write_bytes(parts.written(whole))
+    with pytest.raises(InputError, match=r"block_count|layers" if "block_count" in key else key.split(".")[-1][:-1]):
+        opened(formats.gguf)
+
+
+def test_special_tokens_that_are_none(formats):
+    """-1, and the same without a sign, is how some files say that they have none."""
+    parts = fuzzed_formats.GGUFParts(list(formats.parts.pairs), formats.parts.tensors, formats.parts.data)
+    parts.pairs += [("tokenizer.ggml.bos_token_id", 4, 2**32 - 1), ("tokenizer.ggml.eot_token_id", 5, -1)]
+    whole = random.Random(0)
+    whole.random, whole.choice = lambda: 1.0, lambda values: values[0]
+    formats.gguf.write_bytes(parts.written(whole))
+    opened(formats.gguf)
+
+
+@pytest.mark.parametrize(
+    "entry, said",
+    [
+        ({"shape": [1] * 10**6}, "is corrupt"),
+        ({"shape": [10**300] * 16}, "is corrupt"),
+        ({"shape": ["64"]}, "is corrupt"),
+        ({"shape": [64.0]}, "is corrupt"),
+        ({"shape": {"0": 64}}, "is corrupt"),
+        ({"data_offsets": [0, 256, 512]}, "is corrupt"),
+        ({"data_offsets": [256, 0]}, "is corrupt"),
+        ({"dtype": "\x1b[2J" * 10**5}, r"has dtype \\x1b\[2J"),
+        ({"dtype": None}, "is corrupt"),
+        ([], "is corrupt"),
+        ("x" * 10**6, "is corrupt"),
+    ],
+)
+def test_headers_of_safetensors(tmp_path, formats, entry, said):
+    folder = hf_folder(tmp_path / "model", "qwen2_untied")
+    changed = formats.header["model.norm.weight"] | entry if isinstance(entry, dict) else entry
+    text = json.dumps(formats.header | {"model.norm.weight": changed}).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + formats.data)
+    with pytest.raises(CheckpointError, match=said):
+        opened(folder)
+    text = text.replace(b'"shape": [', b'"shape": [' + b"9" * 5000 + b", ", 1)
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + formats.data)
+    with pytest.raises(CheckpointError, match="its header is not JSON"):
+        opened(folder)
+
+
+def test_scales_of_a_drafter(tmp_path):
+    """A scale of another shape would be spread over the tensor: terabytes of a small file."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    (tmp_path / "config.json").write_text(
+        json.dumps({"failfast_drafter": 1, "family": "standalone", "target": {}, "network": {}})
+    )
+    tensors = {"w": np.zeros(10**5, np.int8), "w.scale": np.zeros((10**5, 1), np.float32)}
+    save_file(tensors, tmp_path / "drafter.safetensors")
+    with pytest.raises(CheckpointError, match=r"drafter.safetensors: w.scale is \[100000, 1\], not a scale a row"):
+        read_drafter(tmp_path)
+
+
+@pytest.mark.long
+def test_converted_folders_that_lie(tmp_path):
+    """Orbax's own files, damaged."""
+    source = open_source(GOLDEN / "qwen2_untied")
+    params = source.read(source.stored_dtype(), progress=False)
+    folder = hf_folder(tmp_path / "model", "qwen2_untied", failfast_format=1)
+    (folder / "model.safetensors").unlink()
+    native.save_params(folder, params)
+    opened(folder)
+    files = [path for path in (folder / "params").rglob("*") if path.is_file() and path.suffix != ".lock"]
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(12):
+        path = rng.choice([path for path in files if path.name.startswith("_") or path.stat().st_size < 5000])
+        before = path.read_bytes()
+        try:
+            raw = json.loads(before)
+            path.write_text(json.dumps(fuzzed_formats.restructured(rng, raw)))
+        except ValueError:
+            path.write_bytes(before[: len(before) // 2] + b"\xff\0" + before[len(before) // 2 :])
+        try:
+            opened(folder)
+        except (CheckpointError, ConfigError):
+            refused += 1
+        path.write_bytes(before)
+    assert refused
+    opened(folder)
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(9000, marks=pytest.mark.exhaustive)])
+def test_structures_are_served_or_refused(tmp_path, count):
+    """A few; `python tests/fuzzing.py --case "structure of GGUF" --count 3000` tries as many as one likes."""
+    formats = Formats(tmp_path)
+    cases = {"config": formats.config_json, "safetensors": formats.safetensors, "GGUF": formats.gguf_file}
+    report = fuzzing.run(cases, seed=3, count=count)
+    assert report["faults"] == [] and len(report["outcomes"]) >= 4, report

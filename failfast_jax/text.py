@@ -35,8 +35,8 @@ class TextStream:
 
     Args:
       tokenizer: a transformers tokenizer.
-      stop: strings before the first of which the text ends. Special tokens are found by their names, though the text
-        does not have them.
+      stop: strings before the first of which the text ends. Special tokens are found by their names as well, though
+        the text does not have them.
       context: ids that the text continues, so that a space between the two is kept (SentencePiece drops the first
         space of a text); none for a text of its own, such as a turn of a conversation.
       offsets: whether to record `offsets`.
@@ -97,29 +97,38 @@ class TextStream:
             self._shown, self._done = self._done, len(self._ids)
 
     def _look_for_stop(self) -> None:
-        found = [at for stop in self._stop if (at := self._searched.find(stop, max(self._looked - len(stop), 0))) >= 0]
+        ends = []
+        for stop in self._stop:
+            if (at := self._searched.find(stop, max(self._looked - len(stop), 0))) >= 0:
+                ends.append(self._place(at))
+            # The text itself: "a<s>b" has "a<s>" and "ab". A stop string cannot begin in text that was handed out.
+            if (at := self._whole.find(stop, len(self.text))) >= 0:
+                ends.append(at)
         self._looked = len(self._searched)
-        if found:
-            self._whole, self.stopped = self._whole[: self._place(min(found))], True
+        if ends:
+            self._whole, self.stopped = self._whole[: min(ends)], True
 
     def _place(self, at: int) -> int:
         """The place in `_whole` of one in `_searched`: `ab</s>c` has `c` at 6, which is 2 in `abc`."""
         return at - sum(min(at - start, length) for start, length in self._hidden if start < at)
 
     def _hand_out(self, everything: bool) -> str:
-        end = len(self._whole) if everything else self._place(len(self._searched) - self._possible_stop())
+        end = len(self._whole)
+        if not everything:
+            spelled = self._place(len(self._searched) - self._possible_stop(self._searched))
+            end = min(spelled, end - self._possible_stop(self._whole))
         new = self._whole[len(self.text) : end]
         self.text += new
         return new
 
-    def _possible_stop(self) -> int:
-        """Characters at the end that a stop string may begin with."""
+    def _possible_stop(self, text: str) -> int:
+        """Characters at the end of a text that a stop string may begin with."""
         return max(
             (
                 length
                 for stop in self._stop
-                for length in range(1, min(len(stop), len(self._searched) + 1))
-                if self._searched.endswith(stop[:length])
+                for length in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:length])
             ),
             default=0,
         )

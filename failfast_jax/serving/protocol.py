@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -103,9 +103,17 @@ NEUTRAL = {
     "add_generation_prompt": [True],
     "modalities": [["text"]],
     "function_call": ["none", "auto"],
-    "functions": [[]],
+    "min_tokens": [0],
+    "no_repeat_ngram_size": [0],
+    "repeat_penalty": [1],
+    "typical_p": [1],
+    "echo": [False],
+    "include_stop_str_in_output": [False],
+    "continue_final_message": [False],
+    "continuous_usage_stats": [False],
+    "prefix": [False],
 }
-"""Arguments that are not served, and values with which they change nothing."""
+"""Fields that are not served, and values with which they change nothing."""
 
 
 def _is_nothing(value: Any) -> bool:
@@ -115,13 +123,6 @@ def _is_nothing(value: Any) -> bool:
     return value is None or value == ""
 
 
-def _kept(kind: type[pydantic.BaseModel], body: Any, asks_nothing: Callable[[str, Any], bool]) -> Any:
-    """A body without unknown fields that ask for nothing."""
-    if not isinstance(body, dict):
-        return body
-    return {name: value for name, value in body.items() if name in kind.model_fields or not asks_nothing(name, value)}
-
-
 class _Body(pydantic.BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -129,7 +130,11 @@ class _Body(pydantic.BaseModel):
     @classmethod
     def _without_nothing(cls, body: Any) -> Any:
         """Drops unknown fields that ask for nothing: many clients send every field that they know."""
-        return _kept(cls, body, lambda name, value: value is None or value in NEUTRAL.get(name, ()))
+        if not isinstance(body, dict):
+            return body
+        known = cls.model_fields
+        empty = {name for name, value in body.items() if _is_nothing(value) or value in NEUTRAL.get(name, ())}
+        return {name: value for name, value in body.items() if name in known or name not in empty}
 
 
 class StreamOptions(_Body):
@@ -173,7 +178,8 @@ class _Request(_Body):
                 raise ValueError(f"{name}: is not served")
         if len(self.stops) > MOST_STOPS or not all(self.stops):
             raise ValueError(f"stop: must be at most {MOST_STOPS} strings, none of them empty")
-        if self.stream_options is not None and not self.stream:
+        asked = self.stream_options is not None and any(self.stream_options.model_dump().values())
+        if asked and not self.stream:
             raise ValueError("stream_options: only with stream")
         return self
 
@@ -237,10 +243,9 @@ class ChatMessage(_Body):
     @model_validator(mode="before")
     @classmethod
     def _with_content(cls, message: Any) -> Any:
-        """Drops unknown fields that are empty; an answer without a word has the content null, or none."""
-        message = _kept(cls, message, lambda _, value: _is_nothing(value))
-        wordless = isinstance(message, dict) and message.get("role") == "assistant" and not message.get("content")
-        return {**message, "content": ""} if wordless else message
+        """Puts a text in place of the content null, or none, of an answer without a word."""
+        is_answer = isinstance(message, dict) and message.get("role") == "assistant"
+        return {**message, "content": ""} if is_answer and _is_nothing(message.get("content")) else message
 
     @property
     def plain(self) -> dict[str, str]:
@@ -269,11 +274,12 @@ class ChatRequest(_Request):
             raise ValueError("max_completion_tokens: is another name of max_tokens, which says something else")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
-        if self.response_format not in (None, {"type": "text"}):
+        asked = {name: value for name, value in (self.response_format or {}).items() if not _is_nothing(value)}
+        if asked not in ({}, {"type": "text"}):
             raise ValueError("response_format: only text is served")
         if self.tools:
             raise ValueError("tools: is not served")
-        if self.tool_choice not in (None, "none", "auto"):
+        if self.tool_choice not in (None, "", "none", "auto"):
             raise ValueError("tool_choice: is not served")
         return self
 

@@ -58,7 +58,8 @@ class Server(uvicorn.Server):
         settings |= {"http": connection, "ws": "none", "backlog": ACCEPTED_AT_ONCE}
         # Should all else fail.
         settings["timeout_graceful_shutdown"] = options.grace + 2 * LAST_WORDS_S
-        super().__init__(uvicorn.Config(app, log_level="warning", **settings))
+        # Uvicorn's warnings are of requests that are none: whoever sends them could fill the log.
+        super().__init__(uvicorn.Config(app, log_level="error", **settings))
         self._queue, self._grace, self._cut, self._warned = queue, options.grace, 0, -SELDOM_S
         self.signals: list[int] = []
 

@@ -164,3 +164,13 @@ def test_room_is_what_the_limit_of_open_files_leaves(monkeypatch):
     ):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         assert abs(connections.room() - expected) <= 3
+
+
+def test_bytes_that_are_no_request_fill_no_log(site, caplog):
+    """Nor do requests to speak another protocol, which Java's client makes each time."""
+    _, _, connect = site()
+    upgrade = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: h2c\r\n\r\n"
+    with caplog.at_level(logging.INFO):
+        for sent in (b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n\r\n", b"GET /" + b"a" * 100_000, upgrade):
+            assert is_closed(connect(sent, b"\r\n\r\n"))
+    assert not caplog.records

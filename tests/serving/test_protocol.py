@@ -44,7 +44,7 @@ def answers() -> list[dict]:
         ChatCompletionMessage(role="assistant").model_dump(),
         told | empty,
         {"role": "assistant", "content": None, "tool_calls": None, "reasoning_content": None},
-        {"role": "assistant", "content": [], "reasoning": ""},
+        {"role": "assistant", "content": [], "reasoning": "", "prefix": False},
         {"role": "assistant"},
         told | {"annotations": [{"type": "url_citation"}], "name": "x"},
     ]
@@ -70,6 +70,11 @@ def test_what_asks_for_nothing_is_taken():
     ChatRequest.model_validate({"messages": [USER], **nothing, **neutral, **hints, **flags})
     streamed = {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": None}}
     CompletionRequest.model_validate({"prompt": "\n", "echo": None, "suffix": "", **neutral, **streamed})
+    empty = {"stop_token_ids": [], "chat_template_kwargs": {}, "extra_body": {"x": None}, "session_id": "", "tools": []}
+    text = {"response_format": {"type": "text", "json_schema": None}, "tool_choice": "", "stream_options": {}}
+    other = {"min_tokens": 0, "echo": False, "repeat_penalty": 1.0, "continue_final_message": False}
+    parts = [{"type": "text", "text": "a", "annotations": [], "cache_control": None}]
+    ChatRequest.model_validate({"messages": [{"role": "user", "content": parts}], **empty, **text, **other})
 
 
 @pytest.mark.parametrize(
@@ -82,7 +87,16 @@ def test_what_asks_for_nothing_is_taken():
             {},
             "messages.0.content: must be valid UTF-8 text, or a list of text parts",
         ),
+        (
+            {"role": "assistant", "content": False},
+            {},
+            "messages.0.content: must be valid UTF-8 text, or a list of text parts",
+        ),
         (USER, {"min_p": 0.1}, "min_p: is not served"),
+        (USER, {"stop_token_ids": [0]}, "stop_token_ids: is not served"),
+        (USER, {"echo": True}, "echo: is not served"),
+        (USER, {"response_format": {"type": "json_object"}}, "response_format: only text is served"),
+        (USER, {"stream_options": {"include_usage": True}}, "stream_options: only with stream"),
         (USER, {"repetition_penalty": 1.1}, "repetition_penalty: is not served"),
         (USER, {"reasoning_effort": "high"}, "reasoning_effort: is not served"),
         (USER, {"skip_special_tokens": False}, "skip_special_tokens: is not served"),

@@ -25,7 +25,7 @@ from failfast_jax.errors import OptionError, PromptTooLong, printable_lines
 from failfast_jax.files import read_stream
 from failfast_jax.options import CommandOptions, add_flags_of, option
 from failfast_jax.results import fate
-from failfast_jax.serving.options import RowOptions, refuse_diffusion
+from failfast_jax.serving.options import RowOptions, check_limit, refuse_diffusion
 from failfast_jax.serving.queue import PER_REQUEST, Answer, Finished, Queue
 from failfast_jax.templates import LONGEST_TEXT
 from failfast_jax.trajectory import to_terminal
@@ -65,9 +65,10 @@ def handling(handler: Any) -> Iterator[Any]:
 
 def open_queue(engine: FailFast, config: GenerationConfig, options: ChatOptions) -> Queue:
     """One row, whose caches stay from turn to turn."""
-    rows = RowOptions(batch=1, context=options.context, rounds=2)
+    rows = RowOptions(batch=1, context=options.context, rounds=2).for_queue(engine.max_seq_len)
+    check_limit(options, rows["capacity"])
     progress.note("compiling: minutes at the first time, seconds later")
-    return Queue(engine, config, least_reuse=1, **rows.for_queue(engine.max_seq_len))
+    return Queue(engine, config, least_reuse=1, **rows)
 
 
 def other_method(engine: FailFast, config: GenerationConfig, method: str) -> GenerationConfig:

@@ -248,7 +248,7 @@ def run(
     """
     progress.set_verbosity(verbosity or progress.NORMAL)
     streams.open_closed()
-    with streams.escaped():
+    with streams.escaped(), streams.lenient():
         status = _status(work, interrupted, where, verbosity)
     distributed.leave(status)
     return status

@@ -62,7 +62,8 @@ def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
     """
     choice = str(where) if where is not None else os.environ.get(CACHE_VARIABLE) or None
     if choice is not None and not choice.strip():
-        raise OptionError("--compile-cache: its value is empty; name a folder, or 'off'")
+        name = CACHE_VARIABLE if where is None else "--compile-cache"
+        raise OptionError(f"{name}: its value is empty; name a folder, or 'off'")
     if choice is not None and choice.lower() == "off":
         jax.config.update("jax_compilation_cache_dir", None)
         return None
@@ -88,10 +89,13 @@ def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
 
 
 def _usual_folder() -> Path | None:
-    """The folder in the user's cache folder; None for a user without a home folder."""
-    home = "~" if os.environ.get("HOME") == "" else os.path.expanduser("~")
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
-    return None if caches.startswith("~") else Path(caches) / "failfast_jax"
+    """The folder in the user's cache folder; None for a user without a home folder.
+
+    Relative paths name none, as the XDG standard has it: they would be folders in whatever folder a command is run.
+    """
+    home = os.environ.get("HOME", os.path.expanduser("~"))  # an empty one is none, and no root folder
+    folders = (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(home, ".cache"))
+    return next((Path(folder) / "failfast_jax" for folder in folders if os.path.isabs(folder)), None)
 
 
 def drop_cut_off(folder: Path) -> None:

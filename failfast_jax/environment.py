@@ -103,6 +103,8 @@ def no_device(error: Exception) -> str | None:
 
 def _advice(platforms: str, variable: str = "JAX_PLATFORMS") -> str:
     unset = f"unset {variable} to run on the devices of this machine"
+    if (plain := platforms.lower().replace(" ", "").strip(",")) != platforms and plain:
+        return f"names are in lower case and without spaces: {variable}={plain}; or {unset}"
     for name, (extra, device) in EXTRAS.items():
         if name in platforms.lower().split(","):
             install = f'pip install "failfast-jax[{extra}]", or -e ".[{extra}]" in a checkout'

@@ -20,7 +20,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.errors import OptionError
 from failfast_jax.options import add_flags_of
-from failfast_jax.serving.options import BACKLOG, ServeOptions, refuse_diffusion
+from failfast_jax.serving.options import BACKLOG, ServeOptions, check_limit, refuse_diffusion
 from failfast_jax.templates import has_template
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def _queue(args: argparse.Namespace, config: GenerationConfig, options: ServeOpt
     if engine.tokenizer is None:
         raise OptionError(f"--target {args.target}: has no tokenizer, and a server speaks text")
     how = options.for_queue(engine.max_seq_len)
+    check_limit(options, how["capacity"])
     if has_template(engine.tokenizer):
         least = len(engine.encode([{"role": "user", "content": "?"}]))
         if how["capacity"] <= least:

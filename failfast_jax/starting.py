@@ -8,13 +8,25 @@ from __future__ import annotations
 import contextlib
 import importlib
 import signal
+import sys
 from collections.abc import Callable, Iterator
 
 
 def begin(name: str = "__main__") -> None:
-    """Lets Ctrl-C end this process at once, if a module of this `__name__` is run and not imported."""
-    if name == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    """Lets Ctrl-C end this process at once, and imports JAX, if a module of this `__name__` is run and not imported.
+
+    Raises:
+      SystemExit: JAX refuses a variable of the environment, which it reads as it is imported; stderr names it.
+    """
+    if name != "__main__":
+        return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        importlib.import_module("jax")
+    except ValueError as error:
+        print(f"error: {error}; correct the variable of the environment, or unset it", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 @contextlib.contextmanager

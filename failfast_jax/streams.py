@@ -50,6 +50,40 @@ class NamedStdout:
         return lost
 
 
+class LenientStderr:
+    """Stderr; text that cannot be written, to a full disk for one, is lost and ends no work."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes a text, if it can be."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what is buffered, if it can be."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def lenient() -> Iterator[None]:
+    """Inside, stderr is a `LenientStderr`; after it, what is left in its buffer goes nowhere."""
+    try:
+        with contextlib.redirect_stderr(LenientStderr(sys.stderr)):
+            yield
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:  # Python would try again at its end, and change the exit status
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 def need_stdout() -> None:
     """Refuses a closed stdout, for commands whose only result goes there.
 

@@ -244,6 +244,9 @@ def test_an_empty_cache_folder_is_not_the_current_one(value, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OptionError, match="--compile-cache: its value is empty"):
         enable_compile_cache(value)
+    monkeypatch.setenv("FAILFAST_COMPILE_CACHE", " ")
+    with pytest.raises(OptionError, match="FAILFAST_COMPILE_CACHE: its value is empty"):
+        enable_compile_cache()
     old = jax.config.jax_compilation_cache_dir
     try:
         jax.config.update("jax_compilation_cache_dir", None)
@@ -255,7 +258,7 @@ def test_an_empty_cache_folder_is_not_the_current_one(value, tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["xdg"]
 
 
-@pytest.mark.parametrize("home", [None, "", "/proc", "/dev/null"])
+@pytest.mark.parametrize("home", [None, "", "relative", "/proc", "/dev/null"])
 def test_a_home_that_cannot_be_written_is_a_warning(home, tmp_path, monkeypatch, caplog):
     """Also that of a user without a name; a folder that somebody asked for is an error."""
 
@@ -264,8 +267,9 @@ def test_a_home_that_cannot_be_written_is_a_warning(home, tmp_path, monkeypatch,
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
-    for name in ("FAILFAST_COMPILE_CACHE", "XDG_CACHE_HOME", "HOME"):
+    for name in ("FAILFAST_COMPILE_CACHE", "HOME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # counts as not set
     if home is not None:
         monkeypatch.setenv("HOME", home)
     old = jax.config.jax_compilation_cache_dir

@@ -53,6 +53,22 @@ def test_a_default_platform_that_is_not_there(monkeypatch):
     assert line.startswith("JAX_PLATFORM_NAME=cuda: JAX cannot use it (Unknown backend cuda") and "[cuda]" in line
 
 
+@pytest.mark.parametrize(
+    "platforms, plain", [(" cpu", "cpu"), ("CPU", "cpu"), ("cpu, tpu", "cpu,tpu"), ("Cuda,cpu", "cuda,cpu")]
+)
+def test_platforms_in_capitals_or_with_spaces(platforms, plain, monkeypatch):
+    monkeypatch.setattr(environment.jax, "config", type("Config", (), {"jax_platforms": platforms}))
+    line = environment.no_device(RuntimeError(f"Unable to initialize backend {platforms!r}"))
+    assert f"without spaces: JAX_PLATFORMS={plain}; or unset JAX_PLATFORMS" in line
+
+
+@pytest.mark.parametrize("name, value", [("JAX_ENABLE_X64", "maybe"), ("JAX_NUM_CPU_DEVICES", "2.5")])
+def test_variables_that_jax_refuses_when_it_is_imported(name, value):
+    done = run_python("-m", "failfast_jax.generate", **{name: value})
+    [line] = done.stderr.splitlines()
+    assert done.returncode == command.USAGE_ERROR and line.startswith("error: ") and name.lower() in line.lower()
+
+
 @pytest.mark.parametrize("platforms", ["tpu", "tpu,cpu"])
 def test_a_tpu_that_is_not_there(platforms, monkeypatch, capsys):
     """It is known before libtpu is loaded, which prints lines of its own."""
@@ -194,6 +210,28 @@ def test_other_commands_go_on_without_streams(monkeypatch):
         print("nor this", file=sys.stderr)
 
     assert command.run(work) == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_stderr_ends_no_work():
+    """A log's disk may be full for a while; the status is that of the work."""
+    code = """
+import logging, sys
+from failfast_jax import command, progress
+def work():
+    for _ in range(1000):
+        progress.note("a line"), logging.getLogger("failfast_jax").warning("another"), print("x", file=sys.stderr)
+    print("done", flush=True)
+    if len(sys.argv) > 1:
+        raise ValueError(sys.argv[1])
+sys.exit(command.run(work))
+"""
+    for words, status in (((), 0), (("wrong",), command.USAGE_ERROR)):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=full, text=True, check=False
+            )
+        assert (done.returncode, done.stdout) == (status, "done\n")
 
 
 def test_an_answer_without_stdin_and_stderr(tmp_path):

@@ -18,6 +18,16 @@ KEY_VARIABLE = "FAILFAST_API_KEY"
 """Environment variable: the key that requests must bring."""
 
 
+def check_limit(options: Any, capacity: int) -> None:
+    """Raises OptionError: `--max-new-tokens` was given, and no prompt leaves room for so many in `capacity` tokens."""
+    limit = options.max_new_tokens
+    if limit != type(options).max_new_tokens and limit >= capacity:
+        raise OptionError(
+            f"--max-new-tokens {limit}: prompt and answer have room for {capacity} tokens together; ask for fewer, or "
+            "raise --context"
+        )
+
+
 def refuse_diffusion(method: str | None, given: str = "--method") -> None:
     """Raises OptionError, before anything is read: the method is none that a queue serves.
 

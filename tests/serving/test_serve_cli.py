@@ -18,7 +18,7 @@ from served import NoQueue, address_of, chat_engine
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 
-from failfast_jax import serve  # noqa: E402
+from failfast_jax import chat, serve  # noqa: E402
 from failfast_jax.errors import OptionError  # noqa: E402
 from failfast_jax.harness.__main__ import main as harness  # noqa: E402
 
@@ -158,6 +158,19 @@ def test_more_context_than_there_is(monkeypatch, capsys):
     monkeypatch.setattr(serve, "load_engine", lambda args, method: chat_engine())
     assert serve.main(["--context", "601", "--port", "0", "--method", "lookup"]) == 2
     assert "--context 601: the models have room for 600 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [serve, chat])
+@pytest.mark.parametrize("words, room", [("--max-new-tokens 600", 600), ("--context 50 --max-new-tokens 50", 50)])
+def test_a_longer_answer_than_there_can_be(module, words, room, monkeypatch, capsys):
+    """It was asked for; the default is cut instead."""
+    monkeypatch.setattr(module, "load_engine", lambda args, method: chat_engine())
+    monkeypatch.setattr("failfast_jax.serving.queue.Queue", lambda *_, **__: pytest.fail("something was compiled"))
+    monkeypatch.setattr(chat, "Queue", lambda *_, **__: pytest.fail("something was compiled"))
+    port = ["--port", "0"] if module is serve else []
+    assert module.main([*words.split(), *port, "--method", "lookup"]) == 2
+    limit = words.split()[-1]
+    assert f"--max-new-tokens {limit}: prompt and answer have room for {room} tokens" in capsys.readouterr().err
 
 
 def test_why_nothing_may_be_drafted_is_said(monkeypatch, capsys):

@@ -185,7 +185,7 @@ REFUSED = [
     ({"prompt": "a", "logprobs": 1}, 400, "logprobs: this server keeps none: it was started without --logprobs n"),
     ({"prompt": "a", "echo": True}, 400, "echo: is not served"),
     ({"prompt": "a", "presence_penalty": 1.0}, 400, "presence_penalty: is not served"),
-    ({"prompt": "a", "tools": []}, 400, "tools: is not served"),
+    ({"prompt": "a", "tools": [{"type": "function"}]}, 400, "tools: is not served"),
     ({"prompt": "a", "model": "gpt-4"}, 404, "the model 'gpt-4' does not exist"),
     ({"prompt": "a", "user": "u" * 20_000}, 413, "the body has more than 20000 bytes"),
 ]

@@ -102,7 +102,7 @@ def _read_prompt(args: argparse.Namespace) -> str | list[int]:
         if sys.stdin.isatty():
             print("prompt (end with Ctrl-D): ", end="", file=sys.stderr, flush=True)
         source, text = "stdin", read_stream(sys.stdin, "stdin", LONGEST_TEXT)
-    if not text.strip():
+    if not text:  # spaces may be continued, if they are no turn: `encode` knows
         raise ValueError(f"{source}: the prompt is empty")
     return text
 

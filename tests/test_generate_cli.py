@@ -114,7 +114,8 @@ BAD = {
     f"{LOOKUP} {IDS} --max-new-tokens 0": "--max-new-tokens 0: must be at least 1",
     f"{LOOKUP} {IDS} --seed -1": "--seed -1",
     "--method magic --token-ids 1": "--method magic: must be one of failfast",
-    f"{LOOKUP} --prompt '  '": "--prompt: the prompt is empty",
+    f"{LOOKUP} --prompt ''": "--prompt: the prompt is empty",
+    f"{LOOKUP} --prompt ' '": "has no tokenizer",  # is text
     f"{T} --token-ids ,": "--token-ids: the prompt is empty",
     f"{T} --token-ids a,b": "expected integers separated by commas",
     f"{LOOKUP} --token-ids 5,160": "token id 160 is outside the vocabulary of 160",

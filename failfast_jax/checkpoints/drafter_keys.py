@@ -21,27 +21,28 @@ NESTED = ("dflash_config", "eagle_config")
 SHAPE = "transformer_layer_config"
 """speculators': key of the layers' own configuration."""
 
-HARMLESS = config_keys.HARMLESS | set(
+HARMLESS = set(
     """
     auto_map confidence_head_alpha draft_num_hidden_layers embed_requires_grad head_hidden_act max_anchors num_anchors
-    speculators_config speculators_model_type speculators_version step_loss_decay target_model_type
-    target_num_hidden_layers target_vocab_size ttt_length
+    speculators_config speculators_model_type speculators_version target_model_type target_num_hidden_layers
+    target_vocab_size ttt_length
     """.split()
 )
-"""What is known of any model to change nothing, and how drafters were trained and are told to be served."""
+"""Beside what changes nothing in any model: how drafters were trained and are told to be served."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = config_keys.NEUTRAL | {
     **dict.fromkeys(("input_embedding_scale", "output_multiplier", "parallel_draft_step"), (1,)),
     **dict.fromkeys(("has_lm_head", "is_neox_style", "rope_is_neox_style", "use_aux_hidden_state"), (True,)),
     **dict.fromkeys(("next_layer_regular", "use_input_layernorm_in_first_layer", "use_last_layernorm"), (True,)),
     "attention_mode": ("gqa", "mha"),
+    "projector_type": ("dflash",),
 }
 """Keys that would change drafts, and the values at which they do not."""
 
 REFUSED = frozenset(
     """
-    dim_model_base draft_vocab_size pard_token parallel_drafting projector_type ptd_token_id pure_draft_prefix_len
-    sample_from_anchor selector_top_k shift_label spd_type truncated_vocab_size
+    dim_model_base draft_vocab_size pard_token parallel_drafting ptd_token_id pure_draft_prefix_len sample_from_anchor
+    selector_top_k shift_label spd_type truncated_vocab_size
     """.split()
 )
 """Keys that change drafts, where a layout does not read them, beside those whose names say so (`config_keys.STEMS`)."""
@@ -260,7 +261,8 @@ class Settings:
         for place in ("", *NESTED):
             inside = self._raw if not place else self._raw.get(place) or {}
             for key, value in inside.items():
-                if key in self._read or key in config_keys.READ | HARMLESS | {*NESTED} or _is_neutral(key, value):
+                known = self._read | config_keys.READ | HARMLESS | {*NESTED}
+                if key in known or config_keys.is_harmless(key) or _is_neutral(key, value):
                     continue
                 name = f"{place}.{key}" if place else key
                 if place or key in NEUTRAL or key in REFUSED or config_keys.speaks_of_computation(key):

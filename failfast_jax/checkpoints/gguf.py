@@ -277,12 +277,18 @@ def _rope_scaling(file: GGUFFile, architecture: str, context: int) -> dict[str, 
     def get(key: str, default: Any = None) -> Any:
         return file.number(f"{architecture}.rope.{key}", float, default=default, **POSITIVE | {"least": 0})
 
-    # Files from before `rope.scaling` say `rope.scale_linear`.
-    linear = get("scale_linear")
-    kind = file.text(f"{architecture}.rope.scaling.type", "linear" if linear else "none")
-    factor = get("scaling.factor", linear)
+    # As in llama.cpp: a factor alone is linear; files from before `rope.scaling` say `rope.scale_linear`.
+    kind, factor = file.text(f"{architecture}.rope.scaling.type", "linear"), get("scaling.factor", get("scale_linear"))
+    if kind not in ("none", "linear", "yarn"):
+        raise CheckpointError(
+            f"{file.path}: {architecture}.rope.scaling.type {kind!r} is not supported (supported: none, linear, yarn)"
+        )
+    kind = kind if factor else "none"
+    attention = get("scaling.yarn_attn_factor", get("scaling.attn_factor"))
+    if kind != "yarn" and attention not in (None, 1):
+        raise CheckpointError(f"{file.path}: rope.scaling.attn_factor {attention} is read with yarn scaling only")
     if "rope_freqs.weight" in file.tensors:
-        if kind != "none":
+        if kind == "yarn":
             raise CheckpointError(f"{file.path}: rope_freqs.weight together with {kind} scaling is not supported")
         tensor = file.tensors["rope_freqs.weight"]
         if len(tensor.shape) != 1 or tensor.shape[0] > LARGEST["head_dim"][1]:
@@ -290,20 +296,16 @@ def _rope_scaling(file: GGUFFile, architecture: str, context: int) -> dict[str, 
         divisors = tensor.read(0, tensor.shape[0]).astype(np.float32)
         if not is_finite(divisors):
             raise not_finite(tensor.name, file.path)
-        return {"rope_type": "divisors", "divisors": [_float32(value) for value in divisors]}
-    if kind == "none" or not factor:
+        scale = factor if kind == "linear" else 1
+        return {"rope_type": "divisors", "divisors": [_float32(scale * value) for value in divisors]}
+    if kind == "none":
         return None
-    if kind not in ("linear", "yarn"):
-        raise CheckpointError(
-            f"{file.path}: {architecture}.rope.scaling.type {kind!r} is not supported (supported: linear, yarn)"
-        )
     scaling = {"rope_type": kind, "factor": _float32(factor)}
     if kind == "yarn":
         original = f"{architecture}.rope.scaling.original_context_length"
-        scaling["original_max_position_embeddings"] = file.number(original, least=0, default=context)
+        scaling["original_max_position_embeddings"] = file.number(original, least=0, default=context) or context
         scaling["beta_fast"] = _float32(get("scaling.yarn_beta_fast", 32.0))
         scaling["beta_slow"] = _float32(get("scaling.yarn_beta_slow", 1.0))
-        attention = get("scaling.yarn_attn_factor", get("scaling.attn_factor"))
         if attention is not None:
             scaling["attention_factor"] = _float32(attention) * (0.1 * math.log(factor) + 1.0)
     return scaling

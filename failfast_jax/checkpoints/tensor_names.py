@@ -14,8 +14,10 @@ from failfast_jax.checkpoints.mapping import PIECE, StoredTensor
 from failfast_jax.errors import CheckpointError
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_WRAPPERS = re.compile(r"(^|\.)(?:(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.)+")
-"""What torch.compile, DataParallel, FSDP and activation checkpointing put into names."""
+_WRAPPERS = re.compile(
+    r"(^|\.)(?:(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model)\.)+"
+)
+"""What torch.compile, DataParallel, FSDP, activation checkpointing and peft (merged) put into names."""
 
 
 def as_saved(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, StoredTensor]:

@@ -34,6 +34,7 @@ LARGEST = {
 POSITIVE_OF_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 
 ORIGINAL_CONTEXT = "original_max_position_embeddings"
+DUAL_CHUNK = "dual_chunk_attention_config"
 COMMON_ROPE_KEYS = ("rope_theta", "rope_type", "type", "partial_rotary_factor", "finetuned", ORIGINAL_CONTEXT)
 ROPE_KEYS = {
     "default": (),
@@ -272,6 +273,9 @@ class ModelConfig:
         Raises:
           ConfigError: an unknown `model_type`, a missing key or a value that the decoder cannot serve.
         """
+        if (model_type := raw.get("model_type")) not in SUPPORTED_MODEL_TYPES:
+            known = ", ".join(SUPPORTED_MODEL_TYPES)
+            raise ConfigError(f"{where}: model_type {quoted(model_type)} is not supported (supported: {known})")
         _check_types(raw, where)
         try:
             config = cls._parse(raw, where)
@@ -284,11 +288,7 @@ class ModelConfig:
 
     @classmethod
     def _parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
-        model_type = raw.get("model_type")
-        if model_type not in SUPPORTED_MODEL_TYPES:
-            raise ConfigError(
-                f"{where}: model_type {model_type!r} is not supported (supported: {', '.join(SUPPORTED_MODEL_TYPES)})"
-            )
+        model_type = raw["model_type"]
 
         def need(key: str) -> int:
             value = raw.get(key)
@@ -318,7 +318,7 @@ class ModelConfig:
             qk_norm=model_type in QWEN3_MODEL_TYPES,
             mlp_bias=bool(raw.get("mlp_bias", False)) if is_llama else False,
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            max_position_embeddings=rope.context(stated_context(raw)),
+            max_position_embeddings=min(rope.context(stated_context(raw)), _unchunked(raw, where)),
             block_size=raw.get(*BLOCK_KEYS[model_type]) if is_diffusion else 1,
             mask_token_id=raw.get("mask_token_id") if is_diffusion else None,
             token_shift=model_type != SDAR_MODEL_TYPE,
@@ -344,7 +344,7 @@ class ModelConfig:
         if self.rope.kind == "divisors" and len(self.rope.divisors) != self.head_dim // 2:
             raise ConfigError(f"{where}: {len(self.rope.divisors)} rope divisors for {self.head_dim // 2} frequencies")
         if raw.get("hidden_act", "silu") not in ("silu", "swish"):  # two names of one function
-            raise ConfigError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported (supported: silu)")
+            raise ConfigError(f"{where}: hidden_act {quoted(raw['hidden_act'])} is not supported (supported: silu)")
         if self.model_type in BLOCK_KEYS and (not isinstance(self.block_size, int) or self.block_size < 2):
             key, _ = BLOCK_KEYS[self.model_type]
             raise ConfigError(f"{where}: {key} must be an integer of at least 2, got {self.block_size!r}")
@@ -375,9 +375,10 @@ def _check_types(raw: Mapping[str, Any], where: str) -> None:
 def _check_rope(raw: Mapping[str, Any], where: str) -> None:
     values.number(raw, "rope_theta", where, float, least=1.1, most=values.LARGEST_FLOAT, default=None)
     values.number(raw, "partial_rotary_factor", where, float, least=0, most=1, default=None)
-    values.number(raw, "original_max_position_embeddings", where, least=0, most=2**30, default=None)
+    values.number(raw, ORIGINAL_CONTEXT, where, most=2**30, default=None)
     for key in POSITIVE_OF_ROPE:
-        values.number(raw, key, where, float, least=1e-6, most=1e9, default=None)
+        least = 0 if key.startswith("beta") else 1e-6  # YaRN's betas of 0 are their defaults, as in transformers
+        values.number(raw, key, where, float, least=least, most=1e9, default=None)
     for key in ("mscale", "mscale_all_dim"):
         values.number(raw, key, where, float, least=0, most=1e6, default=None)
     for key in ("divisors", "short_factor", "long_factor"):
@@ -399,6 +400,19 @@ ENDS = frozenset(
 def stated_context(raw: Mapping[str, Any]) -> int:
     """`max_position_embeddings`, or its default in transformers."""
     return int(raw.get("max_position_embeddings") or (2048 if raw.get("model_type") == "llama" else 32_768))
+
+
+def _unchunked(raw: Mapping[str, Any], where: str) -> int:
+    """Up to how many positions the dual chunk attention of Qwen2.5-1M is plain attention."""
+    settings, where = raw.get(DUAL_CHUNK), f"{where}: {DUAL_CHUNK}"
+    if not settings:
+        return LARGEST["max_position_embeddings"][1]
+    if not isinstance(settings, Mapping):
+        raise values.refusal(raw, DUAL_CHUNK, where, "must be an object")
+    chunk, local, original = (
+        values.number(settings, key, where) for key in ("chunk_size", "local_size", ORIGINAL_CONTEXT)
+    )
+    return min(chunk - local, original)
 
 
 def eos_ids(value: Any, where: str) -> tuple[int, ...]:

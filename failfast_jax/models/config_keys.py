@@ -11,12 +11,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from failfast_jax.errors import ConfigError
-from failfast_jax.models.config import BLOCK_KEYS, FAST_DLLM_MODEL_TYPE, FULL_ATTENTION, SDAR_MODEL_TYPE
+from failfast_jax.errors import ConfigError, quoted
+from failfast_jax.models.config import BLOCK_KEYS, DUAL_CHUNK, FAST_DLLM_MODEL_TYPE, FULL_ATTENTION, SDAR_MODEL_TYPE
 from failfast_jax.progress import warn_once
 
 ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "LlamaModel"),
+    "llama": ("LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM"),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
     FAST_DLLM_MODEL_TYPE: ("Fast_dLLM_QwenForCausalLM", "Fast_dLLM_QwenModel"),
@@ -30,30 +30,22 @@ READ = frozenset(
     num_key_value_heads original_max_position_embeddings partial_rotary_factor rms_norm_eps rope_parameters
     rope_scaling rope_theta sliding_window tie_word_embeddings use_sliding_window vocab_size
     """.split()
-)
+) | {DUAL_CHUNK}
 """`quantization_config` and its relatives are refused before (`checkpoints.quantised`)."""
 
 HARMLESS = frozenset(
     # Names, versions, how other programs load, train or show the model.
     """
-    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
-    _experts_implementation _flash_attn_2_enabled _name_or_path attn_implementation base_model_pp_plan
-    base_model_tp_plan chances custom_pipelines debug decoding dtype ep_size experts_implementation finetuning_task
-    fuse_cross_entropy gradient_checkpointing is_llama_config kv_cache_dtype language micro_forward model_name
-    name_or_path problem_type skip_checkpoint tokenizer_class torch_dtype torchscript training
-    transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_deepep
-    use_flash_attention use_flash_attention_2 use_flash_attn use_flash_attn_2
-    """.split()
-    # Initialisation, dropout and losses: training only.
-    + """
-    attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout embd_pdrop hidden_dropout
-    hidden_dropout_prob initializer_factor initializer_range mlp_dropout output_router_logits resid_pdrop
-    residual_dropout router_aux_loss_coef summary_first_dropout tf_legacy_loss tie_encoder_decoder
+    _commit_hash _name_or_path base_model_pp_plan base_model_tp_plan chances custom_pipelines debug decoding dtype
+    ep_size finetuning_task gradient_checkpointing is_llama_config kv_cache_dtype language mergekit_version
+    micro_forward model_name name_or_path output_router_logits problem_type skip_checkpoint tie_encoder_decoder
+    tokenizer_class torch_dtype torchscript training transformers.js_config transformers_version unsloth_fixed
+    unsloth_version use_bfloat16 use_deepep
     """.split()
     # Token ids, labels, what a forward pass returns, and ways to the same numbers.
     + """
     additional_special_tokens bos_token_id chunk_size_feed_forward cls_token_id decoder_start_token_id id2label
-    is_decoder label2id logits_to_keep loss_type max_seq_len max_seq_length max_sequence_length model_max_length
+    is_decoder label2id logits_to_keep max_seq_len max_seq_length max_sequence_length model_max_length
     num_labels num_logits_to_keep output_attentions output_hidden_states pad_token_id prefix pretraining_tp
     return_dict sep_token_id seq_length task_specific_params tie_last_hidden_states tokenizer_model_max_length
     unk_token_id use_cache use_return_dict
@@ -73,9 +65,10 @@ HARMLESS = frozenset(
 _ONE = (1,)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys("embedding_multiplier residual_multiplier logits_scaling logit_scale scale_emb".split(), _ONE),
-    **dict.fromkeys("compression_ratio embedding_scale residual_scale rope_ratio rotary_pct".split(), _ONE),
+    **dict.fromkeys("compression_ratio embedding_scale residual_scale rope_pct rope_ratio rotary_pct".split(), _ONE),
     **dict.fromkeys("attention_multiplier query_pre_attn_scalar scale_depth use_bias".split(), ()),
     **dict.fromkeys("activation_function hidden_activation mlp_hidden_act".split(), ("silu", "swish")),
+    "activation": ("silu", "swish", "swiglu"),
     **dict.fromkeys("causal is_causal use_rms_norm use_rmsnorm use_rope scale_attn_weights".split(), (True,)),
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
@@ -86,7 +79,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 STEMS = tuple(
     """
-    act activation alibi alpha attention attn bd beta bias block causal chunk clip conv depth diffusion dim emb
+    act activation alibi alpha attention attn bd beta bias bits block causal chunk clip conv depth diffusion dim emb
     embed embedding embeddings eps epsilon expert experts factor gain gate gated gating hash head heads hidden kv
     lambda layer layernorm layers ln logit logits loop loops lora low mamba mask mixture mlp moe mtp multiplier mup
     nope norm pos position positional prune pruned qk quant quantization query rank ratio recurrence recurrent
@@ -95,11 +88,26 @@ STEMS = tuple(
     """.split()
 )
 """Words in the names of keys that speak of what a model computes."""
+HARMLESS_STEMS = tuple(
+    """
+    backend dropout flash flex fuse fused implementation initializer layerdrop loss losses neftune pdrop sdpa
+    """.split()
+)
+"""Words in the names of keys that speak of training alone, or of a program for the same numbers."""
+
+
+def _words(key: str) -> list[str]:
+    return re.split(r"[^a-z0-9]+", key.lower())
+
+
+def is_harmless(key: str) -> bool:
+    """True if a key changes nothing that is computed here, whatever its value."""
+    return key in HARMLESS or any(word in HARMLESS_STEMS for word in _words(key))
 
 
 def speaks_of_computation(key: str) -> bool:
     """True if a key's name speaks of what a model computes."""
-    return any(word in STEMS for word in re.split(r"[^a-z0-9]+", key.lower()))
+    return any(word in STEMS for word in _words(key))
 
 
 def says_nothing(value: Any) -> bool:
@@ -126,12 +134,14 @@ def check(raw: Mapping[str, Any], context: int, where: str) -> None:
             f"(DiffuLLaMA, say) is not read as an autoregressive one (read are {', '.join(BLOCK_KEYS)})"
         )
     _check_windows(raw, context, where)
-    known = READ | HARMLESS
+    if raw.get(DUAL_CHUNK):
+        warn_once(f"{where}: {DUAL_CHUNK}: attention is plain here, which is the same up to a context of {context}")
+    known = READ
     if model_type in BLOCK_KEYS:  # their attention is this project's own rule
         known |= {BLOCK_KEYS[model_type][0], "mask_token_id", "is_causal", "auto_map"}
     strange = []
     for key, value in raw.items():
-        if key in known:
+        if key in known or is_harmless(key):
             continue
         if key in NEUTRAL:
             if _is_neutral(value, NEUTRAL[key]):
@@ -160,11 +170,11 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
 def _check_architecture(raw: Mapping[str, Any], where: str) -> None:
     names, allowed = raw.get("architectures") or [], ARCHITECTURES[raw["model_type"]]
     if not isinstance(names, list):
-        raise ConfigError(f"{where}: key 'architectures' must be a list, got {names!r}")
+        raise ConfigError(f"{where}: key 'architectures' must be a list, got {quoted(names)}")
     if other := [name for name in names if name not in allowed]:
         raise ConfigError(
-            f"{where}: architecture {other[0]!r} with model_type {raw['model_type']!r}: other layers than "
-            f"{allowed[0]}'s, the only ones that are read for this model_type"
+            f"{where}: architecture {quoted(other[0])} with model_type {raw['model_type']!r}: other layers or another "
+            f"head than {allowed[0]}'s, the only ones that are read for this model_type"
         )
 
 
@@ -177,7 +187,7 @@ def _check_windows(raw: Mapping[str, Any], context: int, where: str) -> None:
     first = raw.get("max_window_layers", 0 if is_llama else 28)
     for key, value in (("sliding_window", window), ("max_window_layers", first)):
         if value is not None and type(value) is not int:
-            raise ConfigError(f"{where}: key {key!r} must be an integer, got {value!r}")
+            raise ConfigError(f"{where}: key {key!r} must be an integer, got {quoted(value)}")
     if types is None:
         windowed = window is not None and (first or 0) < count
     else:
@@ -187,9 +197,10 @@ def _check_windows(raw: Mapping[str, Any], context: int, where: str) -> None:
             raise ConfigError(f"{where}: layer_types: layers of type {_short(other[0])} are not read")
         windowed = "sliding_attention" in types
     if windowed and (window is None or window < context):
+        switch = "use_sliding_window, " if raw.get("use_sliding_window") else ""
         raise ConfigError(
-            f"{where}: layers with a sliding window ({'use_sliding_window, ' * bool(used)}sliding_window {window}) are "
-            f"not read: attention here is full, up to the context of {context}"
+            f"{where}: layers with a sliding window ({switch}sliding_window {window}) are not read: attention here is "
+            f"full, up to the context of {context}"
         )
 
 

@@ -132,10 +132,19 @@ def test_gguf_rope_scaling(tmp_path):
             RopeConfig.from_dict({"rope_parameters": stored | changes}, "")
     with pytest.raises(ConfigError, match="3 rope divisors for 4 frequencies"):
         load("llama_tied", extra_tensors={"rope_freqs.weight": divisors[:3]})
-    with pytest.raises(CheckpointError, match="rope_freqs.weight together with linear scaling"):
-        load("llama_tied", extra=linear, extra_tensors={"rope_freqs.weight": divisors})
+    # As in llama.cpp: a linear factor divides these frequencies, too, and a factor without a type is linear.
+    both = load("llama_tied", extra=linear, extra_tensors={"rope_freqs.weight": divisors}).config.rope
+    assert both.divisors == pytest.approx(4 * divisors)
+    factor = load("llama_tied", extra=lambda w: w.add_rope_scaling_factor(4.0))
+    assert factor.config.rope == models["linear"].config.rope
+    with pytest.raises(CheckpointError, match="rope_freqs.weight together with yarn scaling"):
+        load("llama_tied", extra=yarn, extra_tensors={"rope_freqs.weight": divisors})
+    with pytest.raises(CheckpointError, match="rope.scaling.attn_factor 1.25 is read with yarn scaling only"):
+        load("llama_tied", extra=lambda w: w.add_rope_scaling_attn_factors(1.25))
+    original = load("qwen2_untied", extra=lambda w: (yarn(w), w.add_rope_scaling_orig_ctx_len(0))).config
+    assert original.rope.original_max_position_embeddings == config_of("qwen2_untied")["max_position_embeddings"]
     with pytest.raises(CheckpointError, match="rope.scaling.type 'longrope' is not supported"):
-        load("llama_tied", extra=lambda w: (linear(w), w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)))
+        load("llama_tied", extra=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE))
 
 
 def test_drafters_say_the_divisors_of_their_targets():

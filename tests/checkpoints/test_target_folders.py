@@ -72,6 +72,7 @@ def renamed(tmp_path: Path, rename, name: str = "qwen2_untied") -> Path:
         lambda key: key.replace("layers.1.", "layers.1._orig_mod."),
         lambda key: key.replace("layers.0.", "layers.0._checkpoint_wrapped_module."),
         lambda key: f"_fsdp_wrapped_module.{key.removeprefix('model.')}",
+        lambda key: f"base_model.model.{key}",
     ],
 )
 def test_tensors_with_a_wrapper_or_without_the_models_prefix(tmp_path, rename):

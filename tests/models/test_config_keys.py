@@ -205,6 +205,10 @@ def test_architectures_and_model_type_must_agree(model_type):
         ("attention_window", [None], [128]),
         ("text_config", [{}], [{"hidden_size": 8}]),
         ("partial_rotary_factor", [1, 1.0, None], [0.5]),
+        ("activation", ["swiglu", "silu"], ["geglu"]),
+        ("rope_pct", [1.0], [0.25]),
+        ("input_bits", [None], [8]),
+        ("original_max_position_embeddings", [256], [0]),
     ],
 )
 def test_keys_that_change_numbers(key, neutral, other):
@@ -212,6 +216,32 @@ def test_keys_that_change_numbers(key, neutral, other):
         checked(raw_config() | {key: value})
     for value in other:
         refused(key, raw_config() | {key: value})
+
+
+def test_keys_of_training_and_of_programs_for_the_same_numbers(caplog):
+    progress.warn_once.cache_clear()
+    keys = ("embedding_dropout", "neftune_noise_alpha", "value_loss_scale", "attention_backend", "use_flex_attention")
+    checked(raw_config(**dict.fromkeys(keys, 0.5), architectures=["LLaMAForCausalLM"]))
+    assert not caplog.records
+
+
+def test_dual_chunk_attention_is_plain_within_a_chunk(caplog):
+    progress.warn_once.cache_clear()
+    chunks = {"chunk_size": 262_144, "local_size": 8192, "original_max_position_embeddings": 262_144}
+
+    def config(**changes):
+        settings = {"dual_chunk_attention_config": chunks | changes, "max_position_embeddings": 1_010_000}
+        return raw_config("qwen2", **settings, sliding_window=32_768, use_sliding_window=False)
+
+    assert checked(config()).max_position_embeddings == 253_952
+    assert "dual_chunk_attention_config: attention is plain here" in caplog.text and "253952" in caplog.text
+    assert checked(config(original_max_position_embeddings=1024)).max_position_embeddings == 1024
+    refused("'max_position_embeddings' must be from 1", config(local_size=262_144))
+    refused("dual_chunk_attention_config: key 'chunk_size' must be an integer", config(chunk_size="many"))
+
+
+def test_the_type_of_a_model_comes_first():
+    refused("model_type 'nemotron-nas' is not supported", raw_config("nemotron-nas", intermediate_size=0))
 
 
 def test_unknown_keys_are_named_once(caplog):

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 GENERATOR = "threefry2x32"
@@ -30,8 +31,8 @@ def defaults() -> Iterator[None]:
 
 
 def random_key(seed: ArrayLike) -> jax.Array:
-    """A key of `GENERATOR`, whatever JAX's default is. Draw from it under `fixed_draws`."""
-    return jax.random.key(seed, impl=GENERATOR)
+    """A key of `GENERATOR`, whatever JAX's default and its offset for seeds are. Draw from it under `fixed_draws`."""
+    return jax.random.wrap_key_data(jnp.stack([jnp.uint32(0), jnp.uint32(seed)]), impl=GENERATOR)
 
 
 def fixed_draws() -> contextlib.AbstractContextManager:

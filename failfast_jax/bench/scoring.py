@@ -26,14 +26,17 @@ MEMORY = 2**30
 _STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n```", "\nassert ")
 """Where a completion of a function ends: the first line that leaves it."""
 
-_LOOSE_FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:\n[ \t>]*```|\Z)", re.DOTALL)
-_BEFORE_WRONG = re.compile(r"(?:\bnot|\binstead of|\brather than|n't)(?: be)?[\s$(*]*$", re.IGNORECASE)
+_LOOSE_FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:(?:\n[ \t>]*)?```|\Z)", re.DOTALL)
+_BEFORE_WRONG = re.compile(r"(?:\bnot|\binstead of|\brather than|n't)(?: be)?[\s$(*}]*$", re.IGNORECASE)
 _AFTER_WRONG = re.compile(r"[\s$)*}]*,?\s*(?:is|was|would be)\s+(?:wrong|incorrect|not\b|a mistake)", re.IGNORECASE)
-_CHOICE = re.compile(r"(?:the )?(?:correct |final |right )?(?:answer|option|choice)\b\s*(?:is\b)?\s*:?", re.IGNORECASE)
-_NAMED = re.compile(
-    r"(?:[(\[]\s*([A-D])\s*[)\]]|([A-D])\s*[.:)=]|([A-D])\s+(?=[^\sA-Za-z]))(?!\W*(?:(?:and|or)\W+)?[A-D]\b)"
+_CHOICE = re.compile(
+    r"(?:the )?(?:correct |final |right )?(?:answer|option|choice)\b\s*(?:is\b)?\s*[:=]?", re.IGNORECASE
 )
-"""A letter with more behind it that is not another one."""
+_NAMED = re.compile(
+    r"(?:[(\[]\s*([A-D])\s*[)\]]|([A-D])\s*[.,:)=]|([A-D])\s+(?=[^\sA-Za-z]))"
+    r"(?!\W*(?:(?:and|or)\W+)?[A-D]\b(?!\s+(?!and\b|or\b)[a-z]))"
+)
+"""A letter with more behind it that is not another one: `B) A cell` has an article there."""
 _BEGINNING = re.compile(r"(?:async\s+)?(?:def|class|import|from)\s|@")
 
 # Runs inside the new process, before the program: argv is seconds, bytes, and the word that says "ran to its end".
@@ -227,4 +230,5 @@ def is_right(scoring: str, answer: str, reference: Mapping[str, Any]) -> bool:
     import math_verify
 
     gold = math_verify.parse(f"${reference['answer']}$")
-    return bool(math_verify.verify(gold, math_verify.parse(without_taken_back(answer))))
+    answer = re.sub(r"\\(?:boxed|fbox)\s*\{", r"\\boxed{", without_taken_back(answer))
+    return bool(math_verify.verify(gold, math_verify.parse(answer)))

@@ -42,7 +42,8 @@ Pair = tuple[list[int], list[int]]
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of an answer's limit; the first that is given counts, as in the harness."""
-SERVED = ("until", "do_sample", "temperature", "top_p", "top_k", "seed", *LIMITS)
+OTHER_NUMBERS = ("temperature", "top_p", "top_k", "seed")
+SERVED = ("until", "do_sample", *OTHER_NUMBERS, *LIMITS)
 """Arguments of a request for an answer."""
 _ONE, _ZERO = (1,), (0,)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -69,7 +70,7 @@ def sampling(settings: Mapping[str, Any], default_limit: int) -> dict[str, Any]:
     """A request's arguments as `Queue.submit` takes them; `max_new_tokens` may be 0.
 
     Raises:
-      OptionError: an argument that would change the text and is not served, or a value that is no number.
+      OptionError: an argument that would change the text and is not served, or a value of another kind or range.
     """
     for name, value in settings.items():
         if name in SERVED or (name in NEUTRAL and (value is None or value in NEUTRAL[name])):
@@ -80,19 +81,34 @@ def sampling(settings: Mapping[str, Any], default_limit: int) -> dict[str, Any]:
             advice = meant(name, {*SERVED, *NEUTRAL}) or f"; these are: {', '.join(SERVED)}"
         raise OptionError(f"generation argument {name}={value!r}: not served{advice}")
     values = {name: value for name, value in settings.items() if value is not None}
-    until = values.get("until", [])
-    stop = [until] if isinstance(until, str) else until
+    until, sampled = values.get("until", []), values.get("do_sample")
     try:
-        limit = int(next((values[name] for name in LIMITS if name in values), default_limit))
-        temperature = float(values.get("temperature", 1.0 if values.get("do_sample") else 0.0))
-        options = {"top_p": float(values.get("top_p", 1.0)), "top_k": max(int(values.get("top_k", 0)), 0)}
-        seed = int(values.get("seed", 0))
+        stop = [until] if isinstance(until, str) else list(filter(None, until))
+        if sampled not in (None, True, False) or not all(isinstance(text, str) for text in stop):
+            raise ValueError("do_sample must be true or false, and until strings")
+        numbers = {name: _number(name, values[name]) for name in (*LIMITS, *OTHER_NUMBERS) if name in values}
     except (TypeError, ValueError, OverflowError) as error:
         raise OptionError(f"generation arguments {dict(settings)!r}: {error}") from None
+    limit = next((numbers[name] for name in LIMITS if name in numbers), default_limit)
     if limit < 0:
         raise OptionError(f"generation argument max_gen_toks={limit}: must not be negative")
-    options |= {"temperature": temperature if values.get("do_sample", True) else 0.0, "seed": seed}
-    return {"max_new_tokens": limit, "stop": [text for text in stop if text], **options}
+    temperature = numbers.get("temperature", 1.0 if sampled else 0.0)
+    options = {
+        "temperature": temperature if sampled or sampled is None else 0.0,
+        "top_p": numbers.get("top_p", 1.0),
+        "top_k": max(numbers.get("top_k", 0), 0),
+        "seed": numbers.get("seed", 0),
+    }
+    GenerationConfig(**options).validate()
+    return {"max_new_tokens": limit, "stop": stop, **options}
+
+
+def _number(name: str, value: Any) -> int | float:
+    """The number that a task or a command line gives, perhaps as text."""
+    number = float(value) if name in ("temperature", "top_p") else int(value)
+    if isinstance(value, bool) or number != float(value):
+        raise ValueError(f"{name} must be {'a number' if isinstance(number, float) else 'an integer'}")
+    return number
 
 
 def of_repeat(seed: int, repeat: int) -> int:

@@ -23,14 +23,16 @@ from failfast_jax.train.data import HUB, DataError, Document, kind
 ROLES = ("system", "user", "assistant", "tool")
 SPEAKERS = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
 PAIRS = (
-    *(("prompt", "response"), ("prompt", "completion"), ("question", "answer")),
-    *(("instruction", "output"), ("instruction", "response")),
+    *(("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("question", "response")),
+    *(("instruction", "output"), ("instruction", "response"), ("query", "response"), ("problem", "solution")),
 )
 """Columns of a question and its answer. `input` follows an `instruction`, `context` precedes the question, and
 `history` has earlier pairs."""
 SYSTEM = ("system", "system_prompt")
 TURN = ("role", "from", "content", "value", "weight")
 """Fields of turns that are read here; a chat template reads the others."""
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""Values that say nothing; false and 0 do (`train: false` of a turn)."""
 TEXT = "text"
 FORMS = f"'messages', 'conversations', {', '.join(f'{a!r} and {b!r}' for a, b in PAIRS)}, or {TEXT!r}"
 OTHERWISE = "the chat template writes otherwise than a prompt and its answers"
@@ -122,7 +124,7 @@ def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bo
         else:
             chat = _chat(row, where)
             found, columns = list(_documents(chat, tokenizer, where, counts, whole)), chat.columns
-        counts.unused.update(f"column {name!r}" for name in row if name not in columns and row[name])
+        counts.unused.update(f"column {name!r}" for name in row if name not in columns and row[name] not in EMPTY)
         documents += found
         if any(np.concatenate(document[:2]).max() >= vocab_size for document in found):
             raise DataError(f"{where}: a token outside the target's vocabulary of {vocab_size}")
@@ -230,7 +232,7 @@ def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A turn as templates take it, with all fields that it has."""
     role = SPEAKERS.get(str(turn.get("role") or turn.get("from")))
     content = turn.get("content") or turn.get("value")
-    fields = {name: value for name, value in turn.items() if value and name not in TURN}
+    fields = {name: value for name, value in turn.items() if value not in EMPTY and name not in TURN}
     if calls := fields.get("tool_calls"):
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
             raise DataError(f"{where}: 'tool_calls' of a turn must be a list of objects, got {calls!r}")
@@ -248,6 +250,12 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call(call["function"])}
     return {**call, "arguments": _parsed(call["arguments"])} if "arguments" in call else dict(call)
+
+
+def _called(message: Mapping[str, Any]) -> list[str]:
+    """Names of the functions that a message calls: some templates drop calls, as where a text stands beside them."""
+    calls = [call.get("function") or call for call in message.get("tool_calls", ())]
+    return [str(call.get("name", "")) for call in calls if isinstance(call, Mapping)]
 
 
 def _parsed(value: Any) -> Any:
@@ -321,6 +329,8 @@ def _document(
         return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
     text, ids = written(learned[-1] + 1)
+    if not all(name in text for message in chat.messages[: learned[-1] + 1] for name in _called(message)):
+        return None
     for message in chat.messages[: learned[-1]] if learned[-1] == chat.learned[-1] else ():  # once
         if message["role"] != "assistant" and message["content"].strip() not in text:
             counts.unused[f"{message['role']} turns, which the chat template does not write"] += 1

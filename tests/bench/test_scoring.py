@@ -48,6 +48,7 @@ def moved(text: str, by: str) -> str:
         FENCE.replace("python", ""),
         FENCE.replace("python", " {.python .numberLines}"),
         FENCE.removesuffix("```\n"),
+        FENCE.replace("\n```", "```"),
         FENCE.removesuffix("```\n") + "\nprint(add(1,",  # cut off
         f"Sure: {FENCE}",
         f"<div>\n{FENCE}</div>",
@@ -102,6 +103,7 @@ def test_a_program_that_runs():
     [
         ("Half of it: $\\boxed{\\frac{1}{2}}$.", "\\frac12", True),
         ("so the total is \\boxed{1,000}.", "1000", True),
+        ("\\fbox{8}, or in one box\n\\boxed\n{8}", "8", True),
         ("\\boxed{7}", "8", False),
         ("I do not know", "8", False),
         ("\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", "\\left( 3, \\frac{\\pi}{2} \\right)", True),
@@ -124,6 +126,7 @@ BOXES_OF_B = (
     *(r"\text{B}", r"\text{(B)}", r"(\text{B})", r"\textbf{B}", r"\mathrm{B}", r"\mathbf{(B)}", r"\text{\textbf{B}}"),
     *(r"\textbf{(B) } 12", "B. 12", "B: x^2", r"B) \frac{1}{2}", "B = 12", r"(B)\ 12", r"\text{B}\quad 12"),
     *(r"B \; \frac{1}{2}", "Option B", r"\text{Answer: B}", "choice (B)", r"\text{The correct answer is B}"),
+    *("Answer = B", "B, the cell", r"\text{B) A cell}", "(B) A cell and x"),
 )
 ANSWERS = {
     r"\boxed B": "B",
@@ -134,6 +137,7 @@ ANSWERS = {
     r"\boxed{A} is wrong: \boxed{\textbf{B}}": "B",
     r"$\boxed{B}$. $\boxed{A}$ is incorrect.": "B",
     r"\boxed{B}, not \boxed{A}": "B",
+    r"\boxed{B} \text{(not } \boxed{A})": "B",
     r"\boxed{B} rather than $\boxed{C}$": "B",
     r"It isn't \boxed{A}.": "A",  # the only one
     r"\boxed{B}, which is \boxed{12}": "B",
@@ -141,6 +145,7 @@ ANSWERS = {
 NO_LETTERS = (
     *("the answer is A", r"\boxed{E}", r"\boxed{12}", r"\boxed{}", r"\boxed", r"\boxedB", r"\boxed{\text{Both}}"),
     *(r"\boxed{A or B}", r"\boxed{A, B}", r"\boxed{(A) and (B)}", r"\boxed{AB}", r"\boxed{A molecule}", r"\boxed{Cl}"),
+    *(r"\boxed{A, B and C}", r"\boxed{B, A and C}", r"\boxed{B) or A)}"),
     *(r"\boxed{a = 5}", r"\boxed{\alpha}"),
 )
 

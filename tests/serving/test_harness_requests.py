@@ -107,6 +107,13 @@ def test_repeats_are_samples_of_their_own():
         ({"max_length": 512}, "max_length=512: not served"),
         ({"temperature": "hot"}, "could not convert string to float: 'hot'"),
         ({"max_gen_toks": -1}, "max_gen_toks=-1: must not be negative"),
+        ({"max_gen_toks": 1.5}, "max_gen_toks must be an integer"),
+        ({"top_k": True}, "top_k must be an integer"),
+        ({"do_sample": "false"}, "do_sample must be true or false"),
+        ({"until": [5]}, "until strings"),
+        ({"top_p": 0.0}, "--top-p 0.0: must be in (0, 1]"),
+        ({"temperature": -1}, "--temperature -1.0: must be 0"),
+        ({"seed": 2**32}, "--seed 4294967296: must be in"),
     ],
 )
 def test_arguments_that_are_not_served_are_refused_before_anything_is_computed(settings, message):
@@ -122,7 +129,7 @@ def test_arguments_that_change_nothing_are_taken():
     plain = sampling({}, 12)
     assert sampling(neutral, 12) == plain
     assert plain == {"max_new_tokens": 12, "stop": [], "top_p": 1.0, "top_k": 0, "temperature": 0.0, "seed": 0}
-    assert sampling({"top_p": 0.0}, 12)["top_p"] == 0.0  # which the queue refuses: 0 is not 1
+    assert sampling({"max_gen_toks": 1e3, "seed": "7"}, 12) == plain | {"max_new_tokens": 1000, "seed": 7}
     for settings, temperature in (
         ({"do_sample": True}, 1.0),
         ({"temperature": "0.7"}, 0.7),

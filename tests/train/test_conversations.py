@@ -183,6 +183,9 @@ def test_documents_that_a_template_writes_otherwise_are_left_out(tmp_path, token
          [("[system]S.[E][user]Q?[E][A]", "A.[E]")]),
         (PLAIN, {"instruction": "Q?", "input": "X", "output": "B.", "history": [["P?", "A."]]},
          [("[user]P?[E][A]", "A.[E]"), ("[user]P?[E][A]A.[E][user]Q?\n\nX[E][A]", "B.[E]")]),
+        (PLAIN, {"system_prompt": "S.", "question": "Q?", "response": "A."},
+         [("[system]S.[E][user]Q?[E][A]", "A.[E]")]),
+        (PLAIN, {"problem": "Q?", "solution": "A."}, [("[user]Q?[E][A]", "A.[E]")]),
         (PLAIN, {"instruction": "Q?", "context": "C.", "response": "A."}, [("[user]C.\n\nQ?[E][A]", "A.[E]")]),
         (PLAIN, {"messages": [ASKED, says(weight=0), ASKED, says("B.", weight=1)]},
          [("[user]Q?[E][A]A.[E][user]Q?[E][A]", "B.[E]")]),
@@ -209,6 +212,7 @@ def test_rows_are_used_whole(tmp_path, tokenizer, template, row, expected, capsy
     [
         (PLAIN, {"id": 7, "source": "web", "messages": [ASKED, says()]}, "column 'id' (1), column 'source' (1)"),
         (PLAIN, {"context": "C.", "messages": [ASKED, says()]}, "column 'context' (1)"),
+        (PLAIN, {"messages": [ASKED, says(train=False)]}, "field 'train' of turns (1)"),
         (PLAIN, {"messages": [ASKED, says(reasoning_content="R.")]}, "field 'reasoning_content' of turns (1)"),
         (PLAIN, {"tools": [{"name": "f"}], "messages": [ASKED, says()]}, "column 'tools', for which the chat template"),
         (
@@ -233,6 +237,11 @@ def test_tool_calls_without_words_are_left_out(tmp_path, tokenizer, capsys):
         "left out: 2 that have tool calls, for which the chat template has no words (first: line 1); 1 that have only"
     )
     assert said in capsys.readouterr().err
+    drops = PLAIN.replace("{{ m.content }}[E]{% else", "{{ m.content or m.tool_calls[0].function.name }}[E]{% else")
+    for content, answers in (("", ["f[E]", "A.[E]"]), ("I call.", [])):
+        row = {"messages": [ASKED, says(content, tool_calls=[{"function": {"name": "f"}}]), ASKED, says()]}
+        found = documents_of(tmp_path, tokenizer, drops, row, rows[2])
+        assert [answer for _, answer in found[:-1]] == answers
 
 
 @pytest.mark.parametrize(

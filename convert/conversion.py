@@ -21,7 +21,7 @@ from failfast_jax.checkpoints import loading, native
 from failfast_jax.checkpoints.loading import as_dtype
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import FULL, claim, read_json, user_path, write_atomically
+from failfast_jax.files import FULL, claim, orbax_path, read_json, user_path, write_atomically
 from failfast_jax.progress import add_flags
 
 # Copied as they are, where the source has them.
@@ -169,6 +169,7 @@ def _config(source: loading.Source, dtype: np.dtype) -> dict[str, Any]:
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
+    orbax_path(out / native.PARAMS)
     if not (above := _above(out)).is_dir():
         raise CheckpointError(f"{above}: is not a folder, so {out} cannot be made in it")
     if not out.exists() and not out.is_symlink():

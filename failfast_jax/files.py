@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax import distributed
-from failfast_jax.errors import ConfigError, OptionError
+from failfast_jax.errors import ConfigError, OptionError, named
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -44,11 +44,12 @@ def orbax_path(folder: Path) -> Any:
             return (self / name for name in glob.glob(pattern, root_dir=self))
 
     path = str(folder.absolute())
-    # TensorStore takes a backslash for a separator; Python has surrogates in place of bytes that are not UTF-8.
-    if "\\" in path or re.search("[\ud800-\udfff]", path):
+    # TensorStore takes a backslash for a separator, and Orbax `gs:/` for Google's storage; Python has surrogates in
+    # place of bytes that are not UTF-8.
+    if re.search(r"\\|gs:/|[\ud800-\udfff]", path):
         raise ConfigError(
-            f"{path!r}: checkpoints cannot lie in a folder with a backslash, or with bytes that are not "
-            "UTF-8, in its path; name another one"
+            f"{path!r}: checkpoints cannot lie in a folder with a backslash, with gs: at the end of a name, or with "
+            "bytes that are not UTF-8, in its path; name another one"
         )
     return LiteralPath(path)
 
@@ -61,11 +62,16 @@ def is_there(path: Path) -> bool:
     """Whether there is a file by that name.
 
     Raises:
-      ConfigError: what there is cannot be read as one: a pipe, a device, a folder, a link that leads nowhere.
+      ConfigError: what there is cannot be read as one: a pipe, a device, a folder, a link that leads nowhere; or the
+        system cannot look for it, as for a name of thousands of characters.
     """
-    if path.is_file():
-        return True
-    if path.exists():
+    try:
+        if path.is_file():
+            return True
+        exists = path.exists()
+    except OSError as error:
+        raise ConfigError(f"{named(path)}: {error.strerror}") from None
+    if exists:
         raise ConfigError(f"{path}: not a regular file")
     if path.is_symlink():
         raise ConfigError(f"{path}: a link that leads nowhere")

@@ -109,6 +109,8 @@ def test_shards_that_contradict_the_index(golden):
     for odd in (7, None, "", "../model.safetensors", "/dev/zero"):
         index.write_text(json.dumps({"weight_map": weight_map | {first: odd}}))
         refuses(f"tensor {first} is in {odd!r}, which is not a file's name", folder)
+    index.write_text(json.dumps({"weight_map": {first: "y" * 5000}}))
+    refuses("yyy... and .* characters more: File name too long", folder, error=ConfigError)
 
 
 def test_missing_unexpected_and_misshaped_tensors_are_named_before_any_data_is_read(tmp_path, monkeypatch):

@@ -71,7 +71,7 @@ def test_names_of_folders_are_no_patterns(name, tmp_path, monkeypatch):
     assert qwen2.main([str(source), "~/at home"]) == 0 and (tmp_path / "at home" / "config.json").is_file()
 
 
-@pytest.mark.parametrize("name", [b"back\\slash", b"caf\xe9"])
+@pytest.mark.parametrize("name", [b"back\\slash", b"caf\xe9", b"gs:/model", b"gs:"])
 def test_names_that_storage_cannot_have_are_refused(name, tmp_path, capsys):
     assert qwen2.main([str(GOLDEN / "llama_tied"), str(tmp_path / os.fsdecode(name))]) == 2
     assert "name another one" in capsys.readouterr().err and files_in(tmp_path) == []

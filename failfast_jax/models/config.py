@@ -377,8 +377,9 @@ def _check_rope(raw: Mapping[str, Any], where: str) -> None:
     values.number(raw, "partial_rotary_factor", where, float, least=0, most=1, default=None)
     values.number(raw, ORIGINAL_CONTEXT, where, most=2**30, default=None)
     for key in POSITIVE_OF_ROPE:
-        least = 0 if key.startswith("beta") else 1e-6  # YaRN's betas of 0 are their defaults, as in transformers
-        values.number(raw, key, where, float, least=least, most=1e9, default=None)
+        if raw.get(key) == 0 and key.startswith("beta"):
+            continue  # YaRN's default, as in transformers
+        values.number(raw, key, where, float, least=1e-6, most=1e9, default=None)
     for key in ("mscale", "mscale_all_dim"):
         values.number(raw, key, where, float, least=0, most=1e6, default=None)
     for key in ("divisors", "short_factor", "long_factor"):

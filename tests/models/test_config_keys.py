@@ -102,6 +102,7 @@ def test_rope_settings_by_layer_type_that_cannot_be_served(settings, types, mess
         ({"rope_type": "longrope", "factor": 2.0}, "type 'longrope' is not supported"),
         ({"rope_type": "dynamic", "factor": 2.0}, "type 'dynamic' is not supported"),
         ({"rope_type": "yarn"}, "needs the key 'factor'"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e-310}, "key 'beta_fast' must be a number from 1e-06"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_type": "default", "partial_rotary_factor": 0.0}, "partial_rotary_factor"),
     ],

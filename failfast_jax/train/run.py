@@ -35,6 +35,7 @@ from failfast_jax.files import check_shared, read_json, sole_writer, user_path
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import whole
 from failfast_jax.options import flag_of
+from failfast_jax.progress import note
 from failfast_jax.train import calibration, data, loop, presets
 from failfast_jax.train.calibration import Drafts
 from failfast_jax.train.conversations import ROWS, check_template, read_conversations
@@ -273,8 +274,14 @@ def work(args: argparse.Namespace) -> None:
         if (report := distributed.first(begun)) is None:
             _make(args, source, start, layers, (train, held_out), optimization, deadline, spread)
             return
-        print(json.dumps(report))
+        _show(report)
         _push(args)
+
+
+def _show(report: dict[str, Any]) -> None:
+    """Prints the report of a run on stdout, and on stderr the folder of its drafter."""
+    print(json.dumps(report))
+    note(f"{report['steps']} steps are trained; the drafter is in {report['drafter']} (--drafter)")
 
 
 def _push(args: argparse.Namespace) -> None:
@@ -368,7 +375,7 @@ def _train(
         objective.save(made, args.out / "drafter", storage=args.storage, **more)
         return _report(args.out / "drafter", training)
 
-    print(json.dumps(distributed.first(written)))
+    _show(distributed.first(written))
     if not done:
         raise OutOfTime
     _push(args)

@@ -73,7 +73,9 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
         assert main([*whole, "--minutes", "0.0001"]) == 3  # ended among the features
         assert not capsys.readouterr().out
     assert main([*whole, "--minutes", "0.0001"]) == 3
-    first = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    first = json.loads(shown.out)
+    assert f"the drafter is in {first['drafter']}" in shown.err
     assert first["steps"] == 1
     assert main(whole) == 0
     report = json.loads(capsys.readouterr().out)
@@ -113,6 +115,7 @@ def test_a_finished_run_is_lengthened(data, tmp_path, capsys):
     log = (tmp_path / "run" / "log.jsonl").read_text()
     assert main([*run, "4"]) == 0
     said = capsys.readouterr()
+    assert "the drafter is in" in said.err
     assert json.loads(said.out.splitlines()[-1])["steps"] == 4 and "steps 2 before, 4 now: it goes on" in said.err
     records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert (tmp_path / "run" / "log.jsonl").read_text().startswith(log)

@@ -43,7 +43,7 @@ __all__ = ["add_arguments", "work"]
 def check_needs(args: argparse.Namespace, datasets: Sequence[Dataset]) -> None:
     """Raises ValueError if a package is missing that would be needed after hours of answers, or for a bad flag."""
     check_least(args, repeats=1, actors=1)
-    if args.out.is_file():
+    if user_path(args.out).is_file():
         raise ValueError(f"--out {args.out}: is a file; name a folder")
     if args.figures:
         figures.figure_class(figures.OR_WITHOUT)

@@ -422,8 +422,7 @@ def test_host_memory_is_the_model_and_one_parameter(tmp_path, dtype):
         "vocab_size": 20_000,
     }
     parsed, rng = ModelConfig.from_dict(config), np.random.default_rng(0)
-    layers = {f"model.layers.{layer}.mlp.up_proj.weight": None for layer in range(parsed.num_layers)}
-    shapes, tensors = loading.Source(tmp_path, "hf", parsed, {}, {}, layers).shapes, {}
+    shapes, tensors = Skeleton.made_by(lambda rngs: Decoder(parsed, rngs=rngs)).shapes, {}
     for layer, row in product(range(6), mapping.HF_TABLE.rows):
         if (path := row.parameter.format(layer=layer, leaf="weight")) in shapes:
             value = rng.standard_normal(mapping.slot_shape(shapes[path], row.slot, parsed), np.float32)

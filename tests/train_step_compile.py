@@ -19,7 +19,6 @@ def compiled(topology: str, rows: int, model: str):
     """The step of a public model's shapes, `rows` rows a chip and accumulation, and how many chips there are."""
     import jax
     import jax.numpy as jnp
-    from flax import nnx
     from jax.experimental import topologies
 
     from failfast_jax.bench.public_models import CONFIGS
@@ -39,7 +38,7 @@ def compiled(topology: str, rows: int, model: str):
     args = parser.parse_args([*flags, "--out", "none", "--data", "none"])
     optimization, spread = run.check(args), Spread.over(len(devices), devices)
     config = as_fast_dllm(CONFIGS[model], args.block_size, FAST_DLLM_MASK_TOKEN, model)
-    shapes = Skeleton.made_by(lambda: Decoder(config, rngs=nnx.Rngs(0))).shapes
+    shapes = Skeleton.made_by(lambda rngs: Decoder(config, rngs=rngs)).shapes
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     how = {"spread": spread, "compute_dtype": args.compute_dtype}
     objective = Diffusion(config, params, masked_options(args, scan=True), **how)

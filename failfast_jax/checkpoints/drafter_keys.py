@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from failfast_jax.checkpoints import quantised
-from failfast_jax.errors import CheckpointError, ConfigError
+from failfast_jax.errors import CheckpointError, ConfigError, quoted
 from failfast_jax.models import config_keys
 from failfast_jax.progress import warn_once
 
@@ -158,7 +158,7 @@ class Settings:
             got = self._got(key, value)
             raise ConfigError(f"{self._where}: key {name!r} must be an integer of at least {least}, {got}")
         if value > LARGEST:
-            raise ConfigError(f"{self._where}: key {name!r} must not be above {LARGEST}, got {_short(value)}")
+            raise ConfigError(f"{self._where}: key {name!r} must not be above {LARGEST}, got {quoted(value)}")
         return value
 
     def optional(self, key: str, least: int = 1) -> int | None:
@@ -173,7 +173,7 @@ class Settings:
         """
         name, value = self.find(*keys)
         if value is not None and type(value) is not bool:
-            raise ConfigError(f"{self._where}: key {name!r} must be true or false, got {_short(value)}")
+            raise ConfigError(f"{self._where}: key {name!r} must be true or false, got {quoted(value)}")
         return default if value is None else value
 
     def layers(self, key: str) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ class Settings:
 
     def _got(self, key: str, value: Any) -> str:
         places = [self._raw, *(self._raw.get(place) or {} for place in NESTED)]
-        return f"got {_short(value)}" if any(key in place for place in places) else "and it is missing"
+        return f"got {quoted(value)}" if any(key in place for place in places) else "and it is missing"
 
     def _layer_numbers(self, name: str, value: Any, got: str, least: int = -1) -> tuple[int, ...]:
         if not isinstance(value, list) or not value or not all(type(n) is int and n >= least for n in value):
@@ -210,7 +210,7 @@ class Settings:
             for name, value in self._places(key):
                 shift = 0 if key == "target_layer_ids" or name.startswith("eagle_config") else 1
                 if value != []:
-                    numbers = self._layer_numbers(name, value, f"got {_short(value)}", least=shift - 1)
+                    numbers = self._layer_numbers(name, value, f"got {quoted(value)}", least=shift - 1)
                     layers[name] = tuple(n - shift for n in numbers)
         if len({*layers.values()}) > 1:
             claims = " and ".join(f"{name} names the outputs of layers {[*ids]}" for name, ids in layers.items())
@@ -268,7 +268,7 @@ class Settings:
                 if place or key in NEUTRAL or key in REFUSED or config_keys.speaks_of_computation(key):
                     served = f" (supported: {', '.join(map(str, NEUTRAL[key]))})" if NEUTRAL.get(key) else ""
                     raise ConfigError(
-                        f"{self._where}: key {name!r} is {_short(value)}: it changes drafts, or may, and is not "
+                        f"{self._where}: key {name!r} is {quoted(value)}: it changes drafts, or may, and is not "
                         f"supported{served}; remove it if it means nothing for this drafter"
                     )
                 unknown.append(repr(name))
@@ -280,8 +280,3 @@ class Settings:
 def _is_neutral(key: str, value: Any) -> bool:
     """True for a value that changes nothing."""
     return value is None or (value in NEUTRAL[key] if key in NEUTRAL else value in EMPTY)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

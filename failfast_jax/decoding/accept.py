@@ -95,7 +95,8 @@ def _first(kept: Bool[Array, "*R V"]) -> Bool[Array, "*R V"]:
 
 def _best(logits: Float[Array, "*R V"], top_k: Int[Array, "*R"]) -> Float[Array, "*R V"]:
     """-inf outside the `top_k` best (0: all)."""
-    bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
+    # Equal numbers need equal bits: -0.0 is 0.0, as is a subnormal number where processors take it for 0.
+    bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.uint32)
     ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
     wanted = jnp.where(top_k > 0, top_k, logits.shape[-1])
     kth = _largest(32, lambda t: jnp.sum(ordered >= t[..., None], -1) >= wanted, logits.shape[:-1])

@@ -153,10 +153,10 @@ def check(raw: Mapping[str, Any], context: int, where: str) -> None:
             continue
         if speaks_of_computation(key):
             raise ConfigError(
-                f"{where}: key {key!r} ({_short(value)}) is not known for model_type {model_type!r} and may change "
+                f"{where}: key {key!r} ({quoted(value)}) is not known for model_type {model_type!r} and may change "
                 "what the model computes; if it does not, remove it or set it to null"
             )
-        strange.append(f"{key!r} ({_short(value)})")
+        strange.append(f"{key!r} ({quoted(value)})")
     if strange:
         warn_once(f"{where}: keys that are not known and not read: {', '.join(strange)}")
 
@@ -192,9 +192,9 @@ def _check_windows(raw: Mapping[str, Any], context: int, where: str) -> None:
         windowed = window is not None and (first or 0) < count
     else:
         if not isinstance(types, list) or len(types) != count:
-            raise ConfigError(f"{where}: key 'layer_types' must be a list of {count} names, got {_short(types)}")
+            raise ConfigError(f"{where}: key 'layer_types' must be a list of {count} names, got {quoted(types)}")
         if other := [kind for kind in types if kind not in (*FULL_ATTENTION, "sliding_attention")]:
-            raise ConfigError(f"{where}: layer_types: layers of type {_short(other[0])} are not read")
+            raise ConfigError(f"{where}: layer_types: layers of type {quoted(other[0])} are not read")
         windowed = "sliding_attention" in types
     if windowed and (window is None or window < context):
         switch = "use_sliding_window, " if raw.get("use_sliding_window") else ""
@@ -202,11 +202,6 @@ def _check_windows(raw: Mapping[str, Any], context: int, where: str) -> None:
             f"{where}: layers with a sliding window ({switch}sliding_window {window}) are not read: attention here is "
             f"full, up to the context of {context}"
         )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 GGUF_KEYS = frozenset(
@@ -242,5 +237,5 @@ def check_gguf(metadata: Mapping[str, Any], architecture: str, where: str) -> No
         if key == "attention.sliding_window" and isinstance(value, int) and value >= context:
             continue
         raise ConfigError(
-            f"{where}: {name} {_short(value)} changes what architecture {architecture!r} computes and is not read"
+            f"{where}: {name} {quoted(value)} changes what architecture {architecture!r} computes and is not read"
         )

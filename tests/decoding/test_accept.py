@@ -90,6 +90,9 @@ def test_filters_at_their_ends():
     assert kept(0, 0.5) == [0, 1]  # a tie at the boundary stays
     assert kept(0, 0.95) == [0, 1, 2]
     assert kept(0, 1 - 2**-24) == [0, 1, 2, 3]
+    logits[0, :2] = -0.0, 0.0  # equal, with other bits
+    logits[0, 2] = -1.0
+    assert kept(1, 1.0) == kept(1, 0.5) == [0]
 
 
 def searches(jaxpr, inside: bool = False) -> list[bool]:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from block_texts import BLOCK, MASK, WIDTH, draw, model, pair, quick_jit, random_tokens
 from checkpoint_files import run_python
-from flax import nnx
 from released_reference import derivative, released_loss
 from tiny_models import VOCAB, random_model, tiny_config
 
@@ -220,7 +219,7 @@ def test_what_is_written_is_a_model_and_a_drafter(tmp_path, family):
     """For `load_model`, for `dllm`, and for a target of other sizes with the same tokens."""
     start = random_model(tiny_config(model_type=family, qkv_bias=family == "qwen2"), seed=3)
     config = as_fast_dllm(start.config, BLOCK, MASK, "start")
-    shapes = Skeleton.made_by(lambda: Decoder(config, rngs=nnx.Rngs(0))).shapes
+    shapes = Skeleton.made_by(lambda rngs: Decoder(config, rngs=rngs)).shapes
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()} | parameters(start)
     save_fast_dllm(tmp_path / "made", config, params, storage="float32", training={"steps_done": 1})
     made = load_model(tmp_path / "made")

@@ -348,6 +348,8 @@ def answer(target_folder: Path, drafter_folder: Path, prompt: list[int], new: in
     drafter, drafter_weights = read_model(Path(drafter_folder), dtype)
     if not 1 <= options.chunk <= options.longest:
         raise SystemExit(f"--spec-len {options.chunk} must lie between 1 and --max-spec-len {options.longest}")
+    if not all(0 <= token < len(target_weights["model.embed_tokens.weight"]) for token in prompt):
+        raise SystemExit(f"{target_folder}: a token id of the prompt is not in the vocabulary")  # JAX would clamp it
     # No window may reach beyond the buffers: JAX would move it back, without a word.
     room = max(128, draft_window(options, drafter.block)) + options.longest
     text = np.zeros(-(-(len(prompt) + new + room) // 128) * 128, np.int32)
@@ -377,9 +379,8 @@ def main() -> None:
     parser.add_argument("--tau", type=float, default=0.45, help="confidence below which a draft stops growing")
     parser.add_argument("--dtype", default="float32", help="of the weights and activations")
     args = parser.parse_args()
-    tokenizer = None
     if args.token_ids:
-        prompt = [int(word) for word in args.token_ids.split(",")]
+        tokenizer, prompt = None, [int(word) for word in args.token_ids.split(",")]
     else:
         from transformers import AutoTokenizer
 

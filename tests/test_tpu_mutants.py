@@ -73,7 +73,11 @@ MUTANTS = {
     ),
     "rows of another query head": ("tpu.py", "jnp.tile(seen, (1, group, 1))", "jnp.repeat(seen, group, axis=1)"),
     # what attention writes
-    "nothing written": ("tpu_write.py", "                copy.start()\n", "                pass\n"),
+    "nothing written": (  # the copies go the other way
+        "tpu_write.py",
+        "ref.at[0, :, rows], cache.at[self.row, heads, pl.ds(position, PACKING)], self",
+        "cache.at[self.row, heads, pl.ds(position, PACKING)], ref.at[0, :, rows], self",
+    ),
     "16 rows early": (
         "tpu_write.py",
         "heads, pl.ds(position, PACKING)]",

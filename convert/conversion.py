@@ -172,12 +172,13 @@ def _check_out(out: Path, overwrite: bool) -> None:
     orbax_path(out / native.PARAMS)
     if not (above := _above(out)).is_dir():
         raise CheckpointError(f"{above}: is not a folder, so {out} cannot be made in it")
-    if not out.exists() and not out.is_symlink():
+    folder = out.is_dir() and not out.is_symlink()
+    if (folder and not any(out.iterdir())) or not (out.exists() or out.is_symlink()):
         return
     if not overwrite:
         raise CheckpointError(f"{out}: exists already; pass --overwrite to replace it")
     ours = (out / "config.json").is_file() and native.FORMAT_KEY in read_json(out / "config.json")
-    if not out.is_dir() or out.is_symlink() or (any(out.iterdir()) and not ours):
+    if not (folder and ours):
         raise CheckpointError(f"{out}: not a converted model; remove it by hand if you mean to replace it")
 
 

@@ -204,6 +204,7 @@ def test_damaged_sources(capsys, tmp_path, out):
 
 
 def test_existing_output_is_refused_before_any_work(capsys, monkeypatch, out):
+    out.mkdir(parents=True)  # an empty folder holds nothing that could be lost
     assert qwen2.main([str(GOLDEN / "llama_tied"), str(out)]) == 0
     with monkeypatch.context() as patch:
         patch.setattr(conversion.loading, "open_source", lambda *_: pytest.fail("work was done"))

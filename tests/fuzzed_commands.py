@@ -50,7 +50,6 @@ ENOUGH = {
     "failfast_jax.train run": ["--out", "trained", "--data", "prompts.jsonl"],
     "failfast_jax.train selfgen": ["--out", "written"],
     "failfast_jax.train spiffy": ["--target", "model", "--data", "prompts.jsonl"],
-    "failfast_jax.train recipe": ["--out", "made"],
 }
 """What a command needs to get to its models."""
 
@@ -80,7 +79,7 @@ def stop_at_models() -> None:
     from failfast_jax import chat, doctor, generate, serve
     from failfast_jax.bench import answers, datasets, engine_pool, micro, replay, simulate, soak, tune
     from failfast_jax.checkpoints import hub
-    from failfast_jax.train import recipe, run, selfgen, spiffy
+    from failfast_jax.train import run, selfgen, spiffy
 
     generate.load_engine = serve.load_engine = chat.load_engine = datasets.hub_rows = _reached
     hub.snapshot, answers.ENGINES["ray"] = _offline, _reached
@@ -88,7 +87,7 @@ def stop_at_models() -> None:
         module.load_pair = _reached
     for part in ("loading_report", "startup_report", "small_engine"):
         setattr(micro, part, _reached)
-    run.open_source = spiffy.FailFast = replay.replay_target = recipe.run_step = native.save_params = _reached
+    run.open_source = spiffy.FailFast = replay.replay_target = native.save_params = _reached
     doctor.CHECKS = ()  # the machine's; they are the same whatever is asked
     sys.modules["lm_eval.__main__"] = types.SimpleNamespace(cli_evaluate=_reached)
     sys.modules["failfast_jax.harness.model"] = types.SimpleNamespace(tell=lambda _: None)

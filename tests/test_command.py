@@ -200,7 +200,7 @@ def test_every_command_runs_on_several_hosts_or_says_what_to_do(name, capsys):
         status = ended.code
     said = capsys.readouterr().err
     assert status == command.USAGE_ERROR
-    alone = any(part in name for part in ("micro", "recipe", "simulate", "paper", "convert", "aot_report"))
+    alone = any(part in name for part in ("micro", "simulate", "paper", "convert", "aot_report"))
     assert said.startswith("error: --distributed: this command runs in one process; " if alone else JOINING), said
 
 

@@ -15,7 +15,6 @@ COMMANDS = {
     "run": "train a drafter (where no command is named)",
     "selfgen": "training data, which the target writes itself",
     "spiffy": "the draft states that `generate --method dllm --spiffy` runs beside a block",
-    "recipe": "all steps, from data to a drafter with the options that are fastest here",
 }
 
 

@@ -21,7 +21,6 @@ from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import name_of
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.corruption import Corruption, corrupt, in_blocks
-from failfast_jax.train.loop import layer_weights
 from failfast_jax.train.paired_forward import BLOCK_STARTS, forward_pair, source_rows
 from failfast_jax.train.spread import Spread
 
@@ -271,16 +270,6 @@ class BlockDiffusion:
     def tokens(self, batch):
         return batch["tokens"].size * self._copies()  # noised and clean rows
 
-    def flops(self, batch):
-        base, rows, span = self.config, self.tokens(batch), batch["tokens"].shape[1]
-        layer, head = layer_weights(base), base.hidden_size * base.vocab_size
-        # Half of the scores are masked.
-        per_row = base.num_layers * (6 * layer + 6 * base.num_heads * base.head_dim * span)
-        return float(rows * per_row + batch["tokens"].size * (self._copies() - 1) * self.head_passes * head)
-
-    head_passes = 6
-    """Operations of a label for each weight of the head: forwards, and backwards to the rows and to the weights."""
-
 
 class Adaptation(BlockDiffusion):
     """`loop.Objective` of the standalone drafter: a block-causal model of some of the target's layers.
@@ -292,8 +281,6 @@ class Adaptation(BlockDiffusion):
       block_size: D.
       compute_dtype: of the arithmetic; parameters stay float32.
     """
-
-    head_passes = 4  # its weights are not trained
 
     def __init__(
         self,
@@ -334,12 +321,6 @@ class Adaptation(BlockDiffusion):
         if self.options.kl_weight:
             batch = {**batch, "teacher_logits": jax.lax.stop_gradient(target.forward(batch["tokens"]))}
         return loss(model, batch, key, self.options)
-
-    def flops(self, batch):
-        head = self.config.hidden_size * self.config.vocab_size
-        layers = layer_weights(self.config) * self.constants["target"].config.num_layers
-        teacher = 2 * batch["tokens"].size * (layers + head)
-        return super().flops(batch) + float(teacher if self.options.kl_weight else 0)
 
     def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
         """Writes the drafter's folder; `extra` joins its `config.json` (`decoding`, `training`)."""

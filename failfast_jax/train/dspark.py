@@ -25,7 +25,6 @@ from failfast_jax.models.layers import Attention
 from failfast_jax.models.markov import MarkovHead
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.features import FeatureObjective, captured_layers
-from failfast_jax.train.loop import layer_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,17 +324,3 @@ class DSparkObjective(FeatureObjective):
 
     def tokens(self, batch):
         return batch["tokens"].shape[0] * self.options.anchors * self.config.block_size
-
-    def flops(self, batch):
-        base, slots = self.config.base, self.tokens(batch)
-        size, head, vocab = base.hidden_size, base.head_dim, self.bound.head.shape[0]
-        span = batch["tokens"].shape[1] + self.config.block_size
-        learnt = 2 if self.heads_only else 6  # what stays as it is has no gradient
-        per_slot = base.num_layers * learnt * (layer_weights(base) + 2 * base.num_heads * head * span)
-        per_slot += (2 if self.heads_only else 4) * size * vocab + 6 * self.config.markov_rank * vocab
-        per_slot += learnt * size * size * bool(self.config.row_features)
-        per_anchor = learnt * size * size * len(self.config.row_features)
-        per_position = learnt * base.num_layers * size * 2 * base.num_kv_heads * head + 2 * size * vocab
-        per_position += 0 if self.config.context_layers else learnt * size * size * len(self.config.feature_layers)
-        anchors = slots // self.config.block_size
-        return float(slots * per_slot + anchors * per_anchor + batch["tokens"].size * per_position)

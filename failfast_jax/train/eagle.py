@@ -23,7 +23,6 @@ from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.dspark import copy_parameters, sample_anchors, scale_norms
 from failfast_jax.train.features import FeatureObjective, captured_layers
-from failfast_jax.train.loop import layer_weights
 
 HEAD = nnx.PathContains("head")
 
@@ -174,16 +173,6 @@ class EagleObjective(FeatureObjective):
 
     def tokens(self, batch):
         return batch["tokens"].shape[0] * self.options.anchors * self.config.chain
-
-    def flops(self, batch):
-        base, slots = self.config.base, self.tokens(batch)
-        size, head, kv = base.hidden_size, base.head_dim, base.num_kv_heads
-        span = batch["tokens"].shape[1] + self.config.chain
-        wider = size * head * (base.num_heads + 2 * kv)  # attention reads two vectors, not one
-        per_slot = 6 * (layer_weights(base) + wider) + 12 * base.num_heads * head * span
-        per_slot += 6 * size * self.config.draft_vocab  # the head is frozen; the target's logits
-        per_position = 6 * 2 * size * 2 * kv * head + 6 * size * size * len(self.config.feature_layers)
-        return float(slots * per_slot + batch["tokens"].size * per_position)
 
     def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
         """As `FeatureObjective.save`, with how much each pass weighed."""

@@ -12,7 +12,7 @@ from failfast_jax.engine import FailFast
 from failfast_jax.models.drafter_model import EAGLE, FEATURE_BLOCK
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.calibration import Drafts
+from failfast_jax.train.confidence_scaling import Drafts
 from failfast_jax.train.data import Documents
 
 

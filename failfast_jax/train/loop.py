@@ -21,7 +21,6 @@ import orbax.checkpoint as ocp
 from failfast_jax import distributed, numerics
 from failfast_jax.errors import CheckpointError, OptionError
 from failfast_jax.files import append_lines, orbax_path, read_lines, write_atomically
-from failfast_jax.models.config import ModelConfig
 from failfast_jax.progress import progress_bar
 from failfast_jax.train.spread import Spread
 
@@ -51,20 +50,11 @@ class Objective(Protocol):
         """Loss and metrics (scalars); pure. A loss that is a mean over labels says in `labels` how many there are:
         where several batches make a step they weigh as much, so that the step's loss is the mean of all labels."""
 
-    def flops(self, batch: dict[str, Any]) -> float:
-        """Operations of the matmuls of one step, backward pass included."""
-
     def tokens(self, batch: dict[str, Any]) -> int:
         """Rows that one step trains on."""
 
     def save(self, trainable: Any, folder: Path, *, storage: str, **extra: Any) -> None:
         """Writes the drafter's folder; `extra` joins its `config.json`."""
-
-
-def layer_weights(config: ModelConfig) -> int:
-    """Weights in the matrices of one layer."""
-    attention = 2 * config.head_dim * (config.num_heads + config.num_kv_heads)
-    return config.hidden_size * (attention + 3 * config.intermediate_size)
 
 
 def check_ranges(options: Any, rules: Mapping[str, bool]) -> None:
@@ -342,12 +332,11 @@ class _Progress:
             write_atomically(log, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
         self.bar = progress_bar("train", "step", total=steps, initial=step)
         self._shown: dict[str, str] = {}
-        self._rows, self._operations, self._start = 0, 0.0, time.perf_counter()
+        self._rows, self._start = 0, time.perf_counter()
 
     def count(self, batch: dict[str, Any]) -> None:
         """One more step was given to the devices."""
         self._rows += self.objective.tokens(batch)
-        self._operations += self.objective.flops(batch)
         self.bar.update()
 
     def metrics(self, step: int, metrics: dict[str, Any]) -> None:
@@ -358,7 +347,7 @@ class _Progress:
         """
         values = {name: float(value) for name, value in metrics.items()}
         seconds = time.perf_counter() - self._start
-        values |= {"rows_per_s": self._rows / seconds, "gflops_per_s": self._operations / seconds / 1e9}
+        values["rows_per_s"] = self._rows / seconds
         loss, norm = values["loss"], values["grad_norm"]
         if not np.isfinite(loss + norm):
             raise OptionError(f"step {step}: loss {loss}, gradient norm {norm}; lower --learning-rate")
@@ -366,7 +355,7 @@ class _Progress:
         if "accepted" in values:
             shown["train accepted"] = f"{values['accepted']:.2f}"
         self._write({"step": step, **values}, shown)
-        self._rows, self._operations, self._start = 0, 0.0, time.perf_counter()
+        self._rows, self._start = 0, time.perf_counter()
 
     def held_out(self, step: int, evaluate: Callable[[Any], dict[str, float]], params: Any) -> None:
         """Measures and logs; the time that it takes does not count."""

@@ -20,6 +20,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from failfast_jax import distributed
 from failfast_jax.checkpoints import deepspec
@@ -36,8 +39,8 @@ from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import whole
 from failfast_jax.options import flag_of
 from failfast_jax.progress import note
-from failfast_jax.train import calibration, data, loop, presets
-from failfast_jax.train.calibration import Drafts
+from failfast_jax.train import confidence_scaling, data, loop, presets
+from failfast_jax.train.confidence_scaling import Drafts
 from failfast_jax.train.conversations import ROWS, check_template, read_conversations
 from failfast_jax.train.diffusion import Start, frozen_parts, start_for
 from failfast_jax.train.dspark import spare_token
@@ -55,7 +58,6 @@ from failfast_jax.train.families import (
 )
 from failfast_jax.train.objectives import Layers, make_diffusion, make_objective
 from failfast_jax.train.packing import packed_batches
-from failfast_jax.train.publish import check_name, push
 from failfast_jax.train.resume import begin, check_same
 from failfast_jax.train.spread import Spread
 
@@ -168,7 +170,10 @@ def check(args: argparse.Namespace) -> loop.Optimization:
     }
     loop.check_ranges(args, rules)
     if args.push_to_hub is not None:
-        check_name(args.push_to_hub)
+        try:
+            validate_repo_id(args.push_to_hub)
+        except HFValidationError as error:
+            raise OptionError(f"--push-to-hub {args.push_to_hub}: {str(error).splitlines()[0]}") from None
     if args.cache_layers and not args.feature_cache:
         raise OptionError(f"--cache-layers {args.cache_layers}: needs --feature-cache, where they are stored")
     if args.family in BLOCKS and (args.eval_spec_len or 0) > args.rows:
@@ -286,7 +291,18 @@ def _show(report: dict[str, Any]) -> None:
 
 def _push(args: argparse.Namespace) -> None:
     if args.push_to_hub is not None:
-        distributed.first(lambda: push(args.out / "drafter", args.push_to_hub))
+        distributed.first(lambda: _upload(args.out / "drafter", args.push_to_hub))
+
+
+def _upload(folder: Path, name: str) -> None:
+    """Uploads a drafter's folder to the repository `name` of the Hub, which is created if it is missing."""
+    try:
+        HfApi().create_repo(name, exist_ok=True)
+        HfApi().upload_folder(repo_id=name, folder_path=folder)
+    except Exception as error:  # network, authentication, validation: half a dozen unrelated classes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise OSError(f"--push-to-hub {name}: {reason}; {folder} is finished, the same command tries again") from error
+    print(f"https://huggingface.co/{name}", file=sys.stderr)
 
 
 def _make(
@@ -385,10 +401,14 @@ def _calibrated(objective: loop.Objective, made: Any, drafts: Drafts) -> tuple[A
     """Parameters whose confidence head says what held-out drafts are worth, these drafts, and what became of it."""
     if not objective.calibrates:
         return made, drafts, {}
-    scale, shift = calibration.fitted(drafts)
-    errors = {"before": calibration.error(drafts), "expected": calibration.error_elsewhere(drafts)}
-    found = {"scale": scale, "shift": shift, "calibration_error": errors}
-    return objective.calibrated(made, scale, shift), calibration.mapped(drafts, scale, shift), {"calibration": found}
+    scale, shift = confidence_scaling.fit_scaling(drafts)
+    errors = {
+        "before": confidence_scaling.error(drafts),
+        "expected": confidence_scaling.held_out_error(drafts),
+    }
+    record = {"scale": scale, "shift": shift, "calibration_error": errors}
+    calibrated = objective.calibrated(made, scale, shift)
+    return calibrated, confidence_scaling.rescaled(drafts, scale, shift), {"calibration": record}
 
 
 def _on_host(tree: Any) -> Any:

@@ -37,7 +37,7 @@ from failfast_jax.files import sole_writer, user_path
 from failfast_jax.options import check_least
 from failfast_jax.progress import progress_bar
 from failfast_jax.train.data import DataError, read_documents, write_documents
-from failfast_jax.train.openings import OPENINGS, held_out_prompts, is_held_out, read_openings
+from failfast_jax.train.openings import OPENINGS_FILE, held_out_prompts, is_held_out, read_openings
 from failfast_jax.train.resume import begin, check_same, is_begun
 from failfast_jax.train.writer import FEWEST_SAMPLED, ShardOptions, Writer
 
@@ -101,7 +101,7 @@ def _options(args: argparse.Namespace) -> ShardOptions:
     if args.method not in METHODS:
         raise OptionError(f"--method {args.method}: must be one of {', '.join(METHODS)}")
     GenerationConfig(temperature=args.temperature, top_p=args.top_p, seed=args.seed).validate()
-    openings = OPENINGS if args.openings is None else read_openings(args.openings)
+    openings = read_openings(args.openings or OPENINGS_FILE)
     values = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(ShardOptions)}
     return ShardOptions(**(values | {"openings": openings, "held_out": held_out, "questions": questions}))
 

@@ -15,7 +15,7 @@ from failfast_jax.errors import OptionError
 from failfast_jax.templates import has_template, render
 from failfast_jax.text import special_tokens, text_of
 from failfast_jax.train.data import Document
-from failfast_jax.train.openings import OPENINGS, is_held_out
+from failfast_jax.train.openings import is_held_out
 
 FEWEST_SAMPLED = 3
 """A prompt of fewer sampled tokens is skipped as empty."""
@@ -44,7 +44,7 @@ class ShardOptions:
     top_p: float
     seed: int
     shard_size: int
-    openings: tuple[str, ...] = OPENINGS
+    openings: tuple[str, ...]
     held_out: tuple[str, ...] = ()
     """Texts as `normal` returns them."""
     questions: tuple[str, ...] = ()

@@ -366,8 +366,10 @@ def test_wide_ids_and_damaged_shards(make, monkeypatch, tmp_path, capsys):
 
 
 def test_built_in_openings():
-    assert 50 <= len(texts.OPENINGS) <= 80 and "" in texts.OPENINGS
-    assert not any(opening.endswith(" ") for opening in texts.OPENINGS)
+    for name, size, has_empty in (("openings.txt", 64, True), ("code_openings.txt", 20, False)):
+        openings = texts.read_openings(texts.OPENINGS_FILE.with_name(name))
+        assert len(openings) == size and ("" in openings) == has_empty
+        assert "from typing import List\n\n\ndef" in openings
 
 
 def test_targets_that_cannot_write_prompts(engine):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from safetensors.numpy import load_file
 from tiers import tiers
 from tiny_models import random_extended
 
-from failfast_jax import FailFast, load_model
+from failfast_jax import FailFast, command, load_model
 from failfast_jax.checkpoints.drafter import decoding_defaults, write_decoding
 from failfast_jax.checkpoints.dspark import save_dspark
 from failfast_jax.decoding.economics import MODEL_CHANCES
@@ -124,6 +126,21 @@ def test_a_finished_run_is_lengthened(data, tmp_path, capsys):
     assert (training["steps"], training["steps_done"], training["lengthened"]) == (4, 4, [{"steps": 2}])
     assert main([*run, "4"]) == 0 and main([*run, "3"]) == 2
     assert "steps: 4 there, 3 here" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_default_drafter_parse(tmp_path, monkeypatch):
+    """Each command of the script, with real parsers: a misspelt option would only show after hours."""
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/calls"\n')
+    (tmp_path / "python").chmod(0o755)
+    script = GOLDEN.parents[2] / "examples" / "make_default_drafter.sh"
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run(["bash", script, tmp_path], env=os.environ | {"PATH": path}, check=True)
+    monkeypatch.setattr(command, "run", lambda *_: 0)  # reached once all words are parsed
+    calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
+    assert [words[1:3] for words in calls[:2]] == [["failfast_jax.train", "selfgen"]] * 2 and len(calls) == 4
+    assert Path(calls[1][calls[1].index("--openings") + 1]).is_file()
+    for _, module, *words in calls:
+        assert importlib.import_module(f"{module}.__main__").main(words) == 0
 
 
 def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, capsys):

@@ -87,8 +87,6 @@ class Counting(loop.Objective):
     def tokens(self, batch):
         return 1
 
-    flops = tokens
-
 
 @pytest.mark.parametrize("name", ["run[lr=1e-4]", "a*b?", "{x} 100%", "ünï 日本"])
 def test_names_of_folders_are_no_patterns(name, tmp_path, monkeypatch):

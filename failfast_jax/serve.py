@@ -20,11 +20,11 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.errors import OptionError
 from failfast_jax.options import add_flags_of
-from failfast_jax.serving.options import BACKLOG, ServeOptions, check_limit, refuse_diffusion
+from failfast_jax.serving.serve_options import BACKLOG, ServeOptions, check_limit, refuse_diffusion
 from failfast_jax.templates import has_template
 
 if TYPE_CHECKING:
-    from failfast_jax.serving.queue import Queue
+    from failfast_jax.serving.request_queue import Queue
 
 NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
@@ -99,7 +99,7 @@ def _work(args: argparse.Namespace) -> None:
 
 
 def _queue(args: argparse.Namespace, config: GenerationConfig, options: ServeOptions) -> Queue:
-    from failfast_jax.serving.queue import Queue
+    from failfast_jax.serving.request_queue import Queue
 
     engine = load_engine(args, config.method)
     if engine.tokenizer is None:

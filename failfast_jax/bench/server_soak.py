@@ -22,8 +22,8 @@ from failfast_jax.bench.resident import Resident
 from failfast_jax.compilation import compile_counts
 from failfast_jax.errors import OptionError, PromptTooLong
 from failfast_jax.runtime import Request
-from failfast_jax.serving.options import ServeOptions
-from failfast_jax.serving.queue import Queue
+from failfast_jax.serving.request_queue import Queue
+from failfast_jax.serving.serve_options import ServeOptions
 from failfast_jax.serving.server import background
 
 TURNS, FIRST_TURNS = 31, 9

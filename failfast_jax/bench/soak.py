@@ -34,7 +34,7 @@ from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
 from failfast_jax.files import user_path, write_atomically
 from failfast_jax.options import add_flags_of, flag_of
-from failfast_jax.serving.queue import Finished, Queue
+from failfast_jax.serving.request_queue import Finished, Queue
 
 KINDS = 24
 """Different requests."""

@@ -1,1 +1,3 @@
-"""Many requests on one engine: continuous batching, a queue in a thread of its own, and a server in front of it."""
+"""Many requests on one engine: continuous batching, a queue in a thread, and an HTTP server around it."""
+
+from failfast_jax.serving.request_queue import Queue as Queue

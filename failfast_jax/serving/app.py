@@ -19,12 +19,10 @@ from starlette.middleware.cors import CORSMiddleware
 
 from failfast_jax import __version__
 from failfast_jax.errors import PromptError, PromptTooLong
-from failfast_jax.serving.exchange import Exchange, Gone
-from failfast_jax.serving.limits import BodyLimit, Door, refusal
-from failfast_jax.serving.logprobs import Spelling
+from failfast_jax.serving.answer_stream import Exchange, Gone
 from failfast_jax.serving.metrics import CountedResponses, Metrics
-from failfast_jax.serving.options import ServeOptions
-from failfast_jax.serving.protocol import (
+from failfast_jax.serving.middleware import BodyLimit, Door, refusal
+from failfast_jax.serving.openai_protocol import (
     SEEDS,
     ChatRequest,
     CompletionRequest,
@@ -33,7 +31,9 @@ from failfast_jax.serving.protocol import (
     error_body,
     explained,
 )
-from failfast_jax.serving.queue import Queue
+from failfast_jax.serving.request_queue import Queue
+from failfast_jax.serving.serve_options import ServeOptions
+from failfast_jax.serving.token_logprobs import Spelling
 
 CLIENT_CLOSED = 499
 """Nginx' status for a client that went away; nobody sees it."""

@@ -12,8 +12,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from failfast_jax.compilation import compile_counts
-from failfast_jax.serving.limits import refuse
-from failfast_jax.serving.queue import Finished, Queue
+from failfast_jax.serving.middleware import refuse
+from failfast_jax.serving.request_queue import Finished, Queue
 
 logger = logging.getLogger("failfast_jax")
 

@@ -14,8 +14,8 @@ from typing import Any
 from tiny_engines import BytePieces, new_engine
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.serving.options import ServeOptions
-from failfast_jax.serving.queue import Queue
+from failfast_jax.serving.request_queue import Queue
+from failfast_jax.serving.serve_options import ServeOptions
 
 CAPACITY = 160
 

@@ -23,7 +23,7 @@ from served import NoQueue, address_of, until  # noqa: E402
 from test_serve_cli import SERVER, start  # noqa: E402
 
 from failfast_jax.serving import connections, server  # noqa: E402
-from failfast_jax.serving.options import ServeOptions  # noqa: E402
+from failfast_jax.serving.serve_options import ServeOptions  # noqa: E402
 from failfast_jax.serving.server import background  # noqa: E402
 
 

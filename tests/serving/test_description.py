@@ -13,8 +13,8 @@ from hypothesis import strategies as st  # noqa: E402
 from schemathesis.specs.openapi.checks import positive_data_acceptance  # noqa: E402
 from served import CAPACITY, chat_engine, quick, served  # noqa: E402
 
-from failfast_jax.serving.options import ServeOptions  # noqa: E402
-from failfast_jax.serving.queue import Queue  # noqa: E402
+from failfast_jax.serving.request_queue import Queue  # noqa: E402
+from failfast_jax.serving.serve_options import ServeOptions  # noqa: E402
 
 pytestmark = pytest.mark.long
 

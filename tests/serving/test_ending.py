@@ -17,8 +17,8 @@ pytest.importorskip("prometheus_client")
 
 from served import CAPACITY, chat_engine, quick, until  # noqa: E402
 
-from failfast_jax.serving.options import ServeOptions  # noqa: E402
-from failfast_jax.serving.queue import Queue  # noqa: E402
+from failfast_jax.serving.request_queue import Queue  # noqa: E402
+from failfast_jax.serving.serve_options import ServeOptions  # noqa: E402
 from failfast_jax.serving.server import background  # noqa: E402
 
 

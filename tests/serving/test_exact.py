@@ -10,7 +10,7 @@ from tiny_engines import engine
 from tiny_models import random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.serving.queue import Queue
+from failfast_jax.serving.request_queue import Queue
 
 pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("few_widths")]
 

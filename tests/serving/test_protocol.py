@@ -15,8 +15,8 @@ from openai.types.chat import ChatCompletionMessage  # noqa: E402
 from served import NoQueue  # noqa: E402
 
 from failfast_jax.errors import OptionError  # noqa: E402
-from failfast_jax.serving.options import KEY_VARIABLE, ServeOptions  # noqa: E402
-from failfast_jax.serving.protocol import ChatRequest, CompletionRequest, explained  # noqa: E402
+from failfast_jax.serving.openai_protocol import ChatRequest, CompletionRequest, explained  # noqa: E402
+from failfast_jax.serving.serve_options import KEY_VARIABLE, ServeOptions  # noqa: E402
 from failfast_jax.serving.server import background  # noqa: E402
 
 KEY = "a key"

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, normalizers
 from failfast_jax import GenerationConfig
 from failfast_jax.compilation import compile_counts
 from failfast_jax.errors import OptionError, PromptError
-from failfast_jax.serving.queue import Answer, Finished, Queue, QueueClosed, QueueFull
+from failfast_jax.serving.request_queue import Answer, Finished, Queue, QueueClosed, QueueFull
 
 CAPACITY = 160
 METHODS = {

@@ -165,7 +165,9 @@ def test_more_context_than_there_is(monkeypatch, capsys):
 def test_a_longer_answer_than_there_can_be(module, words, room, monkeypatch, capsys):
     """It was asked for; the default is cut instead."""
     monkeypatch.setattr(module, "load_engine", lambda args, method: chat_engine())
-    monkeypatch.setattr("failfast_jax.serving.queue.Queue", lambda *_, **__: pytest.fail("something was compiled"))
+    monkeypatch.setattr(
+        "failfast_jax.serving.request_queue.Queue", lambda *_, **__: pytest.fail("something was compiled")
+    )
     monkeypatch.setattr(chat, "Queue", lambda *_, **__: pytest.fail("something was compiled"))
     port = ["--port", "0"] if module is serve else []
     assert module.main([*words.split(), *port, "--method", "lookup"]) == 2
@@ -182,7 +184,7 @@ def test_why_nothing_may_be_drafted_is_said(monkeypatch, capsys):
         raise OptionError("enough")
 
     monkeypatch.setattr(serve, "load_engine", lambda args, method: chat_engine())
-    monkeypatch.setattr("failfast_jax.serving.queue.Queue", Weighing)
+    monkeypatch.setattr("failfast_jax.serving.request_queue.Queue", Weighing)
     monkeypatch.setattr("failfast_jax.serving.server.Server", enough)
     for rows in (1, 4):
         assert serve.main(["--port", "0", "--method", "lookup", "--batch", str(rows)]) == 2

@@ -19,9 +19,9 @@ from hypothesis import strategies as st  # noqa: E402
 from served import CAPACITY, Served, chat_engine, quick, served, until  # noqa: E402
 
 from failfast_jax import __version__  # noqa: E402
-from failfast_jax.serving import limits  # noqa: E402
-from failfast_jax.serving.options import ServeOptions  # noqa: E402
-from failfast_jax.serving.queue import Queue  # noqa: E402
+from failfast_jax.serving import middleware  # noqa: E402
+from failfast_jax.serving.request_queue import Queue  # noqa: E402
+from failfast_jax.serving.serve_options import ServeOptions  # noqa: E402
 
 pytestmark = pytest.mark.long
 
@@ -305,7 +305,7 @@ def test_wrong_chats_paths_and_bytes(site, client):
 
 
 def test_a_body_that_does_not_come(site, monkeypatch):
-    monkeypatch.setattr(limits, "BODY_SECONDS", 1.0)
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 1.0)
     host, _, port = site.url.removeprefix("http://").partition(":")
     headers = "Host: here", "Content-Type: application/json", "Content-Length: 100"
     begun = "\r\n".join(["POST /v1/completions HTTP/1.1", *headers, "", "{"])

@@ -16,7 +16,7 @@ from failfast_jax.bench.load_options import LoadOptions
 from failfast_jax.bench.resident import Resident, resident_mb
 from failfast_jax.bench.serving import METHODS, serving_report
 from failfast_jax.bench.soak import Soak, prompts_of, soak
-from failfast_jax.serving.queue import Queue
+from failfast_jax.serving.request_queue import Queue
 
 pytestmark = pytest.mark.usefixtures("few_widths")
 

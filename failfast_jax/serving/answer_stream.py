@@ -10,8 +10,8 @@ from typing import Any
 import starlette.requests
 
 from failfast_jax.errors import OptionError, PromptError
-from failfast_jax.serving.protocol import RequestError
-from failfast_jax.serving.queue import Answer, Finished, Piece, Queue, QueueClosed, QueueFull
+from failfast_jax.serving.openai_protocol import RequestError
+from failfast_jax.serving.request_queue import Answer, Finished, Piece, Queue, QueueClosed, QueueFull
 
 
 class Gone(Exception):

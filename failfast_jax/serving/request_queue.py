@@ -25,8 +25,8 @@ from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError, PromptTooLong
 from failfast_jax.results import Round, TokenLogprob
 from failfast_jax.runtime import Request, RowLog
-from failfast_jax.serving.options import refuse_diffusion
 from failfast_jax.serving.scheduler import Job, Scheduler
+from failfast_jax.serving.serve_options import refuse_diffusion
 from failfast_jax.templates import LONGEST_TEXT
 from failfast_jax.text import TextStream
 

@@ -30,8 +30,8 @@ from failfast_jax.errors import OptionError
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.progress import note
-from failfast_jax.serving.options import refuse_diffusion
-from failfast_jax.serving.queue import Queue
+from failfast_jax.serving.request_queue import Queue
+from failfast_jax.serving.serve_options import refuse_diffusion
 from failfast_jax.templates import render
 
 SHORTEST = 64

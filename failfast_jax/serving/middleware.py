@@ -11,7 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
-from failfast_jax.serving.protocol import RequestError, error_body
+from failfast_jax.serving.openai_protocol import RequestError, error_body
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

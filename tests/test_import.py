@@ -102,7 +102,7 @@ def test_commands_begin_before_the_imports_that_take_seconds():
         for path in commands
         if path.read_text(encoding="utf-8").partition("\nfrom __future__ import annotations\n")[2].find(begins) != 1
     ]
-    assert len(commands) > 10 and set(late) <= {"clients.py", "template_process.py"}, late  # processes of commands
+    assert len(commands) > 10 and set(late) <= {"template_process.py"}, late  # a process of commands
 
 
 @pytest.mark.parametrize("name", ["generate", "chat", "serve", "bench", "train", "doctor"])

@@ -65,7 +65,6 @@ COMMANDS = (
     ("failfast_jax.chat", "--target {model} --method vanilla"),
     ("failfast_jax.serve", "--target {model} --port 0 --method vanilla"),
     ("failfast_jax.bench", "run --target {model} --dataset {data}/prompts.jsonl --methods lookup --out {data}/out"),
-    ("failfast_jax.bench", "soak --target {model} --method vanilla"),
     ("failfast_jax.train", "run --target {model} --data {data}/prompts.jsonl --out {data}/out"),
     ("failfast_jax.train", "selfgen --target {model} --out {data}/out"),
     ("failfast_jax.train", "spiffy --target {model} --data {data}/prompts.jsonl"),

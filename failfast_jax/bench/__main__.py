@@ -18,7 +18,6 @@ COMMANDS = {
     "tune": "find a pair's fastest options on this machine",
     "simulate": "the policy against fixed settings, on machines that there are not",
     "replay": "time rounds at real sizes, with the paper's acceptance",
-    "soak": "keep a queue of requests busy, and look for what goes wrong",
     "micro": "time parts of the engine and its kernels",
 }
 

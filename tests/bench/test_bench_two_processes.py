@@ -79,13 +79,6 @@ def test_grids(prompts, tmp_path):
     assert len(rows) == 2 and all(row["memory_mb"] > 0 for row in rows)
 
 
-@pytest.mark.exhaustive
-def test_a_queue_is_kept_busy():
-    words = ["--target", TARGET, "--method", "lookup", "--exact", "--batch", "2", "--context", "64"]
-    found = json.loads(said("failfast_jax.bench", "soak", *words, "--minutes", "0.05", "--tensor-parallel", "2"))
-    assert found["requests"] and found["problems"] == []
-
-
 @pytest.mark.long
 def test_an_installation_is_checked_on_each_host(tmp_path):
     found = said("failfast_jax.doctor")

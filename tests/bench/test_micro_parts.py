@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tiny_engines import engine
 from tiny_models import random_model, tiny_config
 
 from failfast_jax import FailFast, platforms
 from failfast_jax.bench import cpu_kernels, micro
+from failfast_jax.bench.serving import METHODS, serving_report
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import cpu_product, emit
 
@@ -55,3 +57,13 @@ def test_a_processor_that_has_no_kernels_is_named(target, monkeypatch):
     monkeypatch.setattr(emit, "vector_unit", lambda: None)
     with pytest.raises(OptionError, match="--parts cpu: a processor without fused multiply-add"):
         cpu_kernels.report(target)
+
+
+@pytest.mark.long
+def test_the_report_of_a_queue():
+    found = serving_report(engine(), ["what is it?", "and that?"], (2,), 48)
+    assert set(found) == {"2"} and found["2"]["speedup"] > 0
+    for method in METHODS:
+        figures = found["2"][method]
+        assert figures["tokens_per_s"] > 0 and min(figures["first_token_s"], figures["first_token_alone_s"]) > 0
+        assert (figures["accepted_per_round"] == 0) == (method == "vanilla") and figures["request_overhead_s"] > 0

@@ -9,7 +9,6 @@ from typing import Any
 
 from failfast_jax.checkpoints.hub import default_target_path, find_models
 from failfast_jax.checkpoints.pair import load_with_tokenizer
-from failfast_jax.checkpoints.tuned import read_settings
 from failfast_jax.drafters import check_method
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
@@ -34,7 +33,6 @@ def load_pair(
     method: str,
     schedule: str | None = None,
     share: FailFast | None = None,
-    settings: str | os.PathLike | None = None,
     **options: Any,
 ) -> FailFast:
     """An engine for `method`, with the embedded models where none are named; loads no drafter it will not use.
@@ -45,22 +43,17 @@ def load_pair(
     Args:
       share: an engine whose target, with its tokenizer, is used instead of reading `target` once more, and whose store
         of compiled programs is shared.
-      settings: a settings file; where `schedule` is None, its schedule counts.
       options: further arguments of `FailFast`.
 
     Raises:
       ValueError: a model is missing, unreadable or does not fit; the message names it.
     """
     kinds = check_method(method).kinds
-    if settings is not None:
-        if method != "failfast":
-            raise OptionError(f"--settings {settings}: only --method failfast takes tuned settings, not {method}")
-        schedule = schedule or read_settings(settings).decoding.get("schedule")
     for name in ("quantize_drafter", "rope_theta_drafter"):
         if not kinds and (value := options.get(name)):
             raise OptionError(f"{flag_of(name)} {value}: --method {method} drafts without a model")
     find_models({"--target": target, "--drafter": drafter})
-    options |= {"settings": settings, "programs": None if share is None else share.runtime.programs}
+    options["programs"] = None if share is None else share.runtime.programs
 
     def build(*drafter: Any) -> FailFast:
         if share is None:

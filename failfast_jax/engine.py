@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from failfast_jax import distributed, drafters
 from failfast_jax.checkpoints.pair import config_at, read_pair
 from failfast_jax.checkpoints.tokenizer import stop_tokens
-from failfast_jax.checkpoints.tuned import check_models, other_machine, read_settings
 from failfast_jax.compilation import Executables, counted, enable_compile_cache
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.dllm import blocks_to_write
@@ -66,7 +65,6 @@ class FailFast:
       quantize: None, or `int8`: the target's matrices in 8 bits (`quantization`); output is the quantised target's.
       quantize_drafter: likewise the drafter's.
       rope_theta_drafter: base frequency of a feature-based drafter's rotary embedding; None: its folder's.
-      settings: a file of `python -m failfast_jax.bench tune`, made for this pair.
       programs: a store of compiled programs to share, `other.runtime.programs`.
       costs: for `policy="auto"`, a file that says what rounds cost; None: they are measured when first needed.
 
@@ -79,7 +77,7 @@ class FailFast:
       eos_token_ids: stop tokens; the target's own (see `checkpoints.tokenizer.stop_tokens`) unless replaced.
       corpus: None, or a `drafters.suffix.Corpus` that `suffix` drafts from, too, to be filled between requests.
       time_rounds: whether every round is waited for and timed (`Round.took`).
-      decoding: values of options that a request leaves at None; from `settings`, else from the drafter's folder.
+      decoding: values of options that a request leaves at None; from the drafter's folder.
       chances: what `--policy auto` believes of the drafter's confidences at first; see `drafters.check_chances`.
 
     Raises:
@@ -102,16 +100,12 @@ class FailFast:
         quantize: str | None = None,
         quantize_drafter: str | None = None,
         rope_theta_drafter: float | None = None,
-        settings: str | os.PathLike | None = None,
         programs: Executables | None = None,
         costs: str | os.PathLike | None = None,
     ):
         if compile_cache is not None:
             enable_compile_cache(compile_cache)
         start = time.perf_counter()
-        tuned = None if settings is None else read_settings(settings)
-        if tuned is not None:
-            drafters.check_defaults(tuned.decoding, str(tuned.path))
         run = {"dtype": dtype, "attention": attention, "quantize": quantize, "quantize_drafter": quantize_drafter}
         single = tensor_parallel == data_parallel == 1 and distributed.alone()
         loading = "loading the models" if isinstance(target, Decoder) else f"loading {target}"
@@ -131,20 +125,10 @@ class FailFast:
         self.decoding = pair.decoding
         drafters.check_defaults(self.decoding, self.drafter_name)
         self.chances = drafters.check_chances(pair.chances, self.drafter_name)
-        if tuned is not None:
-            self._take_tuned(tuned)
         self.load_s = time.perf_counter() - start
         self.corpus: Corpus | None = None
         self._profile: Profile | None = None
         self._said_default = self.time_rounds = False
-
-    def _take_tuned(self, tuned: Any) -> None:
-        check_models(tuned, self.target, self.drafter, (self.target_name, self.drafter_name))
-        kind, devices = str(jax.devices()[0].device_kind), 1 if self.mesh is None else self.mesh.size
-        here = {"platform": self.platform, "device": kind, "cores": os.cpu_count(), "devices": devices}
-        if others := other_machine(tuned, here):
-            logger.warning("%s: tuned on another machine, %s: tune again here", tuned.path, ", ".join(others))
-        self.decoding = {"policy": "fixed", "schedule": "wide", **tuned.decoding}
 
     @property
     def target(self) -> Decoder:

@@ -10,7 +10,6 @@ from failfast_jax import distributed, progress
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options, options_of
-from failfast_jax.files import user_path
 from failfast_jax.models.attention import KERNELS
 from failfast_jax.options import add_flags
 
@@ -36,12 +35,6 @@ def add_method_flags(parser: argparse.ArgumentParser) -> None:
         "options of methods", "each names the methods that take it; a drafter's folder may bring its own defaults"
     )
     add_flags(drafting, all_options())
-    drafting.add_argument(
-        "--settings",
-        metavar="FILE",
-        type=user_path,
-        help="failfast: what `failfast_jax.bench tune` found for this pair",
-    )
     drafting.add_argument(
         "--costs", metavar="FILE", help="--policy auto: what rounds cost, as in --json's stats (default: measured)"
     )
@@ -97,8 +90,6 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
     chosen = options_of(config, "cpu")
     if method == "ar" and args.drafter is None:
         raise ValueError("--method ar: needs --drafter, an autoregressive model with the target's tokens")
-    if args.settings is not None and method != "failfast":
-        raise ValueError(f"--settings {args.settings}: only --method failfast takes tuned settings, not {method}")
     if method == DIFFUSION_METHOD and args.target is None:
         raise ValueError("--method dllm: needs --target, a block-diffusion model")
     if method == DIFFUSION_METHOD and args.drafter is not None:
@@ -122,7 +113,6 @@ def load_engine(args: argparse.Namespace, method: str) -> Any:
         args.drafter,
         method=method,
         schedule=args.schedule,
-        settings=args.settings,
         costs=args.costs,
         dtype=args.dtype,
         max_seq_len=args.max_seq_len,

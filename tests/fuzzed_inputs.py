@@ -184,7 +184,7 @@ class Prompts:
 
 
 class SmallFiles:
-    """Files that commands take beside models: costs, settings, prompts, records, and the YAML of `--config`."""
+    """Files that commands take beside models: costs, prompts, records, and the YAML of `--config`."""
 
     def __init__(self, folder: Path, changed: Change, mangled: Change):
         self.folder, self.changed, self.mangled = folder / "small", changed, mangled
@@ -206,16 +206,6 @@ class SmallFiles:
         from failfast_jax.pricing import CostBook
 
         CostBook(self._written(rng, "costs.json", {"verify": {"1": 0.01, "8": 0.02}, "draft": 0.001}))
-
-    def settings(self, rng: random.Random) -> None:
-        """`--settings`."""
-        from failfast_jax.checkpoints.tuned import read_settings
-        from failfast_jax.drafters import check_defaults
-
-        decoding = {"schedule": "wide", "spec_len": 5, "max_spec_len": 15, "tau": 0.4, "lookup_min": 2, "min_gain": 1}
-        parts = {"target": {"name": "t"}, "drafter": {"name": "d"}, "machine": {"platform": "cpu"}}
-        path = self._written(rng, "tuned.json", {"failfast_settings": 1, **parts, "decoding": decoding})
-        check_defaults(read_settings(path).decoding, str(path))
 
     def records(self, rng: random.Random) -> None:
         """A journal that somebody edited; what is there stays readable when a record is added."""

@@ -242,7 +242,6 @@ def all_cases(folder: Path, alone: str | None = None) -> dict[str, Case]:
         "weights": fuzzed_inputs.Weights(folder, GOLDEN / "qwen2_untied").value,
         "drafter": fuzzed_inputs.Drafters(folder, _changed).config,
         "--costs": small.costs,
-        "--settings": small.settings,
         "--config": small.config,
         "records": small.records,
         "prompts": small.prompts,

@@ -31,7 +31,7 @@ MISSPELT = [
     (doctor.main, "--jsno", "--jsno: no such flag; did you mean --json?"),
     (qwen2.main, "in out --dtyp float32", "--dtyp: no such flag; did you mean --dtype?"),
     (train, "--outt run --data x", "--outt: no such flag; did you mean --out?"),  # not: --out is missing
-    (bench, "tune --limits 3", "--limits: no such flag; did you mean --limit?"),
+    (bench, "run --limits 3", "--limits: no such flag; did you mean --limit?"),
 ]
 
 
@@ -43,7 +43,7 @@ def test_misspelt_flags(main, words, said, capsys):
     assert line.startswith(f"error: {said}")
 
 
-@pytest.mark.parametrize("main, word, meant", [(bench, "tun", "tune"), (train, "selfgn", "selfgen")])
+@pytest.mark.parametrize("main, word, meant", [(bench, "rn", "run"), (train, "selfgn", "selfgen")])
 def test_misspelt_commands(main, word, meant, capsys):
     assert main([word, "--out", "x"]) == command.USAGE_ERROR
     assert capsys.readouterr().err.startswith(f"error: {word}: no such command; did you mean {meant}? (")

@@ -338,4 +338,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="PATH", type=user_path, help="of `loading`: a Hugging Face folder or a GGUF file"
     )
     parser.add_argument("--out", type=user_path, help="write the JSON there")
-    distributed.refuse_flag(parser, "bench replay, batches and tune measure over several hosts")
+    distributed.refuse_flag(parser, "bench run and replay measure over several hosts")

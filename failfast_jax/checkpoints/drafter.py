@@ -95,17 +95,7 @@ def save_drafter(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
     write_atomically(folder / WEIGHTS, save(tensors))  # `save_file` makes a file that others may not read
-    _write_config(folder, {FORMAT_KEY: FORMAT, **config})
-
-
-def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    write_json(folder / "config.json", config)
-
-
-def write_decoding(folder: Path, platform: str, options: Mapping[str, Any]) -> None:
-    """Makes `options` the folder's decoding defaults on a platform, in place of those it had there."""
-    config = read_json(folder / "config.json")
-    _write_config(folder, {**config, "decoding": {**(config.get("decoding") or {}), platform: dict(options)}})
+    write_json(folder / "config.json", {FORMAT_KEY: FORMAT, **config})
 
 
 def read_drafter(path: str | os.PathLike) -> DrafterFolder:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from checkpoint_files import GOLDEN, run_python
 
-from failfast_jax.checkpoints.tuned import read_settings
-from failfast_jax.command import UNFINISHED, USAGE_ERROR
+from failfast_jax.command import USAGE_ERROR
 
 TARGET, DRAFTER = GOLDEN / "field" / "qwen3_a", GOLDEN / "field" / "dspark_qwen3_a"
 PAIR = ("--target", TARGET, "--drafter", DRAFTER)
@@ -41,30 +40,6 @@ def said(*words: object, status: int = 0) -> str:
     assert first.returncode == second.returncode == status, first.stderr + second.stderr
     assert second.stdout == ""
     return first.stdout
-
-
-@pytest.mark.long
-def test_a_search_goes_by_one_clock(prompts, tmp_path):
-    """In two pieces; what was measured of each setting, and so which is next, is process 0's."""
-    grid = ["--spec-len", "1,3", "--lookup-min", "0", "--min-gain", "0", "--tau", "0.5", "--max-spec-len", "none"]
-    words = [
-        "failfast_jax.bench",
-        "tune",
-        *PAIR,
-        *SHORT,
-        *grid,
-        "--prompts",
-        prompts,
-        "--limit",
-        "1",
-        "--out",
-        tmp_path / "out",
-    ]
-    said(*words, "--minutes", "0.0001", status=UNFINISHED)
-    assert "settings timed in" in said(*words)
-    tuned, summary = read_settings(tmp_path / "out" / "tuned.json"), tmp_path / "out" / "summary.json"
-    assert tuned.machine["devices"] == 2 and tuned.decoding["spec_len"] in (1, 3)
-    assert json.loads(summary.read_text())["chosen"]["answers_equal_to_vanilla"] == "1 of 1"
 
 
 @pytest.mark.exhaustive

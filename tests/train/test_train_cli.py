@@ -18,7 +18,7 @@ from tiers import tiers
 from tiny_models import random_extended
 
 from failfast_jax import FailFast, command, load_model
-from failfast_jax.checkpoints.drafter import decoding_defaults, write_decoding
+from failfast_jax.checkpoints.drafter import decoding_defaults
 from failfast_jax.checkpoints.dspark import save_dspark
 from failfast_jax.decoding.economics import MODEL_CHANCES
 from failfast_jax.train import run
@@ -96,7 +96,7 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     assert drafted.output_ids == engine.generate([[5, 6, 7]], method="vanilla", **options)[0].output_ids
     assert drafted.stats.drafted > 0
     # A finished run is told from its folder; decoding defaults that were written meanwhile stay.
-    write_decoding(out / "drafter", "cpu", {"spec_len": 2})
+    (out / "drafter" / "config.json").write_text(json.dumps(config | {"decoding": {"cpu": {"spec_len": 2}}}))
     monkeypatch.setattr(run, "load_model", None)
     assert main([*whole, "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out) == report

@@ -291,10 +291,10 @@ def _show(report: dict[str, Any]) -> None:
 
 def _push(args: argparse.Namespace) -> None:
     if args.push_to_hub is not None:
-        distributed.first(lambda: _upload(args.out / "drafter", args.push_to_hub))
+        distributed.first(lambda: upload(args.out / "drafter", args.push_to_hub))
 
 
-def _upload(folder: Path, name: str) -> None:
+def upload(folder: Path, name: str) -> None:
     """Uploads a drafter's folder to the repository `name` of the Hub, which is created if it is missing."""
     try:
         HfApi().create_repo(name, exist_ok=True)

@@ -15,8 +15,7 @@ from checkpoint_files import default_target
 
 from failfast_jax.checkpoints import hub
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
-from failfast_jax.errors import OptionError
-from failfast_jax.train import data, publish
+from failfast_jax.train import data, run
 from failfast_jax.train.conversations import ROWS, read_conversations
 from failfast_jax.train.data import DataError
 
@@ -302,11 +301,8 @@ def test_a_drafter_is_pushed(tmp_path, monkeypatch):
                 raise RuntimeError("403 Forbidden\nmore")
             calls.append(options)
 
-    monkeypatch.setattr(publish, "HfApi", Hub)
-    publish.push(tmp_path, "me/drafter")
+    monkeypatch.setattr(run, "HfApi", Hub)
+    run.upload(tmp_path, "me/drafter")
     assert calls == [("me/drafter", {"exist_ok": True}), {"repo_id": "me/drafter", "folder_path": tmp_path}]
     with pytest.raises(OSError, match="--push-to-hub me/closed: 403 Forbidden; .* is finished"):
-        publish.push(tmp_path, "me/closed")
-    with pytest.raises(OptionError, match="--push-to-hub a/b/c: Repo id must"):  # before the first step
-        publish.check_name("a/b/c")
-    publish.check_name("me/drafter")
+        run.upload(tmp_path, "me/closed")

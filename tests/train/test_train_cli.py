@@ -156,6 +156,7 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
     ("flags", "message"),
     [
         (["--steps", "0"], "--steps 0: out of range"),
+        (["--push-to-hub", "a/b/c"], "--push-to-hub a/b/c: Repo id must"),
         (["--layers", "0", "--row-features"], "--layers 0: layer 0 has no layer before it"),
         (["--layers", "1,9"], "--layers 1,9: the target's layers are 0 to"),
         (["--layers", "1,1"], "--layers 1,1: a layer is named twice"),

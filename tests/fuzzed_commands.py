@@ -76,13 +76,13 @@ def stop_at_models() -> None:
     """From here on, in this process, commands end where they would read models, measure or start other programs."""
     from convert.conversion import native
     from failfast_jax import chat, doctor, generate, serve
-    from failfast_jax.bench import answers, datasets, engine_pool, micro, replay, simulate
+    from failfast_jax.bench import answers, datasets, engine_pool, micro, replay
     from failfast_jax.checkpoints import hub
     from failfast_jax.train import run, selfgen, spiffy
 
     generate.load_engine = serve.load_engine = chat.load_engine = datasets.hub_rows = _reached
     hub.snapshot, answers.ENGINES["ray"] = _offline, _reached
-    for module in (engine_pool, micro, simulate, selfgen):
+    for module in (engine_pool, micro, selfgen):
         module.load_pair = _reached
     for part in ("loading_report", "startup_report", "small_engine"):
         setattr(micro, part, _reached)

@@ -15,7 +15,6 @@ COMMANDS = {
     "paper": "the paper's tables, figures and numbers, from the records of runs",
     "specdiff": "draft lengths by denoising steps, with operations and memory",
     "batches": "speedup against batch size",
-    "simulate": "the policy against fixed settings, on machines that there are not",
     "replay": "time rounds at real sizes, with the paper's acceptance",
     "micro": "time parts of the engine and its kernels",
 }

@@ -85,7 +85,7 @@ def check(settings: str, thorough: bool) -> None:
     assert json.loads(ended.stdout.splitlines()[-1]) == by_default(thorough)
 
 
-@pytest.mark.parametrize("name", tiers(TOGETHER, quick=["types and draws"], long=None))
+@pytest.mark.parametrize("name", tiers(TOGETHER, quick=["types and draws"]))
 def test_several_settings_at_once(name):
     check(TOGETHER[name], thorough=name != "types and draws")
 

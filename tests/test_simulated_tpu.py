@@ -40,8 +40,7 @@ def test_two_devices_share_a_model():
     assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(TWO_DEVICES)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["wide", "dflash"])
+@pytest.mark.parametrize("name", tiers(["wide", "dflash"], quick=(), long=["wide"]))
 def test_no_copy_races_with_what_it_copies(name, monkeypatch, capfd):
     """The interpreter prints what it finds; only the semaphores that are waited for order copies."""
     params = Mock(wraps=functools.partial(pltpu.InterpretParams, detect_races=True))

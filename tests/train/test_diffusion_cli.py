@@ -187,7 +187,6 @@ def test_a_made_model_is_trained_on(made, target, corpus, tmp_path, capsys):
     tiers(
         [("fast_dllm_v2_tied", "qwen2_target_211", 120), ("fast_dllm_v2_untied", "qwen2_target_160", 40)],
         quick=[],
-        long=[("fast_dllm_v2_untied", "qwen2_target_160", 40)],
     ),
 )
 def test_a_released_model_is_trained_on(name, of_target, steps, corpus, tmp_path, capsys):

@@ -26,9 +26,7 @@ from failfast_jax.train.resume import begin, is_begun
 ANSWER = 16
 
 
-@pytest.mark.parametrize(
-    "family", tiers(["extended", "dspark", "eagle3", "standalone", "diffusion"], quick=["dspark"], long=["eagle3"])
-)
+@pytest.mark.parametrize("family", tiers(["extended", "dspark", "eagle3", "standalone", "diffusion"], quick=["dspark"]))
 def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, family, monkeypatch):
     objective = make_objective(family, target, documents)
     ema = 0.0 if family == "diffusion" else 0.99
@@ -209,7 +207,7 @@ def own_answers(documents, target):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", tiers(["extended", "eagle3", "standalone"], quick=[], long=["eagle3"]))
+@pytest.mark.parametrize("family", tiers(["extended", "eagle3", "standalone"], quick=[]))
 def test_training_makes_a_drafter_that_loads_and_drafts(own_answers, target, tmp_path, family):
     """Overfits a few documents: the drafter then predicts some of the target's own answers."""
     objective = make_objective(family, target, own_answers)

@@ -209,3 +209,22 @@ def test_the_site_has_every_page():
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
     assert pages and [page for page in pages if f": {page}\n" not in menu] == []
+
+
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tpu_scripts/README.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+
+
+def test_files_that_pages_name_exist():
+    """Python files in backticks, from the root or from the package; `NAME.py` stands for any."""
+    paths = {page: re.findall(r"`([\w/]+\.py)`", page.read_text(encoding="utf-8")) for page in PAGES}
+    assert sum(map(len, paths.values())) > 40
+    added = {"failfast_jax/drafters/repeat.py"}  # docs/add-a-method.md adds it
+    folders = (ROOT, ROOT / "failfast_jax", ROOT / "examples")
+    missing = [
+        f"{page.name}: {path}"
+        for page, named in paths.items()
+        for path in named
+        if "NAME" not in path and path not in added and not any((folder / path).is_file() for folder in folders)
+    ]
+    assert missing == []

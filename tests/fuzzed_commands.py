@@ -84,7 +84,7 @@ def stop_at_models() -> None:
     hub.snapshot, answers.ENGINES["ray"] = _offline, _reached
     for module in (engine_pool, micro, selfgen):
         module.load_pair = _reached
-    for part in ("loading_report", "startup_report", "small_engine"):
+    for part in ("startup_report", "small_engine"):
         setattr(micro, part, _reached)
     run.open_source = spiffy.FailFast = replay.replay_target = native.save_params = _reached
     doctor.CHECKS = ()  # the machine's; they are the same whatever is asked

@@ -62,7 +62,9 @@ class StubEngine(FailFast):
     def generate(self, prompts, config) -> list[Result]:
         if self.fail_after is not None and len(self.given) >= self.fail_after:
             raise KeyboardInterrupt
-        (prompt,) = prompts
+        return [self._answer(prompt, config) for prompt in prompts]
+
+    def _answer(self, prompt, config) -> Result:
         place = config.method, config.options.get("spec_len")
         compiled = place in self.cold
         self.cold.discard(place)
@@ -93,7 +95,7 @@ class StubEngine(FailFast):
             cache_hits=0,
             host_syncs=3,
         )
-        return [Result(list(prompt), ids, self.tokenizer.decode(ids), "eos", config.method, stats, rounds)]
+        return Result(list(prompt), ids, self.tokenizer.decode(ids), "eos", config.method, stats, rounds)
 
 
 class StubEnginePool(EnginePool):

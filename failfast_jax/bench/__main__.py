@@ -13,8 +13,6 @@ from failfast_jax import command
 COMMANDS = {
     "run": "compare methods on datasets",
     "paper": "the paper's tables, figures and numbers, from the records of runs",
-    "specdiff": "draft lengths by denoising steps, with operations and memory",
-    "batches": "speedup against batch size",
     "replay": "time rounds at real sizes, with the paper's acceptance",
     "micro": "time parts of the engine and its kernels",
 }

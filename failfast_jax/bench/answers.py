@@ -153,9 +153,11 @@ class RayAnswers:
     def __init__(self, task: Task):
         ray = self.ray = needed("ray", "--engine ray", extra="ray")
         for variant in task.variants:
-            if CORPUS in variant.options:
-                said = "its corpus needs the questions one after the other: --engine local"
-                raise OptionError(f"--engine ray: {variant.label}: {said}")
+            if CORPUS in variant.options or variant.batch > 1:
+                raise OptionError(
+                    f"--engine ray: {variant.label}: with a corpus or in a batch, questions depend on each other; "
+                    "leave --engine out"
+                )
         self.task = task
         ray.init(ignore_reinit_error=True, log_to_driver=False, include_dashboard=False)
         remote = ray.remote(max_restarts=-1, max_task_retries=-1, **self._place())(_Actor)

@@ -25,11 +25,16 @@ from failfast_jax.bench.modelled import LARGEST, THEORY_LENGTHS, authors_latenci
 from failfast_jax.bench.published import appendix_b
 from failfast_jax.bench.released import Counts, counts
 from failfast_jax.bench.run_options import RELEASED
-from failfast_jax.bench.variants import BASELINE
+from failfast_jax.bench.variants import BASELINE, BATCH
 from failfast_jax.command import needed
 from failfast_jax.files import Record, read_lines, write_atomically
 
-SENSITIVE = {"tau": "confidence threshold tau", "spec_len": "chunk length N", "max_spec_len": "longest draft"}
+SENSITIVE = {
+    "tau": "confidence threshold tau",
+    "spec_len": "chunk length N",
+    "max_spec_len": "longest draft",
+    BATCH: "sequences in a batch",
+}
 
 
 class NoData(Exception):

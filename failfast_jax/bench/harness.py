@@ -7,6 +7,7 @@ compile or read a program is a warm-up: it is thrown away and given again. Whate
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -35,10 +36,10 @@ BLOCK = 6
 """Variants that are compared with one answer of `vanilla`: their programs, and its own, are kept at once."""
 
 
-def to_record(result: Result) -> Record:
-    """What is kept of an answer: enough for every table, figure and trajectory. Rounds of `vanilla` are one token each
-    and are left out."""
-    kept = ("decode_s", "prefill_s", "rounds", "drafted", "accepted", "drafter_passes", "target_passes")
+def to_record(result: Result, batch: int = 1) -> Record:
+    """Record of an answer: enough for every table, figure and trajectory. Rounds of `vanilla` are one token each and
+    are left out. An answer of a batch has an equal share of its time."""
+    counts = ("rounds", "drafted", "accepted", "drafter_passes", "target_passes")
     detail = [
         {
             "drafted": len(entry.drafted),
@@ -54,7 +55,8 @@ def to_record(result: Result) -> Record:
     ]
     return {
         "method": result.method,
-        **{name: getattr(result.stats, name) for name in kept},
+        **{name: getattr(result.stats, name) / batch for name in ("decode_s", "prefill_s")},
+        **{name: getattr(result.stats, name) for name in counts},
         "prompt_tokens": len(result.prompt_ids),
         "tokens": len(result.output_ids),
         "finish_reason": result.finish_reason,
@@ -76,23 +78,24 @@ def shape_of(drafter: Any) -> dict[str, Any]:
 
 
 def blocks(variants: Sequence[Variant]) -> list[tuple[str, list[Variant]]]:
-    """Variants that run together, with a name that changes with their members."""
-    parts = [list(variants[at : at + BLOCK]) for at in range(0, len(variants), BLOCK)]
+    """Variants that run together, all of one batch size, with a name that changes with their members."""
+    by_batch = [[v for v in variants if v.batch == batch] for batch in dict.fromkeys(v.batch for v in variants)]
+    parts = [group[at : at + BLOCK] for group in by_batch for at in range(0, len(group), BLOCK)]
     return [(stamp([variant.label for variant in part]), part) for part in parts or [[]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """A question answered once by `vanilla` and by each variant of a block.
+    """Questions (one, or a batch) answered once by `vanilla` and by each variant of a block.
 
     Attributes:
-      number: of the question, in the order in which they are asked, from 1.
+      number: of the first question, in the order in which they are asked, from 1.
       block: the block's name.
       reverse: whether the last variant begins.
     """
 
     dataset: Dataset
-    question: Question
+    questions: list[Question]
     number: int
     repeat: int
     block: str
@@ -100,13 +103,13 @@ class Turn:
     reverse: bool
 
 
-def answer(engine: FailFast, prompt: list[int], config: GenerationConfig) -> Result:
-    """A warm answer: one that neither compiled a program nor read one from the cache."""
+def warm_answers(engine: FailFast, prompts: list[list[int]], config: GenerationConfig) -> list[Result]:
+    """Answers that neither compiled a program nor read one from the cache."""
     for _ in range(WARM_UPS):
-        result = engine.generate([prompt], config)[0]
-        if not result.stats.compiles + result.stats.cache_hits:
-            return result
-    return engine.generate([prompt], config)[0]
+        results = engine.generate(prompts, config)
+        if not results[0].stats.compiles + results[0].stats.cache_hits:
+            return results
+    return engine.generate(prompts, config)
 
 
 def promises_equality(config: GenerationConfig) -> bool:
@@ -225,27 +228,29 @@ class Comparison:
 
     # -- answers -----------------------------------------------------------------------------------------
 
-    def engine_for(self, variant: Variant, dataset: Dataset, question: Question) -> FailFast:
-        """The variant's engine. If the variant has a corpus, it holds the questions before and `vanilla`'s answers."""
+    def engine_for(self, variant: Variant, dataset: Dataset, first: Question) -> FailFast:
+        """The variant's engine. If the variant has a corpus, it holds the questions before `first` and `vanilla`'s
+        answers to them."""
         engine = self.engine(variant)
         engine.corpus = None
         if CORPUS in variant.options:
             engine.corpus = Corpus(variant.options[CORPUS])
             for other in self._in_order(dataset):
-                if other == question:
+                if other == first:
                     break
                 engine.corpus.add(self.encode(dataset, other) + self._said(dataset, other))
         return engine
 
-    def answer(self, variant: Variant, dataset: Dataset, question: Question) -> Result:
-        """A warm answer; see `answer`."""
-        engine, config = self.engine_for(variant, dataset, question), self.configs[variant.label]
-        prompt = self.encode(dataset, question)
-        bucket = (variant.label, (len(prompt) + config.max_new_tokens).bit_length())
+    def answer(self, variant: Variant, dataset: Dataset, questions: list[Question]) -> list[Result]:
+        """Warm answers to questions that are asked together."""
+        engine, config = self.engine_for(variant, dataset, questions[0]), self.configs[variant.label]
+        prompts = [self.encode(dataset, question) for question in questions]
+        longest = max(map(len, prompts)) + config.max_new_tokens
+        bucket = (variant.label, len(prompts), longest.bit_length())
         if bucket not in self._warm:
-            next(engine.stream([prompt], config))  # compiles everything, and stops after one round
+            next(engine.stream(prompts, config))  # compiles everything, and stops after one round
             self._warm.add(bucket)
-        return answer(engine, prompt, config)
+        return warm_answers(engine, prompts, config)
 
     def _shape(self, variant: Variant) -> dict[str, Any]:
         engine, config = self.engine(variant), self.configs[variant.label]
@@ -257,27 +262,40 @@ class Comparison:
 
     def _pending(self, turn: Turn) -> list[Variant]:
         """Variants of a turn that have no record. `vanilla` is one of them if others need it."""
-        place = (turn.dataset.name, turn.question.id, turn.repeat)
-        done = {v.label: self.journal.answers.get((*place, v.label)) for v in turn.variants}
-        pending = [v for v in turn.variants if done[v.label] is None]
-        answered_here = any(record["block"] == turn.block for record in done.values() if record is not None)
+        places = [(turn.dataset.name, question.id, turn.repeat) for question in turn.questions]
+        done = {v.label: [self.journal.answers.get((*place, v.label)) for place in places] for v in turn.variants}
+        pending = [v for v in turn.variants if None in done[v.label]]
+        answered_here = any(record and record["block"] == turn.block for records in done.values() for record in records)
         needed = not turn.variants or pending or answered_here
-        if needed and (*place, BASELINE, turn.block) not in self.journal.answers:
+        if needed and any((*place, BASELINE, turn.block) not in self.journal.answers for place in places):
             pending.insert(0, VANILLA)
         return pending
 
+    def _turns(self) -> list[Turn]:
+        """All turns, in order; a batch has questions of one turn of their conversations."""
+        turns = []
+        for dataset in self.datasets:
+            ordered = self._in_order(dataset)
+            for (block, part), repeat in itertools.product(blocks(self.variants), range(self.repeats)):
+                batch = part[0].batch if part else 1
+                if batch > 1 and len(ordered) % batch:
+                    raise ValueError(
+                        f"{part[0].label}: {dataset.name} has {len(ordered)} questions, no multiple of batch {batch}; "
+                        "change --limit"
+                    )
+                for index in range(0, len(ordered), batch):
+                    reverse = bool((repeat + index // batch) % 2)
+                    together = ordered[index : index + batch]
+                    if batch > 1 and any(question.follows is not None for question in together):
+                        raise ValueError(f"{part[0].label}: {dataset.name} has conversations, which take batch 1")
+                    turns.append(Turn(dataset, together, index + 1, repeat, block, part, reverse))
+        return turns
+
     def run(self, only: Collection[tuple[str, str]] | None = None) -> None:
         """Answers what has no record yet: all questions, or `only` these, each a dataset's name and an id."""
-        turns = [
-            Turn(dataset, question, index + 1, repeat, block, part, reverse=bool((repeat + index) % 2))
-            for dataset in self.datasets
-            for block, part in blocks(self.variants)
-            for repeat in range(self.repeats)
-            for index, question in enumerate(self._in_order(dataset))
-            if only is None or (dataset.name, question.id) in only
-        ]
-        missing = sum(len(self._pending(turn)) for turn in turns)
-        total = sum(1 + len(turn.variants) for turn in turns)
+        turns = [t for t in self._turns() if only is None or (t.dataset.name, t.questions[0].id) in only]
+        missing = sum(len(self._pending(turn)) * len(turn.questions) for turn in turns)
+        total = sum((1 + len(turn.variants)) * len(turn.questions) for turn in turns)
         with progress_bar("bench", "answer", total=total, initial=total - missing) as bar:
             for turn in turns:
                 self._answer_all(turn, bar)
@@ -285,41 +303,40 @@ class Comparison:
 
     def _answer_all(self, turn: Turn, bar: tqdm) -> None:
         """Gives and records the answers of a turn that have no record."""
-        dataset, question = turn.dataset, turn.question
-        pending = self._pending(turn)
-        ids = self.encode(dataset, question) if pending else []
+        dataset, pending = turn.dataset, self._pending(turn)
         order = [VANILLA, *turn.variants][:: -1 if turn.reverse else 1]
         for position, variant in enumerate(order):
             if variant not in pending:
                 continue
             bar.set_postfix_str(f"{dataset.name} {turn.number} of {len(dataset.questions)}, {variant.label}")
             harness_s = self._idle()
-            result = self.answer(variant, dataset, question)
+            results = self.answer(variant, dataset, turn.questions)
             self._idle_since = time.perf_counter()
-            record = {
-                "kind": ANSWER,
-                "dataset": dataset.name,
-                "question": question.id,
-                "place": dataset.questions.index(question),
-                "repeat": turn.repeat,
-                "setting": variant.label,
-                "options": dict(variant.options),
-                "block": turn.block,
-                "position": position,
-                "session": self.journal.session,
-                "prompt_stamp": stamp(ids),
-                "compared": promises_equality(self.configs[variant.label]),
-                "harness_s": harness_s,
-                "drafter": self._shape(variant),
-                **to_record(result),
-            }
-            self.journal.append(record)
-            bar.update()
+            for question, result in zip(turn.questions, results):
+                record = {
+                    "kind": ANSWER,
+                    "dataset": dataset.name,
+                    "question": question.id,
+                    "place": dataset.questions.index(question),
+                    "repeat": turn.repeat,
+                    "setting": variant.label,
+                    "options": dict(variant.options),
+                    "block": turn.block,
+                    "position": position,
+                    "session": self.journal.session,
+                    "prompt_stamp": stamp(self.encode(dataset, question)),
+                    "compared": promises_equality(self.configs[variant.label]),
+                    "harness_s": harness_s / len(results),
+                    "drafter": self._shape(variant),
+                    **to_record(result, len(results)),
+                }
+                self.journal.append(record)
+                bar.update()
 
     def _compare(self, turn: Turn, bar: tqdm) -> None:
         """Notes where answers of a turn leave `vanilla`'s, and how close the target's two best logits are there."""
-        dataset, question = turn.dataset, turn.question
-        for variant in turn.variants:
+        dataset = turn.dataset
+        for variant, question in itertools.product(turn.variants, turn.questions):
             record = self.journal.answers[dataset.name, question.id, turn.repeat, variant.label]
             baseline = self.journal.baseline_of(record)
             noted = key_of(DIFFERENCE, record) in self.journal.lines[DIFFERENCE]

@@ -8,13 +8,10 @@
 - plain: what a round costs that drafts nothing, by method, in those of `vanilla`;
 - drafting: what a draft of the default drafter costs, beside the reading of its weights, and what of it is its Markov
   head;
-- batch: tokens a second of 4, 8 and 16 questions answered together, by policy, against `vanilla`;
+- programs: operations and memory of a round's two programs, by the compiler's own count (not by default);
 - serving: tokens a second of a queue of requests by rows, with and without drafts, seconds to the first token, and what
   a request costs (not by default);
-- passes: drafter passes per round of the schedule `wide`;
-- reuse: programs compiled by a first and by a second answer;
 - startup: seconds from the start of a second process to its first token, with a warm compile cache;
-- loading: seconds of loading `--model`, beside those of reading its files through (not by default);
 - cpu: the CPU's own kernels beside XLA's operations (not by default);
 - attention: numerics and times of the attention kernel, on an NVIDIA GPU (by default where there is one).
 
@@ -26,23 +23,21 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from failfast_jax import distributed, platforms
+from failfast_jax import decoding, distributed, platforms
 from failfast_jax.bench import attention, cpu_kernels, hf_reference
 from failfast_jax.bench.clock import interleaved, medians
-from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.drafting import drafting_report
-from failfast_jax.bench.loading import loading_report
 from failfast_jax.bench.prompts import PROMPTS
 from failfast_jax.bench.public_models import hollow, nbytes
 from failfast_jax.bench.replay_programs import Models, OnDevice, compiled, start_of, verify_program
@@ -54,7 +49,6 @@ from failfast_jax.decoding.economics import Costs
 from failfast_jax.decoding.plan import Plan, buffer_length
 from failfast_jax.defaults import load_pair
 from failfast_jax.engine import FailFast
-from failfast_jax.errors import OptionError
 from failfast_jax.files import user_path, write_atomically
 from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.transformer import Decoder
@@ -66,13 +60,10 @@ PARTS = (
     "overhead",
     "plain",
     "drafting",
-    "batch",
-    "passes",
-    "reuse",
     "startup",
     "attention",
     "serving",
-    "loading",
+    "programs",
     "prefill",
     "cpu",
 )
@@ -163,44 +154,6 @@ def _go_on(session: Session, place: list[Any]) -> jax.Array:
     return place[0].length
 
 
-def batch_report(source: str) -> dict[str, Any]:
-    """Tokens a second of the embedded pair, by batch: medians of interleaved answers to a dataset's first questions.
-
-    `again` is `vanilla` once more: what the machine makes of two equal programs. The slow fixed settings, which are far
-    from both, get one turn in every `REPEATS`.
-    """
-    engine, out = load_pair(method="failfast"), {}
-    prompts = [q.prompt for q in load_dataset(source, limit=max(BATCHES)).questions if q.follows is None]
-    ways = {
-        "vanilla": {"method": "vanilla"},
-        "again": {"method": "vanilla"},
-        "auto": {"method": "failfast"},
-        "fixed": {"method": "failfast", "policy": "fixed"},
-    }
-    for batch in BATCHES:
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        ratios: dict[str, list[float]] = {name: [] for name in ways}
-        for turn in range(3 * REPEATS + 1):
-            took = {}
-            for name in list(ways)[:: -1 if turn % 2 else 1]:
-                if name != "fixed" or turn % REPEATS == 0:
-                    results = engine.generate(prompts[:batch], max_new_tokens=TOKENS, ignore_eos=True, **ways[name])
-                    took[name] = results[0].stats.decode_s
-            for name in took if turn else ():  # the first turn compiles
-                seconds[name].append(took[name])
-                ratios[name].append(took["vanilla"] / took[name])
-        out[batch] = {
-            name: {
-                "tokens_per_s": batch * TOKENS / float(np.median(seconds[name])),
-                "speedup": float(np.median(ratios[name])),
-                "quartiles": np.percentile(ratios[name], (25, 75)).tolist(),
-            }
-            for name in ways
-        }
-        print(f"batch {batch}: {json.dumps(out[batch])}", file=sys.stderr, flush=True)
-    return out
-
-
 def speed_report(engine: FailFast) -> dict[str, Any]:
     """Tokens a second of `vanilla` and of transformers on the same prompts, prefill excluded from both."""
     config = GenerationConfig(method="vanilla", max_new_tokens=TOKENS, ignore_eos=True)
@@ -231,27 +184,47 @@ def speed_report(engine: FailFast) -> dict[str, Any]:
     return out
 
 
-def passes_report(engine: FailFast) -> dict[str, Any]:
-    """Drafter passes a round of `wide` against `ceil(draft length / N)`."""
-    rounds = []
-    for prompt in PROMPTS:
-        for tau in (0.45, 0.0):
-            rounds += engine.generate([prompt], method="failfast", max_new_tokens=TOKENS, tau=tau)[0].rounds
+def programs_report(engine: FailFast) -> dict[str, Any]:
+    """Operations and memory of a round's programs by method, after a prompt of `CONTEXT` tokens."""
+    configs = {method: GenerationConfig(method, max_new_tokens=TOKENS) for method in ("vanilla", "failfast")}
+    return {method: program_costs(engine, config, CONTEXT) for method, config in configs.items()}
+
+
+def program_costs(engine: FailFast, config: GenerationConfig, prompt_tokens: int) -> dict[str, float | None]:
+    """Operations and memory of a round, as the compiler reports them; None where this backend does not.
+
+    Returns:
+      `pass_flops` of one drafter pass (a loop's body counts once), `verify_flops`, and `bytes`: both models (shared
+      arrays count once), the state, and results and temporaries of the larger program.
+    """
+    session = engine.session([[0] * prompt_tokens], engine.resolve(config))
+    drafter, state = session.drafter, session.shapes
+    proposal, _ = jax.eval_shape(decoding.draft, drafter, state)
+    verify = functools.partial(decoding.verify, plan=session.plan)
+    programs = [(decoding.draft, (drafter, state)), (verify, (engine.target, drafter, state, proposal))]
+    pass_flops, verify_flops = (_flops(function, arguments) for function, arguments in programs)
+    added = []
+    for function, arguments in programs:
+        memory = jax.jit(function).lower(*arguments).compile().memory_analysis()
+        added.append(memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes)
+    arrays = {id(leaf): leaf for leaf in jax.tree.leaves((engine.target, drafter, state))}
     return {
-        "rounds": len(rounds),
-        "passes_per_round": sum(r.passes for r in rounds) / len(rounds),
-        "least_per_round": sum(math.ceil(len(r.drafted) / 10) for r in rounds) / len(rounds),
+        "pass_flops": pass_flops if drafter.max_draft else None,
+        "verify_flops": verify_flops,
+        "bytes": sum(map(platforms.bytes_on_a_device, arrays.values())) + max(added),
     }
 
 
-def reuse_report(engine: FailFast) -> dict[str, Any]:
-    """Programs compiled (or read from the cache) by a first and by a second answer of a new engine."""
-    fresh = FailFast(engine.target, engine.drafter, tokenizer=engine.tokenizer, drafter_tokenizer=engine.tokenizer)
-    counts = {}
-    for name, prompt in (("first", PROMPTS[1]), ("second", PROMPTS[2])):
-        stats = fresh.generate([prompt], method="vanilla", max_new_tokens=16)[0].stats
-        counts[name] = {"compiles": stats.compiles, "cache_hits": stats.cache_hits, "host_syncs": stats.host_syncs}
-    return counts
+def _flops(function: Callable, arguments: Sequence[Any]) -> float | None:
+    """Floating-point operations by XLA's count, with its own operations in place of our kernels."""
+    from failfast_jax.kernels import emit  # brings LLVM
+
+    jax.clear_caches()  # traces with our kernels would be taken for those without, and the other way round
+    with emit.unused():
+        analysis = jax.jit(function).lower(*arguments).compile().cost_analysis()
+    jax.clear_caches()
+    analysis = analysis[0] if isinstance(analysis, list) else analysis
+    return (analysis or {}).get("flops")
 
 
 def startup_report() -> dict[str, Any]:
@@ -298,8 +271,6 @@ def work(args: argparse.Namespace) -> int:
         raise ValueError(f"--parts: {', '.join(unknown)}: must be among {', '.join(PARTS)}")
     if "attention" in wanted:
         attention.check()
-    if ("loading" in wanted) != (args.model is not None):
-        raise OptionError("--parts loading: needs --model, and no other part takes it")
     engine = functools.cache(small_engine)
     jobs = {
         "speed": lambda: speed_report(engine()),
@@ -308,13 +279,10 @@ def work(args: argparse.Namespace) -> int:
         "prefill": lambda: prefill_report(engine()),
         "plain": plain_report,
         "drafting": lambda: drafting_report(pair := load_pair(method="failfast"), pair.encode(PROMPTS[0])),
-        "batch": lambda: batch_report(args.dataset),
-        "passes": lambda: passes_report(engine()),
-        "reuse": lambda: reuse_report(engine()),
         "startup": startup_report,
         "attention": attention.report,
         "cpu": lambda: cpu_kernels.report(engine().target),
-        "loading": lambda: loading_report(args.model),
+        "programs": lambda: programs_report(load_pair(method="failfast")),
         "serving": lambda: serving_report(load_pair(method="failfast"), PROMPTS, (1, *BATCHES), TOKENS),
     }
     report: dict[str, Any] = {"machine": platforms.machine()}
@@ -333,9 +301,5 @@ def work(args: argparse.Namespace) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--parts", help=f"comma-separated, of {', '.join(PARTS)} (default: what can be run here)")
-    parser.add_argument("--dataset", default="humaneval", help="of `batch`: a dataset of `bench run`, or a file")
-    parser.add_argument(
-        "--model", metavar="PATH", type=user_path, help="of `loading`: a Hugging Face folder or a GGUF file"
-    )
     parser.add_argument("--out", type=user_path, help="write the JSON there")
     distributed.refuse_flag(parser, "bench run and replay measure over several hosts")

@@ -97,7 +97,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
         "# Benchmark",
         f"{host['device']}, {host['processor']}, {host['cores']} cores, JAX {host['jax']}, "
         f"Python {host['python']}, {host['date']}.",
-        f"{named}; batch 1, repeats: {summary['repeats']}, options for all: {options}.",
+        f"{named}; batch 1 where a row names no other, repeats: {summary['repeats']}, options for all: {options}.",
         f"{HOW}Modelled: the paper's model with these statistics at {latency['draft_pass']:g} ms a drafter pass and "
         f"{latency['target_step']:g} ms a target step ({latency['name']}). {UNPRICED if unpriced else ''}".rstrip(),
         f"Drafter passes: {PASSES[summary['count_passes']]}. {OF_A_PASS}",

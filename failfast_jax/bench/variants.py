@@ -26,7 +26,9 @@ DRAFTER = "drafter"
 """Option of methods with a model here: the variant's own drafter, a path or Hub id."""
 THETA = "rope_theta_drafter"
 """Likewise: the base frequency of its drafter's rotary embedding, in place of the folder's."""
-OURS = (CORPUS, DRAFTER, THETA)
+BATCH = "batch"
+"""Option of every method here: questions that are answered together, by the row and by its `vanilla`."""
+OURS = (CORPUS, DRAFTER, THETA, BATCH)
 
 
 # -- options of requests and of methods ----------------------------------------------------------------------------
@@ -39,6 +41,7 @@ def option_names(method: str | None = None) -> list[str]:
     kinds = METHODS.values() if method is None else (METHODS[method],)
     own = [name for kind in kinds for name in kind.names()] + ([CORPUS] if method == "suffix" else [])
     own += [DRAFTER, THETA] if method is not None and METHODS[method].kinds else []
+    own += [] if method is None else [BATCH]
     return list(dict.fromkeys([*(name for name in _REQUEST if name != "max_new_tokens"), *own]))
 
 
@@ -109,6 +112,11 @@ class Variant:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sweep: str = ""
 
+    @property
+    def batch(self) -> int:
+        """Questions that are answered together."""
+        return self.options.get(BATCH, 1)
+
     def config(self, common: GenerationConfig) -> GenerationConfig:
         """The request, with the run's common options where the variant has none.
 
@@ -130,6 +138,8 @@ class Variant:
                 if value is not None:
                     check_value(fields[name], value)
             Corpus(self.options.get(CORPUS, 1))
+            if not isinstance(self.batch, int) or self.batch < 1:
+                raise ValueError(f"batch {self.batch}: must be a positive integer")
         except ValueError as error:
             raise ValueError(f"{self.label}: {error}") from None
         return config

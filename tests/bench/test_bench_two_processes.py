@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -40,18 +39,6 @@ def said(*words: object, status: int = 0) -> str:
     assert first.returncode == second.returncode == status, first.stderr + second.stderr
     assert second.stdout == ""
     return first.stdout
-
-
-@pytest.mark.exhaustive
-def test_grids(prompts, tmp_path):
-    words = [*PAIR, *SHORT, "--dataset", prompts, "--no-figures"]
-    few = ["--methods", "lookup", "--batch", "2", "--turns", "1", "--out", tmp_path / "batches"]
-    assert "| 2 |" in said("failfast_jax.bench", "batches", *words, *few)
-    assert list(json.loads((tmp_path / "batches" / "batches.json").read_text())) == ["2"]
-    grid = ["--limit", "2", "--gamma", "2", "--steps", "2", "--out", tmp_path / "grid"]
-    assert "| 2 | 2 |" in said("failfast_jax.bench", "specdiff", *words, *grid)
-    rows = json.loads((tmp_path / "grid" / "specdiff.json").read_text())
-    assert len(rows) == 2 and all(row["memory_mb"] > 0 for row in rows)
 
 
 @pytest.mark.long

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
-from tiny_engines import engine
+from flax import nnx
+from tiny_engines import engine, standalone_engine
 from tiny_models import random_model, tiny_config
 
 from failfast_jax import FailFast, platforms
 from failfast_jax.bench import cpu_kernels, micro
 from failfast_jax.bench.serving import METHODS, serving_report
+from failfast_jax.config import GenerationConfig
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import cpu_product, emit
 
@@ -67,3 +70,24 @@ def test_the_report_of_a_queue():
         figures = found["2"][method]
         assert figures["tokens_per_s"] > 0 and min(figures["first_token_s"], figures["first_token_alone_s"]) > 0
         assert (figures["accepted_per_round"] == 0) == (method == "vanilla") and figures["request_overhead_s"] > 0
+
+
+@pytest.mark.long
+def test_operations_grow_with_the_rows():
+    pair = standalone_engine()
+
+    def costs(method, **options):
+        config = GenerationConfig(method, max_new_tokens=8, **options)
+        rows = pair.runtime.plan(pair.build_drafter(pair.resolve(config))).widths[-1]
+        return micro.program_costs(pair, config, 9), rows
+
+    (short, few), (long, many) = costs("specdiff", spec_len=7), costs("specdiff", spec_len=40)
+    plain, one = costs("vanilla")
+    assert one < few < many
+    layers = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(pair.target.layers)) if leaf.ndim > 1)
+    assert plain["verify_flops"] > 2 * layers
+    assert long["verify_flops"] / short["verify_flops"] == pytest.approx(many / few, rel=0.1)
+    assert plain["pass_flops"] is None and plain["verify_flops"] < short["verify_flops"] / 4
+    # Both models are held while either works.
+    drafter = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(pair.drafter)))
+    assert short["pass_flops"] > 0 and long["bytes"] >= short["bytes"] > plain["bytes"] + drafter

@@ -160,10 +160,8 @@ QWEN, FAST = "Qwen/Qwen2.5-7B-Instruct", "Efficient-Large-Model/Fast_dLLM_v2_1.5
 @pytest.mark.parametrize(
     "command, flag, name",
     [
-        (f"bench batches --dataset humaneval --batch 1 --target {QWEN}", "--target", QWEN),
-        (f"bench batches --dataset humaneval --batch 1 --drafter {FAST}", "--drafter", FAST),
-        (f"bench specdiff --dataset humaneval --target {QWEN}", "--target", QWEN),
-        (f"bench specdiff --dataset humaneval --drafter {FAST}", "--drafter", FAST),
+        (f"bench run --preset batch-sizes --target {QWEN}", "--target", QWEN),
+        (f"bench run --preset specdiff --dataset humaneval --drafter {FAST}", "--drafter", FAST),
         (f"bench run --dataset humaneval --methods ar --ar-drafter {QWEN}", "--ar-drafter", QWEN),
         (
             f"bench run --dataset humaneval --methods eagle3:drafter={EAGLE}",

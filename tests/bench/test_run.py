@@ -1,5 +1,6 @@
 """`bench run` with a stub engine: order, resuming, sweeps, scores, summary, and its answers to bad input."""
 
+import argparse
 import json
 import sys
 
@@ -14,6 +15,7 @@ from failfast_jax.bench.datasets import Dataset, Question
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import Journal
 from failfast_jax.bench.prompts import humaneval_problems
+from failfast_jax.bench.run_options import PRESETS, add_arguments, merged, read_variants
 from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.checkpoints import hub
@@ -134,6 +136,35 @@ def test_sweeps_report_the_best(bench, out, capsys, monkeypatch):
     # Of `tau` the stub makes nothing.
     notes = [line for line in text.splitlines() if line.startswith("The same rounds")]
     assert notes == ["The same rounds, so that only noise tells them apart: `failfast:tau=0.3`, `failfast:tau=0.5`."]
+
+
+def test_batches_have_vanilla_beside_them(stub, bench, out, capsys):
+    """Questions of a batch are answered together, by the row and by a `vanilla` of its own, and share the time."""
+    path = out.parent / "four.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"question {n}"}) + "\n" for n in range(4)))
+    four = ["--dataset", str(path), "--methods", "lookup", "--sweep", "lookup:batch=2|4", "--figures"]
+    assert main([*four, "--out", str(out)]) == 0
+    records = lines_of(out)
+    assert len(records) == 24 and len({record["block"] for record in records}) == 3
+    asked = [prompt for method, _, prompt in stub.given if method == "lookup"]
+    assert asked == [f"question {n}" for n in range(4)] * 3
+    times = {record["setting"]: record["decode_s"] for record in records if record["method"] == "lookup"}
+    assert times["lookup"] == 2 * times["lookup:batch=2"] == 4 * times["lookup:batch=4"]
+    assert {row["speedup"] for row in summary_of(out, "four.jsonl")["settings"].values()} > {1.0}
+    assert (out / "figures" / "sensitivity_batch.svg").is_file()
+    answered = len(stub.given)
+    assert main([*four, "--out", str(out)]) == 0 and len(stub.given) == answered
+    for value, message in (("3", "four.jsonl has 4 questions, no multiple of batch 3"), ("0", "batch 0: must be")):
+        assert main([*four[:2], "--methods", f"lookup:batch={value}", "--out", str(out)]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_name_rows(name):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    variants, _ = read_variants(merged(parser.parse_args(["--preset", name, "--target", "x-32B"])))
+    assert len(variants) > 5 and all(variant.config(GenerationConfig()) for variant in variants)
 
 
 def test_all_leaves_out_what_cannot_run(stub, bench, tmp_path, capsys):

@@ -12,7 +12,7 @@ import dataclasses
 import importlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,14 @@ from failfast_jax.files import read_stream
 from failfast_jax.options import CommandOptions, add_flags_of, option
 from failfast_jax.results import fate
 from failfast_jax.serving.request_queue import PER_REQUEST, Answer, Finished, Queue
-from failfast_jax.serving.serve_options import RowOptions, check_limit, refuse_diffusion
+from failfast_jax.serving.serve_options import capacity_for, refuse_diffusion
 from failfast_jax.templates import LONGEST_TEXT
 from failfast_jax.trajectory import to_terminal
 
 HELP = """\
 /reset          forget the conversation
-/stats          what the last answer took, and all of them
-/method [name]  say the method, or go on with another one
+/stats          tokens and seconds of the last answer, and of all
+/method [name]  show the method, or continue with another one
 /trace          the last answer's rounds: accepted (green), rejected (struck out), the target's own (blue)
 /quit           leave (or Ctrl-D); Ctrl-C stops an answer"""
 
@@ -44,18 +44,18 @@ class ChatOptions(CommandOptions):
 
     system: str | None = option(None, "a system message to begin with")
     context: int | None = option(
-        None, "most tokens of the conversation (1024, or what the model has)", least=2, most=2**24
+        None, "maximum tokens of the conversation (1024, or the models' limit)", least=2, most=2**24
     )
-    max_new_tokens: int = option(512, "most tokens of an answer", least=1, most=2**24)
+    max_new_tokens: int = option(512, "maximum tokens of an answer", least=1, most=2**24)
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_p: float = option(1.0, "keep the smallest set of best tokens with this probability", least=0, most=1)
     top_k: int = option(0, "keep the k best tokens; 0: all, 1: greedy", least=0)
-    seed: int = option(0, "one seed, one conversation", least=0, most=2**32 - 1)
+    seed: int = option(0, "random seed of the conversation", least=0, most=2**32 - 1)
 
 
 @contextlib.contextmanager
-def handling(handler: Any) -> Iterator[Any]:
-    """Inside, this handles Ctrl-C; gives what did before."""
+def on_interrupt(handler: Any) -> Iterator[Any]:
+    """Inside, `handler` handles Ctrl-C; gives the handler before it."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield before
@@ -64,18 +64,17 @@ def handling(handler: Any) -> Iterator[Any]:
 
 
 def open_queue(engine: FailFast, config: GenerationConfig, options: ChatOptions) -> Queue:
-    """One row, whose caches stay from turn to turn."""
-    rows = RowOptions(batch=1, context=options.context, rounds=2).for_queue(engine.max_seq_len)
-    check_limit(options, rows["capacity"])
+    """Opens a queue with one row, whose caches stay from turn to turn."""
+    capacity = capacity_for(options, engine.max_seq_len)
     progress.note("compiling: minutes at the first time, seconds later")
-    return Queue(engine, config, least_reuse=1, **rows)
+    return Queue(engine, config, batch=1, rounds=2, least_reuse=1, capacity=capacity)
 
 
-def other_method(engine: FailFast, config: GenerationConfig, method: str) -> GenerationConfig:
-    """Another method, with its own defaults.
+def config_with(engine: FailFast, config: GenerationConfig, method: str) -> GenerationConfig:
+    """The configuration of another method, with its own defaults.
 
     Raises:
-      OptionError: none of those that a conversation can have.
+      OptionError: a method that a conversation cannot have.
     """
     refuse_diffusion(method, "/method")
     if method not in METHODS:
@@ -84,23 +83,23 @@ def other_method(engine: FailFast, config: GenerationConfig, method: str) -> Gen
 
 
 def follow(engine: FailFast, config: GenerationConfig, options: ChatOptions) -> None:
-    """What other processes than the first do: they compute its answers, with whatever method, until it leaves. Ctrl-C
-    is for the first, also where it comes to all of them."""
-    with handling(signal.SIG_IGN):
+    """In processes other than the first: computes its answers, by any method, until it leaves. The first alone handles
+    Ctrl-C, even if all receive it."""
+    with on_interrupt(signal.SIG_IGN):
         method: str | None = config.method
         while method is not None:
             with open_queue(engine, config, options) as queue:
                 queue.follow()
             if (method := distributed.agreed(None)) is not None:
-                config = other_method(engine, config, method)
+                config = config_with(engine, config, method)
 
 
 class Chat:
-    """A conversation with an engine. Its caches stay: a turn prefills what is new.
+    """A conversation with an engine. Its caches stay: a turn prefills only its new tokens.
 
     Attributes:
-      messages: what was said.
-      answers: what each answer took.
+      messages: the turns so far.
+      answers: each answer with its counts.
     """
 
     def __init__(self, engine: FailFast, config: GenerationConfig, options: ChatOptions):
@@ -111,13 +110,10 @@ class Chat:
         self.queue = open_queue(engine, config, options)
         self.reset()
 
-    def close(self) -> None:
-        """Ends the queue, and the processes that follow."""
-        self._leave_queue(None)
-
-    def _leave_queue(self, method: str | None) -> None:
+    def close(self, next_method: str | None = None) -> None:
+        """Ends the queue; the processes that follow continue with the next method, or end."""
         self.queue.close()
-        distributed.agreed(method)
+        distributed.agreed(next_method)
 
     def reset(self) -> None:
         """Forgets the conversation."""
@@ -125,17 +121,17 @@ class Chat:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def stop(self, *_: object) -> None:
-        """Stops the answer that is being given, if there is one: a handler of Ctrl-C, which raises nothing."""
+        """Stops the current answer, if any. Handles Ctrl-C, and raises nothing."""
         self._stopped = True
         if self._answer is not None:
             self._answer.cancel()
 
     def say(self, text: str) -> None:
-        """Takes a turn, and prints the answer as it comes. Any number of Ctrl-C end it; what was said stays."""
+        """Takes a turn, and prints the answer as it comes. Ctrl-C ends the answer; its text so far stays."""
         messages = [*self.messages, {"role": "user", "content": text}]
         settings = {name: getattr(self.options, name) for name in PER_REQUEST if name != "ignore_eos"}
         self._stopped = False
-        with handling(self.stop):
+        with on_interrupt(self.stop):
             answer = self._answer = self.queue.submit(messages, **settings)
             if self._stopped:
                 answer.cancel()
@@ -151,32 +147,31 @@ class Chat:
             self.answers.append(finished)
 
     def command(self, line: str) -> bool:
-        """A line that begins with a slash; returns whether the conversation goes on."""
+        """Runs a line that begins with a slash; returns whether the conversation continues."""
         name, _, argument = line[1:].partition(" ")
         if name == "quit":
             return False
         if name == "reset":
             self.reset()
             print("forgotten")
-        elif name == "stats":
-            print(self.stats())
+        elif name in ("stats", "trace"):
+            print((self.stats() if name == "stats" else self.trace()) if self.answers else "nothing was said")
         elif name == "method":
             self.change_method(argument.strip())
-        elif name == "trace":
-            print(self.trace())
         else:
             print(HELP if name == "help" else f"/{name}: there is no such command\n{HELP}")
         return True
 
     def change_method(self, method: str) -> None:
-        """Goes on with another method; none: says which. Ctrl-C goes back to the one before, if no process follows."""
+        """Continues with another method, and prints the present one. In a single process Ctrl-C returns to the one
+        before."""
         if method:
             before = self.queue.config
-            config = other_method(self.engine, before, method)
-            self.engine.build_drafter(config)  # what cannot be served is said before the old queue is closed
-            self._leave_queue(method)
+            config = config_with(self.engine, before, method)
+            self.engine.build_drafter(config)  # its errors come before the old queue is closed
+            self.close(method)
             try:
-                with handling(signal.default_int_handler if distributed.alone() else signal.SIG_IGN):
+                with on_interrupt(signal.default_int_handler if distributed.alone() else signal.SIG_IGN):
                     self.queue = open_queue(self.engine, config, self.options)
             except KeyboardInterrupt:
                 print("interrupted; going back", file=sys.stderr)
@@ -184,34 +179,33 @@ class Chat:
         print(f"method: {self.queue.config.method}")
 
     def trace(self) -> str:
-        """How the last answer came about."""
-        if not self.answers:
-            return "nothing was said"
+        """The rounds of the last answer."""
         return to_terminal(self.answers[-1].rounds, self.engine.tokenizer, colours=sys.stdout.isatty())
 
     def stats(self) -> str:
-        """What answers took."""
-        if not self.answers:
-            return "nothing was said"
-        return f"last: {_sentence(self.answers[-1:])}\nall {len(self.answers)}: {_sentence(self.answers)}"
+        """Counts and times of the last answer, and of all."""
+        return f"last: {_summary(self.answers[-1:])}\nall {len(self.answers)}: {_summary(self.answers)}"
 
 
-def _sentence(answers: list[Finished]) -> str:
-    tokens, rounds = (sum(len(part) for part in parts) for parts in zip(*((a.output_ids, a.rounds) for a in answers)))
-    seconds = sum(answer.total_s for answer in answers)
-    prompt, reused = sum(len(a.prompt_ids) for a in answers), sum(a.reused for a in answers)
-    drafted, accepted = sum(a.drafted for a in answers), sum(a.accepted for a in answers)
+def _summary(answers: list[Finished]) -> str:
+    def total(count: Callable[[Finished], float]) -> float:
+        return sum(map(count, answers))
+
+    tokens, seconds = total(lambda answer: len(answer.output_ids)), total(lambda answer: answer.total_s)
+    rounds = total(lambda answer: len(answer.rounds))
+    drafted, accepted = total(lambda answer: answer.drafted), total(lambda answer: answer.accepted)
+    prompt, reused = total(lambda answer: len(answer.prompt_ids)), total(lambda answer: answer.reused)
     return (
         f"{tokens} tokens in {seconds:.1f} s ({tokens / max(seconds, 1e-9):.1f} a second, prefill included), "
         f"{fate(rounds, drafted, accepted)}, prompts of {prompt} tokens, {reused} of them from the caches"
     )
 
 
-def _line() -> str:
-    """What the user says next.
+def read_line() -> str:
+    """The user's next line.
 
     Raises:
-      EOFError: nothing more.
+      EOFError: there is none.
       ConfigError: a line without end.
     """
     if sys.stdin.isatty():
@@ -222,14 +216,14 @@ def _line() -> str:
 
 
 def talk(chat: Chat) -> None:
-    """Reads lines until the end. Ctrl-C raises an exception at the prompt only."""
+    """Reads lines until the end. Ctrl-C raises an exception only at the prompt."""
     with contextlib.suppress(ImportError):
-        importlib.import_module("readline")  # which gives `input` its keys and its history; not on every system
-    with handling(chat.stop) as usual:
+        importlib.import_module("readline")  # gives `input` its keys and history; not on every system
+    with on_interrupt(chat.stop) as usual:
         while True:
             try:
-                with handling(usual):
-                    line = _line().strip()
+                with on_interrupt(usual):
+                    line = read_line().strip()
             except EOFError:
                 print()
                 return
@@ -242,12 +236,10 @@ def talk(chat: Chat) -> None:
                         return
                 elif line:
                     chat.say(line)
-            except ValueError as error:  # the conversation is as it was before
+            except ValueError as error:  # the conversation is unchanged
                 full = isinstance(error, PromptTooLong) and any(turn["role"] == "user" for turn in chat.messages)
-                print(
-                    f"error: {printable_lines(error)}{'; /reset forgets the conversation' if full else ''}",
-                    file=sys.stderr,
-                )
+                remedy = "; /reset forgets the conversation" if full else ""
+                print(f"error: {printable_lines(error)}{remedy}", file=sys.stderr)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -260,9 +260,8 @@ def _status(work: Callable[[], int | None], interrupted: str, where: str | None,
             environment.check()
             platforms.tell_libtpu()
             distributed.join(where)
-            named_stdout = contextlib.redirect_stdout(streams.NamedStdout(sys.stdout))
             with (
-                named_stdout,
+                streams.named_stdout(),
                 heard(),
                 plain_warnings(),
                 unstuck(interrupted),
@@ -276,7 +275,7 @@ def _status(work: Callable[[], int | None], interrupted: str, where: str | None,
                 status = work() or 0
                 sys.stdout.flush()
     except (ValueError, OSError) as error:
-        if streams.NamedStdout.is_lost(error) and isinstance(error, BrokenPipeError):
+        if streams.is_lost_stdout(error) and isinstance(error, BrokenPipeError):
             status = NO_READER  # who reads, `head` for one, has enough
         else:
             message = printable(files.explained(error)) if isinstance(error, OSError) else printable_lines(error)

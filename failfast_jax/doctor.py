@@ -1,7 +1,7 @@
-"""Checks an installation and says what to fix; the output can be pasted into a report. Exit status 1: it is broken.
+"""Checks an installation and names remedies; the output can be pasted into a report. Exit status 1: it is broken.
 
-With --target, --drafter or both, models, too: that they can be read, fit each other and fit into memory, from their
-configurations and their files' headers.
+With --target, --drafter or both it also checks models: that they can be read, fit each other and fit into memory, from
+their configurations and their files' headers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from failfast_jax.errors import OptionError, printable
 PACKAGE = "failfast-jax"
 OK, NOTE, BROKEN = "ok", "note", "broken"
 SMALL_DISK = 5e9
-"""Bytes below which a folder of models or programs soon runs full."""
+"""Free bytes below which a folder of models or programs soon runs full."""
 FULL, CONTEXT = 0.9, 2048
-"""Share of the free memory that models may take, and tokens of prompt and answer that are made room for."""
+"""Share of the free memory that models may take, and tokens of prompt and answer that need room."""
 EXPLAINED = "as the message says; the repository's page docs/messages.md has more"
+TOLERANCE = 2e-2
+"""Of attention in bfloat16, relative to its largest output."""
 LAYOUTS = {"hf": "safetensors files", "gguf": "GGUF file", "native": "converted folder"}
 """Of checkpoints, by kind."""
 HARDWARE = {"0x1ae0": ("tpu", "tpu"), "0x10de": ("gpu", "cuda")}
@@ -45,11 +47,11 @@ HARDWARE = {"0x1ae0": ("tpu", "tpu"), "0x10de": ("gpu", "cuda")}
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
       state: OK, NOTE (works, but) or BROKEN.
-      fix: what to do; empty where all is well.
+      fix: the remedy; empty if none is needed.
     """
 
     name: str
@@ -59,7 +61,7 @@ class Finding:
 
 
 def requirements() -> list[Requirement]:
-    """What this package declares."""
+    """The requirements that this package declares."""
     try:
         return [Requirement(text) for text in metadata.requires(PACKAGE) or []]
     except metadata.PackageNotFoundError:
@@ -67,7 +69,7 @@ def requirements() -> list[Requirement]:
 
 
 def _problem(requirement: Requirement) -> str:
-    """What is wrong with an installed requirement; empty: nothing."""
+    """The fault of an installed requirement; empty without one."""
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
@@ -76,44 +78,33 @@ def _problem(requirement: Requirement) -> str:
     return "" if fine else f"{requirement.name} {version} is not {requirement.specifier}"
 
 
-def _needed_by(package: str, extra: str) -> Iterator[Requirement]:
-    """What an extra of a package adds, with the extras of others that it names."""
-    for text in metadata.requires(package) or []:
-        requirement = Requirement(text)
-        if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
-            continue
-        if requirement.marker.evaluate({"extra": ""}):
-            continue  # needed anyway
-        if requirement.name != PACKAGE:
-            yield requirement
-        for inner in requirement.extras if not _problem(Requirement(requirement.name)) else ():
-            yield from _needed_by(requirement.name, inner)
-
-
 def versions() -> Iterator[Finding]:
-    """Python, and every package that is needed."""
-    needed = [found for found in requirements() if found.marker is None]
-    if not needed:
+    """Python, and every required package."""
+    required = [requirement for requirement in requirements() if requirement.marker is None]
+    if not required:
         yield Finding("packages", BROKEN, f"{PACKAGE} is not installed", 'pip install -e "." in a checkout')
         return
-    problems = [said for requirement in needed if (said := _problem(requirement))]
-    core = ("jax", "jaxlib", "flax", "orbax-checkpoint", "transformers", "numpy")
-    known = ", ".join(f"{name} {metadata.version(name)}" for name in core if not _problem(Requirement(name)))
     yield Finding("Python", OK, f"{platform.python_version()}, {platform.system()} {platform.machine()}")
+    problems = list(filter(None, map(_problem, required)))
     if problems:
         yield Finding("packages", BROKEN, "; ".join(problems), f"pip install --upgrade {PACKAGE}")
-    else:
-        yield Finding("packages", OK, f"{PACKAGE} {metadata.version(PACKAGE)}; {known}")
+        return
+    core = ("jax", "jaxlib", "flax", "orbax-checkpoint", "transformers", "numpy")
+    known = ", ".join(f"{name} {metadata.version(name)}" for name in core)
+    yield Finding("packages", OK, f"{PACKAGE} {metadata.version(PACKAGE)}; {known}")
 
 
 def extras() -> Iterator[Finding]:
-    """Which of the optional parts are there."""
-    whole, partly = [], []
-    for extra in metadata.metadata(PACKAGE).get_all("Provides-Extra") or []:
-        problems = [problem for found in _needed_by(PACKAGE, extra) if (problem := _problem(found))]
-        missing = [problem.removesuffix(" is missing") for problem in problems]
-        (partly if missing else whole).append(f"{extra} ({', '.join(missing)})" if missing else extra)
-    yield Finding("extras", OK, f"installed: {', '.join(whole) or 'none'}; missing: {', '.join(partly) or 'none'}")
+    """The optional parts that are installed, and the missing packages of the others."""
+    missing: dict[str, list[str]] = {extra: [] for extra in metadata.metadata(PACKAGE).get_all("Provides-Extra") or []}
+    for extra, names in missing.items():
+        for requirement in requirements():
+            marker = requirement.marker
+            if marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
+                names += [problem.removesuffix(" is missing")] if (problem := _problem(requirement)) else []
+    whole = ", ".join(extra for extra, names in missing.items() if not names)
+    partly = ", ".join(f"{extra} ({', '.join(names)})" for extra, names in missing.items() if names)
+    yield Finding("extras", OK, f"installed: {whole or 'none'}; missing: {partly or 'none'}")
 
 
 def devices(buses: Path = Path("/sys/bus/pci/devices")) -> Iterator[Finding]:
@@ -132,14 +123,14 @@ def devices(buses: Path = Path("/sys/bus/pci/devices")) -> Iterator[Finding]:
 
 
 def memory() -> Iterator[Finding]:
-    """What is free."""
+    """Free memory."""
     from failfast_jax.platforms import free_memory
 
     yield Finding("memory", OK, f"{free_memory() / 1e9:.1f} GB free; {os.cpu_count()} cores")
 
 
 def caches() -> Iterator[Finding]:
-    """Where compiled programs and downloaded models go."""
+    """The folders of compiled programs and downloaded models."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from failfast_jax.compilation import CACHE_VARIABLE, enable_compile_cache
@@ -162,15 +153,14 @@ def caches() -> Iterator[Finding]:
 
 
 def _shown(path: str | os.PathLike) -> str:
-    """As it may be pasted."""
+    """A path without the user's name."""
     home = os.path.expanduser("~")
     return str(path).replace(home, "~", 1) if len(home) > 1 else str(path)
 
 
-def _folder(name: str, folder: Path, what: str) -> Finding:
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    text = f"{_shown(folder)}: {what}, {free / 1e9:.0f} GB of disk free"
+def _folder(name: str, folder: Path, state: str) -> Finding:
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    text = f"{_shown(folder)}: {state}, {free / 1e9:.0f} GB of disk free"
     return Finding(name, OK, text) if free > SMALL_DISK else Finding(name, NOTE, text, "free some disk, or move it")
 
 
@@ -194,18 +184,36 @@ def models() -> Iterator[Finding]:
 
 def kernels() -> Iterator[Finding]:
     """The attention kernel that serves here, compiled and held against plain attention in float32."""
-    from failfast_jax.models.attention_check import check_attention, is_right
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
 
-    found = check_attention(heads=8, kv_heads=2, head_dim=128, rows=16, start=300)
-    text = "kernel {kernel!r} in {dtype}: off by {error:.1e} ({seconds:.1f} s)".format(**found)
-    if is_right(found):
+    from failfast_jax.models.attention import Window, attend, kernel_of
+
+    device = jax.devices()[0]
+    dtype = jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
+    kernel = kernel_of(device, dtype, 128)
+    rng = np.random.default_rng(0)
+    # Rows between the two projections, of two KV heads with four query heads each, and the caches.
+    shapes = (1, 16, 2, 6, 128), (1, 2, 512, 128), (1, 2, 512, 128)
+    heads, *cache = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    angles = jnp.asarray(rng.normal(size=(1, 16, 1, 64)), jnp.float32)
+    window = Window(jnp.cos(angles), jnp.sin(angles), jnp.asarray([300]), jnp.int32(316))
+    begin = time.perf_counter()
+    found, _ = jax.jit(functools.partial(attend, kernel=kernel))(heads, tuple(cache), window)
+    wide = tuple(array.astype(jnp.float32) for array in cache)
+    with jax.default_matmul_precision("highest"):
+        expected, _ = attend(heads.astype(jnp.float32), wide, window)
+    off = float(jnp.abs(found - expected).max() / jnp.abs(expected).max())
+    text = f"kernel {kernel!r} in {dtype.name}: off by {off:.1e} ({time.perf_counter() - begin:.1f} s)"
+    if off < TOLERANCE:
         yield Finding("attention", OK, text)
     else:
         yield Finding("attention", BROKEN, text, "--attention xla (GPU) or reference, and please report it")
 
 
 def decoding() -> Iterator[Finding]:
-    """A random model of two layers answers, with drafts and without: the same, or something is very wrong."""
+    """Compares the answers of a random model of two layers, with drafts and without: they must be the same."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -222,56 +230,65 @@ def decoding() -> Iterator[Finding]:
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     begin = time.perf_counter()
     engine = FailFast(Decoder(ModelConfig.from_dict(raw, "doctor"), dtype=dtype, rngs=nnx.Rngs(0)))
-    prompt = [3, 4, 5, 6] * 8
-    answers = {}
-    for method, options in (("vanilla", {}), ("lookup", {"policy": "fixed"})):
-        [result] = engine.generate([prompt], method=method, exact=True, max_new_tokens=24, ignore_eos=True, **options)
-        answers[method] = result.output_ids
-    took = f"{time.perf_counter() - begin:.1f} s"
-    if answers["vanilla"] == answers["lookup"]:
-        yield Finding("decoding", OK, f"compiles and runs, with drafts as without ({took})")
+
+    def ids(method: str, **options: Any) -> list[int]:
+        request = {"method": method, "exact": True, "max_new_tokens": 24, "ignore_eos": True, **options}
+        return engine.generate([[3, 4, 5, 6] * 8], **request)[0].output_ids
+
+    same = ids("vanilla") == ids("lookup", policy="fixed")
+    seconds = f"{time.perf_counter() - begin:.1f} s"
+    if same:
+        yield Finding("decoding", OK, f"compiles and runs, with drafts as without ({seconds})")
     else:
         fix = "please report this, with all of the above"
-        yield Finding("decoding", BROKEN, f"drafts change the answer ({took})", fix)
+        yield Finding("decoding", BROKEN, f"drafts change the answer ({seconds})", fix)
 
 
 def own_models(target: str | None, drafter: str | None) -> Iterator[Finding]:
-    """A target, and a drafter for it, by what can be known without reading their weights; None: the default target, no
-    drafter."""
-    from failfast_jax import drafters
+    """A target and its drafter, by their headers; None: the default target, no drafter."""
     from failfast_jax.checkpoints.hub import default_target_path
     from failfast_jax.checkpoints.loading import open_source
-    from failfast_jax.checkpoints.pair import brought_by, check_drafter, check_is_target
+    from failfast_jax.checkpoints.pair import check_is_target
     from failfast_jax.checkpoints.tokenizer import load_tokenizer
 
-    name = default_target_path() if target is None else target
+    name, tokenizer, fit = default_target_path() if target is None else target, None, None
     try:
         check_is_target(name)
         source = open_source(name)
         source.check()
+        yield _target(source, with_drafter=drafter is not None)
     except ValueError as error:
         yield Finding("target", BROKEN, str(error), EXPLAINED)
         return
-    yield _target(source, with_drafter=drafter is not None)
-    tokenizer = None
     try:
         tokenizer = load_tokenizer(name)
         yield from tokenizer_findings(tokenizer, source)
     except ValueError as error:
         yield Finding("tokenizer", BROKEN, str(error), EXPLAINED)
-    fit = None
     if drafter is not None:
         try:
-            fit = check_drafter(drafter, source, tokenizer)
-            decoding, chances = brought_by(drafter)
-            drafters.check_defaults(decoding, _shown(drafter))
-            drafters.check_chances(chances, _shown(drafter))
-            how = f"{_billions(fit.parameters)}, drafts by --method {fit.method}"
-            text = f"{_shown(drafter)}: {fit.kind}, {how}; it fits the target"
-            yield Finding("drafter", OK, text)
+            fit = _fit(drafter, source, tokenizer)
+            size = f"{_billions(fit.parameters)}, drafts by --method {fit.method}"
+            yield Finding("drafter", OK, f"{_shown(drafter)}: {fit.kind}, {size}; it fits the target")
         except ValueError as error:
             yield Finding("drafter", BROKEN, str(error), EXPLAINED)
     yield _room(source, fit)
+
+
+def _fit(drafter: str, target: Any, tokenizer: Any) -> Any:
+    """A drafter that fits a target, its defaults included.
+
+    Raises:
+      ValueError: it does not.
+    """
+    from failfast_jax import drafters
+    from failfast_jax.checkpoints.pair import brought_by, check_drafter
+
+    fit = check_drafter(drafter, target, tokenizer)
+    decoding, chances = brought_by(drafter)
+    drafters.check_defaults(decoding, _shown(drafter))
+    drafters.check_chances(chances, _shown(drafter))
+    return fit
 
 
 def _billions(parameters: int) -> str:
@@ -279,19 +296,20 @@ def _billions(parameters: int) -> str:
 
 
 def _target(source: Any, with_drafter: bool) -> Finding:
-    """What a target is, and whether it can be one."""
+    """A target's size and kind."""
     config = source.config
     files = {tensor.file for tensor in source.tensors.values()} or {source.path}
-    what = f"{config.model_type}, {config.num_layers} layers, {_billions(source.num_parameters())}"
     text = (
-        f"{_shown(source.path)}: {what}, context {config.max_position_embeddings}; {len(source.shapes)} arrays in "
-        f"{len(files)} {LAYOUTS[source.kind]}, all there (their values are checked when they are read)"
+        f"{_shown(source.path)}: {config.model_type}, {config.num_layers} layers, "
+        f"{_billions(source.num_parameters())}, context {config.max_position_embeddings}; {len(source.shapes)} arrays "
+        f"in {len(files)} {LAYOUTS[source.kind]}, all there (their values are checked when they are read)"
     )
+    if config.is_diffusion and with_drafter:
+        text += "; a block-diffusion model, which cannot verify drafts"
+        return Finding("target", BROKEN, text, "name it with --drafter, or alone")
     if config.is_diffusion:
-        said = f"{text}; a block-diffusion model"
-        if with_drafter:
-            return Finding("target", BROKEN, f"{said}, which cannot verify drafts", "name it with --drafter, or alone")
-        return Finding("target", NOTE, said, "it writes on its own with --method dllm, and drafts with --drafter")
+        fix = "it writes on its own with --method dllm, and drafts with --drafter"
+        return Finding("target", NOTE, f"{text}; a block-diffusion model", fix)
     if not config.eos_token_ids:
         fix = "name eos_token_id in config.json or generation_config.json"
         return Finding("target", NOTE, f"{text}; no token ends an answer: all run to --max-new-tokens", fix)
@@ -301,6 +319,7 @@ def _target(source: Any, with_drafter: bool) -> Finding:
 def tokenizer_findings(tokenizer: Any, source: Any) -> Iterator[Finding]:
     """A tokenizer and its chat template, tried on a question."""
     from failfast_jax.encoding import encode
+    from failfast_jax.templates import has_template
 
     if tokenizer is None:
         fix = "put tokenizer.json (or vocab.json and merges.txt) beside config.json, or give --token-ids"
@@ -309,20 +328,19 @@ def tokenizer_findings(tokenizer: Any, source: Any) -> Iterator[Finding]:
     size, name = source.config.vocab_size, str(source.path)
     ids = encode("Is it whole?", tokenizer, size, name, template=False)
     yield Finding("tokenizer", OK, f"{len(tokenizer)} tokens of {size}; a question is {len(ids)} of them")
-    if not getattr(tokenizer, "chat_template", None):
+    if not has_template(tokenizer):
         fix = "put chat_template.jinja there; serve's chat, chat and train selfgen need one"
         yield Finding("chat template", NOTE, "none: prompts are taken as they are", fix)
         return
     try:
         ids = encode([{"role": "user", "content": "Is it whole?"}], tokenizer, size, name)
-    except Exception as error:  # of Jinja, or of the template itself
-        yield Finding("chat template", BROKEN, f"{type(error).__name__}: {error}", "mend chat_template")
-        return
-    yield Finding("chat template", OK, f"a question in it is {len(ids)} tokens")
+        yield Finding("chat template", OK, f"a question in it is {len(ids)} tokens")
+    except ValueError as error:
+        yield Finding("chat template", BROKEN, str(error), "mend chat_template")
 
 
 def _room(source: Any, fit: Any) -> Finding:
-    """Whether weights and caches fit the device."""
+    """The memory of weights and caches."""
     import jax
 
     from failfast_jax.checkpoints.loading import as_dtype
@@ -334,10 +352,9 @@ def _room(source: Any, fit: Any) -> Finding:
     context = min(CONTEXT, source.config.max_position_embeddings)
     others = context * a_token + (0 if fit is None else fit.parameters * dtype.itemsize)
     needed, free = source.num_bytes(source.kept_dtypes(dtype)) + others, free_memory()
-    weights = f"{(needed - context * a_token) / 1e9:.1f} of weights"
     text = (
-        f"{needed / 1e9:.1f} GB: {weights}, {a_token / 1e3:.0f} kB for each of {context} tokens, and what programs "
-        f"need; {free / 1e9:.1f} GB free"
+        f"{needed / 1e9:.1f} GB: {(needed - context * a_token) / 1e9:.1f} of weights, {a_token / 1e3:.0f} kB for each "
+        f"of {context} tokens, and what programs need; {free / 1e9:.1f} GB free"
     )
     if needed < FULL * free:
         return Finding("room for them", OK, text)
@@ -349,24 +366,16 @@ def _room(source: Any, fit: Any) -> Finding:
     return Finding("room for them", NOTE if needed < free or enough else BROKEN, text, fix)
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    versions,
-    extras,
-    devices,
-    memory,
-    caches,
-    models,
-    kernels,
-    decoding,
-)
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...]
+CHECKS = versions, extras, devices, memory, caches, models, kernels, decoding
 
 
 def findings(*more: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Of all checks, and of more; one that fails is a finding, too."""
+    """Runs all checks, and more; a check that raises is reported as broken."""
     for check in (*CHECKS, *more):
         try:
             yield from check()
-        except Exception as error:  # whatever is broken here, the others are still of use
+        except Exception as error:  # the other checks are still of use
             name = getattr(check, "__name__", "models").replace("_", " ")
             message = (str(error).strip() or "no message").splitlines()[0]
             text = environment.no_device(error) or f"{type(error).__name__}: {message}"
@@ -374,27 +383,27 @@ def findings(*more: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 
 
 def work(args: argparse.Namespace) -> int:
-    """Prints the findings; 1: something is broken.
+    """Prints the findings; returns 1 if something is broken.
 
-    Of several processes each checks its own host and device, and those that print nothing say what is broken.
+    Of several processes each checks its own host and device, and those that print nothing raise their faults.
 
     Raises:
-      OptionError: something is, in another process than the first.
+      OptionError: something is broken in a process other than the first.
     """
-    found = []
+    results = []
     named = args.target is not None or args.drafter is not None
     more = [functools.partial(own_models, args.target, args.drafter)] if named else []
     with distributed.apart():
         for finding in findings(*more):
-            found.append(finding)
+            results.append(finding)
             if not args.json:
                 print(f"{finding.state:6}  {finding.name}: {printable(finding.text)}", flush=True)
                 if finding.fix:
                     print(f"{'':6}  -> {printable(finding.fix)}", flush=True)
     if args.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
-    broken = [f"{finding.name}: {finding.text}" for finding in found if finding.state == BROKEN]
-    distributed.where_not(not broken)  # all have come to this: who fails ends the others
+        print(json.dumps([dataclasses.asdict(finding) for finding in results], indent=1))
+    broken = [f"{finding.name}: {finding.text}" for finding in results if finding.state == BROKEN]
+    distributed.where_not(not broken)  # waits for all processes: one that fails ends the others
     if broken and not distributed.speaks():
         raise OptionError("; ".join(broken))
     return int(bool(broken))
@@ -404,7 +413,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = command.Parser(prog="python -m failfast_jax.doctor", description=__doc__)
     parser.add_argument("--target", metavar="P", help="check this model, too: a folder, a .gguf file or a Hub id")
-    parser.add_argument("--drafter", metavar="P", help="likewise, and whether it fits the target (or the default one)")
+    parser.add_argument("--drafter", metavar="P", help="check this drafter, and its fit to the target (or the default)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     distributed.add_flag(parser)
     progress.add_flags(parser)

@@ -20,7 +20,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.errors import OptionError
 from failfast_jax.options import add_flags_of
-from failfast_jax.serving.serve_options import BACKLOG, ServeOptions, check_limit, refuse_diffusion
+from failfast_jax.serving.serve_options import BACKLOG, ServeOptions, capacity_for, refuse_diffusion
 from failfast_jax.templates import has_template
 
 if TYPE_CHECKING:
@@ -44,25 +44,25 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens: from now on the port is taken. Clients that come early wait until they are served.
+    """Opens a socket that listens, so that the port is taken. Early clients wait until they are served.
 
     Raises:
       OptionError: the address cannot be used.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
         # At once: with SO_REUSEADDR two sockets may be bound to one port as long as neither listens.
-        found.listen(BACKLOG)
+        listening.listen(BACKLOG)
     except OSError as error:
         raise OptionError(f"--host {host} --port {port}: {error.strerror or error}") from None
-    return found
+    return listening
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is reached from this machine alone; names of hosts are not looked up."""
+    """True for addresses of this machine alone; host names are not looked up."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
     return False
@@ -76,26 +76,29 @@ def _work(args: argparse.Namespace) -> None:
     refuse_diffusion(args.method)
     for name in NEEDED:
         command.needed(name, "the server", "serve")
-    from failfast_jax.serving.server import Server, signals_end, url_of
-
     config = config_of(args, exact=args.exact, max_new_tokens=options.max_new_tokens)
     if not distributed.speaks():
         _follow(args, config, options)
         return
     key, _ = options.key(), options.origins()
-    listening = listen(options.host, options.port)
-    with listening:
+    with listen(options.host, options.port) as listening:
         address = listening.getsockname()[0]
         if key is None and not is_loopback(address):
-            print(f"warning: {address} is not loopback, and no key is asked for: see --api-key-file", file=sys.stderr)
+            print(f"warning: {address} is not loopback, and no key is needed: see --api-key-file", file=sys.stderr)
         with _queue(args, config, options) as queue:
-            name = options.model_name or os.path.basename(str(queue.engine.target_name).rstrip("/"))
-            server = Server(queue, options, name)
-            with signals_end(server):
-                progress.note(f"serving {name} at {url_of(listening)}/v1")
-                if options.port == 0:
-                    print(f"{url_of(listening)}/v1", flush=True)
-                server.run(sockets=[listening])
+            _serve(queue, options, listening)
+
+
+def _serve(queue: Queue, options: ServeOptions, listening: socket.socket) -> None:
+    from failfast_jax.serving.server import Server, signals_end, url_of
+
+    name = options.model_name or os.path.basename(str(queue.engine.target_name).rstrip("/"))
+    server = Server(queue, options, name)
+    with signals_end(server):
+        progress.note(f"serving {name} at {url_of(listening)}/v1")
+        if options.port == 0:
+            print(f"{url_of(listening)}/v1", flush=True)
+        server.run(sockets=[listening])
 
 
 def _queue(args: argparse.Namespace, config: GenerationConfig, options: ServeOptions) -> Queue:
@@ -104,14 +107,14 @@ def _queue(args: argparse.Namespace, config: GenerationConfig, options: ServeOpt
     engine = load_engine(args, config.method)
     if engine.tokenizer is None:
         raise OptionError(f"--target {args.target}: has no tokenizer, and a server speaks text")
-    how = options.for_queue(engine.max_seq_len)
-    check_limit(options, how["capacity"])
+    capacity = capacity_for(options, engine.max_seq_len)
     if has_template(engine.tokenizer):
         least = len(engine.encode([{"role": "user", "content": "?"}]))
-        if how["capacity"] <= least:
-            raise OptionError(f"--context {how['capacity']}: the chat template alone takes {least} tokens")
+        if capacity <= least:
+            raise OptionError(f"--context {capacity}: the chat template alone takes {least} tokens")
     progress.note("compiling: minutes at the first time, seconds later")
-    queue = Queue(engine, config, waiting=options.waiting, logprobs=options.logprobs, **how)
+    rows = {"batch": options.batch, "rounds": options.rounds, "reuse": not options.no_prefix_reuse}
+    queue = Queue(engine, config, waiting=options.waiting, logprobs=options.logprobs, capacity=capacity, **rows)
     if queue.scheduler.costs is not None and options.batch > 1:
         progress.note(
             f"--policy auto drafts where that pays for {options.batch} rows together, which may be nowhere "
@@ -121,8 +124,8 @@ def _queue(args: argparse.Namespace, config: GenerationConfig, options: ServeOpt
 
 
 def _follow(args: argparse.Namespace, config: GenerationConfig, options: ServeOptions) -> None:
-    """What other processes than the first do. They end with it, also where a signal comes to all of them: answers that
-    it still gives are computed by them, too."""
+    """Computes what the first process computes. Signals to all processes are left to that one, which still finishes
+    answers."""
     with _queue(args, config, options) as queue:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)

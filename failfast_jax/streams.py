@@ -6,7 +6,7 @@ import codecs
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,74 +14,63 @@ from failfast_jax import files
 from failfast_jax.errors import OptionError
 
 NAMES = {"stdin": "r", "stdout": "w", "stderr": "w"}
-"""Standard streams by descriptor, and the modes that they are opened with."""
+"""Standard streams in order of their descriptors, with their modes."""
+
+STDOUT = Path("stdout")
 
 closed: set[str] = set()
-"""Those that the process was started without."""
+"""Names of the streams that the process was started without."""
 
 
-class NamedStdout:
-    """Stdout, whose errors name it."""
+class GuardedStream:
+    """A text stream that writes inside a context, such as one that renames errors or ignores them."""
 
-    path = Path("stdout")
-
-    def __init__(self, stream: Any):
-        self._stream = stream
+    def __init__(self, stream: Any, guard: Callable[[], Any]):
+        self._stream, self._guard = stream, guard
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """Writes a text, as any file does."""
-        with files.naming(self.path):
-            return self._stream.write(text)
-
-    def flush(self) -> None:
-        """Writes what is buffered, as any file does."""
-        with files.naming(self.path):
-            self._stream.flush()
-
-    @classmethod
-    def is_lost(cls, error: Exception) -> bool:
-        """True if an error is one of stdout; then what is left in its buffer goes nowhere."""
-        lost = isinstance(error, OSError) and error.filename == str(cls.path)
-        if lost:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return lost
-
-
-class LenientStderr:
-    """Stderr; text that cannot be written, to a full disk for one, is lost and ends no work."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Writes a text, if it can be."""
-        with contextlib.suppress(OSError):
+        with self._guard():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Writes what is buffered, if it can be."""
-        with contextlib.suppress(OSError):
+        """Writes the buffer, as any file does."""
+        with self._guard():
             self._stream.flush()
+
+
+def named_stdout() -> Any:
+    """A context in which errors of stdout name it."""
+    return contextlib.redirect_stdout(GuardedStream(sys.stdout, lambda: files.naming(STDOUT)))
+
+
+def is_lost_stdout(error: Exception) -> bool:
+    """True for errors of stdout inside `named_stdout`, of which the buffer is then dropped."""
+    lost = isinstance(error, OSError) and error.filename == str(STDOUT)
+    if lost:
+        _drop_buffer(sys.stdout)
+    return lost
 
 
 @contextlib.contextmanager
 def lenient() -> Iterator[None]:
-    """Inside, stderr is a `LenientStderr`; after it, what is left in its buffer goes nowhere."""
+    """Inside, text that stderr cannot take, such as on a full disk, is lost and ends no work."""
     try:
-        with contextlib.redirect_stderr(LenientStderr(sys.stderr)):
+        with contextlib.redirect_stderr(GuardedStream(sys.stderr, lambda: contextlib.suppress(OSError))):
             yield
     finally:
         try:
             sys.stderr.flush()
         except OSError:  # Python would try again at its end, and change the exit status
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+            _drop_buffer(sys.stderr)
+
+
+def _drop_buffer(stream: Any) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def need_stdout() -> None:
@@ -97,7 +86,7 @@ def need_stdout() -> None:
 def open_closed() -> None:
     """Opens the null device for standard streams that the process was started without.
 
-    Else the next file that is opened would take the place of one, and what native code says be written into it.
+    Otherwise the next file would take the descriptor of one, and native code would write messages into it.
     """
     for number, (name, mode) in enumerate(NAMES.items()):
         if getattr(sys, name) is not None:
@@ -119,7 +108,7 @@ def escaped() -> Iterator[None]:
             sys.stdin.reconfigure(encoding="utf-8", errors=sys.stdin.errors)
     before = []
     for stream in (sys.stdout, sys.stderr):
-        # What the user has chosen, such as `replace`, stays; the second is Python's own choice in the C locale.
+        # A choice of the user, such as `replace`, stays; the second is Python's choice in the C locale.
         if hasattr(stream, "reconfigure") and stream.errors in ("strict", "surrogateescape"):
             before.append((stream, stream.errors))
             stream.reconfigure(errors="backslashreplace")

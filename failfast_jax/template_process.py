@@ -1,8 +1,8 @@
 """Renders chat templates in a process of its own, which `templates` starts, bounds and ends.
 
-Requests come on stdin and answers go to stdout: a length of 8 bytes and JSON. This file imports nothing of the package,
-so that a process starts in a tenth of a second. Templates run in Jinja's sandbox, and the process can open no file: the
-modules that Jinja imports when it first needs them are imported here.
+Requests come on stdin and answers go to stdout, one JSON value per line. This file imports nothing of the package, so
+that a process starts in a tenth of a second. Templates run in Jinja's sandbox, and the process can open no file:
+modules that Jinja imports later are imported here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def _with_reasoning(message: Any) -> Any:
-    """A message whose reasoning, if it has one, stands under both keys that templates read."""
+    """The message with its reasoning, if any, under both keys that templates read."""
     if not isinstance(message, dict):
         return message
     reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
@@ -80,13 +80,13 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"text": text} if len(text) <= request["longest"] else {"beyond": "length"}
 
 
-def _limit(kind: int, soft: int) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a system without this limit, or a lower one that is set already
-        resource.setrlimit(kind, (soft, resource.getrlimit(kind)[1]))
+def _limit(kind: int, soft: int, hard: int | None = None) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a system without this limit, or with a lower one
+        resource.setrlimit(kind, (soft, resource.getrlimit(kind)[1] if hard is None else hard))
 
 
 def _memory() -> int:
-    """Bytes of address space that the process has; 0 where the system does not say."""
+    """Bytes of the process' address space; 0 if the system does not tell."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -95,29 +95,24 @@ def _memory() -> int:
 
 def main() -> None:
     """Answers requests until stdin ends."""
-    sys.set_int_max_str_digits(4300)  # whatever the environment says
+    sys.set_int_max_str_digits(4300)  # for any environment
     _compiled("{{ '\\n' }}").render()  # reads the file of a codec, and the next line the time zone's
     time.localtime()
-    own = _memory()
+    base = _memory()
     for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 3)):
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(kind, (most, most))
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    answer: dict[str, Any] = {"ready": True}
-    while True:
-        content = json.dumps(answer).encode()
-        sink.write(len(content).to_bytes(8, "little") + content)
-        sink.flush()
-        size = source.read(8)
-        if len(size) < 8 or "beyond" in answer:
-            return
-        request = json.loads(source.read(int.from_bytes(size, "little")))
-        if own:
-            _limit(resource.RLIMIT_AS, own + request["memory"])
-        # If whoever asked is killed, nobody ends what runs here.
+        _limit(kind, most, most)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if base:
+            _limit(resource.RLIMIT_AS, base + request["memory"])
+        # A parent that is killed cannot end this process.
         used = resource.getrusage(resource.RUSAGE_SELF)
         _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + request["seconds"]) + 1)
         answer = _answer(request)
+        print(json.dumps(answer), flush=True)
+        if "beyond" in answer:
+            return
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Chat templates. They are programs that come with models: each runs in a process whose time and memory are bounded.
+"""Chat templates. They are untrusted programs: each runs in a process with limits of time and memory.
 
-A process renders one template at a time and is used again. It is ended when a rendering takes too long; a template that
-takes too much memory or crashes ends its process only.
+A process renders one template at a time and is used again. It is ended if a rendering takes too long; a template that
+takes too much memory or crashes ends only its process.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import atexit
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,16 +24,16 @@ SECONDS = 10.0
 MEMORY = 2**30
 """Bytes that a rendering may take."""
 LONGEST_TEXT = 2**24
-"""Characters of a prompt, whether a template or a user wrote it: more than any context has room for."""
+"""Maximum characters of a prompt, written by a template or a user: more than any context has room for."""
 STARTING_S = 60.0
-"""Seconds in which a process must have started, on the slowest machine."""
+"""Time limit of a process' start, on the slowest machine."""
 _END = "<<END OF THE LAST MESSAGE>>"
-"""Marks the end of the message that `continue_final_message` goes on with."""
+"""Marks the end of the message that `continue_final_message` continues."""
 _PROGRAM = Path(__file__).with_name("template_process.py")
 
 
 class _Ended(Exception):
-    """A rendering went over its bounds, or its process crashed."""
+    """A rendering went over its limits, or its process crashed."""
 
 
 class Process:
@@ -61,9 +61,9 @@ class Process:
         if not self._ready:
             self._read(STARTING_S)
             self._ready = True
-        content = json.dumps(request, default=lambda value: f"<{type(value).__name__}>").encode()
+        content = json.dumps(request, default=lambda value: f"<{type(value).__name__}>")
         try:
-            self._process.stdin.write(len(content).to_bytes(8, "little") + content)
+            self._process.stdin.write(content.encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise _Ended("ends the process that renders it") from None
@@ -72,25 +72,24 @@ class Process:
         return answer
 
     def is_usable(self) -> bool:
-        """Whether it can render another template: it lives, and no template took all its memory."""
+        """True if it can render another template: it lives, and no template took all its memory."""
         return self._usable and self._process.poll() is None
 
     def _read(self, seconds: float) -> dict[str, Any]:
-        deadline, received, size = time.monotonic() + seconds, bytearray(), 8
-        pipe = self._process.stdout.fileno()
-        while len(received) < size:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([pipe], [], [], left)[0]:
-                raise _Ended(f"takes more than {seconds:g} s")
-            if not (part := os.read(pipe, 2**20)):
-                raise _Ended("ends the process that renders it")
-            received += part
-            if len(received) >= 8:
-                size = 8 + int.from_bytes(received[:8], "little")
-        return json.loads(received[8:])
+        deadline = time.monotonic() + seconds
+        timer = threading.Timer(seconds, self._process.kill)
+        timer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
+        if not line.endswith(b"\n"):
+            late = time.monotonic() >= deadline
+            raise _Ended(f"takes more than {seconds:g} s" if late else "ends the process that renders it")
+        return json.loads(line)
 
     def end(self) -> None:
-        """Ends it, whatever it does."""
+        """Ends it at once."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
@@ -99,7 +98,7 @@ class Process:
 
 
 idle: list[Process] = []
-"""Those that nobody uses. Appending and popping are atomic."""
+"""Processes that are not in use. Appending and popping are atomic."""
 os.register_at_fork(after_in_child=idle.clear)
 
 
@@ -110,13 +109,13 @@ def _end_all() -> None:
 
 
 def prepare() -> None:
-    """Starts a process, for which the first rendering then need not wait."""
+    """Starts a process, so that the first rendering need not wait for it."""
     if not idle:
         idle.append(Process())
 
 
 def _take() -> Process:
-    """A process that nobody else uses."""
+    """A process that is not in use."""
     while True:
         try:
             process = idle.pop()
@@ -128,7 +127,7 @@ def _take() -> Process:
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether a tokenizer (or None) has a chat template."""
+    """True if a tokenizer (or None) has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
@@ -141,18 +140,18 @@ def render(
     continue_final_message: bool = False,
     tools: Sequence[Any] | None = None,
 ) -> str:
-    """The text that a tokenizer's chat template makes of messages, as transformers would render it.
+    """The text of messages by a tokenizer's chat template, as transformers would render it.
 
     Args:
       tokenizer: with `chat_template` (a text, or a mapping with `default`, and `tool_use` for messages with tools) and,
         for templates, `special_tokens_map`.
-      name: what errors call the model.
+      name: name of the model in errors.
       add_generation_prompt: the text ends where an answer begins.
-      continue_final_message: the text ends with the last message's content, for an answer that goes on with it.
-      tools: that the template is to name.
+      continue_final_message: the text ends with the last message's content, which the answer continues.
+      tools: that the template names.
 
     Raises:
-      PromptError: the template refuses the messages, is no template, or takes more than its bounds.
+      PromptError: the template refuses the messages, is no template, or exceeds its limits.
     """
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
@@ -175,14 +174,13 @@ def render(
 
 
 def _rendered(template: str, variables: Mapping[str, Any], name: str) -> str:
-    request = {"template": template, "variables": variables}
-    request |= {"memory": MEMORY, "seconds": SECONDS, "longest": LONGEST_TEXT}
+    limits = {"memory": MEMORY, "seconds": SECONDS, "longest": LONGEST_TEXT}
     process = _take()
     try:
-        answer = process.render(request)
+        answer = process.render({"template": template, "variables": variables, **limits})
     except _Ended as error:
         process.end()
-        raise PromptError(f"{name}: its chat template {error}; it is broken, or not made for these messages") from None
+        answer = {"failed": str(error)}
     except BaseException:  # Ctrl-C
         process.end()
         raise
@@ -190,11 +188,11 @@ def _rendered(template: str, variables: Mapping[str, Any], name: str) -> str:
         idle.append(process)
     else:
         process.end()
+    if "text" in answer:
+        return answer["text"]
     if "refused" in answer:
         raise PromptError(f"{name}: its chat template refuses these messages: {answer['refused']}")
-    if answer.get("beyond") == "memory":
-        reason = f"takes more than {MEMORY / 2**30:g} GB of memory"
-        raise PromptError(f"{name}: its chat template {reason}; it is broken, or not made for these messages")
-    if "beyond" in answer:
+    if answer.get("beyond") == "length":
         raise PromptError(f"{name}: its chat template makes a text of more than {LONGEST_TEXT} characters")
-    return answer["text"]
+    reason = answer.get("failed", f"takes more than {MEMORY / 2**30:g} GB of memory")
+    raise PromptError(f"{name}: its chat template {reason}; it is broken, or not made for these messages")

@@ -1,15 +1,17 @@
-"""How an answer came about: accepted, rejected and target tokens, for the terminal and as HTML."""
+"""The rounds of an answer, for people: accepted, rejected and target tokens in a terminal, as SVG and as HTML."""
 
 from __future__ import annotations
 
-import html
+import functools
 import itertools
 import json
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jinja2
 
 from failfast_jax.files import write_atomically
 from failfast_jax.results import Result, Round, fate
@@ -17,39 +19,28 @@ from failfast_jax.text import UNFINISHED, text_of
 
 TERMINAL = "-"
 ACCEPTED, REJECTED, TARGET = "accepted", "rejected", "target"
-
-FATES = {ACCEPTED: "drafted and accepted", TARGET: "the target's own", REJECTED: "rejected"}
+KINDS = {ACCEPTED: "drafted and accepted", TARGET: "the target's own", REJECTED: "rejected"}
 _RESET = "\033[0m"
 _COLOURS = {ACCEPTED: ("\033[32m", _RESET), TARGET: ("\033[34m", _RESET), REJECTED: ("\033[9;31m", _RESET)}
 _BRACKETS = {ACCEPTED: ("⟦", "⟧"), TARGET: ("", ""), REJECTED: ("⟪", "⟫")}
-"""What stands around tokens by fate, on a terminal and elsewhere: text rarely holds such brackets."""
+"""Marks around tokens of each kind, in a terminal and elsewhere: text rarely holds such brackets."""
 _LEVELS = "▁▂▃▄▅▆▇█"
 _WIDE = 64
-"""Characters of a line on the terminal."""
-_PIECE = 24
-"""Rounds of a piece of the page's strip: what fits the width of a phone."""
-_STYLE = """:root { color-scheme: light dark; --fg: #222; --bg: #fff; --dim: #667; --line: #ccd; --ok: #cdeacf;
-  --own: #d6e4fb; --bad: #b3322b; --bar: #57a868; --mine: #8fb3f0; --ask: #36c; --hot: #c33; }
-@media (prefers-color-scheme: dark) { :root { --fg: #dde; --bg: #15171c; --dim: #99a; --line: #334; --ok: #1f4a2a;
-  --own: #1f355f; --bad: #f08a80; --bar: #4c9a5e; --mine: #4a70b8; --ask: #7aa5ff; --hot: #ff7b72; } }
-body { font: 16px/1.6 system-ui, sans-serif; margin: 0 auto; padding: 1em; max-width: 110em; color: var(--fg);
-  background: var(--bg); }
-main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30em), 1fr)); gap: 2em; }
-section { min-width: 0; max-width: 60em; } h1 { font-size: 1.3em; } h2 { font-size: 1.1em; margin-bottom: 0; }
-.answer { white-space: pre-wrap; overflow-wrap: anywhere; }
-.accepted { background: var(--ok); } .target { background: var(--own); border-radius: 2px; }
-.rejected { color: var(--bad); text-decoration: line-through; opacity: .75; display: none; }
-body:has(#drafts:checked) .rejected, .legend .rejected { display: inline; }
-small, figcaption, .legend { color: var(--dim); font-size: .85em; } figure { margin: 1em 0; }
-.chart { width: 100%; height: 7em; display: block; border-bottom: 1px solid var(--line); }
-.free { fill: none; stroke: var(--dim); stroke-width: .6; }
-.kept { fill: var(--bar); } .lost { fill: var(--line); } .asked { fill: var(--ask); } .hoped { fill: var(--hot); }
-.own { fill: var(--mine); }"""
+"""Characters of a line in the terminal."""
+
+Part = tuple[str, str, float | None]
+"""Kind, text and confidence of a token."""
+
+
+@functools.cache
+def _template(name: str) -> jinja2.Template:
+    loader = jinja2.FileSystemLoader(Path(__file__).parent / "assets")
+    return jinja2.Environment(loader=loader, autoescape=True).get_template(name)
 
 
 def spans(rounds: Sequence[Round]) -> Iterator[list[tuple[str, int, float | None]]]:
-    """Per round, `(kind, token id, confidence or None)` in reading order: what was accepted, what the
-    target put instead or on top, and what was rejected for it."""
+    """Per round, `(kind, token id, confidence or None)` in reading order: the accepted tokens, the target's own tokens
+    instead of or after them, and the rejected ones."""
     for entry in rounds:
         kept = min(entry.accepted, len(entry.emitted))
         row = [(ACCEPTED, token, c) for token, c in zip(entry.drafted[:kept], entry.confidence)]
@@ -58,147 +49,91 @@ def spans(rounds: Sequence[Round]) -> Iterator[list[tuple[str, int, float | None
         yield row + [(REJECTED, token, c) for token, c in rejected]
 
 
-def _decoder(tokenizer: Any) -> Callable[[int], str]:
-    if tokenizer is None:
-        return lambda token: f"{token} "
-    return lambda token: text_of(tokenizer, [token], skip_special_tokens=False)
-
-
 def pieces(ids: Sequence[int], tokenizer: Any = None) -> list[str]:
     """The text that each token of an answer adds. Characters of several tokens stand with the last of them."""
     if tokenizer is None:
         return [f"{token} " for token in ids]
-    out, done = [], ""
+    parts, done = [], ""
     for end in range(1, len(ids) + 1):
-        whole = text_of(tokenizer, ids[:end], skip_special_tokens=False)
+        text = text_of(tokenizer, ids[:end], skip_special_tokens=False)
         if end < len(ids):
-            whole = whole.rstrip(UNFINISHED)
-        new = whole[len(done) :] if whole.startswith(done) else ""
-        out.append(new)
-        done += new
-    return out
+            text = text.rstrip(UNFINISHED)
+        parts.append(text[len(done) :] if text.startswith(done) else "")
+        done += parts[-1]
+    return parts
 
 
-Part = tuple[str, str, float | None]
-"""A token's fate, text and confidence."""
+def _texts(rounds: Sequence[Round], ids: Sequence[int], tokenizer: Any) -> list[list[Part]]:
+    """As `spans`, with texts instead of ids: the part of the answer `ids`, or the text of a rejected token alone."""
+    parts = iter(pieces(ids, tokenizer))
 
+    def text(kind: str, token: int) -> str:
+        return next(parts, "") if kind != REJECTED else "".join(pieces([token], tokenizer))
 
-def _told(rounds: Sequence[Round], ids: Sequence[int], tokenizer: Any) -> Iterator[list[Part]]:
-    """As `spans`; instead of its id the text that a token adds to the answer `ids`, or has by itself if rejected."""
-    decode, texts = _decoder(tokenizer), iter(pieces(ids, tokenizer))
-    for row in spans(rounds):
-        yield [(kind, decode(token) if kind == REJECTED else next(texts, ""), c) for kind, token, c in row]
+    return [[(kind, text(kind, token), confidence) for kind, token, confidence in row] for row in spans(rounds)]
 
 
 def to_terminal(rounds: Sequence[Round], tokenizer: Any = None, colours: bool = True) -> str:
-    """The page for a terminal: the answer, each token marked with its fate; a strip of draft lengths; and round by
-    round what was emitted and what was rejected. Rounds in a row that had no draft are one line.
+    """The rounds for a terminal: the answer, each token marked with its kind; a strip of draft lengths; and per round
+    the emitted and the rejected tokens. Consecutive rounds without a draft are one line.
 
     Args:
       tokenizer: None: ids are shown.
       colours: marks are ANSI escapes; False: brackets.
     """
     marks = _COLOURS if colours else _BRACKETS
-    told = list(_told(rounds, [token for entry in rounds for token in entry.emitted], tokenizer))
-    legend = "  ".join(_marked([(kind, said, None)], marks) for kind, said in FATES.items())
-    answer = _marked((part for row in told for part in row if part[0] != REJECTED), marks)
-    heading = "Round, accepted/drafted, tokens expected (where that was weighed):"
-    return "\n".join([legend, "", answer, "", *_bars(rounds), "", heading, *_lines(rounds, told, marks)])
+    texts = _texts(rounds, [token for entry in rounds for token in entry.emitted], tokenizer)
+    legend = "  ".join(_marked([(kind, name, None)], marks) for kind, name in KINDS.items())
+    answer = _marked((part for row in texts for part in row if part[0] != REJECTED), marks)
+    heading = "Round, accepted/drafted, tokens expected (if known):"
+    return "\n".join([legend, "", answer, "", *_bars(rounds), "", heading, *_lines(rounds, texts, marks)])
 
 
 def _marked(row: Iterable[Part], marks: Mapping[str, tuple[str, str]]) -> str:
-    """The text of tokens, those of one fate in a row between the marks of that fate."""
-    out = []
-    for kind, run in itertools.groupby(row, operator.itemgetter(0)):
-        before, behind = marks[kind]
-        out.append(f"{before}{''.join(text for _, text, _ in run)}{behind}")
-    return "".join(out)
+    """The text of tokens, with the marks of their kind around each run of one kind."""
+    runs = itertools.groupby(row, operator.itemgetter(0))
+    return "".join(f"{marks[kind][0]}{''.join(text for _, text, _ in run)}{marks[kind][1]}" for kind, run in runs)
 
 
-def _lines(rounds: Sequence[Round], told: Sequence[list[Part]], marks: Mapping[str, tuple[str, str]]) -> Iterator[str]:
-    """The rounds, a line each, or a line for some in a row that had no draft."""
+def _lines(rounds: Sequence[Round], texts: Sequence[list[Part]], marks: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+    """One line per round, or per run of rounds without a draft."""
     for drafted, run in itertools.groupby(range(len(rounds)), lambda index: bool(rounds[index].drafted)):
         if drafted:
             for index in run:
                 entry = rounds[index]
-                hoped = "" if entry.expected is None else f"{entry.expected:4.1f} "
-                line = (
-                    f"{index + 1:4d} {entry.accepted:3d}/{len(entry.drafted):<3d} {hoped}{_marked(told[index], marks)}"
-                )
-                yield line.replace("\n", "↵")
+                counts = f"{index + 1:4d} {entry.accepted:3d}/{len(entry.drafted):<3d}"
+                expected = "" if entry.expected is None else f"{entry.expected:4.1f} "
+                yield f"{counts} {expected}{_marked(texts[index], marks)}".replace("\n", "↵")
             continue
         first, *others = run
-        which = f"{first + 1:4d}" + (f" to {others[-1] + 1}" if others else "")
-        text = "".join(text for index in (first, *others) for _, text, _ in told[index]).replace("\n", "↵")
+        numbers = f"{first + 1:4d}" + (f" to {others[-1] + 1}" if others else "")
+        text = "".join(text for index in (first, *others) for _, text, _ in texts[index]).replace("\n", "↵")
         text = text if len(text) <= _WIDE else f"{text[: _WIDE - 1]}…"
-        yield f"{which}, no draft: {_marked([(TARGET, text, None)], marks)}"
+        yield f"{numbers}, no draft: {_marked([(TARGET, text, None)], marks)}"
 
 
 def _bars(rounds: Sequence[Round]) -> list[str]:
-    """A strip of draft lengths in characters, and before it what it is."""
+    """A heading, and draft lengths as a strip of characters."""
     longest = max((len(entry.drafted) for entry in rounds), default=0)
     if not longest:
         return ["No round had a draft"]
     bars = "".join(_LEVELS[-(-8 * len(entry.drafted) // longest) - 1] if entry.drafted else "·" for entry in rounds)
-    said = f"Draft lengths, a bar a round ({_LEVELS[-1]} {longest} tokens, · no draft):"
-    return [said, *(bars[at : at + _WIDE] for at in range(0, len(bars), _WIDE))]
-
-
-def strip(rounds: Sequence[Round], tallest: int | None = None) -> str:
-    """The rounds from left to right as an SVG: rows that were verified (outlined), tokens that were emitted (filled,
-    accepted ones below the target's own), under `--policy auto` how many were expected (a dot), and below which rounds
-    asked a model (a tick).
-
-    Args:
-      tallest: rows of the highest round that there is room for; None: of these.
-    """
-    wide, high, step, left = 9, 8, 3, 2
-    floor = high * (tallest or _tallest(rounds)) + 6
-    marks = []
-    for number, entry in enumerate(rounds):
-        at = left + number * (wide + step)
-
-        def box(rows: int, style: str, at: int = at) -> str:
-            return f'<rect x="{at}" y="{floor - high * rows}" width="{wide}" height="{high * rows}" {style}/>'
-
-        marks.append(box(len(entry.emitted), 'class="own" fill="#8fb3f0"'))
-        marks.append(box(min(entry.accepted, len(entry.emitted)), 'class="kept" fill="#7cc48a"'))
-        marks.append(box(len(entry.drafted) + 1, 'class="free" fill="none" stroke="#667"'))
-        if entry.expected is not None:
-            middle, height = at + wide / 2, floor - high * entry.expected
-            marks.append(f'<circle cx="{middle}" cy="{height:.1f}" r="2.5" class="hoped" fill="#c33"/>')
-        if entry.passes:
-            marks.append(f'<rect x="{at}" y="{floor + 4}" width="{wide}" height="3" class="asked" fill="#36c"/>')
-    size = f'width="{2 * left + len(rounds) * (wide + step)}" height="{floor + 10}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(marks)}</svg>'
+    heading = f"Draft lengths, one bar per round ({_LEVELS[-1]} {longest} tokens, · no draft):"
+    return [heading, *(bars[at : at + _WIDE] for at in range(0, len(bars), _WIDE))]
 
 
 def _tallest(rounds: Sequence[Round]) -> int:
+    """Most rows of a round."""
     return max((max(len(entry.drafted) + 1, len(entry.emitted)) for entry in rounds), default=1)
 
 
-def along(rounds: Sequence[Round]) -> str:
-    """Along the answer, token by token, an SVG as wide as its place: how long the draft of each round was, and how much
-    of it was accepted. Wide, filled bars are easy regions, narrow grey ones hard regions."""
-    total = max(sum(len(entry.emitted) for entry in rounds), 1)
-    tallest = max((len(entry.drafted) for entry in rounds), default=0) or 1
-    marks, at = [], 0
-    for number, entry in enumerate(rounds, 1):
-        width = len(entry.emitted)
-        said = f"round {number}: {entry.accepted} of {len(entry.drafted)} accepted, tokens {at + 1} to {at + width}"
-        bars = "".join(
-            f'<rect x="{at}" y="{tallest - rows}" width="{width}" height="{rows}" class="{kind}"/>'
-            for rows, kind in ((len(entry.drafted), "lost"), (entry.accepted, "kept"))
-            if rows
-        )
-        marks.append(f"<g><title>{said}</title>{bars}</g>" if bars else "")
-        at += width
-    box = f'viewBox="0 0 {total} {tallest}" preserveAspectRatio="none"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" {box}>{"".join(marks)}</svg>'
+def strip(rounds: Sequence[Round]) -> str:
+    """An SVG of the rounds from left to right: verified rows, accepted and own tokens, expected tokens, passes."""
+    return str(_template("rounds_svg.html").module.strip(rounds, _tallest(rounds)))
 
 
-def _said_of(number: int, entry: Round) -> str:
-    """A round in a line: what hovering shows."""
+def _title(number: int, entry: Round) -> str:
+    """A round in a line, which hovering shows."""
     text = f"round {number}: {entry.accepted} of {len(entry.drafted)} drafted accepted, {entry.passes} drafter passes"
     if entry.expected is not None:
         took = "" if entry.took is None else f", took {1e3 * entry.took:.1f} ms"
@@ -206,61 +141,39 @@ def _said_of(number: int, entry: Round) -> str:
     return text
 
 
-def _answer(result: Result, tokenizer: Any) -> str:
-    """The answer, each token in the colour of its fate, rejected drafts behind the tokens that took their place."""
-    out, told = [], _told(result.rounds, result.output_ids, tokenizer)
-    for number, (entry, row) in enumerate(zip(result.rounds, told), 1):
-        said = _said_of(number, entry)
-        for kind, text, confidence in row:
-            sure = "" if confidence is None else f"confidence {confidence:.3f}; "
-            title = html.escape(sure + said, quote=True)
-            out.append(f'<span class="{kind}" title="{title}">{html.escape(text)}</span>')
-    return "".join(out)
-
-
-def _section(label: str, result: Result, tokenizer: Any) -> str:
-    stats = result.stats
-    counts = (
-        f"{len(result.output_ids)} tokens, {fate(stats.rounds, stats.drafted, stats.accepted)}, "
-        f"{stats.drafter_passes} drafter passes, {stats.tokens_per_s:.1f} tokens/s"
-    )
-    rounds, tallest = result.rounds, _tallest(result.rounds)
-    # Pieces side by side wrap where the page is narrow.
-    pieces_of_strip = " ".join(strip(rounds[at : at + _PIECE], tallest) for at in range(0, len(rounds), _PIECE))
-    return (
-        f"<section><h2>{html.escape(label)}</h2><small>{counts}</small>"
-        f"<figure>{along(result.rounds)}<figcaption>Along the answer: drafted (grey) and accepted (green)</figcaption>"
-        f'</figure><p class="answer">{_answer(result, tokenizer)}</p>'
-        f"<figure>{pieces_of_strip}<figcaption>Round by round: rows verified (outline), accepted (green) and the "
-        "target's own tokens (blue), tokens expected (dot), a model asked (tick)</figcaption></figure></section>"
-    )
+def _section(label: str, result: Result, tokenizer: Any) -> dict[str, Any]:
+    stats, rounds = result.stats, result.rounds
+    titles = [_title(number, entry) for number, entry in enumerate(rounds, 1)]
+    return {
+        "label": label,
+        "counts": f"{len(result.output_ids)} tokens, {fate(stats.rounds, stats.drafted, stats.accepted)}, "
+        f"{stats.drafter_passes} drafter passes, {stats.tokens_per_s:.1f} tokens/s",
+        "rounds": rounds,
+        "tokens": sum(len(entry.emitted) for entry in rounds),
+        "longest": max((len(entry.drafted) for entry in rounds), default=0),
+        "tallest": _tallest(rounds),
+        "texts": list(zip(titles, _texts(rounds, result.output_ids, tokenizer))),
+    }
 
 
 def page(results: Mapping[str, Result], tokenizer: Any = None) -> str:
-    """A self-contained HTML page: answers as text, by label, side by side where there is room. Hovering a token shows
-    its round, its confidence, and what the round was expected to bring and what it took."""
-    sections = "".join(_section(label, result, tokenizer) for label, result in results.items())
-    legend = "".join(f'<span class="{kind}">{text}</span> ' for kind, text in FATES.items())
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>FailFast trajectory</title>'
-        f"<style>{_STYLE}</style><body><h1>How the answer came about</h1>"
-        f'<p class="legend">{legend} <label><input type="checkbox" id="drafts"> show rejected drafts</label></p>'
-        f"<main>{sections}</main></body></html>\n"
-    )
+    """A self-contained HTML page: answers as text, by label, side by side if there is room. Hovering over a token shows
+    its round, its confidence, and the round's expected tokens and time."""
+    sections = [_section(label, result, tokenizer) for label, result in results.items()]
+    return _template("trace.html").render(kinds=KINDS, sections=sections) + "\n"
 
 
 def write_trace(result: Result, path: Path, tokenizer: Any = None) -> None:
-    """Writes `path`: a page if it ends in .html, the `strip` if in .svg, else one JSON object a round. The path `-` is
-    stderr, with the view for a terminal."""
+    """Writes `path`: a page if it ends in .html, the `strip` if in .svg, else one JSON object per round. The path `-`
+    is stderr, with the view for a terminal."""
     if str(path) == TERMINAL:
         print(to_terminal(result.rounds, tokenizer, colours=sys.stderr.isatty()), file=sys.stderr)
         return
     if path.suffix.lower() == ".svg":
-        write_atomically(path, strip(result.rounds) + "\n")
-        return
-    if path.suffix.lower() in (".html", ".htm"):
-        write_atomically(path, page({result.method: result}, tokenizer))
-        return
-    rows = ({"round": number, **entry.to_dict()} for number, entry in enumerate(result.rounds, 1))
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+        content = strip(result.rounds) + "\n"
+    elif path.suffix.lower() in (".html", ".htm"):
+        content = page({result.method: result}, tokenizer)
+    else:
+        rows = ({"round": number, **entry.to_dict()} for number, entry in enumerate(result.rounds, 1))
+        content = "".join(json.dumps(row) + "\n" for row in rows)
+    write_atomically(path, content)

@@ -1,122 +1,118 @@
-"""One HTTP request's answers, between the queue's thread and the event loop."""
+"""The answers to one HTTP request, passed from the queue's thread to the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import starlette.requests
+from starlette.responses import StreamingResponse
 
 from failfast_jax.errors import OptionError, PromptError
 from failfast_jax.serving.openai_protocol import RequestError
 from failfast_jax.serving.request_queue import Answer, Finished, Piece, Queue, QueueClosed, QueueFull
 
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
-class Gone(Exception):
+
+class ClientDisconnected(Exception):
     """The client has closed the connection."""
 
 
-def unavailable(error: QueueClosed) -> RequestError:
-    """What a client is told of a queue that has failed or ends."""
-    return RequestError(f"the server cannot answer: {error}", status=503, code="unavailable")
-
-
-class Exchange:
-    """The answers to one HTTP request. Whoever leaves it, however, frees their rows.
+class AnswerStream:
+    """The answers to one HTTP request; leaving the context frees their rows.
 
     Args:
-      timeout: seconds from here to the end of the last answer.
+      timeout: seconds from the construction to the end of the last answer.
+
+    Attributes:
+      answers: in order of their choices.
+      finished: whole answers, by choice.
     """
 
     def __init__(self, queue: Queue, request: starlette.requests.Request, timeout: float):
-        self._queue, self._request = queue, request
+        self._queue, self._request, self._timeout = queue, request, timeout
         self._loop = asyncio.get_running_loop()
         self._end = self._loop.time() + timeout
-        self._timeout = timeout
-        self._news: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
+        self._pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
         """None: the client is gone."""
-        self._answers: list[Answer] = []
         self._left = False
+        self.answers: list[Answer] = []
         self.finished: dict[int, Finished] = {}
 
-    async def __aenter__(self) -> Exchange:
+    async def __aenter__(self) -> AnswerStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.leave()
 
     def leave(self) -> None:
-        """Cancels what has not ended. May be called more than once."""
+        """Cancels unfinished answers. May be called more than once."""
         self._left = True
-        for answer in self._answers:
+        for answer in self.answers:
             answer.cancel()
 
-    @property
-    def choices(self) -> int:
-        """Answers that were asked for."""
-        return len(self._answers)
-
-    async def submit(self, asked: Callable[[], list[dict[str, Any]]]) -> None:
+    async def submit(self, prepare: Callable[[], list[dict[str, Any]]]) -> None:
         """Puts all answers in line, or none.
 
         Args:
-          asked: returns arguments of `Queue.submit`; may take a while, and is called in a thread.
+          prepare: returns arguments of `Queue.submit`; it may take long, and is called in a thread.
 
         Raises:
           RequestError: the queue does not take them.
         """
         try:
-            await asyncio.to_thread(self._submit, asked)
+            await asyncio.to_thread(self._submit, prepare)
         except BaseException:
             self.leave()
             raise
 
-    def _submit(self, asked: Callable[[], list[dict[str, Any]]]) -> None:
+    def _submit(self, prepare: Callable[[], list[dict[str, Any]]]) -> None:
         try:
-            for index, one in enumerate(asked()):
-                self._answers.append(self._queue.submit(tell=self._teller(index), **one))
+            for index, options in enumerate(prepare()):
+                on_piece = functools.partial(self._on_piece, index)
+                self.answers.append(self._queue.submit(on_piece=on_piece, **options))
         except (OptionError, PromptError) as error:
             raise RequestError(str(error)) from None
         except QueueFull as error:
             wait = {"Retry-After": str(round(error.seconds))}
             raise RequestError(f"{error}; try again", status=429, code="queue_full", **wait) from None
         except QueueClosed as error:
-            raise unavailable(error) from None
+            raise _unavailable(error) from None
         finally:
-            if self._left:  # in the meantime
+            if self._left:  # while this thread worked
                 self.leave()
 
-    def _teller(self, index: int):
-        def tell(piece: Piece) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
-                self._loop.call_soon_threadsafe(self._news.put_nowait, (index, piece))
-
-        return tell
+    def _on_piece(self, index: int, piece: Piece) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, (index, piece))
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """News of all answers, until all have ended.
+        """Yields the pieces of all answers, until all have ended.
 
         Raises:
-          Gone: the client went away.
-          RequestError: time is up, or an answer cannot be had.
+          ClientDisconnected: the client went away.
+          RequestError: time is up, or an answer failed.
         """
-        watch = asyncio.create_task(self._until_gone())
+        watch = asyncio.create_task(self._watch_client())
         try:
-            while len(self.finished) < len(self._answers):
+            while len(self.finished) < len(self.answers):
                 try:
                     async with asyncio.timeout_at(self._end):
-                        news = await self._news.get()
+                        item = await self._pieces.get()
                 except TimeoutError:
-                    said = f"no whole answer within {self._timeout} seconds"
-                    raise RequestError(said, status=504, code="timeout") from None
-                if news is None:
-                    raise Gone
-                index, piece = news
+                    message = f"no whole answer within {self._timeout} seconds"
+                    raise RequestError(message, status=504, code="timeout") from None
+                if item is None:
+                    raise ClientDisconnected
+                index, piece = item
+                if isinstance(piece.error, QueueClosed):
+                    raise _unavailable(piece.error)
                 if piece.error is not None:
-                    closed = isinstance(piece.error, QueueClosed)
-                    raise unavailable(piece.error) if closed else RequestError(str(piece.error), status=500)
+                    raise RequestError(str(piece.error), status=500)
                 if piece.finished is not None:
                     self.finished[index] = piece.finished
                 yield index, piece
@@ -124,7 +120,25 @@ class Exchange:
             watch.cancel()
             self.leave()
 
-    async def _until_gone(self) -> None:
+    async def _watch_client(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
-        self._news.put_nowait(None)
+        self._pieces.put_nowait(None)
+
+
+class EventResponse(StreamingResponse):
+    """Server-sent events; the rows are freed even if the stream never begins."""
+
+    def __init__(self, answers: AnswerStream, events: AsyncIterator[bytes]):
+        super().__init__(events, media_type="text/event-stream", headers=STREAM_HEADERS)
+        self._answers = answers
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answers.leave()
+
+
+def _unavailable(error: QueueClosed) -> RequestError:
+    return RequestError(f"the server cannot answer: {error}", status=503, code="unavailable")

@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's completions and chat completions, health and metrics, around a `Queue`."""
+"""The HTTP application: OpenAI's completions and chat completions, health and metrics, around a `Queue`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from typing import Any
 
 import fastapi
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from failfast_jax import __version__
 from failfast_jax.errors import PromptError, PromptTooLong
-from failfast_jax.serving.answer_stream import Exchange, Gone
-from failfast_jax.serving.metrics import CountedResponses, Metrics
-from failfast_jax.serving.middleware import BodyLimit, Door, refusal
+from failfast_jax.serving.answer_stream import AnswerStream, ClientDisconnected, EventResponse
+from failfast_jax.serving.metrics import Metrics
+from failfast_jax.serving.middleware import Gate
 from failfast_jax.serving.openai_protocol import (
     SEEDS,
     ChatRequest,
     CompletionRequest,
     Reply,
     RequestError,
-    error_body,
-    explained,
+    validation_error,
 )
 from failfast_jax.serving.request_queue import Queue
 from failfast_jax.serving.serve_options import ServeOptions
@@ -37,59 +36,33 @@ from failfast_jax.serving.token_logprobs import Spelling
 
 CLIENT_CLOSED = 499
 """Nginx' status for a client that went away; nobody sees it."""
-STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 TOO_LONG = "context_length_exceeded"
-
-
-class _Events(StreamingResponse):
-    """A stream whose rows are freed even if it never begins."""
-
-    def __init__(self, exchange: Exchange, stream: AsyncIterator[bytes]):
-        super().__init__(stream, media_type="text/event-stream", headers=STREAM_HEADERS)
-        self._exchange = exchange
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._exchange.leave()
+ANSWERS = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+ERRORS = {
+    status: {"description": "an error in OpenAI's shape"} for status in (400, 401, 404, 408, 413, 429, 500, 503, 504)
+}
 
 
 class Service:
-    """What the routes share.
+    """Answers checked requests.
 
     Args:
       queue: open.
       options: of the server.
-      model: what the model is called.
+      model: name of the model in the API.
     """
 
     def __init__(self, queue: Queue, options: ServeOptions, model: str):
         self.queue, self.options, self.model = queue, options, model
         self.metrics, self._spelling = Metrics(queue), Spelling(queue.engine.tokenizer)
-        self.created = int(time.time())
-        self._key = options.key()
-
-    @property
-    def keyed(self) -> bool:
-        """Whether requests must bring a key."""
-        return self._key is not None
-
-    def check_key(self, given: str | None) -> None:
-        """Raises RequestError: the key is missing or wrong."""
-        # In constant time: how long a wrong key takes must not tell how much of it is right.
-        if given is None or not hmac.compare_digest(given.encode(), self._key.encode()):
-            said = "the API key is missing or wrong"
-            raise RequestError(said, status=401, code="invalid_api_key", **{"WWW-Authenticate": "Bearer"})
 
     def check_model(self, name: str | None) -> None:
-        """Raises RequestError: another model is asked for."""
+        """Raises RequestError: another model is requested."""
         if name not in (None, self.model):
-            said = f"the model {name!r} does not exist; this server has {self.model!r}"
-            raise RequestError(said, status=404, param="model", code="model_not_found")
+            message = f"the model {name!r} does not exist; this server has {self.model!r}"
+            raise RequestError(message, status=404, param="model", code="model_not_found")
 
-    def check_logprobs(self, request: CompletionRequest | ChatRequest) -> None:
-        """Raises RequestError: log-probabilities are asked for that this server does not keep."""
+    def _check_logprobs(self, request: CompletionRequest | ChatRequest) -> None:
         best, most = request.best_tokens, self.queue.logprobs
         if best is None or (most is not None and best <= most):
             return
@@ -97,39 +70,31 @@ class Service:
         kept = "none: it was started without --logprobs n" if most is None else f"at most {most} (--logprobs {most})"
         raise RequestError(f"{name}: this server keeps {kept}", param=name)
 
-    def refusal(self, error: PromptError, param: str) -> RequestError:
-        """A prompt's error as a client may see it: models have names there, and no paths."""
-        said = str(error).replace(str(self.queue.engine.target_name), self.model)
-        return RequestError(said, param=param, code=TOO_LONG if isinstance(error, PromptTooLong) else None)
-
-    def asked(self, request: CompletionRequest | ChatRequest) -> list[dict[str, Any]]:
-        """Arguments of `Queue.submit` for each answer: the samples of each prompt. May take a while.
+    def _submissions(self, request: CompletionRequest | ChatRequest) -> list[dict[str, Any]]:
+        """Arguments of `Queue.submit` for each answer: the samples of each prompt. May take long.
 
         Raises:
           RequestError: a request that cannot be served.
         """
-        prompts: list[Any]
-        if isinstance(request, ChatRequest):
-            prompts, template = [[message.plain for message in request.messages]], True
-        else:
-            prompts, template = request.prompts, False
-        samples = request.n or 1
+        template, prompts, samples = isinstance(request, ChatRequest), request.prompts, request.n or 1
         most = min(self.options.max_choices, self.options.waiting)
         if len(prompts) * samples > most:
-            said = f"{len(prompts) * samples} answers are asked for; at most {most} are given"
-            raise RequestError(said, param="n")
+            message = f"n: {len(prompts) * samples} answers are requested; this server gives at most {most}"
+            raise RequestError(message, param="n")
         try:
             encoded = [self.queue.encode(prompt, template=template) for prompt in prompts]
         except PromptError as error:
-            raise self.refusal(error, "messages" if template else "prompt") from None
+            # Clients see the name of the model, not its path.
+            message = str(error).replace(str(self.queue.engine.target_name), self.model)
+            code = TOO_LONG if isinstance(error, PromptTooLong) else None
+            raise RequestError(message, param="messages" if template else "prompt", code=code) from None
         longest = max(map(len, encoded))
         if request.limit is not None and longest + request.limit > self.queue.capacity:
-            raise RequestError(
-                f"{longest} tokens of the prompt and {request.limit} of its answer exceed the {self.queue.capacity} "
-                "tokens that this server has room for",
-                param="max_tokens",
-                code=TOO_LONG,
+            message = (
+                f"max_tokens: {longest} tokens of the prompt and {request.limit} of its answer exceed the "
+                f"{self.queue.capacity} tokens that this server has room for"
             )
+            raise RequestError(message, param="max_tokens", code=TOO_LONG)
         options = {
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "top_p": 1.0 if request.top_p is None else request.top_p,
@@ -146,88 +111,104 @@ class Service:
     async def answer(self, request: CompletionRequest | ChatRequest, http: fastapi.Request) -> Response:
         """The answer to a request, whole or as a stream."""
         self.check_model(request.model)
-        self.check_logprobs(request)
+        self._check_logprobs(request)
         reply = Reply(self.model, isinstance(request, ChatRequest), self._spelling, request.best_tokens)
-        exchange = Exchange(self.queue, http, self.options.timeout)
-        await exchange.submit(functools.partial(self.asked, request))
-        prompts = exchange.choices // (request.n or 1)
+        answers = AnswerStream(self.queue, http, self.options.timeout)
+        await answers.submit(functools.partial(self._submissions, request))
+        prompts = len(request.prompts)
         if request.stream:
-            usage = request.stream_options is not None and bool(request.stream_options.include_usage)
-            stream = self._events(exchange, reply, prompts if usage else 0)
-            return _Events(exchange, stream)
-        async with exchange:
+            with_usage = request.stream_options is not None and request.stream_options.include_usage
+            return EventResponse(answers, self._events(answers, reply, prompts if with_usage else 0))
+        async with answers:
             try:
-                async for _, piece in exchange.pieces():
-                    self._note(piece)
-            except Gone:
+                async for _, piece in answers.pieces():
+                    self.metrics.on_piece(piece)
+            except ClientDisconnected:
                 return Response(status_code=CLIENT_CLOSED)
-        finished = [exchange.finished[index] for index in range(exchange.choices)]
-        return JSONResponse(reply.whole(finished, prompts))
+        return JSONResponse(reply.whole([answers.finished[index] for index in sorted(answers.finished)], prompts))
 
-    def _note(self, piece: Any) -> None:
-        if piece.finished is not None:
-            self.metrics.finished(piece.finished)
-
-    async def _events(self, exchange: Exchange, reply: Reply, usage: int) -> AsyncIterator[bytes]:
-        """Server-sent events; `usage`: prompts, if the last one is to tell tokens."""
+    async def _events(self, answers: AnswerStream, reply: Reply, usage_prompts: int) -> AsyncIterator[bytes]:
+        """Server-sent events; for `usage_prompts` above 0 the last one reports the usage of so many prompts."""
 
         def event(data: dict[str, Any]) -> bytes:
             return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
 
-        async with exchange:
+        async with answers:
             begun: set[int] = set()
             try:
-                async for index, piece in exchange.pieces():
-                    self._note(piece)
-                    first, reason = index not in begun, piece.finished and piece.finished.finish_reason
-                    if piece.text or piece.logprobs or first:
+                async for index, piece in answers.pieces():
+                    self.metrics.on_piece(piece)
+                    if piece.text or piece.logprobs or index not in begun:
+                        yield event(reply.chunk(index, piece, first=index not in begun))
                         begun.add(index)
-                        yield event(reply.chunk(index, piece, first=first))
-                    if reason:
-                        yield event(reply.end(index, reason))
-            except Gone:
+                    if piece.finished is not None:
+                        yield event(reply.end(index, piece.finished.finish_reason))
+            except ClientDisconnected:
                 return
             except RequestError as error:  # too late for a status
-                self.metrics.failed(error.status)
-                yield event(error_body(str(error), error.status, error.param, error.code))
+                self.metrics.on_stream_error(error.status)
+                yield event(error.body)
                 return
-            if usage:
-                yield event(reply.usage([exchange.finished[index] for index in range(exchange.choices)], usage))
+            if usage_prompts:
+                yield event(reply.usage([answers.finished[index] for index in sorted(answers.finished)], usage_prompts))
             yield b"data: [DONE]\n\n"
 
 
 def build_app(queue: Queue, options: ServeOptions, model: str) -> fastapi.FastAPI:
-    """The ASGI application.
+    """Builds the ASGI application.
 
     Args:
       queue: open; the caller closes it.
-      model: what the model is called in the API.
+      model: name of the model in the API.
 
     Raises:
       OptionError: see `ServeOptions.key` and `ServeOptions.origins`.
     """
-    service = Service(queue, options, model)
+    service, key = Service(queue, options, model), options.key()
     pages = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
     app = fastapi.FastAPI(title="FailFast for JAX", version=__version__, **pages)
-    _add_middleware(app, service)
-    _add_error_handlers(app)
-    bearer = HTTPBearer(auto_error=False)
 
-    def key(credentials: HTTPAuthorizationCredentials | None = fastapi.Depends(bearer)) -> None:  # noqa: B008
-        service.check_key(None if credentials is None else credentials.credentials)
+    def check_key(client_key: str | None) -> None:
+        # In constant time: the time of a wrong key must not depend on its correct part.
+        if client_key is None or not hmac.compare_digest(client_key.encode(), key.encode()):
+            message = "the API key is missing or wrong"
+            raise RequestError(message, status=401, code="invalid_api_key", **{"WWW-Authenticate": "Bearer"})
 
-    problems = {status: {"description": "an error in OpenAI's shape"} for status in ERRORS}
-    guards = [fastapi.Depends(key)] if service.keyed else []
-    v1 = fastapi.APIRouter(prefix="/v1", dependencies=guards, responses=problems)
-    info = {"id": model, "object": "model", "created": service.created, "owned_by": "failfast-jax"}
+    app.add_middleware(
+        Gate,
+        most_bytes=options.max_body,
+        on_status=service.metrics.on_status,
+        check_key=None if key is None else check_key,
+    )
+    if origins := options.origins():
+        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
+        app.add_middleware(CORSMiddleware, allow_origins=origins, **allowed)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: fastapi.Request, error: RequestValidationError) -> JSONResponse:
+        raise validation_error(error.errors())
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: fastapi.Request, error: HTTPException) -> JSONResponse:
+        raise RequestError(str(error.detail), status=error.status_code, **(error.headers or {}))
+
+    # The gate checks the key; this describes it to clients.
+    _add_routes(app, service, [] if key is None else [fastapi.Depends(HTTPBearer(auto_error=False))])
+    return app
+
+
+def _add_routes(app: fastapi.FastAPI, service: Service, guards: list[Any]) -> None:
+    v1 = fastapi.APIRouter(prefix="/v1", dependencies=guards, responses=ERRORS)
+    queue = service.queue
+    info = {"id": service.model, "object": "model", "created": int(time.time()), "owned_by": "failfast-jax"}
 
     @v1.get("/models")
     async def models() -> dict[str, Any]:
-        """The one model of this server."""
+        """The only model of this server."""
         return {"object": "list", "data": [info]}
 
     @v1.get("/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
+    async def model_by_name(name: str) -> dict[str, Any]:
         """A model by its name."""
         service.check_model(name)
         return info
@@ -247,42 +228,10 @@ def build_app(queue: Queue, options: ServeOptions, model: str) -> fastapi.FastAP
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"description": "the engine has failed"}})
     async def health() -> JSONResponse:
-        """Whether requests are taken."""
+        """Reports whether requests are taken."""
         return JSONResponse({"status": "ok" if queue.healthy else "failed"}, status_code=200 if queue.healthy else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Prometheus' text format."""
+        """Metrics in Prometheus' text format."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    return app
-
-
-ANSWERS = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
-ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
-
-
-def _add_middleware(app: fastapi.FastAPI, service: Service) -> None:
-    """Adds what sees a request before its route does, the last one first."""
-    app.add_middleware(Door, check_key=service.check_key if service.keyed else None)
-    app.add_middleware(BodyLimit, most=service.options.max_body)
-    app.add_middleware(CountedResponses, metrics=service.metrics)
-    if origins := service.options.origins():
-        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
-        app.add_middleware(CORSMiddleware, allow_origins=origins, **allowed)
-
-
-def _add_error_handlers(app: fastapi.FastAPI) -> None:
-    @app.exception_handler(RequestError)
-    async def refused(_: fastapi.Request, error: RequestError) -> JSONResponse:
-        return refusal(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: fastapi.Request, error: RequestValidationError) -> JSONResponse:
-        said, param = explained(error.errors())
-        return JSONResponse(error_body(said, 400, param), status_code=400)
-
-    @app.exception_handler(HTTPException)
-    async def http(_: fastapi.Request, error: HTTPException) -> JSONResponse:
-        body = error_body(str(error.detail), error.status_code)
-        return JSONResponse(body, status_code=error.status_code, headers=error.headers)

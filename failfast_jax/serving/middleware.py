@@ -1,9 +1,9 @@
-"""Checks of a request before it is read: its path, its key, its size, and its time."""
+"""The first stations of a request: statuses are counted, and its body, path and key are checked before its JSON."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -11,82 +11,101 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
-from failfast_jax.serving.openai_protocol import RequestError, error_body
+from failfast_jax.serving.openai_protocol import RequestError
+
+logger = logging.getLogger("failfast_jax")
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 BODY_SECONDS = 30.0
-"""In which a request's body must have come."""
+"""Time limit of a request's body."""
+CLOSE = {"Connection": "close"}
 
 
-def refusal(error: RequestError) -> JSONResponse:
-    """An error as the response to its request."""
-    body = error_body(str(error), error.status, error.param, error.code)
-    return JSONResponse(body, status_code=error.status, headers=error.headers)
-
-
-class Door:
-    """Checks the key of a request to `/v1` before its JSON is read, and takes needless slashes from its path, which
-    come from base URLs with one at the end: `/v1//models/` is `/v1/models`.
+class Gate:
+    """Wraps an application. It answers its errors: a RequestError as that says, any other one with a 500 (after logging
+    it), and a request that is cancelled because the server ends with a 503.
 
     Args:
-      check_key: is given the key, or None where there is none, and may raise RequestError; None: no key is needed.
+      most_bytes: maximum length of a body.
+      on_status: called with the status of each response.
+      check_key: called with the key of a request to `/v1`, None without one; may raise RequestError. None: no key is
+        needed.
     """
 
-    def __init__(self, app: Callable, check_key: Callable[[str | None], None] | None):
-        self._app, self._check = app, check_key
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"
-            scope = {**scope, "path": path}
-            if self._check is not None and f"{path}/".startswith("/v1/"):
-                scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-                try:
-                    self._check(key.strip() if scheme.lower() == "bearer" else None)
-                except RequestError as error:
-                    await refusal(error)(scope, receive, send)
-                    return
-        await self._app(scope, receive, send)
-
-
-class BodyLimit:
-    """Reads a request's body before anybody else sees it, up to `most` bytes."""
-
-    def __init__(self, app: Callable, most: int):
-        self._app, self._most = app, most
+    def __init__(
+        self,
+        app: Callable,
+        most_bytes: int,
+        on_status: Callable[[int], None],
+        check_key: Callable[[str | None], None] | None,
+    ):
+        self._app, self._most, self._on_status, self._check_key = app, most_bytes, on_status, check_key
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        started, error = False, None
+
+        async def counted(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                self._on_status(message["status"])
+            await send(message)
+
+        try:
+            await self._enter(scope, receive, counted)
+        except RequestError as refused:
+            error = refused
+        except asyncio.CancelledError:  # of uvicorn's own task, which would log it
+            error = None if started else RequestError("the server ends", status=503, **CLOSE)
+        except Exception:
+            if started:
+                raise
+            logger.exception("a request failed")
+            error = RequestError("the server has failed; see its log", status=500, **CLOSE)
+        if error is not None:
+            response = JSONResponse(error.body, status_code=error.status, headers=error.headers)
+            await response(scope, receive, counted)
+
+    async def _enter(self, scope: Message, receive: Receive, send: Send) -> None:
+        body = await self._body(receive)
+        if body is None:
+            return
+        # Base URLs with a slash at their end give needless ones: /v1//models/ is /v1/models.
+        path = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"
+        if self._check_key is not None and f"{path}/".startswith("/v1/"):
+            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            self._check_key(key.strip() if scheme.lower() == "bearer" else None)
+        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return first.pop() if first else await receive()
+
+        await self._app({**scope, "path": path}, replay, send)
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """The whole body; None if the client leaves.
+
+        Raises:
+          RequestError: it is too long, or comes too slowly.
+        """
         body, more = b"", True
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return
+                        return None
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
                     if len(body) > self._most:
-                        await refuse(send, 413, f"the body has more than {self._most} bytes")
-                        return
+                        raise RequestError(f"the body has more than {self._most} bytes", status=413, **CLOSE)
         except TimeoutError:
-            await refuse(send, 408, f"the body did not come within {BODY_SECONDS:.0f} seconds")
-            return
-        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def again() -> Message:
-            return first.pop() if first else await receive()
-
-        await self._app(scope, again, send)
-
-
-async def refuse(send: Send, status: int, message: str) -> None:
-    """Answers with an error, and asks for the connection to be closed."""
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(error_body(message, status)).encode()})
+            message = f"the body did not come within {BODY_SECONDS:.0f} seconds"
+            raise RequestError(message, status=408, **CLOSE) from None
+        return body

@@ -1,4 +1,4 @@
-"""What OpenAI's clients send and expect: requests, checked, and the shapes of answers and errors."""
+"""Requests of OpenAI's clients, checked, and the JSON of answers and errors."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from failfast_jax.serving.token_logprobs import Spelling, of_chat, of_completion
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 MOST_STOPS, MOST_LOGPROBS = 16, 20
 SEEDS = 2**32
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[Token], Field(min_length=1)]
@@ -33,94 +34,62 @@ class RequestError(Exception):
         super().__init__(message)
         self.status, self.param, self.code, self.headers = status, param, code, headers
 
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON of the error."""
+        kind = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The JSON of an error."""
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
-
-RULES = {
-    "missing": "is missing",
-    "extra_forbidden": "is not served",
-    "int_type": "must be an integer",
-    "int_from_float": "must be an integer",
-    "float_type": "must be a number",
-    "finite_number": "must be a finite number",
-    "string_type": "must be text",
-    "string_unicode": "must be valid UTF-8 text",
-    "string_too_short": "must not be empty",
-    "too_short": "must not be empty",
-    "bool_type": "must be true or false",
-    "list_type": "must be a list",
-    "dict_type": "must be an object",
-    "model_type": "must be an object",
-    "model_attributes_type": "must be an object",
-    "greater_than": "must be more than {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be at most {le}",
-    "literal_error": "must be {expected}",
-    "json_invalid": "the body is not JSON: {error}",
-}
-"""What a request must be, by pydantic's names of faults."""
-CHOICES = {
+UNIONS = {
     "prompt": "must be valid UTF-8 text, token ids, or a list of texts or of lists of token ids, none of them empty",
     "stop": "must be text or a list of texts",
     "content": "must be valid UTF-8 text, or a list of text parts",
 }
-"""Likewise, of arguments that may be one thing or another."""
+"""Messages for fields of several types, of which pydantic reports each type by itself."""
 
 
-def explained(errors: Sequence[dict[str, Any]]) -> tuple[str, str | None]:
-    """What is wrong with a request's body, from the first of pydantic's errors, and the argument's name."""
+def validation_error(errors: Sequence[dict[str, Any]]) -> RequestError:
+    """The first of pydantic's errors about a request's body, as an error that names the field."""
     first = errors[0]
-    parts = [str(part) for part in first["loc"][1:]]
-    either = next((at for at, part in enumerate(parts) if part in CHOICES), None)
+    path, message = [str(part) for part in first["loc"][1:]], str(first["msg"])
     if first["type"] == "json_invalid":
-        return RULES["json_invalid"].format(**first["ctx"]), None
-    if not parts and isinstance(first.get("input"), bytes):
-        return "the body: must be JSON, with the header 'Content-Type: application/json'", None
-    if first["type"] == "value_error":
-        said = str(first["msg"]).removeprefix("Value error, ")
-        name, colon, _ = said.partition(":")
-        return said, name if colon else None
-    if either is not None and parts[-1] not in CHOICES:
-        parts, said = parts[: either + 1], CHOICES[parts[either]]
-    else:
-        said = RULES.get(first["type"], str(first["msg"])).format(**first.get("ctx", {}))
-    place = ".".join(parts)
-    return f"{place or 'the body'}: {said}", place or None
+        return RequestError(f"the body is not JSON: {first['ctx']['error']}")
+    if not path and isinstance(first.get("input"), bytes):
+        return RequestError("the body: must be JSON, with the header 'Content-Type: application/json'")
+    if first["type"] == "value_error":  # of the validators below, whose messages begin with the field
+        message = message.removeprefix("Value error, ")
+        return RequestError(message, param=message.partition(":")[0])
+    union = next((index for index, part in enumerate(path) if part in UNIONS), None)
+    if union is not None and path[-1] not in UNIONS:
+        path, message = path[: union + 1], UNIONS[path[union]]
+    elif first["type"] == "extra_forbidden":
+        message = "is not served"
+    place = ".".join(path)
+    return RequestError(f"{place or 'the body'}: {message}", param=place or None)
 
 
-NEUTRAL = {
-    "min_p": [0],
-    "repetition_penalty": [1],
-    "length_penalty": [1],
-    "use_beam_search": [False],
-    "skip_special_tokens": [True],
-    "add_generation_prompt": [True],
-    "modalities": [["text"]],
-    "function_call": ["none", "auto"],
-    "min_tokens": [0],
-    "no_repeat_ngram_size": [0],
-    "repeat_penalty": [1],
-    "typical_p": [1],
-    "echo": [False],
-    "include_stop_str_in_output": [False],
-    "continue_final_message": [False],
-    "continuous_usage_stats": [False],
-    "prefix": [False],
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "best_of"), (1,)),
+    **dict.fromkeys(("echo", "prefix", "use_beam_search", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("continue_final_message", "continuous_usage_stats"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
 }
-"""Fields that are not served, and values with which they change nothing."""
+"""Values with which fields that are not served change nothing."""
 
 
-def _is_nothing(value: Any) -> bool:
-    """True for null, an empty text, and lists and objects of nothing else."""
-    if isinstance(value, (list, dict)):
-        return all(map(_is_nothing, value.values() if isinstance(value, dict) else value))
-    return value is None or value == ""
+def _without_empty(value: Any) -> Any:
+    """None for null, an empty text, and lists and objects of nothing else; objects without such entries."""
+    if isinstance(value, dict):
+        return {name: entry for name, entry in value.items() if _without_empty(entry) is not None} or None
+    if isinstance(value, list):
+        return value if any(_without_empty(entry) is not None for entry in value) else None
+    return None if value == "" else value
 
 
 class _Body(pydantic.BaseModel):
@@ -128,24 +97,28 @@ class _Body(pydantic.BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nothing(cls, body: Any) -> Any:
-        """Drops unknown fields that ask for nothing: many clients send every field that they know."""
+    def _drop_neutral(cls, body: Any) -> Any:
+        """Drops unknown fields without effect: many clients send every field that they know."""
         if not isinstance(body, dict):
             return body
-        known = cls.model_fields
-        empty = {name for name, value in body.items() if _is_nothing(value) or value in NEUTRAL.get(name, ())}
-        return {name: value for name, value in body.items() if name in known or name not in empty}
+        neutral = NEUTRAL | {"best_of": (1, body.get("n"))}
+
+        def has_effect(name: str, value: Any) -> bool:
+            value = _without_empty(value)
+            return value is not None and value not in neutral.get(name, ())
+
+        return {name: value for name, value in body.items() if name in cls.model_fields or has_effect(name, value)}
 
 
 class StreamOptions(_Body):
-    """How an answer is streamed."""
+    """Options of a streamed answer."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class _Request(_Body):
-    """What both kinds of requests have. Fields that would change the text, and are not served, are refused."""
+    """Fields of both kinds of requests. Fields that would change the text, and are not served, are refused."""
 
     model: str | None = None
     temperature: float | None = Field(default=None, ge=0, le=HOTTEST, allow_inf_nan=False)
@@ -160,9 +133,6 @@ class _Request(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = Field(default=None, description="not OpenAI's: go on after stop tokens")
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -172,14 +142,10 @@ class _Request(_Body):
     safety_identifier: str | None = None
 
     @model_validator(mode="after")
-    def _served(self) -> _Request:
-        for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
-            if getattr(self, name):
-                raise ValueError(f"{name}: is not served")
+    def _check(self) -> _Request:
         if len(self.stops) > MOST_STOPS or not all(self.stops):
             raise ValueError(f"stop: must be at most {MOST_STOPS} strings, none of them empty")
-        asked = self.stream_options is not None and any(self.stream_options.model_dump().values())
-        if asked and not self.stream:
+        if not self.stream and self.stream_options and any(self.stream_options.model_dump().values()):
             raise ValueError("stream_options: only with stream")
         return self
 
@@ -189,27 +155,15 @@ class _Request(_Body):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens of an answer, if the request says so."""
+        """Maximum tokens of an answer, if the request sets one."""
         return self.max_tokens
 
 
 class CompletionRequest(_Request):
-    """A text to be continued as it is, without a chat template; or several."""
+    """One or several texts to continue as they are, without a chat template."""
 
     prompt: Text | Ids | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = None
-
-    @model_validator(mode="after")
-    def _served_here(self) -> CompletionRequest:
-        for name in ("echo", "suffix"):
-            if getattr(self, name):
-                raise ValueError(f"{name}: is not served")
-        if self.best_of not in (None, 1, self.n):
-            raise ValueError("best_of: is not served")
-        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -219,7 +173,7 @@ class CompletionRequest(_Request):
 
     @property
     def best_tokens(self) -> int | None:
-        """Most probable tokens to tell beside each token's log-probability; None: not even that."""
+        """Most probable tokens to report beside each token; None: no log-probabilities."""
         return self.logprobs
 
 
@@ -231,7 +185,7 @@ class TextPart(_Body):
 
 
 class ChatMessage(_Body):
-    """One turn of a conversation, also as clients send back an answer: with whatever else was null in it."""
+    """One turn of a conversation, also an answer as clients send it back, null fields included."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)]
@@ -242,50 +196,44 @@ class ChatMessage(_Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_content(cls, message: Any) -> Any:
-        """Puts a text in place of the content null, or none, of an answer without a word."""
+    def _fill_content(cls, message: Any) -> Any:
+        """Replaces the missing content of an assistant's turn by an empty text."""
         is_answer = isinstance(message, dict) and message.get("role") == "assistant"
-        return {**message, "content": ""} if is_answer and _is_nothing(message.get("content")) else message
+        return {**message, "content": ""} if is_answer and _without_empty(message.get("content")) is None else message
 
     @property
     def plain(self) -> dict[str, str]:
         """The message as chat templates take it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        thought = self.reasoning_content or self.reasoning
+        reasoning = self.reasoning_content or self.reasoning
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content} | ({"reasoning_content": thought} if thought else {})
+        return {"role": role, "content": content} | ({"reasoning_content": reasoning} if reasoning else {})
 
 
 class ChatRequest(_Request):
-    """A conversation to be continued by its next turn."""
+    """A conversation to continue by its next turn."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**30)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    response_format: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
-    def _served_here(self) -> ChatRequest:
+    def _check_chat(self) -> ChatRequest:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_completion_tokens: is another name of max_tokens, which says something else")
+            raise ValueError("max_completion_tokens: is another name of max_tokens, and both have different values")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
-        asked = {name: value for name, value in (self.response_format or {}).items() if not _is_nothing(value)}
-        if asked not in ({}, {"type": "text"}):
-            raise ValueError("response_format: only text is served")
-        if self.tools:
-            raise ValueError("tools: is not served")
-        if self.tool_choice not in (None, "", "none", "auto"):
-            raise ValueError("tool_choice: is not served")
         return self
 
     @property
+    def prompts(self) -> list[list[dict[str, str]]]:
+        """The conversation, as the only prompt."""
+        return [[message.plain for message in self.messages]]
+
+    @property
     def limit(self) -> int | None:
-        """Most tokens of an answer, under either of its names."""
+        """Maximum tokens of an answer, under either name."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -295,19 +243,20 @@ class ChatRequest(_Request):
 
 
 def usage_of(finished: Sequence[Finished], prompts: int) -> dict[str, Any]:
-    """Tokens of a request's answers, of which each of its `prompts` has as many. `speculation` is not OpenAI's."""
-    samples = len(finished) // prompts
-    prompt = sum(len(one.prompt_ids) for one in finished[::samples])
-    output = sum(len(one.output_ids) for one in finished)
+    """Token counts of a request with so many prompts and the same number of answers to each. `speculation` is not
+    OpenAI's."""
+    firsts = finished[:: len(finished) // prompts]
+    prompt = sum(len(answer.prompt_ids) for answer in firsts)
+    output = sum(len(answer.output_ids) for answer in finished)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": sum(one.reused for one in finished[::samples])},
+        "prompt_tokens_details": {"cached_tokens": sum(answer.reused for answer in firsts)},
         "speculation": {
-            "rounds": sum(len(one.rounds) for one in finished),
-            "drafted_tokens": sum(one.drafted for one in finished),
-            "accepted_tokens": sum(one.accepted for one in finished),
+            "rounds": sum(len(answer.rounds) for answer in finished),
+            "drafted_tokens": sum(answer.drafted for answer in finished),
+            "accepted_tokens": sum(answer.accepted for answer in finished),
         },
     }
 
@@ -316,8 +265,8 @@ class Reply:
     """The JSON of one answer, whole or in chunks: of a chat, or of a completion.
 
     Args:
-      spelling: of the tokens whose log-probabilities are told.
-      best: most probable tokens that are told beside each.
+      spelling: of the tokens whose log-probabilities are reported.
+      best: most probable tokens to report beside each.
     """
 
     def __init__(self, model: str, chat: bool, spelling: Spelling, best: int | None):
@@ -328,46 +277,39 @@ class Reply:
             "model": model,
         }
 
-    def _object(self, chunk: bool) -> str:
-        if not self._chat:
-            return "text_completion"
-        return "chat.completion.chunk" if chunk else "chat.completion"
+    def _reply(self, choices: list[dict[str, Any]], *, chunk: bool = True, **usage: Any) -> dict[str, Any]:
+        kind = ("chat.completion" + ".chunk" * chunk) if self._chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, **usage}
 
-    def _with(self, choices: list[dict[str, Any]], chunk: bool, **more: Any) -> dict[str, Any]:
-        return {**self._head, "object": self._object(chunk), "choices": choices, **more}
-
-    def _logprobs(self, ids: Sequence[int], found: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
-        if found is None:
+    def _logprobs(self, ids: Sequence[int], entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        if entries is None:
             return None
         if self._chat:
-            return of_chat(self._spelling, ids, found)
-        return of_completion(self._spelling, ids, found, 0, self._best or 0)
+            return of_chat(self._spelling, ids, entries)
+        return of_completion(self._spelling, ids, entries, 0, self._best or 0)
 
     def whole(self, finished: Sequence[Finished], prompts: int) -> dict[str, Any]:
         """The answer in one piece."""
         choices = []
-        for index, one in enumerate(finished):
-            said = {"message": {"role": "assistant", "content": one.text}} if self._chat else {"text": one.text}
-            ends = {"finish_reason": FINISH_REASONS[one.finish_reason]}
-            choices.append({"index": index, **said, **ends, "logprobs": self._logprobs(one.output_ids, one.logprobs)})
-        return self._with(choices, False, usage=usage_of(finished, prompts))
+        for index, answer in enumerate(finished):
+            text = {"message": {"role": "assistant", "content": answer.text}} if self._chat else {"text": answer.text}
+            reason, logprobs = FINISH_REASONS[answer.finish_reason], self._logprobs(answer.output_ids, answer.logprobs)
+            choices.append({"index": index, **text, "finish_reason": reason, "logprobs": logprobs})
+        return self._reply(choices, chunk=False, usage=usage_of(finished, prompts))
 
     def chunk(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]:
         """A piece of one choice."""
-        text = piece.text or ""
+        text = {("content" if self._chat else "text"): piece.text or ""}
         if self._chat:
-            delta = {"role": "assistant", "content": text} if first else {"content": text}
-            said: dict[str, Any] = {"delta": delta}
-        else:
-            said = {"text": text}
-        told = self._logprobs(piece.ids, piece.logprobs)
-        return self._with([{"index": index, **said, "finish_reason": None, "logprobs": told}], True)
+            text = {"delta": {"role": "assistant", **text} if first else text}
+        logprobs = self._logprobs(piece.ids, piece.logprobs)
+        return self._reply([{"index": index, **text, "finish_reason": None, "logprobs": logprobs}])
 
     def end(self, index: int, reason: str) -> dict[str, Any]:
-        """The end of one choice, and why it ended."""
-        said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        return self._with([{"index": index, **said, "finish_reason": FINISH_REASONS[reason], "logprobs": None}], True)
+        """The end of one choice, and its reason."""
+        text: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        return self._reply([{"index": index, **text, "finish_reason": FINISH_REASONS[reason], "logprobs": None}])
 
     def usage(self, finished: Sequence[Finished], prompts: int) -> dict[str, Any]:
-        """The last chunk, where it was asked for."""
-        return self._with([], True, usage=usage_of(finished, prompts))
+        """The last chunk of a stream with usage."""
+        return self._reply([], usage=usage_of(finished, prompts))

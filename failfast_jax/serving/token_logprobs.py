@@ -10,9 +10,9 @@ from failfast_jax.results import TokenLogprob
 from failfast_jax.text import UNFINISHED, text_of
 
 LEAST = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Stands for minus infinity, which JSON cannot express."""
 WORD = "▁"
-"""In SentencePiece's vocabularies: the space before a word, which decoding a token alone leaves out."""
+"""In SentencePiece's vocabularies: the space before a word, which decoding a single token leaves out."""
 
 
 class Spelling:
@@ -31,18 +31,18 @@ class Spelling:
     def text(self, token: int) -> str:
         """A token alone; special ones by their names, parts of characters as U+FFFD."""
         if token not in self._texts:
-            found = text_of(self._tokenizer, [token], skip_special_tokens=False)
-            missing = self._piece(token).startswith(WORD) and not found.startswith(" ")
-            self._texts[token] = f" {found}" if missing else found
+            text = text_of(self._tokenizer, [token], skip_special_tokens=False)
+            lacks_space = self._piece(token).startswith(WORD) and not text.startswith(" ")
+            self._texts[token] = f" {text}" if lacks_space else text
         return self._texts[token]
 
     def bytes(self, token: int) -> list[int] | None:
-        """UTF-8 of a token; None where a part of a character cannot be told."""
+        """UTF-8 of a token; None for a part of a character whose bytes the vocabulary does not tell."""
         text, piece = self.text(token), self._piece(token)
         if UNFINISHED not in text:
             return list(text.encode())
-        if named := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
-            return [int(named[1], 16)]
+        if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+            return [int(byte[1], 16)]
         known = piece and all(character in self._bytes for character in piece)
         return [self._bytes[character] for character in piece] if known else None
 
@@ -51,51 +51,50 @@ class Spelling:
         text = self.text(token)
         if text and UNFINISHED not in text:
             return text
-        found = self.bytes(token)
-        return "bytes:" + "".join(rf"\x{byte:02x}" for byte in found) if found else f"token_id:{token}"
+        spelled = self.bytes(token)
+        return "bytes:" + "".join(rf"\x{byte:02x}" for byte in spelled) if spelled else f"token_id:{token}"
 
     def _piece(self, token: int) -> str:
-        """As it stands in the vocabulary."""
+        """The token's entry in the vocabulary."""
         convert = getattr(self._tokenizer, "convert_ids_to_tokens", None)
         return (convert(token) if convert else None) or ""
 
 
-def of_chat(spelling: Spelling, ids: Sequence[int], found: Sequence[TokenLogprob]) -> dict[str, Any]:
+def of_chat(spelling: Spelling, ids: Sequence[int], entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     """`logprobs` of a chat's choice."""
 
-    def one(token: int, logprob: float) -> dict[str, Any]:
-        spelled = {"token": spelling.text(token), "bytes": spelling.bytes(token)}
-        return {**spelled, "logprob": max(logprob, LEAST)}
+    def entry_of(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": spelling.text(token), "bytes": spelling.bytes(token), "logprob": max(logprob, LEAST)}
 
     content = [
-        {**one(token, entry.logprob), "top_logprobs": [one(*best) for best in entry.best]}
-        for token, entry in zip(ids, found)
+        {**entry_of(token, entry.logprob), "top_logprobs": [entry_of(*best) for best in entry.best]}
+        for token, entry in zip(ids, entries)
     ]
     return {"content": content, "refusal": None}
 
 
 def of_completion(
-    spelling: Spelling, ids: Sequence[int], found: Sequence[TokenLogprob], offset: int, best: int
+    spelling: Spelling, ids: Sequence[int], entries: Sequence[TokenLogprob], offset: int, best: int
 ) -> dict[str, Any]:
     """`logprobs` of a completion's choice.
 
     Args:
-      offset: characters before these tokens where they do not know their places in a text.
-      best: most probable tokens that were asked for; the picked one stands beside them where it is none of them.
+      offset: characters before these tokens, for entries without an offset.
+      best: number of most probable tokens that were requested; the picked token is reported beside them.
     """
-    tokens, offsets = [spelling.name(token) for token in ids], []
-    for token, entry in zip(ids, found):
+    offsets = []
+    for token, entry in zip(ids, entries):
         offsets.append(offset if entry.offset is None else entry.offset)
         offset += len(spelling.text(token))
 
     def top(token: int, entry: TokenLogprob) -> dict[str, float]:
-        # The better one of two tokens with one text comes first.
+        # Of two tokens with the same text the more probable one overwrites the other.
         pairs = [(token, entry.logprob), *reversed(entry.best)]
-        return {spelling.name(one): max(logprob, LEAST) for one, logprob in pairs}
+        return {spelling.name(other): max(logprob, LEAST) for other, logprob in pairs}
 
     return {
-        "tokens": tokens,
-        "token_logprobs": [max(entry.logprob, LEAST) for entry in found],
-        "top_logprobs": [top(*one) for one in zip(ids, found)] if best else None,
+        "tokens": [spelling.name(token) for token in ids],
+        "token_logprobs": [max(entry.logprob, LEAST) for entry in entries],
+        "top_logprobs": [top(*pair) for pair in zip(ids, entries)] if best else None,
         "text_offset": offsets,
     }

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import socket
 import subprocess
+import threading
 import time
 import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from tiny_engines import BytePieces, new_engine
 
@@ -18,6 +21,7 @@ from failfast_jax.serving.request_queue import Queue
 from failfast_jax.serving.serve_options import ServeOptions
 
 CAPACITY = 160
+FIVE_SECONDS = ServeOptions(grace=5)
 
 
 class ChatPieces(BytePieces):
@@ -58,20 +62,40 @@ def chat_engine() -> FailFast:
 
 @dataclasses.dataclass
 class Served:
-    """A server that runs, and what is behind it."""
+    """A server that runs, its address and its queue."""
 
     url: str
     queue: Queue
     server: Any
 
+    def connect(self) -> socket.socket:
+        """A bare connection to it."""
+        return socket.create_connection(self.url.removeprefix("http://").split(":"), timeout=20)
+
 
 @contextlib.contextmanager
-def served(queue: Queue, options: ServeOptions) -> Iterator[Served]:
-    """A server in a thread of its own; it ends as it does at a signal."""
-    from failfast_jax.serving.server import background
+def served(queue: Queue, options: ServeOptions = FIVE_SECONDS) -> Iterator[Served]:
+    """A server in a thread, at a free port; it ends as it does at a signal."""
+    from failfast_jax.serving.server import Server, url_of
 
-    with background(queue, dataclasses.replace(options, grace=5), "tiny") as (server, url):
-        yield Served(url, queue, server)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = Server(queue, options, "tiny")
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            until(lambda: server.started or not thread.is_alive())
+            yield Served(url_of(listening), queue, server)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@contextlib.contextmanager
+def slowed(queue: Queue, seconds: float = 0.05) -> Iterator[None]:
+    """Inside, the engine waits before each slice."""
+    session, advance = queue.scheduler.session, queue.scheduler.session.advance
+    with mock.patch.object(session, "advance", lambda *args, **named: time.sleep(seconds) or advance(*args, **named)):
+        yield
 
 
 def until(condition, seconds: float = 20.0) -> None:

@@ -1,4 +1,4 @@
-"""Clients that say nothing, or too slowly, or do not listen; and more of them than there is room for."""
+"""Clients that send nothing or too slowly, or do not read; and more connections than there is room for."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
-from served import NoQueue, address_of, until  # noqa: E402
+from served import NoQueue, address_of, served, until  # noqa: E402
 from test_serve_cli import SERVER, start  # noqa: E402
 
 from failfast_jax.serving import connections, server  # noqa: E402
 from failfast_jax.serving.serve_options import ServeOptions  # noqa: E402
-from failfast_jax.serving.server import background  # noqa: E402
 
 
 @pytest.fixture
@@ -32,22 +31,21 @@ def site(monkeypatch):
     """Starts servers without an engine: nothing here asks for an answer."""
     with contextlib.ExitStack() as stack:
 
-        def start_one(most: int = 8, **seconds: float):
+        def start_server(most: int = 8, **seconds: float):
             for name, value in seconds.items():
                 monkeypatch.setattr(connections, name, value)
             monkeypatch.setattr(server, "room", lambda: most)
-            running, url = stack.enter_context(background(NoQueue(), ServeOptions(grace=0), "tiny"))
-            host, _, port = url.removeprefix("http://").partition(":")
+            site = stack.enter_context(served(NoQueue(), ServeOptions(grace=0)))
 
-            def connect(*sent: bytes) -> socket.socket:
-                client = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
-                for part in sent:
+            def connect(*parts: bytes) -> socket.socket:
+                client = stack.enter_context(site.connect())
+                for part in parts:
                     client.sendall(part)
                 return client
 
-            return running, url, connect
+            return site.server, site.url, connect
 
-        yield start_one
+        yield start_server
 
 
 def is_closed(client: socket.socket) -> bool:

@@ -134,11 +134,11 @@ def test_generate_until(model):
 
 
 def test_what_cannot_be_scored_is_said(model):
-    with pytest.raises(OptionError, match="a text of 0 tokens behind 1"):
+    with pytest.raises(OptionError, match="a text of 0 tokens"):
         model.score([([2], [])])
-    with pytest.raises(OptionError, match="--batch_size auto: must be a number"):
+    with pytest.raises(OptionError, match="--batch_size auto"):
         FailFastLM(engine=model.engine, batch_size="auto")
-    with pytest.raises(OptionError, match="--model_args bach=...: no such argument; did you mean batch"):
+    with pytest.raises(OptionError, match="bach.*batch"):
         FailFastLM(engine=model.engine, bach="4")
 
 

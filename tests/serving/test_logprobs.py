@@ -103,7 +103,7 @@ def queue(few_widths):
 
 @pytest.fixture(scope="module")
 def client(queue):
-    with served(queue, ServeOptions(max_new_tokens=20)) as site:
+    with served(queue, ServeOptions(max_new_tokens=20, grace=5)) as site:
         with openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0) as client:
             yield client
 
@@ -153,16 +153,21 @@ def test_chats(client, queue):
     ]
 
 
-def test_what_is_not_kept_is_refused(client):
-    messages = [{"role": "user", "content": "what is it?"}]
-    with pytest.raises(openai.BadRequestError, match=r"top_logprobs: this server keeps at most 3 \(--logprobs 3\)"):
-        client.chat.completions.create(model="tiny", messages=messages, logprobs=True, top_logprobs=4)
-    with pytest.raises(openai.BadRequestError, match="logprobs: this server keeps at most 3"):
-        client.completions.create(model="tiny", prompt="a", logprobs=4)
-    with pytest.raises(openai.BadRequestError, match="top_logprobs: only with logprobs"):
-        client.chat.completions.create(model="tiny", messages=messages, top_logprobs=1)
-    with pytest.raises(openai.BadRequestError, match="logprobs: must be at most 20"):
-        client.completions.create(model="tiny", prompt="a", logprobs=21)
+CHAT = {"messages": [{"role": "user", "content": "what is it?"}]}
+REFUSED = [
+    (CHAT | {"logprobs": True, "top_logprobs": 4}, "top_logprobs"),
+    (CHAT | {"top_logprobs": 1}, "top_logprobs"),
+    ({"prompt": "a", "logprobs": 4}, "logprobs"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+]
+
+
+@pytest.mark.parametrize("request_, field", REFUSED)
+def test_more_than_the_server_keeps_is_refused(client, request_, field):
+    endpoint = client.chat.completions if "messages" in request_ else client.completions
+    with pytest.raises(openai.BadRequestError) as error:
+        endpoint.create(model="tiny", **request_)
+    assert error.value.param == field
 
 
 class Pieces:

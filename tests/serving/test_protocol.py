@@ -12,12 +12,11 @@ pytest.importorskip("prometheus_client")
 
 import pydantic  # noqa: E402
 from openai.types.chat import ChatCompletionMessage  # noqa: E402
-from served import NoQueue  # noqa: E402
+from served import NoQueue, served  # noqa: E402
 
 from failfast_jax.errors import OptionError  # noqa: E402
-from failfast_jax.serving.openai_protocol import ChatRequest, CompletionRequest, explained  # noqa: E402
+from failfast_jax.serving.openai_protocol import ChatRequest, CompletionRequest, validation_error  # noqa: E402
 from failfast_jax.serving.serve_options import KEY_VARIABLE, ServeOptions  # noqa: E402
-from failfast_jax.serving.server import background  # noqa: E402
 
 KEY = "a key"
 USER = {"role": "user", "content": "a"}
@@ -30,8 +29,8 @@ def url(tmp_path_factory):
     file.write_text(KEY)
     origins = "http://localhost:3000, chrome-extension://abc"
     options = ServeOptions(api_key_file=str(file), cors_origin=origins, grace=0, max_body=100)
-    with background(NoQueue(), options, "tiny") as (_, url):
-        yield url
+    with served(NoQueue(), options) as site:
+        yield site.url
 
 
 def answers() -> list[dict]:
@@ -78,37 +77,37 @@ def test_what_asks_for_nothing_is_taken():
 
 
 @pytest.mark.parametrize(
-    "message, more, said",
+    "message, more, field",
     [
-        ({"role": "assistant", "refusal": "no"}, {}, "messages.0.refusal: is not served"),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, {}, "messages.0.tool_calls: is not served"),
-        (
-            {"role": "user", "content": None},
-            {},
-            "messages.0.content: must be valid UTF-8 text, or a list of text parts",
-        ),
-        (
-            {"role": "assistant", "content": False},
-            {},
-            "messages.0.content: must be valid UTF-8 text, or a list of text parts",
-        ),
-        (USER, {"min_p": 0.1}, "min_p: is not served"),
-        (USER, {"stop_token_ids": [0]}, "stop_token_ids: is not served"),
-        (USER, {"echo": True}, "echo: is not served"),
-        (USER, {"response_format": {"type": "json_object"}}, "response_format: only text is served"),
-        (USER, {"stream_options": {"include_usage": True}}, "stream_options: only with stream"),
-        (USER, {"repetition_penalty": 1.1}, "repetition_penalty: is not served"),
-        (USER, {"reasoning_effort": "high"}, "reasoning_effort: is not served"),
-        (USER, {"skip_special_tokens": False}, "skip_special_tokens: is not served"),
-        (USER, {"functions": [{"name": "f"}]}, "functions: is not served"),
-        (USER, {"temprature": 0}, "temprature: is not served"),
+        ({"role": "assistant", "refusal": "no"}, {}, "messages.0.refusal"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, {}, "messages.0.tool_calls"),
+        ({"role": "user", "content": None}, {}, "messages.0.content"),
+        ({"role": "assistant", "content": False}, {}, "messages.0.content"),
+        (USER, {"min_p": 0.1}, "min_p"),
+        (USER, {"stop_token_ids": [0]}, "stop_token_ids"),
+        (USER, {"echo": True}, "echo"),
+        (USER, {"response_format": {"type": "json_object"}}, "response_format"),
+        (USER, {"stream_options": {"include_usage": True}}, "stream_options"),
+        (USER, {"repetition_penalty": 1.1}, "repetition_penalty"),
+        (USER, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (USER, {"skip_special_tokens": False}, "skip_special_tokens"),
+        (USER, {"functions": [{"name": "f"}]}, "functions"),
+        (USER, {"temprature": 0}, "temprature"),
+        (USER, {"tool_choice": "required"}, "tool_choice"),
+        (USER, {"best_of": 2}, "best_of"),
+        (USER, {"logit_bias": {"5": 1.0}}, "logit_bias"),
+        (USER, {"presence_penalty": 0.5}, "presence_penalty"),
+        (USER, {"tools": [{"type": "function"}]}, "tools"),
+        (USER, {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        (USER, {"top_logprobs": 1}, "top_logprobs"),
     ],
 )
-def test_what_would_change_the_text_is_refused_by_name(message, more, said):
+def test_what_would_change_the_text_is_refused_by_name(message, more, field):
     with pytest.raises(pydantic.ValidationError) as error:
         ChatRequest.model_validate({"messages": [message], **more})
     first, *_ = error.value.errors()
-    assert explained([{**first, "loc": ("body", *first["loc"])}])[0] == said
+    refusal = validation_error([{**first, "loc": ("body", *first["loc"])}])
+    assert refusal.param == field and str(refusal).startswith(f"{field}: ")
 
 
 def test_the_key_is_looked_at_before_the_json(url):
@@ -154,9 +153,9 @@ def test_origins_are_off_unless_they_are_named():
     for origin in ("localhost:3000", "http://here/", "http://here,", ""):
         with pytest.raises(OptionError, match="--cors-origin .*: must be \\* or like http://localhost:3000"):
             ServeOptions(cors_origin=origin).origins()
-    with background(NoQueue(), ServeOptions(grace=0), "tiny") as (_, url):
+    with served(NoQueue(), ServeOptions(grace=0)) as site:
         asks = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST"}
-        answer = httpx.options(f"{url}/v1/chat/completions", headers=asks)
+        answer = httpx.options(f"{site.url}/v1/chat/completions", headers=asks)
         assert answer.status_code == 405 and "Access-Control-Allow-Origin" not in answer.headers
 
 

@@ -311,7 +311,7 @@ def test_what_goes_wrong_with_one_answer_does_not_end_the_others(monkeypatch):
         told.append(piece)
         raise ValueError("nobody listens")
 
-    deaf_one, other = work.submit(**LONG, tell=deaf), work.submit(**LONG)
+    deaf_one, other = work.submit(**LONG, on_piece=deaf), work.submit(**LONG)
     assert other.result().finish_reason == "length"
     # A result may be waited for by others than those who are told the pieces.
     assert deaf_one.result().finish_reason == "cancelled" and len(told) == 2

@@ -7,7 +7,7 @@ from served import quick
 from tiny_engines import engine
 
 from failfast_jax.runtime import Request
-from failfast_jax.serving.scheduler import Job, Scheduler
+from failfast_jax.serving.scheduler import Job, RowSettings, Scheduler
 
 pytestmark = pytest.mark.usefixtures("few_widths")
 CAPACITY = 200
@@ -18,20 +18,17 @@ class Kept(Job):
 
     reason: str | None = None
 
-    def news(self, ids, logprobs):
-        return True
-
-    def done(self, reason, log):
+    def on_finish(self, reason, log):
         self.reason = reason
 
-    def failed(self, error):
+    def on_error(self, error):
         raise error
 
 
 @pytest.fixture
 def scheduler():
     config = engine().resolve(quick())
-    return Scheduler(engine().runtime, engine().build_drafter(config), batch=2, capacity=CAPACITY, rounds=1)
+    return Scheduler(engine().runtime, engine().build_drafter(config), RowSettings(2, CAPACITY, rounds=1))
 
 
 def test_others_go_on_while_a_long_prompt_is_prefilled(scheduler):

@@ -37,8 +37,6 @@ SMALL_DISK = 5e9
 FULL, CONTEXT = 0.9, 2048
 """Share of the free memory that models may take, and tokens of prompt and answer that need room."""
 EXPLAINED = "as the message says; the repository's page docs/messages.md has more"
-TOLERANCE = 2e-2
-"""Of attention in bfloat16, relative to its largest output."""
 LAYOUTS = {"hf": "safetensors files", "gguf": "GGUF file", "native": "converted folder"}
 """Of checkpoints, by kind."""
 HARDWARE = {"0x1ae0": ("tpu", "tpu"), "0x10de": ("gpu", "cuda")}
@@ -184,29 +182,11 @@ def models() -> Iterator[Finding]:
 
 def kernels() -> Iterator[Finding]:
     """The attention kernel that serves here, compiled and held against plain attention in float32."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
+    from failfast_jax.models.attention_check import check_attention, is_right
 
-    from failfast_jax.models.attention import Window, attend, kernel_of
-
-    device = jax.devices()[0]
-    dtype = jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
-    kernel = kernel_of(device, dtype, 128)
-    rng = np.random.default_rng(0)
-    # Rows between the two projections, of two KV heads with four query heads each, and the caches.
-    shapes = (1, 16, 2, 6, 128), (1, 2, 512, 128), (1, 2, 512, 128)
-    heads, *cache = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
-    angles = jnp.asarray(rng.normal(size=(1, 16, 1, 64)), jnp.float32)
-    window = Window(jnp.cos(angles), jnp.sin(angles), jnp.asarray([300]), jnp.int32(316))
-    begin = time.perf_counter()
-    found, _ = jax.jit(functools.partial(attend, kernel=kernel))(heads, tuple(cache), window)
-    wide = tuple(array.astype(jnp.float32) for array in cache)
-    with jax.default_matmul_precision("highest"):
-        expected, _ = attend(heads.astype(jnp.float32), wide, window)
-    off = float(jnp.abs(found - expected).max() / jnp.abs(expected).max())
-    text = f"kernel {kernel!r} in {dtype.name}: off by {off:.1e} ({time.perf_counter() - begin:.1f} s)"
-    if off < TOLERANCE:
+    found = check_attention(heads=8, kv_heads=2, head_dim=128, rows=16, start=300)
+    text = "kernel {kernel!r} in {dtype}: off by {error:.1e} ({seconds:.1f} s)".format(**found)
+    if is_right(found):
         yield Finding("attention", OK, text)
     else:
         yield Finding("attention", BROKEN, text, "--attention xla (GPU) or reference, and please report it")

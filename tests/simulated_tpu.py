@@ -52,6 +52,12 @@ def diffusion(block: int = 8, fond: float = 4.0) -> Decoder:
     return fond_of(random_model(diffusion_config(block, **SIZES), seed=2, gain=2.0), {FAVOURITE: fond})
 
 
+def sdar() -> Decoder:
+    """Its models have blocks of 4."""
+    own = {"model_type": "sdar", "token_shift": False, "qk_norm": True, "qkv_bias": False}
+    return fond_of(random_model(diffusion_config(4, **own, **SIZES), seed=2, gain=2.0), {FAVOURITE: 1.0})
+
+
 def pair() -> tuple[Decoder, Decoder]:
     return target(), diffusion()
 
@@ -106,6 +112,23 @@ CASES = {
     "exact lookup": Case(lambda: (target(),), {**LOOKUP, "exact": True}),
     "exact wide": Case(pair, {**PAPER, "exact": True}),
     "bfloat16": Case(lambda: (target(dtype="bfloat16"),), LOOKUP),
+    # Windows that fill no hardware tile, or more than a kernel takes at once.
+    "blocks of 4": Case(lambda: (sdar(),), WRITES),
+    "blocks of 4, long prompts": Case(lambda: (sdar(),), {**WRITES, "max_new_tokens": 8}, LONG),
+    "blocks of 4 draft": Case(lambda: (target(), sdar()), PAPER),
+    "blocks of 4, specdiff": Case(lambda: (target(), sdar()), {"method": "specdiff"}),
+    "blocks of 4, spiffy": Case(lambda: (sdar(),), {**WRITES, "spiffy": 0}),
+    "blocks of 10": Case(lambda: (target(), diffusion(10)), PAPER),
+    "blocks of 10, exact": Case(lambda: (target(), diffusion(10)), {**PAPER, "exact": True}),
+    "blocks of 12, long prompts": Case(lambda: (target(), diffusion(12)), PAPER, LONG),
+    "blocks of 136": Case(lambda: (diffusion(136, fond=1.0),), WRITES),
+    "small blocks of 4": Case(
+        lambda: (diffusion(32, fond=1.0),), {**WRITES, "block_cache": True, "small_block_size": 4}
+    ),
+    "drafts of 200": Case(
+        lambda: (target(),), {**LOOKUP, "max_spec_len": 200, "max_new_tokens": 300}, ([*range(2, 38)] * 5, PROMPTS[1])
+    ),
+    "drafts of 150, exact": Case(lambda: (target(),), {**LOOKUP, "max_spec_len": 150, "exact": True}),
 }
 
 

@@ -190,7 +190,7 @@ def test_a_graph_goes_beside_a_model_that_there_is(capsys):
     assert capsys.readouterr().err.startswith("error: --target absent/: ")
 
 
-@pytest.mark.parametrize("name", [*commands(), "tpu_scripts.aot_report"])
+@pytest.mark.parametrize("name", [*commands(), "tpu_scripts.aot_report", "tpu_scripts.first_ten_minutes"])
 def test_every_command_runs_on_several_hosts_or_says_what_to_do(name, capsys):
     module, *words = name.split()
     words += [*ENOUGH.get(name, []), "--distributed", "nowhere"]
@@ -200,7 +200,7 @@ def test_every_command_runs_on_several_hosts_or_says_what_to_do(name, capsys):
         status = ended.code
     said = capsys.readouterr().err
     assert status == command.USAGE_ERROR
-    alone = any(part in name for part in ("micro", "simulate", "paper", "convert", "aot_report"))
+    alone = any(part in name for part in ("micro", "simulate", "paper", "convert", "aot_report", "first_ten"))
     assert said.startswith("error: --distributed: this command runs in one process; " if alone else JOINING), said
 
 

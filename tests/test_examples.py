@@ -98,3 +98,5 @@ def test_the_notebook(tmp_path, monkeypatch):
     assert len(pages) == 1 and "How the answer came about" in pages[0]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
     assert (tmp_path / "failfast-replay" / "replay.json").is_file()
+    sent = json.loads((tmp_path / "first_ten_minutes.json").read_text(encoding="utf-8"))
+    assert sent["dry_run"] and not any("error" in part for part in sent["parts"].values())

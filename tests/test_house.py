@@ -60,7 +60,8 @@ LAYERS = (
     {"engine"},
     {"__init__", "defaults", "trajectory"},
     {"serving", "engine_flags"},
-    {"doctor", "generate", "serve", "chat", "harness", "bench", "train", "convert", "tpu_scripts"},
+    {"doctor", "generate", "serve", "chat", "harness", "bench", "train", "convert"},
+    {"tpu_scripts"},
 )
 """From the bottom up. A module imports from its own part and from lower layers; the bottom is one part."""
 DATA = {f"failfast_jax.bench.{name}" for name in ("datasets", "hlo", "limits", "prompts", "public_models", "published")}

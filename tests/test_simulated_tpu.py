@@ -18,6 +18,7 @@ from failfast_jax import FailFast
 from failfast_jax.models.attention import SIMULATED_TPU
 
 QUICK = ("lookup", "wide, long prompts", "dflash", "eagle, tree", "dllm, block cache", "exact lookup", "bfloat16")
+QUICK += ("blocks of 10", "small blocks of 4")
 TWO_DEVICES = ("lookup", "wide", "dspark", "dllm, block cache")
 
 

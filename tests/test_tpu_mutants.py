@@ -88,6 +88,8 @@ MUTANTS = {
     "last row not written": ("tpu_write.py", "(at < self.width)", "(at < self.width - 1)"),
     "rows before the window": ("tpu_write.py", "inside = (at >= 0) & (at < self", "inside = (at >= -1) & (at < self"),
     "second tile lost": ("tpu_write.py", "(at < self.width)", "(at < self.width) & (self.step == 0)"),
+    "padding written": ("tpu.py", "Patch(start, new_rows,", "Patch(start, width,"),
+    "padding sees more": ("tpu.py", '(*behind, (0, 0)), mode="edge")', "(*behind, (0, 0)), constant_values=capacity)"),
     "last piece lost": ("tpu_write.py", "range(self.span // PACKING)", "range(self.span // PACKING - 1)"),
     "values off": (
         "tpu_write.py",

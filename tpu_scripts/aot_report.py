@@ -14,9 +14,9 @@ import dataclasses
 import json
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # libtpu reads these when JAX first looks for it.
@@ -35,72 +35,27 @@ from failfast_jax import starting
 starting.begin(__name__)  # before the imports that take seconds
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from failfast_jax import command, decoding, distributed, platforms
-from failfast_jax.bench import hlo, limits
-from failfast_jax.bench.public_models import (
-    CONFIGS,
-    DRAFTERS,
-    READERS,
-    TARGETS,
-    abstract_model,
-    abstract_reader,
-    cache_bytes,
-    spread_shapes,
-    weights_read,
-)
+from failfast_jax import command, distributed, platforms
+from failfast_jax.bench import hlo, limits, published_speeds
+from failfast_jax.bench.public_models import DRAFTERS, READERS, TARGETS, nbytes
 from failfast_jax.bench.published import fit, published_for
-from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding import accept, placement
-from failfast_jax.drafters import build_drafter
 from failfast_jax.errors import OptionError
 from failfast_jax.files import write_atomically
-from failfast_jax.kernels import tpu
-from failfast_jax.models import quantization, sharding
-from failfast_jax.models.cache import TPU_TILE, KVCache, round_up
-from failfast_jax.models.drafter_model import DrafterModel
-from failfast_jax.models.transformer import Decoder
+from failfast_jax.models import quantization
+from failfast_jax.models.cache import KVCache
 from failfast_jax.tables import markdown
+from tpu_scripts.tpu_compiler import WIDTHS, Case, Compiler
 
 platforms.tell_libtpu(platforms.CHIPS.values())
-
-CONTEXTS = (1024, 8192, 32768)
-"""Live positions at which passes are costed; the table shows the first."""
-WIDTHS = (8, 16, 64)
-"""Rows: a step of plain decoding, a verify of ten tokens, and of all longer drafts (`decoding.plan.TPU_LADDER`)."""
-TILE_CYCLES, POSITION_CYCLES, WRITE_CYCLES = 514, 1.15, 325
-"""Of the attention kernel, for a tile and for each position of it, and for writing the window on the way: by the
-instruction bundles of the kernel compiled for 64 rows of 5 query heads (661 a tile of 128, 1,102 of 512; 1,837 in all
-where it writes, 1,512 where it does not); taken to grow with the rows."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    target: str
-    topology: str
-    tp: int
-    dp: int = 1
-    batch: int = 1
-    capacity: int = 8192
-    drafter: str = "fast-dllm-v2-1.5b"
-
-    def __str__(self) -> str:
-        readers = f" {self.drafter.partition('-')[0]}" if self.drafter in READERS else ""
-        return f"{self.target}{readers} {self.topology} tp{self.tp}" + (f" dp{self.dp}" if self.dp > 1 else "")
-
 
 CASES = (
     *(Case("qwen2.5-1.5b", f"{chip}:1x1", 1) for chip in ("v5e", "v6e")),
     *(Case("qwen2.5-7b", topology, 4) for topology in ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")),
     *(
         Case("qwen3-8b", f"{chip}:{grid}", tp, drafter=drafter)
-        for drafter in READERS
+        for drafter in ("dspark-qwen3-8b", "eagle3-qwen3-8b")
         for chip in ("v5e", "v6e")
         for grid, tp in (("1x1", 1), ("2x2", 4))
     ),
@@ -112,168 +67,6 @@ CASES = (
 )
 """Smallest targets first. 8B in bfloat16 is more than a v5e chip holds: that case shows by how much (`--quantize int8`
 fits)."""
-
-
-class Compiler:
-    """Compiles programs of one case."""
-
-    def __init__(
-        self, case: Case, layers: int | None = None, replicate_drafter: bool = False, quantize: str | None = None
-    ):
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=case.topology)
-        if len(topology.devices) < case.tp * case.dp:
-            raise ValueError(
-                f"--topology {case.topology}: has {len(topology.devices)} devices, not {case.tp * case.dp}"
-            )
-        self.case, self.layers, self.replicate_drafter = case, layers, replicate_drafter
-        self.mesh = sharding.mesh_of(topology.devices[: case.tp * case.dp], case.dp)
-        self.chip = platforms.CHIPS[topology.devices[0].device_kind]
-        self.target = self.model(case.target)
-        self.drafter = self.reader() if case.drafter in READERS else self.model(case.drafter, drafter=True)
-        if quantize is not None:
-            self.target = self.target.quantized(quantize)
-            self.drafter = self.drafter.quantized(quantize)
-
-    def model(self, name: str, *, drafter: bool = False) -> Decoder:
-        """A decoder of abstract bfloat16 arrays, each spread over the mesh."""
-        config = CONFIGS[name]
-        if self.layers:
-            config = dataclasses.replace(config, num_layers=self.layers)
-        execution = sharding.execution_of(config, self.mesh, drafter=drafter, kernel="tpu")
-        if drafter and self.replicate_drafter:
-            execution = dataclasses.replace(execution, heads=None, mlp=None, vocab=None)
-        return spread_shapes(abstract_model(config, "bfloat16"), execution)
-
-    def reader(self) -> DrafterModel:
-        """A drafter that reads the target's hidden states: its own parameters whole on every chip."""
-        _, config = READERS[self.case.drafter]
-        if self.layers:  # of a target that was cut, it reads what is left
-            config = dataclasses.replace(config, feature_layers=tuple(range(-1, self.layers)))
-        model = abstract_reader(config, self.target, sharding.Execution(kernel="tpu", mesh=self.mesh))
-        return jax.tree.map(lambda leaf: leaf if leaf.sharding is not None else self.array(leaf, P()), model)
-
-    def array(self, shape: Any, spec: P, mesh: Mesh | None = None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh or self.mesh, spec))
-
-    def compiled(self, lowered: Any) -> tuple[Any, str]:
-        """A program, and its text as the compiler wrote it: JAX 0.10.2 cannot read every program back."""
-        with tempfile.TemporaryDirectory() as folder:
-            dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-            program = lowered.compile(compiler_options=self.chip.compiler_options | dump)
-            [text] = Path(folder).glob("*.after_codegen.txt")
-            return program, text.read_text(encoding="utf-8")
-
-    def whole_answer(self) -> tuple[Any, str, Any]:
-        """The loop over rounds, compiled, its text, and its abstract state."""
-        case = self.case
-        config, vocab = GenerationConfig(method=self.drafter.method), self.target.config.vocab_size
-        drafter = build_drafter(config, model=self.drafter, model_name=case.drafter, vocab=vocab, platform="tpu")
-        plan = decoding.make_plan(drafter, platform="tpu")
-        keep = placement.StatePlacement(self.target, self.drafter)
-        sharding.check_batch(case.batch, self.mesh)
-
-        def init(target, drafter):
-            return decoding.init_state(
-                target,
-                drafter,
-                tokens=jnp.zeros((case.batch, case.capacity), jnp.int32),
-                prompt_length=jnp.ones(case.batch, jnp.int32),
-                max_new_tokens=jnp.ones(case.batch, jnp.int32),
-                eos=jnp.asarray(decoding.stop_tokens((0,), case.batch)),
-                sampling=decoding.greedy_sampling(case.batch),
-                capacity=case.capacity,
-                plan=plan,
-            )
-
-        def rounds(target, drafter, state, most):
-            return keep(decoding.generate(target, drafter, state, most, plan=plan))
-
-        state = keep.shapes(init, self.target, drafter)
-        most = self.array(np.int32(0), P())
-        drafter = jax.tree.map(
-            lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else self.array(np.asarray(leaf), P()), drafter
-        )
-        lowered = jax.jit(rounds, donate_argnums=2).lower(self.target, drafter, state, most)
-        return *self.compiled(lowered), state
-
-    def one_pass(self, model: Decoder, width: int, rows: int) -> str:
-        """The compiled text of a window of `width` positions and the scores of its last `rows`."""
-        batch, capacity = self.case.batch, round_up(self.case.capacity + max(WIDTHS), TPU_TILE)
-        execution = model.execution
-        # A verify picks, a drafter is also asked how sure it is.
-        choose = accept.argmax_and_confidence if model is self.drafter else accept.argmax
-
-        def run(model, cache, tokens, start, live):
-            hidden, cache, _ = model.window(tokens, cache, start, live)
-            return choose(model.logits_of(hidden[:, -rows:])), cache
-
-        cache = jax.eval_shape(lambda: KVCache.zeros(model.config, batch, capacity, jnp.bfloat16))
-        cache = jax.tree.map(lambda leaf: self.array(leaf, P(execution.batch, execution.heads), execution.mesh), cache)
-        rest = (self.array(jax.ShapeDtypeStruct(shape, jnp.int32), P()) for shape in ((batch, width), (batch,), ()))
-        return self.compiled(jax.jit(run, donate_argnums=1).lower(model, cache, *rest))[1]
-
-    def cost(self, model: Decoder, width: int, rows: int) -> dict[str, Any]:
-        """Estimated times of a pass in milliseconds, and their floors: weights and live cache once, at best.
-
-        Raises:
-          ValueError: by its text the program reads less than its weights, or much more than them and its live cache.
-        """
-        text = self.one_pass(model, width, rows)
-        config, execution, chip = model.config, model.execution, self.chip
-        batch, heads = self.case.batch // self.case.dp, execution.parts(execution.heads)
-        weights, traffic = weights_read(model), hlo.hbm_traffic(text)
-        if not 0.98 * weights < traffic < 1.2 * (weights + batch * cache_bytes(config, CONTEXTS[0]) / heads):
-            raise ValueError(
-                f"a pass of {width} rows moves {traffic / 1e6:.0f} MB by its text, and its weights have "
-                f"{weights / 1e6:.0f}: this libtpu writes copies in a way that bench/hlo.py does not know"
-            )
-        # Of a layer's results, and of the best logits of each part of the vocabulary.
-        summed = {"psum": batch * width * config.hidden_size * 2, "all-reduce": batch * width * 4}
-
-        def spent(context: int, sums: bool, share: float = chip.streaming) -> float:
-            kernels = self.kernels(model, width, context)
-
-            def others(name: str, line: str) -> tuple[float, float]:
-                for start, size in summed.items():
-                    if name.startswith(start):
-                        return sums * platforms.allreduce_s(chip, hlo.devices_of(line), size), 0
-                return next((found for start, found in kernels.items() if name.startswith(start)), (0, 0))
-
-            return hlo.timeline(text, clock=chip.clock, rate=chip.bandwidth * share, others=others)
-
-        def floor(context: int) -> float:
-            return (weights + batch * cache_bytes(config, context) / heads) / chip.bandwidth
-
-        return {
-            "ms": 1e3 * spent(CONTEXTS[0], True),
-            "without_sums_ms": 1e3 * spent(CONTEXTS[0], False),
-            "with_copies_at_peak_ms": 1e3 * spent(CONTEXTS[0], True, 1.0),
-            "floor_ms": 1e3 * floor(CONTEXTS[0]),
-            "at_contexts": {n: {"ms": 1e3 * spent(n, True), "floor_ms": 1e3 * floor(n)} for n in CONTEXTS},
-            "traffic_ms": 1e3 * traffic / chip.bandwidth,
-            "cycles_ms": 1e3 * hlo.estimated_cycles(text) / chip.clock,
-            "collectives": hlo.collectives(text),
-            "all_reduces_per_layer": sum(
-                1 for line in text.splitlines() if " all-reduce(" in line and "_layer_window" in line
-            )
-            / config.num_layers,
-        }
-
-    def kernels(self, model: Decoder, width: int, context: int) -> dict[str, tuple[float, float]]:
-        """Seconds and bytes of a call of each kernel: the time of its bytes, or of its instructions if longer."""
-        config, execution, chip = model.config, model.execution, self.chip
-        heads = execution.parts(execution.heads)
-        kv_heads, batch = config.num_kv_heads // heads, self.case.batch // self.case.dp
-        shape = {"kv_heads": kv_heads, "group": config.num_heads // config.num_kv_heads, "head_dim": config.head_dim}
-        _, tile = tpu.tiles_of(capacity=TPU_TILE, width=width, **shape)
-        sizes = {"batch": batch, "width": width, "kv_heads": kv_heads, "head_dim": config.head_dim, "itemsize": 2}
-        live = round_up(context + width, tile)
-        cost = tpu.attention_cost(**sizes, heads=config.num_heads // heads, live=live, written=True)
-        cycles = live / tile * (TILE_CYCLES + POSITION_CYCLES * tile) * shape["group"] * width / 320
-        cycles = batch * kv_heads * (cycles + WRITE_CYCLES * width / 64)
-        rate = chip.bandwidth * chip.streaming
-        seconds = max(cost.bytes_accessed / rate, cycles / chip.clock)
-        return {"attend_and_write": (seconds, cost.bytes_accessed)}
 
 
 def compiled_loop(compiler: Compiler) -> dict[str, Any]:
@@ -404,7 +197,42 @@ def work(chosen: list[Case], options: dict[str, Any], out: Path | None) -> int:
             print(f"| {case} | {case.batch} | {str(error).strip().splitlines()[0][:200]} |", flush=True)
         if out:
             write_atomically(out, json.dumps(found, indent=1) + "\n")
+    print(f"\n{published_speeds.summary(published_speeds.measurements())}", flush=True)
     return int(failed)
+
+
+def published_passes(measured: published_speeds.Measurement, tp: int) -> published_speeds.Passes:
+    """Times, by the timeline, of the passes that a published load would make with our programs."""
+    place = measured.target, measured.topology, tp
+    compiler = Compiler(Case(*place, batch=measured.clients, drafter=measured.drafter))
+    if measured.clients > 1:  # in this order libtpu 0.0.52 cannot place the passes of 128 sequences, and aborts
+        options = compiler.chip.compiler_options | {"xla_tpu_enforce_prefetch_fifo_order": False}
+        compiler.chip = dataclasses.replace(compiler.chip, compiler_options=options)
+    target, network = compiler.target, compiler.drafter.network
+    milliseconds = {
+        width: 1e3 * compiler.seconds(compiler.one_pass(target, width, width), target, width, measured.context)
+        for width in {WIDTHS[0], measured.verify_rows}
+    }
+    layers = SimpleNamespace(config=network.config.base, execution=network.execution)
+    rows = measured.verify_rows
+    draft = 1e3 * compiler.seconds(compiler.one_draft(rows), layers, rows, measured.context)
+    if network.markov is not None:  # token after token, each with the whole matrix
+        read = network.config.rows * nbytes(network.markov.w2)
+        draft += 1e3 * read / (compiler.chip.bandwidth * compiler.chip.streaming)
+    return published_speeds.Passes(milliseconds[WIDTHS[0]], milliseconds[rows], draft)
+
+
+def work_published(out: Path | None) -> int:
+    """Prints what others measured beside what the timeline predicts, compiled anew."""
+    compared = []
+    for measured in tqdm(published_speeds.measurements(), desc="compiling", unit="load", file=sys.stderr):
+        passes = {tp: published_passes(measured, tp) for tp in measured.passes_ms}
+        compared.append(dataclasses.replace(measured, passes_ms=passes))
+        if out:
+            write_atomically(out, json.dumps([dataclasses.asdict(each) for each in compared], indent=1) + "\n")
+    print(published_speeds.table(compared))
+    print(published_speeds.summary(compared))
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -422,8 +250,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--replicate-drafter", action="store_true", help="the whole drafter on every chip, to compare")
     parser.add_argument("--quantize", choices=quantization.SCHEMES, help="the matrices of both models in 8 bits")
     parser.add_argument("--out", type=Path, help="write everything as JSON; cases that it holds are not compiled again")
+    parser.add_argument(
+        "--published", action="store_true", help="what others measured, beside its prediction; no cases"
+    )
     distributed.refuse_flag(parser, "it needs no devices: run it on any machine, --tp for those of all hosts")
     args = parser.parse_args(argv)
+    if args.published:
+        return command.run(lambda: work_published(args.out))
     if args.target and args.topology and args.tp:
         drafter = args.drafter or next((n for n, (of, _) in READERS.items() if of == args.target), Case.drafter)
         place = args.target, args.topology, args.tp, args.dp or 1

@@ -16,6 +16,9 @@ KERNELS = ("attend_and_write", "window_attention", "write_window")
 """Pallas calls of this package, as they are named in the text: they read a part of their operands."""
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 _FREE = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "copy-done", "slice-done", "while", "iota"}
+_OFFLOADED = {"offloaded-start", "offloaded-update", "offloaded-done"}
+"""A collective on another core of the chip: it is announced, gets its operand, and has its result. On eight TPU7x:
+`%all-reduce.76.cloned.1.call-start`, `...-update`, `...-done`, all of them operations `async-...` in the text."""
 _HOST = re.compile(
     r'= [^=]*\b(infeed|outfeed|send|recv|send-done|recv-done)\(|custom_call_target="[^"]*([Cc]allback|[Hh]ost)[^"]*"'
     r"|\{[\d,]*:[^}]*S\(5\)\}"
@@ -49,6 +52,8 @@ def entry_instructions(hlo: str) -> list[_Instruction]:
             name, kind, op, rest = match.groups()
             if name.startswith("slice-"):  # what the compiler dumps says `async-start(whole)`, calling the slice
                 op = op.replace("async", "slice")
+            elif name.startswith(COLLECTIVES):
+                op = op.replace("async", "offloaded")
             if op.startswith("async-"):
                 raise ValueError(f"%{name}: an asynchronous operation that is no slice: {line.strip()[:200]}")
             found.append(_Instruction(name, kind, op, tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0])), line))
@@ -77,7 +82,7 @@ def hbm_traffic(hlo: str) -> int:
     by_name = {instruction.name: instruction for instruction in instructions}
     total, prefetched = 0, set()
     for instruction in instructions:
-        if instruction.op in _FREE or instruction.name.startswith(KERNELS):
+        if instruction.op in _FREE | _OFFLOADED or instruction.name.startswith(KERNELS):
             continue
         if instruction.op == "copy-start":
             source = instruction.operands[0]
@@ -106,7 +111,7 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str]
     """Seconds of the entry computation: one instruction after the other, asynchronous copies in flight beside them.
 
     Copies move one after the other, with the bandwidth that the instruction under way leaves; what waits for one waits
-    until it has arrived.
+    until it has arrived. Collectives of another core run from when they get their operand.
 
     Args:
       clock: cycles a second.
@@ -116,7 +121,7 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str]
     """
     instructions = entry_instructions(hlo)
     by_name = {instruction.name: instruction for instruction in instructions}
-    now, flying, fetched = 0.0, {}, set()
+    now, flying, fetched, ends = 0.0, {}, set(), {}
 
     def moved(size: float) -> None:
         for name in [*flying]:
@@ -137,6 +142,13 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str]
                 if name == instruction.operands[0]:
                     break
             now += waited / rate
+        elif instruction.op in _OFFLOADED:
+            done = re.sub("-(start|update)$", "-done", instruction.name)
+            if instruction.name == done:
+                moved(max(ends[done] - now, 0) * rate)
+                now = max(now, ends[done])
+            else:
+                ends[done] = now + others(done, by_name[done].text)[0]
         elif instruction.op not in _FREE:
             cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.text)
             if cycles:

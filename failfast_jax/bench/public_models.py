@@ -53,6 +53,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8),
     "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8),
     "fast-dllm-v2-1.5b": _qwen2(1536, 8960, 28, 12, 2, **_SMALL, **_DIFFUSION, mask_token_id=FAST_DLLM_MASK_TOKEN),
+    "qwen3-4b": _qwen2(2560, 9728, 36, 32, 8, **_QWEN3, tie_embeddings=True),
     "qwen3-8b": _qwen2(4096, 12288, 36, 32, 8, **_QWEN3),
     "tiny": _qwen2(16, 24, 1, 4, 2, **_TINY),
     "tiny-drafter": _qwen2(16, 24, 1, 2, 1, **_TINY, **_DIFFUSION, mask_token_id=95, tie_embeddings=True),
@@ -69,12 +70,17 @@ READERS: dict[str, tuple[str, DSparkConfig | EagleConfig]] = {
             **{"markov": "vanilla", "markov_rank": 256, "confidence": True, "confidence_sees_markov": True},
         ),
     ),
+    "dflash-qwen3-4b": (
+        "qwen3-4b",
+        DSparkConfig(dataclasses.replace(CONFIGS["qwen3-4b"], num_layers=5), 16, 151_669, _FIVE, 36, own_row=True),
+    ),
     "eagle3-qwen3-8b": (
         "qwen3-8b",
         EagleConfig(dataclasses.replace(CONFIGS["qwen3-8b"], num_layers=1), (1, 17, 32), 32_000),
     ),
 }
-"""Drafters that read their target's hidden states: the target, and the shape of DeepSpec's DSpark and of an EAGLE-3."""
+"""Drafters that read their target's hidden states: the target, and the shape of DeepSpec's DSpark, of z-lab's DFlash
+and of an EAGLE-3."""
 
 
 def hollow(config: ModelConfig, vocab: int = 512) -> ModelConfig:
@@ -163,7 +169,7 @@ def abstract_reader(config: DSparkConfig | EagleConfig, target: Decoder, executi
     network = nnx.eval_shape(lambda: make(config, dtype=embed.dtype, rngs=nnx.Rngs(0)))
     network.execution = execution
     if make is DSpark:
-        return DSparkModel(network, embed, target.head.weight.get_value())
+        return DSparkModel(network, embed, embed if target.head is None else target.head.weight.get_value())
     return BoundEagle(network, embed, jax.ShapeDtypeStruct((config.draft_vocab,), jnp.int32))
 
 

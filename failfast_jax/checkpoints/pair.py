@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from failfast_jax import progress
 from failfast_jax.checkpoints import safetensors
 from failfast_jax.checkpoints.drafter import (
     config_for,
@@ -37,7 +38,7 @@ from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 from failfast_jax.files import is_there, read_json
 from failfast_jax.models import quantization, sharding
-from failfast_jax.models.attention import device_of, refusal
+from failfast_jax.models.attention import SIMULATED_TPU, device_of, refusal, supports, unserved
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK, Kind
 from failfast_jax.models.dspark import DSparkConfig
@@ -203,11 +204,17 @@ def load_with_tokenizer(
     *,
     drafter: bool = False,
     quantize: str | None = None,
+    attention: str | None = None,
 ) -> tuple[Decoder, Any]:
-    """A model and its tokenizer (None if it has none), read side by side; on a mesh, each device reads its own part."""
+    """A model and its tokenizer (None if it has none), read side by side; on a mesh, each device reads its own part.
+
+    Raises:
+      OptionError: see `check_attention`; nothing of its weights is read by then.
+    """
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(load_tokenizer, source)
         opened = open_source(source)
+        check_attention(attention, opened.config, as_dtype(dtype, device_of(attention).platform), str(source))
         place = None if mesh is None else sharding.placement(opened.config, mesh, drafter=drafter)
         return opened.load(as_dtype(dtype), place=place, quantize=quantize), tokenizer.result()
 
@@ -236,9 +243,11 @@ def read_pair(
     platform = device_of(attention).platform
     dtype = as_dtype(dtype, platform)
     names = {"target_name": _name(target, "target"), "drafter_name": _name(drafter, "drafter")}
+    if _is_path(drafter) and attention not in (None, SIMULATED_TPU):
+        check_attention(attention, _layers_of(drafter, target), dtype, names["drafter_name"])
     if _is_path(target):
         check_is_target(target)
-        target, loaded = load_with_tokenizer(target, dtype, mesh, quantize=quantize)
+        target, loaded = load_with_tokenizer(target, dtype, mesh, quantize=quantize, attention=attention)
         tokenizer = tokenizer or loaded
     decoding, chances = brought_by(drafter, platform) if _is_path(drafter) else ({}, None)
     if _is_path(drafter) and is_drafter_folder(drafter):
@@ -249,11 +258,15 @@ def read_pair(
         drafter = LOADERS[kind](place, target, names["target_name"], rope_theta_drafter)
         drafter_tokenizer = tokenizer
     if _is_path(drafter):
-        drafter, loaded = load_with_tokenizer(drafter, dtype, mesh, drafter=True, quantize=quantize_drafter)
+        rest = {"quantize": quantize_drafter, "attention": attention}
+        drafter, loaded = load_with_tokenizer(drafter, dtype, mesh, drafter=True, **rest)
         drafter_tokenizer = drafter_tokenizer or loaded
     vocab = target.config.vocab_size
     if drafter is not None and not drafter.shares_tokens(target.config):
         vocab = check_same_tokens(tokenizer, drafter_tokenizer, target.config, drafter.config, **names)
+    for model, name in zip((target, drafter), names.values()):
+        if model is not None:
+            check_attention(attention, model.config, model.dtype, name)
     target = _placed(target, mesh, attention, quantize)
     if drafter is not None:
         drafter = _placed(drafter, mesh, attention, quantize_drafter, drafter=True)
@@ -265,6 +278,15 @@ def config_at(model: Decoder | str | os.PathLike) -> ModelConfig:
     return open_source(model).config if _is_path(model) else model.config
 
 
+def _layers_of(drafter: str | os.PathLike, target: Decoder | str | os.PathLike) -> ModelConfig:
+    """The configuration of a drafter's layers, by its headers; of one that has its target's heads, the target's."""
+    if is_drafter_folder(drafter):
+        return config_at(target)
+    if kind := feature_kind(drafter):
+        return OPENERS[kind](resolve_source(drafter), config_at(target), _name(target, "target")).config.base
+    return open_source(drafter).config
+
+
 def _check_options(drafter: Any, attention: str | None, quantize: str | None, quantize_drafter: str | None) -> None:
     quantization.check(quantize)
     quantization.check(quantize_drafter, "--quantize-drafter")
@@ -272,6 +294,26 @@ def _check_options(drafter: Any, attention: str | None, quantize: str | None, qu
         raise OptionError(f"--quantize-drafter {quantize_drafter}: there is no drafter")
     if attention is not None and (reason := refusal(attention, jax.devices()[0])):
         raise OptionError(f"--attention {attention}: {reason}")
+
+
+def check_attention(attention: str | None, config: Any, dtype: Any, name: str) -> None:
+    """Says on stderr, once, why XLA serves the attention of a model whose device has kernels.
+
+    Args:
+      attention: kernel that was asked for; None: what the device has.
+      config: of the model, which need not be loaded.
+      name: of the model.
+
+    Raises:
+      OptionError: the kernel that was asked for does not serve it.
+    """
+    base = getattr(config, "base", config)
+    model = {"dtype": dtype, "head_dim": base.head_dim, "heads": base.num_heads, "kv_heads": base.num_kv_heads}
+    if attention not in (None, SIMULATED_TPU):
+        if reason := supports(attention, jax.devices()[0], **model):
+            raise OptionError(f"--attention {attention}: {name}: {reason}")
+    elif reason := unserved(device_of(attention), **model):
+        progress.warn_once(f"{name}: attention runs in XLA: {reason}")
 
 
 def _check_theta(theta: float | None, drafter: Any) -> None:

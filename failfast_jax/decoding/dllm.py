@@ -234,18 +234,12 @@ def scores_of(model: Decoder, hidden: Float[Array, "*R E"]) -> Float[Array, "*R 
     return acceptance.forbid(model.logits_of(hidden), model.config.mask_token_id, model.config.vocab_size)
 
 
-def whole_width(model: Decoder) -> int:
-    """Rows of a pass over a block: the TPU's kernel wants multiples of 8, of which it may see more than the block."""
-    on_tpu = model.execution.tpu_shapes(model.dtype, model.config.head_dim)
-    return round_up(model.config.block_size, 8) if on_tpu else model.config.block_size
-
-
 def _denoise(
     model: Decoder, state: DiffusionState, work: BlockPass, block_cache: bool
 ) -> tuple[Float[Array, "B d E"], KVCache]:
     """Hidden states that score the small block (of a full block: the next one's first token), and the cache."""
     at, running, block = state.at, state.running, work.masked.shape[1]
-    scratch = state.text.shape[1] - whole_width(model)
+    scratch = state.text.shape[1] - block
 
     def run(cache, active, start, width, rows):
         # Sequences that another kind of pass serves write their keys and values where nobody looks.
@@ -255,13 +249,12 @@ def _denoise(
         return gather_rows(hidden, rows), cache
 
     if not block_cache:
-        return run(state.cache, running, at, whole_width(model), work.rows)
+        return run(state.cache, running, at, block, work.rows)
     first_is_masked = jnp.take_along_axis(work.masked, work.small[:, None], 1)[:, 0]
     partial = running & ~work.full & ~state.fresh & ~first_is_masked
     whole = running & ~partial
     nothing = jnp.zeros((*work.rows.shape, model.config.hidden_size), model.dtype)
-    width = whole_width(model)
-    hidden, cache = when(whole.any(), lambda c: run(c[1], whole, at, width, work.rows), (nothing, state.cache))
+    hidden, cache = when(whole.any(), lambda c: run(c[1], whole, at, block, work.rows), (nothing, state.cache))
     # The first position of a small block has no row before it here: it reuses its own, and is not masked.
     own = jnp.broadcast_to(jnp.maximum(jnp.arange(work.small_block) - 1, 0), work.rows.shape)
     narrow, cache = when(

@@ -14,7 +14,7 @@ fused projection before rotation. Wide windows are served by `gpu.dense_window_a
 `cpu_prompt.attend`. `cpu_prompt.attend` and `tpu.attend` take the fused projection and write the window's keys and
 values themselves; `tpu_write.write_window` does nothing else.
 Each module of kernels has `supports(...)`, which says why it cannot serve a shape; `MAX_WIDTH` is the widest window
-that `cpu`, `gpu` and `tpu.window_attention` serve.
+that `cpu`, `gpu` and `tpu.window_attention` serve. `models.attention.supports` asks them before a model is read.
 
 `cpu_product` multiplies the few rows of a decode pass by a matrix, `cpu_rows` norms rows and finds their largest
 numbers, `cpu_markov` chooses the tokens of a block under a Markov head; `emit` and `threads` are what the CPU's kernels

@@ -7,6 +7,8 @@ walks over cache tiles at absolute positions; how many there are is a traced num
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -21,6 +23,7 @@ from failfast_jax.kernels.tpu_write import LANES, Patch, in_hbm, precision_of, r
 MAX_WIDTH = 128
 """Rows of a window; longer ones are prefill (see `models.attention`)."""
 SUBLANES = 8
+"""Rows that share a hardware tile: windows of other widths are padded with rows that nobody reads, nor writes."""
 CACHE_ROWS = 2048
 """Cache rows, several KV heads together, that one grid step reads: enough to hide its own cost behind its copy."""
 QUERY_ROWS = 1024
@@ -29,8 +32,8 @@ QUERY_ROWS = 1024
 
 def supports(*, width: int, heads: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike) -> str | None:
     """Why these kernels cannot serve a shape; None if they can."""
-    if width % SUBLANES or not 1 <= width <= MAX_WIDTH:
-        return f"a window of {width} rows: multiples of {SUBLANES} up to {MAX_WIDTH}"
+    if not 1 <= width <= MAX_WIDTH:
+        return f"a window of {width} rows: 1 to {MAX_WIDTH}"
     if heads % kv_heads:
         return f"{heads} query heads for {kv_heads} KV heads"
     if head_dim not in (64, 128, 256):
@@ -87,9 +90,10 @@ def attention_cost(
     )
 
 
-def _attend(last_tile, start, qkv_ref, cos_ref, sin_ref, last_ref, k_ref, v_ref, out_ref, *refs):
+def _attend(new_rows: int, last_tile, start, qkv_ref, cos_ref, sin_ref, last_ref, k_ref, v_ref, out_ref, *refs):
     """One tile of one sequence. qkv: [1, W, K' * (G + 2) * H]; last: [1, R, 1], or [1, R, 5] as in `in_ranges`; k, v:
-    [1, K', T, H]; out like the queries of qkv. q: [K', R, H], rotated and scaled at the first tile; R = G * W.
+    [1, K', T, H]; out like the queries of qkv. q: [K', R, H], rotated and scaled at the first tile; R = G * W, of which
+    the first `new_rows` of W are the window's.
 
     Where the window is written, too, `refs` begin with both whole caches and end with what `Patch` needs.
     """
@@ -100,7 +104,7 @@ def _attend(last_tile, start, qkv_ref, cos_ref, sin_ref, last_ref, k_ref, v_ref,
     width = qkv_ref.shape[1]
     group = q_ref.shape[1] // width
     precision = precision_of(k_ref.dtype)
-    patch = Patch(start, width, (k_ref, v_ref), caches, patch_refs) if written else None
+    patch = Patch(start, new_rows, (k_ref, v_ref), caches, patch_refs) if written else None
 
     @pl.when(step == 0)
     def _():
@@ -224,6 +228,13 @@ def _attention(qkv, cos, sin, k_cache, v_cache, start, seen: Int[Array, "B W S"]
     )
     if reason:
         raise ValueError(f"the TPU attention kernel does not support {reason}")
+    # A window of 10 rows is one of 16 here: the 6 see what the last one sees, and are neither written nor returned.
+    new_rows, width = width, width + -width % SUBLANES
+    if width > new_rows:
+        behind = ((0, 0), (0, width - new_rows))
+        qkv = jnp.pad(qkv, (*behind, (0, 0), (0, 0), (0, 0)))
+        cos, sin = (jnp.pad(table, (*behind, (0, 0))) for table in (cos, sin))
+        seen = jnp.pad(seen, (*behind, (0, 0)), mode="edge")
     rows = group * width
     together, tile = tiles_of(capacity=capacity, kv_heads=kv_heads, group=group, width=width, head_dim=head_dim)
     last = seen.max(2) - (seen.shape[2] > 1)
@@ -241,12 +252,12 @@ def _attention(qkv, cos, sin, k_cache, v_cache, start, seen: Int[Array, "B W S"]
     cached = pl.BlockSpec((1, together, tile, head_dim), cache_block)
     statistics = pltpu.VMEM((together, rows, LANES), jnp.float32)
     accumulator = pltpu.VMEM((together, rows, head_dim), jnp.float32)
-    stretch = pltpu.VMEM((together, min(span_of(width), capacity), head_dim), jnp.float32)
+    stretch = pltpu.VMEM((together, min(span_of(new_rows), capacity), head_dim), jnp.float32)
     anywhere = pl.BlockSpec(memory_space=pl.ANY if interpret else pltpu.HBM)
     sizes = {"batch": batch, "width": width, "kv_heads": kv_heads, "head_dim": head_dim}
     sizes |= {"itemsize": k_cache.dtype.itemsize}
     out, *caches = pl.pallas_call(
-        _attend,
+        functools.partial(_attend, new_rows),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, kv_heads // together, jnp.max(last_tile) + 1),
@@ -283,4 +294,4 @@ def _attention(qkv, cos, sin, k_cache, v_cache, start, seen: Int[Array, "B W S"]
         in_hbm(k_cache, interpret),
         in_hbm(v_cache, interpret),
     )
-    return out.reshape(batch, width, heads, head_dim), *caches
+    return out.reshape(batch, width, heads, head_dim)[:, :new_rows], *caches

@@ -28,7 +28,7 @@ def attention(
     block_size: int,
     interpret: bool = False,
 ) -> Queries:
-    """`reference.window_attention` of at least 128 rows.
+    """`reference.window_attention` of more rows than `tpu` takes, or as many; padded to whole tiles of 128.
 
     It is told the last position that each row sees, and which tiles to skip: those behind what any row of a tile sees,
     and with them dead capacity.
@@ -38,10 +38,12 @@ def attention(
     kv_heads, capacity = k_cache.shape[1:3]
     group = heads // kv_heads
     block = next(b for b in (512, 256, LANES) if capacity % b == 0)
-    sizes = splash.BlockSizes(block_q=min(width, 256), block_kv=block, block_kv_compute=block)
-    if width % sizes.block_q or width % LANES:
-        raise ValueError(f"a prefill window of {width} rows: a multiple of {LANES}, and of 256 beyond that")
+    padding = -width % LANES  # rows that see what the last one sees, and are not returned
+    block_q = LANES if (width + padding) % (2 * LANES) else 2 * LANES
+    sizes = splash.BlockSizes(block_q=block_q, block_kv=block, block_kv_compute=block)
     rows = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4) * (head_dim**-0.5)
+    rows = jnp.pad(rows, (*[(0, 0)] * 3, (0, padding), (0, 0))) if padding else rows
+    last = jnp.pad(last_visible(start, width, until, block_size), ((0, 0), (0, padding)), mode="edge")
 
     tiles = jnp.arange(capacity // block)
 
@@ -58,5 +60,5 @@ def attention(
         options |= {"is_mqa": True, "residual_checkpoint_name": None, "mask_function": _sees, "block_sizes": sizes}
         return jax.vmap(splash.SplashAttentionKernel(info, None, None, **options))(rows, k, v)
 
-    out = jax.vmap(one)(rows.astype(k_cache.dtype), k_cache, v_cache, last_visible(start, width, until, block_size))
+    out = jax.vmap(one)(rows.astype(k_cache.dtype), k_cache, v_cache, last)[:, :, :, :width]
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads, head_dim).astype(q.dtype)

@@ -55,7 +55,8 @@ def rotary_tables(cos: Float[Array, "B W 1 h"], sin: Float[Array, "B W 1 h"]) ->
 
 
 class Patch:
-    """A window's keys and values on their way through the tiles of attention into the cache.
+    """A window's keys and values on their way through the tiles of attention into the cache: `width` rows, whatever
+    rows of padding the projection has behind them.
 
     The rows of a tile that the window overwrites are replaced where the tile lies in fast memory, and go from there to
     the cache while the tile is attended to. Copies move whole hardware tiles, so that rows around the window go, too,
@@ -71,7 +72,7 @@ class Patch:
 
     def prepare(self, qkv_ref, tables) -> None:
         """New rows, at their places in the stretch of whole hardware tiles."""
-        moves = _moves(self.span, self.width, self.start_at - self.first)
+        moves = _moves(self.span, qkv_ref.shape[1], self.start_at - self.first)
         for head in range(self.heads):
             new = _new_rows(qkv_ref, head, self.heads, self.size, tables)
             for stretch, rows in zip(self.stretches, new):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from failfast_jax import progress
 from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
 from failfast_jax.kernels import reference
 from failfast_jax.models.cache import TILE, write_window
@@ -28,24 +30,84 @@ cuDNN for prefill. `cudnn`, `xla`: `jax.nn.dot_product_attention` over the whole
 TPU_KERNELS = ("tpu", SIMULATED_TPU)
 
 
-def kernel_of(device: Any, dtype: DTypeLike, head_dim: int) -> str:
-    """The kernel that a device runs unless told otherwise.
+OWN_KERNELS = {"cpu": ("cpu",), "gpu": ("gpu", "cudnn"), "tpu": ("tpu",)}
+"""Of a platform, the one to be preferred first; what none of them serves is XLA's: `xla` on a GPU, else `reference`."""
+OLDEST_TPU = 4
+"""The first whose matrix unit takes what the kernels give it."""
+OLDEST_FOR_CUDNN = 8
+"""Compute capability of the first GPUs on which JAX has cuDNN's attention."""
 
-    TPU: ours for heads of 64, 128 or 256. GPU, in bfloat16 or float16: ours on Hopper for heads of 64 or 128, else
-    cuDNN from Ampere on. XLA's for everything else on a GPU.
+
+def supports(
+    kernel: str, device: Any, *, dtype: DTypeLike, head_dim: int, heads: int = 1, kv_heads: int = 1
+) -> str | None:
+    """Why a device cannot run a kernel of `KERNELS` for a model, or None; neither need be there, nor be loaded.
+
+    Widths are not asked for: each kernel takes, or is padded to, those of every method.
+
+    Args:
+      device: its `platform`, and `device_kind` (TPU) or `compute_capability` (GPU).
+      dtype: of the cache.
+      heads: of queries.
+      kv_heads: of keys and values.
     """
-    if device.platform == "tpu":
-        return "tpu" if head_dim in (64, 128, 256) else "reference"
-    if device.platform == "cpu":
-        from failfast_jax.kernels import emit  # brings LLVM: only where it runs
+    if kernel == SIMULATED_TPU and device.platform != "cpu":
+        return f"it is simulated on a CPU: set JAX_PLATFORMS=cpu (JAX runs on {device.platform} here)"
+    if kernel in ("reference", "xla", SIMULATED_TPU):
+        return None
+    wanted = next(platform for platform, kernels in OWN_KERNELS.items() if kernel in kernels)
+    if device.platform != wanted:
+        return f"this machine has no {wanted.upper()} (its JAX runs on {device.platform})"
+    shapes = {"width": 1, "capacity": TILE, "head_dim": head_dim, "dtype": dtype}
+    if kernel == "cpu":
+        from failfast_jax.kernels import cpu  # brings LLVM: only where it runs
 
-        return "cpu" if emit.vector_unit() else "reference"
-    if device.platform != "gpu":
-        return "reference"
-    major = int(str(getattr(device, "compute_capability", "0")).partition(".")[0])
-    if major < 8 or jnp.dtype(dtype).itemsize != 2:
-        return "xla"
-    return "gpu" if major == 9 and head_dim in (64, 128) else "cudnn"
+        return cpu.supports(**shapes)
+    shapes |= {"heads": heads, "kv_heads": kv_heads}
+    if kernel == "tpu":
+        from failfast_jax.kernels import tpu
+
+        version = re.search(r"TPU v?(\d+)", str(getattr(device, "device_kind", "")))
+        old = version is not None and int(version[1]) < OLDEST_TPU
+        reason = f"a {device.device_kind}: TPU v{OLDEST_TPU} or later" if old else tpu.supports(**shapes)
+        return reason and f"the TPU's kernels do not take {reason}"
+    if kernel == "cudnn":
+        return _cudnn_supports(device, dtype, head_dim)
+    from failfast_jax.kernels import gpu
+
+    return gpu.supports(**shapes, device=device)
+
+
+def _cudnn_supports(device: Any, dtype: DTypeLike, head_dim: int) -> str | None:
+    """Of cuDNN's attention, as JAX offers it."""
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    major = int(version[1]) if (version := re.fullmatch(r"(\d+)\.\d+", capability)) else 0
+    if major < OLDEST_FOR_CUDNN:
+        return f"cuDNN's attention needs compute capability {OLDEST_FOR_CUDNN}.0 (Ampere) or later, not {capability}"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN's attention is of bfloat16 and float16, not of {jnp.dtype(dtype).name}"
+    most = 256 if major >= 9 else 128
+    if head_dim > most or head_dim % 8:
+        return f"cuDNN's attention has heads of multiples of 8 up to {most} on this GPU, not of {head_dim}"
+    return None
+
+
+def refusal(kernel: str, device: Any) -> str | None:
+    """Why a device cannot run a kernel of `KERNELS`, whatever the model, or None."""
+    return supports(kernel, device, dtype=jnp.bfloat16, head_dim=128)
+
+
+def kernel_of(device: Any, dtype: DTypeLike, head_dim: int) -> str:
+    """The kernel that a device runs unless told otherwise: the first of `OWN_KERNELS` that serves, else XLA's."""
+    kernels = OWN_KERNELS.get(device.platform, ())
+    fine = (kernel for kernel in kernels if supports(kernel, device, dtype=dtype, head_dim=head_dim) is None)
+    return next(fine, "xla" if device.platform == "gpu" else "reference")
+
+
+def unserved(device: Any, **model: Any) -> str | None:
+    """Why XLA serves a model on a device that has kernels: what the last of them `supports`; None: one serves."""
+    reasons = [supports(kernel, device, **model) for kernel in OWN_KERNELS.get(device.platform, ())]
+    return reasons[-1] if reasons and all(reasons) else None
 
 
 def device_of(kernel: str | None, device: Any = None) -> Any:
@@ -58,18 +120,6 @@ def device_of(kernel: str | None, device: Any = None) -> Any:
     if kernel == SIMULATED_TPU:
         return SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
     return device or jax.devices()[0]
-
-
-def refusal(kernel: str, device: Any) -> str | None:
-    """Why a device cannot run a kernel of `KERNELS`, or None."""
-    if kernel == SIMULATED_TPU and device.platform != "cpu":
-        return f"it is simulated on a CPU: set JAX_PLATFORMS=cpu (JAX runs on {device.platform} here)"
-    wanted = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cudnn": "gpu"}.get(kernel, device.platform)
-    if device.platform != wanted:
-        return f"this machine has no {wanted.upper()} (its JAX runs on {device.platform})"
-    if kernel == "gpu" and kernel_of(device, jnp.bfloat16, 128) != "gpu":
-        return f"it is for Hopper GPUs, not for this {device.device_kind}: cudnn or xla"
-    return None
 
 
 LayerCache = tuple[Cache, Cache]
@@ -144,7 +194,7 @@ def attend(
     start, live, block_size = window.start, window.live, window.block_size
     until = jnp.zeros_like(start) if window.until is None else window.until
     on_tpu, simulated = kernel in TPU_KERNELS, kernel == SIMULATED_TPU
-    if on_tpu and window.seen is not None:
+    if on_tpu and window.seen is not None and _groups_fit(qkv.shape[1] // window.seen.shape[1]):
         return _attend_groups(qkv, cache, window, until, simulated)
     if on_tpu and window.visible is None and window.back is None:
         from failfast_jax.kernels import tpu, tpu_write
@@ -206,6 +256,15 @@ def _attend_masked(q: Queries, cache: LayerCache, window: Window, kernel: str) -
     if window.visible is not None:
         return reference.tree_attention(q, *cache, first, window.visible, window.live, tile=TILE)
     return reference.grouped_attention(q, *cache, window.seen, window.live, tile=TILE)
+
+
+def _groups_fit(size: int) -> bool:
+    """Whether the TPU's kernel takes groups of so many rows; says so, once, if XLA does instead."""
+    from failfast_jax.kernels import tpu
+
+    if size > tpu.MAX_WIDTH:
+        progress.warn_once(f"attention of copies of {size} rows runs in XLA: the TPU's kernel takes {tpu.MAX_WIDTH}")
+    return size <= tpu.MAX_WIDTH
 
 
 def _attend_groups(

@@ -74,3 +74,40 @@ def test_sums_over_several_axes_of_a_mesh_and_unknown_groups():
     assert hlo.devices_of("%psum = ..., replica_groups=mesh['copies'=4,'tensor'=2] {'copies', 'tensor'}, x=1") == 8
     with pytest.raises(ValueError, match="does not read the replica_groups"):
         hlo.devices_of("%psum = f32[8] all-reduce(%x), replica_groups={}, to_apply=%r")
+
+
+OFFLOADED = """HloModule program
+
+ENTRY %main (p: bf16[512], q: bf16[128]) -> f32[8] {
+  %p = bf16[512]{0:T(1024)} parameter(0)
+  %q = bf16[128]{0:T(1024)} parameter(1)
+  %all-reduce.7.call-start = ((), (), (s32[83]{0:T(1)S(11)})) async-start(), async_execution_thread="sparsecore"
+  %fusion = bf16[8]{0:T(1024)} fusion(%q), kind=kLoop, backend_config={"estimated_cycles":"100"}
+  %all-reduce.7.call-update = ((bf16[8]{0}), bf16[8]{0}) async-update(%all-reduce.7.call-start, %fusion)
+  %fusion.1 = f32[8]{0:T(1024)S(1)} fusion(%q), kind=kLoop, backend_config={"estimated_cycles":"100"}
+  %all-reduce.7.call-done = bf16[8]{0:T(1024)} async-done(%all-reduce.7.call-update)
+  ROOT %fusion.2 = f32[8]{0:T(1024)S(1)} fusion(%all-reduce.7.call-done), backend_config={"estimated_cycles":"50"}
+}
+"""
+"""A sum that another core makes: it begins when its operand is there, beside a fusion of a second."""
+
+
+@pytest.mark.parametrize(("sum_s", "expected"), [(0, 2.5), (0.5, 2.5), (1, 2.5), (3, 1 + 3 + 0.5)])
+def test_a_sum_of_another_core_runs_beside_what_computes(sum_s, expected):
+    lines = {}
+
+    def others(name: str, line: str) -> tuple[float, float]:
+        lines[name] = line
+        return sum_s, 0
+
+    assert hlo.timeline(OFFLOADED, clock=100, rate=1e9, others=others) == pytest.approx(expected)
+    assert lines.keys() == {"all-reduce.7.call-done"}
+    assert hlo.hbm_bytes_of(lines["all-reduce.7.call-done"].partition(" async-done(")[0]) == 16
+    # The fusions' operands and results in HBM, and nothing of the sum itself.
+    assert hlo.hbm_traffic(OFFLOADED) == 256 + 16 + 256 + 16
+
+
+def test_other_asynchronous_operations_are_refused_by_name():
+    text = OFFLOADED.replace("all-reduce.7.call", "gather_offload_async")
+    with pytest.raises(ValueError, match="%gather_offload_async-start: an asynchronous operation that is no slice"):
+        hlo.timeline(text, clock=100, rate=1e9, others=lambda *_: (0, 0))

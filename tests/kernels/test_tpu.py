@@ -98,6 +98,10 @@ def check(shape, arguments) -> None:
         (SHAPES[1], [113, 60, 24], 1, 3),  # rows see all of it but the last three; one row is in the second tile
         ((2, 72, 16, 4, 128, 384, "float32"), [57, 255], 1, 0),  # whose heads are two steps
         ((1, 128, 3, 3, 64, 128, "bfloat16"), [0], 1, 0),  # the whole cache
+        # Rows that fill no hardware tile: over the border of two tiles, and to the end of the cache.
+        ((3, 4, 8, 2, 64, 256, "bfloat16"), [124, 252, 0], 4, 0),
+        ((2, 10, 6, 2, 64, 384, "float32"), [120, 374], 10, 0),
+        ((1, 1, 4, 2, 64, 128, "float32"), [127], 1, 0),
     ],
 )
 def test_windows_lie_anywhere(shape, start, block_size, back):
@@ -235,6 +239,8 @@ def test_writes_each_window_at_its_place(dtype):
         (128, 32, [130], [0]),
         (512, 1, [257, 900], [0, 0]),  # row 255 is the only one of its tile that sees another tile of the cache
         (256, 32, [0, 640], [300, 1000]),
+        (208, 1, [1328], [0]),  # no whole tiles of 128; to the end of the cache
+        (132, 12, [120, 1392], [0, 0]),
     ],
 )
 def test_prefill_equals_the_reference(width, block_size, start, until):
@@ -251,7 +257,7 @@ def test_prefill_equals_the_reference(width, block_size, start, until):
     "change, message",
     [
         ({"width": 136}, "a window of 136 rows"),
-        ({"width": 12}, "a window of 12 rows: multiples of 8"),
+        ({"width": 0}, "a window of 0 rows: 1 to 128"),
         ({"heads": 5}, "5 query heads for 2 KV heads"),
         ({"head_dim": 80}, "head_dim 80"),
         ({"capacity": 200}, "a cache of 200 positions"),

@@ -1,0 +1,114 @@
+"""The script that measures a new machine: its file, and that one part's fault leaves the others."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+
+from tpu_scripts import first_ten_minutes as script
+
+
+@pytest.mark.long
+def test_a_dry_run(tmp_path, capsys):
+    """All of it, small, on the CPU: the TPU's kernels are interpreted."""
+    out = tmp_path / "cpu.json"
+    assert script.main(["--out", str(out), "--quick"]) == 0
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["dry_run"] and found["device"] == jax.devices()[0].device_kind and found["jax"] == jax.__version__
+    parts = found["parts"]
+    assert list(parts) == ["installation", "kernels", "answer", "replay"]
+    assert {finding["name"] for finding in parts["installation"]["findings"]} > {"Python", "devices", "decoding"}
+    [check] = parts["kernels"]["checks"]
+    assert check["right"] and check["error"] < 1e-5 and check["kernel"] == "simulated-tpu"
+    answers = {(answer["method"], answer["exact"]): answer for answer in parts["answer"]["answers"]}
+    assert parts["answer"]["right"] and answers.keys() == {
+        (m, e) for m in ("vanilla", "failfast") for e in (True, False)
+    }
+    assert answers["failfast", True]["drafted"] > 0 == answers["vanilla", True]["drafted"]
+    passes = {entry["pass"]: entry for entry in parts["replay"]["passes"]}
+    assert {"plain step", "verify of 64 rows", "drafter pass of 32 rows"} <= passes.keys()
+    assert all(0 < entry["floor_ms"] < entry["measured_ms"] for entry in passes.values())
+    assert "a dry run" in capsys.readouterr().err
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Names of the parts that ran; `fails` raises until it is mended, `wrong` finds something wrong."""
+    log, broken = [], ["out of memory"]
+
+    def part(name, figures):
+        def run(quick, folder):
+            log.append(name)
+            if name == "fails" and broken:
+                raise RuntimeError(broken.pop())
+            return dict(figures)
+
+        return run
+
+    parts = {name: part(name, {}) for name in ("first", "fails", "last")} | {"wrong": part("wrong", {"right": False})}
+    monkeypatch.setattr(script, "PARTS", parts)
+    return log
+
+
+def test_a_part_that_fails_leaves_the_others_and_runs_again(runs, tmp_path, capsys):
+    out = tmp_path / "here.json"
+    assert script.main(["--out", str(out)]) == 1
+    assert capsys.readouterr().out.endswith("here.json: wrong: fails, wrong\n")
+    parts = json.loads(out.read_text(encoding="utf-8"))["parts"]
+    assert parts["fails"]["error"] == "RuntimeError: out of memory" and "error" not in parts["last"]
+    runs.clear()
+    assert script.main(["--out", str(out)]) == 1
+    assert runs == ["fails"]
+    assert capsys.readouterr().out.endswith("here.json: wrong: wrong\n")
+
+
+@pytest.mark.parametrize("key", ["device", "jax", "version", "dry_run", "devices", "format"])
+def test_a_file_of_another_machine_is_kept(key, runs, tmp_path, capsys):
+    out = tmp_path / "there.json"
+    script.main(["--out", str(out)])
+    other = json.loads(out.read_text(encoding="utf-8")) | {key: "other"}
+    out.write_text(json.dumps(other), encoding="utf-8")
+    assert script.main(["--out", str(out)]) == 2
+    assert "not of this machine, JAX, version and size; name another file" in capsys.readouterr().err
+    assert json.loads(out.read_text(encoding="utf-8")) == other
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "3", '{"parts": {}}'])
+def test_a_file_of_something_else_is_kept(text, runs, tmp_path, capsys):
+    out = tmp_path / "notes.json"
+    out.write_text(text, encoding="utf-8")
+    assert script.main(["--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(("error: --out", "a dry run")) and "notes.json" in said and "Traceback" not in said
+    assert out.read_text(encoding="utf-8") == text and runs == []
+
+
+def test_measured_beside_predicted(monkeypatch):
+    """The timeline's figure where there is one of this target on one such chip; else none."""
+    kind = jax.devices()[0].device_kind
+
+    def estimate(device, target, tp, ms):
+        passes = {name: {"ms": ms + n} for n, name in enumerate(("verify(8)", "verify(16)", "drafter"))}
+        return {"device": device, "case": {"target": target, "tp": tp}, "passes": passes}
+
+    estimates = [
+        estimate("another", "tiny", 1, 70.0),
+        estimate(kind, "other", 1, 60.0),
+        estimate(kind, "tiny", 4, 50.0),
+        {"device": kind, "case": {"target": "tiny", "tp": 1}},
+        estimate(kind, "tiny", 1, 10.0),
+    ]
+    figures = {"ms": 2.0, "floor_ms": 1.0}
+    record = {"target": "tiny", "vanilla": figures, "verify": {"16": figures, "72": figures}}
+    record |= {"drafter_pass": {"32": figures, "64": figures}}
+    found = {entry["pass"]: entry["timeline_ms"] for entry in script.beside_predictions(record, estimates)}
+    assert found == {
+        "plain step": 10.0,
+        "verify of 16 rows": 11.0,
+        "verify of 72 rows": None,
+        "drafter pass of 32 rows": 12.0,
+        "drafter pass of 64 rows": None,
+    }
+    assert {entry["timeline_ms"] for entry in script.beside_predictions(record, [])} == {None}

@@ -1,0 +1,191 @@
+"""Measures in about ten minutes what this project predicts for a TPU or a GPU, and writes one JSON file.
+
+    python tpu_scripts/first_ten_minutes.py [--out first_ten_minutes.json] [--quick]
+
+Four parts, in one process, as a TPU serves no second one: what `doctor` finds; attention kernels on the shapes of
+public models, against plain jnp; an answer of the default pair with and without drafts, whose texts must be equal; and
+a `bench replay` of Qwen2.5-1.5B's size with random weights, with predicted times beside measured ones. A part that
+fails leaves its error in the file, and the others run. The same command goes on where it was stopped. Nothing is
+downloaded.
+
+On a CPU, and with --quick, small sizes run: a dry run, which shows that everything works and measures nothing of use.
+docs/hardware/README.md describes the file and asks for yours.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from failfast_jax import starting
+
+starting.begin(__name__)  # before the imports that take seconds
+
+import dataclasses
+
+import jax
+
+from failfast_jax import command, compilation, distributed, doctor, platforms, progress
+from failfast_jax._version import __version__
+from failfast_jax.bench import attention, replay
+from failfast_jax.defaults import load_pair
+from failfast_jax.errors import OptionError
+from failfast_jax.files import user_path, write_json
+from failfast_jax.models.attention import SIMULATED_TPU
+from failfast_jax.models.attention_check import TOLERANCE, check_attention, is_right
+
+FORMAT = 1
+WINDOWS = ((16, 1020, 1), (64, 4032, 1), (72, 511, 32), (128, 2047, 32), (512, 1536, 1))
+"""Rows, cache position of the first, and block size of the mask: verifies, drafter windows, a chunk of a prompt. They
+begin inside tiles and end at the cache's end."""
+QUICK_SHAPES, QUICK_WINDOWS = {"small": (3, 1, 64)}, ((8, 125, 32),)
+PROMPT = "Write a Python function that adds two numbers, and then one that multiplies them."
+REPLAY = ("--target=qwen2.5-1.5b", "--dataset=math")
+QUICK_REPLAY = (
+    *("--target=tiny", "--drafter=tiny-drafter", "--dtype=float32", "--platform=gpu"),
+    *("--dataset=math", "--passes=wide", "--rounds=12", "--context=40", "--repeats=1"),
+)
+ESTIMATES = ROOT / "docs" / "tpu_compile.json"
+"""The timeline's milliseconds of passes, as `aot_report --out` wrote them."""
+
+
+def check_installation(quick: bool, folder: Path) -> dict[str, Any]:
+    """Everything that `doctor` checks; a broken finding stops nothing here."""
+    return {"findings": [dataclasses.asdict(finding) for finding in doctor.findings()]}
+
+
+def check_kernels(quick: bool, folder: Path) -> dict[str, Any]:
+    """The attention kernel that serves each shape, against plain jnp in float32 at the highest precision.
+
+    A dry run on a CPU takes the TPU's kernels, interpreted.
+    """
+    shapes, windows = (QUICK_SHAPES, QUICK_WINDOWS) if quick else (attention.SHAPES, WINDOWS)
+    kernel = SIMULATED_TPU if jax.default_backend() == "cpu" else None
+    cases = [(name, window) for name in shapes for window in windows]
+    checks = []
+    for name, (rows, start, block_size) in progress.progress_bar("kernels", "case", cases):
+        case = {"rows": rows, "start": start, "block_size": block_size}
+        found = {"shape": name, **case, **check_attention(*shapes[name], **case, kernel=kernel)}
+        checks.append(found | {"right": is_right(found)})
+    return {"tolerance": TOLERANCE, "right": all(check["right"] for check in checks), "checks": checks}
+
+
+def check_answer(quick: bool, folder: Path) -> dict[str, Any]:
+    """The default pair's answer: the same text with drafts as without, by `exact`; speeds without it, once warm."""
+    engine = load_pair(method="failfast")
+    shared = {"max_new_tokens": 16 if quick else 128, "ignore_eos": True}
+    kept = ("tokens_per_s", "rounds", "drafted", "accepted")
+    equal, answers = {}, []
+    for exact in (True, False):
+        texts = []
+        for method in ("vanilla", "failfast"):
+            for _ in range(2):  # the first compiles
+                [result] = engine.generate(PROMPT, method=method, exact=exact, **shared)
+            answers.append({"method": method, "exact": exact} | {key: getattr(result.stats, key) for key in kept})
+            texts.append(result.output_ids)
+        equal[exact] = texts[0] == texts[1]
+    return {"right": equal[True], "equal_without_exact": equal[False], "answers": answers, **shared}
+
+
+def run_replay(quick: bool, folder: Path) -> dict[str, Any]:
+    """`bench replay`'s record of the target, and each of its passes beside what was predicted for it."""
+    parser = command.Parser(prog="replay")
+    replay.add_arguments(parser)
+    options = QUICK_REPLAY if quick else REPLAY
+    if status := replay.work(parser.parse_args([*options, f"--out={folder}"])):
+        raise RuntimeError(f"bench replay ended with status {status}")
+    [record] = json.loads((folder / "replay.json").read_text(encoding="utf-8"))["targets"]
+    if "skipped" in record:
+        raise RuntimeError(record["skipped"])
+    return {"passes": beside_predictions(record, json.loads(ESTIMATES.read_text(encoding="utf-8"))), "record": record}
+
+
+def beside_predictions(record: dict[str, Any], estimates: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each pass of a replay: measured milliseconds, the memory's floor at the measured bandwidth, and the timeline's
+    estimate where `estimates` has this target on one such chip."""
+    kind = jax.devices()[0].device_kind
+    compiled = (each for each in estimates if each["device"] == kind and each["case"]["tp"] == 1 and "passes" in each)
+    found = next((each["passes"] for each in compiled if each["case"]["target"] == record["target"]), {})
+    passes = {("plain step", "verify(8)"): record["vanilla"]}
+    passes |= {(f"verify of {rows} rows", f"verify({rows})"): figures for rows, figures in record["verify"].items()}
+    for rows, figures in record["drafter_pass"].items():
+        passes[f"drafter pass of {rows} rows", "drafter" if rows == "32" else ""] = figures
+
+    def line(title: str, name: str, figures: dict[str, float]) -> dict[str, Any]:
+        predicted = {"floor_ms": figures["floor_ms"], "timeline_ms": found.get(name, {}).get("ms")}
+        return {"pass": title, "measured_ms": figures["ms"], **predicted}
+
+    return [line(*names, figures) for names, figures in passes.items()]
+
+
+PARTS: dict[str, Callable[[bool, Path], dict[str, Any]]] = {
+    "installation": check_installation,
+    "kernels": check_kernels,
+    "answer": check_answer,
+    "replay": run_replay,
+}
+
+
+def opened(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The parts that the file has, if it is of this `identity`."""
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {**identity, "parts": {}}
+        if {name: earlier[name] for name in identity} == identity:
+            return earlier["parts"]
+    except (ValueError, KeyError, TypeError):  # something else's file
+        pass
+    raise OptionError(f"--out {path}: not of this machine, JAX, version and size; name another file")
+
+
+def work(args: Namespace) -> int:
+    """Runs the parts that the file lacks, or that failed there; 1: one failed, or found something wrong.
+
+    Raises:
+      OptionError: the file is another machine's, JAX's, version's or size's.
+    """
+    compilation.enable_compile_cache()
+    quick = args.quick or jax.default_backend() == "cpu"
+    if quick:
+        print("a dry run with small sizes: its figures say nothing of this hardware", file=sys.stderr)
+    machine = platforms.machine()
+    identity = {"format": FORMAT, "version": __version__, "dry_run": quick}
+    identity |= {"device": machine["device"], "devices": jax.device_count(), "jax": jax.__version__}
+    parts = opened(args.out, identity)
+    for name, part in PARTS.items():
+        if name in parts and "error" not in parts[name]:
+            continue
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        begin = time.perf_counter()
+        try:
+            figures = part(quick, args.out.with_suffix(".replay"))
+        except Exception as error:  # whatever fails here, the other parts are still of use
+            figures = {"error": f"{type(error).__name__}: {error}"}
+            print(f"{name}: {figures['error']}", file=sys.stderr)
+        parts[name] = figures | {"seconds": time.perf_counter() - begin}
+        write_json(args.out, {**identity, "machine": machine, "parts": parts})
+    wrong = [name for name, found in parts.items() if "error" in found or not found.get("right", True)]
+    print(f"{args.out}: " + (f"wrong: {', '.join(wrong)}" if wrong else "all parts ran and are right"))
+    return int(bool(wrong))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = command.Parser(prog="first_ten_minutes.py", description=__doc__, formatter_class=command.FORMATTER)
+    parser.add_argument("--out", metavar="FILE", type=user_path, default=Path("first_ten_minutes.json"))
+    parser.add_argument("--quick", action="store_true", help="small sizes: a dry run of a minute")
+    distributed.refuse_flag(parser, "run it on one host: one chip is enough")
+    progress.add_flags(parser)
+    args = parser.parse_args(argv)
+    return command.run(lambda: work(args), "interrupted; the same command goes on", verbosity=args.verbosity)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""Programs of a model pair, compiled by the real TPU compiler for chips that are not there, and timed from its output.
+
+Whoever imports this has told libtpu that there is no TPU (`aot_report`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from failfast_jax import decoding, platforms
+from failfast_jax.bench import hlo
+from failfast_jax.bench.public_models import (
+    CONFIGS,
+    READERS,
+    abstract_model,
+    abstract_reader,
+    cache_bytes,
+    spread_shapes,
+    weights_read,
+)
+from failfast_jax.config import GenerationConfig
+from failfast_jax.decoding import accept, placement
+from failfast_jax.drafters import build_drafter
+from failfast_jax.kernels import tpu
+from failfast_jax.models import sharding
+from failfast_jax.models.cache import TPU_TILE, KVCache, round_up
+from failfast_jax.models.drafter_model import DrafterModel
+from failfast_jax.models.transformer import Decoder
+
+CONTEXTS = (1024, 8192, 32768)
+"""Live positions at which passes are costed; the table shows the first."""
+WIDTHS = (8, 16, 64)
+"""Rows: a step of plain decoding, a verify of ten tokens, and of all longer drafts (`decoding.plan.TPU_LADDER`)."""
+TILE_CYCLES, POSITION_CYCLES, WRITE_CYCLES = 514, 1.15, 325
+"""Of the attention kernel, for a tile and for each position of it, and for writing the window on the way: by the
+instruction bundles of the kernel compiled for 64 rows of 5 query heads (661 a tile of 128, 1,102 of 512; 1,837 in all
+where it writes, 1,512 where it does not); taken to grow with the rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    target: str
+    topology: str
+    tp: int
+    dp: int = 1
+    batch: int = 1
+    capacity: int = 8192
+    drafter: str = "fast-dllm-v2-1.5b"
+
+    def __str__(self) -> str:
+        readers = f" {self.drafter.partition('-')[0]}" if self.drafter in READERS else ""
+        return f"{self.target}{readers} {self.topology} tp{self.tp}" + (f" dp{self.dp}" if self.dp > 1 else "")
+
+
+class Compiler:
+    """Compiles programs of one case."""
+
+    def __init__(
+        self, case: Case, layers: int | None = None, replicate_drafter: bool = False, quantize: str | None = None
+    ):
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=case.topology)
+        if len(topology.devices) < case.tp * case.dp:
+            raise ValueError(
+                f"--topology {case.topology}: has {len(topology.devices)} devices, not {case.tp * case.dp}"
+            )
+        self.case, self.layers, self.replicate_drafter = case, layers, replicate_drafter
+        self.mesh = sharding.mesh_of(topology.devices[: case.tp * case.dp], case.dp)
+        self.chip = platforms.CHIPS[topology.devices[0].device_kind]
+        self.target = self.model(case.target)
+        self.drafter = self.reader() if case.drafter in READERS else self.model(case.drafter, drafter=True)
+        if quantize is not None:
+            self.target = self.target.quantized(quantize)
+            self.drafter = self.drafter.quantized(quantize)
+
+    def model(self, name: str, *, drafter: bool = False) -> Decoder:
+        """A decoder of abstract bfloat16 arrays, each spread over the mesh."""
+        config = CONFIGS[name]
+        if self.layers:
+            config = dataclasses.replace(config, num_layers=self.layers)
+        execution = sharding.execution_of(config, self.mesh, drafter=drafter, kernel="tpu")
+        if drafter and self.replicate_drafter:
+            execution = dataclasses.replace(execution, heads=None, mlp=None, vocab=None)
+        return spread_shapes(abstract_model(config, "bfloat16"), execution)
+
+    def reader(self) -> DrafterModel:
+        """A drafter that reads the target's hidden states: its own parameters whole on every chip."""
+        _, config = READERS[self.case.drafter]
+        if self.layers:  # of a target that was cut, it reads what is left
+            config = dataclasses.replace(config, feature_layers=tuple(range(-1, self.layers)))
+        model = abstract_reader(config, self.target, sharding.Execution(kernel="tpu", mesh=self.mesh))
+        return jax.tree.map(lambda leaf: leaf if leaf.sharding is not None else self.array(leaf, P()), model)
+
+    def array(self, shape: Any, spec: P, mesh: Mesh | None = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh or self.mesh, spec))
+
+    def compiled(self, lowered: Any) -> tuple[Any, str]:
+        """A program, and its text as the compiler wrote it: JAX 0.10.2 cannot read every program back."""
+        with tempfile.TemporaryDirectory() as folder:
+            dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+            program = lowered.compile(compiler_options=self.chip.compiler_options | dump)
+            [text] = Path(folder).glob("*.after_codegen.txt")
+            return program, text.read_text(encoding="utf-8")
+
+    def whole_answer(self) -> tuple[Any, str, Any]:
+        """The loop over rounds, compiled, its text, and its abstract state."""
+        case = self.case
+        config, vocab = GenerationConfig(method=self.drafter.method), self.target.config.vocab_size
+        drafter = build_drafter(config, model=self.drafter, model_name=case.drafter, vocab=vocab, platform="tpu")
+        plan = decoding.make_plan(drafter, platform="tpu")
+        keep = placement.StatePlacement(self.target, self.drafter)
+        sharding.check_batch(case.batch, self.mesh)
+
+        def init(target, drafter):
+            return decoding.init_state(
+                target,
+                drafter,
+                tokens=jnp.zeros((case.batch, case.capacity), jnp.int32),
+                prompt_length=jnp.ones(case.batch, jnp.int32),
+                max_new_tokens=jnp.ones(case.batch, jnp.int32),
+                eos=jnp.asarray(decoding.stop_tokens((0,), case.batch)),
+                sampling=decoding.greedy_sampling(case.batch),
+                capacity=case.capacity,
+                plan=plan,
+            )
+
+        def rounds(target, drafter, state, most):
+            return keep(decoding.generate(target, drafter, state, most, plan=plan))
+
+        state = keep.shapes(init, self.target, drafter)
+        most = self.array(np.int32(0), P())
+        drafter = jax.tree.map(
+            lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else self.array(np.asarray(leaf), P()), drafter
+        )
+        lowered = jax.jit(rounds, donate_argnums=2).lower(self.target, drafter, state, most)
+        return *self.compiled(lowered), state
+
+    def one_pass(self, model: Decoder, width: int, rows: int) -> str:
+        """The compiled text of a window of `width` positions and the scores of its last `rows`."""
+        batch, capacity = self.case.batch, round_up(self.case.capacity + max(WIDTHS), TPU_TILE)
+        execution = model.execution
+        # A verify picks, a drafter is also asked how sure it is.
+        choose = accept.argmax_and_confidence if model is self.drafter else accept.argmax
+
+        def run(model, cache, tokens, start, live):
+            hidden, cache, _ = model.window(tokens, cache, start, live)
+            return choose(model.logits_of(hidden[:, -rows:])), cache
+
+        cache = jax.eval_shape(lambda: KVCache.zeros(model.config, batch, capacity, jnp.bfloat16))
+        cache = jax.tree.map(lambda leaf: self.array(leaf, P(execution.batch, execution.heads), execution.mesh), cache)
+        rest = (self.array(jax.ShapeDtypeStruct(shape, jnp.int32), P()) for shape in ((batch, width), (batch,), ()))
+        return self.compiled(jax.jit(run, donate_argnums=1).lower(model, cache, *rest))[1]
+
+    def one_draft(self, width: int) -> str:
+        """The compiled text of one draft of a DSpark or a DFlash: the features of a verify of `width` rows are stored,
+        and a block is filled. A Markov head is left out."""
+        case, network = self.case, self.drafter.network
+        config, capacity = network.config, round_up(case.capacity + max(WIDTHS), TPU_TILE)
+
+        def run(model, cache, tokens, features, start, live):
+            cache = model.network.store(features, cache, start)
+            rows = model.network.inputs(model.embed, tokens, jnp.ones(tokens.shape, bool), features[:, 0])
+            used = jnp.full_like(start, config.block_size)
+            hidden, cache = model.network.block(rows, cache, start + 1, used, live)
+            return accept.argmax(model.logits(hidden)), cache
+
+        cache = jax.eval_shape(lambda: KVCache.zeros(config.base, case.batch, capacity, jnp.bfloat16))
+        cache = jax.tree.map(lambda leaf: self.array(leaf, P()), cache)
+        block = round_up(config.block_size, WIDTHS[0])
+        features = (case.batch, width, len(config.feature_layers), config.base.hidden_size)
+        shapes = ((case.batch, block), jnp.int32), (features, jnp.bfloat16), ((case.batch,), jnp.int32), ((), jnp.int32)
+        rest = (self.array(jax.ShapeDtypeStruct(*shape), P()) for shape in shapes)
+        return self.compiled(jax.jit(run, donate_argnums=1).lower(self.drafter, cache, *rest))[1]
+
+    def seconds(
+        self, text: str, model: Any, width: int, context: int, *, sums: bool = True, share: float | None = None
+    ) -> float:
+        """The timeline of a program that passes once over `width` rows.
+
+        Args:
+          model: whatever has the configuration and the execution of its layers.
+          context: live positions of the cache.
+          sums: whether sums over devices take time.
+          share: of its peak bandwidth that HBM gives; None: the chip's.
+        """
+        chip, kernels = self.chip, self.kernels(model, width, context)
+        batch = self.case.batch // self.case.dp
+        # Of a layer's results, and of the best logits of each part of the vocabulary.
+        summed = {"psum": batch * width * model.config.hidden_size * 2, "all-reduce": batch * width * 4}
+
+        def others(name: str, line: str) -> tuple[float, float]:
+            result, offloaded, _ = line.partition(" async-done(")
+            if offloaded:  # the text does not say over which devices
+                return sums * platforms.allreduce_s(chip, self.case.tp, hlo.hbm_bytes_of(result)), 0
+            for start, size in summed.items():
+                if name.startswith(start):
+                    return sums * platforms.allreduce_s(chip, hlo.devices_of(line), size), 0
+            return next((found for start, found in kernels.items() if name.startswith(start)), (0, 0))
+
+        rate = chip.bandwidth * (chip.streaming if share is None else share)
+        return hlo.timeline(text, clock=chip.clock, rate=rate, others=others)
+
+    def cost(self, model: Decoder, width: int, rows: int) -> dict[str, Any]:
+        """Estimated times of a pass in milliseconds, and their floors: weights and live cache once, at best.
+
+        Raises:
+          ValueError: by its text the program reads less than its weights, or much more than them and its live cache.
+        """
+        text = self.one_pass(model, width, rows)
+        config, execution, chip = model.config, model.execution, self.chip
+        batch, heads = self.case.batch // self.case.dp, execution.parts(execution.heads)
+        weights, traffic = weights_read(model), hlo.hbm_traffic(text)
+        if not 0.98 * weights < traffic < 1.2 * (weights + batch * cache_bytes(config, CONTEXTS[0]) / heads):
+            raise ValueError(
+                f"a pass of {width} rows moves {traffic / 1e6:.0f} MB by its text, and its weights have "
+                f"{weights / 1e6:.0f}: this libtpu writes copies in a way that bench/hlo.py does not know"
+            )
+
+        spent = functools.partial(self.seconds, text, model, width)
+
+        def floor(context: int) -> float:
+            return (weights + batch * cache_bytes(config, context) / heads) / chip.bandwidth
+
+        return {
+            "ms": 1e3 * spent(CONTEXTS[0]),
+            "without_sums_ms": 1e3 * spent(CONTEXTS[0], sums=False),
+            "with_copies_at_peak_ms": 1e3 * spent(CONTEXTS[0], share=1.0),
+            "floor_ms": 1e3 * floor(CONTEXTS[0]),
+            "at_contexts": {n: {"ms": 1e3 * spent(n), "floor_ms": 1e3 * floor(n)} for n in CONTEXTS},
+            "traffic_ms": 1e3 * traffic / chip.bandwidth,
+            "cycles_ms": 1e3 * hlo.estimated_cycles(text) / chip.clock,
+            "collectives": hlo.collectives(text),
+            "all_reduces_per_layer": sum(
+                1 for line in text.splitlines() if " all-reduce(" in line and "_layer_window" in line
+            )
+            / config.num_layers,
+        }
+
+    def kernels(self, model: Decoder, width: int, context: int) -> dict[str, tuple[float, float]]:
+        """Seconds and bytes of a call of each kernel: the time of its bytes, or of its instructions if longer."""
+        config, execution, chip = model.config, model.execution, self.chip
+        heads = execution.parts(execution.heads)
+        kv_heads, batch = config.num_kv_heads // heads, self.case.batch // self.case.dp
+        shape = {"kv_heads": kv_heads, "group": config.num_heads // config.num_kv_heads, "head_dim": config.head_dim}
+        _, tile = tpu.tiles_of(capacity=TPU_TILE, width=width, **shape)
+        sizes = {"batch": batch, "width": width, "kv_heads": kv_heads, "head_dim": config.head_dim, "itemsize": 2}
+        live = round_up(context + width, tile)
+        cost = tpu.attention_cost(**sizes, heads=config.num_heads // heads, live=live, written=True)
+        cycles = live / tile * (TILE_CYCLES + POSITION_CYCLES * tile) * shape["group"] * width / 320
+        cycles = batch * kv_heads * (cycles + WRITE_CYCLES * width / 64)
+        rate = chip.bandwidth * chip.streaming
+        seconds = max(cost.bytes_accessed / rate, cycles / chip.clock)
+        return {"attend_and_write": (seconds, cost.bytes_accessed)}

@@ -63,6 +63,7 @@ def write_models(folder: Path) -> None:
         for part, heads in sizes.items()
     }
     diffusion = folder / DIFFUSION
+    same["layer_types"] = ["full_attention"] * config["num_hidden_layers"]  # the golden model has fewer
     hf_folder(diffusion, "fast_dllm_v2_tied", tensors | biases | sure, **same, bd_size=32, mask_token_id=MASK)
     tokenizer().save_pretrained(diffusion)
 

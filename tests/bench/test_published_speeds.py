@@ -10,7 +10,7 @@ from failfast_jax.bench import published_speeds
 from failfast_jax.bench.public_models import CONFIGS, READERS
 from failfast_jax.bench.published_speeds import Measurement, Passes
 
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "predictions.md"
 
 
 def measured(**changes) -> Measurement:

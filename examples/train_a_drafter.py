@@ -14,7 +14,7 @@ from pathlib import Path
 from failfast_jax import FailFast, enable_compile_cache
 from failfast_jax.results import fate
 from failfast_jax.train.__main__ import main as train
-from failfast_jax.train.data import write_documents
+from failfast_jax.train.documents import write_documents
 
 
 def write_answers(engine: FailFast, prompts: list, file: Path, max_new_tokens: int = 256, batch: int = 8) -> None:

@@ -321,7 +321,13 @@ def needed(module: str, by: str, extra: str = "bench", otherwise: str = "") -> M
 
 
 def dispatch(
-    package: str, commands: Mapping[str, str], argv: list[str] | None, *, extra: str, formatter: type = FORMATTER
+    package: str,
+    commands: Mapping[str, str],
+    argv: list[str] | None,
+    *,
+    extra: str,
+    formatter: type = FORMATTER,
+    modules: Mapping[str, str] | None = None,
 ) -> int:
     """Runs the subcommand that the first argument names, else `run`; returns its exit status.
 
@@ -332,6 +338,7 @@ def dispatch(
       commands: what each does, by name.
       extra: of the dependencies that the package needs, to be named where one is missing.
       formatter: of the help page.
+      modules: names of modules, by command, that are not the command's own.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and not argv[0].startswith("-") and argv[0] not in commands:
@@ -339,7 +346,7 @@ def dispatch(
         return USAGE_ERROR
     name = argv.pop(0) if argv and argv[0] in commands else "run"
     try:
-        module = needed(f"{package}.{name}", package, extra)
+        module = needed(f"{package}.{(modules or {}).get(name, name)}", package, extra)
     except OptionError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR

@@ -16,17 +16,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from failfast_jax.errors import OptionError
+from failfast_jax.files import user_path
 
 LONGEST_DRAFT = 512
 """Each width that a draft may need is compiled: longer ones would compile for minutes."""
 
-_TYPES = {"int": (int, np.integer), "float": (int, float, np.number), "bool": (bool,), "str": (str,)}
-_SAID = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
+_TYPES = {"int": (int, np.integer), "float": (int, float, np.number), "bool": (bool,), "str": (str,), "Path": (Path,)}
+_SAID = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "Path": "a path"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +48,13 @@ class ByPlatform:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What is said about a field of `MethodOptions`."""
+    """Declaration of an option: help text, and bounds of its value, of which `above` and `below` are not reached."""
 
     help: str
     least: float | None = None
     most: float | None = None
+    above: float | None = None
+    below: float | None = None
     choices: tuple[str, ...] | None = None
 
 
@@ -239,10 +243,10 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
     if about.choices is not None and value not in about.choices:
         raise OptionError(f"{flag} {value}: must be {' or '.join(map(repr, about.choices))}")
     if kind in ("int", "float"):
-        low, high = about.least, about.most
-        within = (low is None or value >= low) and (high is None or value <= high)
-        if not within or (kind == "float" and not is_finite(value)):
-            raise OptionError(f"{flag} {value}: must be {_range_of(low, high)}")
+        within = (about.least is None or value >= about.least) and (about.most is None or value <= about.most)
+        inside = (about.above is None or value > about.above) and (about.below is None or value < about.below)
+        if not (within and inside) or (kind == "float" and not is_finite(value)):
+            raise OptionError(f"{flag} {value}: must be {_range_of(about)}")
 
 
 def is_finite(value: float) -> bool:
@@ -253,10 +257,14 @@ def is_finite(value: float) -> bool:
         return False
 
 
-def _range_of(least: float | None, most: float | None) -> str:
-    if least is not None and most is not None:
-        return f"in [{least}, {most}]"
-    return "a finite number" if least is None else f"at least {least}, and finite"
+def _range_of(about: Option) -> str:
+    low = about.least if about.above is None else about.above
+    high = about.most if about.below is None else about.below
+    if low is not None and high is not None:
+        return f"in {'[' if about.above is None else '('}{low}, {high}{']' if about.below is None else ')'}"
+    if low is None:
+        return "a finite number"
+    return f"{'at least' if about.above is None else 'above'} {low}, and finite"
 
 
 def require(fine: bool, flag: str, said: str) -> None:
@@ -281,24 +289,31 @@ def add_flags(parser: Any, methods: Mapping[str, type[MethodOptions]]) -> None:
         for method, field in uses:
             by_help.setdefault(_help_of(field), []).append(method)
         said = "; ".join(f"{', '.join(names)}: {text}" for text, names in by_help.items())
-        _add_flag(parser, uses[0][1], said)
+        add_flag(parser, uses[0][1], said)
 
 
 def add_flags_of(parser: Any, options: type) -> None:
     """Adds one flag for each field (see `option`) of a command's dataclass; what is not given is None."""
     for field in dataclasses.fields(options):
-        _add_flag(parser, field, _help_of(field))
+        add_flag(parser, field)
 
 
-def _add_flag(parser: Any, field: dataclasses.Field, said: str) -> None:
-    kind, about, flag = type_of(field), field.metadata["option"], flag_of(field.name)
+def add_flag(parser: Any, field: dataclasses.Field, text: str | None = None, **more: Any) -> None:
+    """Adds the flag of a field (see `option`); the value of an absent flag is None.
+
+    Args:
+      text: the help text; None: that of the field, with its default.
+      more: further arguments of `add_argument`.
+    """
+    kind, about = type_of(field), field.metadata["option"]
     if kind == "bool":
-        parser.add_argument(flag, action="store_true", default=None, help=said)
+        how = {"action": "store_true", "default": None}
     elif about.choices:
-        parser.add_argument(flag, choices=about.choices, help=said)
+        how = {"choices": about.choices}
     else:
-        metavar, parse = {"int": ("n", int), "float": ("x", float), "str": ("TEXT", str)}[kind]
-        parser.add_argument(flag, metavar=metavar, type=parse, help=said)
+        parsers = {"int": ("n", int), "float": ("x", float), "str": ("TEXT", str), "Path": ("PATH", user_path)}
+        how = dict(zip(("metavar", "type"), parsers[kind]))
+    parser.add_argument(flag_of(field.name), **{**how, "help": _help_of(field) if text is None else text, **more})
 
 
 def _help_of(field: dataclasses.Field) -> str:

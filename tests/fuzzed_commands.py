@@ -78,7 +78,7 @@ def stop_at_models() -> None:
     from failfast_jax import chat, doctor, generate, serve
     from failfast_jax.bench import answers, datasets, engine_pool, micro, replay
     from failfast_jax.checkpoints import hub
-    from failfast_jax.train import run, selfgen, spiffy
+    from failfast_jax.train import draft_graph_calibration, selfgen, train_command
 
     generate.load_engine = serve.load_engine = chat.load_engine = datasets.hub_rows = _reached
     hub.snapshot, answers.ENGINES["ray"] = _offline, _reached
@@ -86,7 +86,7 @@ def stop_at_models() -> None:
         module.load_pair = _reached
     for part in ("startup_report", "small_engine"):
         setattr(micro, part, _reached)
-    run.open_source = spiffy.FailFast = replay.replay_target = native.save_params = _reached
+    train_command.open_source = draft_graph_calibration.FailFast = replay.replay_target = native.save_params = _reached
     doctor.CHECKS = ()  # the machine's; they are the same whatever is asked
     sys.modules["lm_eval.__main__"] = types.SimpleNamespace(cli_evaluate=_reached)
     sys.modules["failfast_jax.harness.lm_eval_model"] = types.SimpleNamespace(tell=lambda _: None)

@@ -26,9 +26,9 @@ from failfast_jax.checkpoints.loading import load_model
 from failfast_jax.decoding import plan
 from failfast_jax.serving import app
 from failfast_jax.train import __main__ as train
-from failfast_jax.train import run as train_run
+from failfast_jax.train import train_command
 
-IMPORTED = (app, bench_run, ocp, train_run, transformers, uvicorn)
+IMPORTED = (app, bench_run, ocp, train_command, transformers, uvicorn)
 """What commands import when they need it."""
 TARGET = GOLDEN / "llama_tied"
 PROMPTS = [[5, 6, 7, 5, 6, 7], [3, 4], [9] * 12]

@@ -21,7 +21,7 @@ IMPLEMENTS = {
     "DSparkModel": "DrafterModel",
     "BoundEagle": "DrafterModel",
     "FeatureObjective": "Objective",
-    "BlockDiffusion": "Objective",
+    "MaskedObjective": "Objective",
 }
 """Classes that satisfy a protocol without naming it as a base."""
 

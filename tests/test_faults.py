@@ -18,7 +18,7 @@ from failfast_jax import compilation, files, generate, pricing
 from failfast_jax.bench.__main__ import main as bench
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.files import Journal, append_lines, check_writable, claim, read_lines, sole_writer, write_atomically
-from failfast_jax.train import features
+from failfast_jax.train import feature_cache
 
 TARGET = GOLDEN / "llama_tied"
 ASKED = ["--target", str(TARGET), "--token-ids", "5,6,7", "--max-new-tokens", "4", "--method", "vanilla"]
@@ -190,9 +190,9 @@ def test_features_need_their_room_before_they_are_computed(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left on device: '.*features.bin'"):
-        features.mapped(tmp_path / "features.bin", (10, 2, 4))
+        feature_cache.mapped(tmp_path / "features.bin", (10, 2, 4))
     monkeypatch.undo()
-    values = features.mapped(tmp_path / "features.bin", (10, 2, 4))
+    values = feature_cache.mapped(tmp_path / "features.bin", (10, 2, 4))
     assert values.shape == (10, 2, 4) and not np.asarray(values, np.float32).any()
     assert (tmp_path / "features.bin").stat().st_blocks * 512 >= 160
 

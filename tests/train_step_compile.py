@@ -6,7 +6,6 @@ Run as a script, in a process of its own: `libtpu` reads its settings when JAX i
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -26,37 +25,31 @@ def compiled(topology: str, rows: int, model: str):
     from failfast_jax.checkpoints.parameters import Skeleton
     from failfast_jax.models.config import FAST_DLLM_MASK_TOKEN
     from failfast_jax.models.transformer import Decoder
-    from failfast_jax.train import loop, run
-    from failfast_jax.train.diffusion import Diffusion
-    from failfast_jax.train.objectives import masked_options
+    from failfast_jax.train.diffusion_run import DiffusionObjective
     from failfast_jax.train.spread import Spread
+    from failfast_jax.train.train_config import TrainConfig
+    from failfast_jax.train.trainer import make_optimizer, make_step
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    parser = argparse.ArgumentParser()
-    run.add_arguments(parser)
-    flags = ["--preset", "fast-dllm-v2", "--compute-dtype", "bfloat16", "--batch", str(rows * len(devices))]
-    args = parser.parse_args([*flags, "--out", "none", "--data", "none"])
-    optimization, spread = run.check(args), Spread.over(len(devices), devices)
-    config = as_fast_dllm(CONFIGS[model], args.block_size, FAST_DLLM_MASK_TOKEN, model)
+    flags = {"preset": "fast-dllm-v2", "compute_dtype": "bfloat16", "batch": rows * len(devices)}
+    options, spread = TrainConfig.from_flags(flags), Spread.over(len(devices), devices)
+    config = as_fast_dllm(CONFIGS[model], options.block_size, FAST_DLLM_MASK_TOKEN, model)
     shapes = Skeleton.made_by(lambda rngs: Decoder(config, rngs=rngs)).shapes
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    how = {"spread": spread, "compute_dtype": args.compute_dtype}
-    objective = Diffusion(config, params, masked_options(args, scan=True), **how)
+    objective = DiffusionObjective(config, params, options, spread=spread)
 
     def abstract(tree, shardings):
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
     def first(trainable):
-        return {"step": jnp.int32(0), "params": trainable, "optimizer": optimization.optimizer().init(trainable)}
+        return {"step": jnp.int32(0), "params": trainable, "optimizer": make_optimizer(options).init(trainable)}
 
     state = jax.eval_shape(first, params)
     state = abstract(state, spread.places(state))
-    texts = (optimization.batch * optimization.accumulate, args.seq_len)
+    texts = (options.batch * options.accumulate, options.seq_len)
     batch = {"tokens": jax.ShapeDtypeStruct(texts, jnp.int32), "labelled": jax.ShapeDtypeStruct(texts, bool)}
     batch = abstract(batch, dict.fromkeys(batch, spread.rows))
-    step = jax.jit(
-        loop.make_step(objective, optimization), donate_argnums=0, out_shardings=(spread.places(state), None)
-    )
+    step = jax.jit(make_step(objective, options), donate_argnums=0, out_shardings=(spread.places(state), None))
     return step.lower(state, {}, batch).compile(), devices, texts
 
 

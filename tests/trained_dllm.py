@@ -20,9 +20,9 @@ from tiny_models import diffusion_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.adapt import AdaptationOptions, loss
-from failfast_jax.train.corruption import Corruption
-from failfast_jax.train.spiffy import calibrated, report
+from failfast_jax.train.diffusion_loss import loss
+from failfast_jax.train.draft_graph_calibration import calibrated, report
+from failfast_jax.train.train_config import TrainConfig
 
 NUMBERS = 64
 NEW_LINE, MASK = NUMBERS, NUMBERS + 1
@@ -49,7 +49,7 @@ def trained_model(steps: int = 500, seed: int = 0) -> Decoder:
     config = diffusion_config(16, **sizes, max_position_embeddings=512, eos_token_ids=())
     graph, params = nnx.split(Decoder(config, rngs=nnx.Rngs(seed)))
     optimiser = optax.adamw(optax.warmup_constant_schedule(0, 4e-3, 20), weight_decay=0.01)
-    options = AdaptationOptions(corruption=Corruption("mixed", complementary=True), remat=False)
+    options = TrainConfig(position_decay=0.0)
 
     @jax.jit
     def update(params, state, tokens, key):

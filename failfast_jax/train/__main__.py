@@ -6,7 +6,6 @@ from failfast_jax import starting
 
 starting.begin(__name__)  # before the imports that take seconds
 
-import argparse
 import sys
 
 from failfast_jax import command
@@ -16,18 +15,13 @@ COMMANDS = {
     "selfgen": "training data, which the target writes itself",
     "spiffy": "the draft states that `generate --method dllm --spiffy` runs beside a block",
 }
-
-
-class Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults of those options that have one whatever else is given."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
+MODULES = {"run": "train_command", "spiffy": "draft_graph_calibration"}
+"""Modules of commands with another name."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; exit status 2 for input that cannot be served, 3 if `--minutes` ended it."""
-    return command.dispatch("failfast_jax.train", COMMANDS, argv, extra="train", formatter=Formatter)
+    return command.dispatch("failfast_jax.train", COMMANDS, argv, extra="train", modules=MODULES)
 
 
 if __name__ == "__main__":

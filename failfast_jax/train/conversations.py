@@ -18,7 +18,7 @@ from failfast_jax.checkpoints import hub
 from failfast_jax.errors import PromptError
 from failfast_jax.template_process import REASONING
 from failfast_jax.templates import has_template, render
-from failfast_jax.train.data import HUB, DataError, Document, kind
+from failfast_jax.train.documents import HUB, DataError, Document, kind
 
 ROLES = ("system", "user", "assistant", "tool")
 SPEAKERS = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}

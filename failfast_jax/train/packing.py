@@ -1,4 +1,12 @@
-"""Sequence packing: several documents in a row of training tokens, each beginning at a block of its own."""
+"""Sequence packing: several documents in a row of training tokens, each beginning at a new block.
+
+`--packing none`: one document per row. `stream`: documents of a row see those before them, as in Fast-dLLM v2's
+released code. `separate`: documents of a row see only themselves.
+
+    block 4, width 12, documents aaaaa bb cccc      .: filler
+    row 0   aaaa a... bb..      segment 1 1 2
+    row 1   cccc .... ....      segment 1 0 0
+"""
 
 from __future__ import annotations
 
@@ -6,11 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax.train.data import Documents, shuffled
+from failfast_jax.train.documents import Documents, shuffled
+from failfast_jax.train.train_config import TrainConfig
 
-PACKINGS = ("none", "stream", "separate")
-"""`none`: a document a row. `stream`: rows of documents that see those in front of them, as in Fast-dLLM v2's released
-code. `separate`: rows of documents that see only themselves."""
 OPEN = 8
 """Rows that may still be added to while documents are dealt out."""
 FILLER = -1
@@ -21,7 +27,7 @@ def packed(lengths: list[int], width: int, packing: str) -> list[list[int]]:
 
     Args:
       lengths: at most `width` each.
-      packing: one of `PACKINGS`.
+      packing: one of `train_config.PACKINGS`.
     """
     if packing == "none":
         return [[number] for number in range(len(lengths))]
@@ -43,13 +49,13 @@ def packed(lengths: list[int], width: int, packing: str) -> list[list[int]]:
 
 
 class PackedRows:
-    """Rows of documents by index: what Grain shuffles and batches.
+    """Rows of documents by index, for Grain to shuffle and batch.
 
     Which documents share a row depends on `seed` alone, and is the same in every epoch.
 
     Args:
       width: tokens of a row, a multiple of `block`.
-      packing: one of `PACKINGS`.
+      packing: one of `train_config.PACKINGS`.
     """
 
     def __init__(self, documents: Documents, width: int, block: int, seed: int, packing: str):
@@ -64,8 +70,8 @@ class PackedRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """`tokens` int32 `[width]`, `FILLER` behind the end of a document; `labelled` bool `[width]`; if packed as
-        `separate`, `segment` int32 `[width / block]`: 0 of the row's free end, else which document of the row."""
+        """Returns `tokens` int32 `[width]`, `FILLER` after the end of a document; `labelled` bool `[width]`; if packed
+        as `separate`, `segment` int32 `[width / block]`: the number of the row's document from 1, 0 at its free end."""
         tokens = np.full(self.width, FILLER, np.int32)
         labelled = np.zeros(self.width, bool)
         segment = np.zeros(self.width // self.block, np.int32)
@@ -75,7 +81,7 @@ class PackedRows:
             ids = self.documents.tokens[document]
             tokens[start : start + len(ids)] = ids
             labelled[start : start + len(ids)] = self.documents.answers(document)
-            # What stands in front of a document's first token has nothing to do with it.
+            # The tokens before a document's first token have nothing to do with it.
             labelled[start] = False
             blocks = self._blocks(document)
             segment[start // self.block :][:blocks] = number
@@ -84,10 +90,8 @@ class PackedRows:
         return row | {"segment": segment} if self.separate else row
 
 
-def packed_batches(
-    documents: Documents, *, length: int, block: int, batch: int, seed: int, packing: str
-) -> tuple[Any, float]:
-    """Endless shuffled batches of packed rows by step number, as `data.batches`; and the share of tokens in them."""
-    rows = PackedRows(documents, length, block, seed, packing)
-    share = sum(map(len, documents.tokens)) / (len(rows) * length)
-    return shuffled(rows, batch, seed), share
+def packed_batches(documents: Documents, config: TrainConfig) -> tuple[Any, float]:
+    """Returns endless shuffled batches of packed rows by step number, and the share of tokens in them."""
+    rows = PackedRows(documents, config.seq_len, config.block_size, config.seed, config.packing)
+    share = sum(map(len, documents.tokens)) / (len(rows) * config.seq_len)
+    return shuffled(rows, config.batch * config.accumulate, config.seed), share

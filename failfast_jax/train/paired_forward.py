@@ -1,6 +1,6 @@
 """A noised and a clean copy of a text in one pass: what a block-diffusion drafter learns from.
 
-Each noised block sees itself and the clean blocks in front of it, which is what a drafter sees of its current block
+Each noised block sees itself and the clean blocks before it, which is what a drafter sees of its current block
 and its cache. Everything is a pure function over the inference `Decoder`'s own modules, so that the trained weights
 are served as they are.
 """
@@ -18,11 +18,9 @@ from failfast_jax.kernels.reference import HIDDEN
 from failfast_jax.models.layers import Layer
 from failfast_jax.models.rope import rotary, rotated_heads
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.corruption import check_blocks, in_blocks
+from failfast_jax.train.masked_text import check_blocks, in_blocks
 
 Gather = Callable[[Layer], Layer]
-BLOCK_STARTS = ("clean", "noised")
-"""Rows that may predict a block's first position; see `source_rows`."""
 
 
 def pair_attention(
@@ -40,12 +38,17 @@ def pair_attention(
     earlier blocks. Of the clean copy with itself that is the block-causal mask.
 
     Args:
-      length: keys at or behind it are padding, which nothing sees; None: there is none.
+      length: keys from it on are padding, which nothing sees; None: there is none.
       segment: of each block the number of the document that it belongs to, where a row holds several which do not
         see each other.
     """
     batch, copies, width, heads, head_dim = q.shape
     kv_heads, group = k.shape[3], heads // k.shape[3]
+    # Block 2, length 4, copies n (noised) and c (clean); x: seen
+    #        n0 n1 n2 n3   c0 c1 c2 c3
+    #    n0   x  x                          own block in both directions (`own`)
+    #    n2         x  x    x  x            own block, and clean blocks before it (`cross`)
+    #    c2                 x  x  x  x
     # Rows are [B, K, C, n, G, D]: grouped by block (n = L / D), then by query head of one KV head, so that both
     # products are plain batched matmuls, and neither queries' scores nor weights are transposed.
     q = q.reshape(batch, copies, -1, block, kv_heads, group, head_dim) * (head_dim**-0.5)
@@ -76,12 +79,12 @@ def pair_attention(
 
 @functools.partial(jax.jit, static_argnames=("block", "gather"))
 def _pair_layer(
-    layer: Layer, x: Float[Array, "B C L E"], cos, sin, length, segment, *, block: int, gather: Gather | None
+    layer: Layer, x: Float[Array, "B C L E"], rotation, length, segment, *, block: int, gather: Gather | None
 ) -> Float[Array, "B C L E"]:
     """One layer over all copies. The inner jit is traced once for all layers, not once for each."""
 
     def attend(heads: Array) -> tuple[Array, None]:
-        return pair_attention(*rotated_heads(heads, cos, sin), length, segment, block=block), None
+        return pair_attention(*rotated_heads(heads, *rotation), length, segment, block=block), None
 
     return (layer if gather is None else gather(layer))(x, attend)[0]
 
@@ -93,7 +96,6 @@ def forward_pair(
     length: Int[Array, " B"] | None = None,
     segment: Int[Array, "B n"] | None = None,
     *,
-    remat: bool = True,
     scan: bool = False,
     gather: Gather | None = None,
 ) -> tuple[Float[Array, "M L E"], Float[Array, "B L E"]]:
@@ -106,11 +108,10 @@ def forward_pair(
       noised: copies of the texts; M may be a multiple of B (row r is of text r mod B), which then share one clean copy.
       length: positions from it on are padding, which no other position sees; None: there is none.
       segment: see `pair_attention`.
-      remat: recompute each layer in the backward pass.
       scan: the layers are a loop over one program, which compiles in the time of one layer, and whose parameters are
         copied once a step.
-      gather: makes a layer whole of the parts that the devices of a `shard_map` hold: again in the backward pass where
-        there is `remat`, so that no more than one layer is whole at a time.
+      gather: puts a layer together from the parts that the devices of a `shard_map` hold: again in the backward pass,
+        so that no more than one layer is whole at a time.
 
     Returns:
       Hidden states after the final norm (see `Decoder.logits_of`) of the noised and of the clean copy.
@@ -122,19 +123,18 @@ def forward_pair(
     check_blocks(clean.shape[1], block)
     if noised.shape[1] != clean.shape[1] or noised.shape[0] % clean.shape[0]:
         raise ValueError(f"noised copies {noised.shape} do not fit the clean texts {clean.shape}")
-    step = functools.partial(_pair_layer, block=block, gather=gather)
-    if remat:
-        step = jax.checkpoint(step)
-    cos, sin = rotary(model.config, jnp.arange(clean.shape[1])[None])
+    # Only each layer's input is kept for the backward pass.
+    step = jax.checkpoint(functools.partial(_pair_layer, block=block, gather=gather))
+    rotation = rotary(model.config, jnp.arange(clean.shape[1])[None])
     # A text's copies lie side by side: sharded over texts, a copy and the clean keys it reads are on one device.
     copies = jnp.concatenate([noised.reshape(-1, *clean.shape), clean[None]]).swapaxes(0, 1)
     x = model.embed[...][copies].astype(model.dtype)
     if scan:
         layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers)
-        x, _ = jax.lax.scan(lambda x, layer: (step(layer, x, cos, sin, length, segment), None), x, layers)
+        x, _ = jax.lax.scan(lambda x, layer: (step(layer, x, rotation, length, segment), None), x, layers)
     else:
         for layer in model.layers:
-            x = step(layer, x, cos, sin, length, segment)
+            x = step(layer, x, rotation, length, segment)
     x = model.norm(x).swapaxes(0, 1)
     return x[:-1].reshape(*noised.shape, -1), x[-1]
 
@@ -142,12 +142,12 @@ def forward_pair(
 def source_rows(
     noised: Float[Array, "M L E"], clean: Float[Array, "B L E"], block: int, start: str = "clean"
 ) -> Float[Array, "M L E"]:
-    """The hidden state that predicts each position: its left neighbour's.
+    """Returns the hidden state that predicts each position: its left neighbour's.
 
     Args:
-      start: which neighbour predicts a block's first position. `clean`: the last row of the clean block in front of it,
-        which is what a decoder has once that block is final. `noised`: the last row of the noised block in front, as in
-        Fast-dLLM v2's released code, which shifts the noised half as a whole.
+      start: which neighbour predicts a block's first position. `clean`: the last row of the clean block before it,
+        which is what a decoder has once that block is final. `noised`: the last row of the noised block before it, as
+        in Fast-dLLM v2's released code, which shifts the noised half as a whole.
 
     Returns:
       Position 0 has no neighbour: its row is meaningless.

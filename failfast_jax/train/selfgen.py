@@ -36,10 +36,10 @@ from failfast_jax.errors import OptionError
 from failfast_jax.files import sole_writer, user_path
 from failfast_jax.options import check_least
 from failfast_jax.progress import progress_bar
-from failfast_jax.train.data import DataError, read_documents, write_documents
+from failfast_jax.train.documents import DataError, read_documents, write_documents
 from failfast_jax.train.openings import OPENINGS_FILE, held_out_prompts, is_held_out, read_openings
 from failfast_jax.train.resume import begin, check_same, is_begun
-from failfast_jax.train.writer import FEWEST_SAMPLED, ShardOptions, Writer
+from failfast_jax.train.selfgen_writer import FEWEST_SAMPLED, ShardOptions, Writer
 
 SETTINGS_FILE, SHARDS = "selfgen.json", "shard-*.npz"
 METHODS = ("vanilla", "lookup")

@@ -16,7 +16,7 @@ from failfast_jax.bench.run_options import PRESETS, for_size
 from failfast_jax.checkpoints import hub
 from failfast_jax.errors import CheckpointError
 from failfast_jax.train import __main__ as train
-from failfast_jax.train.loop import LOG_FILE
+from failfast_jax.train.trainer import LOG_FILE
 
 EAGLE = "ruipeterpan/Qwen2.5-32B-Instruct_EAGLE3_UltraChat"
 GPQA = {

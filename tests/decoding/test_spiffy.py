@@ -16,8 +16,8 @@ from failfast_jax.checkpoints.draft_graph import DraftGraph, read
 from failfast_jax.decoding.dllm import RANKS
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.train import __main__ as train
-from failfast_jax.train import data
-from failfast_jax.train.spiffy import Pass, best_states, trajectories_of
+from failfast_jax.train.documents import write_documents
+from failfast_jax.train.draft_graph_calibration import Pass, best_states, trajectories_of
 
 
 def states(small: int) -> tuple:
@@ -187,7 +187,7 @@ def test_the_best_states_are_those_that_most_texts_reach():
 def test_the_command_calibrates_and_reports(tmp_path, capsys):
     rng, vocab = np.random.default_rng(0), 140
     documents = [(rng.integers(0, vocab, 9), rng.integers(0, vocab, 4)) for _ in range(6)]
-    data.write_documents(tmp_path / "prompts.npz", documents, vocab)
+    write_documents(tmp_path / "prompts.npz", documents, vocab)
     command = ["spiffy", "--target", str(GOLDEN / "fast_dllm_v2_untied"), "--data", str(tmp_path / "prompts.npz")]
     command += ["--out", str(tmp_path / "graph.json"), "--held-out", "3", "--states", "1", "--max-new-tokens", "16"]
     assert train.main(command) == 0

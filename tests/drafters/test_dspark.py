@@ -18,8 +18,8 @@ from failfast_jax import FailFast
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.kernels import emit
 from failfast_jax.models.dspark import DSpark, bind
-from failfast_jax.train.dspark import copy_parameters
-from failfast_jax.train.features import target_features
+from failfast_jax.train.block_start import copy_parameters
+from failfast_jax.train.feature_cache import target_features
 
 ROWS = 4
 KINDS = {

@@ -18,7 +18,7 @@ from failfast_jax.checkpoints.dspark import load_dspark, save_dspark
 from failfast_jax.decoding.economics import BINS, MODEL_CHANCES
 from failfast_jax.decoding.round import greedy_sampling
 from failfast_jax.errors import ConfigError
-from failfast_jax.train.features import target_features
+from failfast_jax.train.feature_cache import target_features
 
 
 @pytest.fixture(scope="module")

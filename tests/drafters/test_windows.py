@@ -20,7 +20,7 @@ from tiers import tiers
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.errors import OptionError
-from failfast_jax.train.features import target_features
+from failfast_jax.train.feature_cache import target_features
 
 FIELD = GOLDEN / "field"
 WINDOW = 6

@@ -9,7 +9,7 @@ import numpy as np
 from tiny_models import VOCAB, diffusion_config, random_model
 
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.corruption import corrupt
+from failfast_jax.train.masked_text import corrupt
 from failfast_jax.train.paired_forward import forward_pair
 
 MASK = VOCAB - 1

@@ -18,10 +18,10 @@ import jax
 import numpy as np
 from training_runs import load, make_batches, make_objective, write_data
 
-from failfast_jax.train import loop
 from failfast_jax.train.spread import Spread
+from failfast_jax.train.trainer import LOG_FILE, Trainer
 
-OPTIMIZATION = loop.Optimization(steps=4, batch=4, accumulate=2, warmup=1, ema=0.0)
+SETTINGS = {"steps": 4, "batch": 4, "accumulate": 2, "warmup": 1, "ema": 0.0}
 
 
 def gradients(objective, batch, spread: Spread | None):
@@ -41,16 +41,16 @@ def largest_difference(one, two) -> float:
 def run(objective, dataset, folder: Path, spread: Spread, **how) -> tuple[dict, list[dict]]:
     folder.mkdir(exist_ok=True)
     objective.spread = spread
-    state, _ = loop.train(objective, dataset, OPTIMIZATION, folder, spread=spread, **how)
-    return state, [json.loads(line) for line in (folder / loop.LOG_FILE).read_text().splitlines()]
+    state, _ = Trainer(objective.options, objective, folder, spread).train(dataset, **how)
+    return state, [json.loads(line) for line in (folder / LOG_FILE).read_text().splitlines()]
 
 
 def main(folder: Path) -> None:
     documents = load(write_data(folder / "a.npz", documents=24))
-    objective = make_objective("diffusion", None, documents)
+    objective = make_objective("diffusion", None, documents, **SETTINGS)
     batch = objective.prepare(make_batches("diffusion", documents, 4)[0])
     report = {"gradients": largest_difference(*(gradients(objective, batch, s) for s in (None, Spread.over(2))))}
-    dataset = make_batches("diffusion", documents, OPTIMIZATION.batch * OPTIMIZATION.accumulate)
+    dataset = make_batches("diffusion", documents, 8)
     whole, log = run(objective, dataset, folder / "copies", Spread.over(1))
     # Two pieces, on two meshes.
     run(objective, dataset, folder / "shared", Spread.over(2), deadline=time.monotonic())

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from tiny_models import random_dspark
 
-from failfast_jax.train import confidence_scaling, dspark
+from failfast_jax.train import confidence_scaling
+from failfast_jax.train.block_loss import BlockObjective
+from failfast_jax.train.train_config import TrainConfig
 
 
 def drafts_of(rng: np.random.Generator, count: int, *, scale: float, shift: float) -> confidence_scaling.Drafts:
@@ -57,8 +59,8 @@ def test_a_head_that_is_surer_where_it_is_wrong_is_not_turned_around():
 @pytest.mark.parametrize("heads_only", [False, True])
 def test_the_head_says_what_was_fitted(target, heads_only):
     model = random_dspark(target, seed=2, markov="vanilla", markov_rank=6, confidence_sees_markov=False)
-    options = dspark.DSparkOptions(2, greedy_confidence=True)
-    objective = dspark.DSparkObjective(model.network, target, None, options, heads_only=heads_only)
+    options = TrainConfig(confidence_for="greedy", freeze="backbone" if heads_only else None)
+    objective = BlockObjective(model.network, target, None, options)
     assert objective.calibrates
     before, after = (
         objective.model(one) for one in (objective.trainable, objective.calibrated(objective.trainable, 0.7, -0.3))

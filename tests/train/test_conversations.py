@@ -15,9 +15,9 @@ from checkpoint_files import default_target
 
 from failfast_jax.checkpoints import hub
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
-from failfast_jax.train import data, run
+from failfast_jax.train import train_command
 from failfast_jax.train.conversations import ROWS, read_conversations
-from failfast_jax.train.data import DataError
+from failfast_jax.train.documents import DataError, Documents, load_documents
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_a_whole_conversation_is_a_document(tmp_path, tokenizer):
     assert labelled[0] and [part.strip() for part in learned] == ["Hello.<|im_end|>", "Four.<|im_end|>"]
     assert tokenizer.decode(prompt).endswith("<|im_start|>assistant\n") and "Thanks" not in tokenizer.decode(rest)
     assert tokenizer.decode([*first, *text]) == "Once upon a time" + tokenizer.eos_token and all_of_it.all()
-    documents = data.load_documents(
+    documents = load_documents(
         [tmp_path],
         vocab_size=49_152,
         shortest=3,
@@ -61,7 +61,7 @@ def test_a_whole_conversation_is_a_document(tmp_path, tokenizer):
         read={".jsonl": lambda file: read_conversations(file, tokenizer, 49_152, whole=True)},
     )
     assert documents.answers(0).sum() == labelled.sum() and not documents.answers(1)[0]
-    assert documents.digest() != data.Documents(documents.tokens, documents.prompt_length).digest()
+    assert documents.digest() != Documents(documents.tokens, documents.prompt_length).digest()
     assert documents.take([1]).answers(0).sum() == len(text)
 
 
@@ -96,21 +96,21 @@ def test_datasets_of_the_hub(tokenizer, monkeypatch):
     limits = {"vocab_size": 49_152, "shortest": 3, "longest": 100}
     read = dict.fromkeys(ROWS, lambda file: read_conversations(file, tokenizer, 49_152))
     for name, split in (("org/chats", "train"), ("org/chats:train_sft", "train_sft")):
-        found = data.load_documents([Path(name)], read=read, **limits)
+        found = load_documents([Path(name)], read=read, **limits)
         assert asked.pop() == ("org/chats", split) and len(found) == 1
         assert tokenizer.decode(found.pairs()[0][1]).strip() == "Hello.<|im_end|>"
     with pytest.raises(DataError, match="org/holes: row 2: must be an object with"):
-        data.load_documents([Path("org/holes")], read=read, **limits)
+        load_documents([Path("org/holes")], read=read, **limits)
     for lost in ("org/chats.jsonl", "chats", "a/b/c"):  # files, all of them
         with pytest.raises(DataError, match=f"^{lost}: no such file or folder$"):
-            data.load_documents([Path(lost)], read=read, **limits)
+            load_documents([Path(lost)], read=read, **limits)
     monkeypatch.setattr(hub, "unreachable", lambda name, what: ConnectionError("no route"))
     monkeypatch.setattr(sys.modules["datasets"], "load_dataset", lambda *_, **__: 1 / 0)
     with pytest.raises(DataError, match=r"org/chats: no such file or folder, and no .*\(ConnectionError: no route\)"):
-        data.load_documents([Path("org/chats")], read=read, **limits)
+        load_documents([Path("org/chats")], read=read, **limits)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match="org/chats: .* needs datasets: pip install datasets"):
-        data.load_documents([Path("org/chats")], read=read, **limits)
+        load_documents([Path("org/chats")], read=read, **limits)
 
 
 TURN = "{% if m.role == 'assistant' %}[A]ANSWER[E]{% else %}[{{ m.role }}]{{ m.content }}[E]{% endif %}"
@@ -301,8 +301,8 @@ def test_a_drafter_is_pushed(tmp_path, monkeypatch):
                 raise RuntimeError("403 Forbidden\nmore")
             calls.append(options)
 
-    monkeypatch.setattr(run, "HfApi", Hub)
-    run.upload(tmp_path, "me/drafter")
+    monkeypatch.setattr(train_command, "HfApi", Hub)
+    train_command.upload(tmp_path, "me/drafter")
     assert calls == [("me/drafter", {"exist_ok": True}), {"repo_id": "me/drafter", "folder_path": tmp_path}]
     with pytest.raises(OSError, match="--push-to-hub me/closed: 403 Forbidden; .* is finished"):
-        run.upload(tmp_path, "me/closed")
+        train_command.upload(tmp_path, "me/closed")

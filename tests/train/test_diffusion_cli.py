@@ -223,7 +223,7 @@ def test_a_released_model_is_trained_on(name, of_target, steps, corpus, tmp_path
             "qwen3 does not fit Fast-dLLM v2's layout",
         ),
         (["--family", "dflash"], "--family dflash: --preset fast-dllm-v2 is of --family diffusion"),
-        (["--beta2", "1"], "--beta2 1.0: out of range"),
+        (["--beta2", "1"], "--beta2 1.0: must be in (0, 1)"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_written(target, corpus, tmp_path, flags, message, capsys):

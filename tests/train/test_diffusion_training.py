@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -20,21 +21,23 @@ from failfast_jax.checkpoints.fast_dllm import as_fast_dllm, save_fast_dllm
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train import loop
-from failfast_jax.train.adapt import AdaptationOptions
-from failfast_jax.train.corruption import Corruption
-from failfast_jax.train.data import Documents
-from failfast_jax.train.diffusion import Diffusion, frozen_parts
+from failfast_jax.train import diffusion_run
+from failfast_jax.train.diffusion_run import DiffusionObjective, frozen_parts
+from failfast_jax.train.documents import Documents
 from failfast_jax.train.packing import PackedRows, packed
 from failfast_jax.train.spread import Spread
+from failfast_jax.train.train_config import TrainConfig
+from failfast_jax.train.trainer import initial_state, make_step
 
-RELEASED = AdaptationOptions(
-    corruption=Corruption("uniform", complementary=True),
-    block_start="noised",
-    score_mask=True,
-    head_chunk=20,
-    scan=True,
+RELEASED = TrainConfig(
+    family="diffusion", corruption="uniform", block_start="noised", mask_logit="scored", position_decay=0.0
 )
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Logits in chunks that are smaller than a batch."""
+    monkeypatch.setattr(diffusion_run, "loss", functools.partial(diffusion_run.loss, head_chunk=20))
 
 
 def parameters(net) -> dict[str, jax.Array]:
@@ -54,13 +57,13 @@ def packed_batch() -> dict[str, np.ndarray]:
 def test_the_released_objective(tied):
     """Its value and the gradients of all parameters: those of an independent computation, with the same masks."""
     net = model(tie_embeddings=tied)
-    objective = Diffusion(net.config, parameters(net), RELEASED)
+    objective = DiffusionObjective(net.config, parameters(net), RELEASED)
     batch, key = packed_batch(), jax.random.key(3)
     grad = quick_jit(jax.value_and_grad(objective.loss, has_aux=True))
     (value, metrics), gradients = grad(objective.trainable, objective.constants, batch, key)
     # Where anything may be masked the draws can be read off.
     every = np.ones(batch["tokens"].shape, bool)
-    _, masked = draw(key, batch["tokens"], every, MASK, BLOCK, RELEASED.corruption)
+    _, masked = draw(key, batch["tokens"], every, MASK, BLOCK, RELEASED)
     masked = np.asarray(masked)[:2]
     tokens = np.where(batch["tokens"] < 0, MASK, batch["tokens"])
     tensors = mapping.stored_tensors(mapping.HF_TABLE, jax.device_get(objective.trainable), net.config)
@@ -89,12 +92,12 @@ def test_steps_in_bfloat16_over_parameters_in_float32():
     """The loop's steps are float32's but for bfloat16's rounding, and keep changes too small for it."""
     net, batch, steps = model(), packed_batch(), 8
     how = {"learning_rate": 1e-5, "schedule": "constant", "warmup": 0, "weight_decay": 0.0, "ema": 0.0}
-    optimization = loop.Optimization(steps=steps, batch=2, **how)
     runs, losses = {}, {}
     for dtype in (jnp.float32, jnp.bfloat16):
-        objective = Diffusion(net.config, parameters(net), RELEASED, compute_dtype=dtype)
-        step = quick_jit(loop.make_step(objective, optimization))
-        states = [loop.initial_state(objective, optimization)]
+        config = dataclasses.replace(RELEASED, steps=steps, batch=2, compute_dtype=jnp.dtype(dtype).name, **how)
+        objective = DiffusionObjective(net.config, parameters(net), config)
+        step = quick_jit(make_step(objective, config))
+        states = [initial_state(objective, config)]
         for _ in range(steps):
             state, metrics = step(states[-1], {}, batch)
             states.append(state)
@@ -112,7 +115,7 @@ def test_steps_in_bfloat16_over_parameters_in_float32():
         return float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected))
 
     for name, before in start["params"].items():
-        # The first moment behind one step is the gradient.
+        # The first moment after one step is the gradient.
         assert off(*(state["optimizer"][1][0].mu[name] for state in (first, wanted))) < 0.04, name
         assert off(*(state["params"][name] - before for state in (last, end))) < 0.15, name
         assert np.mean(last["params"][name] != before) > 0.8, name
@@ -124,7 +127,7 @@ def test_our_objective_differs_in_a_blocks_first_label_alone():
     net, batch, key = model(), packed_batch(), jax.random.key(3)
     values = {}
     for start in ("clean", "noised"):
-        objective = Diffusion(net.config, parameters(net), dataclasses.replace(RELEASED, block_start=start))
+        objective = DiffusionObjective(net.config, parameters(net), dataclasses.replace(RELEASED, block_start=start))
         values[start] = quick_jit(objective.loss)(objective.trainable, {}, batch, key)[0]
     assert abs(values["clean"] - values["noised"]) > 1e-3
 
@@ -133,7 +136,7 @@ def test_the_released_mask_rate():
     """E[p] = 0.5005; blocks without a mask and blocks of masks alone occur; the second view has the rest."""
     tokens, maskable = random_tokens(400, 64), np.ones((400, 64), bool)
     maskable[:, :5] = False
-    _, masked = draw(jax.random.key(1), tokens, maskable, MASK, BLOCK, RELEASED.corruption)
+    _, masked = draw(jax.random.key(1), tokens, maskable, MASK, BLOCK, RELEASED)
     first, second = np.asarray(masked).reshape(2, 400, 64)
     assert not first[:, :5].any() and ((first ^ second) == maskable).all()
     share = first[:, BLOCK:].reshape(-1, BLOCK).mean(-1)
@@ -144,7 +147,7 @@ def test_the_released_mask_rate():
 
 
 def test_documents_of_a_row_see_only_themselves():
-    """A document behind another one: computed as if it were alone, which its place in the row does not change."""
+    """A document after another one: computed as if it were alone, which its place in the row does not change."""
     noised, clean = random_tokens(1, WIDTH, seed=1), random_tokens(1, WIDTH, seed=2)
     other = random_tokens(2, WIDTH, seed=3)
     row = np.concatenate([other[:1], noised], axis=1), np.concatenate([other[1:], clean], axis=1)
@@ -174,7 +177,7 @@ def test_packed_rows_hold_every_document_once(packing):
         np.testing.assert_array_equal(row["tokens"], again[index]["tokens"])
         assert ("segment" in row) == (packing == "separate")
         assert not row["labelled"][row["tokens"] < 0].any()
-        # A document begins at a block, behind one that is filled up or full.
+        # A document begins at a block, after one that is filled up or full.
         blocks = row["tokens"].reshape(-1, BLOCK)
         for start, block in enumerate(blocks):
             for number, tokens in enumerate(documents.tokens):
@@ -198,10 +201,10 @@ def test_rows_are_filled():
 
 def test_only_what_is_not_frozen_is_trained():
     net, key = model(), jax.random.key(0)
-    objective = Diffusion(net.config, parameters(net), RELEASED, frozen=("embed", "head"))
+    objective = DiffusionObjective(net.config, parameters(net), RELEASED, frozen=("embed", "head"))
     assert set(objective.constants) == {"embed", "head.weight"}
     assert {name.split(".")[0] for name in objective.trainable} == {"layers", "norm"}
-    whole = Diffusion(net.config, parameters(net), RELEASED)
+    whole = DiffusionObjective(net.config, parameters(net), RELEASED)
     one, two = (quick_jit(o.loss)(o.trainable, o.constants, packed_batch(), key)[0] for o in (objective, whole))
     assert one == two
     for text, config, message in (

@@ -15,8 +15,11 @@ from training_runs import LENGTH, differing_keys
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.dspark import load_dspark, save_dspark
-from failfast_jax.train import data, dspark
-from failfast_jax.train.features import target_features
+from failfast_jax.models.dspark import bind
+from failfast_jax.train import block_loss, block_start
+from failfast_jax.train.documents import batches
+from failfast_jax.train.feature_cache import target_features
+from failfast_jax.train.train_config import TrainConfig
 
 FIELD = GOLDEN / "field"
 
@@ -25,14 +28,14 @@ def _like(rng: np.random.Generator, array: jax.Array) -> jax.Array:
     return jnp.asarray(rng.standard_normal(array.shape), array.dtype)
 
 
-def objective_of(target, kind: str, options: dspark.DSparkOptions, draft_ids=None) -> dspark.DSparkObjective:
+def objective_of(target, kind: str, options: TrainConfig, draft_ids=None) -> block_loss.BlockObjective:
     changes = {"seed": 2, "draft_ids": draft_ids, "markov_rank": 6, "confidence": True}
     if kind == "extended":
         model = random_extended(target, rows=4, markov="vanilla", row_features=(2, 0), **changes)
     else:
         changes |= {"feature_layers": (0, 1), "confidence_sees_markov": kind == "rnn"}
         model = random_dspark(target, markov=kind, **changes)
-    return dspark.DSparkObjective(model.network, target, draft_ids, options)
+    return block_loss.BlockObjective(model.network, target, draft_ids, options)
 
 
 @pytest.mark.long
@@ -43,9 +46,9 @@ def test_the_loss_equals_a_plain_reference(documents, target, kind, draft_ids):
     """Gradients too: the engine's own passes and choices, block by block, against the batched loss."""
     weights = {"ce_weight": 0.3, "l1_weight": 0.6, "confidence_weight": 0.5}
     greedy = kind == "extended"
-    options = dspark.DSparkOptions(2, position_decay=2.0, greedy_confidence=greedy, **weights)
+    options = TrainConfig(position_decay=2.0, confidence_for="greedy" if greedy else "sampled", **weights)
     objective = objective_of(target, kind, options, draft_ids)
-    batch = jax.tree.map(jnp.asarray, objective.prepare(data.batches(documents, length=LENGTH, batch=2, seed=0)[0]))
+    batch = jax.tree.map(jnp.asarray, objective.prepare(batches(documents, length=LENGTH, batch=2, seed=0)[0]))
     lengths, tokens = np.asarray(batch["length"]), np.asarray(batch["tokens"])
     anchors, known = np.asarray([[8, 12], [7, lengths[1] - 2]]), np.asarray([[1, 3], [2, 1]])
     ids = np.arange(40) if draft_ids is None else draft_ids
@@ -83,7 +86,7 @@ def test_the_loss_equals_a_plain_reference(documents, target, kind, draft_ids):
 
     def batched(trainable):
         model = objective.model(trainable)
-        return dspark.loss_of_blocks(model, objective.constants, batch, anchors, known, options)[0]
+        return block_loss.loss_of_blocks(model, objective.constants, batch, anchors, known, options)[0]
 
     value, grads = jax.jit(jax.value_and_grad(batched))(objective.trainable)
     # The engine's loop over the cache is differentiated forwards only: along two random directions.
@@ -98,17 +101,17 @@ def test_the_loss_equals_a_plain_reference(documents, target, kind, draft_ids):
 
 def test_the_start_copies_the_context_of_the_targets_layer(documents, target):
     config = random_dspark(target, feature_layers=(0, 1), markov_rank=4).config
-    model = dspark.initial(target, config, (2,), 0)
-    batch = data.batches(documents, length=LENGTH, batch=2, seed=0)[0]
+    model = block_start.initial(target, config, (2,), 0)
+    batch = batches(documents, length=LENGTH, batch=2, seed=0)[0]
     features = target_features(target, batch["tokens"], (0, 1))
     want = target.layers[2].input_norm(features[:, :, 1])
     np.testing.assert_allclose(model.contexts(features)[0], want, rtol=1e-5, atol=1e-6)
 
 
 def test_blocks_start_inside_answers(documents):
-    batch = data.batches(documents, length=LENGTH, batch=4, seed=0)[0]
-    options = dspark.DSparkOptions(anchors=200, prefix_fraction=0.5)
-    anchors, known = dspark.sample_blocks(jax.random.key(0), batch, 4, options)
+    batch = batches(documents, length=LENGTH, batch=4, seed=0)[0]
+    options = TrainConfig(anchors=200, prefix_fraction=0.5)
+    anchors, known = block_loss.sample_blocks(jax.random.key(0), batch, 4, options)
     assert (anchors >= batch["prompt_length"][:, None] - 1).all() and (anchors <= batch["length"][:, None] - 2).all()
     assert known.min() == 1 and known.max() == 4
     assert 0.4 < float((known > 1).mean()) < 0.6
@@ -118,8 +121,8 @@ def test_a_drafter_goes_on_with_more_heads(target):
     """From its own parameters; the new Markov head says nothing at first."""
     start = random_extended(target, rows=4)
     heads = {"markov": "vanilla", "markov_rank": 6, "confidence": True, "confidence_sees_markov": True}
-    model = dspark.continued(start.network, dataclasses.replace(start.config, **heads), 0)
-    one, other = FailFast(target, start), FailFast(target, dspark.bind(model, target, np.arange(40)))
+    model = block_start.continued(start.network, dataclasses.replace(start.config, **heads), 0)
+    one, other = FailFast(target, start), FailFast(target, bind(model, target, np.arange(40)))
     options = {"max_new_tokens": 16, "ignore_eos": True, "tau": 0.0}
     drafts = ([round.drafted for round in made.generate([[3, 9, 27]], **options)[0].rounds] for made in (one, other))
     assert next(drafts) == next(drafts)

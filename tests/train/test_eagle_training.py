@@ -16,19 +16,23 @@ from training_runs import LENGTH, VOCAB, differing_keys, eagle_config, make_eagl
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.eagle import load_eagle, save_eagle
 from failfast_jax.errors import ConfigError
-from failfast_jax.train import data, eagle, loop
-from failfast_jax.train.features import target_features
+from failfast_jax.train import eagle_loss
+from failfast_jax.train.documents import batches
+from failfast_jax.train.feature_cache import target_features
+from failfast_jax.train.train_config import TrainConfig
+from failfast_jax.train.trainer import Trainer
 
 FIELD = GOLDEN / "field"
 DRAFT_IDS = np.arange(3, 33)
 STEPS = 4
 
 
-def objective_of(target, draft_ids, **changes) -> eagle.EagleObjective:
+def objective_of(target, draft_ids, **changes) -> eagle_loss.EagleObjective:
     """Of a drafter with random weights."""
     ids = np.arange(VOCAB) if draft_ids is None else draft_ids
     model = random_eagle(target, seed=2, draft_ids=ids, layers=(-1, 1), chain=STEPS, **changes)
-    return eagle.EagleObjective(model.network, target, draft_ids, eagle.EagleOptions(step_decay=0.7))
+    options = TrainConfig(family="eagle3", step_decay=0.7)
+    return eagle_loss.EagleObjective(model.network, target, draft_ids, options)
 
 
 @pytest.mark.long
@@ -36,7 +40,7 @@ def objective_of(target, draft_ids, **changes) -> eagle.EagleObjective:
 def test_the_loss_equals_a_plain_reference(documents, target, changes):
     """Gradients too: the engine's passes over its cache, chain by chain, against the batched loss."""
     objective = objective_of(target, **changes)
-    batch = jax.tree.map(jnp.asarray, objective.prepare(data.batches(documents, length=LENGTH, batch=2, seed=0)[0]))
+    batch = jax.tree.map(jnp.asarray, objective.prepare(batches(documents, length=LENGTH, batch=2, seed=0)[0]))
     lengths, tokens = np.asarray(batch["length"]), np.asarray(batch["tokens"])
     anchors = np.asarray([[1, 9], [7, lengths[1] - 3]])
     ids = VOCAB if changes["draft_ids"] is None else DRAFT_IDS
@@ -62,7 +66,7 @@ def test_the_loss_equals_a_plain_reference(documents, target, changes):
 
     def batched(trainable):
         model = objective.model(trainable)
-        return eagle.loss_of_chains(model, objective.constants, batch, anchors, objective.options)[0]
+        return eagle_loss.loss_of_chains(model, objective.constants, batch, anchors, objective.options)[0]
 
     value, grads = jax.jit(jax.value_and_grad(batched))(objective.trainable)
     # The engine's loop over the cache is differentiated forwards only: along a random direction.
@@ -86,7 +90,7 @@ def test_chains_are_those_that_the_engine_drafts(target):
         row[: len(text)] = text
     features = objective.features({"tokens": tokens})
     anchors = jnp.asarray([[len(prompt) - 1] for prompt in prompts])
-    hidden = eagle.hidden_states(
+    hidden = eagle_loss.hidden_states(
         drafter.network, objective.constants, {"tokens": tokens, "features": features}, anchors
     )
     q = np.asarray(jax.nn.softmax(drafter.network.logits_of(hidden), -1))[:, 0]
@@ -101,7 +105,7 @@ def test_chains_are_those_that_the_engine_drafts(target):
 def test_the_start_is_the_targets_last_layer(qk_norm):
     """Which reads the same hidden states there; with one key in sight, q/k norms do not matter."""
     target = random_model(tiny_config(num_layers=3, qkv_bias=False, qk_norm=qk_norm))
-    model = eagle.initial(target, eagle_config(target, (0, 1)), 2, 0)
+    model = eagle_loss.initial(target, eagle_config(target, (0, 1)), 2, 0)
     tokens = np.arange(12).reshape(2, 6)
     features = target_features(target, tokens, (0, 1, 2))
     hidden = model.chains(target.embed[...][tokens], features[:, :, :2], jnp.ones((2, 1), jnp.int32), 1)
@@ -118,11 +122,10 @@ def test_the_start_is_the_targets_last_layer(qk_norm):
 )
 def test_a_folder_gives_the_same_drafter(documents, target, tmp_path, draft_ids, borrow):
     """After some steps of training; and the text is vanilla's."""
-    objective = make_eagle(target, (0, 1), draft_ids, anchors=8)
-    objective.borrow = borrow
-    dataset = data.batches(documents, length=LENGTH, batch=4, seed=0)
-    optimization = loop.Optimization(steps=6, batch=4, learning_rate=1e-2, warmup=1)
-    state, _ = loop.train(objective, dataset, optimization, tmp_path / "run")
+    config = {"anchors": 8, "borrow": borrow, "steps": 6, "batch": 4, "learning_rate": 1e-2, "warmup": 1}
+    objective = make_eagle(target, (0, 1), draft_ids, **config)
+    dataset = batches(documents, length=LENGTH, batch=4, seed=0)
+    state, _ = Trainer(objective.options, objective, tmp_path / "run").train(dataset)
     objective.save(state["ema"], tmp_path / "out", storage="float32", training={"steps_done": 6})
     read, written = load_eagle(tmp_path / "out", target), objective.drafter(state["ema"])
     assert read.config == written.config and not read.own_embed

@@ -21,8 +21,8 @@ from failfast_jax.bench.prompts import humaneval_prompts
 from failfast_jax.train import openings as texts
 from failfast_jax.train import selfgen
 from failfast_jax.train.__main__ import main
-from failfast_jax.train.data import write_documents
-from failfast_jax.train.writer import ShardOptions, Writer, user_turn
+from failfast_jax.train.documents import write_documents
+from failfast_jax.train.selfgen_writer import ShardOptions, Writer, user_turn
 
 END, START = "<|im_end|>", "<|im_start|>"
 TEMPLATE = (

@@ -21,9 +21,9 @@ from failfast_jax import FailFast, command, load_model
 from failfast_jax.checkpoints.drafter import decoding_defaults
 from failfast_jax.checkpoints.dspark import save_dspark
 from failfast_jax.decoding.economics import MODEL_CHANCES
-from failfast_jax.train import run
+from failfast_jax.train import train_command
 from failfast_jax.train.__main__ import main
-from failfast_jax.train.data import load_documents
+from failfast_jax.train.documents import load_documents
 
 TARGET, PUBLISHED = str(GOLDEN / "llama_tied"), str(GOLDEN / "field" / "dspark_qwen3_a")
 ENVIRONMENT = {
@@ -97,7 +97,7 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     assert drafted.stats.drafted > 0
     # A finished run is told from its folder; decoding defaults that were written meanwhile stay.
     (out / "drafter" / "config.json").write_text(json.dumps(config | {"decoding": {"cpu": {"spec_len": 2}}}))
-    monkeypatch.setattr(run, "load_model", None)
+    monkeypatch.setattr(train_command, "load_model", None)
     assert main([*whole, "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out) == report
     assert decoding_defaults(out / "drafter", "cpu") == {"spec_len": 2}
@@ -155,16 +155,16 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--steps", "0"], "--steps 0: out of range"),
+        (["--steps", "0"], "--steps 0: must be at least 1"),
         (["--push-to-hub", "a/b/c"], "--push-to-hub a/b/c: Repo id must"),
         (["--layers", "0", "--row-features"], "--layers 0: layer 0 has no layer before it"),
         (["--layers", "1,9"], "--layers 1,9: the target's layers are 0 to"),
         (["--layers", "1,1"], "--layers 1,1: a layer is named twice"),
         (["--row-features", "x"], "--row-features 'x': expected layer numbers"),
-        (["--family", "standalone", "--kl-weight", "2"], "--kl-weight 2.0: out of range"),
+        (["--family", "standalone", "--kl-weight", "2"], "--kl-weight 2.0: must be in [0, 1]"),
         (["--row-features", "--held-out", "16"], "--held-out 16: there are only 16 documents"),
         (["--family", "standalone", "--block-size", "7"], "--seq-len 64: must be a multiple of --block-size 7"),
-        (["--eval-prompts", "9"], "--eval-prompts 9: out of range"),
+        (["--eval-prompts", "9"], "--eval-prompts 9: must be at most --held-out 4"),
         (["--eval-spec-len", "8"], "--eval-spec-len 8: a pass drafts at most --rows 7 tokens"),
         (["--family", "dspark", "--features", "5"], "--features 5: the target's layers are 0 to"),
         (["--family", "dspark"], "--mask-token: the target has no tokenizer: name an id that no text has"),
@@ -172,8 +172,8 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
         (["--family", "dspark", "--storage", "int8"], "--storage int8: dspark drafters are stored as bfloat16"),
         (["--family", "eagle3", "--storage", "int8"], "--storage int8: eagle3 drafters are stored as bfloat16"),
         (["--family", "eagle3", "--layers", "0,1"], "--layers 0,1: an EAGLE-3 drafter has one layer"),
-        (["--family", "eagle3", "--ttt-length", "0"], "--ttt-length 0: out of range"),
-        (["--family", "eagle3", "--step-decay", "1.5"], "--step-decay 1.5: out of range"),
+        (["--family", "eagle3", "--ttt-length", "0"], "--ttt-length 0: must be in [1, 64]"),
+        (["--family", "eagle3", "--step-decay", "1.5"], "--step-decay 1.5: must be in (0, 1]"),
         (["--ttt-length", "3"], "--ttt-length 3: --family dspark has no such option, only eagle3"),
         (
             ["--family", "dflash", "--markov-rank", "3"],
@@ -184,7 +184,7 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
             "--borrow: --family standalone has no such option, only dspark, dflash",
         ),
         (["--row-features", "--features", "0"], "--features 0: not with --row-features"),
-        (["--no-fit"], "--no-fit: only with --row-features"),
+        (["--no-fit"], "--no-fit: needs --row-features"),
         (["--fsdp", "2"], "--fsdp 2: only the parameters of --family diffusion are shared among devices"),
         (["--start", "nowhere/", "--layers", "1"], "--layers 1: not with --start"),
         (["--start", PUBLISHED, "--rows", "5"], f"--rows 5: the drafter of --start {PUBLISHED} decides it"),

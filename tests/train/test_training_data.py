@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from training_runs import LENGTH, VOCAB, load, write_data
 
-from failfast_jax.train import data
+from failfast_jax.train.documents import DataError, batches, frequent_tokens, split, write_documents
 
 
 def test_documents_are_read_as_they_were_written(tmp_path):
@@ -20,7 +20,7 @@ def test_documents_are_read_as_they_were_written(tmp_path):
 
 
 def test_documents_are_read_as_they_were_saved(documents, tmp_path):
-    data.write_documents(tmp_path / "saved.npz", documents.pairs(), VOCAB)
+    write_documents(tmp_path / "saved.npz", documents.pairs(), VOCAB)
     again = load(tmp_path / "saved.npz")
     assert again.digest() == documents.digest()
     assert again.take([1, 0]).digest() != again.take([0, 1]).digest()
@@ -45,7 +45,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
 )
 def test_broken_arrays_are_refused(tmp_path, changes, message):
     path = write_data(tmp_path / "bad.npz", **changes)
-    with pytest.raises(data.DataError, match=rf"bad\.npz.*{message}"):
+    with pytest.raises(DataError, match=rf"bad\.npz.*{message}"):
         load(path)
 
 
@@ -56,7 +56,8 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path):
     stored["answer"][place] = VOCAB
     np.savez(path, **stored)
     with pytest.raises(
-        data.DataError, match="document 2: token id 40 in 'answer' is outside the target's vocabulary of 40"
+        DataError,
+        match="document 2: token id 40 in 'answer' is outside the target's vocabulary of 40",
     ):
         load(path)
 
@@ -74,7 +75,7 @@ def test_unreadable_files_are_refused(tmp_path):
         ("part.npz", "array 'prompt_len' is missing"),
         ("none.npz", "no such file or folder"),
     ):
-        with pytest.raises(data.DataError, match=f"{name}: .*({message})"):
+        with pytest.raises(DataError, match=f"{name}: .*({message})"):
             load(tmp_path / name)
 
 
@@ -82,20 +83,20 @@ def test_short_documents_are_refused_or_skipped(tmp_path):
     path = write_data(tmp_path / "a.npz")
     lengths = sorted(len(row) for row in load(path).tokens)
     shortest = lengths[2]
-    with pytest.raises(data.DataError, match=rf"a\.npz: document \d+ has .* it needs at least {shortest}"):
+    with pytest.raises(DataError, match=rf"a\.npz: document \d+ has .* it needs at least {shortest}"):
         load(path, shortest=shortest)
     assert len(load(path, shortest=shortest, skip_short=True)) == sum(n >= shortest for n in lengths)
-    with pytest.raises(data.DataError, match="no usable documents"):
+    with pytest.raises(DataError, match="no usable documents"):
         load(path, shortest=100, skip_short=True)
 
 
 def test_too_many_held_out_documents_are_refused(documents):
-    with pytest.raises(data.DataError, match="--held-out 12: there are only 12 documents"):
-        data.split(documents, 12)
+    with pytest.raises(DataError, match="--held-out 12: there are only 12 documents"):
+        split(documents, 12)
 
 
 def test_frequent_tokens(documents):
-    ids = data.frequent_tokens(documents, VOCAB, 10, always=(1,))
+    ids = frequent_tokens(documents, VOCAB, 10, always=(1,))
     assert len(ids) == 10 and 1 in ids and (np.diff(ids) > 0).all()
     counts = np.bincount(documents.answer_tokens(), minlength=VOCAB)
     rest = np.setdiff1d(np.arange(VOCAB), ids)
@@ -103,7 +104,7 @@ def test_frequent_tokens(documents):
 
 
 def test_batches_cover_the_documents_and_depend_on_the_step_alone(documents):
-    make = lambda: data.batches(documents, length=LENGTH, batch=4, seed=3)  # noqa: E731
+    make = lambda: batches(documents, length=LENGTH, batch=4, seed=3)  # noqa: E731
     first, second = make(), make()
     seen = np.concatenate([first[step]["document"] for step in range(3)])
     assert sorted(seen) == list(range(12))

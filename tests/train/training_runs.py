@@ -11,11 +11,13 @@ from tiny_models import diffusion_config, random_dspark, random_extended, random
 
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.models.eagle import EagleConfig
-from failfast_jax.train import data, dspark, eagle
-from failfast_jax.train.adapt import Adaptation, AdaptationOptions
-from failfast_jax.train.corruption import Corruption
-from failfast_jax.train.diffusion import Diffusion
+from failfast_jax.train import eagle_loss
+from failfast_jax.train.block_loss import BlockObjective
+from failfast_jax.train.block_start import initial
+from failfast_jax.train.diffusion_run import DiffusionObjective, StandaloneObjective
+from failfast_jax.train.documents import batches, frequent_tokens, load_documents
 from failfast_jax.train.packing import packed_batches
+from failfast_jax.train.train_config import TrainConfig
 
 VOCAB = 40
 LENGTH = 32
@@ -44,7 +46,7 @@ def differing_keys(folder, other) -> set[str]:
 
 
 def load(path, **options):
-    return data.load_documents([path], **({"vocab_size": VOCAB, "shortest": 8, "longest": LENGTH} | options))
+    return load_documents([path], **({"vocab_size": VOCAB, "shortest": 8, "longest": LENGTH} | options))
 
 
 def eagle_config(target, layers: tuple[int, ...], vocab: int = VOCAB, chain: int = 4) -> EagleConfig:
@@ -53,38 +55,37 @@ def eagle_config(target, layers: tuple[int, ...], vocab: int = VOCAB, chain: int
     return EagleConfig(base, layers, vocab, chain)
 
 
-def make_eagle(target, layers: tuple[int, ...], draft_ids, **options) -> eagle.EagleObjective:
-    """Of chains of 4, from the start that training has."""
+def make_eagle(target, layers: tuple[int, ...], draft_ids, **options) -> eagle_loss.EagleObjective:
+    """Chains of 4, from the start that training has."""
     config = eagle_config(target, layers, VOCAB if draft_ids is None else len(draft_ids))
-    model = eagle.initial(target, config, 2, 0)
-    return eagle.EagleObjective(model, target, draft_ids, eagle.EagleOptions(**options))
+    model = eagle_loss.initial(target, config, 2, 0)
+    return eagle_loss.EagleObjective(model, target, draft_ids, TrainConfig(family="eagle3", **options))
 
 
 def make_batches(family: str, documents, batch: int):
-    """As the family's runs have them."""
+    """Batches as in the family's runs."""
     if family == "diffusion":
-        return packed_batches(documents, length=2 * LENGTH, block=8, batch=batch, seed=0, packing="separate")[0]
-    return data.batches(documents, length=LENGTH, batch=batch, seed=0)
+        sizes = {"seq_len": 2 * LENGTH, "block_size": 8, "batch": batch, "packing": "separate"}
+        return packed_batches(documents, TrainConfig(family="diffusion", **sizes))[0]
+    return batches(documents, length=LENGTH, batch=batch, seed=0)
 
 
-def make_objective(family: str, target, documents):
+def make_objective(family: str, target, documents, **changes):
     if family == "standalone":
-        options = AdaptationOptions(
-            corruption=Corruption("mixed", complementary=True), position_decay=2.0, kl_weight=0.5
-        )
-        return Adaptation(target, (0, 2), 8, options)
+        options = TrainConfig(family=family, block_size=8, position_decay=2.0, kl_weight=0.5, **changes)
+        return StandaloneObjective(target, (0, 2), options)
     if family == "diffusion":
         start = random_model(diffusion_config(num_layers=2), seed=3)
         params = {name: leaf[...] for name, leaf in Skeleton.of(start).leaves.items()}
-        corruption = Corruption("uniform", complementary=True)
-        options = AdaptationOptions(corruption=corruption, block_start="noised", score_mask=True, scan=True)
-        return Diffusion(start.config, params, options)
+        released = {"corruption": "uniform", "block_start": "noised", "mask_logit": "scored", "position_decay": 0.0}
+        return DiffusionObjective(start.config, params, TrainConfig(family=family, **released, **changes))
     if family == "dspark":
         model = random_dspark(target, feature_layers=(0, 1), seed=5)
-        return dspark.DSparkObjective(model.network, target, None, dspark.DSparkOptions(anchors=3))
+        return BlockObjective(model.network, target, None, TrainConfig(anchors=3, position_decay=4.0, **changes))
     if family == "eagle3":
-        return make_eagle(target, (0, 1, 2), None, anchors=8)
-    ids = data.frequent_tokens(documents, VOCAB, 20, (1,))
+        return make_eagle(target, (0, 1, 2), None, anchors=8, **changes)
+    ids = frequent_tokens(documents, VOCAB, 20, (1,))
     shape = random_extended(target, rows=4, draft_ids=ids, context_layers=(1,), row_features=(0, 2)).config
-    model = dspark.initial(target, shape, (2,), 0)
-    return dspark.DSparkObjective(model, target, ids, dspark.DSparkOptions(anchors=3, ce_weight=1.0), borrow=True)
+    model = initial(target, shape, (2,), 0)
+    options = TrainConfig(anchors=3, position_decay=4.0, ce_weight=1.0, borrow=True, **changes)
+    return BlockObjective(model, target, ids, options)

@@ -1,4 +1,4 @@
-"""The loss of the standalone drafter: against a dense reference, and against what the drafter drafts."""
+"""The loss of block diffusion: against a dense reference, and against the drafts of a drafter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.rope import rotary, rotated_heads
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.adapt import AdaptationOptions, loss
-from failfast_jax.train.corruption import Corruption
+from failfast_jax.train.diffusion_loss import HEAD_CHUNK, loss
+from failfast_jax.train.train_config import TrainConfig
 
 
 def text_batch(teacher: int | None = None) -> dict[str, np.ndarray]:
@@ -52,12 +52,12 @@ def dense_pair(model: Decoder, noised, clean, live) -> tuple[jax.Array, jax.Arra
     return x[:, :length], x[:, length:]
 
 
-def corrupted_batch(model: Decoder, batch, key, corruption: Corruption):
+def corrupted_batch(model: Decoder, batch, key, options: TrainConfig):
     """What `loss` draws: clean tokens with masks for padding, noised ones, and where these are masked."""
     columns, lengths = np.arange(batch["tokens"].shape[1]), batch["length"][:, None]
     tokens = np.where(columns < lengths, batch["tokens"], MASK)
     maskable = (columns >= batch["prompt_length"][:, None]) & (columns < lengths)
-    noised, masked = draw(key, tokens, maskable, MASK, model.config.block_size, corruption)
+    noised, masked = draw(key, tokens, maskable, MASK, model.config.block_size, options)
     return tokens, np.asarray(noised), np.asarray(masked)
 
 
@@ -65,10 +65,10 @@ def whole_blocks(lengths: np.ndarray) -> np.ndarray:
     return -(-lengths // BLOCK) * BLOCK
 
 
-def dense_value_and_grad(model: Decoder, batch, key, options: AdaptationOptions):
+def dense_value_and_grad(model: Decoder, batch, key, options: TrainConfig):
     """`loss` from a list of labels made in Python, and its gradients. Only `corrupt` is shared with it."""
-    tokens, noised, masked = corrupted_batch(model, batch, key, options.corruption)
-    live = whole_blocks(batch["length"]) if options.fill_last_block else batch["length"]
+    tokens, noised, masked = corrupted_batch(model, batch, key, options)
+    live = whole_blocks(batch["length"])
     sources, labels, weights, teacher = [], [], [], []
     for b, row in enumerate(masked):
         for i in np.nonzero(row)[0]:
@@ -76,10 +76,10 @@ def dense_value_and_grad(model: Decoder, batch, key, options: AdaptationOptions)
             sources.append((int(i % BLOCK == 0), b, i - 1))  # 0: the noised copy, 1: the clean one
             labels.append(tokens[b % len(tokens), i])
             gamma = options.position_decay
-            weights.append(1.0 if gamma is None else np.exp(-(rank - 1) / gamma))
+            weights.append(np.exp(-(rank - 1) / gamma) if gamma else 1.0)
             if options.kl_weight:
-                said = batch["teacher_logits"][b % len(tokens), i - 1].astype(np.float64)[:MASK]
-                teacher.append(np.exp(said) / np.exp(said).sum())
+                logits = batch["teacher_logits"][b % len(tokens), i - 1].astype(np.float64)[:MASK]
+                teacher.append(np.exp(logits) / np.exp(logits).sum())
     index, weights = tuple(np.transpose(sources)), np.asarray(weights, np.float32)
     weights /= weights.sum()
 
@@ -95,8 +95,8 @@ def dense_value_and_grad(model: Decoder, batch, key, options: AdaptationOptions)
     return quick_jit(jax.value_and_grad(value))(model)
 
 
-value_and_grad = quick_jit(jax.value_and_grad(loss, has_aux=True), static_argnums=3)
-value_of = quick_jit(loss, static_argnums=3)
+value_and_grad = quick_jit(jax.value_and_grad(loss, has_aux=True), static_argnums=3, static_argnames="head_chunk")
+value_of = quick_jit(loss, static_argnums=3, static_argnames="head_chunk")
 
 
 def assert_gradients_close(got, expected, tolerance: float = 1e-5) -> None:
@@ -109,15 +109,12 @@ def assert_gradients_close(got, expected, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(one, other, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
 
 
+PLAIN = TrainConfig(corruption="random", no_complementary=True, position_decay=0.0)
 OPTIONS = {
-    "plain": AdaptationOptions(),
-    "recipe": AdaptationOptions(corruption=Corruption(complementary=True), position_decay=4.0),
-    "mixed, kl": AdaptationOptions(
-        corruption=Corruption("mixed", draft_fraction=0.4, complementary=True), kl_weight=0.3, head_chunk=20
-    ),
-    "draft, ends at length": AdaptationOptions(
-        corruption=Corruption("draft"), position_decay=0.01, fill_last_block=False, remat=False
-    ),
+    "plain": PLAIN,
+    "complements": TrainConfig(corruption="random", position_decay=4.0),
+    "mixed, kl": TrainConfig(draft_fraction=0.4, position_decay=0.0, kl_weight=0.3),
+    "draft": TrainConfig(corruption="draft", no_complementary=True, position_decay=0.01),
 }
 
 
@@ -146,19 +143,22 @@ def test_labels_are_scored_by_the_rows_that_draft_them():
     )(drafter, view)
     text = np.concatenate([view.tokens[:, :start], draft.tokens[:, :BLOCK]], axis=1)
     # A key that masks the whole block.
-    options, confidence = AdaptationOptions(corruption=Corruption("draft")), np.asarray(draft.confidence[0, :BLOCK])
+    options, confidence = (
+        TrainConfig(corruption="draft", no_complementary=True, position_decay=0.0),
+        np.asarray(draft.confidence[0, :BLOCK]),
+    )
     batch = {"tokens": text, "prompt_length": np.asarray([start]), "length": np.asarray([WIDTH])}
     key = next(
         key
         for key in map(jax.random.key, range(100))
-        if draw(key, text, np.arange(WIDTH)[None] >= start, MASK, BLOCK, options.corruption)[1].sum() == BLOCK
+        if draw(key, text, np.arange(WIDTH)[None] >= start, MASK, BLOCK, options)[1].sum() == BLOCK
     )
     value, metrics = value_of(net, batch, key, options)
     np.testing.assert_allclose(value, -np.log(confidence).mean(), rtol=1e-5)
     assert metrics["accuracy"] == 1 and metrics["labels"] == BLOCK
 
 
-@pytest.mark.parametrize("name", ["mixed, kl", "draft, ends at length"])
+@pytest.mark.parametrize("name", ["mixed, kl", "draft"])
 def test_padding_is_invisible(name):
     """Neither its tokens nor how much of it there is, and a text without an answer teaches nothing."""
     options, batch = OPTIONS[name], text_batch(VOCAB)
@@ -177,19 +177,16 @@ def test_padding_is_invisible(name):
         np.testing.assert_array_equal(a, b)
 
 
-def test_remat_and_head_chunks_change_nothing():
-    """192 rows: in ten chunks of which the last is not full, at once, and in one chunk that is too long."""
+def test_head_chunks_change_nothing():
+    """192 rows: in ten chunks of which the last is not full, and in one chunk that is too long."""
     options, batch, key = OPTIONS["mixed, kl"], text_batch(VOCAB), jax.random.key(1)
-    assert options.remat and options.head_chunk == 20
-    plain = dataclasses.replace(options, remat=False, head_chunk=None)
-    (expected, expected_metrics), expected_gradients = value_and_grad(model(), batch, key, plain)
-    results = [value_and_grad(model(), batch, key, options)]
-    assert_gradients_close(results[0][1], expected_gradients, 2e-6)
-    results.append((value_of(model(), batch, key, dataclasses.replace(options, head_chunk=1000)), None))
-    for (value, metrics), _ in results:
-        np.testing.assert_allclose(value, expected, rtol=1e-6)
-        for name in expected_metrics:
-            np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-6, err_msg=name)
+    (expected, expected_metrics), expected_gradients = value_and_grad(model(), batch, key, options)
+    (value, metrics), gradients = value_and_grad(model(), batch, key, options, head_chunk=20)
+    assert 20 < batch["tokens"].size * 2 < HEAD_CHUNK
+    assert_gradients_close(gradients, expected_gradients, 2e-6)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for name in expected_metrics:
+        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-6, err_msg=name)
 
 
 @functools.partial(quick_jit, static_argnums=3)
@@ -199,10 +196,10 @@ def dense_hidden(model, noised, tokens, live: tuple[int, ...]):
 
 def test_metrics():
     """Against argmaxes and masks counted here."""
-    batch, key, options = text_batch(), jax.random.key(6), AdaptationOptions()
+    batch, key, options = text_batch(), jax.random.key(6), PLAIN
     live = tuple(whole_blocks(batch["length"]).tolist())
     # Some labels are what the drafter says, so that there is something to count.
-    tokens, noised, masked = corrupted_batch(model(), batch, key, Corruption())
+    tokens, noised, masked = corrupted_batch(model(), batch, key, PLAIN)
 
     def guesses():
         logits = np.array(model().logits_of(jnp.stack(dense_hidden(model(), noised, tokens, live))))
@@ -233,19 +230,19 @@ def test_metrics():
 def test_divergence_from_a_teacher(agrees):
     """A teacher with the drafter's own logits, over the ids that a target without a mask token has."""
     batch, key = text_batch(), jax.random.key(6)
-    tokens, noised, _ = corrupted_batch(model(), batch, key, Corruption())
+    tokens, noised, _ = corrupted_batch(model(), batch, key, PLAIN)
     noised_rows, clean_rows = dense_hidden(model(), noised, tokens, tuple(whole_blocks(batch["length"]).tolist()))
     ends = (np.arange(WIDTH) % BLOCK == BLOCK - 1)[:, None]
     teacher = np.array(model().logits_of(jnp.where(ends, clean_rows, noised_rows)))[..., :MASK]
     batch["teacher_logits"] = teacher if agrees else teacher * 1.5
-    value, metrics = value_of(model(), batch, key, AdaptationOptions(kl_weight=1.0))
+    value, metrics = value_of(model(), batch, key, dataclasses.replace(PLAIN, kl_weight=1.0))
     assert value == metrics["kl"]
     assert abs(value) < 1e-6 if agrees else value > 1e-3
 
 
 def test_a_batch_without_answers():
     batch = text_batch() | {"prompt_length": np.full(4, WIDTH, np.int32)}
-    (value, metrics), gradients = value_and_grad(model(), batch, jax.random.key(0), AdaptationOptions())
+    (value, metrics), gradients = value_and_grad(model(), batch, jax.random.key(0), PLAIN)
     assert value == 0 and metrics["labels"] == 0 and metrics["accuracy"] == 0
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(gradients))
 
@@ -253,7 +250,7 @@ def test_a_batch_without_answers():
 def test_the_first_token_and_the_mask_token_are_no_labels():
     batch = text_batch() | {"prompt_length": np.zeros(4, np.int32)}
     batch["tokens"][:, 9] = MASK
-    (value, metrics), _ = value_and_grad(model(), batch, jax.random.key(0), OPTIONS["recipe"])
+    (value, metrics), _ = value_and_grad(model(), batch, jax.random.key(0), OPTIONS["complements"])
     assert metrics["labels"] == sum(batch["length"] - 1) - sum(batch["length"] > 9)
     assert np.isfinite(value)
 
@@ -263,17 +260,10 @@ def test_errors():
     tokens = random_tokens(2, 20)
     batch = {"tokens": tokens, "prompt_length": np.asarray([1, 1]), "length": np.asarray([20, 20])}
     with pytest.raises(ValueError, match=r"length 20 .* block size 8"):
-        loss(net, batch, key, AdaptationOptions())
+        loss(net, batch, key, PLAIN)
     with pytest.raises(ValueError, match="teacher_logits"):
-        loss(net, text_batch(), key, AdaptationOptions(kl_weight=0.1))
+        loss(net, text_batch(), key, dataclasses.replace(PLAIN, kl_weight=0.1))
     with pytest.raises(ValueError, match=rf"{VOCAB + 1} ids .* {VOCAB}"):
-        loss(net, text_batch(VOCAB + 1), key, AdaptationOptions(kl_weight=0.1))
+        loss(net, text_batch(VOCAB + 1), key, dataclasses.replace(PLAIN, kl_weight=0.1))
     with pytest.raises(ValueError, match="mask_token_id"):
-        loss(random_model(tiny_config()), text_batch(), key, AdaptationOptions())
-    for make, name in (
-        (lambda: AdaptationOptions(position_decay=0.0), "position_decay"),
-        (lambda: AdaptationOptions(kl_weight=2.0), "kl_weight"),
-        (lambda: AdaptationOptions(head_chunk=0), "head_chunk"),
-    ):
-        with pytest.raises(ValueError, match=name):
-            make()
+        loss(random_model(tiny_config()), text_batch(), key, PLAIN)

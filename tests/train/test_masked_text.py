@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from block_texts import BLOCK, MASK, WIDTH, draw, random_tokens
 
-from failfast_jax.train.corruption import Corruption, corrupt
+from failfast_jax.train.masked_text import corrupt
+from failfast_jax.train.train_config import TrainConfig
 
 
 @functools.cache
@@ -21,7 +22,8 @@ def corrupted(kind: str, complementary: bool, seed: int = 0):
     bounds[:20] = 0, 4 * BLOCK
     columns = np.arange(4 * BLOCK)
     maskable = (columns >= bounds[:, :1]) & (columns < bounds[:, 1:])
-    noised, masked = draw(jax.random.key(seed), tokens, maskable, MASK, BLOCK, Corruption(kind, 0.5, complementary))
+    options = TrainConfig(corruption=kind, no_complementary=not complementary)
+    noised, masked = draw(jax.random.key(seed), tokens, maskable, MASK, BLOCK, options)
     return tokens, maskable, np.asarray(noised), np.asarray(masked)
 
 
@@ -89,7 +91,8 @@ def test_mixed_blocks_are_of_either_kind():
 
 def test_corruption_is_a_function_of_the_key():
     text = random_tokens(3, WIDTH), np.ones((3, WIDTH), bool)
-    masks = [np.asarray(draw(jax.random.key(seed), *text, MASK, BLOCK, Corruption())[1]) for seed in (1, 1, 2)]
+    options = TrainConfig(corruption="random", no_complementary=True)
+    masks = [np.asarray(draw(jax.random.key(seed), *text, MASK, BLOCK, options)[1]) for seed in (1, 1, 2)]
     np.testing.assert_array_equal(masks[0], masks[1])
     assert (masks[0] != masks[2]).any()
 
@@ -97,8 +100,4 @@ def test_corruption_is_a_function_of_the_key():
 def test_errors():
     tokens = random_tokens(2, 20)
     with pytest.raises(ValueError, match=r"length 20 .* block size 8"):
-        corrupt(jax.random.key(0), tokens, tokens > 0, MASK, BLOCK, Corruption())
-    with pytest.raises(ValueError, match="noise"):
-        Corruption("noise")
-    with pytest.raises(ValueError, match="draft_fraction"):
-        Corruption(draft_fraction=1.5)
+        corrupt(jax.random.key(0), tokens, tokens > 0, MASK, BLOCK, TrainConfig())

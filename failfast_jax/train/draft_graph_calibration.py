@@ -35,7 +35,7 @@ from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.files import user_path
 from failfast_jax.models.sharding import whole
 from failfast_jax.options import add_flags, check_least
-from failfast_jax.train import data
+from failfast_jax.train import documents
 from failfast_jax.train.conversations import read_conversations
 from failfast_jax.train.resume import check_same
 
@@ -109,10 +109,10 @@ def _prompts(args: argparse.Namespace, engine: FailFast) -> tuple[list[list[int]
     vocab = engine.target.config.vocab_size
     readers = {".jsonl": lambda file: read_conversations(file, load_tokenizer(args.target), vocab)}
     room = engine.max_seq_len
-    documents = data.load_documents(
+    loaded = documents.load_documents(
         args.data, vocab_size=vocab, shortest=3, longest=room, skip_short=True, read=readers
     )
-    rest, held_out = data.split(documents, args.held_out)
+    rest, held_out = documents.split(loaded, args.held_out)
     parts = [[prompt.tolist() for prompt, _ in part.pairs()] for part in (rest, held_out)]
     return parts[0][: args.prompts], parts[1]
 

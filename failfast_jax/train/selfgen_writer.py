@@ -14,7 +14,7 @@ from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
 from failfast_jax.templates import has_template, render
 from failfast_jax.text import special_tokens, text_of
-from failfast_jax.train.data import Document
+from failfast_jax.train.documents import Document
 from failfast_jax.train.openings import is_held_out
 
 FEWEST_SAMPLED = 3

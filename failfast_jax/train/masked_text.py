@@ -1,44 +1,33 @@
-"""Masks of the noised copy of a text, drawn block by block (Fast-dLLM v2, arXiv:2509.26328, section 3)."""
+"""Masks of the noised copy of a text, drawn block by block (Fast-dLLM v2, arXiv:2509.26328, section 3).
+
+Kinds (`--corruption`), for a block of D positions:
+
+- `random`: a noise level t ~ U(0, 1) per block; each maskable position is masked with probability t, one at least.
+- `uniform`: as Fast-dLLM v2's released code draws them: with probability `LEAST_NOISE + (1 - LEAST_NOISE) t`, none is
+  forced, so that a block may have no mask, and its complement may be all masks.
+- `draft`: what a one-pass drafter sees: c leading maskable positions stay clean, all after them are masks; c is uniform
+  over what leaves a mask (0 .. D-1 in a block that is all answer).
+- `mixed`: each block is `draft` with probability `draft_fraction`, else `random`.
+
+Unless `no_complementary`, the batch is doubled. In the second half a `random` block has the complement of its masks, so
+that every answer token is a label once; a `draft` block, whose complement would be a clean tail after masks, which no
+drafter ever sees, draws a second c instead.
+
+    tokens           a b c d | e f g h        M: mask
+    first half       a M M d | e f M M        `random`, then `draft` with c = 2
+    second half      M b c M | e M M M        the complement, then `draft` with c = 1
+"""
 
 from __future__ import annotations
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-KINDS = ("random", "uniform", "draft", "mixed")
+from failfast_jax.train.train_config import TrainConfig
+
 LEAST_NOISE = 1e-3
-"""Of `uniform`: the lowest probability of a mask (the released code's `eps`)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Corruption:
-    """How the noised copy's masks are drawn, block by block.
-
-    Raises:
-      ValueError: a setting out of its range.
-    """
-
-    kind: str = "random"
-    """`random`: a noise level t ~ U(0, 1) a block; each maskable position is masked with probability t, one at least.
-    `uniform`: as Fast-dLLM v2's released code draws them: with probability `LEAST_NOISE + (1 - LEAST_NOISE) t`, none
-    is forced, so that a block may have no mask, and its complement may be all masks.
-    `draft`: what a one-pass drafter sees: c leading maskable positions stay clean, all behind are masks; c is
-    uniform over what leaves a mask (0 .. D-1 in a block that is all answer).
-    `mixed`: each block is `draft` with probability `draft_fraction`, else `random`."""
-    draft_fraction: float = 0.5
-    complementary: bool = False
-    """Doubles the batch. In the second half a `random` block has the complement of its masks, so that every
-    answer token is a label once; a `draft` block, whose complement would be a clean tail behind masks, which
-    no drafter ever sees, draws a second c instead."""
-
-    def __post_init__(self):
-        if self.kind not in KINDS:
-            raise ValueError(f"corruption kind {self.kind!r} must be one of {', '.join(KINDS)}")
-        if not 0 <= self.draft_fraction <= 1:
-            raise ValueError(f"draft_fraction {self.draft_fraction} must be in [0, 1]")
+"""Lowest probability of a mask under `uniform` (the released code's `eps`)."""
 
 
 def check_blocks(length: int, block: int) -> None:
@@ -48,7 +37,7 @@ def check_blocks(length: int, block: int) -> None:
 
 
 def in_blocks(x: Array, block: int) -> Array:
-    """`[B, L, ...]` as `[B, L / D, D, ...]`."""
+    """Reshapes `[B, L, ...]` to `[B, L / D, D, ...]`."""
     return x.reshape(x.shape[0], -1, block, *x.shape[2:])
 
 
@@ -78,9 +67,9 @@ def corrupt(
     maskable: Bool[Array, "B L"],
     mask_token: int,
     block: int,
-    corruption: Corruption,
+    options: TrainConfig,
 ) -> tuple[Int[Array, "M L"], Bool[Array, "M L"]]:
-    """Draws the noised copy of `tokens`. M is B, or 2B if `corruption.complementary` (row B + b is of row b's text).
+    """Draws the noised copy of `tokens`. M is 2B (row B + b is of row b's text), or B with `no_complementary`.
 
     Every block with a maskable position gets a mask, except a complement of masks that took the whole block, and
     under `uniform`.
@@ -98,13 +87,13 @@ def corrupt(
     check_blocks(tokens.shape[1], block)
     maskable = in_blocks(maskable, block)
     kind_key, *keys = jax.random.split(key, 4)
-    if corruption.kind == "mixed":
-        like_draft = jax.random.bernoulli(kind_key, corruption.draft_fraction, (*maskable.shape[:2], 1))
+    if options.corruption == "mixed":
+        like_draft = jax.random.bernoulli(kind_key, options.draft_fraction, (*maskable.shape[:2], 1))
     else:
-        like_draft = jnp.full((*maskable.shape[:2], 1), corruption.kind == "draft")
-    random = (_uniform_masks if corruption.kind == "uniform" else _random_masks)(keys[0], maskable)
+        like_draft = jnp.full((*maskable.shape[:2], 1), options.corruption == "draft")
+    random = (_uniform_masks if options.corruption == "uniform" else _random_masks)(keys[0], maskable)
     masked = jnp.where(like_draft, _draft_masks(keys[1], maskable), random)
-    if corruption.complementary:
+    if not options.no_complementary:
         second = jnp.where(like_draft, _draft_masks(keys[2], maskable), maskable & ~random)
         masked = jnp.concatenate([masked, second])
         tokens = jnp.concatenate([tokens, tokens])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -19,20 +20,24 @@ from failfast_jax.checkpoints.dspark import load_dspark
 from failfast_jax.checkpoints.eagle import load_eagle
 from failfast_jax.command import deadline_after
 from failfast_jax.errors import CheckpointError, OptionError, PromptTooLong
-from failfast_jax.train import data, dspark, loop
-from failfast_jax.train.evaluate import Evaluation
+from failfast_jax.train import block_loss, trainer
+from failfast_jax.train.documents import Documents, batches
+from failfast_jax.train.evaluation import Evaluation
+from failfast_jax.train.objective import Objective
 from failfast_jax.train.resume import begin, is_begun
+from failfast_jax.train.train_config import TrainConfig
+from failfast_jax.train.trainer import Trainer
 
 ANSWER = 16
 
 
 @pytest.mark.parametrize("family", tiers(["extended", "dspark", "eagle3", "standalone", "diffusion"], quick=["dspark"]))
 def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, family, monkeypatch):
-    objective = make_objective(family, target, documents)
     ema = 0.0 if family == "diffusion" else 0.99
-    optimization = loop.Optimization(steps=12, batch=2, accumulate=2, learning_rate=1e-3, warmup=3, ema=ema)
-    step = loop.make_step(objective, optimization)
-    monkeypatch.setattr(loop, "make_step", lambda *_: step)  # one function: compiled once for all three runs
+    settings = {"steps": 12, "batch": 2, "accumulate": 2, "learning_rate": 1e-3, "warmup": 3, "save_every": 4}
+    objective = make_objective(family, target, documents, ema=ema, **settings)
+    step = trainer.make_step(objective, objective.options)
+    monkeypatch.setattr(trainer, "make_step", lambda *_: step)  # one function: compiled once for all three runs
     dataset = make_batches(family, documents, 4)
 
     class Killed(Exception):
@@ -49,7 +54,7 @@ def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, fa
 
     def run(folder, batches):
         folder.mkdir(exist_ok=True)
-        state, done = loop.train(objective, batches, optimization, folder, save_every=4)
+        state, done = Trainer(objective.options, objective, folder).train(batches)
         assert done
         return state, [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
@@ -68,7 +73,7 @@ def test_a_killed_run_goes_on_to_the_same_losses(documents, target, tmp_path, fa
     assert timeless == [{k: v for k, v in r.items() if not k.endswith("_per_s")} for r in log_continued]
 
 
-class Counting(loop.Objective):
+class Counting(Objective):
     """The least objective: a number that falls."""
 
     calibrates = False
@@ -92,15 +97,15 @@ def test_names_of_folders_are_no_patterns(name, tmp_path, monkeypatch):
     data = [{"tokens": np.zeros((2, 4), np.int32)}] * 6
 
     def run(steps):
-        optimization = loop.Optimization(steps=steps, batch=2, warmup=0)
-        return int(loop.train(Counting(), data, optimization, folder, save_every=2)[0]["step"])
+        config = TrainConfig(steps=steps, batch=2, warmup=0, save_every=2)
+        return int(Trainer(config, Counting(), folder).train(data)[0]["step"])
 
     folder = tmp_path / name
     folder.mkdir()
     assert run(2) == 2 and run(4) == 4
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"2", "4"}
-    monkeypatch.setattr(loop, "orbax_path", lambda path: path.absolute() / "gone")
-    monkeypatch.setattr(loop.ocp.CheckpointManager, "item_metadata", lambda *_: None)
+    monkeypatch.setattr(trainer, "orbax_path", lambda path: path.absolute() / "gone")
+    monkeypatch.setattr(trainer.ocp.CheckpointManager, "item_metadata", lambda *_: None)
     with pytest.raises(CheckpointError, match=r"checkpoints/gone/2: was written, and cannot be read again"):
         run(4)
 
@@ -113,16 +118,16 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(documents, target, m
     def loss(trainable, constants, batch, key):
         del key
         n = batch["tokens"].shape[0]
-        options = dspark.DSparkOptions(anchors=3, position_decay=None, l1_weight=0.0)
-        return dspark.loss_of_blocks(objective.model(trainable), constants, batch, anchors[:n], known[:n], options)
+        options = TrainConfig(position_decay=0.0, l1_weight=0.0)
+        return block_loss.loss_of_blocks(objective.model(trainable), constants, batch, anchors[:n], known[:n], options)
 
     monkeypatch.setattr(objective, "loss", loss)
-    batch = objective.prepare(data.batches(documents, length=LENGTH, batch=4, seed=0)[0])
+    batch = objective.prepare(batches(documents, length=LENGTH, batch=4, seed=0)[0])
     norms = []
     for accumulate in (1, 2):
-        optimization = loop.Optimization(steps=5, batch=4 // accumulate, accumulate=accumulate)
-        step = loop.make_step(objective, optimization)
-        _, metrics = jax.jit(step)(loop.initial_state(objective, optimization), objective.constants, batch)
+        config = TrainConfig(steps=5, batch=4 // accumulate, accumulate=accumulate)
+        step = trainer.make_step(objective, config)
+        _, metrics = jax.jit(step)(trainer.initial_state(objective, config), objective.constants, batch)
         norms.append(float(metrics["grad_norm"]))
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
@@ -146,9 +151,9 @@ def test_batches_of_a_step_weigh_as_many_labels_as_they_have(documents, target, 
     }
     found = []
     for accumulate in (1, 2):
-        optimization = loop.Optimization(steps=5, batch=4 // accumulate, accumulate=accumulate)
-        step = loop.make_step(objective, optimization)
-        _, metrics = jax.jit(step)(loop.initial_state(objective, optimization), {}, batch)
+        config = TrainConfig(steps=5, batch=4 // accumulate, accumulate=accumulate)
+        step = trainer.make_step(objective, config)
+        _, metrics = jax.jit(step)(trainer.initial_state(objective, config), {}, batch)
         found.append([float(metrics[name]) for name in ("loss", "grad_norm", "labels")])
     assert found[0] == pytest.approx(found[1], rel=1e-6) and found[0][2] == 7
 
@@ -181,8 +186,8 @@ def test_deadlines():
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant", "wsd"])
 def test_learning_rates(schedule):
-    optimization = loop.Optimization(steps=100, warmup=10, schedule=schedule, learning_rate=1.0, final_fraction=0.1)
-    rates = [float(optimization.learning_rates()(step)) for step in range(101)]
+    config = TrainConfig(steps=100, warmup=10, schedule=schedule, learning_rate=1.0, final_fraction=0.1)
+    rates = [float(trainer.learning_rates(config)(step)) for step in range(101)]
     last = 1.0 if schedule == "constant" else 0.1
     assert rates[0] == 0 and rates[10] == pytest.approx(1.0) and rates[100] == pytest.approx(last, abs=1e-3)
     assert (rates[50] == 1.0) == (schedule != "cosine")
@@ -190,11 +195,12 @@ def test_learning_rates(schedule):
 
 def test_measurements_that_cannot_be_are_refused_before_the_first_step(documents, target):
     objective = make_objective("standalone", target, documents)
+    config = functools.partial(TrainConfig, family="standalone", eval_tokens=4)
     with pytest.raises(OptionError, match="--spec-len 10000"):
-        Evaluation(target, objective, documents, prompts=2, tokens=4, spec_len=10_000)
-    long = data.Documents([np.ones(400, np.int32)], np.asarray([398], np.int32))
+        Evaluation(target, objective, documents, config(eval_prompts=2, eval_spec_len=10_000))
+    long = Documents([np.ones(400, np.int32)], np.asarray([398], np.int32))
     with pytest.raises(PromptTooLong, match="398"):
-        Evaluation(target, objective, long, prompts=1, tokens=4, spec_len=4)
+        Evaluation(target, objective, long, config(eval_prompts=1, eval_spec_len=4))
 
 
 @pytest.fixture(scope="module")
@@ -203,22 +209,23 @@ def own_answers(documents, target):
     prompts = [prompt.tolist() for prompt, _ in documents.pairs()]
     answers = FailFast(target).generate(prompts, method="vanilla", max_new_tokens=ANSWER, ignore_eos=True)
     tokens = [np.asarray(answer.prompt_ids + answer.output_ids, np.int32) for answer in answers]
-    return data.Documents(tokens, documents.prompt_length)
+    return Documents(tokens, documents.prompt_length)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", tiers(["extended", "eagle3", "standalone"], quick=[]))
 def test_training_makes_a_drafter_that_loads_and_drafts(own_answers, target, tmp_path, family):
     """Overfits a few documents: the drafter then predicts some of the target's own answers."""
-    objective = make_objective(family, target, own_answers)
-    optimization = loop.Optimization(steps=80, batch=12, learning_rate=1e-2, warmup=5, ema=0.9)
-    measure = Evaluation(target, objective, own_answers, prompts=12, tokens=ANSWER, spec_len=4)
+    settings = {"steps": 80, "batch": 12, "learning_rate": 1e-2, "warmup": 5, "ema": 0.9, "eval_prompts": 12}
+    settings |= {"eval_tokens": ANSWER, "eval_spec_len": 4}
+    objective = make_objective(family, target, own_answers, **settings)
+    measure = Evaluation(target, objective, own_answers, objective.options)
     measure.engine.eos_token_ids = ()
     if measure.options["method"] == "failfast":
         measure.options["max_spec_len"] = 4
     before = measure(objective.trainable)
-    dataset = data.batches(own_answers, length=24, batch=12, seed=0)
-    state, _ = loop.train(objective, dataset, optimization, tmp_path, evaluate=measure)
+    dataset = batches(own_answers, length=24, batch=12, seed=0)
+    state, _ = Trainer(objective.options, objective, tmp_path).train(dataset, measure)
     assert measure.last["accepted_per_round"] > before["accepted_per_round"] + 0.3
     objective.save(state["ema"], tmp_path / "drafter", storage="float32")
     # A drafter of the same shapes: the programs of the measurement serve it, too.

@@ -7,7 +7,6 @@ pass weighs less than the one before.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +20,22 @@ from failfast_jax import numerics
 from failfast_jax.checkpoints.eagle import save_eagle
 from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.dspark import copy_parameters, sample_anchors, scale_norms
-from failfast_jax.train.features import FeatureObjective, captured_layers
+from failfast_jax.train.block_loss import sample_anchors
+from failfast_jax.train.block_start import copy_parameters, scale_norms
+from failfast_jax.train.feature_cache import FeatureCache, captured_layers
+from failfast_jax.train.objective import FeatureObjective, Materials, qwen3_layers
+from failfast_jax.train.train_config import TrainConfig
 
 HEAD = nnx.PathContains("head")
 
 
-@dataclasses.dataclass(frozen=True)
-class EagleOptions:
-    """Static options of `loss`.
-
-    Attributes:
-      anchors: chains per sequence, from random places of its answer.
-      step_decay: the k-th pair of a chain weighs step_decay ** (k - 1).
-    """
-
-    anchors: int = 64
-    step_decay: float = 0.8
-
-
-def initial(target: Decoder, config: EagleConfig, source_layer: int, seed: int, dtype: Any = jnp.float32) -> Eagle:
-    """A drafter whose layer and final norm are copies of the target's.
+def initial(target: Decoder, config: EagleConfig, source_layer: int, seed: int) -> Eagle:
+    """Returns a drafter whose layer and final norm are copies of the target's.
 
     `fc` picks out what enters that layer of the target, or else the deepest features; the layer reads nothing but
     these at first, as it does there.
     """
-    model = Eagle(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(numerics.random_key(seed)))
+    model = Eagle(config, dtype=jnp.float32, rngs=nnx.Rngs(numerics.random_key(seed)))
     layer, source, size = model.layers[0], target.layers[source_layer], config.base.hidden_size
     for mine, theirs in (
         (model.norm, target.norm),
@@ -56,7 +45,7 @@ def initial(target: Decoder, config: EagleConfig, source_layer: int, seed: int, 
         (layer.attention.o, source.attention.o),
     ):
         copy_parameters(mine, theirs)
-    qkv = jnp.asarray(source.attention.qkv.weight[...], dtype)
+    qkv = jnp.asarray(source.attention.qkv.weight[...], jnp.float32)
     layer.attention.qkv.weight[...] = jnp.concatenate([jnp.zeros_like(qkv), qkv], -1)
     if source.attention.q_norm is None:
         if config.base.qk_norm:
@@ -66,14 +55,14 @@ def initial(target: Decoder, config: EagleConfig, source_layer: int, seed: int, 
         copy_parameters(layer.attention.k_norm, source.attention.k_norm)
     layers = config.feature_layers
     at = layers.index(source_layer - 1 if source_layer - 1 in layers else max(layers))
-    model.fc.weight[...] = jnp.eye(size, model.fc.weight.shape[1], at * size, dtype)
+    model.fc.weight[...] = jnp.eye(size, model.fc.weight.shape[1], at * size)
     return model
 
 
 def loss(
-    model: Eagle, constants: dict[str, Any], batch: dict[str, Array], key: Array, options: EagleOptions
+    model: Eagle, constants: dict[str, Any], batch: dict[str, Array], key: Array, options: TrainConfig
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Weighted cross-entropy of random chains with the target's distributions.
+    """Returns the weighted cross-entropy of random chains with the target's distributions.
 
     Args:
       model: with as many steps as its configuration's `chain`.
@@ -93,9 +82,9 @@ def loss_of_chains(
     constants: dict[str, Any],
     batch: dict[str, Array],
     anchors: Int[Array, "B A"],
-    options: EagleOptions,
+    options: TrainConfig,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """`loss` for given anchors, the positions of the last known tokens."""
+    """Returns the `loss` of the chains after these anchors, the positions of the last known tokens."""
     at = anchors[..., None] + jnp.arange(model.config.chain)  # [B, A, S]: positions of the pairs' tokens
     exists = at + 1 < batch["length"][:, None, None]
     clipped = jnp.minimum(at, batch["tokens"].shape[1] - 2)
@@ -117,11 +106,11 @@ def loss_of_chains(
 def hidden_states(
     model: Eagle, constants: dict[str, Any], batch: dict[str, Array], anchors: Int[Array, "B A"]
 ) -> Float[Array, "B A S E"]:
-    """What the drafter makes of each pair of its chains, if the tokens that it drafts are the text's."""
+    """Returns the hidden state of each pair of the chains, with the text's own tokens as drafts."""
     target, layers = constants["target"], model.config.feature_layers
     captured = captured_layers(layers, target.config.num_layers)
-    mine = batch["features"][:, :, np.asarray([captured.index(layer) for layer in layers])]
-    return model.chains(target.embed[...][batch["tokens"]], mine, anchors, model.config.chain)
+    features = batch["features"][:, :, np.asarray([captured.index(layer) for layer in layers])]
+    return model.chains(target.embed[...][batch["tokens"]], features, anchors, model.config.chain)
 
 
 def _compared(
@@ -131,7 +120,7 @@ def _compared(
     batch: dict[str, Array],
     at: Int[Array, "B A S"],
 ) -> tuple[Float[Array, "B A S"], Int[Array, "B A S"]]:
-    """Of each pair the cross-entropy with the target's distribution, and the draft id that the drafter prefers.
+    """Returns each pair's cross-entropy with the target's distribution, and the draft id that the drafter prefers.
 
     Args:
       at: positions where the target predicts the same token.
@@ -154,26 +143,45 @@ def _compared(
 
 
 class EagleObjective(FeatureObjective):
-    """`loop.Objective` of an EAGLE-3 drafter, with embedding and head frozen.
+    """`Objective` of an EAGLE-3 drafter, with embedding and head frozen.
 
     Args:
       model: its head is replaced by the target's.
-      how: see `FeatureObjective`.
     """
 
     loss_of, write = staticmethod(loss), staticmethod(save_eagle)
 
-    def __init__(self, model: Eagle, target: Decoder, draft_ids: np.ndarray | None, options: EagleOptions, **how: Any):
+    def __init__(
+        self,
+        model: Eagle,
+        target: Decoder,
+        draft_ids: np.ndarray | None,
+        options: TrainConfig,
+        cache: FeatureCache | None = None,
+    ):
         graph, head, trainable = nnx.split(model, HEAD, ...)
         rows = target.head_weight if draft_ids is None else target.head_weight[draft_ids]
         head = jax.tree.map(lambda _: rows, head)
         ids = np.arange(target.config.vocab_size) if draft_ids is None else draft_ids
         bound = BoundEagle(model, target.embed[...], jnp.asarray(ids, jnp.int32))
-        super().__init__(bound, (graph, trainable, head), target, draft_ids, options, **how)
+        super().__init__(bound, (graph, trainable, head), target, draft_ids, options, cache)
+
+    @classmethod
+    def from_config(cls, config: TrainConfig, materials: Materials) -> EagleObjective:
+        """Builds the objective of a run.
+
+        Raises:
+          DataError, OptionError, OutOfTime: see `Materials.feature_cache`.
+        """
+        target, layers = materials.target, materials.layers
+        vocab = config.draft_vocab or target.config.vocab_size
+        shape = EagleConfig(qwen3_layers(target.config, 1), layers.features, vocab, chain=config.ttt_length)
+        draft_ids, cache = materials.draft_ids(config), materials.feature_cache(config, layers.features)
+        return cls(initial(target, shape, layers.copied[0], config.seed), target, draft_ids, config, cache)
 
     def tokens(self, batch):
         return batch["tokens"].shape[0] * self.options.anchors * self.config.chain
 
     def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
-        """As `FeatureObjective.save`, with how much each pass weighed."""
+        """Writes the drafter's folder as `FeatureObjective.save` does, with the weight of each pass."""
         super().save(trainable, folder, storage=storage, **{"step_loss_decay": self.options.step_decay, **extra})

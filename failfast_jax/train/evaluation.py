@@ -1,4 +1,4 @@
-"""The one number that matters: mean accepted length of drafts on held-out prompts, by the engine itself."""
+"""The number that matters: mean accepted length of drafts on held-out prompts, measured by the engine itself."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from failfast_jax.models.drafter_model import EAGLE, FEATURE_BLOCK
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.confidence_scaling import Drafts
-from failfast_jax.train.data import Documents
+from failfast_jax.train.documents import Documents
+from failfast_jax.train.objective import Objective
+from failfast_jax.train.train_config import TrainConfig
 
 
 class Evaluation:
-    """Answers held-out prompts with the engine, drafting one pass a round; a chain of passes with an EAGLE drafter.
+    """Answers held-out prompts with the engine, drafting one pass per round; a chain of passes with an EAGLE drafter.
 
-    Of several processes each does so on a device of its own, lest others wait for it, and process 0's figures count.
+    Each of several processes does so on one of its own devices, lest others wait for it; process 0's figures count.
 
     Args:
-      objective: makes a drafter of parameters (`drafter`).
-      prompts: held-out documents whose prompts are answered, in one batch.
-      tokens: new tokens of each answer.
-      spec_len: tokens of each draft; None: the drafter's own default.
+      objective: converts parameters to a drafter (`drafter`).
+      config: the number of prompts, which are answered in one batch, and the lengths of answers and drafts.
       tokenizers: the target's and the drafter's, where their vocabularies may differ in size.
 
     Raises:
-      OptionError, PromptError: these drafts, or answers to these prompts, cannot be.
+      OptionError, PromptError: these drafts, or answers to these prompts, are impossible.
 
     Attributes:
       last: the last result.
@@ -39,30 +39,27 @@ class Evaluation:
     def __init__(
         self,
         target: Decoder,
-        objective: Any,
+        objective: Objective,
         held_out: Documents,
-        *,
-        prompts: int,
-        tokens: int,
-        spec_len: int | None = None,
-        tokenizers: tuple[Any, Any] | None = None,
+        config: TrainConfig,
+        tokenizers: tuple[Any, Any] = (None, None),
     ):
         self.objective = objective
         # The engine runs on one device, training on all.
         self._device = jax.local_devices()[0]
-        tokenizer, drafter_tokenizer = tokenizers or (None, None)
+        tokenizer, drafter_tokenizer = tokenizers
         drafter = self._drafter(objective.trainable)
         with distributed.apart():
             self.engine = FailFast(target, drafter, tokenizer=tokenizer, drafter_tokenizer=drafter_tokenizer)
-        model = self.engine.drafter
+        model, spec_len = self.engine.drafter, config.eval_spec_len
         # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
         method = {"method": "failfast", "tau": 1.0}
         if model.kind == EAGLE:
             method = {"method": "eagle3"}
-        elif model.kind == FEATURE_BLOCK:  # tau cuts its drafts, too: a block, whole
+        elif model.kind == FEATURE_BLOCK:  # tau cuts its drafts, too: here the whole block is verified
             method = {"method": "failfast", "tau": 0.0, "max_spec_len": spec_len or model.rows}
-        self.options = {**method, "max_new_tokens": tokens, "spec_len": spec_len}
-        self.prompts = [prompt.tolist() for prompt, _ in held_out.pairs()[:prompts]]
+        self.options = {**method, "max_new_tokens": config.eval_tokens, "spec_len": spec_len}
+        self.prompts = [prompt.tolist() for prompt, _ in held_out.pairs()[: config.eval_prompts]]
         self.last: dict[str, float] | None = None
         self.drafts: Drafts = []
         with distributed.apart():  # refuses options and prompts that do not fit: better now than after the last step
@@ -73,7 +70,7 @@ class Evaluation:
         return jax.tree.map(lambda leaf: jax.device_put(whole(leaf), self._device), drafter)
 
     def __call__(self, trainable: Any) -> dict[str, float]:
-        """`accepted_per_round`, `rounds`, and how often the first drafted token was accepted."""
+        """Returns `accepted_per_round`, `drafted_per_round`, `rounds`, and the share of accepted first tokens."""
         self.engine.drafter = self._drafter(trainable)
         with distributed.apart():
             results = self.engine.generate(self.prompts, **self.options)

@@ -1,0 +1,245 @@
+"""The start of a block drafter: copies of the target's layers, another drafter, or a fit in closed form."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from failfast_jax import numerics
+from failfast_jax.checkpoints.dspark import load_dspark
+from failfast_jax.checkpoints.hub import resolve_source
+from failfast_jax.errors import OptionError
+from failfast_jax.models.dspark import DSpark, DSparkConfig
+from failfast_jax.models.layers import Attention
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.train import documents
+from failfast_jax.train.objective import FeatureObjective, Materials, qwen3_layers
+from failfast_jax.train.train_config import TrainConfig
+
+
+def start_of(config: TrainConfig, materials: Materials) -> tuple[DSpark, np.ndarray | None]:
+    """Returns the network that training starts from, and the tokens that it may draft (None: all).
+
+    Raises:
+      OptionError: a drafter at `--start` that cannot be trained.
+    """
+    if config.start is None:
+        shape = _with_heads(_config_without_heads(config, materials), config)
+        return initial(materials.target, shape, materials.layers.copied, config.seed), materials.draft_ids(config)
+    start = load_dspark(resolve_source(config.start), materials.target)
+    if start.shared != ("embed", "head"):
+        raise OptionError(
+            f"--start {config.start}: has an embedding or a head that is not its target's; if it was trained for "
+            "this target, it was stored in fewer bits: train that one again with --storage float32"
+        )
+    model = continued(start.network, _with_heads(start.config, config), config.seed)
+    return model, None if start.draft_ids is None else np.asarray(start.draft_ids)
+
+
+def _config_without_heads(config: TrainConfig, materials: Materials) -> DSparkConfig:
+    layers, target = materials.layers, materials.target.config
+    count = len(layers.copied)
+    if layers.rows:
+        base = dataclasses.replace(target, num_layers=count, tie_embeddings=False)
+    else:
+        base = qwen3_layers(target, count)
+    return DSparkConfig(
+        base=base,
+        block_size=config.rows,
+        mask_token_id=config.mask_token,
+        feature_layers=layers.features,
+        num_target_layers=target.num_layers,
+        draft_vocab=config.draft_vocab or None,
+        row_features=layers.rows,
+        context_layers=tuple(layer - 1 for layer in layers.copied) if layers.rows else (),
+    )
+
+
+def _with_heads(shape: DSparkConfig, config: TrainConfig) -> DSparkConfig:
+    """Adds the heads that the family has and the drafter lacks."""
+    if config.family == "dspark" and not shape.markov:
+        shape = dataclasses.replace(shape, markov=config.markov, markov_rank=config.markov_rank)
+    if config.family == "dspark" and config.confidence_weight and not shape.confidence:
+        shape = dataclasses.replace(shape, confidence=True, confidence_sees_markov=True)
+    return shape
+
+
+def initial(target: Decoder, config: DSparkConfig, source_layers: tuple[int, ...], seed: int) -> DSpark:
+    """Returns a drafter whose layers and final norm are copies of the target's.
+
+    Where the features hold what enters the first copied layer, a common context is that layer's own from the start:
+    `fc` picks those features out, and `hidden_norm` is its norm. The heads start as if they were not there. What enters
+    the rows is random where it is learned (`fit_inputs` has a better start).
+
+    Args:
+      source_layers: the target layer that each drafter layer starts from.
+    """
+    model = DSpark(config, dtype=jnp.float32, rngs=nnx.Rngs(numerics.random_key(seed)))
+    for layer, source in zip(model.layers, source_layers):
+        copy_parameters(layer, target.layers[source])
+        if layer.attention.q_norm is not None and target.layers[source].attention.q_norm is None:
+            scale_norms(layer.attention, layer.input_norm.weight[...])
+    copy_parameters(model.norm, target.norm)
+    before = source_layers[0] - 1
+    if model.fc is not None and before in config.feature_layers:
+        size, at = config.base.hidden_size, config.feature_layers.index(before)
+        model.fc.weight[...] = jnp.eye(size, model.fc.weight.shape[1], at * size)
+        copy_parameters(model.hidden_norm, target.layers[source_layers[0]].input_norm)
+    return _without_markov(model)
+
+
+def continued(start: DSpark, config: DSparkConfig, seed: int) -> DSpark:
+    """Returns a drafter with the parameters of `start`; heads that it lacks start as if they were not there."""
+    model = _without_markov(DSpark(config, dtype=jnp.float32, rngs=nnx.Rngs(numerics.random_key(seed))))
+    copy_parameters(model, start)
+    return model
+
+
+def _without_markov(model: DSpark) -> DSpark:
+    if model.config.markov == "rnn":  # its codes depend on more than one token
+        model.markov.w2.weight[...] = jnp.zeros_like(model.markov.w2.weight[...])
+    elif model.markov is not None:
+        # Zeros here rather than in w2: after a token that training never saw, the head adds nothing.
+        model.markov.w1[...] = jnp.zeros_like(model.markov.w1[...])
+    return model
+
+
+def copy_parameters(module: nnx.Module, source: nnx.Module) -> None:
+    """Sets a module's parameters to those of another, as far as it has them: not its biases, nor its missing norms."""
+    theirs = dict(nnx.to_flat_state(nnx.state(source)))
+    for path, mine in nnx.to_flat_state(nnx.state(module)):
+        if path in theirs:
+            mine[...] = jnp.array(theirs[path][...], mine[...].dtype)
+
+
+def scale_norms(attention: Attention, weights: Float[Array, " I"]) -> None:
+    """Sets the norms of queries and keys to the size that they had without norms.
+
+    The inputs are taken to be random directions scaled by the weights of a norm.
+    """
+    config, qkv = attention.config, attention.qkv.weight[...]
+    weight = qkv.reshape(config.num_kv_heads, -1, config.head_dim, qkv.shape[-1])
+    size = jnp.sqrt(jnp.sum((weight * weights) ** 2, -1))  # [K, G + 2, H]
+    attention.q_norm.weight[...] = jnp.full_like(attention.q_norm.weight[...], jnp.sqrt(jnp.mean(size[:, :-2] ** 2)))
+    attention.k_norm.weight[...] = jnp.full_like(attention.k_norm.weight[...], jnp.sqrt(jnp.mean(size[:, -2] ** 2)))
+
+
+def spare_token(tokenizer: Any) -> int:
+    """Returns an id that no text has, as the mask token.
+
+    Raises:
+      OptionError: the tokenizer names none.
+    """
+    spare = [] if tokenizer is None else _unused(tokenizer)
+    if not spare:
+        why = "the target has no tokenizer" if tokenizer is None else "the target's tokenizer has no token to spare"
+        raise OptionError(f"--mask-token: {why}: name an id that no text has")
+    return spare[0]
+
+
+def _unused(tokenizer: Any) -> list[int]:
+    """Special tokens that no text has: the mask's, then those that begin or end neither texts nor turns, last first."""
+    used = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token}
+    names = [tokenizer.mask_token, *reversed([str(token) for token in tokenizer.added_tokens_decoder.values()])]
+    template = tokenizer.chat_template or ""
+    return [tokenizer.convert_tokens_to_ids(n) for n in names if n and n not in used and n not in template]
+
+
+class _Moments:
+    """Sums over positions that a ridge regression needs; inputs are features, embedded token and a constant."""
+
+    def __init__(self, config: DSparkConfig):
+        size, rows = config.base.hidden_size, config.block_size
+        self.features = size * len(config.row_features)
+        wide = self.features + size
+        self.gram = np.zeros((wide + 1, wide + 1))
+        self.cross = np.zeros((wide + 1, size))
+        self.power, self.squares = np.zeros(size), np.zeros(size)
+        self.count, self.counts = 0, np.zeros(rows)
+        self.goals, self.guesses = np.zeros((rows, size)), np.zeros((rows, self.features))
+
+    def add(self, inputs: np.ndarray, goal: np.ndarray, place: np.ndarray) -> None:
+        """Adds a document: `inputs` `[P, I]` at its positions `place` `[P]`, `goal` `[length, E]` at all of them."""
+        self.gram += inputs.T @ inputs
+        self.cross += inputs.T @ goal[place]
+        self.power += goal[place].sum(0)
+        self.squares += (goal[place] ** 2).sum(0)
+        self.count += len(place)
+        for row in range(len(self.counts)):
+            inside = place + row < len(goal)
+            self.goals[row] += goal[place[inside] + row].sum(0)
+            self.guesses[row] += inputs[inside, : self.features].sum(0)
+            self.counts[row] += inside.sum()
+
+    def solve(self, ridge: float) -> tuple[np.ndarray, float]:
+        """Returns the regression's coefficients, and the share of the variance that they explain."""
+        scale = np.sqrt(np.diag(self.gram) / self.count)
+        scale[scale == 0] = 1
+        penalty = ridge * self.count * np.diag(scale**2)
+        penalty[-1, -1] = 0
+        solution = np.linalg.solve(self.gram + penalty, self.cross)
+        error = self.squares.sum() - 2 * (solution * self.cross).sum() + (solution * (self.gram @ solution)).sum()
+        variance = (self.squares - self.power**2 / self.count).sum()
+        return solution, float(1 - error / variance)
+
+
+def fit_rows(objective: FeatureObjective, model: DSpark, config: TrainConfig, materials: Materials) -> None:
+    """Fits the input projections of `model` to the training documents, and reports the fit."""
+    rows = documents.batches(materials.documents, length=config.seq_len, batch=8, seed=config.seed)
+    batches = (rows[i] for i in range(max(min(len(materials.documents) // 8, 64), 1)))
+    batches = ({**batch, "features": np.asarray(objective.features(batch))} for batch in batches)
+    share = fit_inputs(model, materials.target, materials.layers.copied[0], batches, objective.captured)
+    print(f"input projections fitted: they explain {share:.1%} of the residual stream's variance", file=sys.stderr)
+
+
+def fit_inputs(
+    model: DSpark,
+    target: Decoder,
+    source_layer: int,
+    batches: Iterable[dict[str, np.ndarray]],
+    captured: tuple[int, ...],
+    ridge: float = 1e-2,
+) -> float:
+    """Fits the input of `source_layer` by ridge regression on the drafter's inputs; changes `model` in place.
+
+    The first row's input becomes the best linear guess of the target's residual stream at the block's first
+    position, from the features one position before and the token; the other rows' offsets take the mean
+    of what is left.
+
+    Args:
+      batches: each with `features` of all captured layers, `source_layer - 1` among them.
+
+    Returns:
+      The share of the variance that the first row's guess explains.
+    """
+    config = model.config
+    moments = _Moments(config)
+    embed = np.asarray(target.embed[...], np.float32)
+    for batch in batches:
+        features = batch["features"]
+        for row, tokens in enumerate(batch["tokens"]):
+            first, length = max(int(batch["prompt_length"][row]) - 1, 1), int(batch["length"][row])
+            place = np.arange(first, length)
+            parts = []
+            for layer in config.row_features:
+                part = features[row, place - 1, captured.index(layer)].astype(np.float32)
+                parts.append(part / np.sqrt((part**2).mean(-1, keepdims=True) + config.base.rms_norm_eps))
+            inputs = np.concatenate([*parts, embed[tokens[place]], np.ones((len(place), 1))], -1)
+            moments.add(inputs, features[row, :length, captured.index(source_layer - 1)].astype(np.float32), place)
+    solution, share = moments.solve(ridge)
+    fuse, token, constant = np.split(solution, [moments.features, len(solution) - 1])
+    # The other rows share the first one's projections and have no token of their own.
+    offsets = (moments.goals - moments.guesses @ fuse) / np.maximum(moments.counts, 1)[:, None]
+    offsets[0] = constant[0]
+    rows = model.row_inputs
+    rows.fuse.weight[...] = jnp.asarray(fuse.T, model.dtype)
+    rows.token.weight[...] = jnp.asarray(token.T, model.dtype)
+    rows.offsets[...] = jnp.asarray(offsets, model.dtype)
+    return share

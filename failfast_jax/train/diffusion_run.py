@@ -1,0 +1,242 @@
+"""Training by block diffusion: whole models, as Fast-dLLM v2 (arXiv:2509.26328), and drafters of a target's layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from failfast_jax.checkpoints import drafter as folders
+from failfast_jax.checkpoints.fast_dllm import as_fast_dllm, save_fast_dllm
+from failfast_jax.checkpoints.loading import Source, as_dtype, open_source
+from failfast_jax.checkpoints.parameters import Skeleton
+from failfast_jax.checkpoints.settings import MASK_TOKEN
+from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
+from failfast_jax.errors import OptionError
+from failfast_jax.models.borrowed import mean_embedding, with_borrowed
+from failfast_jax.models.config import FAST_DLLM_MASK_TOKEN, ModelConfig
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.train.block_start import spare_token
+from failfast_jax.train.diffusion_loss import loss
+from failfast_jax.train.objective import Materials
+from failfast_jax.train.spread import Spread
+from failfast_jax.train.train_config import FREEZABLE, TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The model that the training of a whole model starts from.
+
+    Attributes:
+      source: the checkpoint, autoregressive or of block diffusion.
+      config: of the block-diffusion model that it becomes.
+      tokenizer, target_tokenizer: its own, and that of the target whose prompts measure it; or None.
+    """
+
+    source: Source
+    config: ModelConfig
+    tokenizer: Any
+    target_tokenizer: Any
+
+    def params(self, spread: Spread) -> dict[str, Any]:
+        """Reads the checkpoint's parameters in float32, spread over the devices, with zeros for biases that it lacks.
+
+        Raises:
+          CheckpointError: they cannot be read.
+        """
+        params = self.source.read(as_dtype("float32"), place=spread.place)
+        for name, leaf in _skeleton(self.config).leaves.items():
+            if name not in params:
+                params[name] = jnp.zeros(leaf.shape, device=spread.place(name, tuple(leaf.shape)))
+        return params
+
+
+def start_for(config: TrainConfig, target: Any, target_config: ModelConfig) -> Start:
+    """Opens the model that training starts from, the target unless there is a `--start`, and checks it.
+
+    Raises:
+      CheckpointError, ConfigError: it cannot be read, or its layers do not fit Fast-dLLM v2's layout.
+      OptionError: there is no token to spare for the mask, or `--freeze` names no part of it.
+      ValueError: its tokens are not the target's.
+    """
+    start = config.start or target
+    source, target_tokenizer = open_source(start), load_tokenizer(target)
+    source.check()
+    tokenizer = target_tokenizer if start == target else load_tokenizer(start)
+    names = {"target_name": str(target), "drafter_name": str(start)}
+    check_same_tokens(target_tokenizer, tokenizer, target_config, source.config, **names)
+    mask = _mask_token(source, tokenizer) if config.mask_token is None else config.mask_token
+    shape = as_fast_dllm(source.config, config.block_size, mask, str(start))
+    frozen_parts(config.freeze, shape)
+    return Start(source, shape, tokenizer, target_tokenizer)
+
+
+def _mask_token(source: Source, tokenizer: Any) -> int:
+    """Returns the mask token: a block-diffusion model's own, the tokenizer's, the first id that no token uses (of
+    Qwen2.5 the one that Fast-dLLM v2 took), or one that no text has."""
+    if source.config.mask_token_id is not None:
+        return source.config.mask_token_id
+    known = {} if tokenizer is None else tokenizer.get_vocab()
+    if MASK_TOKEN in known:
+        return known[MASK_TOKEN]
+    free = max(known.values()) + 1 if known else FAST_DLLM_MASK_TOKEN
+    return free if free < source.config.vocab_size else spare_token(tokenizer)
+
+
+def frozen_parts(text: str | None, config: ModelConfig) -> tuple[str, ...]:
+    """Returns the parts that `--freeze` names.
+
+    Raises:
+      OptionError: a part that the model does not have, or all parts.
+    """
+    parts = [part for part in FREEZABLE if part != "head" or not config.tie_embeddings]
+    frozen = () if text is None else tuple(text.split(","))
+    for part in frozen:
+        if part not in parts:
+            tied = "; its head is its embedding" if config.tie_embeddings else ""
+            raise OptionError(f"--freeze {text}: the model has {', '.join(parts)}{tied}")
+    if {*frozen} == {*parts}:
+        raise OptionError(f"--freeze {text}: nothing is left to train")
+    return frozen
+
+
+def _skeleton(config: ModelConfig) -> Skeleton:
+    return Skeleton.made_by(lambda rngs: Decoder(config, rngs=rngs))
+
+
+class MaskedObjective:
+    """An `Objective` of block diffusion.
+
+    Args:
+      config: of the model.
+    """
+
+    calibrates = False
+
+    def __init__(self, config: ModelConfig, options: TrainConfig):
+        self.config, self.options = config, options
+
+    def prepare(self, batch):
+        names = ("tokens", "labelled", "segment") if "labelled" in batch else ("tokens", "prompt_length", "length")
+        return {name: batch[name] for name in names if name in batch}
+
+    def tokens(self, batch):
+        return batch["tokens"].size * (2 if self.options.no_complementary else 3)  # noised and clean rows
+
+
+class StandaloneObjective(MaskedObjective):
+    """`Objective` of the standalone drafter: a block-causal model of some of the target's layers.
+
+    Embedding and head stay the target's.
+
+    Args:
+      layers: target layers that it starts from, in their order.
+    """
+
+    def __init__(self, target: Decoder, layers: tuple[int, ...], options: TrainConfig):
+        super().__init__(target.config.with_mask_row(len(layers), options.block_size), options)
+        self._skeleton = _skeleton(self.config)
+        values = Skeleton.of(target).leaves
+        self.trainable = {}
+        for name in self._skeleton.leaves:
+            part, _, rest = name.partition(".")
+            if part in ("layers", "norm"):
+                number, _, path = rest.partition(".")
+                source = f"layers.{layers[int(number)]}.{path}" if part == "layers" else name
+                self.trainable[name] = jnp.array(values[source][...], jnp.float32)
+        self.trainable["mask"] = mean_embedding(target)
+        self.constants = {"target": target}
+
+    @classmethod
+    def from_config(cls, config: TrainConfig, materials: Materials) -> StandaloneObjective:
+        """Builds the objective of a run."""
+        return cls(materials.target, materials.layers.copied, config)
+
+    def model(self, trainable: dict[str, Any], target: Decoder, dtype: Any) -> Decoder:
+        """Returns the decoder with these parameters, borrowing from `target`."""
+        model = self._skeleton.filled({name: value.astype(dtype) for name, value in trainable.items()})
+        return with_borrowed(model, target, trainable["mask"])
+
+    def loss(self, trainable, constants, batch, key):
+        target = constants["target"]
+        if self.options.kl_weight:
+            batch = {**batch, "teacher_logits": jax.lax.stop_gradient(target.forward(batch["tokens"]))}
+        return loss(self.model(trainable, target, self.options.dtype), batch, key, self.options)
+
+    def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
+        """Writes the drafter's folder; `extra` joins its `config.json`."""
+        config = {
+            "family": folders.STANDALONE,
+            "target": self.constants["target"].config.shape_key(),
+            "network": {"num_layers": self.config.num_layers, "block_size": self.config.block_size},
+            **extra,
+        }
+        params = {name: np.asarray(value) for name, value in trainable.items()}
+        folders.save_drafter(folder, config, params, storage=storage)
+
+    def drafter(self, trainable: Any) -> Decoder:
+        """Returns the drafter as an engine takes it."""
+        target = self.constants["target"]
+        return self.model(trainable, target, target.dtype)
+
+
+class DiffusionObjective(MaskedObjective):
+    """`Objective` of a whole block-diffusion model, for any target with its tokens.
+
+    Args:
+      config: of `as_fast_dllm`.
+      params: all parameters by path, or their shapes.
+      frozen: of `frozen_parts`.
+      spread: the run's devices.
+      tokenizer: written beside the weights; None: nothing.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Mapping[str, Any],
+        options: TrainConfig,
+        *,
+        frozen: Collection[str] = (),
+        spread: Spread | None = None,
+        tokenizer: Any = None,
+    ):
+        super().__init__(config, options)
+        self.spread, self.tokenizer = spread, tokenizer
+        self._skeleton = _skeleton(config)
+        self.trainable = {name: value for name, value in params.items() if name.split(".")[0] not in frozen}
+        self.constants = {name: value for name, value in params.items() if name not in self.trainable}
+
+    @classmethod
+    def from_config(cls, config: TrainConfig, materials: Materials) -> DiffusionObjective:
+        """Builds the objective of a run.
+
+        Raises:
+          CheckpointError: what it starts from cannot be read.
+        """
+        start, spread = materials.start, materials.spread
+        frozen = frozen_parts(config.freeze, start.config)
+        how = {"frozen": frozen, "spread": spread, "tokenizer": start.tokenizer}
+        return cls(start.config, start.params(spread), config, **how)
+
+    def model(self, trainable: Mapping[str, Any], constants: Mapping[str, Any], dtype: Any) -> Decoder:
+        """Returns the model with these parameters."""
+        params = {**constants, **trainable}
+        return self._skeleton.filled({name: value.astype(dtype) for name, value in params.items()})
+
+    def loss(self, trainable, constants, batch, key):
+        model = self.model(trainable, constants, self.options.dtype)
+        return loss(model, batch, key, self.options, spread=self.spread, scan=True)
+
+    def save(self, trainable: Any, folder: Path, *, storage: str = "bfloat16", **extra: Any) -> None:
+        """Writes a folder in Fast-dLLM v2's layout; `extra` joins its `config.json` (`training`)."""
+        save_fast_dllm(folder, self.config, {**self.constants, **trainable}, self.tokenizer, storage=storage, **extra)
+
+    def drafter(self, trainable: Any) -> Decoder:
+        """Returns the model as an engine takes it."""
+        return self.model(trainable, self.constants, as_dtype(None))

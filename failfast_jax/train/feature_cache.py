@@ -1,0 +1,172 @@
+"""The target's hidden states that a drafter learns from, computed as they are needed or cached on disk."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+from failfast_jax import distributed
+from failfast_jax.command import OutOfTime
+from failfast_jax.files import check_shared, naming, read_json, write_atomically
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.progress import progress_bar
+from failfast_jax.train.documents import DataError, Documents
+
+BATCH = 8
+"""Documents per pass of the target."""
+SAVE_EVERY = 16
+"""Passes between two notes of how far the cache is."""
+
+
+def captured_layers(feature_layers: tuple[int, ...], target_layers: int) -> tuple[int, ...]:
+    """Returns the target layers whose outputs training needs: the drafter's features, and the last one as teacher."""
+    return tuple(sorted({*feature_layers, target_layers - 1}))
+
+
+def target_features(target: Decoder, tokens: Int[ArrayLike, "B T"], layers: tuple[int, ...]) -> Float[Array, "B T F E"]:
+    """Returns the residual stream of whole sequences after these layers.
+
+    Tokens that are spread over a mesh, each device of which has the whole target, give features that are spread alike.
+    """
+    place = getattr(tokens, "sharding", None)
+    return _features(target, tokens, layers, place if isinstance(place, NamedSharding) else None)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _features(target: Decoder, tokens: Array, layers: tuple[int, ...], place: NamedSharding | None) -> Array:
+    def of_rows(target: Decoder, tokens: Array) -> Array:
+        batch, width = tokens.shape
+        _, _, features = target.window(
+            tokens, target.init_cache(batch, width), jnp.zeros((batch,), jnp.int32), jnp.int32(width), layers
+        )
+        return features
+
+    if place is None:
+        return of_rows(target, tokens)
+    specs = {"in_specs": (P(), place.spec), "out_specs": place.spec}
+    return jax.shard_map(of_rows, mesh=place.mesh, check_vma=False, **specs)(target, tokens)
+
+
+def mapped(file: Path, shape: tuple[int, ...]) -> np.memmap:
+    """Maps a bfloat16 file into memory, with its room on the disk reserved: a page without room would end the process
+    (SIGBUS).
+
+    Raises:
+      OSError: the disk has too little room.
+    """
+    with naming(file), file.open("ab") as opened:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(opened.fileno(), 0, math.prod(shape) * jnp.bfloat16.dtype.itemsize)
+    return np.memmap(file, jnp.bfloat16, "r+", shape=shape)
+
+
+class FeatureCache:
+    """Features of every document in one memory-mapped bfloat16 file, computed once.
+
+    With few cores the target's pass costs more than the drafter's; and a run that is killed and continued does
+    not compute them again. Each of several processes computes them, lest others wait for it, and process 0 writes.
+
+    Args:
+      folder: holds `features.bin` and `features.json`, which describes them and counts the passes that are stored.
+      layers: target layers whose features `batch` returns; a folder that holds more of them serves, too.
+      also: layers to store beside them where the folder is new.
+      flag: name of the folder in messages.
+
+    Raises:
+      DataError: the folder belongs to other documents, layers or another target.
+      OptionError: one of several processes does not see the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        documents: Documents,
+        target: Decoder,
+        layers: tuple[int, ...],
+        *,
+        also: tuple[int, ...] = (),
+        flag: str = "feature cache",
+    ):
+        self.documents = documents
+        self.lengths = np.asarray([len(row) for row in documents.tokens])
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        weights = hashlib.sha256(np.asarray(target.norm.weight[...], np.float32).tobytes()).hexdigest()[:16]
+        key = {"documents": documents.digest(), "weights": weights, "target": target.config.shape_key()}
+        index = folder / "features.json"
+
+        def begun() -> tuple[list[int], int]:
+            known = _stored(index, key, layers, f"{flag} {folder}") if index.exists() else None
+            folder.mkdir(parents=True, exist_ok=True)
+            return known or (sorted({*layers, *also}), 0)
+
+        stored, self.done = distributed.first(begun)
+        check_shared(folder, flag)
+        self.columns = [stored.index(layer) for layer in layers]
+        self.index, self.description = index, {**key, "layers": stored}
+        self.file, self.shape = folder / "features.bin", (int(self.starts[-1]), len(stored), target.config.hidden_size)
+        self.values = mapped(self.file, self.shape) if distributed.speaks() else None
+
+    def compute(self, target: Decoder, deadline: float = math.inf) -> None:
+        """Computes the features that are not stored yet.
+
+        Raises:
+          OutOfTime: at the deadline, a `time.monotonic()`; the next call continues there.
+        """
+        # By length, so that little is padding.
+        order = np.argsort(self.lengths, kind="stable")
+        groups = [order[at : at + BATCH] for at in range(0, len(order), BATCH)]
+        layers = tuple(self.description["layers"])
+        for number in progress_bar(
+            "features", "batch", range(self.done, len(groups)), initial=self.done, total=len(groups)
+        ):
+            group = groups[number]
+            width = -(-max(self.lengths[i] for i in group) // 64) * 64
+            tokens = np.zeros((BATCH, width), np.int32)
+            for row, i in enumerate(group):
+                tokens[row, : self.lengths[i]] = self.documents.tokens[i]
+            computed = np.asarray(target_features(target, tokens, layers).astype(jnp.bfloat16))
+            late, last = time.monotonic() > deadline, number + 1 == len(groups)
+            if distributed.speaks():
+                for row, i in enumerate(group):
+                    self.values[self.starts[i] : self.starts[i + 1]] = computed[row, : self.lengths[i]]
+                if (number + 1) % SAVE_EVERY == 0 or last or late:
+                    self.values.flush()
+                    write_atomically(self.index, json.dumps({**self.description, "done": number + 1}))
+            if distributed.agreed(late) and not last:
+                raise OutOfTime
+        self.done = len(groups)
+        if self.values is None:
+            self.values = np.memmap(self.file, jnp.bfloat16, "r", shape=self.shape)
+
+    def batch(self, batch: dict[str, np.ndarray]) -> np.ndarray:
+        """Returns features `[B, T, C, E]` of a batch's documents, zeros after their ends."""
+        out = np.zeros((*batch["tokens"].shape, len(self.columns), self.values.shape[-1]), jnp.bfloat16)
+        for row, document in enumerate(batch["document"]):
+            part = self.values[self.starts[document] : self.starts[document + 1]]
+            out[row, : len(part)] = part[:, self.columns]
+        return out
+
+
+def _stored(file: Path, key: dict, layers: tuple[int, ...], where: str) -> tuple[list[int], int]:
+    """Returns the layers that the folder of an index holds, and the number of passes in it."""
+    index = read_json(file)
+    done, stored = index.pop("done", 0), index.pop("layers", [])
+    if index != key:
+        other = "another target" if index.get("documents") == key["documents"] else "other documents"
+        raise DataError(f"{where}: holds features of {other}; name another folder")
+    if missing := sorted({*layers} - {*stored}):
+        raise DataError(f"{where}: holds features of layers {stored}, not of {missing}")
+    return stored, done

@@ -1,0 +1,88 @@
+"""Choice of the target's layers that a drafter starts from, reads and stores."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from failfast_jax.checkpoints.dspark import check_target
+from failfast_jax.checkpoints.hub import resolve_source
+from failfast_jax.errors import OptionError
+from failfast_jax.models.config import ModelConfig
+from failfast_jax.options import require
+from failfast_jax.train.train_config import DIFFUSION, THIRDS, TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerChoice:
+    """Numbers of target layers.
+
+    Attributes:
+      copied: those that the drafter's layers start from.
+      features: those whose outputs the drafter reads.
+      cached: those whose outputs are stored for other runs, too.
+      rows: those whose outputs enter each row (`--row-features`).
+    """
+
+    copied: tuple[int, ...] = ()
+    features: tuple[int, ...] = ()
+    cached: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+
+
+def choose_layers(config: TrainConfig, target: ModelConfig, name: str) -> LayerChoice:
+    """Chooses the target's layers, and checks the options against the target.
+
+    Args:
+      name: the target's name in messages.
+
+    Raises:
+      OptionError: the target cannot serve the options.
+    """
+    if target.is_diffusion:
+        raise OptionError(f"--target {name}: a block-diffusion model; drafters are made from autoregressive targets")
+    if config.seq_len > target.max_position_embeddings:
+        raise OptionError(f"--seq-len {config.seq_len}: the target's context is {target.max_position_embeddings}")
+    if config.family in DIFFUSION:
+        require(config.layers is None, f"--layers {config.layers}", "--family diffusion trains a whole model")
+        return LayerChoice()
+    last = target.num_layers - 1
+    cached = _layer_numbers(config.cache_layers, "--cache-layers", last, ())
+    if config.start_config is not None:
+        check_target(config.start_config, target, resolve_source(config.start), name)
+        return LayerChoice(features=config.start_config.feature_layers, cached=cached)
+    if config.mask_token is not None and not 0 <= config.mask_token < target.vocab_size:
+        raise OptionError(f"--mask-token {config.mask_token}: the target's vocabulary has {target.vocab_size} tokens")
+    first = {"standalone": 0, "eagle3": last}.get(config.family, max(last - 1, 1))
+    copied = _layer_numbers(config.layers, "--layers", last, tuple(range(min(first, last), last + 1)))
+    if config.family == "eagle3" and len(copied) > 1:
+        raise OptionError(f"--layers {config.layers}: an EAGLE-3 drafter has one layer")
+    if config.row_features:
+        return _row_layers(config, copied, cached, last)
+    # The input of the first copied layer, and others at even distances.
+    spread = {round(last * share) for share in (0.05, 0.3, 0.55, 0.8)} | {max(copied[0] - 1, 0)}
+    return LayerChoice(copied, _layer_numbers(config.features, "--features", last, tuple(sorted(spread))), cached)
+
+
+def _row_layers(config: TrainConfig, copied: tuple[int, ...], cached: tuple[int, ...], last: int) -> LayerChoice:
+    if min(copied) == 0:
+        flag = "--row-features" if config.layers is None else f"--layers {config.layers}"
+        raise OptionError(f"{flag}: layer 0 has no layer before it whose output a drafter could read")
+    thirds = tuple(dict.fromkeys((round(last / 3), round(last * 2 / 3), last)))
+    text = None if config.row_features == THIRDS else config.row_features
+    rows = _layer_numbers(text, "--row-features", last, thirds)
+    return LayerChoice(copied, tuple(sorted({*rows, *(i - 1 for i in copied)})), cached, rows)
+
+
+def _layer_numbers(text: str | None, flag: str, last: int, default: tuple[int, ...]) -> tuple[int, ...]:
+    if text is None:
+        return default
+    try:
+        layers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise OptionError(f"{flag} {text!r}: expected layer numbers separated by commas") from None
+    for layer in layers:
+        if not 0 <= layer <= last:
+            raise OptionError(f"{flag} {text}: the target's layers are 0 to {last}")
+    if len(set(layers)) != len(layers):
+        raise OptionError(f"{flag} {text}: a layer is named twice")
+    return layers

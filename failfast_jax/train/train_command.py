@@ -1,0 +1,229 @@
+"""`python -m failfast_jax.train run`: train a drafter for a target, from the target.
+
+Five families. `dspark` and `dflash` drafters (a few layers that read the target's hidden states, with or without Markov
+and confidence heads) and `eagle3` ones (one layer, which goes on from its own hidden states) are written in DeepSpec's
+layout, which other engines serve, too. With `--row-features` block drafters are this project's own: they start in
+closed form, which suits little data. `standalone` ones are block diffusion over all layers of the model or some, with
+the target's embedding and head. `diffusion` trains a whole model, which drafts for any target with the same tokens;
+`--preset fast-dllm-v2` does so as Fast-dLLM v2 was trained. A run lives in one folder and continues from its last
+checkpoint when it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from huggingface_hub import HfApi
+
+from failfast_jax import distributed
+from failfast_jax.checkpoints.drafter import CHANCES
+from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path, find_models
+from failfast_jax.checkpoints.loading import load_model, open_source
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.command import OutOfTime, deadline_after
+from failfast_jax.decoding.economics import observed
+from failfast_jax.files import check_shared, read_json, sole_writer, user_path
+from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.sharding import whole
+from failfast_jax.progress import note
+from failfast_jax.train import confidence_scaling, documents
+from failfast_jax.train.block_loss import BlockObjective
+from failfast_jax.train.block_start import spare_token
+from failfast_jax.train.conversations import ROWS, check_template, read_conversations
+from failfast_jax.train.diffusion_run import DiffusionObjective, StandaloneObjective, Start, start_for
+from failfast_jax.train.documents import Document, Documents
+from failfast_jax.train.eagle_loss import EagleObjective
+from failfast_jax.train.evaluation import Evaluation
+from failfast_jax.train.layer_choice import choose_layers
+from failfast_jax.train.objective import Materials, Objective
+from failfast_jax.train.packing import packed_batches
+from failfast_jax.train.resume import begin, check_same
+from failfast_jax.train.spread import Spread
+from failfast_jax.train.train_config import BLOCKS, DIFFUSION, TrainConfig, add_settings
+from failfast_jax.train.trainer import Trainer, averaged, check_devices, has_checkpoint
+
+SETTINGS_FILE = "train.json"
+HELD_OUT = "held_out.npz"
+"""File in the run's folder: documents never trained on, for measurements of the drafter."""
+OBJECTIVES = {
+    "dspark": BlockObjective,
+    "dflash": BlockObjective,
+    "eagle3": EagleObjective,
+    "standalone": StandaloneObjective,
+    "diffusion": DiffusionObjective,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument("--out", type=user_path, required=True, help="folder of the run")
+    parser.add_argument(
+        "--data",
+        metavar="D",
+        type=user_path,
+        nargs="+",
+        required=True,
+        help=".npz, .jsonl or .parquet files, folders of them, and datasets of the Hub (NAME/NAME, NAME/NAME:SPLIT)",
+    )
+    parser.add_argument("--minutes", type=float, help="stop with a checkpoint after this time (exit status 3)")
+    distributed.add_flag(parser)
+    add_settings(parser)
+
+
+def work(args: argparse.Namespace) -> None:
+    """Trains, or continues training, and prints a line of JSON: the drafter's folder and its figures."""
+    config, deadline = TrainConfig.from_flags(vars(args)), deadline_after(args.minutes)
+    find_models({"--target": config.target, "--start": config.start})
+    source = config.target or default_target_path()
+    target = open_source(source).config
+    layers, spread = choose_layers(config, target, str(source)), Spread.over(config.fsdp)
+    check_devices(config)
+    _check_text(args.data, source)
+    start = start_for(config, source, target) if config.family in DIFFUSION else None
+    rows = _documents(config, args.data, source, target)
+    config = config.resolved(target, _mask_token(config, start, source))
+    settings = config.learned() | {
+        "target": str(config.target or DEFAULT_TARGET[1].partition(".")[0]),
+        "target_key": target.shape_key(),
+        "documents": len(rows),
+        "documents_digest": rows.digest(),
+    }
+    rows = rows.take(np.random.default_rng(config.seed).permutation(len(rows)))
+    train, held_out = documents.split(rows, config.held_out)
+    check_same(settings)
+    folder = args.out / "drafter"
+
+    def finished() -> dict[str, Any] | None:
+        begin(args.out / SETTINGS_FILE, settings, foreign="*", may_grow=("steps",))
+        report = _finished_report(folder, config)
+        if report is None:
+            documents.write_documents(args.out / HELD_OUT, held_out.pairs(), target.vocab_size)
+        return report
+
+    with sole_writer(args.out):
+        check_shared(args.out)
+        report, done = distributed.first(finished), True
+        if report is None:
+            # From here on nothing is cheap: all that can be refused has been.
+            begun = distributed.agreed(has_checkpoint(args.out))
+            how = {"layers": layers, "spread": spread, "deadline": deadline, "begun": begun, "start": start}
+            materials = Materials(target=load_model(source), documents=train, **how)
+            report, done = _train(config, materials, held_out, args)
+        print(json.dumps(report))
+        note(f"{report['steps']} steps are trained; the drafter is in {report['drafter']} (--drafter)")
+        if not done:
+            raise OutOfTime
+        if config.push_to_hub is not None:
+            distributed.first(lambda: upload(folder, config.push_to_hub))
+
+
+def _train(
+    config: TrainConfig, materials: Materials, held_out: Documents, args: argparse.Namespace
+) -> tuple[dict[str, Any], bool]:
+    """Trains in the run's folder and writes the drafter; returns its report, and whether all steps are done."""
+    objective, start = OBJECTIVES[config.family].from_config(config, materials), materials.start
+    tokenizers = (None, None) if start is None else (start.target_tokenizer, start.tokenizer)
+    evaluation = Evaluation(materials.target, objective, held_out, config, tokenizers)
+    trainer = Trainer(config, objective, args.out, materials.spread)
+    state, done = trainer.train(_batches(config, materials.documents), evaluation, materials.deadline)
+    return _save(trainer, averaged(state), evaluation, args.data), done
+
+
+def _check_text(paths: list[Path], source: Any) -> None:
+    """Checks that the tokenizer can write conversations, before it is asked for anything else, such as a mask token."""
+    text = [file for file in documents.files(paths, (".npz", *ROWS)) if documents.kind(file) in ROWS]
+    if text:
+        check_template(text[0], load_tokenizer(source))
+
+
+def _mask_token(config: TrainConfig, start: Start | None, source: Any) -> int | None:
+    """Returns the id of an unknown token; None where the drafter's own network has none among its inputs."""
+    if start is not None:
+        return start.config.mask_token_id
+    if config.mask_token is None and config.family in BLOCKS and not (config.row_features or config.start):
+        return spare_token(load_tokenizer(source))
+    return config.mask_token
+
+
+def _documents(config: TrainConfig, paths: list[Path], source: Any, target: ModelConfig) -> Documents:
+    """Reads the run's documents; the tokenizer is loaded once there is text to read."""
+
+    def read(file: Path) -> list[Document]:
+        return read_conversations(file, load_tokenizer(source), target.vocab_size, whole=config.family in DIFFUSION)
+
+    # A chain that the text cuts short teaches, too; a pair and what it predicts are three tokens.
+    shortest = {"standalone": config.block_size, "eagle3": 3, "diffusion": 3}.get(config.family, config.rows + 2)
+    limits = {"shortest": shortest, "longest": config.seq_len, "skip_short": config.skip_short}
+    return documents.load_documents(paths, vocab_size=target.vocab_size, read=dict.fromkeys(ROWS, read), **limits)
+
+
+def _batches(config: TrainConfig, train: Documents) -> Any:
+    if config.family not in DIFFUSION:
+        batch = config.batch * config.accumulate
+        return documents.batches(train, length=config.seq_len, batch=batch, seed=config.seed)
+    dataset, share = packed_batches(train, config)
+    print(f"{len(train)} documents fill {share:.0%} of their rows", file=sys.stderr)
+    return dataset
+
+
+def _save(trainer: Trainer, params: Any, evaluation: Evaluation, data: list[Path]) -> dict[str, Any]:
+    """Writes the drafter's folder, with its confidence head scaled and the settings of the run; returns its report."""
+    config, objective = trainer.config, trainer.objective
+    # A run whose last step was done before has measured nothing in this process.
+    figures, step = evaluation.last or evaluation(params), trainer.step
+    params = jax.tree.map(lambda leaf: leaf if leaf.is_fully_addressable else np.asarray(whole(leaf)), params)
+    params, drafts, calibration = _calibrated(objective, params, evaluation.drafts)
+
+    def write() -> dict[str, Any]:
+        settings = read_json(trainer.folder / SETTINGS_FILE)
+        training = {**settings, "data": [path.name for path in data], "storage": config.storage, "steps_done": step}
+        more = {"training": training | {"held_out_figures": figures} | calibration}
+        if config.family not in DIFFUSION:
+            more[CHANCES] = observed(drafts)
+        objective.save(params, trainer.folder / "drafter", storage=config.storage, **more)
+        return _report(trainer.folder / "drafter", more["training"])
+
+    return distributed.first(write)
+
+
+def _calibrated(
+    objective: Objective, params: Any, drafts: confidence_scaling.Drafts
+) -> tuple[Any, confidence_scaling.Drafts, dict[str, Any]]:
+    """Scales the confidence head by drafts on held-out documents; returns parameters, rescaled drafts and a record."""
+    if not objective.calibrates:
+        return params, drafts, {}
+    scale, shift = confidence_scaling.fit_scaling(drafts)
+    errors = {"before": confidence_scaling.error(drafts), "expected": confidence_scaling.held_out_error(drafts)}
+    record = {"calibration": {"scale": scale, "shift": shift, "calibration_error": errors}}
+    return objective.calibrated(params, scale, shift), confidence_scaling.rescaled(drafts, scale, shift), record
+
+
+def _report(drafter: Path, training: dict[str, Any]) -> dict[str, Any]:
+    return {"drafter": str(drafter), "steps": training["steps_done"], **training["held_out_figures"]}
+
+
+def _finished_report(drafter: Path, config: TrainConfig) -> dict[str, Any] | None:
+    """Returns the report of a run whose drafter is written; None if there is still something to do."""
+    if not (drafter / "config.json").is_file():
+        return None
+    training = read_json(drafter / "config.json").get("training") or {}
+    if (training.get("steps_done"), training.get("storage")) != (config.steps, config.storage):
+        return None
+    return _report(drafter, training)
+
+
+def upload(folder: Path, name: str) -> None:
+    """Uploads a drafter's folder to the repository `name` of the Hub, which is created if it is missing."""
+    try:
+        HfApi().create_repo(name, exist_ok=True)
+        HfApi().upload_folder(repo_id=name, folder_path=folder)
+    except Exception as error:  # network, authentication, validation: half a dozen unrelated classes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise OSError(f"--push-to-hub {name}: {reason}; {folder} is finished, the same command tries again") from error
+    print(f"https://huggingface.co/{name}", file=sys.stderr)

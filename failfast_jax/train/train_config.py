@@ -1,0 +1,358 @@
+"""Configuration of a training run: every option of `python -m failfast_jax.train run` is declared once, here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from failfast_jax.checkpoints import deepspec
+from failfast_jax.checkpoints.drafter import STORAGES, is_drafter_folder
+from failfast_jax.checkpoints.dspark import parse_config
+from failfast_jax.checkpoints.hub import resolve_source
+from failfast_jax.checkpoints.pair import feature_kind
+from failfast_jax.errors import OptionError
+from failfast_jax.files import read_json
+from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.drafter_model import FEATURE_BLOCK
+from failfast_jax.models.dspark import DSparkConfig
+from failfast_jax.models.markov import MARKOV_HEADS
+from failfast_jax.options import Option, add_flag, check_value, flag_of, require
+
+BLOCKS, PUBLISHED = ("dspark", "dflash"), ("dspark", "dflash", "eagle3")
+"""Families of block drafters, and families in DeepSpec's layout."""
+EAGLE, STANDALONE, DIFFUSION = ("eagle3",), ("standalone",), ("diffusion",)
+MASKED = (*STANDALONE, *DIFFUSION)
+"""Families of block-diffusion models."""
+FAMILIES = (*PUBLISHED, *MASKED)
+BACKBONE = "backbone"
+"""`--freeze`: a block drafter without its Markov and confidence heads."""
+FREEZABLE = ("embed", "head", "norm", "layers")
+"""`--freeze`: parts of a whole model."""
+THIRDS = "thirds"
+"""`--row-features` without numbers: layers at 1/3 and 2/3 of the depth, and the last."""
+CORRUPTIONS = ("random", "uniform", "draft", "mixed")
+"""See `masked_text.corrupt`."""
+BLOCK_STARTS = ("clean", "noised")
+"""See `paired_forward.source_rows`."""
+PACKINGS = ("none", "stream", "separate")
+"""See `packing`."""
+DECIDED_BY_START = ("rows", "draft_vocab", "features", "row_features", "no_fit", "mask_token")
+LONGEST_CHAIN = 64
+"""The largest `--spec-len` of `eagle3`."""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Objective and packing as in the released code; learning rate and schedule as in a public finetuning script for it,
+    # with 3 % of the steps to warm up. 256 rows of 2,048 tokens per step: 1.3 billion tokens.
+    "fast-dllm-v2": {
+        "family": "diffusion",
+        "block_start": "noised",
+        "corruption": "uniform",
+        "mask_logit": "scored",
+        "position_decay": 0.0,
+        "packing": "stream",
+        "seq_len": 2048,
+        "steps": 2500,
+        "batch": 32,
+        "accumulate": 8,
+        "learning_rate": 2e-5,
+        "schedule": "constant",
+        "warmup": 75,
+        "weight_decay": 0.0,
+        "beta2": 0.999,
+        "ema": 0.0,
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting(Option):
+    """Declaration of an option of a training run.
+
+    Attributes:
+      families: those that take it.
+      group: its heading on the help page; empty: the families.
+      learned: False if it does not change what is learned, so that a run may continue with another value.
+      flag: further arguments of `add_argument`.
+    """
+
+    families: tuple[str, ...] = FAMILIES
+    group: str = ""
+    learned: bool = True
+    flag: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _setting(default: Any, help: str, *, metavar: str | None = None, **about: Any) -> Any:
+    if metavar is not None:
+        about["flag"] = {"metavar": metavar, **about.get("flag", {})}
+    return dataclasses.field(default=default, metadata={"option": Setting(help, **about)})
+
+
+_model = functools.partial(_setting, group="what is trained")
+_data = functools.partial(_setting, group="data")
+_published = functools.partial(_setting, families=PUBLISHED)
+_block = functools.partial(_setting, families=BLOCKS)
+_dspark = functools.partial(_setting, families=("dspark",))
+_masked = functools.partial(_setting, families=MASKED)
+_optimizer = functools.partial(_setting, group="optimisation")
+_run = functools.partial(_setting, group="the run", learned=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Options of a training run, checked; each field is a flag.
+
+    A None stands for a value that depends on other options or on the target; `from_flags` and `resolved` fill it in.
+
+    Raises:
+      OptionError: a value out of its range, or options that contradict each other.
+    """
+
+    preset: str | None = _model(None, "take unspecified options from this recipe", choices=tuple(PRESETS))
+    target: str | None = _model(None, "model to draft for; default: SmolLM2-135M-Instruct", metavar="P")
+    family: str = _model("dspark", "kind of drafter", choices=FAMILIES)
+    layers: str | None = _model(
+        None, "target layers to start from; default: the last two, the last (eagle3), all (standalone)", metavar="i,j"
+    )
+    start: str | None = _model(
+        None, "continue from this drafter, adding heads that it lacks (dspark), or this model (diffusion)", metavar="P"
+    )
+
+    seq_len: int = _data(320, "documents are cut to this many tokens", least=8, metavar="L")
+    held_out: int = _data(64, "documents never trained on", least=1)
+    skip_short: bool = _data(False, "leave out documents shorter than a block")
+
+    rows: int = _block(7, "tokens that one pass drafts", least=1)
+    row_features: str | None = _block(
+        None,
+        "this project's network: target layers that enter each row; without numbers: 1/3, 2/3, last",
+        flag={"metavar": "i,j", "nargs": "?", "const": THIRDS},
+    )
+    no_fit: bool = _block(False, "with --row-features: a random start instead of a ridge regression")
+    prefix_fraction: float | None = _block(
+        None, "share of blocks that begin with known tokens; default: 0.25 with --row-features, else 0", least=0, most=1
+    )
+    ce_weight: float = _block(0.1, "weight of the cross-entropy with the answers", least=0)
+    l1_weight: float = _block(0.9, "weight of the distance from the target's distribution", least=0)
+    markov: str = _dspark("vanilla", "kind of the Markov head", choices=MARKOV_HEADS)
+    markov_rank: int = _dspark(256, "size of its vectors", least=1)
+    confidence_weight: float = _dspark(1.0, "weight of the confidence head's loss; 0: no such head", least=0)
+    confidence_for: str = _dspark(
+        "sampled", "acceptance that the head predicts: rejection sampling's or greedy", choices=("sampled", "greedy")
+    )
+    draft_vocab: int = _published(0, "draft only the n most frequent tokens of the answers; 0: all", least=0)
+    anchors: int = _published(64, "blocks, or chains, per document and step", least=1)
+    features: str | None = _published(
+        None, "target layers whose outputs it reads; default: five, evenly spread", metavar="i,j"
+    )
+    feature_cache: Path | None = _published(  # noqa: RUF009 (a field, as the others)
+        None, "folder: compute the target's features once", metavar="DIR"
+    )
+    cache_layers: str | None = _published(
+        None, "target layers to store for other runs, beside those that this run reads", learned=False, metavar="i,j"
+    )
+    borrow: bool = _published(False, "store neither the target's embedding nor its head")
+    mask_token: int | None = _setting(
+        None, "id for an unknown token; default: one that no text has", families=(*BLOCKS, *DIFFUSION), metavar="ID"
+    )
+    position_decay: float = _setting(
+        3.0, "the k-th masked token weighs exp(-(k-1)/x); 0: all weigh 1", families=(*BLOCKS, *MASKED), least=0
+    )
+    ttt_length: int = _setting(7, "passes that training unrolls", families=EAGLE, least=1, most=LONGEST_CHAIN)
+    step_decay: float = _setting(0.8, "the k-th pass weighs x ** (k-1)", families=EAGLE, above=0, most=1)
+    block_size: int = _masked(32, "positions per block", least=2)
+    corruption: str = _masked("mixed", "masks of a block (uniform: as released)", choices=CORRUPTIONS)
+    draft_fraction: float = _masked(0.5, "share of blocks that look like drafting (mixed)", least=0, most=1)
+    no_complementary: bool = _masked(False, "one mask per document, without its complement")
+    block_start: str = _masked(
+        "clean", "block that predicts the next one's first token (noised: as released)", choices=BLOCK_STARTS
+    )
+    mask_logit: str = _masked(
+        "hidden", "the mask token in the softmax (scored: as released)", choices=("hidden", "scored")
+    )
+    packing: str = _setting(
+        "none",
+        "one document per row; several, each seeing those before it (stream: as released) or only itself (separate)",
+        families=DIFFUSION,
+        choices=PACKINGS,
+    )
+    freeze: str | None = _setting(
+        None,
+        f"parts that stay as they are: {', '.join(FREEZABLE)}; of dspark drafters {BACKBONE}, all but the heads",
+        families=("dspark", *DIFFUSION),
+        metavar="PART,PART",
+    )
+    kl_weight: float = _setting(0.0, "share of KL(target || drafter) in the loss", families=STANDALONE, least=0, most=1)
+
+    steps: int = _optimizer(1000, "optimiser steps", least=1)
+    batch: int = _optimizer(8, "documents per step and accumulation, over all devices", least=1)
+    accumulate: int = _optimizer(1, "batches whose gradients make a step", least=1)
+    learning_rate: float = _optimizer(5e-4, "highest learning rate", above=0)
+    schedule: str = _optimizer("cosine", "wsd: constant with a linear end", choices=("cosine", "constant", "wsd"))
+    warmup: int = _optimizer(50, "steps of linear warm-up, at most a quarter of all", least=0)
+    decay_fraction: float = _optimizer(0.2, "wsd: share of the steps in the linear end", above=0, most=1)
+    final_fraction: float = _optimizer(0.05, "last learning rate, as a share of the highest", least=0, most=1)
+    weight_decay: float = _optimizer(0.01, "AdamW's weight decay, on matrices", least=0)
+    beta2: float = _optimizer(0.95, "AdamW's decay of squared gradients", above=0, below=1)
+    clip: float = _optimizer(1.0, "largest gradient norm", above=0)
+    ema: float = _optimizer(0.99, "decay of the averaged parameters, which are saved; 0: no average", least=0, below=1)
+    seed: int = _optimizer(0, "random seed of shuffling, masks and initialisation", least=0, most=2**32 - 1)
+    compute_dtype: str | None = _optimizer(
+        None, "dtype of the arithmetic; default: float32 on CPU, else bfloat16", choices=("float32", "bfloat16")
+    )
+
+    fsdp: int = _run(1, "devices that share parameters and optimiser state (diffusion)", metavar="N")
+    save_every: int = _run(100, "steps between checkpoints", least=1)
+    eval_every: int = _run(0, "steps between measurements; 0: only at the end", least=0)
+    eval_prompts: int | None = _run(
+        None, "held-out documents to measure on; default: 16, or all if there are fewer", least=1
+    )
+    eval_tokens: int = _run(64, "tokens per answer of a measurement", least=1)
+    eval_spec_len: int | None = _run(
+        None, "tokens per draft of a measurement; default: as trained, or 10", least=1, metavar="N"
+    )
+    push_to_hub: str | None = _run(None, "upload the finished drafter to this Hub repository", metavar="NAME")
+    storage: str = _run("bfloat16", "dtype of the stored weights", choices=STORAGES)
+
+    start_config: DSparkConfig | None = None
+    """Configuration of the block drafter at `start`."""
+
+    def __post_init__(self) -> None:
+        for field in settings():
+            check_value(field, getattr(self, field.name))
+        self._check_run()
+        if self.cache_layers and not self.feature_cache:
+            raise OptionError(f"--cache-layers {self.cache_layers}: needs --feature-cache, where they are stored")
+        if self.family in BLOCKS and (self.eval_spec_len or 0) > self.rows:
+            raise OptionError(f"--eval-spec-len {self.eval_spec_len}: a pass drafts at most --rows {self.rows} tokens")
+        for name in ("features", "mask_token"):
+            if self.row_features and getattr(self, name) is not None:
+                raise OptionError(f"{flag_of(name)} {getattr(self, name)}: not with --row-features")
+        require(
+            not self.no_fit or bool(self.row_features), "--no-fit", "needs --row-features, which are what is fitted"
+        )
+        if self.family in MASKED and self.seq_len % self.block_size:
+            raise OptionError(f"--seq-len {self.seq_len}: must be a multiple of --block-size {self.block_size}")
+
+    def _check_run(self) -> None:
+        if (self.eval_prompts or 0) > self.held_out:
+            raise OptionError(f"--eval-prompts {self.eval_prompts}: must be at most --held-out {self.held_out}")
+        if self.push_to_hub is not None:
+            try:
+                validate_repo_id(self.push_to_hub)
+            except HFValidationError as error:
+                raise OptionError(f"--push-to-hub {self.push_to_hub}: {str(error).splitlines()[0]}") from None
+        if self.family not in STANDALONE and self.storage not in deepspec.STORAGES:
+            choices = " or ".join(deepspec.STORAGES)
+            raise OptionError(f"--storage {self.storage}: {self.family} drafters are stored as {choices}")
+        if self.fsdp != 1 and self.family not in DIFFUSION:
+            raise OptionError(f"--fsdp {self.fsdp}: only the parameters of --family diffusion are shared among devices")
+
+    @classmethod
+    def from_flags(cls, flags: Mapping[str, Any]) -> TrainConfig:
+        """Builds the configuration from parsed flags (None: absent), over the preset, over the defaults.
+
+        Raises:
+          CheckpointError, ConfigError: the drafter at `--start` cannot be read.
+          OptionError: a bad value, an option that the family does not take, or one that `--start` decides.
+        """
+        values = {field.name: flags[field.name] for field in settings() if flags.get(field.name) is not None}
+        preset = PRESETS.get(flags["preset"], {})
+        if preset and values.get("family", preset["family"]) != preset["family"]:
+            family, name = values["family"], flags["preset"]
+            raise OptionError(f"--family {family}: --preset {name} is of --family {preset['family']}")
+        family = (preset | values).get("family", cls.family)
+        start = _start_config(family, values)
+        _check_takers(family, values, start)
+        values = preset | values
+        if start is not None:
+            values |= {"rows": start.block_size, "draft_vocab": start.draft_vocab or 0}
+            values |= {"mask_token": start.mask_token_id, "start_config": start}
+        reads_rows = "row_features" in values or (start is not None and bool(start.row_features))
+        values.setdefault("compute_dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
+        values.setdefault("prefix_fraction", 0.25 if reads_rows else 0.0)
+        values.setdefault("eval_prompts", min(16, values.get("held_out", cls.held_out)))
+        return cls(**values)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the arithmetic; parameters stay float32."""
+        return jnp.dtype(self.compute_dtype or "float32")
+
+    def learned(self) -> dict[str, Any]:
+        """Returns the options that change what is learned, JSON-ready: a run's folder belongs to them."""
+        values = {field.name: getattr(self, field.name) for field in settings() if field.metadata["option"].learned}
+        return values | {"feature_cache": self.feature_cache is not None}
+
+    def resolved(self, target: ModelConfig, mask_token: int | None) -> TrainConfig:
+        """Returns the configuration for a target: its vocabulary bounds `draft_vocab`, and the mask token is known."""
+        draft_vocab = min(self.draft_vocab, target.vocab_size)
+        return dataclasses.replace(self, draft_vocab=draft_vocab, mask_token=mask_token)
+
+
+@functools.cache
+def settings() -> tuple[dataclasses.Field, ...]:
+    """Returns the fields of `TrainConfig` that are flags."""
+    return tuple(field for field in dataclasses.fields(TrainConfig) if "option" in field.metadata)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag of each setting under its heading; the value of an absent flag is None."""
+    groups: dict[str, Any] = {}
+    for field in settings():
+        about: Setting = field.metadata["option"]
+        title = about.group or f"{', '.join(about.families)} drafters"
+        group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
+        add_flag(group, field, **about.flag)
+
+
+def _check_takers(family: str, values: Mapping[str, Any], start: DSparkConfig | None) -> None:
+    """Raises OptionError: an option that the family does not take, or that the drafter at `--start` decides."""
+    heads = () if start is None or start.markov is None else ("markov", "markov_rank")
+    for field in settings():
+        name, families = field.name, field.metadata["option"].families
+        if name not in values:
+            continue
+        flag = flag_of(name) if values[name] is True else f"{flag_of(name)} {values[name]}"
+        if family not in families:
+            raise OptionError(f"{flag}: --family {family} has no such option, only {', '.join(families)}")
+        if start is not None and name in (*DECIDED_BY_START, *heads):
+            raise OptionError(f"{flag}: the drafter of --start {values['start']} decides it")
+    freeze = values.get("freeze")
+    if family == "dspark" and freeze is not None:
+        flag = f"--freeze {freeze}"
+        require(freeze == BACKBONE, flag, f"of a dspark drafter {BACKBONE} can stay as it is, all but its heads")
+        require(start is not None, flag, f"needs --start, the drafter whose {BACKBONE} stays as it is")
+
+
+def _start_config(family: str, values: Mapping[str, Any]) -> DSparkConfig | None:
+    """Reads the configuration of the block drafter at `--start`; None: training starts from a model's layers.
+
+    Raises:
+      CheckpointError, ConfigError: there is none.
+      OptionError: it cannot be trained so.
+    """
+    start, layers = values.get("start"), values.get("layers")
+    if start is None or family in DIFFUSION:
+        return None
+    if family not in BLOCKS or layers is not None:
+        flag = f"--family {family}" if layers is None else f"--layers {layers}"
+        raise OptionError(f"{flag}: not with --start, which continues from a dspark or dflash drafter as it is")
+    flag = f"--start {start}"
+    if is_drafter_folder(start) or feature_kind(start) != FEATURE_BLOCK:
+        raise OptionError(f"{flag}: not a dspark or dflash drafter")
+    file = resolve_source(start) / "config.json"
+    config = parse_config(read_json(file), str(file))
+    if config.own_row or config.sliding_windows or config.full_is_causal:
+        raise OptionError(f"{flag}: z-lab's layout, sliding layers and causal blocks are read, and not trained")
+    if family != "dspark" and config.published_method == "dspark":
+        raise OptionError(f"{flag}: has a Markov or a confidence head: --family dspark")
+    return config

@@ -1,0 +1,310 @@
+"""The training loop: optimiser, steps over all devices, checkpoints with exact resume, log."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+from failfast_jax import distributed, numerics
+from failfast_jax.errors import CheckpointError, OptionError
+from failfast_jax.files import append_lines, orbax_path, read_lines, write_atomically
+from failfast_jax.progress import progress_bar
+from failfast_jax.train.objective import Objective
+from failfast_jax.train.spread import Spread
+from failfast_jax.train.train_config import TrainConfig
+
+LOG_FILE = "log.jsonl"
+CHECKPOINTS, KEPT = "checkpoints", 2
+LOG_EVERY = 10
+"""Steps between two lines of the log."""
+
+
+def learning_rates(config: TrainConfig) -> optax.Schedule:
+    """Returns the learning rate by step: warm-up, then cosine, constant, or constant with a linear end (WSD)."""
+    warmup = min(config.warmup, max(config.steps // 4, 1))
+    end = config.learning_rate * config.final_fraction
+    if config.schedule == "cosine":
+        last = max(config.steps, warmup + 1)
+        return optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, last, end)
+    decay = max(int(config.steps * config.decay_fraction), 1)
+    hold = max(config.steps - warmup - decay, 0)
+    parts = [
+        optax.linear_schedule(0.0, config.learning_rate, warmup),
+        optax.constant_schedule(config.learning_rate),
+        optax.linear_schedule(config.learning_rate, end, decay),
+    ]
+    if config.schedule == "constant":
+        return optax.join_schedules(parts[:2], [warmup])
+    return optax.join_schedules(parts, [warmup, warmup + hold])
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Returns AdamW after clipping, with the configured schedule."""
+
+    def decayed(params):
+        # Fused biases are two-dimensional.
+        return jax.tree_util.tree_map_with_path(lambda path, x: x.ndim > 1 and "bias" not in str(path), params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip),
+        optax.adamw(learning_rates(config), b2=config.beta2, weight_decay=config.weight_decay, mask=decayed),
+    )
+
+
+def initial_state(objective: Objective, config: TrainConfig, spread: Spread | None = None) -> dict[str, Any]:
+    """Returns step 0: parameters, their moving average (if any), the optimiser's state; spread over the devices."""
+
+    def placed(tree: Any) -> Any:
+        return tree if spread is None else spread.parts(tree)
+
+    trainable = placed(jax.tree.map(jnp.array, objective.trainable))
+    state = {"step": jnp.int32(0), "params": trainable, "optimizer": make_optimizer(config).init(trainable)}
+    if config.ema:
+        state["ema"] = jax.tree.map(jnp.array, trainable)
+    return placed(state)
+
+
+def averaged(state: dict[str, Any]) -> Any:
+    """Returns the parameters of the drafter: the average, or the last ones where there is none."""
+    return state.get("ema", state["params"])
+
+
+def make_step(objective: Objective, config: TrainConfig) -> Callable:
+    """Returns `(state, constants, batch) -> (state, metrics)`; batch leaves are `[accumulate * batch, ...]`."""
+    optimizer = make_optimizer(config)
+    gradient = jax.value_and_grad(objective.loss, has_aux=True)
+
+    def accumulated(params, constants, batch, key):
+        # 6 documents, accumulate 2: documents 0 2 4 are the first batch, 1 3 5 the second. Each weighs as much as it
+        # has labels.
+        parts = config.accumulate
+        split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
+
+        def body(total, item):
+            out = gradient(params, constants, *item)
+            labels = jnp.float32(out[0][1].get("labels", 1))
+            return jax.tree.map(lambda a, b: a + b.astype(jnp.float32) * labels, total, out), labels
+
+        first = jax.eval_shape(gradient, params, constants, jax.tree.map(lambda x: x[0], split), key)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), first)
+        sums, labels = jax.lax.scan(body, zeros, (split, jax.random.split(key, parts)))
+        (value, metrics), grads = jax.tree.map(lambda x: x / jnp.maximum(labels.sum(), 1.0), sums)
+        if "labels" in metrics:
+            metrics["labels"] = labels.sum()
+        return (value, metrics), grads
+
+    def step(state, constants, batch):
+        key = jax.random.fold_in(numerics.random_key(config.seed), state["step"])
+        compute = gradient if config.accumulate == 1 else accumulated
+        (value, metrics), grads = compute(state["params"], constants, batch, key)
+        updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
+        new = {"step": state["step"] + 1, "params": params, "optimizer": optimizer_state}
+        if config.ema:
+            # A short average at first, so that the start is forgotten.
+            decay = jnp.minimum(config.ema, (1.0 + state["step"]) / (10.0 + state["step"]))
+            new["ema"] = jax.tree.map(lambda old, mean: old * decay + mean * (1 - decay), state["ema"], params)
+        return new, metrics
+
+    return step
+
+
+def check_devices(config: TrainConfig) -> None:
+    """Raises OptionError: the batch does not divide over the devices."""
+    if config.batch % len(jax.devices()):
+        raise OptionError(f"--batch {config.batch}: must be a multiple of the {len(jax.devices())} devices")
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Returns true if a run has saved a step."""
+    return any(path.name.isdigit() for path in (folder / CHECKPOINTS).glob("*"))
+
+
+class Trainer:
+    """Trains an objective in a folder of checkpoints and a log.
+
+    A step is a function of the state and the step number, so that a run that was killed at any moment continues to the
+    same losses.
+
+    Args:
+      spread: devices of the arrays; None: copies on all of them. It may change from one piece of a run to the next.
+
+    Attributes:
+      step: number of steps done.
+
+    Raises:
+      OptionError: the batch does not divide over the devices.
+    """
+
+    def __init__(self, config: TrainConfig, objective: Objective, folder: Path, spread: Spread | None = None):
+        check_devices(config)
+        self.config, self.objective, self.folder = config, objective, folder
+        self.spread, self.step = spread or Spread.over(), 0
+
+    def train(
+        self, dataset: Any, evaluate: Callable[[Any], dict[str, float]] | None = None, deadline: float = math.inf
+    ) -> tuple[dict[str, Any], bool]:
+        """Trains until the last step, continuing from the newest checkpoint in the folder.
+
+        Args:
+          dataset: `dataset[step]` is a batch of `batch * accumulate` documents.
+          evaluate: `(averaged parameters) -> figures`, logged and shown; called every `eval_every` steps.
+          deadline: stop (with a checkpoint) after this `time.monotonic()`, after a step at least.
+
+        Returns:
+          The state, and whether all steps are done.
+
+        Raises:
+          OptionError: the loss is not finite.
+        """
+        config, objective, spread = self.config, self.objective, self.spread
+        state = initial_state(objective, config, spread)
+        objective.constants = spread.copies(objective.constants)
+        with _checkpoints(self.folder) as manager:
+            state = _restored(manager, state)
+            self.step = int(state["step"])
+            progress = _Progress(self.folder / LOG_FILE, self.step, config.steps)
+            places = spread.places(state), spread.everywhere
+            compiled = jax.jit(make_step(objective, config), donate_argnums=0, out_shardings=places)
+            out_of_time = False
+            while self.step < config.steps and not out_of_time:
+                batch = self._batch(dataset)
+                state, metrics = compiled(state, objective.constants, batch)
+                self.step += 1
+                progress.count(objective.tokens(batch))
+                out_of_time = deadline < math.inf and distributed.agreed(time.monotonic() > deadline)
+                last = self.step == config.steps or out_of_time
+                save = self.step % config.save_every == 0 or last
+                if self.step % LOG_EVERY == 0 or save:
+                    progress.metrics(self.step, metrics)
+                if evaluate and ((config.eval_every and self.step % config.eval_every == 0) or last):
+                    progress.held_out(self.step, evaluate, averaged(state))
+                if save:  # after what is logged for this step, so that a kill in between loses nothing
+                    _save(manager, self.step, state)
+            progress.bar.close()
+        return state, self.step == config.steps
+
+    def _batch(self, dataset: Any) -> dict[str, Any]:
+        """Returns the next step's batch on the devices."""
+        batch = dataset[self.step]
+        # Features are computed from tokens that are spread over the devices.
+        batch = {**batch, "tokens": self.spread.batch(batch["tokens"])}
+        return self.spread.batch(self.objective.prepare(batch))
+
+
+@contextlib.contextmanager
+def _checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
+    place = orbax_path(folder / CHECKPOINTS)
+
+    def sweep() -> None:
+        # A run that was killed may have left checkpoints half-written, and older ones half-deleted.
+        steps = sorted((int(path.name) for path in place.glob("[0-9]*") if path.name.isdigit()), reverse=True)
+        for step in steps[KEPT:]:
+            shutil.rmtree(place / str(step))
+
+    distributed.first(sweep)
+    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True)
+    manager = ocp.CheckpointManager(place, options=options)
+    try:
+        yield manager
+        _check_last(manager)
+    except BaseException:
+        if distributed.alone():  # others wait for this process, which must not wait for them
+            manager.close()
+        raise
+    manager.close()
+
+
+def _restored(manager: ocp.CheckpointManager, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the newest checkpoint; without one, `state` itself."""
+    step = distributed.agreed(manager.latest_step())
+    if step is None:
+        return state
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return manager.restore(step, args=ocp.args.StandardRestore(abstract))
+
+
+def _save(manager: ocp.CheckpointManager, step: int, state: dict[str, Any]) -> None:
+    _check_last(manager)  # Orbax writes while training goes on, and waits for the one before anyway
+    manager.save(step, args=ocp.args.StandardSave(state))
+
+
+def _check_last(manager: ocp.CheckpointManager) -> None:
+    """Checks the newest checkpoint, which this manager has saved or restored, once it is written.
+
+    Raises:
+      CheckpointError: it cannot be read again.
+    """
+    manager.wait_until_finished()
+    if (step := manager.latest_step()) is None:
+        return
+    try:
+        readable = manager.item_metadata(step) is not None
+    except Exception:  # of Orbax's storage layers
+        readable = False
+    if not readable:
+        raise CheckpointError(f"{manager.directory}/{step}: was written, and cannot be read again; name another --out")
+
+
+class _Progress:
+    """The log and the progress bar of a run that continues after `step`.
+
+    The log is JSON lines; those after the restored step were written by a run that was killed: dropped.
+    """
+
+    def __init__(self, log: Path, step: int, steps: int):
+        self.log = log
+        if distributed.speaks():
+            records = read_lines(log)[0] if log.exists() else []
+            write_atomically(log, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
+        self.bar = progress_bar("train", "step", total=steps, initial=step)
+        self._shown: dict[str, str] = {}
+        self._rows, self._start = 0, time.perf_counter()
+
+    def count(self, rows: int) -> None:
+        """Counts a step that the devices were given."""
+        self._rows += rows
+        self.bar.update()
+
+    def metrics(self, step: int, metrics: dict[str, Any]) -> None:
+        """Logs a step's metrics and the speed since the last ones.
+
+        Raises:
+          OptionError: the loss is not finite.
+        """
+        values = {name: float(value) for name, value in metrics.items()}
+        values["rows_per_s"] = self._rows / (time.perf_counter() - self._start)
+        loss, norm = values["loss"], values["grad_norm"]
+        if not np.isfinite(loss + norm):
+            raise OptionError(f"step {step}: loss {loss}, gradient norm {norm}; lower --learning-rate")
+        shown = {"loss": f"{loss:.3f}", "rows/s": f"{values['rows_per_s']:.0f}"}
+        if "accepted" in values:
+            shown["train accepted"] = f"{values['accepted']:.2f}"
+        self._write({"step": step, **values}, shown)
+        self._rows, self._start = 0, time.perf_counter()
+
+    def held_out(self, step: int, evaluate: Callable[[Any], dict[str, float]], params: Any) -> None:
+        """Measures and logs; the time that it takes does not count."""
+        paused = time.perf_counter()
+        figures = evaluate(params)
+        self._write({"step": step, "held_out": figures}, {"accepted": f"{figures['accepted_per_round']:.2f}"})
+        self._start += time.perf_counter() - paused
+
+    def _write(self, record: dict[str, Any], shown: dict[str, str]) -> None:
+        if distributed.speaks():
+            append_lines(self.log, [record])
+        self._shown |= shown
+        self.bar.set_postfix(self._shown)

@@ -14,7 +14,7 @@ OUTSIDE = {
     "tpu_scripts/README.md": "cloud-tpu.md",
     "CHANGELOG.md": "changes.md",
     "examples/failfast.ipynb": "failfast.ipynb",
-    "failfast_jax/bench/data/failfast-paper.yaml": "failfast-paper.yaml",
+    "failfast_jax/bench/presets/failfast-paper.yaml": "failfast-paper.yaml",
 }
 """Files of the repository, and what they are called in the site."""
 

@@ -76,11 +76,12 @@ def stop_at_models() -> None:
     """From here on, in this process, commands end where they would read models, measure or start other programs."""
     from convert.conversion import native
     from failfast_jax import chat, doctor, generate, serve
-    from failfast_jax.bench import answers, datasets, engine_pool, micro, replay
+    from failfast_jax.bench import answers, engine_pool, micro, replay
     from failfast_jax.checkpoints import hub
+    from failfast_jax.public_data import question_sets
     from failfast_jax.train import draft_graph_calibration, selfgen, train_command
 
-    generate.load_engine = serve.load_engine = chat.load_engine = datasets.hub_rows = _reached
+    generate.load_engine = serve.load_engine = chat.load_engine = question_sets.hub_rows = _reached
     hub.snapshot, answers.ENGINES["ray"] = _offline, _reached
     for module in (engine_pool, micro, selfgen):
         module.load_pair = _reached

@@ -227,7 +227,7 @@ class SmallFiles:
 
     def prompts(self, rng: random.Random) -> None:
         """A file of prompts, or of a dataset's rows, for `bench run`."""
-        from failfast_jax.bench.datasets import load_dataset
+        from failfast_jax.public_data.question_sets import load_dataset
 
         rows = [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}, {"turns": ["a", "b"]}, [1, 2], "a"]
         rows += [{"question": "1 + 1?", "answer": "#### 2"}]

@@ -27,7 +27,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.decoding.accept import agreeing_prefix
 from failfast_jax.decoding.drafter import Drafter, Wrapper
 from failfast_jax.decoding.economics import MODEL_CHANCES, Costs
@@ -38,6 +37,7 @@ from failfast_jax.defaults import load_pair
 from failfast_jax.drafters.economic import Economic
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.progress import progress_bar
+from failfast_jax.public_data.question_sets import load_dataset
 from failfast_jax.runtime import Request
 from failfast_jax.tables import markdown
 

@@ -9,7 +9,7 @@ import json
 import pytest
 from checkpoint_files import run_python
 
-from failfast_jax.bench import published_speeds
+from failfast_jax.public_data import published_speeds
 
 pytestmark = [
     pytest.mark.long,

@@ -267,7 +267,7 @@ def report(device, method: str) -> dict:
     import jax.numpy as jnp
     import numpy as np
 
-    from failfast_jax.bench import hlo
+    from tpu_scripts import hlo
 
     text, memory = compiled.as_text(), compiled.memory_analysis()
     state, weights = jax.tree.leaves(shapes), jax.tree.leaves(models)
@@ -300,14 +300,15 @@ def replayed(topology_name: str, *wanted: str) -> None:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from failfast_jax.bench import hlo, public_models
     from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
     from failfast_jax.models.sharding import mesh_of
     from failfast_jax.platforms import compiler_options
+    from failfast_jax.public_data import model_shapes
+    from tpu_scripts import hlo
 
     names = {"qwen2.5-7b": "target", "fast-dllm-v2-1.5b": "drafter"}
     for public, name in names.items():
-        public_models.CONFIGS[name] = dataclasses.replace(public_models.CONFIGS[public], num_layers=2)
+        model_shapes.CONFIGS[name] = dataclasses.replace(model_shapes.CONFIGS[public], num_layers=2)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices
     mesh = mesh_of(devices) if len(devices) > 1 else None
     sizes = {"seed": 0, "repeats": 1, "tensor_parallel": len(devices)}

@@ -20,11 +20,11 @@ def compiled(topology: str, rows: int, model: str):
     import jax.numpy as jnp
     from jax.experimental import topologies
 
-    from failfast_jax.bench.public_models import CONFIGS
     from failfast_jax.checkpoints.fast_dllm import as_fast_dllm
     from failfast_jax.checkpoints.parameters import Skeleton
     from failfast_jax.models.config import FAST_DLLM_MASK_TOKEN
     from failfast_jax.models.transformer import Decoder
+    from failfast_jax.public_data.model_shapes import CONFIGS
     from failfast_jax.train.diffusion_run import DiffusionObjective
     from failfast_jax.train.spread import Spread
     from failfast_jax.train.train_config import TrainConfig

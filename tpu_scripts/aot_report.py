@@ -4,7 +4,7 @@
 
 For each case the round loop (draft, expand, verify, accept, commit, and the loop over rounds) is compiled from
 abstract shapes, without weights in memory, and so are single passes: verifies of 8, 16 and 64 rows, and a window of the
-drafter. No TPU is needed, and nothing is run: times are estimates, made as `failfast_jax.bench.hlo.timeline` says, and
+drafter. No TPU is needed, and nothing is run: times are estimates, made as `tpu_scripts.hlo.timeline` says, and
 stand beside a floor, weights and live cache read once.
 """
 
@@ -38,14 +38,15 @@ import jax
 from tqdm import tqdm
 
 from failfast_jax import command, distributed, platforms
-from failfast_jax.bench import hlo, limits, published_speeds
-from failfast_jax.bench.public_models import DRAFTERS, READERS, TARGETS, nbytes
-from failfast_jax.bench.published import fit, published_for
 from failfast_jax.errors import OptionError
 from failfast_jax.files import write_atomically
 from failfast_jax.models import quantization
 from failfast_jax.models.cache import KVCache
+from failfast_jax.public_data import acceptance_law, published_speeds
+from failfast_jax.public_data.acceptance_law import fit, published_for
+from failfast_jax.public_data.model_shapes import DRAFTERS, READERS, TARGETS, nbytes
 from failfast_jax.tables import markdown
+from tpu_scripts import hlo
 from tpu_scripts.tpu_compiler import WIDTHS, Case, Compiler
 
 platforms.tell_libtpu(platforms.CHIPS.values())
@@ -108,7 +109,7 @@ def speedup_bound(case: Case, passes: dict[str, Any]) -> dict[str, Any]:
         cost = {width: passes[f"verify({width})"][kind] for width in WIDTHS}
         # One step of plain decoding is a pass of 8 rows, narrower ones cost more; estimates of wider ones may be lower.
         ladder, step = {width: cost[width] for width in WIDTHS[1:]}, min(cost.values())
-        return limits.ladder_speedup(law, ladder, step, passes["drafter"][kind], case.batch)
+        return acceptance_law.ladder_speedup(law, ladder, step, passes["drafter"][kind], case.batch)
 
     return {
         "MATH": speedup("ms"),

@@ -19,16 +19,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from failfast_jax import decoding, platforms
-from failfast_jax.bench import hlo
-from failfast_jax.bench.public_models import (
-    CONFIGS,
-    READERS,
-    abstract_model,
-    abstract_reader,
-    cache_bytes,
-    spread_shapes,
-    weights_read,
-)
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding import accept, placement
 from failfast_jax.drafters import build_drafter
@@ -37,6 +27,16 @@ from failfast_jax.models import sharding
 from failfast_jax.models.cache import TPU_TILE, KVCache, round_up
 from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.public_data.model_shapes import (
+    CONFIGS,
+    READERS,
+    abstract_model,
+    abstract_reader,
+    cache_bytes,
+    spread_shapes,
+    weights_read,
+)
+from tpu_scripts import hlo
 
 CONTEXTS = (1024, 8192, 32768)
 """Live positions at which passes are costed; the table shows the first."""
@@ -223,7 +223,7 @@ class Compiler:
         if not 0.98 * weights < traffic < 1.2 * (weights + batch * cache_bytes(config, CONTEXTS[0]) / heads):
             raise ValueError(
                 f"a pass of {width} rows moves {traffic / 1e6:.0f} MB by its text, and its weights have "
-                f"{weights / 1e6:.0f}: this libtpu writes copies in a way that bench/hlo.py does not know"
+                f"{weights / 1e6:.0f}: this libtpu writes copies in a way that hlo.py does not know"
             )
 
         spent = functools.partial(self.seconds, text, model, width)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from failfast_jax.bench import drafting
-from failfast_jax.bench.datasets import Dataset
 from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import Journal
@@ -22,6 +21,7 @@ from failfast_jax.errors import OptionError
 from failfast_jax.files import Record
 from failfast_jax.platforms import machine
 from failfast_jax.progress import progress_bar
+from failfast_jax.public_data.question_sets import Dataset
 from failfast_jax.text import text_of
 
 Place = tuple[str, str]

@@ -15,12 +15,12 @@ from jax.typing import ArrayLike
 
 from failfast_jax import distributed, platforms
 from failfast_jax.bench.clock import interleaved, medians
-from failfast_jax.bench.public_models import nbytes
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.engine import FailFast
 from failfast_jax.models.cache import KVCache
+from failfast_jax.public_data.model_shapes import nbytes
 from failfast_jax.runtime import Request
 
 DRAFTS, REPEATS = 50, 9

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from failfast_jax.bench.datasets import stamp
 from failfast_jax.bench.variants import BASELINE, DRAFTER, THETA, Variant
 from failfast_jax.checkpoints.hub import default_target_path, find_models, unreachable
 from failfast_jax.checkpoints.pair import has_heads, own_method
@@ -20,6 +19,7 @@ from failfast_jax.engine import FailFast
 from failfast_jax.errors import CheckpointError
 from failfast_jax.files import user_path
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, FEATURE_BLOCK
+from failfast_jax.public_data.question_sets import stamp
 
 
 def model_stamp(source: str | os.PathLike) -> dict[str, Any]:

@@ -22,12 +22,12 @@ import numpy as np
 from failfast_jax.bench import report
 from failfast_jax.bench.journal import ANSWER, RECORDS, planned
 from failfast_jax.bench.modelled import LARGEST, THEORY_LENGTHS, authors_latencies, theory_curve
-from failfast_jax.bench.published import appendix_b
 from failfast_jax.bench.released import Counts, counts
 from failfast_jax.bench.run_options import RELEASED
 from failfast_jax.bench.variants import BASELINE, BATCH
 from failfast_jax.command import needed
 from failfast_jax.files import Record, read_lines, write_atomically
+from failfast_jax.public_data.acceptance_law import appendix_b
 
 SENSITIVE = {
     "tau": "confidence threshold tau",

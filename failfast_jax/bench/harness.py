@@ -15,7 +15,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from failfast_jax.bench.datasets import Dataset, Question, stamp
 from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.journal import ANSWER, DIFFERENCE, Journal, Record, key_of
 from failfast_jax.bench.variants import BASELINE, CORPUS, VANILLA, Variant
@@ -28,6 +27,7 @@ from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.engine import FailFast, Prompt, Result
 from failfast_jax.errors import PromptError
 from failfast_jax.progress import progress_bar
+from failfast_jax.public_data.question_sets import Dataset, Question, stamp
 from failfast_jax.text import text_of
 
 WARM_UPS = 3

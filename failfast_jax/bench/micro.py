@@ -38,8 +38,6 @@ from failfast_jax import decoding, distributed, platforms
 from failfast_jax.bench import attention, cpu_kernels, hf_reference
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.drafting import drafting_report
-from failfast_jax.bench.prompts import PROMPTS
-from failfast_jax.bench.public_models import hollow, nbytes
 from failfast_jax.bench.replay_programs import Models, OnDevice, compiled, start_of, verify_program
 from failfast_jax.bench.serving import serving_report
 from failfast_jax.checkpoints.hub import default_target_path
@@ -52,6 +50,8 @@ from failfast_jax.engine import FailFast
 from failfast_jax.files import user_path, write_atomically
 from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.public_data.model_shapes import hollow, nbytes
+from failfast_jax.public_data.question_sets import PROMPTS
 from failfast_jax.runtime import Request, Session
 
 PARTS = (

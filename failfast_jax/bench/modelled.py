@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 from scipy.optimize import brentq
 
-from failfast_jax.bench.limits import papers_speedup, speedup_limit
-from failfast_jax.bench.published import DATASETS, appendix_b, published_for
 from failfast_jax.drafters import METHODS
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION
+from failfast_jax.public_data.acceptance_law import DATASETS, appendix_b, papers_speedup, published_for, speedup_limit
 from failfast_jax.tables import markdown
 
 METHOD_NAMES = {"ar": "AR drafter", "fast_dllm": "Fast-dLLM", "failfast": "FailFast"}

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.bench.journal import Plan
-from failfast_jax.bench.limits import papers_speedup
 from failfast_jax.bench.modelled import Latency, is_priced
-from failfast_jax.bench.published import appendix_b, published_for
 from failfast_jax.bench.released import Counts, counts
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.files import Record
+from failfast_jax.public_data.acceptance_law import appendix_b, papers_speedup, published_for
 from failfast_jax.tables import markdown
 
 AR, FAST_DLLM, FAST_DLLM_PLUS, FAILFAST = "AR drafter", "Fast-dLLM", "Fast-dLLM+", "FailFast"

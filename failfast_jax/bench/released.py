@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from failfast_jax.bench.published import CHUNK, DATASETS, Law, appendix_b, draw, fit, published_for
 from failfast_jax.files import Record
+from failfast_jax.public_data.acceptance_law import CHUNK, DATASETS, Law, appendix_b, draw, fit, published_for
 from failfast_jax.tables import markdown
 
 BLOCK, SMALL_BLOCK = 32, 8

@@ -2,7 +2,7 @@
 
 The models have the shapes of Qwen2.5 and Fast-dLLM v2 and random weights, so their drafts mean nothing. How long
 each draft grows and how much of it the target accepts is therefore drawn beforehand, from a law fitted to the
-paper's statistics (`bench.published`), and imposed on the real compiled round: the drafter's own expansion with
+paper's statistics (`acceptance_law`), and imposed on the real compiled round: the drafter's own expansion with
 a stopping rule that ends at the drawn length, the target's own verify, and picks overwritten so that exactly the
 drawn number of tokens agrees. Every pass of every model is executed; nothing leaves the device inside the loop.
 `vanilla` is timed in turn with it, from the same context on.
@@ -24,10 +24,7 @@ from typing import Any
 import jax
 
 from failfast_jax import distributed, platforms
-from failfast_jax.bench import limits, published
 from failfast_jax.bench.figures import figure_class
-from failfast_jax.bench.public_models import CONFIGS, DRAFTERS, TARGETS, MisfitError
-from failfast_jax.bench.published import DATASETS, published_for
 from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
 from failfast_jax.bench.replay_report import NOTICE, plot, report
 from failfast_jax.checkpoints.loading import DTYPES
@@ -35,6 +32,9 @@ from failfast_jax.files import Journal, sole_writer, user_path, write_atomically
 from failfast_jax.models.attention import KERNELS
 from failfast_jax.models.sharding import make_mesh
 from failfast_jax.options import check_least
+from failfast_jax.public_data import acceptance_law
+from failfast_jax.public_data.acceptance_law import DATASETS, published_for
+from failfast_jax.public_data.model_shapes import CONFIGS, DRAFTERS, TARGETS, MisfitError
 
 TARGETS_FILE = "targets.jsonl"
 REAL = ("qwen2.5-32b", "qwen2.5-14b", "qwen2.5-7b")
@@ -103,7 +103,7 @@ def measure(names: list[str], options: ReplayOptions, journal: Journal, spared: 
 def work(args: argparse.Namespace) -> int:
     """Runs the benchmark. A target that does not fit is skipped, and said so."""
     if args.limits:
-        print(limits.table())
+        print(acceptance_law.limits_table())
         return 0
     if args.out is not None:
         figure_class()  # before hours of measuring
@@ -126,7 +126,7 @@ def replayed(args: argparse.Namespace, options: ReplayOptions, names: list[str],
         "what": NOTICE,
         "machine": host,
         "settings": dataclasses.asdict(options),
-        "law": inspect.cleandoc(published.__doc__),
+        "law": inspect.cleandoc(acceptance_law.__doc__),
         "targets": measure(names, options, journal, spared),
     }
     text = report(summary)

@@ -15,18 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from failfast_jax import platforms
 from failfast_jax.bench.clock import interleaved, medians
-from failfast_jax.bench.limits import papers_speedup
-from failfast_jax.bench.public_models import (
-    CONFIGS,
-    abstract_caches,
-    abstract_model,
-    check_memory,
-    device_reads,
-    hollow,
-    random_arrays,
-    spread_shapes,
-)
-from failfast_jax.bench.published import CHUNK, Law, Statistics, draw, extra_passes, fit, published_for
 from failfast_jax.bench.replay_programs import (
     Caches,
     Draws,
@@ -53,6 +41,26 @@ from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.sharding import Execution, execution_of
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.progress import progress_bar, waiting
+from failfast_jax.public_data.acceptance_law import (
+    CHUNK,
+    Law,
+    Statistics,
+    draw,
+    extra_passes,
+    fit,
+    papers_speedup,
+    published_for,
+)
+from failfast_jax.public_data.model_shapes import (
+    CONFIGS,
+    abstract_caches,
+    abstract_model,
+    check_memory,
+    device_reads,
+    hollow,
+    random_arrays,
+    spread_shapes,
+)
 
 LONGEST = 70
 """Longest draft of the paper's tables."""

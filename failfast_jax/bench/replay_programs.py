@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from failfast_jax import platforms
-from failfast_jax.bench.published import CHUNK
 from failfast_jax.decoding import round
 from failfast_jax.decoding.accept import argmax_and_confidence
 from failfast_jax.decoding.drafter import Drafter
@@ -36,6 +35,7 @@ from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.sharding import constrain, put
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.public_data.acceptance_law import CHUNK
 
 Caches = tuple[KVCache, ...]
 """The target's, then the drafter's."""

@@ -22,7 +22,6 @@ import numpy as np
 from failfast_jax import distributed
 from failfast_jax.bench import figures, scoring, summary
 from failfast_jax.bench.answers import ENGINES, Answers, RayAnswers, Task
-from failfast_jax.bench.datasets import Dataset, stamp
 from failfast_jax.bench.engine_pool import find_wanted, naming_models
 from failfast_jax.bench.harness import asked_records
 from failfast_jax.bench.journal import PASS, RECORDS, SCORE, Journal
@@ -36,6 +35,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.files import Record, sole_writer, user_path, write_atomically
 from failfast_jax.options import check_least
 from failfast_jax.progress import progress_bar
+from failfast_jax.public_data.question_sets import Dataset, stamp
 
 __all__ = ["add_arguments", "work"]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax import distributed
-from failfast_jax.bench.datasets import CHOICES, SOURCES, Dataset, UnreachableError, files_of, load_dataset, names_of
 from failfast_jax.bench.summary import BEST, TIMED
 from failfast_jax.bench.variants import (
     BASELINE,
@@ -33,9 +32,11 @@ from failfast_jax.command import needed
 from failfast_jax.drafters import METHODS
 from failfast_jax.files import user_path
 from failfast_jax.models.attention import KERNELS
+from failfast_jax.public_data import question_sets
+from failfast_jax.public_data.question_sets import CHOICES, SOURCES, Dataset, load_dataset
 
 ALL = "all"
-PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "data").glob("*.yaml"))}
+PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets").glob("*.yaml"))}
 """Files of `--config` that come with the package, by name."""
 OURS, RELEASED = "ours", "released"
 DEFAULTS: dict[str, Any] = {
@@ -217,7 +218,7 @@ def merged(args: argparse.Namespace) -> argparse.Namespace:
     if "methods" in given:
         given["methods"] = split_methods(given["methods"])
     if "dataset" in given:
-        given["dataset"] = [name for text in given["dataset"] for name in names_of(text)]
+        given["dataset"] = [name for text in given["dataset"] for name in question_sets.names_of(text)]
     if "set" in given:
         of_rows = [text for text in given["set"] if ":" in text.partition("=")[0]]
         for row, _, text in (text.partition(":") for text in of_rows):
@@ -304,11 +305,11 @@ def read_datasets(
     """
     if not named:
         raise ValueError(f"--dataset: name one of {', '.join(SOURCES)}, or a file of prompts")
-    files = files_of(data)
+    files = question_sets.files_of(data)
     if None in files and len(named) > 1:
         raise ValueError(f"--data {files[None]}: of which dataset? Write --data D={files[None]}")
     datasets: dict[str, Dataset] = {}
-    unreachable: list[UnreachableError] = []
+    unreachable: list[question_sets.UnreachableError] = []
     for entry in named:
         entry = {"name": entry} if isinstance(entry, str) else entry
         known = ("name", "data", "limit", "template", "choices")
@@ -326,7 +327,7 @@ def read_datasets(
                 template=entry.get("template"),
                 choices=choices if name == "gpqa" and choices else entry.get("choices"),
             )
-        except UnreachableError as error:
+        except question_sets.UnreachableError as error:
             unreachable.append(error)
             continue
         if dataset.name in datasets:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench import report
-from failfast_jax.bench.datasets import Dataset
 from failfast_jax.bench.drafting import BEHIND
 from failfast_jax.bench.modelled import Latency, is_priced
 from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.files import Record, write_atomically
+from failfast_jax.public_data.question_sets import Dataset
 
 HOW = (
     "Speedup: decode time of `vanilla` over decode time, each question's answers timed back to back, warm-ups thrown "

@@ -21,7 +21,6 @@ import jax
 import numpy as np
 
 from failfast_jax import distributed
-from failfast_jax.bench.datasets import stamp
 from failfast_jax.checkpoints.draft_graph import DraftGraph, Pairs, default_file
 from failfast_jax.checkpoints.hub import find_models
 from failfast_jax.checkpoints.loading import DTYPES
@@ -35,6 +34,7 @@ from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.files import user_path
 from failfast_jax.models.sharding import whole
 from failfast_jax.options import add_flags, check_least
+from failfast_jax.public_data.question_sets import stamp
 from failfast_jax.train import documents
 from failfast_jax.train.conversations import read_conversations
 from failfast_jax.train.resume import check_same

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from failfast_jax.bench.prompts import PROMPTS, humaneval_prompts
 from failfast_jax.errors import OptionError
+from failfast_jax.public_data.question_sets import PROMPTS, humaneval_prompts
 
 OPENINGS_FILE = Path(__file__).parents[1] / "assets" / "openings.txt"
 """The openings of `selfgen` without `--openings`; beside it `code_openings.txt`, which ask for code."""

@@ -26,7 +26,6 @@ import time
 from pathlib import Path
 
 from failfast_jax import distributed
-from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.loading import DTYPES, as_dtype
 from failfast_jax.command import OutOfTime, deadline_after
@@ -36,6 +35,7 @@ from failfast_jax.errors import OptionError
 from failfast_jax.files import sole_writer, user_path
 from failfast_jax.options import check_least
 from failfast_jax.progress import progress_bar
+from failfast_jax.public_data.question_sets import load_dataset
 from failfast_jax.train.documents import DataError, read_documents, write_documents
 from failfast_jax.train.openings import OPENINGS_FILE, held_out_prompts, is_held_out, read_openings
 from failfast_jax.train.resume import begin, check_same, is_begun

@@ -8,10 +8,10 @@ import types
 import numpy as np
 import pytest
 
-from failfast_jax.bench import datasets
-from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.run_options import add_arguments, merged, read_datasets
 from failfast_jax.checkpoints import hub
+from failfast_jax.public_data import question_sets
+from failfast_jax.public_data.question_sets import load_dataset
 
 ROWS = {
     "math500": {"problem": "What is 1/2 + 1/2?", "answer": "1", "unique_id": "test/algebra/1.json"},
@@ -38,7 +38,7 @@ def test_every_dataset_from_a_file(name, tmp_path):
     file = write(tmp_path / "rows.jsonl", [ROWS[name]])
     found = load_dataset(name, data=file)
     first = found.questions[0]
-    assert found.name == name and found.scoring == datasets.SOURCES[name].scoring
+    assert found.name == name and found.scoring == question_sets.SOURCES[name].scoring
     if name in ("math500", "aime", "gsm8k"):
         assert first.prompt.endswith("put your final answer within \\boxed{}.")
         assert first.reference["answer"] == {"math500": "1", "aime": "204", "gsm8k": "2002"}[name]

@@ -11,10 +11,10 @@ from stub_engine import StubEngine, StubEnginePool
 from failfast_jax import generate
 from failfast_jax.bench import answers, engine_pool
 from failfast_jax.bench.__main__ import main
-from failfast_jax.bench.datasets import load_dataset
 from failfast_jax.bench.run_options import PRESETS, for_size
 from failfast_jax.checkpoints import hub
 from failfast_jax.errors import CheckpointError
+from failfast_jax.public_data.question_sets import load_dataset
 from failfast_jax.train import __main__ as train
 from failfast_jax.train.trainer import LOG_FILE
 

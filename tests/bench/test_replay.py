@@ -1,4 +1,4 @@
-"""The replay benchmark: model sizes, limits, the drawn law, injection, and a whole run of tiny models."""
+"""The replay benchmark: model sizes, acceptance_law, the drawn law, injection, and a whole run of tiny models."""
 
 import functools
 import json
@@ -18,9 +18,7 @@ from tiny_models import diffusion_config, tiny_config
 
 from failfast_jax import platforms
 from failfast_jax.bench import __main__ as bench
-from failfast_jax.bench import hlo, limits, public_models, published, replay, replay_pair
-from failfast_jax.bench.public_models import CONFIGS, parameters
-from failfast_jax.bench.published import DATASETS, draw, extra_passes, fit, published_for
+from failfast_jax.bench import replay, replay_pair
 from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
 from failfast_jax.bench.replay_programs import Draws, inject, schedule
 from failfast_jax.decoding.accept import agreeing_prefix
@@ -28,6 +26,10 @@ from failfast_jax.decoding.state import Draft, Verified
 from failfast_jax.decoding.stopping import Never
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.attention import kernel_of
+from failfast_jax.public_data import acceptance_law, model_shapes
+from failfast_jax.public_data.acceptance_law import DATASETS, draw, extra_passes, fit, published_for
+from failfast_jax.public_data.model_shapes import CONFIGS, parameters
+from tpu_scripts import hlo
 
 DOCS = Path(__file__).parents[2] / "docs" / "predictions.md"
 PUBLISHED = [(target, dataset) for target in ("qwen2.5-32b", "qwen2.5-14b") for dataset in DATASETS]
@@ -48,12 +50,12 @@ def test_parameters_of_the_public_models():
 
 def test_bytes_of_a_pass():
     for config in (CONFIGS["tiny"], tiny_config(qkv_bias=False, tie_embeddings=True, num_layers=3)):
-        model = public_models.abstract_model(config, "bfloat16")
-        cache = public_models.nbytes(public_models.abstract_caches([model], 128, "bfloat16"))
-        assert cache == public_models.cache_bytes(config, 128)
-        assert public_models.device_reads(model)(128) == public_models.pass_bytes(config, 128)
+        model = model_shapes.abstract_model(config, "bfloat16")
+        cache = model_shapes.nbytes(model_shapes.abstract_caches([model], 128, "bfloat16"))
+        assert cache == model_shapes.cache_bytes(config, 128)
+        assert model_shapes.device_reads(model)(128) == model_shapes.pass_bytes(config, 128)
         unread = 0 if config.tie_embeddings else 2 * config.vocab_size * config.hidden_size
-        assert public_models.pass_bytes(config, 128) == 2 * parameters(config) - unread + cache
+        assert model_shapes.pass_bytes(config, 128) == 2 * parameters(config) - unread + cache
 
 
 def test_statistics_of_another_target_stand_in():
@@ -94,7 +96,7 @@ def test_a_round_is_charged_the_verify_that_its_longest_draft_needs(batch):
     chunks = rng.choice(law.most_chunks, (100_000, batch), p=law.chunks()).max(1) + 1
     # 10 tokens and the one before them: 11 rows; 60 fit 64, and nothing wider is compiled for 70.
     spent = np.where(chunks == 1, 2.0, 5.0).mean() + 0.5 * chunks.mean()
-    speedup = limits.ladder_speedup(law, {10: 1.0, 16: 2.0, 64: 5.0}, 2.0, 0.5, batch)
+    speedup = acceptance_law.ladder_speedup(law, {10: 1.0, 16: 2.0, 64: 5.0}, 2.0, 0.5, batch)
     assert speedup == pytest.approx((law.accepted() + 1) * 2.0 / spent, rel=0.01)
 
 
@@ -125,7 +127,7 @@ def test_the_joint_distribution_is_the_described_one():
 
 def test_no_law():
     with pytest.raises(ValueError, match=r"no law fits the mean = 2.0: it lies in \[0, 1\]"):
-        published.solve(lambda x: x, 2.0, "the mean")
+        acceptance_law.solve(lambda x: x, 2.0, "the mean")
 
 
 def test_extra_passes():
@@ -159,7 +161,7 @@ def test_exactly_the_drawn_number_agrees(accepted):
 
 def test_schedule():
     # Blocks of 32, context 40: the first pass goes from 32 to the end of position 49's block.
-    model = public_models.abstract_model(CONFIGS["tiny-drafter"], "float32")
+    model = model_shapes.abstract_model(CONFIGS["tiny-drafter"], "float32")
     drafter = Wide(model=model, vocab=96, rule=Never(), spec_len=10, max_spec_len=70)
     assert drafter.window == 64
     draws = Draws(*(jnp.asarray(values) for values in ([1, 2, 7], [10, 3, 70], [0, 2, 0])))
@@ -171,7 +173,7 @@ def test_schedule():
     assert second == [(32, 64), (64, 96), (32, 64), (32, 64)]  # then the two added passes
     assert found.drafter[5:] == [(64, 96), (64, 96), (32, 96), (32, 96), (64, 128), (64, 128), (32, 128)]
     target, drafter = CONFIGS["tiny"], CONFIGS["tiny-drafter"]
-    of_target, of_drafter = (functools.partial(public_models.pass_bytes, config) for config in (target, drafter))
+    of_target, of_drafter = (functools.partial(model_shapes.pass_bytes, config) for config in (target, drafter))
     moved = sum(map(of_target, (50, 71, 125))) + sum(of_drafter(live) for _, live in found.drafter)
     assert found.bytes_moved(of_target, of_drafter) == pytest.approx(moved)
 
@@ -235,9 +237,9 @@ def test_the_report_is_whole(ran):
     target, drafter = CONFIGS["tiny"], CONFIGS["tiny-drafter"]
     assert record["vanilla"]["steps"] == record["cases"][0]["tokens"]
     mean_live = 40 + (record["vanilla"]["steps"] - 1) / 2
-    assert record["vanilla"]["floor_ms"] == pytest.approx(1e3 * public_models.pass_bytes(target, mean_live, 4) / copied)
+    assert record["vanilla"]["floor_ms"] == pytest.approx(1e3 * model_shapes.pass_bytes(target, mean_live, 4) / copied)
     assert list(record["verify"]) == ["64", "72"] and list(record["drafter_pass"]) == ["32", "64"]
-    floor = public_models.pass_bytes(drafter, 64, 4) / copied
+    floor = model_shapes.pass_bytes(drafter, 64, 4) / copied
     assert record["drafter_pass"]["32"]["floor_ms"] == pytest.approx(1e3 * floor)
     for case in record["cases"]:
         assert sum(case["parts_ms"].values()) == pytest.approx(case["round_ms"])
@@ -369,8 +371,8 @@ def test_bad_flags(args, message, monkeypatch, capsys):
 
 
 def test_random_weights():
-    model = public_models.abstract_model(diffusion_config(), "bfloat16")
-    filled, again, other = (public_models.random_arrays(model, seed) for seed in (1, 1, 2))
+    model = model_shapes.abstract_model(diffusion_config(), "bfloat16")
+    filled, again, other = (model_shapes.random_arrays(model, seed) for seed in (1, 1, 2))
     shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (filled, model)]
     assert shapes[0] == shapes[1] and jax.tree.structure(filled) == jax.tree.structure(model)
     assert all((a == b).all() for a, b in zip(jax.tree.leaves(filled), jax.tree.leaves(again)))

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from failfast_jax.bench import figures, harness, report, summary
-from failfast_jax.bench.datasets import Dataset, Question
 from failfast_jax.bench.journal import Journal
 from failfast_jax.bench.modelled import parse_latency
 from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, OTHER_SAMPLE
 from failfast_jax.config import GenerationConfig
+from failfast_jax.public_data.question_sets import Dataset, Question
 
 
 def made_up(method, prompt, seconds, tokens, rounds=(), **changes):

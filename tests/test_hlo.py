@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from failfast_jax.bench import hlo
+from tpu_scripts import hlo
 
 PROGRAM = """HloModule program
 

@@ -183,7 +183,7 @@ def devices_of(collective: str) -> int:
     if groups := re.search(r"replica_groups=mesh\[([^\]]*)\] \{((?:'\w+',? ?)+)\}", collective):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", groups[1])}
         return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", groups[2]))
-    raise ValueError(f"bench/hlo.py does not read the replica_groups of {collective[:200]}")
+    raise ValueError(f"hlo.py does not read the replica_groups of {collective[:200]}")
 
 
 def collectives(hlo: str) -> dict[str, int]:

@@ -18,6 +18,8 @@ GOOGLE = "0x1ae0"
 """Vendor of TPU chips on the PCI bus."""
 EXTRAS = {"cuda": ("cuda", "an NVIDIA GPU"), "gpu": ("cuda", "an NVIDIA GPU"), "tpu": ("tpu", "a TPU")}
 """By platform, the extra of this package that installs JAX's plugin for it, and the device."""
+DRIVER = Path("/proc/driver/nvidia/version")
+"""Written by NVIDIA's driver, where it is loaded."""
 PARSE = """
 from jaxlib import xla_client
 xla_client.CompileOptions()
@@ -28,13 +30,40 @@ import libtpu
 xla_client.load_pjrt_plugin_dynamically("tpu", libtpu.get_library_path())
 xla_client.initialize_pjrt_plugin("tpu")
 """
-"""Likewise libtpu, which reads LIBTPU_INIT_ARGS, too, and knows other flags than jaxlib."""
+"""Likewise libtpu, which reads LIBTPU_INIT_ARGS when it is loaded and knows other flags than jaxlib."""
+COMPILE_TPU = """
+import jax
+from jax.experimental import topologies
+device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1").devices[0]
+place = jax.sharding.SingleDeviceSharding(device)
+jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "int32", sharding=place)).compile()
+"""
+"""It reads XLA_FLAGS when it compiles first."""
 PARSE_S = 60
 """Seconds after which that program is not waited for."""
 REFUSAL = re.compile(
     r"^(?:[EF]\d{4} .*?\]|ERROR:) ((?:Unknown|Couldn't interpret|Could not open) .*?)(?: \(We assumed.*)?$",
     re.MULTILINE,
 )
+
+
+def nvidia_driver() -> tuple[int, ...] | None:
+    """Version of the kernel module of NVIDIA's driver, such as `(535, 104, 5)`; None: there is none."""
+    try:
+        text = DRIVER.read_text()
+    except OSError:
+        text = _asked_of_nvidia_smi()
+    found = re.search(r"\b(\d{3})\.(\d+)(?:\.(\d+))?\b", text)
+    return None if found is None else tuple(int(part) for part in found.groups() if part)
+
+
+def _asked_of_nvidia_smi() -> str:
+    """The same where the driver's own file is not to be seen, as under Windows."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=PARSE_S, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
@@ -69,9 +98,12 @@ def check_flags(flags: tuple[tuple[str, str], ...]) -> None:
       OptionError: a flag that is not known, or a value that is none for it.
     """
     variables = [name for name, value in flags if value]
-    program = PARSE + (PARSE_TPU if len(flags) > 1 and importlib.util.find_spec("libtpu") else "")
-    # Neither asks for metadata of the machine, nor waits for a process that holds the TPU.
-    environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    program = PARSE
+    if len(flags) > 1 and importlib.util.find_spec("libtpu"):
+        program += PARSE_TPU + COMPILE_TPU * ("XLA_FLAGS" in variables)
+    # Neither asks for metadata of the machine, nor waits for a process that holds the TPU, nor looks for one.
+    environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
+    environment |= {"TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_HOSTNAMES": "localhost"}
     options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
     try:
         done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=PARSE_S, check=False, **options)

@@ -4,7 +4,6 @@ import ctypes
 import gc
 import os
 import signal
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,8 @@ os.environ.setdefault(
     str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "failfast_jax_tests"),
 )
 
-# Programs compile in a quarter of the time with XLA's older code generator, without LLVM's optimisations, and in one
-# piece each (there are as many workers as cores); commands that tests start inherit it. With FAILFAST_TEST_OPTIMIZED=1
-# they are those that users run.
+# Programs compile quickly (`xla_flags`). With FAILFAST_TEST_OPTIMIZED=1 they are those that users run.
 OPTIMIZED = bool(os.environ.get("FAILFAST_TEST_OPTIMIZED"))
-if not OPTIMIZED:
-    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    if metadata.version("jaxlib").startswith("0.10."):  # later ones have one generator, and end at an unknown flag
-        quick += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
 
 # Where a line of a program came from is looked at by nobody here, and written into every one.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
@@ -34,6 +26,11 @@ import type_checks
 
 # Annotations are checked in every test: this comes before the first import of the package.
 type_checks.install("failfast_jax")
+
+import xla_flags
+
+if not OPTIMIZED:
+    xla_flags.set_for_cpu()
 
 from checkpoint_files import GOLDEN
 from hypothesis import settings

@@ -36,8 +36,6 @@ LONGEST_S = 120.0
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "kills.half"}
 SIGNALS = (signal.SIGKILL,) * 4 + (signal.SIGTERM, signal.SIGINT)
 INTERRUPTED, TERMINATED = 130, 143
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-"""Programs that compile quickly."""
 
 
 class Lost(AssertionError):
@@ -340,7 +338,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--only", help="kinds of work, separated by commas")
     args = parser.parse_args()
-    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()}
+    import xla_flags
+
+    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *xla_flags.known()])}
     sys.path.append(str(Path(__file__).parent / "serving"))
     import killed_work
 

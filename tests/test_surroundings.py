@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import pytest
+import xla_flags
 from checkpoint_files import GOLDEN, run_python
 
 from failfast_jax import chat, command, doctor, environment, generate, streams
@@ -121,16 +122,48 @@ def test_flags_that_xla_knows(monkeypatch):
     assert command.run(lambda: None) == 0
 
 
-def test_flags_that_libtpu_does_not_know():
+@pytest.mark.parametrize(
+    "name, flag, message",
+    [
+        ("LIBTPU_INIT_ARGS", "--no_such_flag", "Unknown command line flag 'no_such_flag'"),
+        ("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false", "Unknown flag"),
+    ],
+)
+def test_flags_that_libtpu_does_not_know(name, flag, message, monkeypatch):
     """It reads both variables, and knows other flags than jaxlib."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("needs libtpu")
-    with pytest.raises(environment.OptionError, match="^LIBTPU_INIT_ARGS: Unknown command line flag 'no_such_flag'"):
-        os.environ["LIBTPU_INIT_ARGS"], before = "--no_such_flag", os.environ.get("LIBTPU_INIT_ARGS")
-        try:
-            environment.check_flags((("XLA_FLAGS", ""), ("LIBTPU_INIT_ARGS", "--no_such_flag")))
-        finally:
-            os.environ.pop("LIBTPU_INIT_ARGS") if before is None else os.environ.update(LIBTPU_INIT_ARGS=before)
+    if importlib.util.find_spec("libtpu") is None or (name == "XLA_FLAGS" and flag.split()[1] not in xla_flags.known()):
+        pytest.skip("needs libtpu, and a flag that jaxlib knows and it does not")
+    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, flag)
+    with pytest.raises(environment.OptionError, match=f"^{name}: {message}"):
+        environment.check_flags(tuple((each, flag * (each == name)) for each in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")))
+
+
+def test_the_tests_flags_are_those_that_whoever_reads_them_knows():
+    """jaxlib's own, in a process that loads libtpu, too, where there is one; and unknown ones are left out."""
+    assert xla_flags.known(("--xla_no_such_flag=1", xla_flags.QUICK[0], "--nor_this")) == xla_flags.QUICK[:1]
+    with_libtpu = importlib.util.find_spec("libtpu") is not None
+    tpu = {"TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_SKIP_MDS_QUERY": "1"}
+    program = "import conftest, os\nprint(os.environ['XLA_FLAGS'])\n" + environment.COMPILE_TPU * with_libtpu
+    done = run_python("-c", program, **tpu, ALLOW_MULTIPLE_LIBTPU_LOAD="1", without=("XLA_FLAGS",))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == list(xla_flags.known())
+
+
+def test_the_tests_have_no_flags_on_a_tpu_or_gpu(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    for platforms, tpu, driver in (
+        ("tpu", False, None),
+        ("", True, None),
+        ("", False, (580,)),
+        ("cuda,cpu", False, None),
+    ):
+        monkeypatch.setattr(xla_flags.jax, "config", type("Config", (), {"jax_platforms": platforms}))
+        monkeypatch.setattr(environment, "has_tpu", lambda found=tpu: found)
+        monkeypatch.setattr(environment, "nvidia_driver", lambda found=driver: found)
+        xla_flags.set_for_cpu()
+        assert "XLA_FLAGS" not in os.environ
 
 
 # Encodings.

@@ -29,8 +29,7 @@ type_checks.install("failfast_jax")
 
 import xla_flags
 
-if not OPTIMIZED:
-    xla_flags.set_for_cpu()
+xla_flags.suit_the_platform(quick=not OPTIMIZED)
 
 from checkpoint_files import GOLDEN
 from hypothesis import settings

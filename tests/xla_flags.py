@@ -1,4 +1,5 @@
-"""Flags of XLA with which programs compile in a quarter of the time, where the tests run on a CPU."""
+"""Settings of JAX for the tests, by their platform: on a CPU flags of XLA with which programs compile in a quarter of
+the time, elsewhere full precision."""
 
 from __future__ import annotations
 
@@ -31,15 +32,22 @@ def known(flags: tuple[str, ...] = QUICK) -> tuple[str, ...]:
     return known(tuple(flag for flag in flags if flag not in unknown))
 
 
-def set_for_cpu() -> None:
-    """Sets them for this process and for those that it starts with `os.environ`, unless it runs on a TPU or a GPU.
+def suit_the_platform(quick: bool) -> None:
+    """Sets them for this process and for those that it starts with `os.environ`.
 
-    jaxlib reads them at once. Then they go from this process's own variables: a libtpu that is loaded into it, or a
-    plugin for GPUs, reads those, too, knows other flags, and ends the process at each that it does not know.
+    On a TPU or a GPU float32 is multiplied as it is written: JAX's default there is to round to bfloat16 or TF32, 1e-3
+    off in a result where the tests allow 1e-5. On a CPU jaxlib reads the flags at once. Then they go from this
+    process's own variables: a libtpu that is loaded into it, or a plugin for GPUs, reads those, too, knows other flags,
+    and ends the process at each that it does not know.
+
+    Args:
+      quick: programs shall compile quickly; else they are those of users.
     """
     platforms = jax.config.jax_platforms or ""
     if platforms != "cpu" and (platforms or environment.has_tpu() or environment.nvidia_driver()):
-        return
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *known()]).strip()
-    exec(environment.PARSE)
-    os.unsetenv("XLA_FLAGS")
+        os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+        jax.config.update("jax_default_matmul_precision", os.environ["JAX_DEFAULT_MATMUL_PRECISION"])
+    elif quick:
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *known()]).strip()
+        exec(environment.PARSE)
+        os.unsetenv("XLA_FLAGS")

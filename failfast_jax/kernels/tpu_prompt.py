@@ -60,5 +60,7 @@ def attention(
         options |= {"is_mqa": True, "residual_checkpoint_name": None, "mask_function": _sees, "block_sizes": sizes}
         return jax.vmap(splash.SplashAttentionKernel(info, None, None, **options))(rows, k, v)
 
-    out = jax.vmap(one)(rows.astype(k_cache.dtype), k_cache, v_cache, last)[:, :, :, :width]
+    # JAX's kernel multiplies in the precision that is set: float32 in full, as ours, and bfloat16 takes no other.
+    with jax.default_matmul_precision("highest" if k_cache.dtype == jnp.float32 else "default"):
+        out = jax.vmap(one)(rows.astype(k_cache.dtype), k_cache, v_cache, last)[:, :, :, :width]
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads, head_dim).astype(q.dtype)

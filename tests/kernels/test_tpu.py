@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import functools
 import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,20 @@ from failfast_jax.models.rope import apply_rope
 INTERPRET = jax.default_backend() != "tpu"
 """Where there is a TPU the same tests run on it."""
 KERNEL = SIMULATED_TPU if INTERPRET else "tpu"
+TOLERANCES = {"float32": 1e-5 if INTERPRET else 1e-4, "bfloat16": 2e-2}
+"""Of outputs, relative to the largest: a TPU's exponentials and divisions are not a CPU's."""
+
+
+def in_full(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference whose products of float32 are full ones on a TPU, too; its default rounds what is multiplied."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return function(*args, **options)
+
+    return run
+
 
 # Batch, window, query heads, KV heads, head dimension, capacity, dtype. Few, so that few programs are compiled.
 SHAPES = [
@@ -66,6 +82,7 @@ def attended(qkv, k, v, start, until, live, block_size):
     return one, (tpu.window_attention(qkv, *tables, k, v, start, until, live, **options), k, v)
 
 
+@in_full
 @functools.partial(jax.jit, static_argnames="block_size")
 def expected(qkv, k, v, start, until, live, block_size):
     cos, sin = angles(start, qkv.shape[1], qkv.shape[4])
@@ -76,9 +93,8 @@ def expected(qkv, k, v, start, until, live, block_size):
 
 
 def close(shape, got, wanted) -> bool:
-    tolerance = 1e-5 if shape[-1] == "float32" else 2e-2
     got, wanted = np.asarray(got, np.float32), np.asarray(wanted, np.float32)
-    return bool(np.max(np.abs(got - wanted)) <= tolerance * max(1.0, np.abs(wanted).max()))
+    return bool(np.max(np.abs(got - wanted)) <= TOLERANCES[shape[-1]] * max(1.0, np.abs(wanted).max()))
 
 
 def check(shape, arguments) -> None:
@@ -152,13 +168,14 @@ def test_groups_of_rows_see_what_they_are_told(copies):
     window = Window(
         *(jnp.tile(x, (1, copies, 1, 1)) for x in (cos, sin)), start, np.int32(seen.max()), seen=jnp.asarray(seen)
     )
-    shown, hidden = (attend(qkv, (k, v), window, kernel=kernel) for kernel in (KERNEL, "reference"))
-    np.testing.assert_allclose(shown[0], hidden[0], atol=1e-5)
+    shown, hidden = (in_full(attend)(qkv, (k, v), window, kernel=kernel) for kernel in (KERNEL, "reference"))
+    np.testing.assert_allclose(shown[0], hidden[0], atol=TOLERANCES["float32"])
     np.testing.assert_allclose(shown[1][0], hidden[1][0], atol=1e-6)
     # A copy by itself, as a window whose rows see each other.
     part = slice(2 * size, 3 * size)
     alone = Window(cos, sin, jnp.asarray(start), np.int32(start.max() + size), until=start + size - 1)
-    np.testing.assert_allclose(shown[0][:, part], attend(qkv[:, part], (k, v), alone)[0], atol=1e-5)
+    outputs, _ = in_full(attend)(qkv[:, part], (k, v), alone)
+    np.testing.assert_allclose(shown[0][:, part], outputs, atol=TOLERANCES["float32"])
 
 
 def test_a_row_depends_neither_on_its_window_nor_on_dead_cache():
@@ -249,8 +266,26 @@ def test_prefill_equals_the_reference(width, block_size, start, until):
     q = jnp.asarray(np.random.default_rng(4).standard_normal((batch, width, 4, head_dim), np.float32))
     start, until, live = np.asarray(start, np.int32), np.asarray(until, np.int32), np.int32(capacity)
     got = tpu_prompt.attention(q, k, v, start, until, live, block_size=block_size, interpret=INTERPRET)
-    wanted = reference.window_attention(q, k, v, start, until, live, block_size=block_size, tile=TILE)
-    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    wanted = in_full(reference.window_attention)(q, k, v, start, until, live, block_size=block_size, tile=TILE)
+    np.testing.assert_allclose(got, wanted, atol=TOLERANCES["float32"])
+
+
+def test_products_of_float32_are_full_ones():
+    """Of the reference and of every kernel, whatever JAX's default is; bfloat16 has no others than these."""
+    q, start = jnp.ones((1, 128, 2, 64)), np.zeros(1, np.int32)
+    for dtype, precision in (("float32", "HIGHEST"), ("bfloat16", "DEFAULT")):
+        qkv, k, v = arrays((1, 8, 2, 1, 64, 128, dtype), 0)
+        tables = tpu_write.rotary_tables(*angles(start, 8, 64))
+        rest = (start, start, np.int32(8))
+        programs = [
+            jax.make_jaxpr(functools.partial(tpu.attend, block_size=1))(qkv, *tables, k, v, *rest),
+            jax.make_jaxpr(functools.partial(tpu_prompt.attention, block_size=1))(q.astype(dtype), k, v, *rest),
+        ]
+        if dtype == "float32":
+            programs.append(jax.make_jaxpr(functools.partial(expected, block_size=1))(qkv, k, v, *rest))
+        for program in programs:
+            found = re.findall(r"precision=\(?(None|Precision\.\w+|\w+)", str(program))
+            assert found and {name.removeprefix("Precision.") for name in found} == {precision}, found
 
 
 @pytest.mark.parametrize(

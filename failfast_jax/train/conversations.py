@@ -1,5 +1,5 @@
-"""Text that is given, as training documents: conversations, questions with answers, and plain texts, in the forms that
-people exchange, from JSON lines, Parquet files or datasets of the Hugging Face Hub."""
+"""Training documents from text: conversations, questions with answers, and plain texts, in their usual forms, from JSON
+lines, Parquet files or datasets of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SYSTEM = ("system", "system_prompt")
 TURN = ("role", "from", "content", "value", "weight")
 """Fields of turns that are read here; a chat template reads the others."""
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-"""Values that say nothing; false and 0 do (`train: false` of a turn)."""
+"""Values that count as absent; false and 0 do not (`train: false` of a turn)."""
 TEXT = "text"
 FORMS = f"'messages', 'conversations', {', '.join(f'{a!r} and {b!r}' for a, b in PAIRS)}, or {TEXT!r}"
 OTHERWISE = "the chat template writes otherwise than a prompt and its answers"
@@ -47,8 +47,8 @@ class Chat:
     Attributes:
       messages: as a chat template takes them.
       learned: numbers of the messages that are answers to learn from.
-      tools: that the template is to name, or None.
-      columns: of the row, that are in it.
+      tools: those that the template is to name, or None.
+      columns: columns of the row that are used in it.
     """
 
     messages: list[dict[str, Any]]
@@ -62,8 +62,8 @@ PACKED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """First bytes of gzip, zip, bzip2, xz and zstd."""
 
 
-class Counts:
-    """What of a file is left out or not used, by name, to be said once."""
+class Omissions:
+    """Counts of documents that are left out, and of columns and fields that are not used, by name, for one message."""
 
     def __init__(self) -> None:
         self.left_out: Counter[str] = Counter()
@@ -76,11 +76,11 @@ class Counts:
         self.first.setdefault(reason, where.rpartition(": ")[2])
 
     def left(self) -> str:
-        """The documents that are left out, in words."""
+        """Describes the documents that are left out."""
         return "; ".join(f"{n} that {why} (first: {self.first[why]})" for why, n in self.left_out.items())
 
     def note(self, file: Path) -> None:
-        """Says it, if there is anything."""
+        """Prints the counts, if there are any."""
         if self.left_out:
             progress.note(f"{file}: documents left out: {self.left()}")
         if self.unused:
@@ -91,21 +91,21 @@ class Counts:
 
 
 def check_template(file: Path, tokenizer: Any) -> None:
-    """Raises DataError: a file of text, and a target that does not say how it is written."""
+    """Raises DataError: a file of text needs a chat template, and the target has none."""
     if not has_template(tokenizer):
         raise DataError(f"{file}: conversations need a target with a chat template; give .npz files of token ids")
 
 
 def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bool = False) -> list[Document]:
-    """Documents of a file of text or a dataset of the Hub, as the tokenizer's chat template writes them.
+    """Reads a file of text or a dataset of the Hub as documents, as the tokenizer's chat template writes them.
 
     A row has `messages` (`role`, `content`) or `conversations` (`from`: human or gpt, `value`), or one of `PAIRS`. A
     drafter that reads its target's features should learn from that target's own answers: have the target write them
     anew where they are another's.
 
-    A document is left out where prompt and answer together, token by token, are not what the template writes of the
-    whole conversation: the drafter would learn what its target never sees. That is said on stderr, as are columns and
-    fields that are not used.
+    A document is left out where prompt and answer together, token by token, differ from the template's text of the
+    whole conversation: the drafter would learn what its target never sees. Such documents, and columns and fields that
+    are not used, are named on stderr.
 
     Args:
       whole: a conversation is one document with all its answers, and rows may be plain `text`, all of which is learned.
@@ -117,20 +117,22 @@ def read_conversations(file: Path, tokenizer: Any, vocab_size: int, *, whole: bo
     """
     check_template(file, tokenizer)
     documents: list[Document] = []
-    counts = Counts()
+    omissions = Omissions()
     for where, row in ROWS[kind(file)](file):
         if whole and isinstance(row.get(TEXT), str) and row[TEXT].strip():
-            found, columns = [_text(row[TEXT], tokenizer)], {TEXT}
+            new, columns = [_text(row[TEXT], tokenizer)], {TEXT}
         else:
             chat = _chat(row, where)
-            found, columns = list(_documents(chat, tokenizer, where, counts, whole)), chat.columns
-        counts.unused.update(f"column {name!r}" for name in row if name not in columns and row[name] not in EMPTY)
-        documents += found
-        if any(np.concatenate(document[:2]).max() >= vocab_size for document in found):
+            new, columns = list(_documents(chat, tokenizer, where, omissions, whole)), chat.columns
+        omissions.unused.update(f"column {name!r}" for name in row if name not in columns and row[name] not in EMPTY)
+        documents += new
+        if any(np.concatenate(document[:2]).max() >= vocab_size for document in new):
             raise DataError(f"{where}: a token outside the target's vocabulary of {vocab_size}")
     if not documents:
-        raise DataError(f"{file}: no conversations{': all are left out: ' if counts.left_out else ''}{counts.left()}")
-    counts.note(file)
+        raise DataError(
+            f"{file}: no conversations{': all are left out: ' if omissions.left_out else ''}{omissions.left()}"
+        )
+    omissions.note(file)
     return documents
 
 
@@ -174,18 +176,18 @@ def _hub_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         import datasets
     except ImportError:
-        said = "no such file or folder, and a dataset of the Hub needs datasets"
-        raise DataError(f"{path}: {said}: pip install datasets") from None
+        problem = "no such file or folder, and a dataset of the Hub needs datasets"
+        raise DataError(f"{path}: {problem}: pip install datasets") from None
     silence = hub.unreachable(name, "dataset")
     try:
         with hub.offline(silence is not None):
             rows = datasets.load_dataset(name, split=split or "train")
     except Exception as error:  # the Hub's client, the cache and the readers of files each raise their own kinds
         cause = silence or error
-        said = str(cause).splitlines()[0] if str(cause) else ""
+        reason = str(cause).splitlines()[0] if str(cause) else ""
         raise DataError(
             f"{path}: no such file or folder, and no dataset that is in the Hub's cache or could be fetched "
-            f"({type(cause).__name__}: {said}); --data takes NAME/NAME:SPLIT (without a split: train)"
+            f"({type(cause).__name__}: {reason}); --data takes NAME/NAME:SPLIT (without a split: train)"
         ) from error
     for number, row in enumerate(rows, 1):
         yield f"{path}: row {number}", row
@@ -196,17 +198,17 @@ ROWS: dict[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
     ".parquet": _parquet_rows,
     HUB: _hub_rows,
 }
-"""Readers of rows, by kind: each row with the words for where it is."""
+"""Readers of rows, by kind: each row with its place, for messages."""
 
 
 def _chat(row: Mapping[str, Any], where: str) -> Chat:
-    """A row's conversation, in which somebody answers."""
+    """Returns a row's conversation, in which somebody answers."""
     column = next((name for name in ("messages", "conversations") if row.get(name)), None)
     turns, columns = (row[column], {column}) if column else _pair(row, where)
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: must be an object with {FORMS}")
     for name in SYSTEM:
-        if system := _words(row, name, where):
+        if system := _column_text(row, name, where):
             columns.add(name)
             first = turns[0] if isinstance(turns[0], Mapping) else {}
             if (first.get("role") or first.get("from")) != "system":
@@ -229,7 +231,7 @@ def _chat(row: Mapping[str, Any], where: str) -> Chat:
 
 
 def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A turn as templates take it, with all fields that it has."""
+    """Returns a turn as templates take it, with all its fields."""
     role = SPEAKERS.get(str(turn.get("role") or turn.get("from")))
     content = turn.get("content") or turn.get("value")
     fields = {name: value for name, value in turn.items() if value not in EMPTY and name not in TURN}
@@ -246,39 +248,39 @@ def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool call with its arguments as an object: OpenAI has them as JSON text, templates write them as JSON."""
+    """Returns a tool call with its arguments as an object: OpenAI has JSON text, templates write JSON themselves."""
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call(call["function"])}
     return {**call, "arguments": _parsed(call["arguments"])} if "arguments" in call else dict(call)
 
 
 def _called(message: Mapping[str, Any]) -> list[str]:
-    """Names of the functions that a message calls: some templates drop calls, as where a text stands beside them."""
+    """Returns the names of the functions that a message calls; some templates drop calls beside a text."""
     calls = [call.get("function") or call for call in message.get("tool_calls", ())]
     return [str(call.get("name", "")) for call in calls if isinstance(call, Mapping)]
 
 
 def _parsed(value: Any) -> Any:
-    """A value that may be JSON text, as in columns of Parquet files."""
+    """Returns the value of what may be JSON text, as in columns of Parquet files."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
 
 
-def _words(row: Mapping[str, Any], name: str, where: str) -> str:
-    """A column of text, empty if it is not there."""
+def _column_text(row: Mapping[str, Any], name: str, where: str) -> str:
+    """Returns a column of text, empty if it is absent."""
     if not isinstance(value := row.get(name) or "", str):
         raise DataError(f"{where}: column {name!r} must be text, got {value!r:.60}")
     return value
 
 
 def _pair(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]] | None, set[str]]:
-    """A question and its answer as turns, and the columns that they are made of."""
+    """Returns a question and its answer as turns, and the columns that hold them."""
     for question, answer in PAIRS:
         if row.get(question) and row.get(answer):
             after = "input" if question == "instruction" else ""
-            parts = {name: _words(row, name, where) for name in ("context", question, after)}
+            parts = {name: _column_text(row, name, where) for name in ("context", question, after)}
             parts = {name: text for name, text in parts.items() if text}
             asked, history = "\n\n".join(parts.values()), row.get("history") or []
             pairs = [*history, (asked, row[answer])] if isinstance(history, list) else [history]
@@ -291,34 +293,39 @@ def _pair(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]] | No
 
 
 def _documents(
-    chat: Chat, tokenizer: Any, where: str, counts: Counts, whole: bool
+    chat: Chat, tokenizer: Any, where: str, omissions: Omissions, whole: bool
 ) -> Iterator[tuple[Any, Any] | tuple[Any, Any, Any]]:
-    """The documents of a conversation; `whole`: one of all answers, else one of each."""
-    words = str(tokenizer.chat_template)  # one, or several by name
+    """Yields the documents of a conversation: one of all answers if `whole`, else one of each."""
+    template = str(tokenizer.chat_template)  # several templates by name are a dictionary
     for message in chat.messages:
-        for name in message:  # reasoning is given to templates under each of its names
+        for name in message:  # reasoning is passed to templates under each of its names
             read = "|".join(map(re.escape, REASONING if name in REASONING else (name,)))
-            if name not in TURN and not re.search(rf"\b(?:{read})\b", words):
-                counts.unused[f"field {name!r} of turns"] += 1
-    if chat.tools and not re.search(r"\btools\b", words):
-        counts.unused["column 'tools', for which the chat template has no words"] += 1
+            if name not in TURN and not re.search(rf"\b(?:{read})\b", template):
+                omissions.unused[f"field {name!r} of turns"] += 1
+    if chat.tools and not re.search(r"\btools\b", template):
+        omissions.unused["column 'tools', for which the chat template has no words"] += 1
     if not chat.learned:
-        return counts.leave_out(NO_WEIGHT, where)
+        return omissions.leave_out(NO_WEIGHT, where)
     for learned in [chat.learned] if whole else [[at] for at in chat.learned]:
         calls = any("tool_calls" in message for message in chat.messages[: learned[-1] + 1])
-        if calls and "tool_calls" not in words:
-            counts.leave_out(NO_CALLS, where)
-        elif (found := _document(chat, learned, tokenizer, where, counts)) is None:
-            counts.leave_out(OTHERWISE, where)
+        if calls and "tool_calls" not in template:
+            omissions.leave_out(NO_CALLS, where)
+        elif (document := _document(chat, learned, tokenizer, where, omissions)) is None:
+            omissions.leave_out(OTHERWISE, where)
         else:
-            yield found if whole else found[:2]
+            yield document if whole else document[:2]
 
 
 def _document(
-    chat: Chat, learned: list[int], tokenizer: Any, where: str, counts: Counts
+    chat: Chat, learned: list[int], tokenizer: Any, where: str, omissions: Omissions
 ) -> tuple[Any, Any, np.ndarray] | None:
-    """The conversation up to its last answer to learn from, and which of it are such answers; None: it is not
-    written as prompts and answers, token by token."""
+    """Returns the conversation up to its last answer to learn from, and a mask of these answers.
+
+    None: the template does not write it as prompts and answers, token by token.
+
+        ids        <s> user hi </s> <s> assistant hello </s> <s> user bye </s> ...
+        labelled                                   x     x                            learned: the first answer
+    """
 
     def written(end: int, **options: Any) -> tuple[str, list[int]]:
         tools = {} if chat.tools is None else {"tools": chat.tools}
@@ -333,7 +340,7 @@ def _document(
         return None
     for message in chat.messages[: learned[-1]] if learned[-1] == chat.learned[-1] else ():  # once
         if message["role"] != "assistant" and message["content"].strip() not in text:
-            counts.unused[f"{message['role']} turns, which the chat template does not write"] += 1
+            omissions.unused[f"{message['role']} turns, which the chat template does not write"] += 1
     labelled, first = np.zeros(len(ids), bool), None
     for at in learned:
         _, start = written(at, add_generation_prompt=True)
@@ -347,7 +354,7 @@ def _document(
 
 
 def _text(text: str, tokenizer: Any) -> Document:
-    """A plain text, of which the first token is given."""
+    """Returns a plain text as a document; its first token is the prompt."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if tokenizer.eos_token_id is not None:
         ids = [*ids, tokenizer.eos_token_id]

@@ -29,13 +29,13 @@ from failfast_jax.train.train_config import FREEZABLE, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class DiffusionStart:
     """The model that the training of a whole model starts from.
 
     Attributes:
       source: the checkpoint, autoregressive or of block diffusion.
       config: of the block-diffusion model that it becomes.
-      tokenizer, target_tokenizer: its own, and that of the target whose prompts measure it; or None.
+      tokenizer, target_tokenizer: the model's, and that of the target whose prompts measure it; or None.
     """
 
     source: Source
@@ -56,7 +56,7 @@ class Start:
         return params
 
 
-def start_for(config: TrainConfig, target: Any, target_config: ModelConfig) -> Start:
+def start_for(config: TrainConfig, target: Any, target_config: ModelConfig) -> DiffusionStart:
     """Opens the model that training starts from, the target unless there is a `--start`, and checks it.
 
     Raises:
@@ -73,7 +73,7 @@ def start_for(config: TrainConfig, target: Any, target_config: ModelConfig) -> S
     mask = _mask_token(source, tokenizer) if config.mask_token is None else config.mask_token
     shape = as_fast_dllm(source.config, config.block_size, mask, str(start))
     frozen_parts(config.freeze, shape)
-    return Start(source, shape, tokenizer, target_tokenizer)
+    return DiffusionStart(source, shape, tokenizer, target_tokenizer)
 
 
 def _mask_token(source: Source, tokenizer: Any) -> int:
@@ -221,8 +221,8 @@ class DiffusionObjective(MaskedObjective):
         """
         start, spread = materials.start, materials.spread
         frozen = frozen_parts(config.freeze, start.config)
-        how = {"frozen": frozen, "spread": spread, "tokenizer": start.tokenizer}
-        return cls(start.config, start.params(spread), config, **how)
+        params = start.params(spread)
+        return cls(start.config, params, config, frozen=frozen, spread=spread, tokenizer=start.tokenizer)
 
     def model(self, trainable: Mapping[str, Any], constants: Mapping[str, Any], dtype: Any) -> Decoder:
         """Returns the model with these parameters."""

@@ -26,7 +26,7 @@ LARGEST_UINT16_VOCABULARY = 65_536
 
 Ids = Sequence[int] | np.ndarray
 Document = tuple[Ids, Ids] | tuple[Ids, Ids, np.ndarray]
-"""Ids of a prompt and of its answer; of a whole conversation, which of the ids behind the first prompt are answers."""
+"""Ids of a prompt and of its answer; for a whole conversation also which ids after the first prompt are answers."""
 
 
 class DataError(InputError):
@@ -40,7 +40,7 @@ class Documents:
     Attributes:
       tokens: per document its prompt's and answer's ids, `[length]` int32.
       prompt_length: tokens of each prompt, `[documents]`.
-      labelled: per document which of its tokens are answers, `[length]` bool; None: all behind the prompts.
+      labelled: per document which of its tokens are answers, `[length]` bool; None: all after the prompts.
     """
 
     tokens: list[np.ndarray]
@@ -51,29 +51,29 @@ class Documents:
         return len(self.tokens)
 
     def take(self, indices: Ids) -> Documents:
-        """The documents with these numbers."""
+        """Returns the documents with these numbers."""
         labelled = None if self.labelled is None else [self.labelled[i] for i in indices]
         return Documents([self.tokens[i] for i in indices], self.prompt_length[list(indices)], labelled)
 
     def answers(self, index: int) -> np.ndarray:
-        """Which tokens of a document are answers."""
+        """Returns a mask of the tokens of a document that are answers."""
         if self.labelled is not None:
             return self.labelled[index]
         return np.arange(len(self.tokens[index])) >= self.prompt_length[index]
 
     def pairs(self) -> list[Document]:
-        """Prompt and answer of each document: of a conversation, the first prompt and all that follows."""
+        """Returns prompt and answer of each document: of a conversation, the first prompt and all that follows."""
         return [(row[:start], row[start:]) for row, start in zip(self.tokens, self.prompt_length)]
 
     def digest(self) -> str:
-        """Tells these documents, in this order, from others."""
+        """Returns a digest of these documents in this order."""
         lengths = np.asarray([len(row) for row in self.tokens], np.int64)
         parts = (np.concatenate(self.tokens).astype(np.int32), lengths, self.prompt_length.astype(np.int64))
         labelled = () if self.labelled is None else (np.packbits(np.concatenate(self.labelled)),)
         return hashlib.sha256(b"".join(part.tobytes() for part in (*parts, *labelled))).hexdigest()[:16]
 
     def answer_tokens(self) -> np.ndarray:
-        """Ids of all answers, concatenated."""
+        """Returns the ids of all answers, concatenated."""
         return np.concatenate([answer for _, answer in self.pairs()] or [np.zeros(0, np.int32)])
 
 
@@ -103,8 +103,8 @@ def load_documents(
     whole = False
     for file in files(paths, (".npz", *(read or ()))):
         reader = (read or {}).get(kind(file))
-        found = reader(file) if reader else read_documents(file, vocab_size)
-        for number, (prompt, answer, *marks) in enumerate(found):
+        rows = reader(file) if reader else read_documents(file, vocab_size)
+        for number, (prompt, answer, *marks) in enumerate(rows):
             document = np.concatenate([prompt, answer]).astype(np.int32)[:longest]
             if len(document) < shortest or len(prompt) + 1 >= len(document):
                 if skip_short:
@@ -125,13 +125,13 @@ def load_documents(
 
 
 def kind(path: Path) -> str:
-    """A file's suffix; HUB: `NAME/NAME` or `NAME/NAME:SPLIT`, which is nothing on this machine."""
+    """Returns a file's suffix; HUB for `NAME/NAME` or `NAME/NAME:SPLIT` that is no file on this machine."""
     named = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", str(path)) and path.suffix not in FILES
     return HUB if named and not path.exists() else path.suffix
 
 
 def files(paths: Sequence[Path], kinds: Sequence[str]) -> list[Path]:
-    """The files that are named, and those of these kinds in folders that are; datasets of the Hub, if that is a kind.
+    """Returns the named files, those of these kinds in named folders, and datasets of the Hub, if that is a kind.
 
     Raises:
       DataError: nothing is there.
@@ -139,10 +139,10 @@ def files(paths: Sequence[Path], kinds: Sequence[str]) -> list[Path]:
     every: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found = sorted(file for file in path.iterdir() if file.suffix in kinds)
-            if not found:
+            inside = sorted(file for file in path.iterdir() if file.suffix in kinds)
+            if not inside:
                 raise DataError(f"{path}: no {' or '.join(name for name in kinds if name != HUB)} files in this folder")
-            every += found
+            every += inside
         elif path.is_file() or (HUB in kinds and kind(path) == HUB):
             every.append(path)
         else:
@@ -151,7 +151,7 @@ def files(paths: Sequence[Path], kinds: Sequence[str]) -> list[Path]:
 
 
 def read_documents(file: Path, vocab_size: int) -> list[Document]:
-    """The documents of one file.
+    """Reads the documents of one file.
 
     Raises:
       DataError: a damaged or empty file, ids outside the vocabulary; the message names the file.
@@ -180,7 +180,7 @@ def read_documents(file: Path, vocab_size: int) -> list[Document]:
 
 
 def _arrays(file: Path) -> dict[str, np.ndarray]:
-    """A file's four arrays, all one-dimensional integers."""
+    """Reads a file's four arrays, all one-dimensional integers."""
     if not file.stat().st_size:
         raise DataError(f"{file}: empty file")
     try:
@@ -212,7 +212,7 @@ def write_documents(path: Path, documents: Iterable[Document], vocab_size: int) 
 
 
 def split(documents: Documents, held_out: int) -> tuple[Documents, Documents]:
-    """Training documents and the `held_out` last ones.
+    """Returns the training documents and the `held_out` last ones.
 
     Raises:
       DataError: nothing would be left to train on.
@@ -224,7 +224,7 @@ def split(documents: Documents, held_out: int) -> tuple[Documents, Documents]:
 
 
 def frequent_tokens(documents: Documents, vocab_size: int, count: int, always: Sequence[int] = ()) -> np.ndarray:
-    """The `count` most frequent tokens of the answers, ascending ids, `always` among them.
+    """Returns the `count` most frequent tokens of the answers, `always` among them, by ascending id.
 
     Tokens that never occur fill up by id, so that the result has its size whatever the data.
     """
@@ -235,7 +235,7 @@ def frequent_tokens(documents: Documents, vocab_size: int, count: int, always: S
 
 
 class _Rows:
-    """Padded documents by index: what Grain shuffles and batches."""
+    """Padded documents by index, for Grain to shuffle and batch."""
 
     def __init__(self, documents: Documents, length: int):
         self.documents, self.length = documents, length
@@ -256,7 +256,7 @@ class _Rows:
 
 
 def batches(documents: Documents, *, length: int, batch: int, seed: int):
-    """Endless shuffled batches by step number: `batches(...)[step]` is the same on every machine and run.
+    """Returns endless shuffled batches by step number: `batches(...)[step]` is the same on every machine and run.
 
     Returns:
       A Grain dataset of dicts: tokens `[batch, length]`, prompt_length, length and document `[batch]`.
@@ -265,7 +265,7 @@ def batches(documents: Documents, *, length: int, batch: int, seed: int):
 
 
 def shuffled(rows: Any, batch: int, seed: int) -> Any:
-    """Endless shuffled batches of what is given by index (dicts of arrays), as a Grain dataset by step number."""
+    """Returns endless shuffled batches of rows (dicts of arrays by index), as a Grain dataset by step number."""
     import grain
 
     return grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(batch)

@@ -1,9 +1,9 @@
 """`python -m failfast_jax.train spiffy`: calibrate the draft graph of `generate --method dllm --spiffy`.
 
-A block-diffusion model answers some dozens of prompts by plain decoding. At each pass what the one before said is
-compared with what the next ones fill: the states that text really goes through, named by ranks, are counted. Kept are
-those that most texts reach by way of kept ones. The graph is a small JSON file beside the model, or at `--out`; prompts
-that were not counted say how many passes it spares.
+A block-diffusion model answers some dozens of prompts by plain decoding. The guesses of each pass are compared with
+the tokens that the next ones fill in: the states that text really goes through, named by ranks, are counted. Those that
+most texts reach by way of kept states are kept. The graph is a small JSON file beside the model, or at `--out`; passes
+that it spares are measured on other prompts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from failfast_jax.engine import FailFast
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.files import user_path
 from failfast_jax.models.sharding import whole
-from failfast_jax.options import add_flags, check_least
+from failfast_jax.options import CommandOptions, add_flags, add_flags_of, option
 from failfast_jax.public_data.question_sets import stamp
 from failfast_jax.train import documents
 from failfast_jax.train.conversations import read_conversations
@@ -44,6 +44,19 @@ BATCH = 8
 Ids = Sequence[int]
 SHOWN = (1, 3, 10)
 """Sizes of the graph that are reported, beside the largest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationOptions(CommandOptions):
+    """Options of the command that are numbers."""
+
+    prompts: int = option(48, "first n to count on, or all of fewer", least=1)
+    held_out: int = option(16, "last n, to report on", least=1)
+    states: int = option(16, "most draft states to keep", least=1, most=MOST_STATES)
+    max_new_tokens: int = option(128, "tokens per answer", least=1)
+    temperature: float = option(0.0, "of the answers", least=0)
+    seed: int = option(0, "random seed", least=0)
+    tensor_parallel: int = option(1, "devices that share each layer", least=1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,68 +70,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompts: .npz files, folders of them, or .jsonl of chats",
     )
     parser.add_argument("--out", metavar="FILE", type=user_path, help="default: spiffy.json beside the model")
-    parser.add_argument("--prompts", metavar="n", type=int, default=48, help="first n to count on, or all of fewer")
-    parser.add_argument("--held-out", metavar="n", type=int, default=16, help="last n, to report on")
-    parser.add_argument("--states", metavar="D", type=int, default=16, help="most draft states to keep")
-    parser.add_argument("--max-new-tokens", metavar="n", type=int, default=128)
-    parser.add_argument("--temperature", metavar="t", type=float, default=0.0)
-    parser.add_argument("--seed", metavar="s", type=int, default=0)
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
-    parser.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer")
+    add_flags_of(parser, CalibrationOptions)
+    parser.add_argument("--dtype", choices=DTYPES, help="weight dtype (default: as stored)")
     distributed.add_flag(parser)
     add_flags(parser.add_argument_group("schedule", "as of generate"), {DIFFUSION_METHOD: ScheduleOptions})
 
 
 def work(args: argparse.Namespace) -> None:
     """Counts on prompts, chooses states, measures them on others and writes the graph."""
-    check_least(args, prompts=1, held_out=1, max_new_tokens=1)
-    if not 1 <= args.states <= MOST_STATES:
-        raise OptionError(f"--states {args.states}: must be in [1, {MOST_STATES}]")
-    options = {name: getattr(args, name) for name in ScheduleOptions.names()}
+    options = CalibrationOptions.given(args)
     config = GenerationConfig(
         DIFFUSION_METHOD,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-        options=options,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        options={name: getattr(args, name) for name in ScheduleOptions.names()},
     )
     find_models({"--target": args.target})
     file = args.out or default_file(args.target)
     if not file.resolve().parent.is_dir():
         raise OptionError(f"--out {file}: no such folder")
-    engine = FailFast(args.target, dtype=args.dtype, tensor_parallel=args.tensor_parallel)
-    counted, held_out = _prompts(args, engine)
+    engine = FailFast(args.target, dtype=args.dtype, tensor_parallel=options.tensor_parallel)
+    counted, held_out = _prompts(args, options, engine)
     check_same({"prompts": stamp(counted), "held_out": stamp(held_out)})
-    graph = calibrated(engine, counted, config, args.states)
+    graph = calibrated(engine, counted, config, options.states)
     graph.save(file)  # every process: each reads its own host's
     kept = len(graph.pair_sets)
-    found = report(engine, held_out, config, file, sorted({*(size for size in SHOWN if size < kept), kept}))
-    dataclasses.replace(graph, about=graph.about | {"held_out": found}).save(file)
-    for line in found["sizes"]:
-        same = "" if line["same_texts"] == found["prompts"] else f", {line['same_texts']} of them with the same text"
+    figures = report(engine, held_out, config, file, sorted({*(size for size in SHOWN if size < kept), kept}))
+    dataclasses.replace(graph, about=graph.about | {"held_out": figures}).save(file)
+    for line in figures["sizes"]:
+        same = "" if line["same_texts"] == figures["prompts"] else f", {line['same_texts']} of them with the same text"
         print(
             f"--spiffy {line['states']}: {line['passes']} passes and {line['adopted']} adopted, {line['plain']} "
-            f"without it: {line['fewer']:.2f} x fewer on {found['prompts']} prompts not counted on{same}",
+            f"without it: {line['fewer']:.2f} x fewer on {figures['prompts']} prompts not counted on{same}",
             file=sys.stderr,
         )
-    print(json.dumps({"file": str(file), "states": len(graph.pair_sets), "held_out": found}))
+    print(json.dumps({"file": str(file), "states": len(graph.pair_sets), "held_out": figures}))
 
 
-def _prompts(args: argparse.Namespace, engine: FailFast) -> tuple[list[list[int]], list[list[int]]]:
-    """Those to count on, and those to report on."""
+def _prompts(
+    args: argparse.Namespace, options: CalibrationOptions, engine: FailFast
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns the prompts to count on, and the prompts to report on."""
     vocab = engine.target.config.vocab_size
     readers = {".jsonl": lambda file: read_conversations(file, load_tokenizer(args.target), vocab)}
     room = engine.max_seq_len
     loaded = documents.load_documents(
         args.data, vocab_size=vocab, shortest=3, longest=room, skip_short=True, read=readers
     )
-    rest, held_out = documents.split(loaded, args.held_out)
+    rest, held_out = documents.split(loaded, options.held_out)
     parts = [[prompt.tolist() for prompt, _ in part.pairs()] for part in (rest, held_out)]
-    return parts[0][: args.prompts], parts[1]
+    return parts[0][: options.prompts], parts[1]
 
 
 def calibrated(engine: FailFast, prompts: Sequence[Ids], config: GenerationConfig, most: int) -> DraftGraph:
-    """The draft graph of a model, from plain decoding.
+    """Returns the draft graph of a model, from plain decoding.
 
     Args:
       config: of method `dllm`.
@@ -151,7 +157,7 @@ def calibrated(engine: FailFast, prompts: Sequence[Ids], config: GenerationConfi
 
 
 def _batches(prompts: Sequence[Ids]) -> Iterator[tuple[Sequence[Ids], list[Ids]]]:
-    """Prompts that are answered together, and again with some repeated: one program serves all."""
+    """Yields prompts that are answered together, and the same filled up to a whole batch: one program serves all."""
     size = min(BATCH, len(prompts))
     for first in range(0, len(prompts), size):
         some = prompts[first : first + size]
@@ -180,7 +186,7 @@ class Pass:
 def passes_of(
     engine: FailFast, prompts: Sequence[Ids], config: GenerationConfig
 ) -> tuple[list[list[Pass]], tuple[int, int, float]]:
-    """Every sequence's passes by plain decoding; block size, small block size and threshold."""
+    """Returns each sequence's passes by plain decoding; block size, small block size and threshold."""
     session = engine.session(prompts, config)
     state = session.prefill([engine.request(prompt, config, row) for row, prompt in enumerate(prompts)])
     rows: list[list[Pass]] = [[] for _ in prompts]
@@ -200,7 +206,7 @@ def _seen(state: DiffusionState) -> tuple[Any, ...]:
 
 
 def trajectories_of(passes: Sequence[Pass], mask_token: int) -> Iterator[list[Pairs]]:
-    """For each pass the states that the following ones began with, in terms of what was known before it.
+    """Yields for each pass the states that the following ones began with, by the ranks of its guesses.
 
     A trajectory ends with its small block, or where a token was filled that was not among the best ones.
     """
@@ -218,12 +224,12 @@ def trajectories_of(passes: Sequence[Pass], mask_token: int) -> Iterator[list[Pa
             ranks = [np.flatnonzero(now.tokens[place] == filled[place]) for _, place in pairs]
             if not all(map(len, ranks)):
                 break
-            states.append(tuple((rank, int(found[0])) for (rank, _), found in zip(pairs, ranks)))
+            states.append(tuple((rank, int(best[0])) for (rank, _), best in zip(pairs, ranks)))
         yield states
 
 
 def best_states(trajectories: Sequence[Sequence[Pairs]], most: int) -> list[tuple[Pairs, int]]:
-    """Up to `most` states and how many trajectories reach each by way of states before it in the list.
+    """Returns up to `most` states, each with the number of trajectories that reach it by way of states before it.
 
     A state is only worth its count where all states on the way to it are kept, too: one after another, the one that
     most trajectories have next is taken. So every beginning of the list is a graph of its own.
@@ -245,28 +251,21 @@ def best_states(trajectories: Sequence[Sequence[Pairs]], most: int) -> list[tupl
 def report(
     engine: FailFast, prompts: Sequence[Ids], config: GenerationConfig, file: Path, sizes: Sequence[int]
 ) -> dict[str, Any]:
-    """Passes by graphs of several sizes, and without one."""
+    """Returns the passes with graphs of several sizes, and without a graph."""
 
     def answers(**more: Any) -> list[Any]:
-        found, request = [], dataclasses.replace(config, options={**config.options, **more})
-        for some, batch in _batches(prompts):
-            found += engine.generate(batch, request)[: len(some)]
-        return found
+        request = dataclasses.replace(config, options={**config.options, **more})
+        batches = [engine.generate(batch, request)[: len(some)] for some, batch in _batches(prompts)]
+        return [result for batch in batches for result in batch]
 
     plain = answers()
     passes = sum(result.stats.target_passes for result in plain)
     lines = []
     for size in sizes:
         drafted = answers(spiffy=size, spiffy_graph=str(file))
-        made = sum(result.stats.target_passes for result in drafted)
-        lines.append(
-            {
-                "states": size,
-                "passes": made,
-                "adopted": sum(result.stats.adopted_passes for result in drafted),
-                "plain": passes,
-                "fewer": passes / made,
-                "same_texts": sum(a.output_ids == b.output_ids for a, b in zip(plain, drafted)),
-            }
-        )
+        with_graph = sum(result.stats.target_passes for result in drafted)
+        line = {"states": size, "passes": with_graph, "plain": passes, "fewer": passes / with_graph}
+        line["adopted"] = sum(result.stats.adopted_passes for result in drafted)
+        line["same_texts"] = sum(a.output_ids == b.output_ids for a, b in zip(plain, drafted))
+        lines.append(line)
     return {"prompts": len(prompts), "sizes": lines}

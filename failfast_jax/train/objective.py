@@ -1,4 +1,4 @@
-"""What a run optimises: the protocol of all families, and what drafters that read their target's features share."""
+"""Objectives of a run: the protocol of all families, and the base of drafters that read their target's features."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from failfast_jax.train.train_config import TrainConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Materials:
-    """What a run has besides its configuration.
+    """Inputs of a run besides its configuration.
 
     Attributes:
       documents: to train on.
       deadline: `time.monotonic()` at which computing features stops.
       begun: whether a checkpoint exists, so that the parameters of the start do not matter.
-      start: where a whole model begins (`diffusion_run.Start`).
+      start: where a whole model begins (`diffusion_run.DiffusionStart`).
     """
 
     target: Decoder
@@ -71,7 +71,7 @@ class Objective(Protocol):
     constants: Any
     """Frozen arrays that the loss reads."""
     calibrates: bool
-    """Whether `calibrated` corrects its confidence head by drafts on held-out documents at the end."""
+    """True if `calibrated` corrects its confidence head by drafts on held-out documents at the end."""
 
     def prepare(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         """Adds to a batch, on the host: cached features, for example."""

@@ -46,7 +46,7 @@ def pair_attention(
     kv_heads, group = k.shape[3], heads // k.shape[3]
     # Block 2, length 4, copies n (noised) and c (clean); x: seen
     #        n0 n1 n2 n3   c0 c1 c2 c3
-    #    n0   x  x                          own block in both directions (`own`)
+    #    n0   x  x                          own block in both directions (`inner`)
     #    n2         x  x    x  x            own block, and clean blocks before it (`cross`)
     #    c2                 x  x  x  x
     # Rows are [B, K, C, n, G, D]: grouped by block (n = L / D), then by query head of one KV head, so that both
@@ -58,8 +58,8 @@ def pair_attention(
 
     position = jnp.arange(width)
     live = jnp.ones((batch, width), bool) if length is None else position < length[:, None]
-    own = jnp.einsum("bkcngqh,bkcnth->bkcngqt", q, k_own, preferred_element_type=jnp.float32)
-    own = jnp.where(live.reshape(batch, 1, 1, -1, 1, 1, block), own, HIDDEN)
+    inner = jnp.einsum("bkcngqh,bkcnth->bkcngqt", q, k_own, preferred_element_type=jnp.float32)
+    inner = jnp.where(live.reshape(batch, 1, 1, -1, 1, 1, block), inner, HIDDEN)
     cross = jnp.einsum("bkcngqh,bkth->bkcngqt", q, k_clean, preferred_element_type=jnp.float32)
     earlier = position // block < jnp.arange(width // block)[:, None]
     seen = earlier & live[:, None]  # [B, n, L]: the same for all rows of a block
@@ -68,11 +68,11 @@ def pair_attention(
     cross = jnp.where(seen[:, None, None, :, None, None], cross, HIDDEN)
 
     # One softmax over both parts, without joining them in memory.
-    highest = jax.lax.stop_gradient(jnp.maximum(own.max(-1), cross.max(-1)))[..., None]
-    own, cross = jnp.exp(own - highest), jnp.exp(cross - highest)
-    total = own.sum(-1, keepdims=True) + cross.sum(-1, keepdims=True)
-    own, cross = (own / total).astype(v.dtype), (cross / total).astype(v.dtype)
-    out = jnp.einsum("bkcngqt,bkcnth->bkcngqh", own, v_own, preferred_element_type=jnp.float32)
+    highest = jax.lax.stop_gradient(jnp.maximum(inner.max(-1), cross.max(-1)))[..., None]
+    inner, cross = jnp.exp(inner - highest), jnp.exp(cross - highest)
+    total = inner.sum(-1, keepdims=True) + cross.sum(-1, keepdims=True)
+    inner, cross = (inner / total).astype(v.dtype), (cross / total).astype(v.dtype)
+    out = jnp.einsum("bkcngqt,bkcnth->bkcngqh", inner, v_own, preferred_element_type=jnp.float32)
     out += jnp.einsum("bkcngqt,bkth->bkcngqh", cross, v_clean, preferred_element_type=jnp.float32)
     return out.transpose(0, 2, 3, 5, 1, 4, 6).reshape(batch, copies, width, heads, head_dim).astype(k.dtype)
 

@@ -1,4 +1,4 @@
-"""What lets a command be ended at any moment and started again: a folder that knows its settings."""
+"""Folders that know the settings of their command, so that it may be ended at any moment and started again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from failfast_jax.errors import OptionError
 from failfast_jax.files import differences, read_json, write_json
 
 LENGTHENED = "lengthened"
-"""In a settings file: what was asked for before more of it was."""
+"""Key of a settings file: earlier values of settings that have grown."""
 
 
 def is_begun(file: Path, settings: dict[str, Any], foreign: str | None = None, may_grow: Sequence[str] = ()) -> bool:
-    """Whether the folder of a settings file was begun with these settings; False: it is new.
+    """Returns true if the folder of a settings file was begun with these settings, false if it is new.
 
     Args:
-      foreign: files of this pattern, in a folder without settings, belong to somebody else.
+      foreign: files of this pattern, in a folder without settings, belong to something else.
       may_grow: settings, numbers, that may be larger than before.
 
     Raises:
@@ -48,7 +48,7 @@ def _grown(there: dict[str, Any], settings: dict[str, Any], may_grow: Sequence[s
 
 
 def begin(file: Path, settings: dict[str, Any], foreign: str | None = None, may_grow: Sequence[str] = ()) -> bool:
-    """As `is_begun`; a new folder is made, and its settings written; so is what has grown, beside what it was."""
+    """Checks as `is_begun`; creates a new folder with its settings, and notes those that have grown in an old one."""
     if is_begun(file, settings, foreign, may_grow):
         there = read_json(file)
         if grown := _grown(there, settings, may_grow):
@@ -64,9 +64,11 @@ def begin(file: Path, settings: dict[str, Any], foreign: str | None = None, may_
 
 
 def check_same(settings: dict[str, Any]) -> None:
-    """Raises OptionError: not all processes were given the same settings, and what else is among them."""
+    """Raises OptionError: the processes have different settings or documents."""
     mine = json.loads(json.dumps(settings))
     other = differences(distributed.agreed(mine), mine)
     if unlike := distributed.where_not(not other):
-        said = f" ({'; '.join(other)})" if other else ""
-        raise OptionError(f"process {unlike[0]} has other options or documents than process 0{said}; give all the same")
+        named = f" ({'; '.join(other)})" if other else ""
+        raise OptionError(
+            f"process {unlike[0]} has other options or documents than process 0{named}; give all the same"
+        )

@@ -1,6 +1,6 @@
 """`python -m failfast_jax.train selfgen`: training data that the target writes itself.
 
-The target continues the user's turn of its own chat template, behind one of a list of openings (sampled), and
+The target continues the user's turn of its own chat template, after one of a list of openings (sampled), and
 then answers what it wrote (greedy). A drafter is to predict the target's own text, so no other data is needed.
 With `--questions` it answers those instead.
 HumanEval prompts, those built into `bench` and those named in tests are never trained on: a prompt that
@@ -29,11 +29,10 @@ from failfast_jax import distributed
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.loading import DTYPES, as_dtype
 from failfast_jax.command import OutOfTime, deadline_after
-from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
 from failfast_jax.files import sole_writer, user_path
-from failfast_jax.options import check_least
+from failfast_jax.options import CommandOptions, add_flags_of, option, require
 from failfast_jax.progress import progress_bar
 from failfast_jax.public_data.question_sets import load_dataset
 from failfast_jax.train.documents import DataError, read_documents, write_documents
@@ -42,9 +41,33 @@ from failfast_jax.train.resume import begin, check_same, is_begun
 from failfast_jax.train.selfgen_writer import FEWEST_SAMPLED, ShardOptions, Writer
 
 SETTINGS_FILE, SHARDS = "selfgen.json", "shard-*.npz"
-METHODS = ("vanilla", "lookup")
 DOCUMENTS = 1024
-"""How many are written where the command does not say."""
+"""Default number of documents."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfgenOptions(CommandOptions):
+    """Options of the command that are numbers and choices."""
+
+    documents: int | None = option(
+        None, f"rounded up to whole shards; default: {DOCUMENTS}, or all --questions", least=1
+    )
+    batch_size: int = option(16, "documents that are written together", least=1)
+    max_prompt_tokens: int = option(128, "sampled tokens per prompt", least=FEWEST_SAMPLED)
+    max_answer_tokens: int = option(256, "tokens per answer", least=1)
+    temperature: float = option(0.9, "of prompts; answers are greedy", above=0)  # at 0 prompts would repeat
+    top_p: float = option(0.95, "of prompts", above=0, most=1)
+    seed: int = option(0, "random seed of prompts", least=0, most=2**32 - 1)
+    shard_size: int = option(64, "documents per file; best several batches", least=1)
+    method: str = option("vanilla", "how the target decodes", choices=("vanilla", "lookup"))
+    tensor_parallel: int = option(1, "devices that share each layer", least=1)
+    data_parallel: int = option(1, "groups of those that share a batch", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch_size % self.data_parallel:
+            problem = f"must be a multiple of --data-parallel {self.data_parallel}"
+            raise OptionError(f"--batch-size {self.batch_size}: {problem}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,101 +77,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--target", metavar="P", help="as of failfast_jax.generate; default: SmolLM2-135M-Instruct")
     parser.add_argument(
-        "--documents",
-        metavar="n",
-        type=int,
-        help=f"rounded up to whole shards; default: {DOCUMENTS}, or all --questions",
-    )
-    parser.add_argument(
         "--questions",
         metavar="D",
-        help="answer these, not prompts that the target writes: a --dataset of failfast_jax.bench, or a file of texts",
+        help="answer these instead of prompts that the target writes: a --dataset of failfast_jax.bench, or a file",
     )
-    parser.add_argument("--batch-size", metavar="B", type=int, default=16)
-    parser.add_argument("--max-prompt-tokens", metavar="n", type=int, default=128, help="sampled tokens of a prompt")
-    parser.add_argument("--max-answer-tokens", metavar="n", type=int, default=256)
-    parser.add_argument("--temperature", metavar="t", type=float, default=0.9, help="of prompts; answers are greedy")
-    parser.add_argument("--top-p", metavar="p", type=float, default=0.95, help="of prompts")
     parser.add_argument(
         "--openings",
         metavar="FILE",
         type=user_path,
-        help="one a line, \\n for a line break; without it, a built-in list",
+        help="beginnings of prompts, one per line, \\n for a line break; default: a built-in list",
     )
-    parser.add_argument("--seed", metavar="s", type=int, default=0)
-    parser.add_argument("--shard-size", metavar="n", type=int, default=64, help="documents; best several batches")
-    parser.add_argument("--method", default="vanilla", help=f"one of {', '.join(METHODS)}: how the target decodes")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
-    parser.add_argument("--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer")
-    parser.add_argument("--data-parallel", metavar="n", type=int, default=1, help="groups of those that share a batch")
+    add_flags_of(parser, SelfgenOptions)
+    parser.add_argument("--dtype", choices=DTYPES, help="weight dtype (default: as stored)")
     distributed.add_flag(parser)
-    parser.add_argument("--minutes", type=float, help="stop after the shard that ends behind this time (exit status 3)")
+    parser.add_argument("--minutes", type=float, help="stop after the shard that ends after this time (exit status 3)")
 
 
-def _options(args: argparse.Namespace) -> ShardOptions:
-    """Checks the options before anything is loaded."""
-    ones = ("documents", "batch_size", "max_answer_tokens", "shard_size", "tensor_parallel", "data_parallel")
-    given, args.documents = args.documents, DOCUMENTS if args.documents is None else args.documents
-    check_least(args, max_prompt_tokens=FEWEST_SAMPLED, **dict.fromkeys(ones, 1))
+def _shard_options(options: SelfgenOptions, args: argparse.Namespace) -> ShardOptions:
+    """Reads the texts that shards depend on, before anything else is loaded."""
     held_out = held_out_prompts()
     questions = () if args.questions is None else _questions(args, held_out)
-    if questions:
-        args.documents = len(questions) if given is None else min(given, len(questions))
-    if args.batch_size % args.data_parallel:
-        raise OptionError(f"--batch-size {args.batch_size}: must be a multiple of --data-parallel {args.data_parallel}")
-    if not args.temperature > 0:
-        raise OptionError(f"--temperature {args.temperature}: must be positive, or prompts would repeat")
-    if args.method not in METHODS:
-        raise OptionError(f"--method {args.method}: must be one of {', '.join(METHODS)}")
-    GenerationConfig(temperature=args.temperature, top_p=args.top_p, seed=args.seed).validate()
-    openings = read_openings(args.openings or OPENINGS_FILE)
-    values = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(ShardOptions)}
-    return ShardOptions(**(values | {"openings": openings, "held_out": held_out, "questions": questions}))
+    texts = {"openings": read_openings(args.openings or OPENINGS_FILE), "held_out": held_out, "questions": questions}
+    values = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(ShardOptions)}
+    return ShardOptions(**(values | texts))
 
 
 def _questions(args: argparse.Namespace, held_out: tuple[str, ...]) -> tuple[str, ...]:
-    """The texts of `--questions`, each once, without those that are held out."""
+    """Returns the texts of `--questions`, each once, without those that are held out."""
     flag = f"--questions {args.questions}"
     if args.openings is not None:
         raise OptionError(f"--openings {args.openings}: not with --questions, which are asked as they are")
     try:
-        found = load_dataset(args.questions).questions
+        questions = load_dataset(args.questions).questions
     except (ValueError, OSError) as error:
         raise OptionError(f"{flag}: {error}") from None
-    texts = [question.prompt for question in found if question.follows is None]
-    if not all(isinstance(text, str) for text in texts):
-        raise OptionError(f"{flag}: must be texts, not messages or token ids")
+    texts = [question.prompt for question in questions if question.follows is None]
+    require(all(isinstance(text, str) for text in texts), flag, "must be texts, not messages or token ids")
     kept = tuple(text for text in dict.fromkeys(texts) if not is_held_out(text, held_out))
-    if not kept:
-        raise OptionError(f"{flag}: every question is one of those that are held out")
+    require(bool(kept), flag, "every question is one of those that are held out")
     if len(kept) < len(texts):
         print(f"selfgen: {len(texts) - len(kept)} of {len(texts)} questions are held out or double", file=sys.stderr)
     return kept
 
 
 def shard_path(folder: Path, number: int) -> Path:
-    """Where a shard lies."""
+    """Returns the path of a shard."""
     return folder / f"shard-{number:05}.npz"
 
 
 def work(args: argparse.Namespace) -> None:
     """Writes the shards that are missing. Of several processes the first one reads and writes the folder."""
-    options, deadline = _options(args), deadline_after(args.minutes)
+    options, deadline = SelfgenOptions.given(args), deadline_after(args.minutes)
+    shard = _shard_options(options, args)
+    count = options.documents or len(shard.questions) or DOCUMENTS
+    if shard.questions:
+        count = min(count, len(shard.questions))
     settings = {
         "target": args.target or default_target_path().name,
         "dtype": as_dtype(args.dtype).name,
-        **options.settings(),
+        **shard.settings(),
     }
     file = args.out / SETTINGS_FILE
-    shards = range(-(-args.documents // options.shard_size))
+    shards = range(-(-count // options.shard_size))
     check_same(settings)
     begun = distributed.first(lambda: is_begun(file, settings, SHARDS))
     if begun and not _missing(args.out, shards):
         print(f"selfgen: {args.out} has all {len(shards)} shards", file=sys.stderr)
         return
-    mesh = {"tensor_parallel": args.tensor_parallel, "data_parallel": args.data_parallel}
+    mesh = {"tensor_parallel": options.tensor_parallel, "data_parallel": options.data_parallel}
     engine = load_pair(args.target, method=options.method, dtype=args.dtype, **mesh)
-    writer = Writer(engine, options)
+    writer = Writer(engine, shard)
     settings |= {
         "vocab_size": engine.target.config.vocab_size,
         "eos_token_ids": list(engine.eos_token_ids),
@@ -156,9 +154,9 @@ def work(args: argparse.Namespace) -> None:
     }
     with sole_writer(args.out):
         distributed.first(lambda: begin(file, settings, SHARDS))
-        said = write_shards(writer, args.out, shards, deadline)
+        summary = write_shards(writer, args.out, shards, deadline)
     skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(writer.skipped.items())) or "none"
-    print(f"selfgen: {said} | skipped: {skipped} | compile {writer.compile_s:.1f} s", file=sys.stderr)
+    print(f"selfgen: {summary} | skipped: {skipped} | compile {writer.compile_s:.1f} s", file=sys.stderr)
 
 
 def _missing(folder: Path, shards: range) -> list[int]:
@@ -166,14 +164,14 @@ def _missing(folder: Path, shards: range) -> list[int]:
 
 
 def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -> str:
-    """Writes the shards that a folder lacks; returns what to say about them.
+    """Writes the shards that a folder lacks; returns a summary.
 
     Raises:
-      OutOfTime: at the deadline, behind a whole shard.
+      OutOfTime: at the deadline, after a whole shard.
     """
     size, vocab = writer.options.shard_size, writer.engine.target.config.vocab_size
     missing = _missing(folder, shards)
-    start, tokens, made = time.perf_counter(), 0, 0
+    start, tokens, finished = time.perf_counter(), 0, 0
     seen: set[tuple[int, ...]] = set()
 
     def speed() -> str:
@@ -181,8 +179,8 @@ def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -
         return f"{tokens / max(time.perf_counter() - start - writer.compile_s, 1e-9):.0f} tokens/s"
 
     def progress(documents: int, written: int) -> None:
-        nonlocal tokens, made
-        tokens, made = tokens + written, made + documents
+        nonlocal tokens, finished
+        tokens, finished = tokens + written, finished + documents
         bar.set_postfix_str(speed(), refresh=False)
         bar.update(documents)
 
@@ -199,7 +197,7 @@ def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -
             distributed.first(functools.partial(write_documents, path, documents, vocab))
             if number < missing[-1] and distributed.agreed(time.monotonic() > deadline):
                 raise OutOfTime
-    return f"{made} documents, {tokens} tokens, {speed()}"
+    return f"{finished} documents, {tokens} tokens, {speed()}"
 
 
 def _prompts(shard: Path, vocab_size: int) -> list[tuple[int, ...]]:

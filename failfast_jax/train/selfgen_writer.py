@@ -23,7 +23,7 @@ _USER_CONTENT = "<<the user's content>>"
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class TurnTexts:
     """A chat template around the content of one user turn."""
 
     before: str
@@ -34,7 +34,7 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class ShardOptions:
-    """All that a shard depends on, next to the target and the shard's number."""
+    """Options and texts that a shard depends on, beside the target and the shard's number."""
 
     method: str
     batch_size: int
@@ -51,15 +51,15 @@ class ShardOptions:
     """Texts of users that are answered instead of prompts that the target writes."""
 
     def settings(self) -> dict[str, Any]:
-        """JSON-ready form; lists of texts as digests. Without questions it is that of earlier versions."""
+        """Returns a JSON-ready form, with digests of the texts; without questions it is that of earlier versions."""
         values = dataclasses.asdict(self)
         for name in ("openings", "held_out", "questions"):
             values[name] = hashlib.sha256("\0".join(values[name]).encode()).hexdigest()[:16]
         return values if self.questions else {name: value for name, value in values.items() if name != "questions"}
 
 
-def user_turn(tokenizer: Any, name: str = "the model") -> Turn:
-    """The texts around a user's content in the chat template, those that the template adds by itself included.
+def user_turn(tokenizer: Any, name: str = "the model") -> TurnTexts:
+    """Returns the texts around a user's content in the chat template, with those that the template adds by itself.
 
     Raises:
       ValueError: no tokenizer, no chat template, or one that does not render the content exactly once.
@@ -72,11 +72,11 @@ def user_turn(tokenizer: Any, name: str = "the model") -> Turn:
     parts = text.split(_USER_CONTENT)
     if len(parts) != 2:
         raise ValueError(f"--target {name}: its chat template renders the user's content {len(parts) - 1} times")
-    return Turn(*parts)
+    return TurnTexts(*parts)
 
 
 class Writer:
-    """Lets a target write prompts and answer them.
+    """Writes training data with a target: prompts, and answers to them.
 
     Args:
       engine: the target, with its tokenizer.
@@ -115,7 +115,7 @@ class Writer:
         self.compile_s = 0.0
 
     def _asked(self, number: int, text: str) -> list[int]:
-        """Ids of a question in the chat template."""
+        """Returns the ids of a question in the chat template."""
         ids, answer = self.engine.encode(text), self.options.max_answer_tokens
         if len(ids) + answer > self.engine.max_seq_len:
             raise OptionError(
@@ -128,7 +128,7 @@ class Writer:
         return self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def generate(self, prompts: list[list[int]], limit: int, **sampling: Any) -> list[list[int]]:
-        """Outputs of a batch, stop tokens included; the batch is filled up, so that one program serves all."""
+        """Returns the outputs of a batch with their stop tokens; the batch is filled up: one program serves all."""
         options = self.options
         full = prompts + prompts[:1] * (options.batch_size - len(prompts))
         config = GenerationConfig(method=options.method, max_new_tokens=limit, **sampling)
@@ -137,7 +137,7 @@ class Writer:
         return [result.output_ids for result in results[: len(prompts)]]
 
     def prompts(self, shard: int, batch: int) -> list[tuple[list[int], str, int]]:
-        """Ids of a batch of sampled prompts, their users' texts, and how many tokens of each were sampled."""
+        """Returns a batch of sampled prompts: ids, the user's text, and the number of sampled tokens of each."""
         options = self.options
         randomness = np.random.SeedSequence([options.seed, shard, batch])
         chosen = np.random.default_rng(randomness).integers(len(self._openings), size=options.batch_size)
@@ -149,30 +149,30 @@ class Writer:
             top_p=options.top_p,
             seed=int(randomness.generate_state(1)[0]),
         )
-        made = []
+        prompts = []
         for index, opening, output in zip(chosen, openings, sampled):
             # The rest of the template ends the turn.
-            own = output[:-1] if output[-1] in self.engine.eos_token_ids else output
-            # Some tokenizers drop a space in front of the first token: hence decoded behind the opening.
-            behind = len(text_of(self.engine.tokenizer, opening, skip_special_tokens=False))
-            whole = text_of(self.engine.tokenizer, opening + own, skip_special_tokens=False)
-            text = options.openings[index] + whole[behind:]
-            if len(own) < FEWEST_SAMPLED or not text.strip():
+            ids = output[:-1] if output[-1] in self.engine.eos_token_ids else output
+            # Some tokenizers drop a space before the first token: hence decoded together with the opening.
+            start = len(text_of(self.engine.tokenizer, opening, skip_special_tokens=False))
+            whole = text_of(self.engine.tokenizer, opening + ids, skip_special_tokens=False)
+            text = options.openings[index] + whole[start:]
+            if len(ids) < FEWEST_SAMPLED or not text.strip():
                 self.skipped["empty"] += 1
-            elif not self._special.isdisjoint(own):
+            elif not self._special.isdisjoint(ids):
                 self.skipped["special tokens"] += 1
             elif is_held_out(text, options.held_out):
                 self.skipped["held out"] += 1
             else:
-                made.append((opening + own + self._after, text, len(own)))
-        return made
+                prompts.append((opening + ids + self._after, text, len(ids)))
+        return prompts
 
     def answers(self, prompts: list[list[int]]) -> list[list[int]]:
-        """The target's greedy answers to at most `batch_size` prompts."""
+        """Returns the target's greedy answers to at most `batch_size` prompts."""
         return self.generate(prompts, self.options.max_answer_tokens)
 
     def shard(self, number: int, seen: set[tuple[int, ...]], progress: Any = None) -> list[Document]:
-        """Makes one shard.
+        """Writes one shard.
 
         Args:
           seen: prompts of earlier shards, which are not used again; this shard's are added.
@@ -184,13 +184,13 @@ class Writer:
         size, batch = self.options.shard_size, self.options.batch_size
         if self._questions:
             # By length, so that little of a batch is padding.
-            asked = sorted(self._questions[number * size : (number + 1) * size], key=len)
-            found = [(ids, 0) for ids in asked]
+            questions = sorted(self._questions[number * size : (number + 1) * size], key=len)
+            prompts = [(ids, 0) for ids in questions]
         else:
-            found = self._sampled(number, seen)
+            prompts = self._sampled(number, seen)
         documents = []
-        for start in range(0, len(found), batch):
-            part = found[start : start + batch]
+        for start in range(0, len(prompts), batch):
+            part = prompts[start : start + batch]
             answers = self.answers([ids for ids, _ in part])
             documents += [(ids, answer) for (ids, _), answer in zip(part, answers)]
             if progress:
@@ -198,21 +198,21 @@ class Writer:
         return documents
 
     def _sampled(self, number: int, seen: set[tuple[int, ...]]) -> list[tuple[list[int], int]]:
-        """Prompts of a shard that the target writes, and how many tokens of each were sampled; see `shard`."""
+        """Returns prompts of a shard that the target writes, and the number of sampled tokens of each; see `shard`."""
         size, batch = self.options.shard_size, self.options.batch_size
-        found: list[tuple[list[int], int]] = []
+        prompts: list[tuple[list[int], int]] = []
         tries, most = 0, 8 + 16 * -(-size // batch)
-        while len(found) < size:
+        while len(prompts) < size:
             if tries == most:
                 raise ValueError(
-                    f"shard {number}: only {len(found)} of {tries * batch} prompts that the target wrote can be used "
+                    f"shard {number}: only {len(prompts)} of {tries * batch} prompts that the target wrote can be used "
                     f"(skipped so far: {dict(self.skipped)})"
                 )
             for ids, _, sampled in self.prompts(number, tries):
                 if tuple(ids) in seen:
                     self.skipped["duplicate"] += 1
-                elif len(found) < size:
+                elif len(prompts) < size:
                     seen.add(tuple(ids))
-                    found.append((ids, sampled))
+                    prompts.append((ids, sampled))
             tries += 1
-        return found
+        return prompts

@@ -20,7 +20,7 @@ DATA, FSDP = "data", "fsdp"
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """Makes a tree whole, inside a `shard_map`; its transpose gives each device its part of the gradient's sum.
+    """Puts a tree together, inside a `shard_map`; its transpose gives each device its part of the gradient's sum.
 
     Attributes:
       axes: of each leaf the axis along which the devices hold parts; None: each has all of it.
@@ -39,7 +39,7 @@ class Gather:
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """How a run's arrays lie on its devices.
+    """Placement of a run's arrays on its devices.
 
     Attributes:
       mesh: of the axes `DATA` and `FSDP`.
@@ -49,7 +49,7 @@ class Spread:
 
     @classmethod
     def over(cls, fsdp: int = 1, devices: Sequence[Any] | None = None) -> Spread:
-        """Over all devices of all processes, or those given; `fsdp` of them hold a parameter together.
+        """Builds the placement over all devices of all processes, or `devices`; `fsdp` of them share a parameter.
 
         Raises:
           OptionError: groups of `fsdp` devices do not use all of them.
@@ -62,16 +62,16 @@ class Spread:
 
     @property
     def rows(self) -> NamedSharding:
-        """Of arrays whose leading axis is the batch."""
+        """The sharding of arrays whose leading axis is the batch."""
         return NamedSharding(self.mesh, P((DATA, FSDP)))
 
     @property
     def everywhere(self) -> NamedSharding:
-        """Of what every device has whole."""
+        """The sharding of arrays that every device has whole."""
         return NamedSharding(self.mesh, P())
 
     def axis(self, shape: tuple[int, ...]) -> int | None:
-        """The axis along which an array of this shape is divided: the longest that divides evenly, of matrices."""
+        """Returns the axis along which a matrix is divided: the longest that divides evenly. Other arrays: None."""
         parts = self.mesh.shape[FSDP]
         if parts == 1 or len(shape) < 2:
             return None
@@ -79,39 +79,39 @@ class Spread:
         return max(even, key=lambda axis: shape[axis], default=None)
 
     def spec(self, shape: tuple[int, ...]) -> P:
-        """Which axis of a parameter is spread, if any."""
+        """Returns the partition of a parameter of this shape."""
         axis = self.axis(shape)
         return P() if axis is None else P(*[None] * axis, FSDP)
 
     def place(self, _name: str, shape: tuple[int, ...]) -> NamedSharding:
-        """Where a parameter, or what the optimiser keeps of it, goes: `checkpoints.loading.Place`."""
+        """Returns the sharding of a parameter, or of the optimiser's state of it (`checkpoints.loading.Place`)."""
         return NamedSharding(self.mesh, self.spec(shape))
 
     def places(self, tree: Any) -> Any:
-        """The shardings of a tree of arrays, abstract or not."""
+        """Returns the shardings of a tree of arrays, abstract or not."""
         return jax.tree.map(lambda leaf: self.place("", tuple(leaf.shape)), tree)
 
     def parts(self, tree: Any) -> Any:
-        """Parameters, or what the optimiser keeps of them, spread over the devices."""
+        """Spreads parameters, or the optimiser's state of them, over the devices."""
         return jax.tree.map(put, tree, self.places(tree))
 
     def copies(self, tree: Any) -> Any:
-        """Arrays that every device has whole."""
+        """Copies arrays whole to every device."""
         return jax.tree.map(lambda leaf: put(whole(leaf), self.everywhere), tree)
 
     def batch(self, tree: Any) -> Any:
-        """Arrays whose leading axis is the batch, which every process has: each device its rows."""
+        """Gives each device its rows of arrays whose leading axis is the batch, which every process has."""
         return jax.tree.map(lambda leaf: put(leaf, self.rows), tree)
 
     def gather(self, tree: Any, *, parts: Callable[[tuple[Any, ...]], bool] = lambda path: True) -> Gather:
-        """What makes a tree of whole arrays whole again.
+        """Returns the function that puts a tree like this one together from its parts.
 
         Args:
-          parts: whether to do so to the leaf at a path; others stay in parts.
+          parts: false for the path of a leaf that stays in parts.
         """
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return Gather(tuple(self.axis(tuple(leaf.shape)) if parts(path) else None for path, leaf in leaves))
 
     def per_device(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """`function` over each device's part of its arguments."""
+        """Returns `function` applied to each device's part of its arguments."""
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

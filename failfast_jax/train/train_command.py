@@ -36,7 +36,7 @@ from failfast_jax.train import confidence_scaling, documents
 from failfast_jax.train.block_loss import BlockObjective
 from failfast_jax.train.block_start import spare_token
 from failfast_jax.train.conversations import ROWS, check_template, read_conversations
-from failfast_jax.train.diffusion_run import DiffusionObjective, StandaloneObjective, Start, start_for
+from failfast_jax.train.diffusion_run import DiffusionObjective, DiffusionStart, StandaloneObjective, start_for
 from failfast_jax.train.documents import Document, Documents
 from failfast_jax.train.eagle_loss import EagleObjective
 from failfast_jax.train.evaluation import Evaluation
@@ -112,8 +112,15 @@ def work(args: argparse.Namespace) -> None:
         if report is None:
             # From here on nothing is cheap: all that can be refused has been.
             begun = distributed.agreed(has_checkpoint(args.out))
-            how = {"layers": layers, "spread": spread, "deadline": deadline, "begun": begun, "start": start}
-            materials = Materials(target=load_model(source), documents=train, **how)
+            materials = Materials(
+                target=load_model(source),
+                documents=train,
+                layers=layers,
+                spread=spread,
+                deadline=deadline,
+                begun=begun,
+                start=start,
+            )
             report, done = _train(config, materials, held_out, args)
         print(json.dumps(report))
         note(f"{report['steps']} steps are trained; the drafter is in {report['drafter']} (--drafter)")
@@ -142,7 +149,7 @@ def _check_text(paths: list[Path], source: Any) -> None:
         check_template(text[0], load_tokenizer(source))
 
 
-def _mask_token(config: TrainConfig, start: Start | None, source: Any) -> int | None:
+def _mask_token(config: TrainConfig, start: DiffusionStart | None, source: Any) -> int | None:
     """Returns the id of an unknown token; None where the drafter's own network has none among its inputs."""
     if start is not None:
         return start.config.mask_token_id

@@ -130,9 +130,10 @@ def test_the_report_says_what_does_not_fit():
     sizes = ("--capacity", 2**20, "--batch", 1, 6)
     done = run_python("tpu_scripts/aot_report.py", *case, *sizes, without=("XLA_FLAGS",))
     assert done.returncode == 1, done.stdout[-1000:] + done.stderr[-3000:]
-    fits, refused = done.stdout.splitlines()[-2:]
+    fits, refused, _, error = done.stdout.splitlines()[-4:]
     assert fits.startswith("| qwen2.5-7b v5e:1x1 tp1 | 1 |") and "of 16 | 1 | 0 | 0 |" in fits
     assert refused.startswith("| qwen2.5-7b v5e:1x1 tp1 | 6 | RESOURCE_EXHAUSTED")
+    assert error.startswith("Where somebody measured, this timeline predicted ")
 
 
 @pytest.mark.exhaustive

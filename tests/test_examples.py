@@ -95,7 +95,7 @@ def test_the_notebook(tmp_path, monkeypatch):
     assert "plain decoding says the same: True" in said and "drafted tokens accepted (" in said
     assert "ok      decoding: compiles and runs, with drafts as without" in said
     pages = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
-    assert len(pages) == 1 and "How the answer came about" in pages[0]
+    assert len(pages) == 1 and "Rounds of an answer" in pages[0]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
     assert (tmp_path / "failfast-replay" / "replay.json").is_file()
     sent = json.loads((tmp_path / "first_ten_minutes.json").read_text(encoding="utf-8"))

@@ -367,13 +367,12 @@ class Journal:
     """Records of long work in a file of JSON lines, from which a killed run goes on.
 
     A line that a kill cut off is dropped, with a word on stderr; everything before it stays as it is, byte for byte.
-    Each session that writes begins with a line `{"kind": "run", "session", "identity", "machine"}`, and `plan`.
+    Each session that writes begins with a line `{"kind": "run", "session", "identity", "machine"}`.
 
     Args:
       path: the file, made with its first line; None keeps the records in memory only.
       identity: JSON-ready; what all sessions of a file must agree on (a key that one side lacks is no disagreement).
       machine: noted beside it; sessions may differ in it.
-      plan: so is this, where there is one.
 
     Attributes:
       records: what was appended, by this session and earlier ones, in order.
@@ -385,9 +384,7 @@ class Journal:
 
     RUN = "run"
 
-    def __init__(
-        self, path: Path | None, identity: Record, machine: Record | None = None, plan: Record | None = None
-    ) -> None:
+    def __init__(self, path: Path | None, identity: Record, machine: Record | None = None) -> None:
         self.path = path
         self.records: list[Record] = []
         self.session = 0
@@ -397,13 +394,8 @@ class Journal:
             self._resume(path, identity)
         self.records, self.session = distributed.agreed([self.records, self.session])
         # Written with the session's first record: a session that adds nothing leaves no trace.
-        self._head: Record | None = {
-            "kind": self.RUN,
-            "session": self.session,
-            "identity": identity,
-            "machine": machine,
-            **({} if plan is None else {"plan": plan}),
-        }
+        head = {"kind": self.RUN, "session": self.session, "identity": identity, "machine": machine}
+        self._head: Record | None = head
 
     def _resume(self, path: Path, identity: Record) -> None:
         records, cut_off = read_lines(path)

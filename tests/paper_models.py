@@ -19,8 +19,10 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from failfast_jax.bench.paper_appendix import EXAMPLE
 from failfast_jax.bench.run_options import PRESETS
+
+EXAMPLE = "test/algebra/2584.json"
+"""Question 2 of MATH-500, which Appendix F shows: "If f(x) = (3x-2)/(x-2), what is f(-2) + f(-1) + f(0)?"."""
 
 FIELD = GOLDEN / "field"
 TARGET, AR, DIFFUSION, EAGLE = "Qwen2.5-32B-Instruct", "Qwen2.5-1.5B-Instruct", "Fast_dLLM_v2_1.5B", "EAGLE3"

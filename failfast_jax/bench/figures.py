@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.bench import report
-from failfast_jax.bench.journal import ANSWER, RECORDS, planned
-from failfast_jax.bench.modelled import LARGEST, THEORY_LENGTHS, authors_latencies, theory_curve
-from failfast_jax.bench.released import Counts, counts
+from failfast_jax.bench.journal import ANSWER, RECORDS
+from failfast_jax.bench.released_passes import Counts, counts
 from failfast_jax.bench.run_options import RELEASED
+from failfast_jax.bench.speedup_model import LARGEST, THEORY_LENGTHS, authors_latencies, theory_curve
 from failfast_jax.bench.variants import BASELINE, BATCH
 from failfast_jax.command import needed
 from failfast_jax.files import Record, read_lines, write_atomically
@@ -82,7 +82,6 @@ class Records:
       names: per dataset, labels with a row of their own (no points of sweeps but the best) and the row's name.
       released: whether passes and lengths are counted as the authors' released code does: as the summary says.
       modelled: per dataset and label, the summary's modelled speedup, or None.
-      planned: per dataset and label, how many answers the sessions of the file were to give.
     """
 
     def __init__(self, folder: Path, *, last_only: bool = True):
@@ -91,7 +90,6 @@ class Records:
             copy = " (records.parquet is a copy for other programs)" if (folder / "records.parquet").exists() else ""
             raise ValueError(f"{path}: no such file{copy}")
         lines, _ = read_lines(path)
-        self.planned = planned(path, lines)
         self.answers = [line for line in lines if line.get("kind") == ANSWER]
         if not self.answers:
             raise ValueError(f"{path}: holds no answers")

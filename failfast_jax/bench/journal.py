@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from pathlib import Path
 
 from failfast_jax import files
@@ -23,31 +22,6 @@ _KEYS = {
     SCORE: ("dataset", "question", "text"),
     PASS: ("setting",),
 }
-
-
-Plan = dict[str, dict[str, int]]
-"""How many answers each variant is to give, by dataset and label."""
-
-
-def planned(path: Path, lines: Iterable[Record]) -> Plan:
-    """What the sessions of a file of records meant to have, the most that any of them asked for.
-
-    Args:
-      path: the file, for the message.
-      lines: its lines. Those of earlier versions say nothing of a plan.
-
-    Raises:
-      ConfigError: a plan that is none.
-    """
-    found: Plan = {}
-    for line in lines:
-        try:
-            for dataset, rows in line.get("plan", {}).items() if line.get("kind") == Journal.RUN else ():
-                own = found.setdefault(dataset, {})
-                own |= {label: max(int(count), own.get(label, 0)) for label, count in rows.items()}
-        except (AttributeError, TypeError, ValueError):
-            raise ConfigError(f"{path}: a line of kind {Journal.RUN} has a plan that is none; it was changed") from None
-    return found
 
 
 def key_of(kind: str, record: Record) -> tuple:
@@ -80,17 +54,12 @@ def result_of(record: Record) -> Result:
 class Journal(files.Journal):
     """A journal whose records are also kept by kind and `key_of`, the newest of a key.
 
-    Args:
-      plan: see `planned`; noted with the session.
-
     Attributes:
       lines: per kind, records by key.
     """
 
-    def __init__(
-        self, path: Path | None, identity: Record, machine: Record | None = None, plan: Plan | None = None
-    ) -> None:
-        super().__init__(path, identity, machine, plan)
+    def __init__(self, path: Path | None, identity: Record, machine: Record | None = None) -> None:
+        super().__init__(path, identity, machine)
         self.lines: dict[str, dict[tuple, Record]] = {kind: {} for kind in _KEYS}
         for record in self.records:
             try:

@@ -25,9 +25,9 @@ from failfast_jax.bench.answers import ENGINES, Answers, RayAnswers, Task
 from failfast_jax.bench.engine_pool import find_wanted, naming_models
 from failfast_jax.bench.harness import asked_records
 from failfast_jax.bench.journal import PASS, RECORDS, SCORE, Journal
-from failfast_jax.bench.modelled import Latency, latency_for, parse_latency
-from failfast_jax.bench.released import with_passes
+from failfast_jax.bench.released_passes import with_passes
 from failfast_jax.bench.run_options import RELEASED, add_arguments, merged, read_datasets, read_variants
+from failfast_jax.bench.speedup_model import Latency, latency_for, parse_latency
 from failfast_jax.bench.variants import BASELINE, changed_options, check_common
 from failfast_jax.bench.verdicts import DIFFERENT
 from failfast_jax.command import needed
@@ -141,8 +141,7 @@ def compare(task: Task, latency: Latency, out: Path) -> int:
     args, common, datasets = task.args, task.common, task.datasets
     answers = ENGINES[args.engine](task)
     variants, facts = answers.variants, answers.facts()
-    plan = {d.name: {v.label: len(d.questions) * args.repeats for v in variants} for d in datasets}
-    journal = Journal(out / RECORDS, facts["identity"], facts["machine"], plan)
+    journal = Journal(out / RECORDS, facts["identity"], facts["machine"])
     answers.run(journal)
     judged = asked_records(journal, datasets, variants, common, repeats=args.repeats, near_tie=args.near_tie)
     records = with_passes(judged, released=args.count_passes == RELEASED)

@@ -9,7 +9,7 @@ from typing import Any
 
 from failfast_jax.bench import report
 from failfast_jax.bench.drafting import BEHIND
-from failfast_jax.bench.modelled import Latency, is_priced
+from failfast_jax.bench.speedup_model import Latency, is_priced
 from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.files import Record, write_atomically
 from failfast_jax.public_data.question_sets import Dataset

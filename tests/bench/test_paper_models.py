@@ -47,12 +47,6 @@ def found(run):
 
 SWEPT = {"ar": "ar:spec_len={}", "fast-dllm": "fast-dllm:threshold=0.9,spec_len={}"}
 ROWS = ("eagle3", "suffix", "failfast", "reuse", "congestion", "ar-dynamic", "wide", "tree")
-OF_OTHER_RUNS = [
-    "... best chain of 3 to 20 over its tree, measured",
-    "EAGLE-3 trained further, over the row eagle3, measured",
-    *("... 0.7", "... 0.1", "... N_max of 30 to 70, worst over best"),
-]
-"""Claims that need the sweeps of appendices C and D.3."""
 PLACES = [("math500", id) for id, _ in MATH] + [("gsm8k", id) for id, _ in GSM8K]
 
 
@@ -111,7 +105,7 @@ def test_every_row_drafts_as_its_name_says(found):
 def page(run, tmp_path_factory):
     """The folder that `bench paper` wrote."""
     out = tmp_path_factory.mktemp("paper") / "out"
-    places = ["--strip", "math500:0,1", "--trajectory", "math500/q1", "--trajectory", "gsm8k/1"]
+    places = ["--trajectory", "math500/q1", "--trajectory", "gsm8k/1"]
     assert main(["paper", str(run), *places, "--out", str(out)]) == 0
     return out
 
@@ -164,8 +158,8 @@ def test_tables_are_means_of_questions(found, page):
     values = by_hand(records["failfast"], lambda r: r["drafter_passes"], lambda e: -(-e["drafted"] // 10) * 10)
     for metric, value in zip(METRICS[:-1], values):
         assert cells(page, "FailFast", metric)[0] == pytest.approx(value, abs=0.051), metric
-    ours, released = (cells(page, "FailFast", counted)[0] for counted in ("ours", "released"))
-    assert ours == pytest.approx(values[-2], abs=0.0051) and released > ours
+    here, released = (cells(page, "FailFast", f"{METRICS[-1]}{end}")[0] for end in (", as made here", ""))
+    assert here == pytest.approx(values[-2], abs=0.051) and released > here
     shown = (page / "paper.md").read_text()
     assert f"| FailFast | Acceptance rate, % | {values[0]:.1f} (40.6) | " in shown
 
@@ -184,7 +178,7 @@ def test_averages_and_ratios(page):
     assert all(value > 0 for value in cells(page, "eagle3", "measured, mean of questions"))
 
 
-def test_claims_follow_from_the_tables(found, page):
+def test_claims_follow_from_the_tables(page):
     text = (page / "paper.md").read_text()
     claims = {line.split(" | ")[0].strip("| "): line.split(" | ")[1] for line in text.splitlines() if line[0:1] == "|"}
     speculated, passes, accepted = (
@@ -196,13 +190,8 @@ def test_claims_follow_from_the_tables(found, page):
     rounds = [cells(page, row, "Speculation rounds")[0] for row in ("FailFast", "AR drafter")]
     fewer = float(claims["rounds fewer than with the AR drafter, MATH"].split()[0])
     assert fewer == pytest.approx(100 * (1 - rounds[0] / rounds[1]), abs=0.5)
-    lengths = [entry["drafted"] for id, _ in MATH for entry in found["math500", id, "failfast"]["detail"]]
-    extended = float(claims["rounds extended, MATH"].removesuffix(" %"))
-    assert extended == pytest.approx(100 * np.mean(np.asarray(lengths) > 10), abs=0.01)
-    missing = [
-        claim for claim, cell in claims.items() if cell == "-" and claim.startswith(("Fail", "spec", "...", "to"))
-    ]
-    assert missing == OF_OTHER_RUNS
+    ours = {claim: cell for claim, cell in claims.items() if claim.startswith(("Fail", "spec", "...", "to"))}
+    assert len(ours) > 10 and "-" not in ours.values()
 
 
 def test_figures_and_trajectories(page):

@@ -7,7 +7,7 @@ import pytest
 
 from failfast_jax.bench import figures, harness, report, summary
 from failfast_jax.bench.journal import Journal
-from failfast_jax.bench.modelled import parse_latency
+from failfast_jax.bench.speedup_model import parse_latency
 from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, OTHER_SAMPLE
 from failfast_jax.config import GenerationConfig

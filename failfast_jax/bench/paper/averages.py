@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax.bench.journal import Plan
-from failfast_jax.bench.modelled import Latency, is_priced
-from failfast_jax.bench.released import Counts, counts
+from failfast_jax.bench.released_passes import Counts, counts
+from failfast_jax.bench.speedup_model import Latency, is_priced
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.files import Record
 from failfast_jax.public_data.acceptance_law import appendix_b, papers_speedup, published_for
@@ -53,6 +52,7 @@ class Answer:
             "speculated": speculated / rounds,
             "rounds": self.counts.rounds,
             "passes": passes / rounds,
+            "passes_here": self.record["drafter_passes"] / rounds,
             "modelled": self.modelled(self.counts.tokens, rounds, passes),
             "measured": self.plain_s / self.record["decode_s"],
             "draft_ms": passes * self.latency.draft_pass if is_priced(self.record["method"]) else None,
@@ -60,7 +60,10 @@ class Answer:
         }
 
 
-def averaged(answers: Sequence[Answer]) -> dict[str, float | None]:
+Means = dict[str, float | None]
+
+
+def averaged(answers: Sequence[Answer]) -> Means:
     """Means over questions, and the longest accepted and speculated lengths of all."""
     columns = [answer.values() for answer in answers]
     means = {}
@@ -74,7 +77,7 @@ def averaged(answers: Sequence[Answer]) -> dict[str, float | None]:
     return means | longest
 
 
-def pooled(answers: Sequence[Answer]) -> dict[str, float | None]:
+def pooled(answers: Sequence[Answer]) -> Means:
     """Sums over all rounds and questions, divided once."""
     accepted, speculated, passes = (
         sum(sum(getattr(a.counts, name)) for a in answers) for name in ("accepted", "speculated", "passes")
@@ -103,16 +106,14 @@ class PaperRun:
         questions that all of them answered.
       chosen: per dataset and row, the label that stands for it.
       paired: per dataset, how many answers each row has, to the same questions.
-      behind: per dataset, the labels that lack answers which others have there or which were planned, and how many.
-      waiting: per dataset, the labels that were planned and have no answer there.
+      lacking: per dataset, the labels that lack answers which others have there, and how many.
     """
 
     target: str
     rows: Mapping[str, Mapping[str, Sequence[Answer]]]
     chosen: Mapping[str, Mapping[str, str]]
     paired: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    behind: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
-    waiting: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    lacking: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
 
     @property
     def size(self) -> str | None:
@@ -207,29 +208,21 @@ def paired(answers: Mapping[str, Mapping[Place, Answer]]) -> dict[str, list[Answ
     return {label: [own[place] for place in common] for label, own in answers.items()}
 
 
-def lacking(
-    answers: Mapping[str, Mapping[str, Mapping[Place, Answer]]], planned: Plan
-) -> tuple[dict[str, dict[str, int]], dict[str, list[str]]]:
-    """By dataset, `PaperRun.behind` and `PaperRun.waiting` of answers by dataset and label."""
-    waiting = {d: [label for label in rows if label not in answers.get(d, {})] for d, rows in planned.items()}
-    labels, behind = dict.fromkeys(label for rows in answers.values() for label in rows), {}
+def lacking(answers: Mapping[str, Mapping[str, Mapping[Place, Answer]]]) -> dict[str, dict[str, int]]:
+    """`PaperRun.lacking` of answers by dataset and label."""
+    labels, result = dict.fromkeys(label for rows in answers.values() for label in rows), {}
     for dataset, rows in answers.items():
-        begun, plan = len(set().union(*rows.values())), planned.get(dataset, {})
-        known = [label for label in labels if label not in waiting.get(dataset, ())]
-        short = {label: max(begun, plan.get(label, 0)) - len(rows.get(label, ())) for label in known}
-        behind[dataset] = {label: count for label, count in short.items() if count}
-    return tuple({d: found for d, found in both.items() if found} for both in (behind, waiting))
+        begun = len(set().union(*rows.values()))
+        short = {label: begun - len(rows.get(label, ())) for label in labels}
+        result[dataset] = {label: count for label, count in short.items() if count}
+    return {dataset: short for dataset, short in result.items() if short}
 
 
-def run_of(
-    records: Iterable[Record], target: str, latency: Latency, *, released: bool, planned: Plan | None = None
-) -> PaperRun:
-    """Groups the records of one run. A killed run's rows may have got to different questions: those that all rows of
-    a dataset answered are kept, the others noted in `behind`.
+def run_of(records: Iterable[Record], target: str, latency: Latency) -> PaperRun:
+    """Groups the records of one run; rounds are counted as the authors' released code does.
 
-    Args:
-      released: whether rounds are counted as the authors' released code does.
-      planned: what the run was to have; without it, rows that have no answer at all are not known.
+    A killed run's rows may have got to different questions: those that all rows of a dataset answered are kept, the
+    others noted in `lacking`.
 
     Raises:
       ValueError: no dataset has such a question.
@@ -240,7 +233,7 @@ def run_of(
     found: dict[str, dict[str, dict[Place, Answer]]] = {}
     for at, record in zip(place, records):
         if record["setting"] != BASELINE and at in plain:
-            own = Answer(record, counts(record, released=released), latency, plain[at])
+            own = Answer(record, counts(record, released=True), latency, plain[at])
             found.setdefault(record["dataset"], {}).setdefault(record["setting"], {})[at[1:3]] = own
     both = {dataset: paired(answers) for dataset, answers in found.items()}
     kept = {dataset: answers for dataset, answers in both.items() if any(answers.values())}
@@ -249,7 +242,7 @@ def run_of(
     chosen = {dataset: rows_of(answers) for dataset, answers in kept.items()}
     rows = {d: {row: kept[d][label] for row, label in labels.items()} for d, labels in chosen.items()}
     counted = {d: len(next(iter(answers.values()))) for d, answers in kept.items()}
-    return PaperRun(target, rows, chosen, counted, *lacking(found, planned or {}))
+    return PaperRun(target, rows, chosen, counted, lacking(found))
 
 
 # -- tables --------------------------------------------------------------------------------------------------
@@ -327,6 +320,7 @@ def details(run: PaperRun) -> str:
         spoken = (("Acceptance rate, %", "acceptance", 1, 100), ("Avg accepted length", "accepted", 1, 1))
         spoken += (("Avg speculated length", "speculated", 1, 1), ("Max accepted length", "most_accepted", 0, 1))
         spoken += (("Max speculated length", "most_speculated", 0, 1), ("Speculation rounds", "rounds", 1, 1))
+        spoken += (("Drafter passes / round, as made here", "passes_here", 1, 1),)
         spoken += (("Drafter passes / round", "passes", 1, 1),)
         for said, name, digits, scale in spoken:
             cells = with_published(run, row, name, digits, scale)
@@ -335,13 +329,3 @@ def details(run: PaperRun) -> str:
         for said, name, digits, scale in (*spoken[:3], spoken[-1]):
             lines.append([row, f"{said}, pooled", *with_published(run, row, name, digits, scale, way=pooled)])
     return markdown(head_of(run, "row", "metric"), lines)
-
-
-def passes_both_ways(ours: PaperRun, released: PaperRun) -> str:
-    """Drafter passes a round as they are made here, and as the released code makes and counts them."""
-    lines = []
-    for row in released.names():
-        for said, run in (("ours", ours), ("released", released)):
-            cells = over_datasets(run, row, lambda d, r, run=run: averaged(run.rows[d][r])["passes"])
-            lines.append([row, said, *(number(cell) for cell in cells)])
-    return markdown(head_of(released, "row", "passes a round, counted as"), lines)

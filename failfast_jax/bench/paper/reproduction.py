@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax import distributed, trajectory
-from failfast_jax.bench import paper_claims, paper_figures, paper_tables
 from failfast_jax.bench.figures import OR_WITHOUT, Records, figure_class
 from failfast_jax.bench.journal import RECORDS, result_of
-from failfast_jax.bench.modelled import latency_for, parse_latency
-from failfast_jax.bench.paper_appendix import longest_drafts
-from failfast_jax.bench.paper_tables import PaperRun
-from failfast_jax.bench.run_options import OURS, RELEASED
+from failfast_jax.bench.paper import averages, paper_plots
+from failfast_jax.bench.paper.averages import PaperRun
+from failfast_jax.bench.paper.claims import claims_table
+from failfast_jax.bench.speedup_model import latency_for, parse_latency
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
@@ -29,9 +28,10 @@ from failfast_jax.errors import CheckpointError
 from failfast_jax.files import Journal, Record, read_lines, user_path, write_atomically
 
 NOTES = (
-    "Cells: these records (the paper's Appendix B, where it has the target). Modelled: the paper's model of speedups, "
-    "at the latencies named below; measured: decode time of `vanilla` over decode time. Means of questions are the "
-    "paper's way to average, pooled figures divide sums."
+    "Rounds, lengths and drafter passes are counted as the authors' released code counts them. Cells: these records "
+    "(the paper's Appendix B, where it has the target). Modelled: the paper's model of speedups, at the latencies "
+    "named below; measured: decode time of `vanilla` over decode time. Means of questions are the paper's way to "
+    "average, pooled figures divide sums."
 )
 
 
@@ -49,16 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of `train --family eagle3`: the accuracy while it learned; may be repeated",
     )
     parser.add_argument(
-        "--count-passes",
-        choices=(RELEASED, OURS),
-        default=RELEASED,
-        help="drafter passes: as the authors' released code makes and counts them, or as made here (%(default)s)",
-    )
-    parser.add_argument(
         "--modelled", metavar="X", help="latencies of modelled speedups: 7B, 14B, 32B or DRAFT:TARGET (by the target)"
-    )
-    parser.add_argument(
-        "--strip", metavar="D[:q,...]", help="dataset, and its questions by place, of the strip (math500:0,4,15,18,21)"
     )
     parser.add_argument(
         "--trajectory", metavar="D/QUESTION", action="append", default=[], help="dataset and question id"
@@ -77,9 +68,9 @@ def target_of(folder: Path) -> str:
     return str(head["identity"]["target"]["name"])
 
 
-def read_runs(args: argparse.Namespace, counted: str) -> list[PaperRun]:
-    """The runs, their passes counted in one of the two ways."""
-    found = []
+def read_runs(args: argparse.Namespace) -> list[PaperRun]:
+    """The runs, their rounds counted as the authors' released code does."""
+    runs = []
     for folder in args.runs:
         records, target = Records(folder, last_only=False), target_of(folder)
         if missing := next((r for r in records.answers if "drafter" not in r), None):
@@ -88,57 +79,39 @@ def read_runs(args: argparse.Namespace, counted: str) -> list[PaperRun]:
                 f"{folder / RECORDS}: {place}: recorded without drafted ids; run it again into another --out"
             )
         latency = latency_for(target) if args.modelled is None else parse_latency(args.modelled)
-        own = {"released": counted == RELEASED, "planned": records.planned}
-        found.append(paper_tables.run_of(records.answers, target, latency, **own))
-    return found
+        runs.append(averages.run_of(records.answers, target, latency))
+    return runs
 
 
 def unfinished(run: PaperRun) -> list[str]:
-    """What is said of a run whose rows did not all answer the same questions, or not all that were planned."""
-    said = []
-    for dataset, behind in run.behind.items():
-        rows = ", ".join(f"{label} ({lacking})" for label, lacking in behind.items())
-        kept = (
-            f"tables have the {run.paired[dataset]} answers that every row there has"
-            if dataset in run.paired
-            else "left out"
-        )
-        said.append(f"{run.target}, {dataset}: unfinished, {kept}; answers that rows lack: {rows}.")
-    for dataset, labels in run.waiting.items():
-        begun = dataset in run.paired or dataset in run.behind
-        rows = f"rows that have not begun: {', '.join(labels)}" if begun else "no row has begun"
-        said.append(f"{run.target}, {dataset}: unfinished, {rows}.")
-    return said
+    """A sentence for each dataset whose rows did not all answer the same questions."""
+    sentences = []
+    for dataset, labels in run.lacking.items():
+        rows = ", ".join(f"{label} ({count})" for label, count in labels.items())
+        kept = f"tables have the {run.paired[dataset]} answers that every row there has"
+        kept = kept if dataset in run.paired else "left out"
+        sentences.append(f"{run.target}, {dataset}: unfinished, {kept}; answers that rows lack: {rows}.")
+    return sentences
 
 
-def page(args: argparse.Namespace) -> str:
+def page(runs: list[PaperRun]) -> str:
     """All tables as Markdown; says on stderr which runs are unfinished."""
-    other = OURS if args.count_passes == RELEASED else RELEASED
-    runs, others = read_runs(args, args.count_passes), read_runs(args, other)
-    for text in (text for run in runs for text in unfinished(run)):
-        print(text, file=sys.stderr)
     parts = ['# "Fail Fast, Win Big", from records']
-    parts += [f"Drafter passes: {args.count_passes}. {NOTES}"] if runs else []
-    for run, counted_otherwise in zip(runs, others):
-        both = {args.count_passes: run, other: counted_otherwise}
+    parts += [NOTES] if runs else []
+    for run in runs:
+        sentences = unfinished(run)
+        print(*sentences, sep="\n", end="\n" if sentences else "", file=sys.stderr)
         latency = next((a.latency.name for rows in run.rows.values() for row in rows.values() for a in row), "none")
-        chosen = {
-            dataset: ", ".join(f"{row} `{label}`" for row, label in c.items()) for dataset, c in run.chosen.items()
-        }
+        chosen = {d: ", ".join(f"{row} `{label}`" for row, label in rows.items()) for d, rows in run.chosen.items()}
         parts += [
             f"## Target {run.target}\n\nLatencies of modelled speedups: {latency}. Every row has the same n answers:",
             "\n".join(f"- {dataset}, n = {run.paired[dataset]}: {rows}" for dataset, rows in chosen.items()),
-            *unfinished(run),
-            f"Tables 1 and 4: speedup over vanilla decoding.\n\n{paper_tables.speedups(run)}",
-            paper_tables.ratios(run),
-            f"Table 5.\n\n{paper_tables.details(run)}",
-            paper_tables.passes_both_ways(both[OURS], both[RELEASED]),
+            *sentences,
+            f"Tables 1 and 4: speedup over vanilla decoding.\n\n{averages.speedups(run)}",
+            averages.ratios(run),
+            f"Table 5.\n\n{averages.details(run)}",
         ]
-    if runs:
-        parts += [f"## Numbers of the text\n\n{paper_claims.table(runs)}", f"## Appendix F\n\n{longest_drafts(runs)}"]
-    if args.training:
-        logs = {folder: paper_figures.accuracies(folder) for folder in args.training}
-        parts.append(f"## Figure 9: EAGLE-3's training\n\n{paper_figures.training_table(logs)}")
+    parts += [f"## Numbers of the text\n\n{claims_table(runs)}"] if runs else []
     return "\n\n".join(parts) + "\n"
 
 
@@ -197,16 +170,18 @@ def work(args: argparse.Namespace) -> int:
         records = Records(folder)
         for place in args.trajectory:
             answers_to(place, records, folder)
-    text = page(args)
+    runs = read_runs(args)
+    for folder in args.training:
+        paper_plots.accuracies(folder)  # refuses a folder without a log
+    text = page(runs)
     print(text)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         write_atomically(args.out / "paper.md", text)
         written = [args.out / "paper.md"]
         if args.figures:
-            runs = read_runs(args, args.count_passes)
-            written += paper_figures.draw(runs, [Records(folder) for folder in args.runs], args.strip, args.out)
-            written += paper_figures.draw_training(args.training, args.out)
+            written += paper_plots.draw(runs, [Records(folder) for folder in args.runs], args.out)
+            written += paper_plots.draw_training(args.training, args.out)
         for folder in args.runs:
             part = args.out if len(args.runs) == 1 else args.out / folder.name
             part.mkdir(exist_ok=True)

@@ -1,20 +1,19 @@
-"""Figures of the paper that `bench.figures` has no counterpart of: shares of latency, strips of single answers, and the
-accuracy of a drafter in training."""
+"""Figures of the paper that `bench.figures` lacks: shares of latency, strips of single answers, and the accuracy of a
+drafter in training."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from failfast_jax.bench.figures import NoData, Records, draw_each, easy_tokens, figure_class
-from failfast_jax.bench.paper_tables import AR, PAPERS, PaperRun, averaged, mean, number
+from failfast_jax.bench.paper.averages import AR, PAPERS, PaperRun, averaged, mean
 from failfast_jax.files import read_lines
-from failfast_jax.tables import markdown
 
 STRIP = ("math500", (0, 4, 15, 18, 21))
 """Dataset and places of the paper's five questions."""
@@ -45,31 +44,18 @@ def latency_shares(runs: Sequence[PaperRun]) -> Any:
     return figure
 
 
-def read_strip(text: str | None) -> tuple[str, tuple[int, ...]]:
-    """`DATASET[:q,...]` of `--strip`.
-
-    Raises:
-      ValueError: places that are no numbers.
-    """
-    if text is None:
-        return STRIP
-    dataset, _, places = text.partition(":")
-    if places and not all(place.strip().isdecimal() for place in places.split(",")):
-        raise ValueError(f"--strip {text}: must be DATASET or DATASET:0,4,15")
-    return dataset, tuple(int(place) for place in places.split(",")) if places else STRIP[1]
-
-
-def strips(run: PaperRun, records: Records, dataset: str, places: Sequence[int]) -> Any:
-    """Fig. 4: easy (filled) and hard tokens of single answers, as the AR drafter, or else the first row, had them."""
-    labels = run.chosen.get(dataset)
-    if not labels:
-        raise NoData(f"no drafted answers of {dataset} (--strip D)")
+def strips(run: PaperRun, records: Records) -> Any:
+    """Fig. 4: easy (filled) and hard tokens of the paper's five questions, or of the first five of another dataset, as
+    the AR drafter, or else the first row, had them."""
+    dataset = STRIP[0] if STRIP[0] in run.chosen else next(iter(run.chosen), None)
+    if dataset is None:
+        raise NoData("no drafted answers")
+    labels = run.chosen[dataset]
     row = AR if AR in labels else next(iter(labels))
     answers = list({r["question"]: r for r in records.of(dataset, labels[row])}.values())
     ordered = sorted(answers, key=lambda r: r.get("place", 0))
-    chosen = [ordered[place] for place in places if place < len(ordered)]
-    if not chosen:
-        raise NoData(f"{dataset} has {len(ordered)} questions, the strip asks for {places}")
+    chosen = [ordered[place] for place in STRIP[1] if dataset == STRIP[0] and place < len(ordered)]
+    chosen = chosen if len(chosen) == len(STRIP[1]) else ordered[: len(STRIP[1])]
     figure = figure_class()(figsize=(7, 0.6 + 0.4 * len(chosen)), layout="constrained")
     axes = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
     for axis, record in zip(axes, chosen):
@@ -82,13 +68,12 @@ def strips(run: PaperRun, records: Records, dataset: str, places: Sequence[int])
     return figure
 
 
-def draw(runs: Sequence[PaperRun], records: Sequence[Records], strip: str | None, out: Path) -> list[Path]:
+def draw(runs: Sequence[PaperRun], records: Sequence[Records], out: Path) -> list[Path]:
     """Draws what the records can fill; says on stderr what they cannot."""
-    dataset, places = read_strip(strip)
     figures: dict[str, Callable[[], Any]] = {"latency": lambda: latency_shares(runs)} if runs else {}
     for index, (run, own) in enumerate(zip(runs, records)):
         name = "strip" if len(runs) == 1 else f"strip-{index + 1}"
-        figures[name] = lambda run=run, own=own: strips(run, own, dataset, places)
+        figures[name] = lambda run=run, own=own: strips(run, own)
     return draw_each(figures, out)
 
 
@@ -115,23 +100,12 @@ def accuracies(folder: Path) -> np.ndarray:
     return np.asarray(found).T
 
 
-def moving_average(values: np.ndarray) -> np.ndarray:
+def _moving_average(values: np.ndarray) -> np.ndarray:
     """The mean of each value and of those before it, `WINDOW` at the most."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - WINDOW, 0)
     return (sums[ends] - sums[starts]) / (ends - starts)
-
-
-def training_table(logs: Mapping[Path, np.ndarray]) -> str:
-    """Moving averages at each quarter of each training, as Markdown."""
-    lines = []
-    for folder, (steps, *values) in logs.items():
-        averages = [moving_average(value) for value in values]
-        at = dict.fromkeys(round((len(steps) - 1) * quarter / 4) for quarter in range(5))
-        lines += [[folder, f"{steps[i]:.0f}", *(number(average[i]) for average in averages)] for i in at]
-    head = ["training", "step", "first token right", "tokens that agree"]
-    return f"Moving averages of {WINDOW} lines of the log.\n\n{markdown(head, lines)}"
 
 
 def training_curve(folder: Path) -> Any:
@@ -140,7 +114,7 @@ def training_curve(folder: Path) -> Any:
     figure = figure_class()(figsize=(6, 3.5), layout="constrained")
     axis = figure.subplots()
     axis.plot(steps, first, color="C0", alpha=0.25, label="every ten steps")
-    axis.plot(steps, moving_average(first), color="C0", label=f"moving average of {WINDOW}")
+    axis.plot(steps, _moving_average(first), color="C0", label=f"moving average of {WINDOW}")
     axis.set(xlabel="training step", ylabel="accuracy, first token", ylim=(0, 1), title=folder.resolve().name)
     axis.legend(fontsize="small")
     return figure

@@ -14,10 +14,8 @@ from scipy.optimize import brentq
 
 from failfast_jax.drafters import METHODS
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION
-from failfast_jax.public_data.acceptance_law import DATASETS, appendix_b, papers_speedup, published_for, speedup_limit
-from failfast_jax.tables import markdown
+from failfast_jax.public_data.acceptance_law import appendix_b, speedup_limit
 
-METHOD_NAMES = {"ar": "AR drafter", "fast_dllm": "Fast-dLLM", "failfast": "FailFast"}
 LARGEST = "Qwen2.5-32B-Instruct"
 
 
@@ -76,16 +74,6 @@ def latency_for(target: str | None) -> Latency:
     """The constants of the paper's target that a model's name contains; else of the largest."""
     found = authors_latencies()
     return found[next((name for name in found if name.lower() in str(target).lower()), LARGEST)]
-
-
-def table() -> str:
-    """All speedups of the paper as Markdown. Appendix B has the 32B and the 14B target."""
-    rows = []
-    for target in ("qwen2.5-32b", "qwen2.5-14b"):
-        for method, name in METHOD_NAMES.items():
-            found = [published_for(target, dataset, method) for dataset in DATASETS]
-            rows.append([target, name, *(f"{papers_speedup(statistics):.2f}" for statistics in found)])
-    return markdown(["target", "method", *DATASETS], rows)
 
 
 # -- Leviathan et al., Theorem 3.8 ---------------------------------------------------------------------------

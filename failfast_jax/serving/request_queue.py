@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from failfast_jax import distributed
@@ -124,9 +125,9 @@ class Answer(Job):
         self._on_piece = on_piece or self._pieces.put
         self._delivered = 0
         self._logprobs: list[TokenLogprob] = []
-        self._end: Piece | None = None
-        self._ended, self._read = threading.Event(), False
-        """Set once the last piece exists; true once it was iterated over."""
+        self._result: Future[Finished] = Future()
+        self._read = False
+        """True once the last piece was iterated over."""
 
     def cancel(self) -> None:
         """Frees the row. The answer ends with the tokens emitted so far."""
@@ -157,10 +158,7 @@ class Answer(Job):
         Raises:
           QueueClosed, ValueError: there is no answer.
         """
-        self._ended.wait()
-        if self._end.error is not None:
-            raise self._end.error
-        return self._end.finished
+        return self._result.result()
 
     # Called by the scheduler: a fault in one answer must not end the others.
 
@@ -197,11 +195,12 @@ class Answer(Job):
         self._send(Piece([], None, error=error))
 
     def _send(self, piece: Piece) -> None:
-        if self._ended.is_set():
+        if self._result.done():
             return
-        if piece.last:
-            self._end = piece
-            self._ended.set()
+        if piece.error is not None:
+            self._result.set_exception(piece.error)
+        elif piece.finished is not None:
+            self._result.set_result(piece.finished)
         try:
             self._on_piece(piece)
         except Exception:

@@ -1,14 +1,12 @@
-"""Queues over simulated devices that share layers, the batch, or both, and over one; prints what they say as JSON.
+"""Queues over simulated devices that share layers, the batch, or both, and over one; prints their answers as JSON.
 
-Run as a script, in a process of its own: the number of devices is fixed when JAX is first used. With the word `wide`:
-other splits.
+Run as a script, in a process of its own: the number of devices is fixed when JAX is first used.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
@@ -23,42 +21,34 @@ PROMPTS = [[3, 4, 5], [6, 7] * 20, [2, 3, 4, 5, 6] * 8, [6, 7] * 20 + [3], [9]]
 LOOKUP = {"method": "lookup", "policy": "fixed", "max_spec_len": 7}
 MODEL = {"method": "failfast", "policy": "fixed", "spec_len": 3, "max_spec_len": 6, "tau": 0.2}
 CASES = {
-    "one device": (1, 1, 4, LOOKUP),
+    "one device": (1, 1, 8, LOOKUP),
     "2 groups": (1, 2, 4, LOOKUP),
-    "2 share layers": (2, 1, 4, LOOKUP),
+    "4 share layers, batch 1": (4, 1, 1, MODEL),
+    "2 groups of 4, batch 8": (4, 2, 8, LOOKUP),
     "4 groups of 2, batch 8": (2, 4, 8, MODEL),
 }
 """Devices that share layers, groups that share the batch, rows, and the method."""
-WIDE = {
-    "one device": (1, 1, 8, LOOKUP),
-    "4 share layers, batch 1": (4, 1, 1, MODEL),
-    "4 share layers, batch 8": (4, 1, 8, LOOKUP),
-    "8 share layers, batch 8": (8, 1, 8, MODEL),
-    "2 groups of 4, batch 8": (4, 2, 8, LOOKUP),
-}
 
 
 def main() -> None:
     plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
-    wide = sys.argv[1:] == ["wide"]
-    heads = {"num_heads": 8, "num_kv_heads": 4, "hidden_size": 64} if wide else {}
-    target = random_model(tiny_config(num_layers=1, **heads), seed=1)
+    target = random_model(tiny_config(num_layers=1, num_heads=8, num_kv_heads=4, hidden_size=64), seed=1)
     drafter = random_model(diffusion_config(), seed=2)
     report = {}
-    for name, (tensor, data, batch, options) in (WIDE if wide else CASES).items():
+    for name, (tensor, data, batch, options) in CASES.items():
         engine = FailFast(target, drafter, tensor_parallel=tensor, data_parallel=data)
         config = GenerationConfig(max_new_tokens=30, ignore_eos=True, **options)
         rows = {"batch": batch, "capacity": 160, "least_reuse": 8, "logprobs": 2}
         with Queue(engine, config, **rows) as queue, counted() as so_far:
-            found = [queue.submit(prompt, temperature=0.8, seed=3, logprobs=2).result() for prompt in PROMPTS]
+            results = [queue.submit(prompt, temperature=0.8, seed=3, logprobs=2).result() for prompt in PROMPTS]
             answers = [queue.submit(prompt, temperature=0.8, seed=3) for prompt in PROMPTS]
             together = [answer.result().output_ids for answer in answers]
             report[name] = {
-                "ids": [one.output_ids for one in found],
+                "ids": [result.output_ids for result in results],
                 "together": together,
-                "logprobs": [[entry.logprob for entry in one.logprobs] for one in found],
-                "reused": [one.reused for one in found],
-                "drafted": sum(one.drafted for one in found),
+                "logprobs": [[entry.logprob for entry in result.logprobs] for result in results],
+                "reused": [result.reused for result in results],
+                "drafted": sum(result.drafted for result in results),
                 "compiled": so_far().requests,
             }
     print(json.dumps(report))

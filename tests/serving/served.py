@@ -45,7 +45,7 @@ class HarnessPieces(ChatPieces):
 
 
 class NoQueue(Queue):
-    """Nobody asks it for an answer."""
+    """A queue for servers that answer nothing."""
 
     healthy, unfinished = True, 0
 
@@ -99,20 +99,20 @@ def slowed(queue: Queue, seconds: float = 0.05) -> Iterator[None]:
 
 
 def until(condition, seconds: float = 20.0) -> None:
-    """Waits for it."""
+    """Waits for a condition."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come true"
+        assert time.monotonic() < end, "it is still false"
         time.sleep(0.002)
 
 
 def address_of(server: subprocess.Popen) -> str:
-    """Of a server in a process of its own, as soon as it says it on stderr."""
+    """The address of a server in another process, once it prints it on stderr."""
     lines = []
     for line in server.stderr:
         lines.append(line)
-        if found := re.search(r"serving tiny at (http://127.0.0.1:\d+)/v1", line):
-            return found[1]
+        if match := re.search(r"serving tiny at (http://127.0.0.1:\d+)/v1", line):
+            return match[1]
     raise AssertionError("".join(lines))
 
 

@@ -49,7 +49,7 @@ def site(monkeypatch):
 
 
 def is_closed(client: socket.socket) -> bool:
-    """Whether the server has closed a connection, which is waited for."""
+    """True once the server has closed a connection; waits for it."""
     with contextlib.suppress(ConnectionError):
         while client.recv(4096):
             pass
@@ -57,7 +57,7 @@ def is_closed(client: socket.socket) -> bool:
 
 
 def test_a_head_that_does_not_come_is_not_waited_for(site):
-    """Neither nothing, nor a part, nor a part behind an answer; a client that sends one in time is served."""
+    """Neither of nothing, nor a part, nor a part after an answer; a client that sends it in time is served."""
     running, url, connect = site(HEAD_S=0.5)
     whole = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
     begin = time.monotonic()
@@ -109,7 +109,7 @@ def test_an_answer_that_is_not_read_is_not_kept(site):
     assert time.monotonic() - begin > 0.3
 
 
-def test_no_more_files_is_said_seldom_and_makes_room(site, caplog):
+def test_exhausted_files_are_reported_seldom_and_make_room(site, caplog):
     running, url, connect = site()
     idle = [connect() for _ in range(3)]
     until(lambda: len(running.server_state.connections) == 3)
@@ -120,9 +120,8 @@ def test_no_more_files_is_said_seldom_and_makes_room(site, caplog):
             loop.call_soon_threadsafe(loop.call_exception_handler, {"message": "accept", "exception": error})
         for client in idle:
             assert is_closed(client)
-    assert [record.getMessage() for record in caplog.records] == [
-        "connections wait: [Errno 24] Too many open files; raise the limit of open files (ulimit -n)"
-    ]
+    (record,) = caplog.records
+    assert "ulimit -n" in record.getMessage()
     assert httpx.get(f"{url}/health", timeout=10).status_code == 200
 
 

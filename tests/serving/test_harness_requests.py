@@ -1,4 +1,4 @@
-"""What the harness asks for: arguments, repeats, room, and where a text joins its context. Nothing is computed."""
+"""The harness' requests: arguments, repeats, room, and the join of a text and its context. Nothing is computed."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def answered(*requests):
 def test_the_prompt_stays_whole_and_the_answer_is_shorter(length, limit, expected, capsys):
     texts, ((ids, options),) = answered(("z" * length, {"until": [], "max_gen_toks": limit}))
     assert (len(ids), options["max_new_tokens"]) == expected and texts == ["said"]
-    said = capsys.readouterr().err
-    assert ("less room than they ask for: 1, down to" in said) == (expected[1] < limit)
-    assert ("lost their beginnings: 1" in said) == (expected[0] < length)
+    notes = capsys.readouterr().err
+    assert ("less room than they ask for: 1, down to" in notes) == (expected[1] < limit)
+    assert ("lost their beginnings: 1" in notes) == (expected[0] < length)
 
 
 def test_an_answer_of_no_tokens_is_empty():
@@ -93,34 +93,39 @@ def test_repeats_are_samples_of_their_own():
     assert all(0 <= seed < 2**32 for seed in seeds)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"repetition_penalty": 3.0}, "repetition_penalty=3.0: not served; leave it out, or give 1"),
-        ({"min_p": 0.9}, "min_p=0.9: not served; leave it out, or give 0"),
-        ({"num_beams": 4}, "num_beams=4: not served"),
-        ({"presence_penalty": -0.5}, "presence_penalty=-0.5: not served"),
-        ({"min_new_tokens": 8}, "min_new_tokens=8: not served"),
-        ({"temprature": 0.0}, "temprature=0.0: not served; did you mean temperature"),
-        ({"max_gen_tokens": 5}, "max_gen_tokens=5: not served; did you mean max_gen_toks"),
-        ({"logit_bias": {}}, "logit_bias={}: not served; these are: until, do_sample"),
-        ({"max_length": 512}, "max_length=512: not served"),
-        ({"temperature": "hot"}, "could not convert string to float: 'hot'"),
-        ({"max_gen_toks": -1}, "max_gen_toks=-1: must not be negative"),
-        ({"max_gen_toks": 1.5}, "max_gen_toks must be an integer"),
-        ({"top_k": True}, "top_k must be an integer"),
-        ({"do_sample": "false"}, "do_sample must be true or false"),
-        ({"until": [5]}, "until strings"),
-        ({"top_p": 0.0}, "--top-p 0.0: must be in (0, 1]"),
-        ({"temperature": -1}, "--temperature -1.0: must be 0"),
-        ({"seed": 2**32}, "--seed 4294967296: must be in"),
-    ],
-)
-def test_arguments_that_are_not_served_are_refused_before_anything_is_computed(settings, message):
+REFUSED = {
+    # argument: values
+    "repetition_penalty": [3.0],
+    "min_p": [0.9],
+    "num_beams": [4],
+    "presence_penalty": [-0.5],
+    "min_new_tokens": [8],
+    "logit_bias": [{}],
+    "max_length": [512],
+    "temprature": [0.0],
+    "max_gen_tokens": [5],
+    "temperature": ["hot", -1],
+    "max_gen_toks": [-1, 1.5],
+    "top_k": [True],
+    "do_sample": ["false"],
+    "until": [[5]],
+    "top_p": [0.0],
+    "seed": [2**32],
+}
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in REFUSED.items() for value in values])
+def test_arguments_that_are_not_served_are_refused_before_anything_is_computed(name, value):
     model = new_model()
     with pytest.raises(OptionError) as error:
-        model.generate_until([types.SimpleNamespace(args=("x", more)) for more in ({}, settings)])
-    assert message in str(error.value) and not model.queue.asked
+        model.generate_until([types.SimpleNamespace(args=("x", settings)) for settings in ({}, {name: value})])
+    assert name.replace("_", "-") in str(error.value).replace("_", "-") and not model.queue.asked
+
+
+@pytest.mark.parametrize("wrong, meant", [("temprature", "temperature"), ("max_gen_tokens", "max_gen_toks")])
+def test_misspelt_arguments_are_refused_with_the_right_name(wrong, meant):
+    with pytest.raises(OptionError, match=f"did you mean {meant}"):
+        sampling({wrong: 0}, 12)
 
 
 def test_arguments_that_change_nothing_are_taken():
@@ -157,6 +162,6 @@ def test_texts_join_their_contexts():
             ("\n", "x"): ([BEGIN], [110, 11]),
         }
         requests = [types.SimpleNamespace(args=args) for args in [*cases, ("hello", ""), ("", ""), (" ", "")]]
-        found = model.loglikelihood(requests, disable_tqdm=True)
+        scores = model.loglikelihood(requests, disable_tqdm=True)
         assert scored.pop() == list(cases.values())
-        assert found == [(-1.0, False)] * len(cases) + [(0.0, True)] * 3
+        assert scores == [(-1.0, False)] * len(cases) + [(0.0, True)] * 3

@@ -1,4 +1,4 @@
-"""Log-probabilities of what is said: those of the target's own distribution, through the queue and the server."""
+"""Log-probabilities of answers: those of the target's own distribution, through the queue and the server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tiny_engines import engine  # noqa: E402
 
 from failfast_jax import GenerationConfig, Request  # noqa: E402
 from failfast_jax.decoding.plan import make_plan  # noqa: E402
-from failfast_jax.errors import OptionError  # noqa: E402
 from failfast_jax.results import TokenLogprob  # noqa: E402
 from failfast_jax.serving.request_queue import Finished, Queue  # noqa: E402
 from failfast_jax.serving.serve_options import ServeOptions  # noqa: E402
@@ -36,41 +35,43 @@ PROMPTS = [[3, 4, 5] * 6, [6, 7] * 20, [9], [3, 4, 5] * 6, [2, 3, 4, 5, 6] * 8]
 
 @functools.cache
 def reference(ids: tuple[int, ...]) -> np.ndarray:
-    """Log-probabilities of every token behind each of a text's, computed in one pass over all of it."""
+    """Log-probabilities of every token after each of a text's, computed in one pass over all of it."""
     return np.asarray(jax.nn.log_softmax(engine().target.logits([list(ids)])[0].astype(np.float32)))
 
 
-def check(found: Finished, best: int) -> None:
-    """They are those of the text, and the best ones stand beside them."""
-    ids = (*found.prompt_ids, *found.output_ids)
-    assert len(found.logprobs) == len(found.output_ids) > 0
-    for at, (token, entry) in enumerate(zip(found.output_ids, found.logprobs), len(found.prompt_ids) - 1):
+near = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
+
+
+def check(result: Finished, best: int) -> None:
+    """They are those of the text, with the best ones beside them."""
+    ids = (*result.prompt_ids, *result.output_ids)
+    assert len(result.logprobs) == len(result.output_ids) > 0
+    for at, (token, entry) in enumerate(zip(result.output_ids, result.logprobs), len(result.prompt_ids) - 1):
         expected = reference(ids)[at]
-        np.testing.assert_allclose(entry.logprob, expected[token], rtol=1e-3, atol=1e-4)
-        assert len(entry.best) == best
+        near(entry.logprob, expected[token])
         values = [value for _, value in entry.best]
-        np.testing.assert_allclose(values, np.sort(expected)[::-1][:best], rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(values, [expected[one] for one, _ in entry.best], rtol=1e-3, atol=1e-4)
+        near(values, np.sort(expected)[::-1][:best])
+        near(values, [expected[token] for token, _ in entry.best])
 
 
 @pytest.mark.parametrize("kind", tiers(METHODS, quick=["lookup"], long=["tree"]))
 def test_they_are_the_targets(kind):
-    """Of greedy and sampled answers side by side, in more rows than one, with caches taken over."""
+    """Greedy and sampled answers side by side, in more rows than one, with reused caches."""
     config = GenerationConfig("lookup" if kind == "lookup" else "failfast", **METHODS[kind])
+    wanted = (BEST, 1, 0, BEST, None)
     with Queue(engine(), config, batch=2, capacity=CAPACITY, least_reuse=8, logprobs=BEST) as queue:
         answers = [
             queue.submit(prompt, temperature=0.9 * (number % 2), top_k=8, seed=number, max_new_tokens=25, logprobs=best)
-            for number, (prompt, best) in enumerate(zip(PROMPTS, (BEST, 1, 0, BEST, None)))
+            for number, (prompt, best) in enumerate(zip(PROMPTS, wanted))
         ]
-        found = [answer.result() for answer in answers]
+        results = [answer.result() for answer in answers]
         streamed = [entry for piece in answers[0].pieces() for entry in piece.logprobs or ()]
-    assert streamed == found[0].logprobs
-    assert found[-1].logprobs is None
-    for one, best in zip(found[:-1], (BEST, 1, 0, BEST)):
-        check(one, best)
-    assert any(one.accepted for one in found)
-    # At temperature 0 what is said is the best.
-    assert [entry.best[0][0] for entry in found[0].logprobs] == found[0].output_ids
+    assert streamed == results[0].logprobs and results[-1].logprobs is None
+    for result, best in zip(results[:-1], wanted):
+        check(result, best)
+    assert any(result.accepted for result in results)
+    # At temperature 0 the best token is picked.
+    assert [entry.best[0][0] for entry in results[0].logprobs] == results[0].output_ids
 
 
 def test_of_drafts_that_several_passes_verify():
@@ -81,18 +82,11 @@ def test_of_drafts_that_several_passes_verify():
     state = session.advance(session.prefill([Request(prompt, 40)]))
     (ids,), (log,) = session.read(state).ids, session.rounds(state)
     assert log.target_passes > len(log.rounds) and any(entry.accepted > 2 for entry in log.rounds)
-    found = session.logprobs(state, {0: 5})[0]
-    assert len(found) == len(ids) - 5 > 0
-    for at, (token, entry) in enumerate(zip(ids[5:], found), len(prompt) + 4):
-        np.testing.assert_allclose(entry.logprob, reference((*prompt, *ids))[at, token], rtol=1e-3, atol=1e-4)
+    entries = session.logprobs(state, {0: 5})[0]
+    assert len(entries) == len(ids) - 5 > 0
+    for at, (token, entry) in enumerate(zip(ids[5:], entries), len(prompt) + 4):
+        near(entry.logprob, reference((*prompt, *ids))[at, token])
         assert entry.best[0] == (token, entry.logprob)
-
-
-def test_a_queue_that_keeps_none_says_so():
-    with Queue(engine(), quick(), batch=1, capacity=CAPACITY, logprobs=0) as queue:
-        with pytest.raises(OptionError, match="logprobs 1: the queue was opened with logprobs=0"):
-            queue.submit([2, 3], logprobs=1)
-        check(queue.submit([2, 3], max_new_tokens=3, logprobs=0).result(), 0)
 
 
 @pytest.fixture(scope="module")
@@ -109,48 +103,46 @@ def client(queue):
 
 
 def test_completions(client, queue):
-    asked = {"model": "tiny", "prompt": "what is it?", "max_tokens": 20, "temperature": 0.8, "seed": 4, "n": 2}
-    whole = client.completions.create(**asked, logprobs=2)
-    chunks = list(client.completions.create(**asked, logprobs=2, stream=True))
+    """Whole and streamed. Prompts with reused caches may round differently from those that are prefilled."""
+    request = {"model": "tiny", "prompt": "what is it?", "max_tokens": 20, "temperature": 0.8, "seed": 4, "n": 2}
+    whole = client.completions.create(**request, logprobs=2)
+    chunks = list(client.completions.create(**request, logprobs=2, stream=True))
+    ids = queue.engine.tokenizer(request["prompt"])["input_ids"]
     for number, choice in enumerate(whole.choices):
-        ids = queue.engine.tokenizer(asked["prompt"])["input_ids"]
-        settings = {"temperature": 0.8, "seed": 4, "max_new_tokens": 20, "sequence": number}
-        expected = queue.submit(ids, **settings, logprobs=2).result()
+        options = {"temperature": 0.8, "seed": 4, "max_new_tokens": 20, "sequence": number}
+        expected = queue.submit(ids, **options, logprobs=2).result()
         check(expected, 2)
-        found = choice.logprobs
-        np.testing.assert_allclose(found.token_logprobs, [one.logprob for one in expected.logprobs], rtol=1e-4)
-        assert len(found.tokens) == len(found.top_logprobs) == len(found.text_offset) == len(expected.output_ids)
-        for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs):
+        logprobs = choice.logprobs
+        near(logprobs.token_logprobs, [entry.logprob for entry in expected.logprobs])
+        assert {len(values) for _, values in logprobs} == {len(expected.output_ids)}
+        for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs):
             assert top[token] == logprob and len(top) in (2, 3)
         parts = [c.logprobs for chunk in chunks for c in chunk.choices if c.index == number and c.logprobs]
-        for name in ("tokens", "text_offset"):
-            assert [entry for part in parts for entry in getattr(part, name)] == getattr(found, name)
-        # Prompts that are taken over from another row may round otherwise than those that are prefilled.
-        for mine, theirs in zip([top for part in parts for top in part.top_logprobs], found.top_logprobs, strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-4)
-        assert [one for part in parts for one in part.token_logprobs] == pytest.approx(found.token_logprobs, rel=1e-4)
-    alone = client.completions.create(**asked, logprobs=0).choices[0].logprobs
+        joined = {name: [value for part in parts for value in getattr(part, name)] for name, _ in logprobs}
+        assert joined["tokens"] == logprobs.tokens and joined["text_offset"] == logprobs.text_offset
+        near(joined["token_logprobs"], logprobs.token_logprobs)
+        for mine, theirs in zip(joined["top_logprobs"], logprobs.top_logprobs, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-3)
+    alone = client.completions.create(**request, logprobs=0).choices[0].logprobs
     assert alone.top_logprobs is None
-    assert alone.token_logprobs == pytest.approx(whole.choices[0].logprobs.token_logprobs, rel=1e-4)
-    assert client.completions.create(**asked).choices[0].logprobs is None
+    near(alone.token_logprobs, whole.choices[0].logprobs.token_logprobs)
+    assert client.completions.create(**request).choices[0].logprobs is None
 
 
 def test_chats(client, queue):
-    messages = [{"role": "user", "content": "what is it?"}]
-    asked = {"model": "tiny", "messages": messages, "max_tokens": 20, "temperature": 0, "logprobs": True}
-    whole = client.chat.completions.create(**asked, top_logprobs=BEST)
-    expected = queue.submit(messages, max_new_tokens=20, logprobs=BEST).result()
-    content = whole.choices[0].logprobs.content
-    np.testing.assert_allclose([one.logprob for one in content], [one.logprob for one in expected.logprobs], rtol=1e-4)
-    assert all(one.top_logprobs[0].token == one.token and len(one.top_logprobs) == BEST for one in content)
-    chunks = client.chat.completions.create(**asked, top_logprobs=BEST, stream=True)
-    parts = [c.logprobs for chunk in chunks for c in chunk.choices if c.logprobs]
+    request = {"model": "tiny", **CHAT, "max_tokens": 20, "temperature": 0, "logprobs": True}
+    content = client.chat.completions.create(**request, top_logprobs=BEST).choices[0].logprobs.content
+    expected = queue.submit(CHAT["messages"], max_new_tokens=20, logprobs=BEST).result()
+    near([entry.logprob for entry in content], [entry.logprob for entry in expected.logprobs])
+    assert all(entry.top_logprobs[0].token == entry.token for entry in content)
+    assert {len(entry.top_logprobs) for entry in content} == {BEST}
+    chunks = client.chat.completions.create(**request, top_logprobs=BEST, stream=True)
+    parts = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
     streamed = [entry for part in parts for entry in part.content]
-    assert [(one.token, one.bytes) for one in streamed] == [(one.token, one.bytes) for one in content]
-    assert [one.logprob for one in streamed] == pytest.approx([one.logprob for one in content], rel=1e-4)
-    assert [one.top_logprobs for one in client.chat.completions.create(**asked).choices[0].logprobs.content] == [
-        [] for _ in content
-    ]
+    assert [(entry.token, entry.bytes) for entry in streamed] == [(entry.token, entry.bytes) for entry in content]
+    near([entry.logprob for entry in streamed], [entry.logprob for entry in content])
+    plain = client.chat.completions.create(**request).choices[0].logprobs.content
+    assert [entry.top_logprobs for entry in plain] == [[]] * len(content)
 
 
 CHAT = {"messages": [{"role": "user", "content": "what is it?"}]}

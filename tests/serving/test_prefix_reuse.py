@@ -57,8 +57,8 @@ def test_the_same_text_and_the_same_drafts(kind, common):
     begin = session.shared(session.take(first, 0), len(text), len(request.prompt))
     assert len(text) - 24 <= begin < len(text)
     *_, state = session.prefill_onto(session.take(first, 0), request, begin)
-    found, whole = session.advance(state), session.advance(session.prefill([request]))
-    assert session.read(found) == session.read(whole)
-    mine, theirs = session.rounds_of(found, 0), session.rounds(whole)[0]
+    reused, whole = session.advance(state), session.advance(session.prefill([request]))
+    assert session.read(reused) == session.read(whole)
+    mine, theirs = session.rounds_of(reused, 0), session.rounds(whole)[0]
     assert [entry.drafted for entry in mine.rounds] == [entry.drafted for entry in theirs.rounds]
     assert kind == "suffix" or any(entry.drafted for entry in mine.rounds)

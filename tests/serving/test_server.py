@@ -128,25 +128,6 @@ def test_samples_prompts_and_stops(client):
     assert "".join(chunk.choices[0].text for chunk in chunks) == ended.text
 
 
-def test_more_clients_than_rows_and_places_to_wait(client, queue):
-    """Some are told to come again, and all are answered."""
-    texts: dict[int, str] = {}
-
-    def ask(number: int) -> None:
-        patient = client.with_options(max_retries=30)
-        request = {"prompt": f"number {number}", "temperature": 0.7, "seed": number, "max_tokens": 12}
-        texts[number] = patient.completions.create(model="tiny", **request).choices[0].text
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number in range(8):
-        ids = queue.engine.tokenizer(f"number {number}")["input_ids"]
-        assert texts[number] == queue.submit(ids, temperature=0.7, seed=number, max_new_tokens=12).result().text
-
-
 TEXT = {"prompt": "a"}
 TOO_LONG = "context_length_exceeded"
 REFUSED = [

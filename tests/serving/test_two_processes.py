@@ -1,5 +1,5 @@
-"""A server, a conversation and the harness over two processes that share each layer: what is said, who leaves, how both
-end."""
+"""A server, a conversation and the harness over two processes that share each layer: answers, clients that leave, and
+the end of both."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def start_two(command: str, *words: str) -> list[subprocess.Popen]:
 @pytest.fixture
 def processes(request) -> Iterator[list[subprocess.Popen]]:
     """Two of a command: a server whose layers they share, where a test names no other."""
-    found = start_two(*getattr(request, "param", (*SERVE, *LAYERS)))
-    yield found
-    for process in found:
+    both = start_two(*getattr(request, "param", (*SERVE, *LAYERS)))
+    yield both
+    for process in both:
         process.kill()
         process.communicate()
 
@@ -97,7 +97,7 @@ def spoken(metrics: str, name: str) -> float:
 
 
 def requests_and_answers() -> tuple[list[dict], list[list[str]]]:
-    """What is asked, and what one process says: samples, stop strings, two choices, prompts that share a beginning."""
+    """Requests and the answers of one process: samples, stop strings, two choices, prompts that share a beginning."""
     requests = [
         {"prompt": prompt, "max_tokens": 40, "ignore_eos": True, "seed": seed, "temperature": 0.8 * (seed != 1)}
         for seed, prompt in enumerate(PROMPTS)
@@ -107,9 +107,9 @@ def requests_and_answers() -> tuple[list[dict], list[list[str]]]:
     with Queue(engine, quick(), batch=2, capacity=CAPACITY) as queue:
 
         def answered(request: dict) -> list[str]:
-            own = {name: request[name] for name in ("ignore_eos", "seed", "temperature")}
-            own |= {"max_new_tokens": request["max_tokens"], "stop": request.get("stop", ())}
-            asked = [queue.submit(request["prompt"], sequence=i, **own) for i in range(request.get("n", 1))]
+            options = {name: request[name] for name in ("ignore_eos", "seed", "temperature")}
+            options |= {"max_new_tokens": request["max_tokens"], "stop": request.get("stop", ())}
+            asked = [queue.submit(request["prompt"], sequence=i, **options) for i in range(request.get("n", 1))]
             return [answer.result().text for answer in asked]
 
         whole = [answered(request) for request in requests]
@@ -136,8 +136,8 @@ def test_two_processes_serve_as_one(processes, site):
     assert texts(site.post("/v1/completions", json=requests[0])) == alone[0]
     compiled = spoken(site.get("/metrics").text, "failfast_compilations_total")
     with concurrent.futures.ThreadPoolExecutor(len(requests)) as pool:
-        found = list(pool.map(lambda body: texts(site.post("/v1/completions", json=body)), requests))
-    assert found == alone
+        together = list(pool.map(lambda body: texts(site.post("/v1/completions", json=body)), requests))
+    assert together == alone
     # Who leaves frees the row everywhere: else the next answer never came, or was another one.
     long = {"prompt": [8, 9], "max_tokens": 150, "ignore_eos": True, "stream": True}
     for _ in range(3):
@@ -158,9 +158,9 @@ def test_both_end_when_they_are_told(processes, site):
             process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     first, second = processes
-    said = first.stderr.read()
-    assert first.wait(40) == 0, said
-    assert said.splitlines()[-1] == "ended" and "Traceback" not in said
+    errors = first.stderr.read()
+    assert first.wait(40) == 0, errors
+    assert errors.splitlines()[-1] == "ended" and "Traceback" not in errors
     assert second.wait(40) == 0 and "Traceback" not in second.stderr.read()
 
 
@@ -176,11 +176,11 @@ def test_two_processes_talk_as_one(processes, monkeypatch, capsys):
     finally:
         alone.close()
     first, second = processes
-    said, errors = first.communicate(lines, timeout=100)
+    output, errors = first.communicate(lines, timeout=100)
     assert first.returncode == 0, errors
     expected = capsys.readouterr()
-    assert said == expected.out and expected.err.splitlines()[-1] in errors
-    assert said.count("method: ") == 2 and "--method nonsense" in errors
+    assert output == expected.out and expected.err.splitlines()[-1] in errors
+    assert output.count("method: ") == 2 and "--method nonsense" in errors
     assert second.wait(40) == 0 and second.stdout.read() == ""
 
 
@@ -200,26 +200,26 @@ def test_two_processes_are_scored_as_one(tmp_path):
     settings = "method=lookup,policy=fixed,max_spec_len=7,batch=3,context=96,tensor_parallel="
 
     def run(name: str, begin, devices: int) -> dict[str, list]:
-        own = ["--model_args", f"{settings}{devices}", "--log_samples", "--output_path", str(tmp_path / name)]
-        first, *others = begin("harness", *words, *own)
-        said, errors = first.communicate(timeout=200)
-        assert first.returncode == 0 and "|write" in said, errors
+        args = ["--model_args", f"{settings}{devices}", "--log_samples", "--output_path", str(tmp_path / name)]
+        first, *others = begin("harness", *words, *args)
+        output, errors = first.communicate(timeout=200)
+        assert first.returncode == 0 and "|write" in output, errors
         assert all(other.wait(40) == 0 and other.stdout.read() == "" for other in others)
         files = list((tmp_path / name).glob("*/samples_*"))
         assert len(files) == 2  # of process 0 alone
-        found = {file.name.split("_")[1]: [json.loads(line)["resps"] for line in file.open()] for file in files}
-        return {name: sorted(found[name]) for name in found}
+        responses = {file.name.split("_")[1]: [json.loads(line)["resps"] for line in file.open()] for file in files}
+        return {name: sorted(responses[name]) for name in responses}
 
-    one, two = run("one", lambda *words: [start(*words)], 1), run("two", start_two, 2)
-    assert two["write"] == one["write"] and any(text for ((text,),) in one["write"])
-    for mine, theirs in zip(two["choose"], one["choose"]):
+    single, two = run("one", lambda *words: [start(*words)], 1), run("two", start_two, 2)
+    assert two["write"] == single["write"] and any(text for ((text,),) in single["write"])
+    for mine, theirs in zip(two["choose"], single["choose"]):
         np.testing.assert_allclose(*(np.asarray([x[0][0] for x in r], float) for r in (mine, theirs)), rtol=1e-4)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_process_ends_the_server(how, processes, site):
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_process_ends_the_server(kill, processes, site):
     """Also one that is there, and silent."""
     first, second = processes
-    second.send_signal(how)
+    second.send_signal(kill)
     assert first.wait(60) != 0

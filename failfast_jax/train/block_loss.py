@@ -67,7 +67,7 @@ def loss(
       chance of acceptance).
     """
     anchors, known_rows = sample_blocks(key, batch, model.config.rows, options)
-    return loss_of_blocks(model, constants, batch, anchors, known_rows, options)
+    return loss_of_blocks(model, constants, batch, anchors, known_rows, options=options)
 
 
 def loss_of_blocks(
@@ -76,6 +76,7 @@ def loss_of_blocks(
     batch: dict[str, Array],
     anchors: Int[Array, "B A"],
     known_rows: Int[Array, "B A"],
+    *,
     options: TrainConfig,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns the `loss` of the blocks with these anchors and numbers of known rows."""
@@ -86,7 +87,7 @@ def loss_of_blocks(
     clipped = jnp.minimum(at, batch["tokens"].shape[1] - 2)
     everyone = jnp.arange(at.shape[0])[:, None, None]
     tokens = batch["tokens"][everyone, clipped]
-    log_q, confidence = predictions(model, constants, batch, anchors, tokens, known_rows)
+    log_q, confidence = predictions(model, constants, batch, anchors, tokens, known_rows=known_rows)
 
     rank = rows - known_rows[..., None] + 1  # 0 for the first drafted token
     exists = (rank >= 0) & (at + 1 < batch["length"][:, None, None])
@@ -129,6 +130,7 @@ def predictions(
     batch: dict[str, Array],
     anchors: Int[Array, "B A"],
     tokens: Int[Array, "B A R"],
+    *,
     known_rows: Int[Array, "B A"],
 ) -> tuple[Float[Array, "B A R v"], Float[Array, "B A R"] | None]:
     """Returns each row's log-probabilities over the draft vocabulary, after the text's own tokens, and the confidence
@@ -197,7 +199,7 @@ class BlockObjective(FeatureObjective):
     ):
         bound = bind(model, target, draft_ids)
         self._split = (_is_head if options.freeze else ..., ...)
-        super().__init__(bound, nnx.split(model, *self._split), target, draft_ids, options, cache)
+        super().__init__(bound, nnx.split(model, *self._split), target, draft_ids, options, cache=cache)
         self.constants["head"] = bound.head
 
     @classmethod

@@ -205,6 +205,7 @@ def fit_inputs(
     source_layer: int,
     batches: Iterable[dict[str, np.ndarray]],
     captured: tuple[int, ...],
+    *,
     ridge: float = 1e-2,
 ) -> float:
     """Fits the input of `source_layer` by ridge regression on the drafter's inputs; changes `model` in place.

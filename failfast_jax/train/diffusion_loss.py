@@ -77,17 +77,18 @@ def loss(
     config = model.config
     teacher = _checked_teacher(model, batch, options)
     tokens, maskable, seen = _layout(batch, config.mask_token_id, config.block_size)
-    noised, masked = corrupt(key, tokens, maskable, config.mask_token_id, config.block_size, options)
+    noised, masked = corrupt(key, tokens, maskable, config.mask_token_id, config.block_size, options=options)
     texts = _Texts(noised.reshape(-1, *tokens.shape), tokens, seen, batch.get("segment"), teacher)
 
     def scores(model: Decoder, texts: _Texts, gather: Callable | None = None) -> tuple[Array, Array, Array]:
         rows, labels, at = _labelled_rows(model, texts, options.block_start, scan, gather)
-        parts = _chunked_scores(model, rows, labels, texts.teacher, at, options.mask_logit == "scored", head_chunk)
+        score_mask = options.mask_logit == "scored"
+        parts = _chunked_scores(model, rows, labels, texts.teacher, at, score_mask=score_mask, chunk=head_chunk)
         return tuple(x.reshape(texts.noised.shape) for x in parts)
 
     parts = scores(model, texts) if spread is None else _on_devices(scores, model, texts, spread)
     cross_entropy, correct, kl = (x.reshape(masked.shape) for x in parts)
-    total, metrics = _weighted(masked, cross_entropy, correct, kl, config.block_size, options)
+    total, metrics = _weighted(masked, cross_entropy, correct, kl, block=config.block_size, options=options)
     if teacher is None:
         del metrics["kl"]
     return total, metrics
@@ -153,6 +154,7 @@ def _weighted(
     cross_entropy: Float[Array, "M L"],
     correct: Bool[Array, "M L"],
     kl: Float[Array, "M L"],
+    *,
     block: int,
     options: TrainConfig,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
@@ -185,6 +187,7 @@ def _scores(
     labels: Int[Array, " R"],
     teacher: Float[Array, "B L T"] | None,
     at: Int[Array, "R 2"],
+    *,
     score_mask: bool,
 ) -> tuple[Float[Array, " R"], Bool[Array, " R"], Float[Array, " R"]]:
     """Returns each row's cross-entropy with its label, whether its argmax is the label, and KL(teacher || model).
@@ -216,6 +219,7 @@ def _chunked_scores(
     labels: Int[Array, " R"],
     teacher: Float[Array, "B L T"] | None,
     at: Int[Array, "R 2"],
+    *,
     score_mask: bool,
     chunk: int,
 ) -> tuple[Float[Array, " R"], Bool[Array, " R"], Float[Array, " R"]]:
@@ -226,6 +230,9 @@ def _chunked_scores(
         padded = jnp.pad(x, ((0, -rows % chunk), *((0, 0),) * (x.ndim - 1)))
         return padded.reshape(-1, chunk, *x.shape[1:])
 
-    scores = jax.checkpoint(lambda parts: _scores(model, parts[0], parts[1], teacher, parts[2], score_mask))
-    out = jax.lax.map(scores, (in_chunks(hidden), in_chunks(labels), in_chunks(at)))
+    def of_chunk(chunk):
+        hidden, labels, at = chunk
+        return _scores(model, hidden, labels, teacher, at, score_mask=score_mask)
+
+    out = jax.lax.map(jax.checkpoint(of_chunk), (in_chunks(hidden), in_chunks(labels), in_chunks(at)))
     return jax.tree.map(lambda x: x.reshape(-1)[:rows], out)

@@ -164,7 +164,7 @@ class EagleObjective(FeatureObjective):
         head = jax.tree.map(lambda _: rows, head)
         ids = np.arange(target.config.vocab_size) if draft_ids is None else draft_ids
         bound = BoundEagle(model, target.embed[...], jnp.asarray(ids, jnp.int32))
-        super().__init__(bound, (graph, trainable, head), target, draft_ids, options, cache)
+        super().__init__(bound, (graph, trainable, head), target, draft_ids, options, cache=cache)
 
     @classmethod
     def from_config(cls, config: TrainConfig, materials: Materials) -> EagleObjective:

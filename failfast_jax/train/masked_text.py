@@ -67,6 +67,7 @@ def corrupt(
     maskable: Bool[Array, "B L"],
     mask_token: int,
     block: int,
+    *,
     options: TrainConfig,
 ) -> tuple[Int[Array, "M L"], Bool[Array, "M L"]]:
     """Draws the noised copy of `tokens`. M is 2B (row B + b is of row b's text), or B with `no_complementary`.

@@ -118,6 +118,7 @@ class FeatureObjective:
         target: Decoder,
         draft_ids: np.ndarray | None,
         options: TrainConfig,
+        *,
         cache: FeatureCache | None = None,
     ):
         self.bound, self.config, self.options, self.cache = bound, bound.config, options, cache

@@ -11,14 +11,20 @@ from tiny_models import VOCAB, diffusion_config, random_model
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.masked_text import corrupt
 from failfast_jax.train.paired_forward import forward_pair
+from failfast_jax.train.train_config import TrainConfig
 
 MASK = VOCAB - 1
 BLOCK, WIDTH = 8, 24
 
 # Compiling takes most of the time here, and of that the optimisations most.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-draw = quick_jit(corrupt, static_argnums=(3, 4, 5))
+_drawn = quick_jit(corrupt, static_argnums=(3, 4), static_argnames="options")
 pair = quick_jit(forward_pair)
+
+
+def draw(key, tokens, maskable, mask: int, block: int, options: TrainConfig):
+    """`corrupt`, compiled."""
+    return _drawn(key, tokens, maskable, mask, block, options=options)
 
 
 @functools.cache

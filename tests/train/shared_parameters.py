@@ -38,10 +38,10 @@ def largest_difference(one, two) -> float:
     return max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in pairs)
 
 
-def run(objective, dataset, folder: Path, spread: Spread, **how) -> tuple[dict, list[dict]]:
+def run(objective, dataset, folder: Path, spread: Spread, **more) -> tuple[dict, list[dict]]:
     folder.mkdir(exist_ok=True)
     objective.spread = spread
-    state, _ = Trainer(objective.options, objective, folder, spread).train(dataset, **how)
+    state, _ = Trainer(objective.options, objective, folder, spread).train(dataset, **more)
     return state, [json.loads(line) for line in (folder / LOG_FILE).read_text().splitlines()]
 
 

@@ -37,8 +37,8 @@ def test_every_answer_is_a_document(tmp_path, tokenizer):
     shared = {"conversations": [{"from": "human", "value": "Hi there"}, {"from": "gpt", "value": "Hello."}]}
     documents = read_conversations(written(tmp_path, messages, "", shared), tokenizer, 49_152)
     assert len(documents) == 3 and [*documents[0][1]] == [*documents[2][1]]
-    for (prompt, answer), said in zip(documents, ("Hello.", "Four.", "Hello.")):
-        assert tokenizer.decode(answer).strip().removesuffix("<|im_end|>") == said
+    for (prompt, answer), expected in zip(documents, ("Hello.", "Four.", "Hello.")):
+        assert tokenizer.decode(answer).strip().removesuffix("<|im_end|>") == expected
         assert tokenizer.decode(prompt).endswith("<|im_start|>assistant\n")
     assert "Hello." in tokenizer.decode(documents[1][0])
 
@@ -67,8 +67,8 @@ def test_a_whole_conversation_is_a_document(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("columns", [("prompt", "response"), ("question", "answer"), ("instruction", "output")])
 def test_parquet_files(tmp_path, tokenizer, columns, monkeypatch):
-    said = [["Hi", "Say hello"], ["Hello.", "Good day."]]
-    table = dict(zip(columns, said)) | ({"input": ["", "politely"]} if columns[0] == "instruction" else {})
+    expected = [["Hi", "Say hello"], ["Hello.", "Good day."]]
+    table = dict(zip(columns, expected)) | ({"input": ["", "politely"]} if columns[0] == "instruction" else {})
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
     documents = read_conversations(tmp_path / "a.parquet", tokenizer, 49_152)
     assert [tokenizer.decode(answer).strip() for _, answer in documents] == ["Hello.<|im_end|>", "Good day.<|im_end|>"]
@@ -84,7 +84,7 @@ def test_parquet_files(tmp_path, tokenizer, columns, monkeypatch):
 
 
 def test_datasets_of_the_hub(tokenizer, monkeypatch):
-    """Asked for by the name that is given; who cannot be reached is said in a line."""
+    """Loaded by name; a Hub that cannot be reached is named in a line."""
     asked = []
 
     def load_dataset(name, split):
@@ -96,9 +96,9 @@ def test_datasets_of_the_hub(tokenizer, monkeypatch):
     limits = {"vocab_size": 49_152, "shortest": 3, "longest": 100}
     read = dict.fromkeys(ROWS, lambda file: read_conversations(file, tokenizer, 49_152))
     for name, split in (("org/chats", "train"), ("org/chats:train_sft", "train_sft")):
-        found = load_documents([Path(name)], read=read, **limits)
-        assert asked.pop() == ("org/chats", split) and len(found) == 1
-        assert tokenizer.decode(found.pairs()[0][1]).strip() == "Hello.<|im_end|>"
+        loaded = load_documents([Path(name)], read=read, **limits)
+        assert asked.pop() == ("org/chats", split) and len(loaded) == 1
+        assert tokenizer.decode(loaded.pairs()[0][1]).strip() == "Hello.<|im_end|>"
     with pytest.raises(DataError, match="org/holes: row 2: must be an object with"):
         load_documents([Path("org/holes")], read=read, **limits)
     for lost in ("org/chats.jsonl", "chats", "a/b/c"):  # files, all of them
@@ -139,9 +139,9 @@ def documents_of(tmp_path, tokenizer, template, *rows, whole=False):
     tokenizer = copy.copy(tokenizer)
     special = json.dumps(template).replace("[A]", "<|im_start|>").replace("[E]", "<|im_end|>")
     tokenizer.chat_template = json.loads(special)
-    found = read_conversations(written(tmp_path, *rows), tokenizer, 49_152, whole=whole)
+    loaded = read_conversations(written(tmp_path, *rows), tokenizer, 49_152, whole=whole)
     decoded = []
-    for prompt, rest, *marks in found:
+    for prompt, rest, *marks in loaded:
         learned = rest[marks[0]] if marks else rest
         decoded.append((tokenizer.decode(prompt), tokenizer.decode(learned)))
     return [tuple(t.replace("<|im_start|>", "[A]").replace("<|im_end|>", "[E]") for t in pair) for pair in decoded]
@@ -207,7 +207,7 @@ def test_rows_are_used_whole(tmp_path, tokenizer, template, row, expected, capsy
 
 
 @pytest.mark.parametrize(
-    ("template", "row", "said"),
+    ("template", "row", "expected"),
     [
         (PLAIN, {"id": 7, "source": "web", "messages": [ASKED, says()]}, "column 'id' (1), column 'source' (1)"),
         (PLAIN, {"context": "C.", "messages": [ASKED, says()]}, "column 'context' (1)"),
@@ -221,26 +221,26 @@ def test_rows_are_used_whole(tmp_path, tokenizer, template, row, expected, capsy
         ),
     ],
 )
-def test_what_is_not_used_is_counted_and_named(tmp_path, tokenizer, template, row, said, capsys):
+def test_what_is_not_used_is_counted_and_named(tmp_path, tokenizer, template, row, expected, capsys):
     plain = {"messages": [ASKED, says(), ASKED, says("B.")]}
-    found = documents_of(tmp_path, tokenizer, template, row, plain)
-    assert found[0] == ("[user]Q?[E][A]", "A.[E]") and len(found) == 3
-    assert f"chats.jsonl: columns and fields not used: {said}" in capsys.readouterr().err
+    loaded = documents_of(tmp_path, tokenizer, template, row, plain)
+    assert loaded[0] == ("[user]Q?[E][A]", "A.[E]") and len(loaded) == 3
+    assert f"chats.jsonl: columns and fields not used: {expected}" in capsys.readouterr().err
 
 
 def test_tool_calls_without_words_are_left_out(tmp_path, tokenizer, capsys):
     calls = {"messages": [ASKED, says(tool_calls=[{"function": {"name": "f"}}]), ASKED, says()]}
     rows = calls, {"messages": [ASKED, says(weight=0)]}, {"messages": [ASKED, says("B.")]}
     assert documents_of(tmp_path, tokenizer, PLAIN, *rows) == [("[user]Q?[E][A]", "B.[E]")]
-    said = (
+    expected = (
         "left out: 2 that have tool calls, for which the chat template has no words (first: line 1); 1 that have only"
     )
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     drops = PLAIN.replace("{{ m.content }}[E]{% else", "{{ m.content or m.tool_calls[0].function.name }}[E]{% else")
     for content, answers in (("", ["f[E]", "A.[E]"]), ("I call.", [])):
         row = {"messages": [ASKED, says(content, tool_calls=[{"function": {"name": "f"}}]), ASKED, says()]}
-        found = documents_of(tmp_path, tokenizer, drops, row, rows[2])
-        assert [answer for _, answer in found[:-1]] == answers
+        loaded = documents_of(tmp_path, tokenizer, drops, row, rows[2])
+        assert [answer for _, answer in loaded[:-1]] == answers
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def arguments(target, corpus, out, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def made(target, corpus, tmp_path_factory):
+def run_folder(target, corpus, tmp_path_factory):
     """A run in two pieces."""
     out = tmp_path_factory.mktemp("runs") / "run"
     whole = arguments(target, corpus, out)
@@ -77,28 +77,28 @@ def made(target, corpus, tmp_path_factory):
 
 
 @pytest.mark.long
-def test_the_loss_falls(made):
-    records = [json.loads(line) for line in (made / "log.jsonl").read_text().splitlines()]
+def test_the_loss_falls(run_folder):
+    records = [json.loads(line) for line in (run_folder / "log.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     assert sorted(losses) == [1, 10, 20, 30] and losses[30] < losses[10] < losses[1] / 2
-    settings = json.loads((made / "train.json").read_text())
+    settings = json.loads((run_folder / "train.json").read_text())
     wanted = {"family": "diffusion", "block_start": "noised", "mask_logit": "scored", "packing": "stream"}
     assert wanted.items() <= settings.items() and settings["weight_decay"] == 0 and settings["steps"] == 30
 
 
 @pytest.mark.long
-def test_the_folder_is_a_model_of_its_own(made, target):
-    tokenizer = load_tokenizer(made / "drafter")
-    model = load_model(made / "drafter")
+def test_the_folder_is_a_model_of_its_own(run_folder, target):
+    tokenizer = load_tokenizer(run_folder / "drafter")
+    model = load_model(run_folder / "drafter")
     assert tokenizer.convert_tokens_to_ids("|<MASK>|") == model.config.mask_token_id == len(load_tokenizer(target))
     assert model.config.block_size == 16 and model.config.vocab_size == 160
-    engine = FailFast(target, made / "drafter")
+    engine = FailFast(target, run_folder / "drafter")
     options = {"max_new_tokens": 12, "ignore_eos": True}
     one, two = (engine.generate("count", method=method, **options)[0] for method in ("failfast", "vanilla"))
     assert one.output_ids == two.output_ids and one.stats.drafted > 0
-    # What was learned by heart is said, a character a token.
-    said = FailFast(made / "drafter").generate("count", method="dllm", max_new_tokens=32)[0].text
-    assert said.replace(" ", "").startswith("onetwothree")
+    # It recites what it learned by heart, a character per token.
+    text = FailFast(run_folder / "drafter").generate("count", method="dllm", max_new_tokens=32)[0].text
+    assert text.replace(" ", "").startswith("onetwothree")
 
 
 NEW_KEYS = {"auto_map", "head_dim", "torch_dtype"}
@@ -111,22 +111,25 @@ def in_layers(tensors) -> set[str]:
 
 
 @pytest.mark.long
-def test_the_folder_is_laid_out_as_released(made, target):
+def test_the_folder_is_laid_out_as_released(run_folder, target):
     """Key by key; what a key says is the released model's of this kind, or the model's that it was made from."""
-    config, released = json.loads((made / "drafter" / "config.json").read_text()), config_of("fast_dllm_v2_untied")
+    config, released = (
+        json.loads((run_folder / "drafter" / "config.json").read_text()),
+        config_of("fast_dllm_v2_untied"),
+    )
     assert config.keys() - released.keys() == NEW_KEYS | {"training"}
     assert released.keys() - config.keys() == {"transformers_version"}
-    own = json.loads((target / "config.json").read_text())
+    source_config = json.loads((target / "config.json").read_text())
     changed = {"model_type", "architectures", "bd_size", "mask_token_id", "max_window_layers"}
-    for key in released.keys() & own.keys() & config.keys() - changed:
-        assert config[key] == own[key], key
+    for key in released.keys() & source_config.keys() & config.keys() - changed:
+        assert config[key] == source_config[key], key
     assert (config["model_type"], config["architectures"]) == (released["model_type"], released["architectures"])
     assert (config["bd_size"], config["mask_token_id"]) == (16, len(load_tokenizer(target)))
     assert config["auto_map"] == {
         "AutoConfig": f"{RELEASE}--configuration.Fast_dLLM_QwenConfig",
         "AutoModelForCausalLM": f"{RELEASE}--modeling.Fast_dLLM_QwenForCausalLM",
     }
-    tensors, theirs = load_file(made / "drafter" / "model.safetensors"), tensors_of("fast_dllm_v2_untied")
+    tensors, theirs = load_file(run_folder / "drafter" / "model.safetensors"), tensors_of("fast_dllm_v2_untied")
     assert in_layers(tensors) == in_layers(theirs)
     before = load_file(target / "model.safetensors")
     assert {name: t.shape for name, t in tensors.items()} == {name: t.shape for name, t in before.items()}
@@ -146,11 +149,11 @@ def test_a_released_model_is_written_as_it_was_read(name, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_the_folder_drafts_for_another_target(made, target, tmp_path):
+def test_the_folder_drafts_for_another_target(run_folder, target, tmp_path):
     """One with other layers and the same tokens, with every method that takes such a drafter."""
     other = shutil.copytree(GOLDEN / "field" / "qwen3_a", tmp_path / "other")
     load_tokenizer(target).save_pretrained(other)
-    engine = FailFast(other, made / "drafter")
+    engine = FailFast(other, run_folder / "drafter")
     options = {"max_new_tokens": 12, "ignore_eos": True}
     plain = engine.generate("count", method="vanilla", **options)[0]
     for method in ("failfast", "fast-dllm"):
@@ -159,9 +162,9 @@ def test_the_folder_drafts_for_another_target(made, target, tmp_path):
 
 
 @pytest.mark.long
-def test_the_folder_answers_in_fewer_passes(made, corpus, tmp_path, capsys):
+def test_the_folder_answers_in_fewer_passes(run_folder, corpus, tmp_path, capsys):
     """Calibrated on prompts like those that it was trained on."""
-    command = ["spiffy", "--target", str(made / "drafter"), "--data", str(corpus / "chats.jsonl")]
+    command = ["spiffy", "--target", str(run_folder / "drafter"), "--data", str(corpus / "chats.jsonl")]
     command += ["--out", str(tmp_path / "graph.json"), "--prompts", "2", "--held-out", "1", "--states", "3"]
     assert main([*command, "--max-new-tokens", "24", "--threshold", "1"]) == 0
     sizes = json.loads(capsys.readouterr().out)["held_out"]["sizes"]
@@ -171,11 +174,11 @@ def test_the_folder_answers_in_fewer_passes(made, corpus, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_a_made_model_is_trained_on(made, target, corpus, tmp_path, capsys):
-    more = ["--start", str(made / "drafter"), "--freeze", "embed", "--packing", "separate", "--steps", "2"]
+def test_a_made_model_is_trained_on(run_folder, target, corpus, tmp_path, capsys):
+    more = ["--start", str(run_folder / "drafter"), "--freeze", "embed", "--packing", "separate", "--steps", "2"]
     assert main(arguments(target, corpus, tmp_path / "run", *more)) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 2
-    before, after = (load_file(folder / "drafter" / "model.safetensors") for folder in (made, tmp_path / "run"))
+    before, after = (load_file(folder / "drafter" / "model.safetensors") for folder in (run_folder, tmp_path / "run"))
     assert before.keys() == after.keys()
     assert {key for key in before if np.array_equal(before[key], after[key])} == {"model.embed_tokens.weight"}
     record = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
@@ -200,13 +203,13 @@ def test_a_released_model_is_trained_on(name, of_target, steps, corpus, tmp_path
     before, after = tensors_of(name), load_file(tmp_path / "run" / "drafter" / "model.safetensors")
     assert {key: tensor.shape for key, tensor in before.items()} == {key: tensor.shape for key, tensor in after.items()}
     assert not any(np.array_equal(before[key], after[key]) for key in before)
-    made = load_model(tmp_path / "run" / "drafter").config
-    assert (made.block_size, made.mask_token_id) == (32, config_of(name)["mask_token_id"])
+    trained = load_model(tmp_path / "run" / "drafter").config
+    assert (trained.block_size, trained.mask_token_id) == (32, config_of(name)["mask_token_id"])
     records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     assert losses[-1] < losses[0] / 5
-    said = FailFast(tmp_path / "run" / "drafter").generate("count", method="dllm", max_new_tokens=32)[0].text
-    assert said.replace(" ", "").startswith("onetwothree")
+    text = FailFast(tmp_path / "run" / "drafter").generate("count", method="dllm", max_new_tokens=32)[0].text
+    assert text.replace(" ", "").startswith("onetwothree")
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def whole_blocks(lengths: np.ndarray) -> np.ndarray:
 
 
 def dense_value_and_grad(model: Decoder, batch, key, options: TrainConfig):
-    """`loss` from a list of labels made in Python, and its gradients. Only `corrupt` is shared with it."""
+    """`loss` from a list of labels built in Python, and its gradients. Only `corrupt` is shared with it."""
     tokens, noised, masked = corrupted_batch(model, batch, key, options)
     live = whole_blocks(batch["length"])
     sources, labels, weights, teacher = [], [], [], []
@@ -206,16 +206,16 @@ def test_metrics():
         logits[..., MASK] = -np.inf
         return logits.argmax(-1)
 
-    said = guesses()
+    guessed = guesses()
     for b, i in zip(*np.nonzero(masked)):
-        # The last block's tokens are behind everything that predicts them.
+        # The last block's tokens come after everything that predicts them.
         if i // BLOCK == (batch["length"][b] - 1) // BLOCK and (i % 2 == 0 or i % BLOCK == 0):
-            batch["tokens"][b, i] = tokens[b, i] = said[int(i % BLOCK == 0), b, i - 1]
+            batch["tokens"][b, i] = tokens[b, i] = guessed[int(i % BLOCK == 0), b, i - 1]
     (_, metrics), _ = value_and_grad(model(), batch, key, options)
-    said, seen = guesses(), set()
+    guessed, seen = guesses(), set()
     right, right_first = 0, 0
     for b, i in zip(*np.nonzero(masked)):
-        hit = said[int(i % BLOCK == 0), b, i - 1] == tokens[b, i]
+        hit = guessed[int(i % BLOCK == 0), b, i - 1] == tokens[b, i]
         right += hit
         if (b, i // BLOCK) not in seen:
             seen.add((b, i // BLOCK))

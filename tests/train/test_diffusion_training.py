@@ -91,10 +91,10 @@ def test_the_released_objective(tied):
 def test_steps_in_bfloat16_over_parameters_in_float32():
     """The loop's steps are float32's but for bfloat16's rounding, and keep changes too small for it."""
     net, batch, steps = model(), packed_batch(), 8
-    how = {"learning_rate": 1e-5, "schedule": "constant", "warmup": 0, "weight_decay": 0.0, "ema": 0.0}
+    settings = {"learning_rate": 1e-5, "schedule": "constant", "warmup": 0, "weight_decay": 0.0, "ema": 0.0}
     runs, losses = {}, {}
     for dtype in (jnp.float32, jnp.bfloat16):
-        config = dataclasses.replace(RELEASED, steps=steps, batch=2, compute_dtype=jnp.dtype(dtype).name, **how)
+        config = dataclasses.replace(RELEASED, steps=steps, batch=2, compute_dtype=jnp.dtype(dtype).name, **settings)
         objective = DiffusionObjective(net.config, parameters(net), config)
         step = quick_jit(make_step(objective, config))
         states = [initial_state(objective, config)]
@@ -171,7 +171,7 @@ def test_packed_rows_hold_every_document_once(packing):
     documents = some_documents(labelled=packing == "separate")
     rows = PackedRows(documents, 64, BLOCK, 1, packing)
     again = PackedRows(documents, 64, BLOCK, 1, packing)
-    found = []
+    numbers = []
     for index in range(len(rows)):
         row = rows[index]
         np.testing.assert_array_equal(row["tokens"], again[index]["tokens"])
@@ -183,11 +183,11 @@ def test_packed_rows_hold_every_document_once(packing):
             for number, tokens in enumerate(documents.tokens):
                 piece = row["tokens"][start * BLOCK :][: len(tokens)]
                 if block[0] >= 0 and np.array_equal(piece, tokens):
-                    found.append(number)
+                    numbers.append(number)
                     marks = documents.answers(number).copy()
                     marks[0] = False
                     np.testing.assert_array_equal(row["labelled"][start * BLOCK :][: len(tokens)], marks)
-    assert sorted(found) == list(range(len(documents)))
+    assert sorted(numbers) == list(range(len(documents)))
     assert (len(rows) == len(documents)) == (packing == "none")
 
 
@@ -225,14 +225,14 @@ def test_what_is_written_is_a_model_and_a_drafter(tmp_path, family):
     shapes = Skeleton.made_by(lambda rngs: Decoder(config, rngs=rngs)).shapes
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()} | parameters(start)
     save_fast_dllm(tmp_path / "made", config, params, storage="float32", training={"steps_done": 1})
-    made = load_model(tmp_path / "made")
-    assert made.config == config
+    loaded = load_model(tmp_path / "made")
+    assert loaded.config == config
     raw = json.loads((tmp_path / "made" / "config.json").read_text())
     assert raw["architectures"] == ["Fast_dLLM_QwenForCausalLM"] and raw["training"] == {"steps_done": 1}
     # One block alone is seen as by the start, in both directions: its last row sees what a causal row sees.
     ids = random_tokens(1, BLOCK)
     expected = random_model(dataclasses.replace(start.config, block_size=BLOCK), seed=3).logits(ids)
-    np.testing.assert_allclose(made.logits(ids), expected, atol=1e-5)
+    np.testing.assert_allclose(loaded.logits(ids), expected, atol=1e-5)
     if family == "llama":
         return
     answers = FailFast(tmp_path / "made").generate([[2, 3, 4]], method="dllm", max_new_tokens=2 * BLOCK)

@@ -63,8 +63,8 @@ def test_the_loss_equals_a_plain_reference(documents, target, kind, draft_ids):
             features = batch["features"][b : b + 1, :anchor, mine]
             cache = model.store(features, model.init_cache(1, 128), jnp.asarray([0]))
             here = jnp.asarray([anchor]), jnp.asarray([4]), jnp.int32(anchor + 4)
-            given = np.arange(4)[None] < prefix
-            rows = model.inputs(target.embed[...], np.resize(text[:prefix], (1, 4)), given, features[:, -1])
+            visible = np.arange(4)[None] < prefix
+            rows = model.inputs(target.embed[...], np.resize(text[:prefix], (1, 4)), visible, features[:, -1])
             hidden = model.block(rows, cache, *here)[0][0]
             state = jnp.zeros(model.markov.rank)
             for row in range(min(4, lengths[b] - 1 - anchor)):
@@ -86,7 +86,7 @@ def test_the_loss_equals_a_plain_reference(documents, target, kind, draft_ids):
 
     def batched(trainable):
         model = objective.model(trainable)
-        return block_loss.loss_of_blocks(model, objective.constants, batch, anchors, known, options)[0]
+        return block_loss.loss_of_blocks(model, objective.constants, batch, anchors, known, options=options)[0]
 
     value, grads = jax.jit(jax.value_and_grad(batched))(objective.trainable)
     # The engine's loop over the cache is differentiated forwards only: along two random directions.
@@ -124,7 +124,9 @@ def test_a_drafter_goes_on_with_more_heads(target):
     model = block_start.continued(start.network, dataclasses.replace(start.config, **heads), 0)
     one, other = FailFast(target, start), FailFast(target, bind(model, target, np.arange(40)))
     options = {"max_new_tokens": 16, "ignore_eos": True, "tau": 0.0}
-    drafts = ([round.drafted for round in made.generate([[3, 9, 27]], **options)[0].rounds] for made in (one, other))
+    drafts = (
+        [round.drafted for round in engine.generate([[3, 9, 27]], **options)[0].rounds] for engine in (one, other)
+    )
     assert next(drafts) == next(drafts)
 
 

@@ -32,7 +32,7 @@ def blocks_of(x: np.ndarray) -> np.ndarray:
 
 
 def is_draft(maskable: np.ndarray, masked: np.ndarray) -> np.ndarray:
-    """Whether a block's masks are all of its maskable positions behind the first mask."""
+    """True if a block's masks are all of its maskable positions after the first mask."""
     return (masked == (maskable & (np.cumsum(masked, -1) > 0))).all(-1)
 
 
@@ -100,4 +100,4 @@ def test_corruption_is_a_function_of_the_key():
 def test_errors():
     tokens = random_tokens(2, 20)
     with pytest.raises(ValueError, match=r"length 20 .* block size 8"):
-        corrupt(jax.random.key(0), tokens, tokens > 0, MASK, BLOCK, TrainConfig())
+        corrupt(jax.random.key(0), tokens, tokens > 0, MASK, BLOCK, options=TrainConfig())

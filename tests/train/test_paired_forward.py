@@ -34,7 +34,7 @@ def test_copies_of_a_text_share_its_clean_copy():
 
 
 def drafting_texts() -> tuple[np.ndarray, np.ndarray]:
-    """One text for each number of clean leading tokens in its last block: clean, and with masks behind them."""
+    """One text for each number of clean leading tokens in its last block: clean, and with masks after them."""
     clean = np.tile(random_tokens(1, WIDTH, seed=4), (BLOCK, 1))
     front = WIDTH - BLOCK + np.arange(BLOCK)
     return clean, np.where(np.arange(WIDTH) < front[:, None], clean, MASK)
@@ -67,13 +67,13 @@ def test_noised_rows_are_what_the_drafter_computes():
 def test_length_hides_what_follows():
     noised, clean = random_tokens(2, WIDTH, seed=1), random_tokens(2, WIDTH, seed=2)
     lengths = np.asarray([13, 16], np.int32)
-    behind = np.arange(WIDTH) >= lengths[:, None]
+    padding = np.arange(WIDTH) >= lengths[:, None]
     rows = [
         pair(model(), noised, clean, lengths),
-        pair(model(), np.where(behind, 1, noised), np.where(behind, 2, clean), lengths),
+        pair(model(), np.where(padding, 1, noised), np.where(padding, 2, clean), lengths),
     ]
     for one, two in zip(*rows):
-        np.testing.assert_array_equal(np.asarray(one)[~behind], np.asarray(two)[~behind])
+        np.testing.assert_array_equal(np.asarray(one)[~padding], np.asarray(two)[~padding])
     alone = pair(model(), noised[1:, :16], clean[1:, :16])
     for padded, short in zip(rows[0], alone):
         np.testing.assert_allclose(padded[1, :16], short[0], atol=5e-6)

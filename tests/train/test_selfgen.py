@@ -103,15 +103,15 @@ def test_two_processes_write_as_one(make, openings, tmp_path):
             where = f"127.0.0.1:{free.getsockname()[1]}"
         words = ["--target", "tiny", "--openings", str(openings), *LIMITS, "--documents", str(documents)]
         words += ["--data-parallel", "2"]
-        found = []
+        processes = []
         for index in range(2):
             (tmp_path / str(index)).mkdir(exist_ok=True)
-            own = ["--out", "data", "--distributed", f"{where},2,{index}"]
-            command = [sys.executable, "-c", TWO, *words, *own]
+            more = ["--out", "data", "--distributed", f"{where},2,{index}"]
+            command = [sys.executable, "-c", TWO, *words, *more]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            found.append(subprocess.Popen(command, cwd=tmp_path / str(index), env=environment, **pipes))
-        said = [process.communicate(timeout=200)[0] for process in found]
-        assert [process.returncode for process in found] == [0, 0], said
+            processes.append(subprocess.Popen(command, cwd=tmp_path / str(index), env=environment, **pipes))
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], outputs
 
     together(5)
     together(10)
@@ -185,7 +185,7 @@ def test_a_run_continues_with_the_same_data(make, tmp_path):
     second.with_name(second.name + ".part").write_bytes(b"cut off")
     assert make(out, "--documents", "10") == 0
     assert equal(second, before) and first.stat().st_mtime_ns == written
-    # A longer run goes on behind them; a folder that has all is left as it is.
+    # A longer run continues after them; a folder that has all is left as it is.
     assert make(out, "--documents", "15") == 0 and make(out, "--documents", "15") == 0
     assert equal(second, before) and selfgen.shard_path(out, 2).exists() and len(list(out.iterdir())) == 4
     other = tmp_path / "other"
@@ -335,8 +335,8 @@ def test_what_is_skipped(engine):
     strict = Writer(engine, shard_options(held_out=(texts.normal(text + " and more"),)))
     assert strict.prompts(0, 0) == [second] and strict.skipped == {"held out": 1}
     seen = {tuple(first)}
-    made = [prompt for prompt, _ in writer.shard(0, seen)]
-    assert first not in made and second[0] in made and writer.skipped["duplicate"] == 1
+    prompts = [prompt for prompt, _ in writer.shard(0, seen)]
+    assert first not in prompts and second[0] in prompts and writer.skipped["duplicate"] == 1
     assert len(seen) == 6
 
 

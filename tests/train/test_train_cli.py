@@ -116,9 +116,9 @@ def test_a_finished_run_is_lengthened(data, tmp_path, capsys):
     assert main([*run, "2"]) == 0
     log = (tmp_path / "run" / "log.jsonl").read_text()
     assert main([*run, "4"]) == 0
-    said = capsys.readouterr()
-    assert "the drafter is in" in said.err
-    assert json.loads(said.out.splitlines()[-1])["steps"] == 4 and "steps 2 before, 4 now: it goes on" in said.err
+    shown = capsys.readouterr()
+    assert "the drafter is in" in shown.err
+    assert json.loads(shown.out.splitlines()[-1])["steps"] == 4 and "steps 2 before, 4 now: it goes on" in shown.err
     records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert (tmp_path / "run" / "log.jsonl").read_text().startswith(log)
     assert [record["step"] for record in records if "loss" in record] == [2, 4]
@@ -148,8 +148,8 @@ def test_a_missing_chat_template_comes_before_a_missing_mask_token(tmp_path, cap
     for family in ("dspark", "diffusion"):
         more = ["--family", family, *(["--block-size", "16"] if family == "diffusion" else ["--anchors", "4"])]
         assert main(["--target", TARGET, "--data", str(tmp_path), "--out", str(tmp_path / "run"), *more]) == 2
-        said = capsys.readouterr().err
-        assert "conversations need a target with a chat template" in said and "--mask-token" not in said
+        shown = capsys.readouterr().err
+        assert "conversations need a target with a chat template" in shown and "--mask-token" not in shown
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ def test_a_drafter_is_trained_on(data, tmp_path, capsys):
     config = json.loads((tmp_path / "run" / "drafter" / "config.json").read_text())
     assert (config["markov_rank"], config["enable_confidence_head"], config["draft_vocab_size"]) == (4, True, 60)
     assert config["row_feature_layer_ids"] == [0, last] and config["training"]["prefix_fraction"] == 0.25
-    made = FailFast(TARGET, tmp_path / "run" / "drafter").drafter
-    assert made.config == dataclasses.replace(
+    drafter = FailFast(TARGET, tmp_path / "run" / "drafter").drafter
+    assert drafter.config == dataclasses.replace(
         start.config, markov="vanilla", markov_rank=4, confidence=True, confidence_sees_markov=True
     )
     assert main(arguments(data, tmp_path / "heads", *more, "--freeze", "backbone", "--storage", "float32")) == 0

@@ -52,22 +52,28 @@ def start(flags: list[str], processes: int, folders: tuple[Path, ...] = (ROOT, R
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    given = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={4 // processes}"
-    environment = os.environ | {"XLA_FLAGS": given, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    xla_flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={4 // processes}"
+    environment = os.environ | {"XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": hear, "env": environment}
+    options = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "preexec_fn": hear,
+        "env": environment,
+    }
     started = []
     for index in range(processes):
         joined = [] if processes == 1 else ["--distributed", f"localhost:{port},{processes},{index}"]
         command = [sys.executable, "-m", "failfast_jax.train", *flags, *joined]
-        started.append(subprocess.Popen(command, cwd=folders[index], **how))
+        started.append(subprocess.Popen(command, cwd=folders[index], **options))
     return started
 
 
 def ended(started: list[subprocess.Popen]) -> tuple[list[int], list[str], list[str]]:
-    """Exit statuses, and what was said on stdout and on stderr."""
-    said = [process.communicate(timeout=300) for process in started]
-    return [process.returncode for process in started], *map(list, zip(*said))
+    """Returns exit statuses, and the texts of stdout and stderr."""
+    output = [process.communicate(timeout=300) for process in started]
+    return [process.returncode for process in started], *map(list, zip(*output))
 
 
 def run(flags: list[str], processes: int, status: int = 0) -> dict:
@@ -89,11 +95,11 @@ def alone(documents, tmp_path_factory):
     """By family: a run of one process, and its report."""
 
     @functools.cache
-    def made(family: str) -> tuple[Path, dict]:
+    def trained(family: str) -> tuple[Path, dict]:
         out = tmp_path_factory.mktemp("alone") / family
         return out, run(words(family, documents, out), 1)
 
-    return made
+    return trained
 
 
 def assert_same(one: Path, two: Path) -> None:
@@ -115,7 +121,7 @@ def test_two_processes_learn_what_one_does(documents, tmp_path, alone):
     assert run([*flags, "--minutes", "0.0001"], 2, status=3)["steps"] == 1
     assert run(flags, 2) == report | {"drafter": str(out / "drafter")}
     assert_same(whole, out)
-    # Finished: what process 0 reads is told to the other.
+    # Finished: process 0 reads for the other.
     assert run(flags, 2) == report | {"drafter": str(out / "drafter")}
 
 
@@ -129,7 +135,7 @@ def test_drafters_learn_where_their_rows_are(documents, tmp_path, alone, family)
 
 @pytest.mark.exhaustive
 def test_two_processes_calibrate_one_graph(documents, tmp_path):
-    """Each writes the graph where it is told to, for its own host's copy of the model."""
+    """Each writes the graph to its --out, for its own host's copy of the model."""
     words = ["spiffy", "--target", str(GOLDEN / "fast_dllm_v2_untied"), "--data", str(documents), "--prompts", "4"]
     words += ["--held-out", "2", "--states", "3", "--max-new-tokens", "16", "--threshold", "0.9", "--out", "graph.json"]
     folders = tuple(tmp_path / name for name in ("alone", "first", "second"))
@@ -179,9 +185,9 @@ def test_a_folder_that_not_all_see_is_refused(documents, tmp_path):
     for folder in folders:
         folder.mkdir()
     started = start(words("dspark", documents, "run"), 2, folders)
-    (status, _), _, (said, _) = ended(started)
-    assert status == 2, said
-    assert "process 0: error: --out run: process 1 does not see it; name a folder that all hosts share" in said
+    (status, _), _, (output, _) = ended(started)
+    assert status == 2, output
+    assert "process 0: error: --out run: process 1 does not see it; name a folder that all hosts share" in output
     assert not any(any(folder.iterdir()) for folder in folders)
 
 
@@ -192,6 +198,6 @@ def test_other_documents_are_refused(documents, tmp_path):
         with np.load(documents) as arrays:
             np.savez(folder / "data.npz", **{**arrays, "answer": arrays["answer"] + np.uint16(number)})
     started = start(words("dspark", Path("data.npz"), tmp_path / "run"), 2, folders)
-    (status, _), _, (said, _) = ended(started)
-    assert status == 2 and "error: process 1 has other options or documents than process 0" in said, said
+    (status, _), _, (output, _) = ended(started)
+    assert status == 2 and "error: process 1 has other options or documents than process 0" in output, output
     assert not (tmp_path / "run").exists()

@@ -119,7 +119,9 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(documents, target, m
         del key
         n = batch["tokens"].shape[0]
         options = TrainConfig(position_decay=0.0, l1_weight=0.0)
-        return block_loss.loss_of_blocks(objective.model(trainable), constants, batch, anchors[:n], known[:n], options)
+        return block_loss.loss_of_blocks(
+            objective.model(trainable), constants, batch, anchors[:n], known[:n], options=options
+        )
 
     monkeypatch.setattr(objective, "loss", loss)
     batch = objective.prepare(batches(documents, length=LENGTH, batch=4, seed=0)[0])
@@ -149,13 +151,13 @@ def test_batches_of_a_step_weigh_as_many_labels_as_they_have(documents, target, 
         "tokens": jnp.arange(12.0).reshape(4, 3),
         "known": jnp.asarray([[0, 1, 0], [1, 1, 1], [0, 0, 0], [1, 1, 1]], bool),
     }
-    found = []
+    figures = []
     for accumulate in (1, 2):
         config = TrainConfig(steps=5, batch=4 // accumulate, accumulate=accumulate)
         step = trainer.make_step(objective, config)
         _, metrics = jax.jit(step)(trainer.initial_state(objective, config), {}, batch)
-        found.append([float(metrics[name]) for name in ("loss", "grad_norm", "labels")])
-    assert found[0] == pytest.approx(found[1], rel=1e-6) and found[0][2] == 7
+        figures.append([float(metrics[name]) for name in ("loss", "grad_norm", "labels")])
+    assert figures[0] == pytest.approx(figures[1], rel=1e-6) and figures[0][2] == 7
 
 
 def test_a_folder_belongs_to_one_setting(tmp_path):

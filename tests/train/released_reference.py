@@ -88,6 +88,6 @@ def released_loss(tensors, config, tokens, labelled, masked):
 
 
 def derivative(loss, tensors: Mapping[str, np.ndarray], name: str, direction: np.ndarray, step: float = 1e-4) -> float:
-    """Of a loss along a direction of one tensor: a central difference, with an error of step ** 2."""
+    """Returns a loss's derivative along a direction of one tensor: a central difference, with an error of step ** 2."""
     above, below = (loss({**tensors, name: tensors[name] + sign * step * direction}) for sign in (1, -1))
     return (above - below) / (2 * step)

@@ -33,7 +33,7 @@ def gradients(objective, batch, spread: Spread | None):
 
 
 def largest_difference(one, two) -> float:
-    """Of gradients, each relative to its largest value."""
+    """Returns the largest difference of two trees of gradients, each relative to its largest value."""
     pairs = zip(jax.tree.leaves(jax.device_get(one)), jax.tree.leaves(jax.device_get(two)))
     return max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in pairs)
 

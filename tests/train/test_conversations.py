@@ -44,7 +44,7 @@ def test_every_answer_is_a_document(tmp_path, tokenizer):
 
 
 def test_a_whole_conversation_is_a_document(tmp_path, tokenizer):
-    """Of which the answers, stop tokens included, are learned; texts are learned whole."""
+    """Answers are learned, stop tokens included; texts are learned whole."""
     chat = [("user", "Hi there"), ("assistant", "Hello."), ("user", "Two plus two?"), ("assistant", "Four.")]
     messages = {"messages": [{"role": role, "content": text} for role, text in [*chat, ("user", "Thanks")]]}
     file = written(tmp_path, messages, {"text": "Once upon a time"})
@@ -159,7 +159,7 @@ def documents_of(tmp_path, tokenizer, template, *rows, whole=False):
     ],
 )
 def test_documents_that_a_template_writes_otherwise_are_left_out(tmp_path, tokenizer, template, turns, whole, capsys):
-    """What is learned is token by token what the template writes; the rest is counted."""
+    """Documents are token by token the template's text; the others are counted."""
     template = template or tokenizer.chat_template
     fine = {"messages": [ASKED, says("Fine.")]}
     with pytest.raises(

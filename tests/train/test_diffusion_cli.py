@@ -102,7 +102,7 @@ def test_the_folder_is_a_model_of_its_own(run_folder, target):
 
 
 NEW_KEYS = {"auto_map", "head_dim", "torch_dtype"}
-"""Of our `config.json`, which the golden ones lack; `transformers_version` is the other way round."""
+"""Keys of our `config.json` that the golden ones lack; `transformers_version` is the other way round."""
 
 
 def in_layers(tensors) -> set[str]:
@@ -193,7 +193,7 @@ def test_a_made_model_is_trained_on(run_folder, target, corpus, tmp_path, capsys
     ),
 )
 def test_a_released_model_is_trained_on(name, of_target, steps, corpus, tmp_path, capsys):
-    """What comes of it needs neither the released folder nor the target's."""
+    """The result needs neither the released folder nor the target's."""
     start, target = spelling(tmp_path / "start", name), spelling(tmp_path / "target", of_target)
     more = ["--start", str(start), "--block-size", "32", "--steps", str(steps)]
     assert main(arguments(target, corpus, tmp_path / "run", *more)) == 0

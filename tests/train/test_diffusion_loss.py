@@ -53,7 +53,7 @@ def dense_pair(model: Decoder, noised, clean, live) -> tuple[jax.Array, jax.Arra
 
 
 def corrupted_batch(model: Decoder, batch, key, options: TrainConfig):
-    """What `loss` draws: clean tokens with masks for padding, noised ones, and where these are masked."""
+    """Returns the draws of `loss`: clean tokens with masks for padding, noised ones, and where these are masked."""
     columns, lengths = np.arange(batch["tokens"].shape[1]), batch["length"][:, None]
     tokens = np.where(columns < lengths, batch["tokens"], MASK)
     maskable = (columns >= batch["prompt_length"][:, None]) & (columns < lengths)

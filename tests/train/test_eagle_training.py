@@ -28,7 +28,7 @@ STEPS = 4
 
 
 def objective_of(target, draft_ids, **changes) -> eagle_loss.EagleObjective:
-    """Of a drafter with random weights."""
+    """Builds the objective of a drafter with random weights."""
     ids = np.arange(VOCAB) if draft_ids is None else draft_ids
     model = random_eagle(target, seed=2, draft_ids=ids, layers=(-1, 1), chain=STEPS, **changes)
     options = TrainConfig(family="eagle3", step_decay=0.7)

@@ -18,14 +18,14 @@ PROMPTS = ["Name three rivers.", "Write a Python function that adds two numbers.
 def main(target: str | None = None, drafter: str | None = None, prompts: list = PROMPTS) -> None:
     """Prints answers, the first one also as it comes.
 
-    Where nothing is drafted, drafts cost more here than they save: `policy="fixed"` drafts anyway.
+    Where nothing is drafted, drafts cost more here than they save: `method="failfast"` drafts anyway.
 
     Args:
       prompts: texts, or lists of token ids.
     """
     enable_compile_cache()  # the next run starts in seconds
-    engine = load_pair(method="failfast") if target is None else FailFast(target, drafter)
-    config = GenerationConfig("failfast", max_new_tokens=48)
+    engine = load_pair() if target is None else FailFast(target, drafter)
+    config = GenerationConfig(max_new_tokens=48)
     # One row at a time: of a batch, whose rows share every pass, drafts may not pay on a CPU, and none are made.
     for prompt in prompts:
         (result,) = engine.generate(prompt, config)
@@ -33,7 +33,7 @@ def main(target: str | None = None, drafter: str | None = None, prompts: list = 
         print(result.text or result.output_ids)
         print(f"-- {len(result.output_ids)} tokens: {fate(stats.rounds, stats.drafted, stats.accepted)}")
     # A seed gives one text, whatever drafts: so does plain decoding.
-    sampled = GenerationConfig("failfast", max_new_tokens=48, temperature=0.7, seed=1)
+    sampled = GenerationConfig(max_new_tokens=48, temperature=0.7, seed=1)
     ids = []
     for event in engine.stream(prompts[0], sampled):
         print(event.text or event.ids, end="", flush=True)

@@ -25,8 +25,7 @@ class GenerationConfig:
     bucket may change without a compilation.
 
     Attributes:
-      method: a key of `drafters.METHODS`, or `dllm`; None: the drafter's own (`failfast` unless it says another), or
-        `lookup` without a drafter.
+      method: a key of `drafters.METHODS`, or `dllm`; None: `auto`.
       max_new_tokens: most tokens to write.
       temperature: 0 is greedy.
       top_p: keep the smallest set of best tokens with at least this probability; 1 keeps all. None: the method's own,

@@ -9,7 +9,7 @@ from typing import Any
 
 from failfast_jax.checkpoints.hub import default_target_path, find_models
 from failfast_jax.checkpoints.pair import load_with_tokenizer
-from failfast_jax.drafters import check_method
+from failfast_jax.drafters import DEFAULT_METHOD, check_method
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
 from failfast_jax.models.borrowed import as_untrained_drafter
@@ -30,7 +30,7 @@ def load_pair(
     target: str | os.PathLike | None = None,
     drafter: str | os.PathLike | None = None,
     *,
-    method: str,
+    method: str = DEFAULT_METHOD,
     schedule: str | None = None,
     share: FailFast | None = None,
     **options: Any,
@@ -48,7 +48,8 @@ def load_pair(
     Raises:
       ValueError: a model is missing, unreadable or does not fit; the message names it.
     """
-    kinds = check_method(method).kinds
+    taker = check_method(method)
+    kinds = taker.kinds if taker.needs_model or target is None or drafter is not None else ()
     for name in ("quantize_drafter", "rope_theta_drafter"):
         if not kinds and (value := options.get(name)):
             raise OptionError(f"{flag_of(name)} {value}: --method {method} drafts without a model")

@@ -211,11 +211,11 @@ def decoding() -> Iterator[Finding]:
     begin = time.perf_counter()
     engine = FailFast(Decoder(ModelConfig.from_dict(raw, "doctor"), dtype=dtype, rngs=nnx.Rngs(0)))
 
-    def ids(method: str, **options: Any) -> list[int]:
-        request = {"method": method, "exact": True, "max_new_tokens": 24, "ignore_eos": True, **options}
+    def ids(method: str) -> list[int]:
+        request = {"method": method, "exact": True, "max_new_tokens": 24, "ignore_eos": True}
         return engine.generate([[3, 4, 5, 6] * 8], **request)[0].output_ids
 
-    same = ids("vanilla") == ids("lookup", policy="fixed")
+    same = ids("vanilla") == ids("lookup")
     seconds = f"{time.perf_counter() - begin:.1f} s"
     if same:
         yield Finding("decoding", OK, f"compiles and runs, with drafts as without ({seconds})")
@@ -248,7 +248,7 @@ def own_models(target: str | None, drafter: str | None) -> Iterator[Finding]:
     if drafter is not None:
         try:
             fit = _fit(drafter, source, tokenizer)
-            size = f"{_billions(fit.parameters)}, drafts by --method {fit.method}"
+            size = f"{_billions(fit.parameters)}, made for --method {fit.method}"
             yield Finding("drafter", OK, f"{_shown(drafter)}: {fit.kind}, {size}; it fits the target")
         except ValueError as error:
             yield Finding("drafter", BROKEN, str(error), EXPLAINED)

@@ -66,7 +66,7 @@ class FailFast:
       quantize_drafter: likewise the drafter's.
       rope_theta_drafter: base frequency of a feature-based drafter's rotary embedding; None: its folder's.
       programs: a store of compiled programs to share, `other.runtime.programs`.
-      costs: for `policy="auto"`, a file that says what rounds cost; None: they are measured when first needed.
+      costs: for `auto`, a file that says what rounds cost; None: they are measured when first needed.
 
     Attributes:
       runtime: the models and everything compiled for them; see `Runtime`.
@@ -78,7 +78,7 @@ class FailFast:
       corpus: None, or a `drafters.suffix.Corpus` that `suffix` drafts from, too, to be filled between requests.
       time_rounds: whether every round is waited for and timed (`Round.took`).
       decoding: values of options that a request leaves at None; from the drafter's folder.
-      chances: what `--policy auto` believes of the drafter's confidences at first; see `drafters.check_chances`.
+      chances: what `auto` believes of the drafter's confidences at first; see `drafters.check_chances`.
 
     Raises:
       ValueError: a model that cannot be read, or two that do not share their tokens; the message names them.
@@ -128,7 +128,7 @@ class FailFast:
         self.load_s = time.perf_counter() - start
         self.corpus: Corpus | None = None
         self._profile: Profile | None = None
-        self._said_default = self.time_rounds = False
+        self.time_rounds = False
 
     @property
     def target(self) -> Decoder:
@@ -233,14 +233,7 @@ class FailFast:
         return config if config.top_p is not None else dataclasses.replace(config, top_p=chosen.top_p)
 
     def _with_method(self, config: GenerationConfig) -> GenerationConfig:
-        if config.method is not None:
-            return config
-        if self.drafter is not None:
-            return dataclasses.replace(config, method=self.drafter.method)
-        if not self._said_default:
-            logger.warning("no drafter and no method were named: --method lookup")
-            self._said_default = True
-        return dataclasses.replace(config, method="lookup")
+        return dataclasses.replace(config, method=config.method or drafters.DEFAULT_METHOD)
 
     def request(self, prompt: Sequence[int], config: GenerationConfig, sequence: int = 0) -> Request:
         """What a session is asked.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from typing import Any
 
 from failfast_jax import distributed, progress
 from failfast_jax.compilation import enable_compile_cache
 from failfast_jax.config import GenerationConfig
-from failfast_jax.drafters import DIFFUSION_METHOD, all_options, options_of
+from failfast_jax.drafters import DEFAULT_METHOD, DIFFUSION_METHOD, FORMER, all_options, options_of
 from failfast_jax.models.attention import KERNELS
-from failfast_jax.options import add_flags
+from failfast_jax.options import add_flags, flag_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -23,8 +24,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--drafter", metavar="P", help="likewise; or a drafter that reads the target's features")
     models.add_argument(
         "--method",
-        help=f"one of {', '.join(all_options())} (default: a published drafter's own, else failfast; lookup for a "
-        "--target without --drafter)",
+        help=f"one of {', '.join(all_options())} (default: {DEFAULT_METHOD})",
     )
     models.add_argument("--dtype", choices=DTYPES, help="of the weights")
 
@@ -36,8 +36,10 @@ def add_method_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(drafting, all_options())
     drafting.add_argument(
-        "--costs", metavar="FILE", help="--policy auto: what rounds cost, as in --json's stats (default: measured)"
+        "--costs", metavar="FILE", help="--method auto: what rounds cost, as in --json's stats (default: measured)"
     )
+    for name in FORMER:
+        drafting.add_argument(flag_of(name), help=argparse.SUPPRESS)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, together: bool = False, groups: bool = False) -> None:
@@ -63,17 +65,6 @@ def add_engine_flags(parser: argparse.ArgumentParser, together: bool = False, gr
     progress.add_flags(parser)
 
 
-def default_method(target: str | None, drafter: str | None) -> str:
-    """The method where none is named."""
-    if drafter is None:
-        return "failfast" if target is None else "lookup"
-    from failfast_jax.checkpoints.hub import find_models
-    from failfast_jax.checkpoints.pair import own_method
-
-    find_models({"--target": target, "--drafter": drafter})
-    return own_method(drafter)[1]
-
-
 def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
     """The request that flags describe. Checked before models are read: a typo should not cost seconds.
 
@@ -84,8 +75,8 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
       OptionError, ValueError: options that cannot be served, or that miss a model.
     """
     names = {name for options in all_options().values() for name in options.names()}
-    method = args.method or default_method(args.target, args.drafter)
-    options = {name: getattr(args, name) for name in sorted(names)}
+    method = args.method or DEFAULT_METHOD
+    options = {name: getattr(args, name) for name in sorted({*names, *FORMER})}
     config = GenerationConfig(method, **common, options=options)
     chosen = options_of(config, "cpu")
     if method == "ar" and args.drafter is None:
@@ -98,7 +89,21 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
         chosen.read_graph(args.target)
     if args.drafter is not None and not all_options()[method].kinds:
         raise ValueError(f"--drafter {args.drafter}: --method {method} drafts without a model")
+    if args.method is not None:
+        tell_new_meaning(config)
     return config
+
+
+@functools.cache
+def _once(line: str) -> None:
+    progress.note(line)
+
+
+def tell_new_meaning(config: GenerationConfig) -> None:
+    """A line, once and for one release, where `--method failfast` used to choose by measured costs."""
+    asked = any(value is not None and value is not False for value in config.options.values())
+    if config.method == "failfast" and not asked and config.acceptance == "match":
+        _once("--method failfast: the paper's method; what it was before, a choice by measured costs, is --method auto")
 
 
 def load_engine(args: argparse.Namespace, method: str) -> Any:
@@ -124,8 +129,8 @@ def load_engine(args: argparse.Namespace, method: str) -> Any:
         rope_theta_drafter=args.rope_theta_drafter,
     )
     engine.load_s = time.perf_counter() - start
-    if args.method is None and method == "lookup":
-        progress.note("no --drafter and no --method: drafting by --method lookup, from the text itself")
+    if method == DEFAULT_METHOD and engine.drafter is None:
+        progress.note("no --drafter: --method auto drafts from the text alone")
     for name, flag, model in (
         ("target", args.quantize, engine.target),
         ("drafter", args.quantize_drafter, engine.drafter),

@@ -107,9 +107,12 @@ def _read_prompt(args: argparse.Namespace) -> str | list[int]:
     return text
 
 
-def _summary(result: Result) -> str:
+def _summary(result: Result, has_drafter: bool) -> str:
     stats = result.stats
     made = f"{fate(stats.rounds, stats.drafted, stats.accepted)}, {stats.drafter_passes} drafter passes"
+    if result.method == "auto" and has_drafter and not stats.drafter_passes:
+        instead = "drafts of the text" if stats.drafted else "plain steps"
+        made += f" (not asked: {instead} promised more tokens a second)"
     if result.method == DIFFUSION_METHOD:
         adopted = "" if stats.adopted_passes is None else f", {stats.adopted_passes} adopted"
         made = f"{stats.rounds} blocks, {stats.target_passes} passes{adopted}"
@@ -189,7 +192,7 @@ def _run(args: argparse.Namespace) -> None:
             print(result.text if result.text is not None else ",".join(map(str, result.output_ids)))
     if args.trace is not None and distributed.speaks():
         write_trace(result, args.trace, engine.tokenizer)
-    progress.note(_summary(result))
+    progress.note(_summary(result, engine.drafter is not None))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -74,6 +74,7 @@ class Site:
       platform: `cpu`, `gpu` or `tpu`.
       sampled: whether drafts are samples, for acceptance by rejection.
       exact: whether outputs must be bit-identical.
+      chances: of the model's tokens by bin of confidence, before any was tried; None: those of any model.
     """
 
     model: Any = None
@@ -82,6 +83,7 @@ class Site:
     platform: str = "cpu"
     sampled: bool = False
     exact: bool = False
+    chances: tuple[float, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +112,7 @@ class MethodOptions:
     Class attributes:
       summary: what it drafts with, for help texts.
       kinds: kinds of drafter model that it takes (see `models.drafter_model`); none for methods without a model.
+      needs_model: whether it cannot do without, if it takes one.
       samples: whether it serves `--acceptance rejection`, with drafts that carry the distributions they were drawn
         from. Only drafts made from left to right, in places that do not depend on the draw, may.
       top_p: of requests that do not say (`--top-p`).
@@ -117,6 +120,7 @@ class MethodOptions:
 
     summary: ClassVar[str] = ""
     kinds: ClassVar[tuple[str, ...]] = ()
+    needs_model: ClassVar[bool] = True
     samples: ClassVar[bool] = False
     top_p: ClassVar[float] = 1.0
 
@@ -147,15 +151,12 @@ class MethodOptions:
         given: Mapping[str, Any],
         platform: str,
         defaults: Mapping[str, Any] | None = None,
-        *,
-        sampled: bool = False,
     ) -> MethodOptions:
         """The options of a request.
 
         Args:
           given: by name; None counts as not given. Names must be `names()`.
           defaults: replace the class's own where nothing is given (see `merged`).
-          sampled: whether drafts are to be samples.
 
         Raises:
           OptionError: a value out of its range, or options that contradict each other.
@@ -164,54 +165,16 @@ class MethodOptions:
         for field in dataclasses.fields(cls):  # before they are compared with each other
             for source in (given, defaults):
                 check_value(field, source.get(field.name, field.default))
-        values = cls.merged(given, defaults, sampled)
+        values = cls.merged(given, defaults)
         for field in dataclasses.fields(cls):
             if isinstance(field.default, ByPlatform):
                 values.setdefault(field.name, field.default.on(platform))
         return cls(**values)
 
     @classmethod
-    def merged(cls, given: dict[str, Any], defaults: dict[str, Any], sampled: bool) -> dict[str, Any]:
+    def merged(cls, given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
         """Given options over a drafter's own defaults; a method may say which of these give way."""
         return {**defaults, **given}
-
-
-@dataclasses.dataclass(frozen=True)
-class WeighedOptions(MethodOptions):
-    """Options of a method that can draft and verify by measured costs (`drafters.economic`).
-
-    Class attributes:
-      auto: whether it does so where no option is given.
-      with_auto: options that go with it.
-    """
-
-    auto: ClassVar[bool] = True
-    with_auto: ClassVar[tuple[str, ...]] = ("spec_len", "max_spec_len", "lookup_min")
-
-    policy: str | None = option(
-        None,
-        "auto: draft and verify what promises most tokens a second, by measured costs; fixed: as the other options "
-        "say (fixed where one of these is given)",
-        choices=("auto", "fixed"),
-    )
-
-    def sources(self, site: Site) -> tuple[Any, Any]:
-        """Under `auto`: the drafter whose drafts cost no pass, and the one that a model makes; either may be None."""
-        raise NotImplementedError
-
-    @classmethod
-    def of(cls, given, platform, defaults=None, *, sampled=False):
-        given = {name: value for name, value in given.items() if value is not None}
-        stored = (defaults or {}).get("policy") or ("auto" if cls.auto else "fixed")
-        policy = given.get("policy") or ("fixed" if given or sampled else stored)
-        if policy == "auto":
-            require(not sampled, "--policy auto", "drafts are cut by what was drawn: no --acceptance rejection")
-            for name, value in given.items():
-                if value is not False and name not in (*cls.with_auto, "policy"):
-                    taken = flag_of(name) if value is True else f"{flag_of(name)} {value}"
-                    raise OptionError(f"{taken}: not with --policy auto, which decides that by measured costs")
-            defaults = {}
-        return super().of({**given, "policy": policy}, platform, defaults, sampled=sampled)
 
 
 def flag_of(name: str) -> str:

@@ -142,12 +142,12 @@ def entry_of(costs: Costs, widths: tuple[int, ...]) -> Entry:
 
 
 def _told(costs: Costs, source: str, widths: tuple[int, ...]) -> str:
-    """What the policy goes by, in a line."""
+    """What `auto` goes by, in a line."""
     step = float(costs.verify[0])
     rows = ", ".join(f"{width}: {value / step:.2f}" for width, value in zip(widths, costs.verify))
     draft = float(costs.draft) / step
     measured = f"steps take {1e3 * step:.1f} ms ({source})"
-    return f"--policy auto: {measured}; in steps, verifies by rows {rows}, a drafter pass {draft:.2f}"
+    return f"--method auto: {measured}; in steps, verifies by rows {rows}, a drafter pass {draft:.2f}"
 
 
 def costs_of(entry: Mapping[str, Any], widths: tuple[int, ...], where: str) -> Costs:

@@ -27,7 +27,7 @@ class Round:
     """What was verified, if that was a tree: `tokens` of its nodes, and of each its `parent` (-1: the last token before
     the round). `drafted` is then its longest path, with the accepted one over its beginning."""
     expected: float | None = None
-    """Under `--policy auto`: tokens that the round was expected to emit."""
+    """Of `auto`: tokens that the round was expected to emit."""
     seconds: float | None = None
     """Likewise how long, in seconds, the whole batch was expected to take for it."""
     took: float | None = None
@@ -107,7 +107,7 @@ class Stats:
     """Of `dllm --spiffy`: passes that were not made, because a draft state's served; with `target_passes`, as many as
     without it."""
     costs: dict[str, Any] | None = None
-    """Under `--policy auto`: seconds of a round by rows verified (`verify`), of a drafter pass (`draft`), and where the
+    """Of `auto`: seconds of a round by rows verified (`verify`), of a drafter pass (`draft`), and where the
     figures come from (`source`)."""
 
     @classmethod

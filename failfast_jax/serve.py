@@ -117,7 +117,7 @@ def _queue(args: argparse.Namespace, config: GenerationConfig, options: ServeOpt
     queue = Queue(engine, config, waiting=options.waiting, logprobs=options.logprobs, capacity=capacity, **rows)
     if queue.scheduler.costs is not None and options.batch > 1:
         progress.note(
-            f"--policy auto drafts where that pays for {options.batch} rows together, which may be nowhere "
+            f"--method auto drafts where that pays for {options.batch} rows together, which may be nowhere "
             "(drafted_tokens: 0); --batch 1 is for one user at a time"
         )
     return queue

@@ -142,11 +142,11 @@ class Tokenizers:
         assert ids and all(0 <= token < 300 for token in ids)
 
 
-SHORT = {"policy": "fixed", "max_spec_len": 7}
+SHORT = {"max_spec_len": 7}
 WAYS = (
     {"method": "vanilla"},
     {"method": "lookup", **SHORT},
-    {"method": "failfast", "spec_len": 3, "lookup_min": 0, **SHORT},
+    {"method": "failfast", "spec_len": 3, **SHORT},
 )
 """Methods that answer a prompt, without drafts and with them."""
 

@@ -98,7 +98,7 @@ def bench_work(folder: Path) -> Work:
     """`bench run`: records and summary."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": ids}) + "\n" for ids in PROMPTS))
-    words = ["--target", str(TARGET), "--dataset", str(prompts), "--methods", "lookup:policy=fixed,max_spec_len=7"]
+    words = ["--target", str(TARGET), "--dataset", str(prompts), "--methods", "lookup:max_spec_len=7"]
     words += ["--max-new-tokens", "12", "--no-scores", "--no-figures"]
 
     def records(out: Path) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def train_work(folder: Path) -> Work:
 def generated(out: Path) -> int:
     """`generate` with a compile cache of its own, which begins empty: it compiles, and is killed doing so."""
     options = ["--target", str(TARGET), "--token-ids", "5,6,7,5,6,7", "--max-new-tokens", "20", "--method", "lookup"]
-    cache = ["--compile-cache", str(out / "cache"), "--policy", "fixed", "--max-spec-len", "7", "--json"]
+    cache = ["--compile-cache", str(out / "cache"), "--max-spec-len", "7", "--json"]
     return generate.main([*options, *cache])
 
 
@@ -163,5 +163,5 @@ def answered(out: Path) -> list[int]:
 def served(out: Path) -> int:
     """`serve` with an engine of random weights and byte tokens."""
     serve.load_engine = lambda args, method: chat_engine()
-    options = "--method lookup --policy fixed --max-spec-len 7 --batch 2 --context 64 --port 0 --model-name tiny"
+    options = "--method lookup --max-spec-len 7 --batch 2 --context 64 --port 0 --model-name tiny"
     return serve.main(options.split())

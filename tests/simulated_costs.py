@@ -1,4 +1,4 @@
-"""`--policy auto` against every fixed setting on simulated machines, which differ in their costs.
+"""`--method auto` against every fixed setting on simulated machines, which differ in their costs.
 
     python tests/simulated_costs.py --dataset humaneval --limit 20
 
@@ -330,7 +330,7 @@ def main() -> None:
     args = parser.parse_args()
     questions = load_dataset(args.dataset, limit=args.limit).questions
     engine = load_pair(method="failfast")
-    drafter = engine.build_drafter(GenerationConfig("failfast", spec_len=engine.drafter.rows, lookup_min=0))
+    drafter = engine.build_drafter(GenerationConfig("failfast", spec_len=engine.drafter.rows))
     prompts = [engine.encode(question.prompt) for question in questions if question.follows is None]
     answers = [
         answer(engine, drafter, prompt, args.max_new_tokens) for prompt in progress_bar("answers", "answer", prompts)

@@ -81,7 +81,7 @@ class Case:
     prompts: Sequence[list[int]] = PROMPTS
 
 
-PAPER = {"method": "failfast", "policy": "fixed", "spec_len": 3, "max_spec_len": 6, "tau": 0.2}
+PAPER = {"method": "failfast", "spec_len": 3, "max_spec_len": 6, "tau": 0.2}
 LOOKUP = {"method": "lookup", "max_spec_len": 7, "temperature": 0.0}
 WRITES = {"method": "dllm", "threshold": 0.2, "max_new_tokens": 34}
 CASES = {
@@ -89,7 +89,7 @@ CASES = {
     "lookup": Case(lambda: (target(),), LOOKUP),
     "wide": Case(pair, PAPER),
     "wide, long prompts": Case(pair, PAPER, LONG),
-    "by cost": Case(pair, {"method": "failfast"}),
+    "by cost": Case(pair, {"method": "auto"}),
     "aligned": Case(pair, {**PAPER, "schedule": "aligned"}),
     "fast-dllm": Case(pair, {"method": "fast-dllm"}),
     "specdiff": Case(pair, {"method": "specdiff"}),

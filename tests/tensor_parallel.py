@@ -78,11 +78,11 @@ def readers_of_features(target, expected: list[int]) -> dict[str, bool]:
     makers = random_extended, random_eagle, random_dspark
     extended, eagle, spark = (FailFast(target, make(target), tensor_parallel=4) for make in makers)
     cases = {
-        "extended": (extended, {"lookup_min": 2}),
-        "DSpark": (spark, {}),
-        "EAGLE, chain": (eagle, {"spec_len": 3}),
-        "EAGLE, tree": (eagle, {"tree_budget": 7, "tree_depth": 2, "tree_top_k": 2}),
-        "EAGLE, tree, auto": (eagle, {"policy": "auto", "tree_budget": 7, "tree_depth": 2, "tree_top_k": 2}),
+        "extended": (extended, {"method": "auto"}),
+        "DSpark": (spark, {"method": "dspark"}),
+        "EAGLE, chain": (eagle, {"method": "eagle3", "spec_len": 3}),
+        "EAGLE, tree": (eagle, {"method": "eagle3", "tree_budget": 7, "tree_depth": 2, "tree_top_k": 2}),
+        "EAGLE, tree, auto": (eagle, {"method": "auto", "tree_budget": 7, "tree_depth": 2, "tree_top_k": 2}),
     }
     common = {"max_new_tokens": 20, "ignore_eos": True}
     report = {

@@ -163,15 +163,10 @@ def test_a_stream_waits_once_in_a_few_rounds():
 # Methods that are not named.
 
 
-def test_the_default_method(caplog):
-    assert engine().resolve(GenerationConfig(method=None)).method == "failfast"
+def test_the_default_method():
     alone = FailFast(random_model(tiny_config()))
-    with caplog.at_level(logging.WARNING, logger="failfast_jax"):
-        assert [alone.resolve(GenerationConfig(method=None)).method for _ in range(2)] == ["lookup"] * 2
-        assert alone.resolve(GenerationConfig(method="vanilla")).method == "vanilla"
-    assert [record.getMessage() for record in caplog.records] == [
-        "no drafter and no method were named: --method lookup"
-    ]
+    assert [made.resolve(GenerationConfig(method=None)).method for made in (engine(), alone)] == ["auto"] * 2
+    assert alone.resolve(GenerationConfig(method="vanilla")).method == "vanilla"
 
 
 # Numbers that are none.

@@ -71,11 +71,13 @@ REFUSED = [
     ({"top_k": 1.0}, "--top-k 1.0: must be an integer"),
     ({"spec_len": 2.5}, "--spec-len 2.5: must be an integer"),
     ({"tau": "high"}, "--tau 'high': must be a number"),
-    ({"min_gain": 1.0}, "--min-gain 1.0: needs --lookup-min"),
-    ({"lookup_min": -1}, "--lookup-min -1"),
-    ({"lookup_min": 33}, "--lookup-min 33"),
-    ({"lookup_min": 2, "min_gain": -0.5}, "--min-gain -0.5"),
-    (ALIGNED | {"lookup_min": 2}, "--lookup-min 2: not with --schedule aligned"),
+    ({"min_gain": 1.0}, "--min-gain 1.0: went: --method auto weighs"),
+    ({"policy": "fixed"}, r"--policy fixed: went: .*\(--method failfast, --method lookup\)"),
+    ({"policy": "auto"}, "--policy auto: went: --method auto decides"),
+    ({"method": "eagle3", "policy": "auto"}, "--policy auto: went: --method auto decides"),
+    ({"lookup_min": 2}, "--lookup-min 2: --method failfast has no such option, only --method auto, lookup, suffix"),
+    ({"method": "auto", "lookup_min": -1}, "--lookup-min -1"),
+    ({"method": "auto", "lookup_min": 33}, "--lookup-min 33"),
     ({"method": "suffix", "lookup_min": 0}, "--lookup-min 0: must be in"),
     (STEPS | {"steps": 11}, "--steps 11: must be at most --spec-len 10"),
     (STEPS | {"steps": 0}, "--steps 0: must be at least 1"),
@@ -87,8 +89,6 @@ REFUSED = [
     ({"tree_budget": 0}, "--tree-budget 0: must be in"),
     (TREE | ALIGNED, "--tree-budget 16: not with --schedule aligned"),
     (TREE | {"exact": True}, "--tree-budget 16: no --exact"),
-    (TREE | {"lookup_min": 2}, "--tree-budget 16: a lookup knows no alternatives"),
-    (TREE | {"min_gain": 1.0}, "--min-gain 1.0: needs --lookup-min"),
     (TREE | {"reuse": True}, "--tree-budget 16: a draft that is reused has no alternatives"),
     (TREE | {"max_spec_len": 20}, "--tree-budget 16: must be at least the longest draft, 20 tokens"),
     # Drafts that are not sampled from left to right.
@@ -98,7 +98,7 @@ REFUSED = [
     (REJECTION | {"method": "dllm"}, "--acceptance rejection: "),
     (REJECTION | {"method": "fast-dllm", "small_block_size": 4}, "--acceptance rejection: "),
     (REJECTION | ALIGNED | {"small_block_size": 4}, "--acceptance rejection: "),
-    (REJECTION | {"lookup_min": 2}, "--acceptance rejection: "),
+    (REJECTION | {"method": "auto"}, "--acceptance rejection: "),
     (REJECTION | {"reuse": True}, "--acceptance rejection: "),
     (REJECTION | STEPS | {"steps": 2}, "--acceptance rejection: "),
     (REJECTION | {"exact": True, "temperature": 0.5}, "--acceptance rejection: "),
@@ -117,7 +117,7 @@ CASES = [(engine, *case) for case in REFUSED] + [(extended_engine, *case) for ca
 @pytest.mark.parametrize("make, options, message", CASES)
 def test_options_that_cannot_be_served(make, options, message):
     with pytest.raises((OptionError, ConfigError), match=message):
-        make().generate([[3, 1, 4]], **options)
+        make().generate([[3, 1, 4]], **{"method": "failfast"} | options)
 
 
 @pytest.mark.parametrize(

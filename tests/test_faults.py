@@ -165,7 +165,7 @@ out = Path(sys.argv[1])
 (out / "prompts.jsonl").write_text('{"prompt": [5, 6, 7]}\\n' * 2)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
 words = ["--target", str(GOLDEN / "llama_tied"), "--dataset", str(out / "prompts.jsonl"), "--methods", "lookup"]
-words += ["--set", "policy=fixed", "--max-new-tokens", "4", "--no-scores", "--no-figures"]
+words += ["--max-new-tokens", "4", "--no-scores", "--no-figures"]
 sys.exit(main([*words, "--out", str(out / "out")]))
 """
 

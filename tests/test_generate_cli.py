@@ -41,7 +41,7 @@ def test_the_method_is_said_once_there_is_a_model(capsys):
     """An error is a line by itself."""
     assert main(["--target", "./nowhere", "--token-ids", "1"]) == 2
     assert capsys.readouterr().err == "error: --target ./nowhere: no such file or folder\n"
-    assert main([*COMMON, "--max-new-tokens", "1", "--policy", "fixed"]) == 0
+    assert main([*COMMON, "--max-new-tokens", "1"]) == 0
     assert "no --drafter and no --method: drafting by --method lookup" in capsys.readouterr().err
 
 

@@ -16,7 +16,7 @@ from tiers import tiers
 from failfast_jax import FailFast
 
 PROMPTS = [[3, 14, 15], [92, 65, 35, 92, 65]]
-DRAFTS = {"method": "failfast", "policy": "fixed", "spec_len": 3, "max_spec_len": 6, "tau": 0.2}
+DRAFTS = {"method": "failfast", "spec_len": 3, "max_spec_len": 6, "tau": 0.2}
 TOGETHER = {
     "types and draws": (
         "JAX_ENABLE_X64=1 JAX_DEFAULT_PRNG_IMPL=rbg JAX_THREEFRY_PARTITIONABLE=0 JAX_HIGH_DYNAMIC_RANGE_GUMBEL=1 "

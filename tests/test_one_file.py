@@ -32,7 +32,7 @@ def one_file(monkeypatch):
 def test_its_rounds_are_the_engines(one_file, target, drafter, spec_len, max_spec_len, tau):
     target, drafter = GOLDEN / target, GOLDEN / drafter
     engine = FailFast(target, drafter)
-    options = {"spec_len": spec_len, "max_spec_len": max_spec_len, "tau": tau, "policy": "fixed"}
+    options = {"spec_len": spec_len, "max_spec_len": max_spec_len, "tau": tau}
     config = GenerationConfig("failfast", max_new_tokens=40, **options)
     rounds = extended = 0
     for prompt in PROMPTS:

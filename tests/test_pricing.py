@@ -94,12 +94,12 @@ def test_a_damaged_file_is_no_hindrance(cache, caplog):
     assert len(counted) == 1 and "not valid JSON" in caplog.text
 
 
-def test_what_the_policy_goes_by_is_told_once(cache, caplog):
+def test_what_auto_goes_by_is_told_once(cache, caplog):
     book, work = CostBook(), session()
     with caplog.at_level(logging.INFO, logger="failfast_jax"):
         for _ in range(2):
             costs = book.price(work)[0].drafter.costs
-    (said,) = [r.message for r in caplog.records if r.message.startswith("--policy auto: steps take ")]
+    (said,) = [r.message for r in caplog.records if r.message.startswith("--method auto: steps take ")]
     assert said.endswith(f"a drafter pass {costs.draft / costs.verify[0]:.2f}") and "(measured 20" in said
     assert all(f"{rows}: " in said for rows in work.plan.widths)
 

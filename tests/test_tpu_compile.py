@@ -31,12 +31,12 @@ def compiled(topology: str, *methods: str) -> dict:
 
 
 METHODS = (
-    *("auto", "failfast", "hybrid", "reuse", "trees", "ar", "lookup", "suffix"),
+    *("auto", "failfast", "extended", "reuse", "trees", "ar", "lookup", "suffix"),
     *("dspark", "dspark-failfast", "eagle-chain", "eagle-tree", "eagle-auto"),
     *("dllm", "dllm-spiffy", "dllm-spiffy-cache", "dllm-sdar", "dllm-sdar-spiffy"),
 )
 FEW = {"v5e": ("auto", "dllm-spiffy-cache"), "v6e": ("dspark-failfast", "eagle-auto")}
-"""One program of each kind: the policy's, a diffusion model's that writes on its own, a block drafter's, trees'."""
+"""One program of each kind: by costs, a diffusion model's that writes on its own, a block drafter's, trees'."""
 
 
 @pytest.mark.parametrize(

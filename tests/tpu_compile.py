@@ -98,18 +98,18 @@ def widened(hlo: str, shapes: set[tuple[int, ...]]) -> list[str]:
 
 
 VARIANTS = {
-    "auto": {"method": "failfast", "policy": "auto"},
-    "failfast": {"method": "failfast", "policy": "fixed"},
-    "lookup": {"method": "lookup", "policy": "fixed"},
-    "suffix": {"method": "suffix", "policy": "fixed"},
-    "hybrid": {"method": "failfast", "lookup_min": 3},
+    "auto": {"method": "auto"},
+    "failfast": {"method": "failfast"},
+    "lookup": {"method": "lookup"},
+    "suffix": {"method": "suffix"},
+    "extended": {"method": "failfast"},
     "reuse": {"method": "failfast", "reuse": True},
     "trees": {"method": "failfast", "tree_budget": 63},
     "sampled": {"method": "failfast", "acceptance": "rejection"},
     "dspark-failfast": {"method": "failfast", "max_spec_len": 14},
     "eagle-chain": {"method": "eagle3", "spec_len": 7},
     "eagle-tree": {"method": "eagle3"},
-    "eagle-auto": {"method": "eagle3", "policy": "auto"},
+    "eagle-auto": {"method": "auto", "tree_budget": 59},
 }
 """Requests by the name under which a loop is asked for; other names are methods."""
 
@@ -156,7 +156,7 @@ def models(platform: str, method: str):
         return target, DSparkModel(network=abstract(DSpark, spark), embed=embed, head=embed)
     if method == "ar":
         return target, target
-    if method != "hybrid":
+    if method != "extended":
         return target, abstract(Decoder, ModelConfig(FAST_DLLM_MODEL_TYPE, **sizes, block_size=32, mask_token_id=511))
     # A drafter of one layer with inputs and contexts of this project's own.
     base, own = dataclasses.replace(config, num_layers=1), {"context_layers": (0,), "row_features": (0, 1)}

@@ -16,6 +16,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
+from failfast_jax.engine_flags import tell_new_meaning
 from failfast_jax.errors import CheckpointError
 from failfast_jax.files import user_path
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, FEATURE_BLOCK
@@ -32,6 +33,12 @@ def model_stamp(source: str | os.PathLike) -> dict[str, Any]:
     return {"name": str(source), "files": stamp(states)}
 
 
+def role_of(method: str) -> str | None:
+    """Which of a run's drafters a method takes: `drafter`, `ar_drafter`, or None."""
+    kinds = METHODS[method].kinds
+    return None if not kinds else "ar_drafter" if kinds == (AUTOREGRESSIVE,) else "drafter"
+
+
 def find_wanted(
     args: argparse.Namespace, variants: Sequence[Variant], origins: Mapping[str, str] | None = None
 ) -> None:
@@ -45,10 +52,10 @@ def find_wanted(
       CheckpointError: some are missing; a line for each names its flag or row, and where it comes from.
     """
     missing = []
-    kinds = {kind for v in variants if DRAFTER not in v.options for kind in METHODS[v.method].kinds}
+    roles = {role_of(v.method) for v in variants if DRAFTER not in v.options}
     wanted = {"--target": args.target}
-    wanted |= {"--drafter": args.drafter} if kinds - {AUTOREGRESSIVE} else {}
-    wanted |= {"--ar-drafter": args.ar_drafter} if AUTOREGRESSIVE in kinds and "ar_drafter" in args else {}
+    wanted |= {"--drafter": args.drafter} if "drafter" in roles else {}
+    wanted |= {"--ar-drafter": args.ar_drafter} if "ar_drafter" in roles and "ar_drafter" in args else {}
     for variant in (v for v in variants if DRAFTER in v.options):
         flag = f"--methods {variant.label}:" if ":" in variant.label else f"--set {variant.label}:drafter"
         wanted[flag] = variant.options[DRAFTER]
@@ -121,6 +128,8 @@ class EnginePool:
         if not kinds:
             return None
         wanted = f"a model of kind {' or '.join(kinds)}"
+        if source is None and not METHODS[variant.method].needs_model:
+            return None
         if source is None and AUTOREGRESSIVE in kinds:
             return "needs --ar-drafter, an autoregressive model with the target's tokens"
         if source is None and self.sources["target"] is not None:
@@ -140,9 +149,8 @@ class EnginePool:
 
     def _source(self, variant: Variant) -> str | os.PathLike | None:
         """The drafter that was named for a variant."""
-        kinds = METHODS[variant.method].kinds
-        named = self.sources["ar_drafter" if AUTOREGRESSIVE in kinds else "drafter"] if kinds else None
-        return variant.options.get(DRAFTER, named)
+        role = role_of(variant.method)
+        return variant.options.get(DRAFTER, None if role is None else self.sources[role])
 
     def get(self, variant: Variant, config: GenerationConfig) -> FailFast:
         """The engine that answers a variant's requests.
@@ -174,6 +182,7 @@ class EnginePool:
                 raise ValueError(missing)
             engine = self.get(variant, config)
             engine.build_drafter(engine.resolve(config))
+            tell_new_meaning(config)
         except ValueError as error:
             text = str(error)
             raise ValueError(text if text.startswith(f"{variant.label}: ") else f"{variant.label}: {text}") from None

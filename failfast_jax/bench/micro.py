@@ -123,7 +123,7 @@ def overhead_report(engine: FailFast) -> dict[str, Any]:
     for vocab in (512, engine.target.config.vocab_size):
         target = Decoder(hollow(engine.target.config, vocab), rngs=nnx.Rngs(0))
         tiny = FailFast(target, as_untrained_drafter(target), **tokenizers)
-        for method in ("vanilla", "lookup", "failfast"):
+        for method in ("vanilla", "lookup", "auto"):
             config = GenerationConfig(method, max_new_tokens=128, ignore_eos=True)
             stats = [tiny.generate([list(range(100, 164))], config)[0].stats for _ in range(4)]
             seconds = float(np.median([one.decode_s / one.rounds for one in stats[1:]]))
@@ -133,11 +133,11 @@ def overhead_report(engine: FailFast) -> dict[str, Any]:
 
 def plain_report() -> dict[str, Any]:
     """Milliseconds of a round that drafts nothing, because it would not pay; medians of interleaved turns."""
-    engine, turns = load_pair(method="failfast"), 3 * REPEATS
+    engine, turns = load_pair(method="auto"), 3 * REPEATS
     request = Request(engine.encode(PROMPTS[0]), STEPS * (turns + 2))
     capacity = engine.runtime.capacity(len(request.prompt), request.max_new_tokens, 16)
     acts = {}
-    for method in ("vanilla", "lookup", "failfast"):
+    for method in ("vanilla", "auto"):
         session = engine.runtime.session(engine.build_drafter(GenerationConfig(method)), capacity=capacity)
         if session.drafter.weighs:
             dear = np.asarray([1.0, *[1e3] * (len(session.plan.widths) - 1)], np.float32)
@@ -186,7 +186,7 @@ def speed_report(engine: FailFast) -> dict[str, Any]:
 
 def programs_report(engine: FailFast) -> dict[str, Any]:
     """Operations and memory of a round's programs by method, after a prompt of `CONTEXT` tokens."""
-    configs = {method: GenerationConfig(method, max_new_tokens=TOKENS) for method in ("vanilla", "failfast")}
+    configs = {method: GenerationConfig(method, max_new_tokens=TOKENS) for method in ("vanilla", "auto")}
     return {method: program_costs(engine, config, CONTEXT) for method, config in configs.items()}
 
 
@@ -232,7 +232,7 @@ def startup_report() -> dict[str, Any]:
     import pty
 
     out = {}
-    for method in ("vanilla", "lookup", "failfast"):
+    for method in ("vanilla", "lookup", "auto"):
         seconds = []
         for _ in range(3):
             reader, writer = pty.openpty()  # a terminal, so that the answer streams
@@ -278,12 +278,12 @@ def work(args: argparse.Namespace) -> int:
         "overhead": lambda: overhead_report(engine()),
         "prefill": lambda: prefill_report(engine()),
         "plain": plain_report,
-        "drafting": lambda: drafting_report(pair := load_pair(method="failfast"), pair.encode(PROMPTS[0])),
+        "drafting": lambda: drafting_report(pair := load_pair(method="auto"), pair.encode(PROMPTS[0])),
         "startup": startup_report,
         "attention": attention.report,
         "cpu": lambda: cpu_kernels.report(engine().target),
-        "programs": lambda: programs_report(load_pair(method="failfast")),
-        "serving": lambda: serving_report(load_pair(method="failfast"), PROMPTS, (1, *BATCHES), TOKENS),
+        "programs": lambda: programs_report(load_pair(method="auto")),
+        "serving": lambda: serving_report(load_pair(method="auto"), PROMPTS, (1, *BATCHES), TOKENS),
     }
     report: dict[str, Any] = {"machine": platforms.machine()}
     for part in wanted:

@@ -133,7 +133,9 @@ def best_of(table: Mapping[str, Mapping[str, Any]], labels: Iterable[str], by: s
 
 
 def verdict_on_speed(table: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]) -> str | None:
-    """Which row is fastest and, where that is not `failfast`, what `failfast` spends more on. None: nothing to compare.
+    """Which row is fastest and, where it is another, what the better of `auto` and `failfast` spends more on.
+
+    None: nothing to compare.
 
     Time an answer is rounds times seconds a round: the two say where it goes.
     """
@@ -152,7 +154,7 @@ def verdict_on_speed(table: Mapping[str, Mapping[str, Any]], names: Mapping[str,
 
     if table[best]["speedup"] < 1:
         return f"None is faster than plain decoding. The fastest is {said(best)}."
-    own = best_of(table, [label for label in names if label.partition(":")[0] == "failfast"])
+    own = best_of(table, [label for label in names if label.partition(":")[0] in ("auto", "failfast")])
     if own is None or own == best:
         return f"Fastest: {said(best)}."
     return f"Fastest: {said(best)}; against that {said(own)}."

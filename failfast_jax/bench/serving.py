@@ -15,7 +15,7 @@ from failfast_jax.config import GenerationConfig
 from failfast_jax.engine import FailFast
 from failfast_jax.serving.request_queue import Finished, Queue
 
-METHODS = ("vanilla", "failfast")
+METHODS = ("vanilla", "auto")
 CAPACITY = 512
 TURNS = 4
 """Times that each batch is filled; the first is not counted."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import numpy as np
 
 from failfast_jax import values
 from failfast_jax.checkpoints.parameters import Skeleton, check_layers, is_finite, misfits, not_finite
-from failfast_jax.config import GenerationConfig
 from failfast_jax.errors import CheckpointError, ConfigError, named
 from failfast_jax.files import read_json, user_path, write_atomically, write_json
 from failfast_jax.models.borrowed import with_borrowed
@@ -32,7 +31,9 @@ FORMAT = 1
 WEIGHTS = "drafter.safetensors"
 STANDALONE = "standalone"
 STORAGES = ("bfloat16", "int8", "float32")
-DECODING_OPTIONS = ("spec_len", "tau", "max_spec_len", "lookup_min", "min_gain", "policy")
+DECODING_OPTIONS = ("spec_len", "tau", "max_spec_len")
+FORMER_OPTIONS = ("lookup_min", "min_gain", "policy")
+"""What folders of earlier versions may hold, too: without effect."""
 CHANCES = "chances"
 """Key of `config.json`: how often tokens of each bin of confidence were right when the drafter was made."""
 _SCALE = ".scale"
@@ -200,23 +201,12 @@ def decoding_defaults(path: str | os.PathLike, platform: str) -> dict[str, Any]:
     if not isinstance(stored, dict) or not all(isinstance(part, dict) for part in stored.values()):
         raise ConfigError(f"{where}: key 'decoding' must map platforms to options, got {stored!r}")
     options = {**stored.get("any", {}), **stored.get(platform, {})}
-    check_decoding(options, DECODING_OPTIONS, where)
-    return options
+    for name in options:
+        if name not in (*DECODING_OPTIONS, *FORMER_OPTIONS):
+            raise ConfigError(f"{where}: decoding option {name!r} is not one of {', '.join(DECODING_OPTIONS)}")
+    return {name: value for name, value in options.items() if name in DECODING_OPTIONS}
 
 
 def stored_chances(path: str | os.PathLike) -> Any:
     """What a drafter's folder says of the chances of its drafts (`drafters.check_chances`); None: nothing."""
     return read_json(user_path(path) / "config.json").get(CHANCES)
-
-
-def check_decoding(options: Mapping[str, Any], known: Sequence[str], where: Path) -> None:
-    """Raises ConfigError: a decoding option that is not among the known ones, or a value out of its range."""
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"{where}: decoding option {name!r} is not one of {', '.join(known)}")
-    if options.get("min_gain") and not options.get("lookup_min"):
-        raise ConfigError(f"{where}: decoding option 'min_gain' needs 'lookup_min'")
-    try:
-        GenerationConfig(**options).validate()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: decoding options: {error}") from None

@@ -1,4 +1,4 @@
-"""What a round costs and what it will bring: the two sides of `--policy auto`.
+"""What a round costs and what it will bring: the two sides of the method `auto`.
 
 Costs are measured seconds. What a draft brings follows from calibrated chances: of each drafted token, that the target
 agrees with it given that it agreed with those before. A round is worth its expected tokens per second, and a purse

@@ -129,7 +129,7 @@ class CongestionWindow(StopRule):
 
 @flax.struct.dataclass
 class Worthwhile(StopRule):
-    """Stop where another chunk would not raise the expected tokens per second (`--policy auto`).
+    """Stop where another chunk would not raise the expected tokens per second (`auto`).
 
     The next chunk is taken to be as sure as the newest one. The memory is the chances of the draft's confidences,
     which `drafters.economic` keeps.

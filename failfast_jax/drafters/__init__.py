@@ -8,12 +8,11 @@ from typing import Any
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.economics import BINS, MODEL_CHANCES
+from failfast_jax.drafters.auto import AutoOptions
 from failfast_jax.drafters.autoregressive import AutoregressiveOptions
 from failfast_jax.drafters.dllm import DllmOptions
 from failfast_jax.drafters.dspark import DFlashOptions, DSparkOptions
-from failfast_jax.drafters.eagle3 import Eagle3Options, EagleTree
-from failfast_jax.drafters.economic import Economic
-from failfast_jax.drafters.economic_tree import EconomicTree
+from failfast_jax.drafters.eagle3 import Eagle3Options
 from failfast_jax.drafters.failfast import FailfastOptions, refuse_rejection
 from failfast_jax.drafters.fast_dllm import FastDllmOptions
 from failfast_jax.drafters.lookup import LookupOptions
@@ -22,9 +21,10 @@ from failfast_jax.drafters.suffix import SuffixOptions
 from failfast_jax.drafters.vanilla import VanillaOptions
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION
-from failfast_jax.options import MethodOptions, Site, WeighedOptions, flag_of
+from failfast_jax.options import MethodOptions, Site, flag_of
 
 METHODS: dict[str, type[MethodOptions]] = {
+    "auto": AutoOptions,
     "failfast": FailfastOptions,
     "fast-dllm": FastDllmOptions,
     "specdiff": SpecDiffOptions,
@@ -38,8 +38,18 @@ METHODS: dict[str, type[MethodOptions]] = {
 }
 """Methods that draft for a target."""
 
+DEFAULT_METHOD = "auto"
+"""What runs where no method is named."""
+
 DIFFUSION_METHOD = "dllm"
 """The block-diffusion model writing on its own; every other method is a drafter in front of a target."""
+
+FORMER = {
+    "policy": "went: --method auto decides by measured costs, and every other method is what it says "
+    "(--method failfast, --method lookup)",
+    "min_gain": "went: --method auto weighs by measured costs what a draft gains",
+}
+"""Options that went, and what does their work."""
 
 
 def all_options() -> dict[str, type[MethodOptions]]:
@@ -77,14 +87,16 @@ def options_of(config: GenerationConfig, platform: str, defaults: Mapping[str, A
             continue
         takers = [method for method, options in all_options().items() if name in options.names()]
         given = flag_of(name) if value is True else f"{flag_of(name)} {value}"
+        if name in FORMER:
+            raise OptionError(f"{given}: {FORMER[name]}")
         if not takers:
             raise OptionError(f"{given}: no method has such an option")
-        raise OptionError(f"{given}: --method {config.method} has no such option, only {', '.join(takers)}")
+        raise OptionError(f"{given}: --method {config.method} has no such option, only --method {', '.join(takers)}")
     if config.acceptance == "rejection" and not kind.samples:
         refuse_rejection(f"--method {config.method} has none")
     given = {name: value for name, value in config.options.items() if name in kind.names()}
     mine = defaults if kind is FailfastOptions else None
-    return kind.of(given, platform, mine, sampled=config.acceptance == "rejection")
+    return kind.of(given, platform, mine)
 
 
 def check_defaults(defaults: Mapping[str, Any], where: str) -> None:
@@ -133,7 +145,7 @@ def build_drafter(
       model_name: what errors call it.
       vocab: ids below it may be drafted.
       defaults: see `options_of`.
-      chances: what `--policy auto` believes of the model's confidences at first (`check_chances`).
+      chances: what `auto` believes of the model's confidences at first (`check_chances`).
 
     Raises:
       ConfigError: the model is of a kind that the method cannot draft with.
@@ -143,9 +155,9 @@ def build_drafter(
     method = config.method
     if not options.kinds:
         model = None
-    elif model is None:
+    elif model is None and options.needs_model:
         raise OptionError(f"--method {method}: needs --drafter, a model of kind {' or '.join(options.kinds)}")
-    elif model.kind not in options.kinds:
+    elif model is not None and model.kind not in options.kinds:
         raise ConfigError(
             f"{model_name}: method {method} needs a drafter of kind {' or '.join(options.kinds)}, this one is "
             f"{model.kind} (use --method {model.method})"
@@ -155,8 +167,13 @@ def build_drafter(
             raise OptionError(f"--block-size {block}: {model_name} has no blocks of its own")
         model = model.with_block_size(block)
     sampled = config.acceptance == "rejection"
-    site = Site(model=model, model_name=model_name, vocab=vocab, platform=platform, sampled=sampled, exact=config.exact)
-    if isinstance(options, WeighedOptions) and options.policy == "auto":
-        text, model = options.sources(site)
-        return (EconomicTree if isinstance(model, EagleTree) else Economic).of(text, model, chances)
+    site = Site(
+        model=model,
+        model_name=model_name,
+        vocab=vocab,
+        platform=platform,
+        sampled=sampled,
+        exact=config.exact,
+        chances=chances,
+    )
     return options.build(site)

@@ -23,7 +23,10 @@ from failfast_jax.drafters.failfast import MAX_SPEC_LEN, SPEC_LEN, check_lengths
 from failfast_jax.models.cache import KVCache
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.options import LONGEST_DRAFT, Site, WeighedOptions, option, require
+from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option, require
+
+CATCH_UP = 64
+"""Tokens that one pass reads of those that were missed."""
 
 
 @flax.struct.dataclass
@@ -32,7 +35,8 @@ class AutoregressiveState:
 
     cache: KVCache
     cached: Int[Array, " B"]
-    """Leading positions whose keys and values are final; `length - 1` or `length - 2` at a round's start."""
+    """Leading positions whose keys and values are final; `length - 1` or `length - 2` at a round's start, fewer where
+    rounds passed without a draft."""
     memory: Any
     """The stopping rule's."""
 
@@ -54,9 +58,16 @@ class Autoregressive(Drafter):
     max_spec_len: int | None = flax.struct.field(pytree_node=False, default=None)
     """Longest draft; None: all have `spec_len` tokens."""
     widths: tuple[int, ...] = flax.struct.field(pytree_node=False, default=(1, 4))
-    """Widths of a pass over one token and over two: the narrowest that the hardware likes."""
+    """Widths of a pass over one token, over two, perhaps over more that were missed: the narrowest that pays."""
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
     """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
+
+    @classmethod
+    def of(cls, site: Site, *, seldom: bool = False, **settings: Any) -> Autoregressive:
+        """For a site; `seldom`: many rounds may pass without a draft, whose tokens it then catches up with."""
+        widths = (1, 4) if site.platform == "cpu" else (8,)
+        settings["widths"] = (*widths, CATCH_UP) if seldom else widths
+        return cls(model=site.model, vocab=site.vocab, sampled=site.sampled, **settings)
 
     @property
     def has_model(self) -> bool:
@@ -99,9 +110,11 @@ class Autoregressive(Drafter):
         offsets = jnp.arange(self.max_draft)
 
         def one_pass(growth: Growth) -> tuple[Chunk, AutoregressiveState]:
-            """Over the one or two tokens in front of the next position that are new to the model."""
+            """Over the tokens in front of the next position that are new to the model: one, two after a draft that was
+            accepted whole, more after rounds in which it drafted nothing."""
             cache, cached = growth.model.cache, growth.model.cached
             front = committed.length + growth.drafted
+            new, widest = front - cached, self.widths[-1]
             text = place(committed.tokens, committed.length, growth.tokens, offsets < growth.drafted[:, None])
 
             def over(width: int):
@@ -112,16 +125,18 @@ class Autoregressive(Drafter):
 
                 return branch
 
-            # After a fully accepted draft two tokens are new, else one.
-            two = jnp.any(growth.growing & (front - cached > 1))
+            most = jnp.max(jnp.where(growth.growing, new, 0))
+            rung = sum((most > width).astype(jnp.int32) for width in self.widths[:-1])
             nothing = jnp.zeros((batch, 1, self.model.config.hidden_size), self.model.dtype)
-            hidden, cache = one_of(two, [over(width) for width in self.widths], (nothing, cache))
+            hidden, cache = one_of(jnp.asarray(rung), [over(width) for width in self.widths], (nothing, cache))
             logits = forbid(self.model.logits_of(hidden), None, self.vocab)
             tokens, confidence, extras = propose(
                 logits, front[:, None], committed.sampling, self.model.execution, sampled=self.sampled
             )
-            model = growth.model.replace(cache=cache, cached=jnp.where(growth.growing, front, cached))
-            return Chunk(tokens, confidence, jnp.ones_like(front), extras), model
+            model = growth.model.replace(
+                cache=cache, cached=jnp.where(growth.growing, cached + jnp.minimum(new, widest), cached)
+            )
+            return Chunk(tokens, confidence, (new <= widest).astype(jnp.int32), extras), model
 
         return expand(
             one_pass,
@@ -143,13 +158,12 @@ class Autoregressive(Drafter):
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoregressiveOptions(WeighedOptions):
+class AutoregressiveOptions(MethodOptions):
     """Options of `ar`."""
 
     summary = "a small autoregressive model, token by token (classic speculative decoding)"
     kinds = (AUTOREGRESSIVE,)
     samples = True
-    auto = False
 
     spec_len: int | None = option(None, "tokens drafted per round (5; --dynamic: 10)", least=1, most=LONGEST_DRAFT)
     dynamic: bool = option(False, "draft on, --spec-len tokens at a time, while confident")
@@ -158,25 +172,12 @@ class AutoregressiveOptions(WeighedOptions):
 
     def check(self) -> None:
         check_lengths(self.spec_len, self.max_spec_len)
-        growing = self.dynamic or self.policy == "auto"
         for flag, value in (("--tau", self.tau), ("--max-spec-len", self.max_spec_len)):
-            require(growing or value is None, f"{flag} {value}", "--method ar needs --dynamic for it")
-
-    def sources(self, site: Site) -> tuple[None, Autoregressive]:
-        # A pass drafts one token here: waiting for a chunk of more to look at it would save nothing.
-        spec_len, longest = lengths(self.spec_len, self.max_spec_len, 1, 20)
-        one_by_one = {"policy": "fixed", "dynamic": True, "spec_len": spec_len, "max_spec_len": longest}
-        return None, dataclasses.replace(self, **one_by_one).build(site)
+            require(self.dynamic or value is None, f"{flag} {value}", "--method ar needs --dynamic for it")
 
     def build(self, site: Site) -> Autoregressive:
-        common = {
-            "model": site.model,
-            "vocab": site.vocab,
-            "widths": (1, 4) if site.platform == "cpu" else (8,),
-            "sampled": site.sampled,
-        }
         if not self.dynamic:
-            return Autoregressive(spec_len=self.spec_len or 5, **common)
+            return Autoregressive.of(site, spec_len=self.spec_len or 5)
         spec_len, longest = lengths(self.spec_len, self.max_spec_len, SPEC_LEN, MAX_SPEC_LEN)
         rule = BelowThreshold(np.float32(0.45 if self.tau is None else self.tau))
-        return Autoregressive(spec_len=spec_len, max_spec_len=longest, rule=rule, **common)
+        return Autoregressive.of(site, spec_len=spec_len, max_spec_len=longest, rule=rule)

@@ -24,7 +24,7 @@ from failfast_jax.errors import ConfigError
 from failfast_jax.models.cache import KVCache, round_up
 from failfast_jax.models.drafter_model import FEATURE_BLOCK
 from failfast_jax.models.dspark import DSparkModel
-from failfast_jax.options import Site, WeighedOptions, option
+from failfast_jax.options import MethodOptions, Site, option
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -237,17 +237,12 @@ def build(site: Site, **settings: Any) -> DSparkDrafter:
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashOptions(WeighedOptions):
+class DFlashOptions(MethodOptions):
     """Options of `dflash`."""
 
     summary = "a DFlash drafter, or a DSpark drafter without its heads: a whole block each round, in one pass"
     kinds = (FEATURE_BLOCK,)
     samples = True
-    auto = False
-    with_auto = ()
-
-    def sources(self, site: Site) -> tuple[None, Drafter]:
-        return None, self.build(site)
 
     def build(self, site: Site) -> Drafter:
         bare = dataclasses.replace(site, model=site.model.without_heads())
@@ -255,21 +250,16 @@ class DFlashOptions(WeighedOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class DSparkOptions(WeighedOptions):
+class DSparkOptions(MethodOptions):
     """Options of `dspark`."""
 
     summary = "a DSpark drafter: a block in one pass, corrected row after row, cut where its confidence head doubts"
     kinds = (FEATURE_BLOCK,)
     samples = True
-    auto = False
-    with_auto = ()
 
     confidence_threshold: float = option(
         0.0, "a draft ends before its first token with a lower confidence", least=0, most=1
     )
-
-    def sources(self, site: Site) -> tuple[None, Drafter]:
-        return None, self.build(site)
 
     def build(self, site: Site) -> Drafter:
         if site.model.config.published_method != "dspark":

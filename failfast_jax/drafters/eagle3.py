@@ -30,7 +30,7 @@ from failfast_jax.models.cache import KVCache
 from failfast_jax.models.drafter_model import EAGLE
 from failfast_jax.models.eagle import ROWS, BoundEagle, Level
 from failfast_jax.models.sharding import constrain_rows
-from failfast_jax.options import LONGEST_DRAFT, Site, WeighedOptions, option, require
+from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option, require
 
 TREE_BUDGET, TREE_DEPTH, TREE_TOP_K = 59, 5, 10
 """SafeAILab's: 60 tokens with the root."""
@@ -320,18 +320,9 @@ class EagleTree(EagleDrafter):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Options(WeighedOptions):
-    """Options of `eagle3`."""
+class TreeOptions(MethodOptions):
+    """What a tree of an EAGLE drafter is like."""
 
-    summary = "an EAGLE-3 drafter: chains of tokens, or trees of the most probable ones"
-    kinds = (EAGLE,)
-    samples = True
-    auto = False
-    with_auto = ("spec_len", "tree_budget", "tree_depth", "tree_top_k")
-
-    spec_len: int | None = option(
-        None, "draft chains of n tokens (where the drafter was trained for them, as many; else trees)", least=1, most=64
-    )
     tree_budget: int | None = option(None, f"verify a tree of n tokens ({TREE_BUDGET})", least=1, most=LONGEST_DRAFT)
     tree_depth: int | None = option(
         None, f"passes behind the first that a tree grows by ({TREE_DEPTH})", least=1, most=32
@@ -339,24 +330,16 @@ class Eagle3Options(WeighedOptions):
     tree_top_k: int | None = option(None, f"nodes that each of them goes over ({TREE_TOP_K})", least=1, most=64)
 
     @property
-    def _asks_for_a_tree(self) -> bool:
+    def asks_for_a_tree(self) -> bool:
+        """Whether one of these options is given."""
         return bool(self.tree_budget or self.tree_depth or self.tree_top_k)
 
-    def check(self) -> None:
-        said = "a chain has no --tree-budget, --tree-depth or --tree-top-k"
-        require(not (self.spec_len and self._asks_for_a_tree), f"--spec-len {self.spec_len}", said)
+    def tree(self, site: Site) -> EagleTree:
+        """The drafter of such trees.
 
-    def sources(self, site: Site) -> tuple[None, EagleDrafter]:
-        drafter = self.build(site)
-        # A pass of a chain drafts one token: after each it can end.
-        return None, drafter if drafter.drafts_trees else drafter.replace(spec_len=1)
-
-    def build(self, site: Site) -> EagleDrafter:
-        length = self.spec_len or (None if self._asks_for_a_tree else site.model.config.chain)
-        if length:
-            return EagleChain(model=site.model, spec_len=length, max_spec_len=length, sampled=site.sampled)
-        if site.sampled:
-            raise OptionError("--acceptance rejection: a tree is not sampled from left to right; --spec-len n: a chain")
+        Raises:
+          OptionError: the model, or `--exact`, has none.
+        """
         said = "a tree's keys lie at other places of the cache than vanilla's; --spec-len n drafts chains"
         require(not site.exact, "--exact", said)
         window = site.model.config.sliding_window
@@ -369,3 +352,28 @@ class Eagle3Options(WeighedOptions):
         # A node's ancestors score at least as well: none of the best `budget` has `budget` of them.
         depth = max(min(depth, budget - 1), 1)
         return EagleTree(model=site.model, budget=budget, depth=depth, top_k=top_k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Options(TreeOptions):
+    """Options of `eagle3`."""
+
+    summary = "an EAGLE-3 drafter: chains of tokens, or trees of the most probable ones"
+    kinds = (EAGLE,)
+    samples = True
+
+    spec_len: int | None = option(
+        None, "draft chains of n tokens (where the drafter was trained for them, as many; else trees)", least=1, most=64
+    )
+
+    def check(self) -> None:
+        said = "a chain has no --tree-budget, --tree-depth or --tree-top-k"
+        require(not (self.spec_len and self.asks_for_a_tree), f"--spec-len {self.spec_len}", said)
+
+    def build(self, site: Site) -> EagleDrafter:
+        length = self.spec_len or (None if self.asks_for_a_tree else site.model.config.chain)
+        if length:
+            return EagleChain(model=site.model, spec_len=length, max_spec_len=length, sampled=site.sampled)
+        if site.sampled:
+            raise OptionError("--acceptance rejection: a tree is not sampled from left to right; --spec-len n: a chain")
+        return self.tree(site)

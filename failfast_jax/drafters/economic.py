@@ -1,4 +1,4 @@
-"""`--policy auto`: draft from the source, and verify of the draft what promises the most tokens per second."""
+"""The method `auto`: draft from the source, and verify of the draft what promises the most tokens per second."""
 
 from __future__ import annotations
 

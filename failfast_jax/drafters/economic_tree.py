@@ -1,4 +1,4 @@
-"""`--policy auto` of a drafter of trees: whether to draft one, and how many of its nodes to verify."""
+"""The method `auto` of a drafter of trees: whether to draft one, and how many of its nodes to verify."""
 
 from __future__ import annotations
 

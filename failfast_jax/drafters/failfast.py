@@ -1,4 +1,4 @@
-"""The method `failfast`: which drafter its options ask for."""
+"""The method `failfast`, Algorithm 1 of the paper: which drafter its options ask for."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from failfast_jax.decoding.stopping import BelowThreshold, CongestionWindow
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.drafters.eagle3 import EagleChain
-from failfast_jax.drafters.hybrid import Hybrid
-from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup
 from failfast_jax.drafters.reuse import ReleasedReuse, Reuse
 from failfast_jax.drafters.tree import ALTERNATIVES, TreeDrafter
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK
-from failfast_jax.options import LONGEST_DRAFT, Site, WeighedOptions, flag_of, option, require
+from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, flag_of, option, require
 
 SPEC_LEN, MAX_SPEC_LEN, ALIGNED_THRESHOLD = 10, 60, 0.05
 """The released code's."""
+TOKEN_LENGTHS = (1, 20)
+"""Chunk and longest draft where a pass drafts one token: to wait for more before looking would save nothing."""
 ONLY_ALIGNED = ("threshold", "small_block_size")
-ONLY_WIDE = ("lookup_min", "min_gain", "tree_budget")
-OF_LOOKUPS = ("lookup_min", "min_gain")
+ONLY_WIDE = ("tree_budget",)
 CONFIDENCE, CONGESTION = "confidence", "congestion"
 WINDOW_LEAST, WINDOW_MOST, WINDOW_INCREASE = 0.8, 30, 1.8
 """Of the congestion window in the authors' early code: its least is a share of `spec_len`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class FailfastOptions(WeighedOptions):
-    """Options of `failfast`: a block-diffusion draft that grows while it is confident."""
+class FailfastOptions(MethodOptions):
+    """Options of `failfast`: a draft that grows, chunk by chunk, while it is confident, and is verified whole."""
 
     summary = (
-        "a block-diffusion model, or any drafter that reads its target's features; one pass a chunk, and on while it "
-        "is confident (the paper's method)"
+        "a block-diffusion model, or any drafter that reads its target's features; one pass a chunk, and on while all "
+        "of it is above --tau (Algorithm 1 of the paper)"
     )
     kinds = (BLOCK_DIFFUSION, FEATURE_BLOCK, EAGLE)
     samples = True
@@ -54,13 +53,6 @@ class FailfastOptions(WeighedOptions):
     schedule: str = option(
         "wide", "wide: one pass a chunk; aligned: as the authors' released code", choices=("wide", "aligned")
     )
-    lookup_min: int | None = option(
-        None,
-        "begin drafts with what followed the last n tokens before; 0: off (1 under --policy auto, else 0)",
-        least=0,
-        most=LONGEST_MATCH,
-    )
-    min_gain: float = option(0.0, "with --lookup-min: verify drafts that expect x accepted tokens; 0: all", least=0)
     reuse: bool = option(
         False, "go on like the rejected part of the last draft where it fits (aligned: only behind a doubted token)"
     )
@@ -81,51 +73,23 @@ class FailfastOptions(WeighedOptions):
             fine = self.schedule == "wide" and not self.tree_budget
             require(fine, f"--rule {self.rule}", "not with --schedule aligned, nor with --tree-budget")
         check_lengths(self.spec_len, self.max_spec_len)
-        require(not self.min_gain or bool(self.lookup_min), f"--min-gain {self.min_gain}", "needs --lookup-min")
-        if self.tree_budget:
-            flag = f"--tree-budget {self.tree_budget}"
-            require(not self.lookup_min, flag, "a lookup knows no alternatives (--lookup-min 0 turns it off)")
-            require(not self.reuse, flag, "a draft that is reused has no alternatives (no --reuse)")
+        both, flag = self.tree_budget and self.reuse, f"--tree-budget {self.tree_budget}"
+        require(not both, flag, "a draft that is reused has no alternatives (no --reuse)")
 
     @classmethod
-    def of(cls, given, platform, defaults=None, *, sampled=False):
-        asked = {name for name, value in given.items() if value is not None}
-        # A drafter's folder puts no lookups in front of what was asked for. A settings file, which alone has a
-        # schedule, was asked for itself.
-        if defaults and "schedule" not in defaults and asked and not asked & {*OF_LOOKUPS}:
-            defaults = {name: value for name, value in defaults.items() if name not in OF_LOOKUPS}
-        return super().of(given, platform, defaults, sampled=sampled)
-
-    @classmethod
-    def merged(cls, given: dict[str, Any], defaults: dict[str, Any], sampled: bool) -> dict[str, Any]:
-        unused = "tau" in given and given.get("rule", defaults.get("rule")) == CONGESTION
+    def merged(cls, given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+        congestion = given.get("rule") == CONGESTION
+        unused = congestion and "tau" in given
         require(not unused, f"--tau {given.get('tau')}", "not with --rule congestion, which looks at no confidences")
-        tuned_for = defaults.get("schedule") or "wide"
-        schedule = given.get("schedule") or tuned_for
-        if schedule != tuned_for:
-            return given  # options that were tuned for one schedule mean nothing to the other
+        if given.get("schedule", "wide") != "wide":
+            return given  # a drafter's own options are for the schedule `wide`
         unset = {name: value for name, value in defaults.items() if name not in given}
-        if (sampled or given.get("tree_budget")) and "lookup_min" not in given:
-            unset["lookup_min"] = 0  # neither samples nor alternatives come with given tokens
-        if {**unset, **given}.get("lookup_min") == 0:
-            unset.pop("min_gain", None)
         # A default gives way to the length that was asked for.
         if (length := given.get("spec_len")) and unset.get("max_spec_len", length) < length:
             unset["max_spec_len"] = length
         if (longest := given.get("max_spec_len")) and unset.get("spec_len", 0) > longest:
             unset["spec_len"] = longest
         return {**unset, **given}
-
-    def sources(self, site: Site) -> tuple[Lookup | None, Drafter]:
-        if site.model.kind == EAGLE:
-            spec_len, longest = lengths(self.spec_len, self.max_spec_len, 1, 20)
-            model: Drafter = EagleChain(model=site.model, spec_len=spec_len, max_spec_len=longest)
-        else:
-            model = one_pass_drafter(self, site)
-        if site.model.kind == FEATURE_BLOCK:
-            model = model.replace(deferred=True, cut=None)  # the policy cuts
-        off = self.lookup_min == 0
-        return None if off else Lookup.whole(site.platform, self.lookup_min), model
 
     def build(self, site: Site) -> Drafter:
         if site.sampled:
@@ -139,23 +103,18 @@ class FailfastOptions(WeighedOptions):
             return self._tree(site)
         drafter = self.expanding(site)
         spec_len, longest = drafter.spec_len, drafter.max_spec_len
-        if self.lookup_min:
-            lookup = Lookup.on(site.platform, self.max_spec_len, min_match=self.lookup_min)
-            if self.min_gain and site.model.kind != BLOCK_DIFFUSION:
-                drafter = drafter.replace(deferred=True)
-            drafter = Hybrid(lookup=lookup, model=drafter, min_gain=np.float32(self.min_gain))
         if not self.reuse:
             return drafter
-        room = spec_len < max(longest, drafter.max_draft)
-        require(room, "--reuse", f"drafts of --spec-len {spec_len} leave no room for more (--max-spec-len {longest})")
+        said = f"drafts of --spec-len {spec_len} leave no room for more (--max-spec-len {longest})"
+        require(spec_len < longest, "--reuse", said)
         return Reuse(model=drafter, max_spec_len=longest)
 
     def expanding(self, site: Site) -> DSparkDrafter | Wide:
-        """The drafter whose drafts grow, before lookups or reuse are put around it: a method with another stopping rule
-        puts it here."""
+        """The drafter whose drafts grow, before reuse is put around it: a method with another stopping rule puts it
+        here."""
         if self.rule == CONFIDENCE:
-            return one_pass_drafter(self, site)
-        drafter = one_pass_drafter(self, site, most=WINDOW_MOST)
+            return one_pass_drafter(site, self.spec_len, self.max_spec_len, self.tau)
+        drafter = one_pass_drafter(site, self.spec_len, self.max_spec_len, most=WINDOW_MOST)
         first, longest = drafter.spec_len, drafter.max_spec_len
         window = CongestionWindow(
             first=np.int32(first),
@@ -163,34 +122,26 @@ class FailfastOptions(WeighedOptions):
             most=np.int32(longest),
             increase=np.float32(WINDOW_INCREASE),
         )
-        return (
-            drafter.replace(rule=window, cut=None) if site.model.kind == FEATURE_BLOCK else drafter.replace(rule=window)
-        )
+        return drafter.replace(rule=window)
 
     def _check_sampled(self) -> None:
         if self.schedule == "aligned":
             refuse_rejection("--schedule aligned fills positions in the order of their confidence")
-        if self.lookup_min:
-            refuse_rejection(f"--lookup-min {self.lookup_min} begins drafts with given tokens")
         if self.reuse:
             refuse_rejection("--reuse goes on with given tokens")
         if self.tree_budget:
             refuse_rejection(f"--tree-budget {self.tree_budget} puts alternatives beside a draft")
 
-    def _eagle(self, site: Site) -> EagleChain | Hybrid:
+    def _eagle(self, site: Site) -> EagleChain:
         """Chains of `eagle3` that grow while they are confident, a token at a time."""
         only = "an EAGLE drafter has no blocks to fill"
         require(self.rule == CONFIDENCE, f"--rule {self.rule}", "an EAGLE drafter stops by --tau alone")
         require(self.schedule == "wide", f"--schedule {self.schedule}", only)
         require(not self.reuse, "--reuse", f"{only} in front of given tokens")
         require(not self.tree_budget, f"--tree-budget {self.tree_budget}", "trees of an EAGLE drafter: --method eagle3")
-        spec_len, longest = lengths(self.spec_len, self.max_spec_len, 1, 20)
+        spec_len, longest = lengths(self.spec_len, self.max_spec_len, *TOKEN_LENGTHS)
         rule = BelowThreshold(np.float32(self.tau))
-        drafter = EagleChain(model=site.model, rule=rule, spec_len=spec_len, max_spec_len=longest, sampled=site.sampled)
-        if not self.lookup_min:
-            return drafter
-        lookup = Lookup.on(site.platform, self.max_spec_len, min_match=self.lookup_min)
-        return Hybrid(lookup=lookup, model=drafter, min_gain=np.float32(self.min_gain))
+        return EagleChain(model=site.model, rule=rule, spec_len=spec_len, max_spec_len=longest, sampled=site.sampled)
 
     def _aligned(self, site: Site) -> Aligned:
         if site.model.kind != BLOCK_DIFFUSION:
@@ -212,7 +163,8 @@ class FailfastOptions(WeighedOptions):
         flag = f"--tree-budget {self.tree_budget}"
         said = "a branch's keys lie at other places of the cache than vanilla's, so that sums are rounded otherwise"
         require(not site.exact, flag, f"no --exact: {said}")
-        drafter = one_pass_drafter(self, site, alternatives=ALTERNATIVES, most=self.tree_budget)
+        chain = (self.spec_len, self.max_spec_len, self.tau)
+        drafter = one_pass_drafter(site, *chain, alternatives=ALTERNATIVES, most=self.tree_budget)
         longest = drafter.max_draft
         said = f"must be at least the longest draft, {longest} tokens (--spec-len, --max-spec-len)"
         require(longest <= self.tree_budget, flag, said)
@@ -220,28 +172,30 @@ class FailfastOptions(WeighedOptions):
 
 
 def one_pass_drafter(
-    options: Any, site: Site, *, alternatives: int = 0, most: int = MAX_SPEC_LEN
+    site: Site,
+    spec_len: int | None,
+    max_spec_len: int | None,
+    tau: float = 0.0,
+    *,
+    alternatives: int = 0,
+    most: int = MAX_SPEC_LEN,
 ) -> DSparkDrafter | Wide:
     """The drafter of the schedule `wide`, for any kind of model that fills several positions in a pass.
 
     Args:
-      options: with `spec_len`, `max_spec_len` and `tau`.
+      spec_len, max_spec_len: a chunk and the longest draft; None: what suits the model.
       most: default of the longest draft.
     """
-    extra = {"sampled": site.sampled, "alternatives": alternatives, "rule": BelowThreshold(np.float32(options.tau))}
+    extra = {"sampled": site.sampled, "alternatives": alternatives, "rule": BelowThreshold(np.float32(tau))}
     if site.model.kind == FEATURE_BLOCK:
         rows, one_block = site.model.rows, bool(site.model.config.row_features)
-        default = min(rows, options.max_spec_len or rows)
-        spec_len, longest = lengths(
-            options.spec_len, options.max_spec_len, default, rows if one_block else min(2 * rows, most)
-        )
+        default = min(rows, max_spec_len or rows)
+        spec_len, longest = lengths(spec_len, max_spec_len, default, rows if one_block else min(2 * rows, most))
         check_rows(site, spec_len, "--spec-len")
         if one_block:
             check_rows(site, longest, "--max-spec-len")
-        # Fail fast: what it doubts is not even verified. Win big: on behind a block that it is sure of.
-        cut = None if one_block or not options.tau else np.float32(options.tau)
-        return DSparkDrafter(model=site.model, spec_len=spec_len, max_spec_len=longest, cut=cut, **extra)
-    spec_len, longest = lengths(options.spec_len, options.max_spec_len, SPEC_LEN, min(MAX_SPEC_LEN, most))
+        return DSparkDrafter(model=site.model, spec_len=spec_len, max_spec_len=longest, **extra)
+    spec_len, longest = lengths(spec_len, max_spec_len, SPEC_LEN, min(MAX_SPEC_LEN, most))
     return Wide(model=site.model, vocab=site.vocab, spec_len=spec_len, max_spec_len=longest, **extra)
 
 

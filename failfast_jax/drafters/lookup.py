@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 import flax.struct
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jaxtyping import Array, Int
 
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.state import Committed, Draft
-from failfast_jax.options import LONGEST_DRAFT, ByPlatform, Site, WeighedOptions, option
+from failfast_jax.options import LONGEST_DRAFT, ByPlatform, MethodOptions, Site, option
 
 LONGEST_MATCH = 32
 """Matches beyond this length are told apart no more."""
@@ -65,7 +64,7 @@ class Lookup(Drafter):
 
     @classmethod
     def whole(cls, platform: str, min_match: int | None = None, longest: int | None = None) -> Lookup:
-        """For `--policy auto`, which decides how much of a draft to verify: as long as it can be, whatever matched."""
+        """For `auto`, which decides how much of a draft to verify: as long as it can be, whatever matched."""
         longest = longest or cls.on(platform).max_spec_len
         return cls(max_spec_len=longest, shortest=longest, min_match=min_match or 1)
 
@@ -114,17 +113,13 @@ class Lookup(Drafter):
 
 
 @dataclasses.dataclass(frozen=True)
-class LookupOptions(WeighedOptions):
+class LookupOptions(MethodOptions):
     """Options of `lookup`."""
 
     summary = "the text itself: continues the longest earlier match of at least --lookup-min tokens; no model"
-    with_auto: ClassVar[tuple[str, ...]] = ("max_spec_len",)
 
     max_spec_len: int = option(ByPlatform(cpu=15, other=63), "longest draft", least=1, most=LONGEST_DRAFT)
     lookup_min: int = option(2, "shortest match that it drafts from", least=1, most=LONGEST_MATCH)
-
-    def sources(self, site: Site) -> tuple[Lookup, None]:
-        return Lookup.whole(site.platform, longest=self.max_spec_len), None
 
     def build(self, site: Site) -> Lookup:
         return Lookup.on(site.platform, self.max_spec_len, min_match=self.lookup_min)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -114,18 +113,10 @@ class SpecDiffOptions(MethodOptions):
         said = f"must be at most --spec-len {length}, a step fills a position or more"
         require(self.steps <= length, f"--steps {self.steps}", said)
         if self.steps == 1:
-            return one_pass_drafter(_OneStep(length, length), site)
+            return one_pass_drafter(site, length, length)
         if site.sampled:
             refuse_rejection(f"--steps {self.steps} fills positions in the order of their confidence")
         if reads_features:
             check_rows(site, length, "--spec-len")
             return FeatureDenoiser(model=site.model, spec_len=length, threshold=np.float32(1.0), steps=self.steps)
         return SpecDiff(model=site.model, vocab=site.vocab, spec_len=length, steps=self.steps)
-
-
-class _OneStep(NamedTuple):
-    """What `one_pass_drafter` reads: drafts of one chunk."""
-
-    spec_len: int
-    max_spec_len: int
-    tau: float = 0.0

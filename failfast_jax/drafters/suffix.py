@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, ClassVar, no_type_check
+from typing import Any, no_type_check
 
 import flax.struct
 import jax
@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.state import Draft
 from failfast_jax.drafters.lookup import LONGEST_MATCH
-from failfast_jax.options import LONGEST_DRAFT, ByPlatform, Site, WeighedOptions, option
+from failfast_jax.options import LONGEST_DRAFT, ByPlatform, MethodOptions, Site, option
 
 SEPARATOR = -1
 """Stands between the texts of a corpus and in its unused part; no token equals it."""
@@ -211,18 +211,14 @@ class Suffix(Drafter):
 
 
 @dataclasses.dataclass(frozen=True)
-class SuffixOptions(WeighedOptions):
+class SuffixOptions(MethodOptions):
     """Options of `suffix`."""
 
     summary = "the text itself and a corpus (SuffixDecoding): what most places with the longest match go on with"
-    with_auto: ClassVar[tuple[str, ...]] = ("max_spec_len",)
 
     tau: float = option(0.05, "product of the confidences below which a draft ends", least=0, most=1)
     max_spec_len: int = option(ByPlatform(cpu=15, other=63), "longest draft", least=1, most=LONGEST_DRAFT)
     lookup_min: int = option(2, "shortest match that it drafts from", least=1, most=LONGEST_MATCH)
-
-    def sources(self, site: Site) -> tuple[Suffix, None]:
-        return self.build(site).replace(min_match=1), None
 
     def build(self, site: Site) -> Suffix:
         return Suffix(

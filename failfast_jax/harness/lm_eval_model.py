@@ -22,9 +22,8 @@ from failfast_jax.command import meant
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.accept import argmax
 from failfast_jax.defaults import load_pair
-from failfast_jax.drafters import all_options
+from failfast_jax.drafters import DEFAULT_METHOD, all_options
 from failfast_jax.engine import FailFast
-from failfast_jax.engine_flags import default_method
 from failfast_jax.errors import OptionError
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
@@ -203,7 +202,7 @@ class FailFastLM(TemplateLM):
         names |= {name for method in all_options().values() for name in method.names()}
         for name in options.keys() - names:
             raise OptionError(f"--model_args {name}=...: no such argument{meant(name, names)}")
-        method = args.method or (None if engine else default_method(args.target, args.drafter))
+        method = args.method or DEFAULT_METHOD
         self.engine = engine or load_pair(
             args.target, args.drafter, method=method, dtype=args.dtype, tensor_parallel=args.tensor_parallel
         )

@@ -56,7 +56,7 @@ class Evaluation:
         method = {"method": "failfast", "tau": 1.0}
         if model.kind == EAGLE:
             method = {"method": "eagle3"}
-        elif model.kind == FEATURE_BLOCK:  # tau cuts its drafts, too: here the whole block is verified
+        elif model.kind == FEATURE_BLOCK:  # a block, or its first tokens
             method = {"method": "failfast", "tau": 0.0, "max_spec_len": spec_len or model.rows}
         self.options = {**method, "max_new_tokens": config.eval_tokens, "spec_len": spec_len}
         self.prompts = [prompt.tolist() for prompt, _ in held_out.pairs()[: config.eval_prompts]]

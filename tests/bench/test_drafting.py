@@ -27,10 +27,10 @@ def eagle_engine() -> FailFast:
     return FailFast(deep_target(), random_eagle(deep_target()))
 
 
-BLOCKS = [("failfast", {}), ("failfast", {"lookup_min": 2}), ("dspark", {}), ("fast-dllm", {}), ("specdiff", {})]
+BLOCKS = [("failfast", {}), ("auto", {}), ("dspark", {}), ("fast-dllm", {}), ("specdiff", {})]
 TIMED = {
-    engine: [*BLOCKS, ("dflash", {}), ("failfast", {"tree_budget": 12}), ("dspark", {"policy": "auto"})],
-    block_engine: [*BLOCKS[:2], *BLOCKS[3:], ("failfast", {"policy": "auto"}), ("failfast", {"schedule": "aligned"})],
+    engine: [*BLOCKS, ("dflash", {}), ("failfast", {"tree_budget": 12})],
+    block_engine: [*BLOCKS[:2], *BLOCKS[3:], ("failfast", {"schedule": "aligned"})],
     eagle_engine: [("eagle3", {"spec_len": 3}), ("eagle3", {"tree_budget": 8}), ("failfast", {})],
 }
 
@@ -55,7 +55,7 @@ def test_a_draft_beside_the_reading_of_its_weights(monkeypatch):
 @pytest.mark.parametrize("kind", [block_engine, engine, eagle_engine])
 def test_passes_that_are_timed_are_passes(monkeypatch, kind):
     """However many drafts a run has, each begins at the same place and takes the passes of the first; under every
-    policy, and in front of it whatever wraps the drafter."""
+    method, and in front of it whatever wraps the drafter."""
     monkeypatch.setattr(drafting, "REPEATS", 1)
     runs = []
     timed = drafting.drafts_in_a_row

@@ -29,7 +29,7 @@ def arguments(folder, *more):
     file = folder.parent / "questions.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
     common = "run", "--dataset", str(file), "--methods", "lookup", "--max-new-tokens", "8", "--no-figures"
-    return [*common, "--set", "policy=fixed", "--out", str(folder), *more]
+    return [*common, "--out", str(folder), *more]
 
 
 def answers(folder):

@@ -19,7 +19,7 @@ from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.variants import parse_method
 from failfast_jax.checkpoints.pair import LOADERS, feature_kind, own_method
 from failfast_jax.defaults import load_pair
-from failfast_jax.drafters.hybrid import Hybrid
+from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 
 FIELD = GOLDEN / "field"
@@ -346,24 +346,15 @@ def test_a_theta_that_no_drafter_takes_is_refused():
         load_pair("nowhere", method="lookup", rope_theta_drafter=10.0)
 
 
-def test_a_folders_lookups_are_not_put_in_front_of_what_was_asked_for(write):
-    """What is asked for explicitly is what runs; lengths and thresholds that suit the drafter stay."""
-    decoding = {"any": {"lookup_min": 2, "min_gain": 1.0, "spec_len": 3, "policy": "fixed"}}
+def test_what_folders_of_earlier_versions_say_of_lookups_has_no_effect(write):
+    """Lengths and thresholds that suit the drafter stay; what is asked for explicitly is what runs."""
+    decoding = {"any": {"lookup_min": 2, "min_gain": 1.0, "spec_len": 3, "tau": 0.2}, "cpu": {"policy": "auto"}}
     engine = FailFast(target(), write(DSPARK, config_of(DSPARK) | {"decoding": decoding}))
 
-    def drafter(**options: Any) -> Any:
-        return engine.build_drafter(GenerationConfig("failfast", **options))
+    def drafter(method: str = "failfast", **options: Any) -> Any:
+        return engine.build_drafter(GenerationConfig(method, **options))
 
-    assert isinstance(drafter(), Hybrid)  # nothing was asked for
-    for options in ({"policy": "fixed"}, {"tau": 0.3}, {"rule": "congestion"}, {"max_spec_len": 6}, {"reuse": True}):
-        chosen = drafter(**options)
-        assert not isinstance(chosen, Hybrid) and not isinstance(getattr(chosen, "model", None), Hybrid), options
-    assert drafter(policy="fixed").spec_len == drafter(tau=0.3).spec_len == 3
-    assert drafter(acceptance="rejection").sampled
-    hybrids = [drafter(lookup_min=4), drafter(min_gain=0.5), drafter(tau=0.3, lookup_min=2)]
-    assert all(isinstance(hybrid, Hybrid) for hybrid in hybrids)
-    assert [float(hybrid.min_gain) for hybrid in hybrids] == [1.0, 0.5, 1.0]
-    engine.decoding = {"policy": "fixed", "schedule": "wide", "lookup_min": 2}  # as a settings file has them
-    assert isinstance(drafter(tau=0.3), Hybrid)
-    engine.decoding = {"policy": "auto"}
-    assert drafter(tau=0.3).spec_len == drafter(acceptance="rejection").spec_len == 7
+    assert engine.decoding == {"spec_len": 3, "tau": 0.2}
+    assert type(drafter()) is DSparkDrafter and (drafter().spec_len, float(drafter().rule.tau)) == (3, np.float32(0.2))
+    assert float(drafter(tau=0.3).rule.tau) == np.float32(0.3) and drafter(spec_len=2).spec_len == 2
+    assert drafter("auto").text.min_match == 1 and drafter("auto").model.spec_len == 7

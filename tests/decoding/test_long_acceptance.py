@@ -19,12 +19,11 @@ pytestmark = pytest.mark.usefixtures("few_widths")
 
 FAVOURITE = 7
 SMALL = {"spec_len": 3, "max_spec_len": 9, "tau": 0.3, "small_block_size": 4}
-ONE_PASS = ("failfast", "failfast, hybrid", "failfast, reuse")
+ONE_PASS = ("failfast", "failfast, reuse")
 LEFT_OUT = {"small_block_size": ONE_PASS, "tau": ("ar",), "max_spec_len": ("ar",)}
 """Options that a variant of their method ignores."""
 VARIANTS = {
     "failfast, aligned": {"method": "failfast", "schedule": "aligned"},
-    "failfast, hybrid": {"method": "failfast", "lookup_min": 2},
     "failfast, reuse": {"method": "failfast", "reuse": True, "tau": 0.999},
     "specdiff, two steps": {"method": "specdiff", "steps": 2},
     "ar, dynamic": {"method": "ar", "dynamic": True, "spec_len": 1},

@@ -72,7 +72,7 @@ def test_a_stopping_rule(monkeypatch, capsys):
     assert {len(entry.drafted) for entry in drafted} <= {10, 20, 30, 40, 50, 60}
     one, other = capsys.readouterr().out.splitlines()
     assert one.startswith(str(ids)) and other == str(ids)
-    as_method = ["--method", "mean", "--policy", "fixed", "--lookup-min", "0", "--token-ids", "7,12,100,5", "--json"]
+    as_method = ["--method", "mean", "--token-ids", "7,12,100,5", "--json"]
     pair = ["--target", str(GOLDEN / "qwen2_target_160"), "--drafter", str(GOLDEN / "fast_dllm_v2_untied")]
     assert main([*as_method, *pair, "--max-new-tokens", "32"]) == 0
     rounds = json.loads(capsys.readouterr().out)["rounds"]

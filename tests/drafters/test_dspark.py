@@ -133,16 +133,18 @@ def test_a_block_denoised_in_two_steps(kind):
 
 
 OPTIONS = {
-    "own": {},
     "dspark": {"method": "dspark", "confidence_threshold": 0.3},
     "cut": {"method": "failfast", "tau": 0.5},
     "long": {"method": "failfast", "tau": 0.1, "spec_len": 3, "max_spec_len": 11},
-    "hybrid": {"method": "failfast", "tau": 0.3, "lookup_min": 1},
-    "careful": {"method": "failfast", "tau": 0.3, "lookup_min": 1, "min_gain": 0.5},
+    "auto": {"method": "auto"},
     "tree": {"method": "failfast", "tau": 0.4, "tree_budget": 12},
     "reuse": {"method": "failfast", "tau": 0.4, "reuse": True},
     "denoised": {"method": "fast-dllm", "threshold": 0.3},
 }
+
+
+def own(kind: str) -> dict[str, str]:
+    return {"method": engine(kind).drafter.method}
 
 
 @pytest.mark.parametrize(
@@ -150,8 +152,8 @@ OPTIONS = {
     tiers(
         [
             *((kind, "own") for kind in KINDS),
-            *(("vanilla", how) for how in OPTIONS if how != "own"),
-            *(("extended", how) for how in ("dspark", "careful", "tree", "denoised")),
+            *(("vanilla", how) for how in OPTIONS),
+            *(("extended", how) for how in ("dspark", "auto", "tree", "denoised")),
             *(("rnn", "long"), ("dflash", "denoised")),
         ],
         quick=[("vanilla", "own")],
@@ -162,7 +164,7 @@ OPTIONS = {
 @given(seed=st.integers(0, 99), tokens=st.integers(1, 40), heat=st.sampled_from([0.0, 0.0, 0.9]))
 def test_no_token_changes(kind, how, seed, tokens, heat):
     common = {"max_new_tokens": tokens, "temperature": heat, "seed": seed, "exact": how != "tree"}
-    drafted = engine(kind).generate(prompts(seed), **common, **OPTIONS[how])
+    drafted = engine(kind).generate(prompts(seed), **common, **OPTIONS.get(how, own(kind)))
     plain = engine(kind).generate(prompts(seed), method="vanilla", **common)
     assert [result.output_ids for result in drafted] == [result.output_ids for result in plain]
 
@@ -186,7 +188,7 @@ def test_a_block_is_chosen_at_once_where_that_is_possible():
 
 def test_near_the_end_of_the_context():
     for kind in ("dflash", "rnn"):
-        options = {"max_new_tokens": 300, "ignore_eos": True}
+        options = {"max_new_tokens": 300, "ignore_eos": True, **own(kind)}
         [full] = engine(kind).generate([prompts(1)[0]], **options)
         assert len(full.output_ids) == 256 - 9 and full.finish_reason == "length"
 
@@ -198,12 +200,13 @@ def test_a_backbone_drafts_without_its_heads():
     alone = DSpark(bare.config, rngs=nnx.Rngs(0))
     copy_parameters(alone, model.network)
     options = {"max_new_tokens": 24, "ignore_eos": True}
+    options["method"] = "dflash"
     made = [FailFast(target(), one).generate(prompts(2), **options) for one in (bind(alone, target()), bare)]
-    made.append(engine("gated").generate(prompts(2), method="dflash", **options))
+    made.append(engine("gated").generate(prompts(2), **options))
     rounds = [[result.rounds for result in results] for results in made]
     assert rounds[0] == rounds[1] == rounds[2]
     assert bare.without_heads() is bare and engine("gated").drafter.network.markov is not None
-    with_heads = engine("gated").generate(prompts(2), **options)
+    with_heads = engine("gated").generate(prompts(2), **options | own("gated"))
     assert [r.output_ids for r in with_heads] == [r.output_ids for r in made[0]]
     assert [r.rounds for r in with_heads] != rounds[0]
 

@@ -26,7 +26,7 @@ WAYS = {
     "chain": {"method": "eagle3", "spec_len": 3},
     "tree": {"method": "eagle3", **TREE},
     "failfast": {"method": "failfast", "tau": 0.3, "max_spec_len": 7},
-    "hybrid": {"method": "failfast", "tau": 0.3, "max_spec_len": 7, "lookup_min": 2, "min_gain": 0.5},
+    "auto": {"method": "auto", "max_spec_len": 7},
 }
 
 

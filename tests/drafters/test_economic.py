@@ -1,4 +1,4 @@
-"""`--policy auto`: the choice of each round, its limits, and that it changes no token."""
+"""`auto`: the choice of each round, its limits, and that it changes no token."""
 
 import functools
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from tiers import tiers
 from tiny_engines import engine, extended_engine, lossless
 
-from failfast_jax import pricing
+from failfast_jax import FailFast, pricing
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.economics import (
@@ -327,7 +327,7 @@ def test_the_model_learns_only_of_its_own_tokens():
 def test_a_draft_of_both_changes_no_token():
     """A text that ends on a repetition, where the lookup's draft ends and the model goes on."""
     model = engine()
-    drafter = model.build_drafter(GenerationConfig("failfast", policy="auto"))
+    drafter = model.build_drafter(GenerationConfig("auto"))
     session = model.runtime.session(drafter, capacity=128)
     session = session.with_costs(Costs.flat(len(session.plan.widths)))
     state, begun = session.prefill([Request(PROMPTS[0], 60)]), []
@@ -379,12 +379,12 @@ def test_no_token_changes(make, options, draft, monkeypatch):
     model = make()
     monkeypatch.setattr(pricing, "measure", lambda session: table_for(session, draft))
     model.runtime.costs.forget()
-    results = lossless(model, PROMPTS, method="failfast", policy="auto", max_new_tokens=40, ignore_eos=True, **options)
+    results = lossless(model, PROMPTS, method="auto", max_new_tokens=40, ignore_eos=True, **options)
     assert all(result.stats.costs["draft"] == pytest.approx(draft) for result in results)
     rounds = [entry for result in results for entry in result.rounds]
     assert all(entry.expected >= 1 and entry.seconds > 0 for entry in rounds)
     assert any(entry.drafted for entry in rounds)
-    again = model.generate(PROMPTS, method="failfast", policy="auto", max_new_tokens=40, ignore_eos=True, **options)
+    again = model.generate(PROMPTS, method="auto", max_new_tokens=40, ignore_eos=True, **options)
     assert [result.rounds for result in again] == [result.rounds for result in results]
     model.runtime.costs.forget()
 
@@ -397,7 +397,7 @@ def table_for(session, draft: float) -> Costs:
 def test_no_token_changes_on_the_ladder_of_users(users_widths):
     """The prompt is long enough for a wide prefill, and repeats itself, so that drafts of several widths are right."""
     model, prompt = engine(), PROMPTS[0] * 14
-    options = {"method": "failfast", "policy": "auto", "max_spec_len": 31}
+    options = {"method": "auto", "max_spec_len": 31}
     results = lossless(model, [prompt], max_new_tokens=48, ignore_eos=True, **options)
     made = model.runtime.plan(model.build_drafter(GenerationConfig(**options)))
     assert made.widths == (1, 4, 8, 16, 32) and made.prefill_widths == (32, 128, 256, 512)
@@ -407,22 +407,38 @@ def test_no_token_changes_on_the_ladder_of_users(users_widths):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tau": 0.3}, "--tau 0.3: not with --policy auto"),
-        ({"reuse": True}, "--reuse: not with --policy auto"),
-        ({"schedule": "aligned"}, "--schedule aligned: not with --policy auto"),
-        ({"acceptance": "rejection"}, "--policy auto: .* no --acceptance rejection"),
+        ({"tau": 0.3}, "--tau 0.3: --method auto has no such option, only --method failfast, ar, suffix"),
+        ({"reuse": True}, "--reuse: --method auto has no such option"),
+        ({"schedule": "aligned"}, "--schedule aligned: --method auto has no such option"),
+        ({"acceptance": "rejection"}, "--acceptance rejection: .*; --method auto has none"),
+        ({"tree_budget": 15}, "--tree-budget 15: .* drafts no trees by cost"),
     ],
 )
-def test_what_the_policy_decides_cannot_be_said(options, message):
+def test_what_is_decided_by_costs_cannot_be_said(options, message):
     with pytest.raises(OptionError, match=message):
-        engine().resolve(GenerationConfig("failfast"), policy="auto", **options)
+        engine().build_drafter(engine().resolve(**options))
 
 
-def test_the_policy_is_the_default_where_no_option_is_given():
-    def made(**options):
-        return type(engine().build_drafter(GenerationConfig("failfast", **options)))
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"lookup_min": 0}, "--lookup-min 0: needs --drafter"),
+        ({"spec_len": 4}, "--spec-len 4: needs --drafter"),
+        ({"tree_depth": 4}, "--tree-depth 4: needs --drafter"),
+    ],
+)
+def test_options_of_a_drafter_that_is_not_there(options, message):
+    alone = FailFast(engine().target)
+    assert alone.build_drafter(GenerationConfig("auto", max_spec_len=7, lookup_min=3)).max_draft == 7
+    with pytest.raises(OptionError, match=message):
+        alone.build_drafter(GenerationConfig("auto", options=options))
 
-    assert made() is Economic and made(policy="auto", max_spec_len=20) is Economic
-    assert Economic not in (made(tau=0.3), made(policy="fixed"), made(acceptance="rejection"), made(spec_len=4))
-    drafter = engine().build_drafter(GenerationConfig("failfast", policy="auto", lookup_min=0))
+
+def test_the_default_method_chooses_by_costs_and_a_named_one_does_not():
+    def made(*method, **options):
+        return type(engine().build_drafter(GenerationConfig(*method, **options)))
+
+    assert made() is made("auto", max_spec_len=20) is Economic
+    assert Economic not in (made("failfast"), made("lookup"), made("suffix"))
+    drafter = engine().build_drafter(GenerationConfig("auto", lookup_min=0))
     assert drafter.text is None and drafter.model is not None

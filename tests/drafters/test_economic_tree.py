@@ -1,4 +1,4 @@
-"""`--policy auto` of trees: the nodes that are verified, what is learned of them, and that no token changes."""
+"""`auto` with trees: the nodes that are verified, what is learned of them, and that no token changes."""
 
 import contextlib
 import functools
@@ -121,7 +121,7 @@ DEAR = ({1: 1.0, 4: 6.0, 16: 9.0}, 2.0)
 
 @pytest.mark.long
 @pytest.mark.parametrize("costs", [CHEAP, DEAR], ids=["cheap", "dear"])
-@pytest.mark.parametrize("way", [TREE, {"spec_len": 6}], ids=["tree", "chain"])
+@pytest.mark.parametrize("way", [TREE, {"max_spec_len": 6}], ids=["tree", "chain"])
 @settings(max_examples=8)
 @given(data=st.data())
 def test_the_text_is_vanillas(costs, way, data):
@@ -135,13 +135,13 @@ def test_the_text_is_vanillas(costs, way, data):
     stop = data.draw(st.none() | st.integers(0, VOCAB - 1))
     expected = answers(prompts, stop, method="vanilla", **options)
     with priced(*costs):
-        drafted = answers(prompts, stop, method="eagle3", policy="auto", **way, **options)
+        drafted = answers(prompts, stop, method="auto", **way, **options)
     for one, other in zip(expected, drafted):
         assert (other.output_ids, other.finish_reason) == (one.output_ids, one.finish_reason)
 
 
 def test_where_rows_are_cheap_trees_are_verified_and_rounds_are_repeatable():
-    options = {"method": "eagle3", "policy": "auto", **TREE, "max_new_tokens": 60, "temperature": 0.7}
+    options = {"method": "auto", **TREE, "max_new_tokens": 60, "temperature": 0.7}
     with priced(*CHEAP):
         results, again = answers(PROMPTS, None, **options), answers(PROMPTS, None, **options)
     expected = answers(PROMPTS, None, method="vanilla", max_new_tokens=60, temperature=0.7)
@@ -158,24 +158,24 @@ def test_where_rows_are_cheap_trees_are_verified_and_rounds_are_repeatable():
     assert [one.rounds for one in again] == [one.rounds for one in results]
 
 
-@pytest.mark.parametrize("way, drafts", [(TREE, False), ({"spec_len": 6}, True)], ids=["tree", "chain"])
+@pytest.mark.parametrize("way, drafts", [(TREE, False), ({"max_spec_len": 6}, True)], ids=["tree", "chain"])
 def test_what_a_whole_tree_costs_decides(way, drafts):
     """One pass is within a third of the first credit of two steps, the four of a tree are not."""
     with priced({1: 1.0, 16: 1.001}, 0.2):
-        (result,) = answers(PROMPTS[:1], None, method="eagle3", policy="auto", **way, max_new_tokens=12)
+        (result,) = answers(PROMPTS[:1], None, method="auto", **way, max_new_tokens=12)
     assert any(entry.passes for entry in result.rounds) == drafts
 
 
 def test_where_rows_are_dear_no_tree_is_drafted():
     with priced(*DEAR):
-        (result,) = answers(PROMPTS[:1], None, method="eagle3", policy="auto", **TREE, max_new_tokens=60)
+        (result,) = answers(PROMPTS[:1], None, method="auto", **TREE, max_new_tokens=60)
     assert sum(entry.passes for entry in result.rounds) == 0 and len(result.rounds) == 60
 
 
 def test_trees_are_verified_in_the_narrowest_width(monkeypatch):
     """Where a fifth row costs much, trees have three nodes, fewer than their longest path could have; rows differ."""
     monkeypatch.setattr(plan, "CPU_LADDER", (1, 4, 8, 16))
-    options = {"method": "eagle3", "policy": "auto", **TREE, "max_new_tokens": 50}
+    options = {"method": "auto", **TREE, "max_new_tokens": 50}
     with priced({1: 1.0, 4: 1.01, 8: 3.0, 16: 3.1}, 0.001):
         results = answers(PROMPTS[:2], None, **options)
     expected = answers(PROMPTS[:2], None, method="vanilla", max_new_tokens=50)
@@ -186,7 +186,7 @@ def test_trees_are_verified_in_the_narrowest_width(monkeypatch):
 
 
 def test_rounds_are_made_as_costs_are_measured():
-    drafter = engine().build_drafter(GenerationConfig("eagle3", policy="auto", **TREE))
+    drafter = engine().build_drafter(GenerationConfig("auto", **TREE))
     session = engine().runtime.session(drafter, capacity=60)
     for rows, ask in [*((width, -1) for width in session.plan.widths), (1, 1)]:
         flat = Costs.flat(len(session.plan.widths)).replace(rows=np.int32(rows), ask=np.int32(ask))
@@ -217,15 +217,15 @@ def test_chances_of_nodes_become_what_is_seen():
     np.testing.assert_allclose(learned.chance(tree.confidence)[0], [0.5, 0.3, 0.7], atol=0.1)
 
 
-def test_trees_of_the_policy_are_a_drafter_of_trees():
-    drafter = engine().build_drafter(GenerationConfig("eagle3", policy="auto", **TREE))
+def test_trees_by_costs_are_a_drafter_of_trees():
+    drafter = engine().build_drafter(GenerationConfig("auto", **TREE))
     assert isinstance(drafter, EconomicTree) and drafter.drafts_trees and drafter.max_draft == 15
 
 
 def test_chains_end_where_another_pass_does_not_pay():
-    drafter = engine().build_drafter(GenerationConfig("eagle3", policy="auto", spec_len=6))
+    drafter = engine().build_drafter(GenerationConfig("auto", max_spec_len=6))
     assert type(drafter) is Economic and (drafter.model.spec_len, drafter.model.max_spec_len) == (1, 6)
     with priced({1: 1.0, 16: 1.1}, 0.1):
-        results = answers(PROMPTS, None, method="eagle3", policy="auto", spec_len=6, max_new_tokens=60)
+        results = answers(PROMPTS, None, method="auto", max_spec_len=6, max_new_tokens=60)
     passes = {entry.passes for result in results for entry in result.rounds}
     assert len(passes - {0}) >= 2 and max(passes) <= 6

@@ -263,30 +263,17 @@ def test_a_folder_brings_its_decoding_defaults(target, folder):
     config["decoding"] = {"any": {"spec_len": 2, "tau": 1.0}, "cpu": {"spec_len": 4}}
     (folder / "config.json").write_text(json.dumps(config))
     engine = FailFast(target, folder)
-    assert engine.build_drafter(GenerationConfig(method="failfast", policy="fixed")).spec_len == 4
+    assert engine.build_drafter(GenerationConfig(method="failfast")).spec_len == 4
     assert engine.build_drafter(GenerationConfig(method="failfast", spec_len=3)).spec_len == 3
 
 
 def test_a_folder_brings_the_chances_of_its_drafts(target, folder):
-    """What the policy believes before it has seen a draft; without them it believes what suits most models."""
+    """What `auto` believes before it has seen a draft; without them it believes what suits most models."""
     file = folder / "config.json"
     chances = [round(0.02 + 0.05 * at, 2) for at in range(BINS)]
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chances": chances}))
-    auto = GenerationConfig(method="failfast", policy="auto")
+    auto = GenerationConfig(method="auto")
     for source, expected in ((folder, tuple(chances)), (FailFast(target, folder).drafter, MODEL_CHANCES)):
         engine = FailFast(target, source)
         assert engine.build_drafter(auto).init(1, 64).chances.model.prior == expected
-        lossless(engine, [[9, 8, 3, 4], [2, 7, 5]], policy="auto", max_new_tokens=12, ignore_eos=True)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("options", [{"max_spec_len": 4}, {"exact": True}], ids=lambda o: next(iter(o)))
-def test_lookups_and_the_drafter_take_turns(engine, options):
-    """The hybrid that ships: its defaults but for the options here."""
-    prompts = [[9, 8, 3, 4, 10, 11, 12, 13, 14, 15, 3, 4], [2, 7, 5]]
-    hybrid = lossless(engine, prompts, lookup_min=2, min_gain=0.5, max_new_tokens=32, ignore_eos=True, **options)
-    lengths = {(len(round.drafted), round.passes) for result in hybrid for round in result.rounds}
-    longest = options.get("max_spec_len", 15)
-    assert (longest, 0) in lengths  # a lookup leaves the drafter nothing to add
-    assert any(passes for _, passes in lengths) and max(length for length, _ in lengths) == longest
-    assert (0, 0) in lengths or (0, 1) in lengths  # plain steps
+        lossless(engine, [[9, 8, 3, 4], [2, 7, 5]], method="auto", max_new_tokens=12, ignore_eos=True)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array, Int
 from test_lookup import seen
-from tiny_engines import ROWS, extended_engine, standalone_engine
+from tiny_engines import standalone_engine
 
 from failfast_jax import GenerationConfig
 from failfast_jax.decoding import Drafter
@@ -140,8 +140,6 @@ def test_any_drafts_equal_plain_search(data, rows):
 
 
 def test_options():
-    drafter = standalone_engine().build_drafter(GenerationConfig(reuse=True, spec_len=4, max_spec_len=10))
+    drafter = standalone_engine().build_drafter(GenerationConfig("failfast", reuse=True, spec_len=4, max_spec_len=10))
     assert drafter.max_draft == 10 and drafter.draft_lengths == tuple(range(4, 11))
     assert isinstance(drafter.model, Wide) and drafter.model.max_draft == 8
-    mixed = extended_engine().build_drafter(GenerationConfig(reuse=True, spec_len=3, lookup_min=2))
-    assert mixed.max_draft == mixed.model.max_draft > ROWS and mixed.draft_lengths[0] == 0

@@ -18,8 +18,8 @@ from failfast_jax.decoding import plan
 from failfast_jax.serving.request_queue import Queue
 
 PROMPTS = [[3, 4, 5], [6, 7] * 20, [2, 3, 4, 5, 6] * 8, [6, 7] * 20 + [3], [9]]
-LOOKUP = {"method": "lookup", "policy": "fixed", "max_spec_len": 7}
-MODEL = {"method": "failfast", "policy": "fixed", "spec_len": 3, "max_spec_len": 6, "tau": 0.2}
+LOOKUP = {"method": "lookup", "max_spec_len": 7}
+MODEL = {"method": "failfast", "spec_len": 3, "max_spec_len": 6, "tau": 0.2}
 CASES = {
     "one device": (1, 1, 8, LOOKUP),
     "2 groups": (1, 2, 4, LOOKUP),

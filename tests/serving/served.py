@@ -118,4 +118,4 @@ def address_of(server: subprocess.Popen) -> str:
 
 def quick(**changes) -> GenerationConfig:
     """The request of a queue that compiles in a moment."""
-    return GenerationConfig("lookup", options={"policy": "fixed", "max_spec_len": 7}, **changes)
+    return GenerationConfig("lookup", options={"max_spec_len": 7}, **changes)

@@ -14,7 +14,7 @@ from failfast_jax.serving import Queue
 
 pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("few_widths")]
 
-DRAFTING = {"policy": "fixed", "spec_len": 3, "max_spec_len": 6, "tau": 0.3}
+DRAFTING = {"spec_len": 3, "max_spec_len": 6, "tau": 0.3}
 
 
 def outputs(batch: int, method: str, **options) -> list[list[int]]:
@@ -49,7 +49,7 @@ def test_log_probabilities_are_the_same_too(dtype):
     request = {"max_new_tokens": 30, "ignore_eos": True, "logprobs": 3}
     results = {}
     for method in ("vanilla", "lookup"):
-        config = GenerationConfig(method, exact=True, **({"policy": "fixed"} if method == "lookup" else {}))
+        config = GenerationConfig(method, exact=True)
         with Queue(FailFast(target), config, batch=1, capacity=160, logprobs=3) as queue:
             answers = [queue.submit([4, 5, 6, 7] * number, **request).result() for number in (2, 9)]
         results[method] = [(answer.output_ids, answer.logprobs) for answer in answers]

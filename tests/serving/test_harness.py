@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("few_widths")]
 @pytest.fixture(scope="module")
 def model(few_widths):
     engine = new_engine(tokenizer=HarnessPieces(), drafter_tokenizer=HarnessPieces())
-    options = {"policy": "fixed", "max_spec_len": 7}
+    options = {"max_spec_len": 7}
     model = FailFastLM(engine=engine, method="lookup", batch=3, context=96, max_gen_toks=12, **options)
     yield model
     model.queue.close()

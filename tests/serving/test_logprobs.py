@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("few_widths")]
 
 BEST = 3
 METHODS = {
-    "lookup": {"policy": "fixed", "max_spec_len": 7},
+    "lookup": {"max_spec_len": 7},
     "tree": {"spec_len": 3, "max_spec_len": 6, "tree_budget": 7},
 }
 PROMPTS = [[3, 4, 5] * 6, [6, 7] * 20, [9], [3, 4, 5] * 6, [2, 3, 4, 5, 6] * 8]

@@ -21,9 +21,9 @@ from failfast_jax.serving.request_queue import Finished, Queue, QueueClosed, Que
 
 CAPACITY = 160
 METHODS = {
-    "lookup": {"policy": "fixed", "max_spec_len": 7},
-    "failfast": {"policy": "fixed", "spec_len": 3, "max_spec_len": 6, "tau": 0.3},
-    "auto": {"policy": "auto", "max_spec_len": 6, "spec_len": 3},
+    "lookup": {"max_spec_len": 7},
+    "failfast": {"spec_len": 3, "max_spec_len": 6, "tau": 0.3},
+    "auto": {"max_spec_len": 6, "spec_len": 3},
 }
 LONG = {"prompt": [3, 4, 5], "max_new_tokens": 150, "ignore_eos": True}
 
@@ -31,8 +31,7 @@ pytestmark = pytest.mark.usefixtures("few_widths")
 
 
 def config(kind: str, **changes) -> GenerationConfig:
-    method = "failfast" if kind == "auto" else kind
-    return GenerationConfig(method, options=METHODS.get(kind), **changes)
+    return GenerationConfig(kind, options=METHODS.get(kind), **changes)
 
 
 @functools.cache

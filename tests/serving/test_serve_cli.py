@@ -35,7 +35,7 @@ from served import chat_engine
 
 plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
 serve.load_engine = lambda args, method: chat_engine()
-options = "--method lookup --policy fixed --max-spec-len 7 --batch 2 --context 64 --port 0 --model-name tiny"
+options = "--method lookup --max-spec-len 7 --batch 2 --context 64 --port 0 --model-name tiny"
 raise SystemExit(serve.main(options.split()))
 """
 

@@ -49,7 +49,7 @@ command = {{"serve": serve, "chat": chat}}[sys.argv[1]]
 command.load_engine = lambda args, method: new_engine(
     tensor_parallel=args.tensor_parallel, data_parallel=args.data_parallel, **pieces
 )
-options = "--method lookup --policy fixed --max-spec-len 7 --context {CAPACITY}".split()
+options = "--method lookup --max-spec-len 7 --context {CAPACITY}".split()
 raise SystemExit(command.main([*options, *sys.argv[2:]]))
 """
 SERVE = ("serve", "--batch", "2", "--port", "0", "--model-name", "tiny")
@@ -197,7 +197,7 @@ def test_two_processes_are_scored_as_one(tmp_path):
     for task in (choose, write):
         (tmp_path / f"{task['task']}.yaml").write_text(json.dumps(common | task))
     words = ["run", "--model", "failfast_jax", "--tasks", "choose,write", "--include_path", str(tmp_path)]
-    settings = "method=lookup,policy=fixed,max_spec_len=7,batch=3,context=96,tensor_parallel="
+    settings = "method=lookup,max_spec_len=7,batch=3,context=96,tensor_parallel="
 
     def run(name: str, begin, devices: int) -> dict[str, list]:
         args = ["--model_args", f"{settings}{devices}", "--log_samples", "--output_path", str(tmp_path / name)]

@@ -1,8 +1,8 @@
 """Draws the pictures of the pages from answers that it has written for them: `python docs/figures.py`.
 
 `expansion.svg` is of the tiny random pair of the tests, whose drafts show how Algorithm 1 goes and nothing about
-quality; `rounds.svg` and `economics.svg` are of the default pair, the latter with what the policy chose on this
-machine. A minute on two cores.
+quality; `rounds.svg` and `economics.svg` are of the default pair, with what `auto` chose on this machine. A minute on
+two cores.
 """
 
 from __future__ import annotations
@@ -98,12 +98,11 @@ def main(folder: Path = HERE, longest: int = 256) -> None:
     shown = [kinds[length] for length in sorted(kinds, reverse=True)]
     (folder / "expansion.svg").write_text(expansion(shown[:4]), encoding="utf-8")
     enable_compile_cache()
-    engine = load_pair(method="failfast")
-    options = {"policy": "fixed", "lookup_min": 3, "min_gain": 0.0}
-    answer = engine.generate(QUESTION, method="failfast", max_new_tokens=64, **options)[0]
+    engine = load_pair()
+    answer = engine.generate(QUESTION, max_new_tokens=64)[0]
     (folder / "rounds.svg").write_text(acceptance(answer, engine), encoding="utf-8")
     engine.time_rounds = True
-    chosen = engine.generate(LONGER, method="failfast", max_new_tokens=longest)[0]
+    chosen = engine.generate(LONGER, max_new_tokens=longest)[0]
     write_trace(chosen, folder / "economics.svg", engine.tokenizer)
 
 

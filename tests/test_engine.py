@@ -206,7 +206,7 @@ def test_logits_that_are_not_finite_later_on(method):
 def test_a_drafter_that_is_not_finite_loses_nothing(value):
     target, drafter = random_model(tiny_config(num_layers=1), seed=1), random_model(diffusion_config(), seed=2)
     broken = FailFast(target, with_bad_weights(drafter, value))
-    lossless(broken, [[5, 6, 7]], max_new_tokens=20, ignore_eos=True, **DRAFTS)
+    lossless(broken, [[5, 6, 7]], method="failfast", max_new_tokens=20, ignore_eos=True, **DRAFTS)
 
 
 @pytest.mark.parametrize("block_cache", [False, True])
@@ -253,7 +253,7 @@ def test_exact_leaves_out_widths_that_matter(monkeypatch, caplog, narrowest, war
     monkeypatch.setattr(plans, "CPU_PREFILL_WIDTHS", (32,))
     fresh = new_engine()
     with caplog.at_level(logging.WARNING, logger="failfast_jax"):
-        lossless(fresh, [[5, 6, 7]], max_new_tokens=30, ignore_eos=True, exact=True, **DRAFTS)
+        lossless(fresh, [[5, 6, 7]], method="failfast", max_new_tokens=30, ignore_eos=True, exact=True, **DRAFTS)
     assert ("every step runs at 72 rows" in caplog.text) is warned
     plan = fresh.runtime.plan(fresh.build_drafter(GenerationConfig(method="vanilla")), exact=True)
     assert plan.constant is warned

@@ -115,7 +115,9 @@ def test_block_drafters_draft_as_published(name, key):
     engine, answers = FailFast(FIELD / "qwen3_a", FIELD / name), published_rounds(name, key)
     assert len(answers) == 3
     options = {} if key in (None, "threshold_0") else {"confidence_threshold": 0.5}
-    results = engine.generate([prompt for prompt, *_ in answers], max_new_tokens=80, ignore_eos=True, **options)
+    results = engine.generate(
+        [prompt for prompt, *_ in answers], max_new_tokens=80, ignore_eos=True, method=engine.drafter.method, **options
+    )
     for result, (_, output, rounds) in zip(results, answers):
         assert result.output_ids[: len(output)] == output
         assert len(result.rounds) >= len(rounds) > 5

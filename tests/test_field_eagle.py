@@ -69,10 +69,10 @@ def assert_same(case: dict, rounds: list[dict], output: list[int]) -> None:
 
 @pytest.mark.parametrize("drafter", tiers([*TREES, CHAIN], quick=[CHAIN], long=None))
 def test_every_round_is_the_public_codes(drafter):
-    """In a batch; the drafter names its method."""
+    """In a batch."""
     settings, cases = answers(drafter)
     prompts = [case["prompt"] + case["output_ids"][:1] for case in cases]
-    options = {"max_new_tokens": EMITTED + 10, "ignore_eos": True} | settings
+    options = {"method": "eagle3", "max_new_tokens": EMITTED + 10, "ignore_eos": True} | settings
     results = engine(drafter).generate(prompts, **options)
     for case, result in zip(cases, results):
         assert result.method == "eagle3"
@@ -88,7 +88,7 @@ def test_the_command_line_says_the_same(drafter, capsys):
     settings, (_, case, _) = answers(drafter)
     flags = [text for name, value in settings.items() if value for text in ("--" + name.replace("_", "-"), str(value))]
     ids = ",".join(map(str, case["prompt"] + case["output_ids"][:1]))
-    models = ["--target", str(FIELD / "qwen3_a"), "--drafter", str(FIELD / drafter)]
+    models = ["--target", str(FIELD / "qwen3_a"), "--drafter", str(FIELD / drafter), "--method", "eagle3"]
     assert main([*models, *flags, "--token-ids", ids, "--max-new-tokens", str(EMITTED + 10), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["method"] == "eagle3"
@@ -117,7 +117,9 @@ def test_eight_bits():
     prompts = [case["prompt"] for case in answers(CHAIN)[1]]
     small = FailFast(FIELD / "qwen3_a", FIELD / CHAIN, quantize_drafter="int8", programs=engine(CHAIN).runtime.programs)
     assert small.drafter.network.head.weight[...].dtype == np.int8
-    one, other = (e.generate(prompts, max_new_tokens=40, ignore_eos=True) for e in (small, engine(CHAIN)))
+    one, other = (
+        e.generate(prompts, method="eagle3", max_new_tokens=40, ignore_eos=True) for e in (small, engine(CHAIN))
+    )
     assert [result.output_ids for result in one] == [result.output_ids for result in other]
     drafted, accepted = sum(result.stats.drafted for result in one), sum(result.stats.accepted for result in one)
     assert accepted > drafted / 4
@@ -272,4 +274,4 @@ REFUSED = (
 @pytest.mark.parametrize("options, said", REFUSED, ids=[said for _, said in REFUSED])
 def test_what_cannot_be_served_is_refused(options, said):
     with pytest.raises((OptionError, ConfigError), match=said):
-        engine(TREE).generate([[1, 2]], **options)
+        engine(TREE).generate([[1, 2]], **{"method": "eagle3"} | options)

@@ -45,9 +45,9 @@ DIFFUSION_METHOD = "dllm"
 """The block-diffusion model writing on its own; every other method is a drafter in front of a target."""
 
 FORMER = {
-    "policy": "went: --method auto decides by measured costs, and every other method is what it says "
+    "policy": "no longer an option: --method auto decides by measured costs, and every other method is what it says "
     "(--method failfast, --method lookup)",
-    "min_gain": "went: --method auto weighs by measured costs what a draft gains",
+    "min_gain": "no longer an option: --method auto weighs by measured costs what a draft gains",
 }
 """Options that went, and what does their work."""
 

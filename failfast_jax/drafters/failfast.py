@@ -183,7 +183,9 @@ def one_pass_drafter(
     """The drafter of the schedule `wide`, for any kind of model that fills several positions in a pass.
 
     Args:
-      spec_len, max_spec_len: a chunk and the longest draft; None: what suits the model.
+      spec_len: tokens of a chunk; None: what suits the model.
+      max_spec_len: of the longest draft; likewise.
+      tau: confidence below which a draft ends with its chunk.
       most: default of the longest draft.
     """
     extra = {"sampled": site.sampled, "alternatives": alternatives, "rule": BelowThreshold(np.float32(tau))}

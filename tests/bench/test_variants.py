@@ -72,7 +72,7 @@ def test_values_that_no_option_takes():
 @pytest.mark.parametrize(
     ("methods", "sweeps", "message"),
     [
-        (["quick"], [], "--methods quick: must be among failfast"),
+        (["quick"], [], "--methods quick: must be among auto"),
         (["failfast:tau"], [], "--methods failfast:tau: tau must be key=value"),
         (["failfast:speed=1"], [], "--methods failfast:speed=1: there is no option 'speed' of failfast"),
         (["lookup:tau=1"], [], "--methods lookup:tau=1: there is no option 'tau' of lookup"),

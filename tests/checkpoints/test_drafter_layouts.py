@@ -331,7 +331,8 @@ def test_a_drafter_runs_with_another_theta(write):
 
     published_theta = "eagle3:spec_len=3,rope_theta_drafter=10000"
     assert drafts("eagle3:spec_len=3") != drafts(published_theta)
-    trained = FailFast(target(), FIELD / EAGLE).generate([prompt], spec_len=3, max_new_tokens=12, ignore_eos=True)[0]
+    options = {"method": "eagle3", "spec_len": 3, "max_new_tokens": 12, "ignore_eos": True}
+    trained = FailFast(target(), FIELD / EAGLE).generate([prompt], **options)[0]
     assert drafts(published_theta) == [round.drafted for round in trained.rounds]
 
 

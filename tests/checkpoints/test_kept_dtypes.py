@@ -60,7 +60,7 @@ def test_rounds_are_the_same(tmp_path, options):
     targets = stored(tmp_path, FIELD / "qwen3_a", "bfloat16")
     drafters = stored(tmp_path, FIELD / "dspark_gated_qwen3_a", "bfloat16")
     results = [
-        FailFast(*pair).generate([[7, 3, 90, 11]], max_new_tokens=40, ignore_eos=True, **options)[0]
+        FailFast(*pair).generate([[7, 3, 90, 11]], method="dspark", max_new_tokens=40, ignore_eos=True, **options)[0]
         for pair in zip(targets, drafters)
     ]
     assert results[0].output_ids == results[1].output_ids and len(results[0].rounds) > 3
@@ -80,7 +80,7 @@ def test_other_drafters_answer_without_loss(tmp_path, target, drafter):
     assert (2, "bfloat16") in dtypes(engine.drafter)
     options = {"max_new_tokens": 32, "ignore_eos": True}
     [expected] = FailFast(wide).generate([[5, 3, 90, 11]], method="vanilla", **options)
-    [got] = engine.generate([[5, 3, 90, 11]], **options)
+    [got] = engine.generate([[5, 3, 90, 11]], method=engine.drafter.method, **options)
     assert got.output_ids == expected.output_ids
 
 

@@ -199,8 +199,7 @@ def test_a_backbone_drafts_without_its_heads():
     bare = model.without_heads()
     alone = DSpark(bare.config, rngs=nnx.Rngs(0))
     copy_parameters(alone, model.network)
-    options = {"max_new_tokens": 24, "ignore_eos": True}
-    options["method"] = "dflash"
+    options = {"method": "dflash", "max_new_tokens": 24, "ignore_eos": True}
     made = [FailFast(target(), one).generate(prompts(2), **options) for one in (bind(alone, target()), bare)]
     made.append(engine("gated").generate(prompts(2), **options))
     rounds = [[result.rounds for result in results] for results in made]
@@ -216,8 +215,18 @@ def test_a_backbone_drafts_without_its_heads():
     [
         ("dflash", {"method": "dspark"}, ConfigError, "no Markov or confidence head, as --method dspark needs"),
         ("vanilla", {"method": "ar"}, ConfigError, "use --method dspark"),
-        ("vanilla", {"confidence_threshold": 1.5}, OptionError, "--confidence-threshold 1.5: must be in"),
-        ("dflash", {"confidence_threshold": 0.5}, OptionError, "--method dflash has no such option, only dspark"),
+        (
+            "vanilla",
+            {"method": "dspark", "confidence_threshold": 1.5},
+            OptionError,
+            "--confidence-threshold 1.5: must be in",
+        ),
+        (
+            "dflash",
+            {"confidence_threshold": 0.5},
+            OptionError,
+            "--method auto has no such option, only --method dspark",
+        ),
         ("vanilla", {"method": "failfast", "spec_len": 5}, OptionError, "--spec-len 5: this drafter fills up to 4"),
         ("extended", {"max_spec_len": 5}, OptionError, "--max-spec-len 5: this drafter fills up to 4"),
         ("vanilla", {"method": "failfast", "schedule": "aligned"}, OptionError, "standalone block-diffusion drafter"),

@@ -153,7 +153,7 @@ def first_drafts(drafters, seen):
 
 def test_distributions_and_alternatives_speak_of_the_targets_ids(engine):
     options = ({}, {"acceptance": "rejection"}, {"tree_budget": 9})
-    drafters = [engine.build_drafter(GenerationConfig(tau=1.0, spec_len=3, **option)) for option in options]
+    drafters = [engine.build_drafter(GenerationConfig("failfast", tau=1.0, spec_len=3, **option)) for option in options]
     drafters[2] = drafters[2].model
     sampling = greedy_sampling(1).replace(temperature=jnp.ones(1))
     seen = committed([prompt(9)], 128, 50, sampling=sampling)
@@ -170,7 +170,8 @@ def test_distributions_and_alternatives_speak_of_the_targets_ids(engine):
 
 
 def test_confident_drafts_grow(engine):
-    for result in lossless(engine, [prompt(9), [5]], tau=0.0, spec_len=2, max_new_tokens=20, ignore_eos=True):
+    options = {"method": "failfast", "tau": 0.0, "spec_len": 2, "max_new_tokens": 20, "ignore_eos": True}
+    for result in lossless(engine, [prompt(9), [5]], **options):
         assert {len(round.drafted) for round in result.rounds[:-1]} == {ROWS}
         assert {round.passes for round in result.rounds} == {3}  # 2 + 2 + 1 tokens
 
@@ -178,7 +179,7 @@ def test_confident_drafts_grow(engine):
 def test_features_that_wait_are_stored_before_a_draft_needs_them(engine):
     """A hundred commits of 0 to 5 tokens, two sequences, drafts now and then: the same drafts as without waiting."""
     rng, rows = np.random.default_rng(0), 6
-    at_once = engine.build_drafter(GenerationConfig(tau=1.0, spec_len=3, max_spec_len=3))
+    at_once = engine.build_drafter(GenerationConfig("failfast", tau=1.0, spec_len=3, max_spec_len=3))
     waiting = at_once.replace(deferred=True)
     texts = committed(rng.integers(2, 40, (2, 640)).tolist(), 640, 50, prompts=[1, 1])
     features = jnp.asarray(rng.standard_normal((2, 640, 3, engine.target.config.hidden_size)), jnp.float32)

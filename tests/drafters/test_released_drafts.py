@@ -99,7 +99,14 @@ def repetitive() -> FailFast:
 @pytest.mark.parametrize("reuse", [False, True])
 def test_rounds_are_the_released_ones(reuse):
     engine, rng = repetitive(), np.random.default_rng(5)
-    options = {"schedule": "aligned", "tau": TAU, "small_block_size": SMALL, "reuse": reuse, **LENGTHS}
+    options = {
+        "method": "failfast",
+        "schedule": "aligned",
+        "tau": TAU,
+        "small_block_size": SMALL,
+        "reuse": reuse,
+        **LENGTHS,
+    }
     stopped = longer = whole = 0
     for size in (9, 16, 21, 44):
         text = rng.integers(2, VOCAB - 1, size).tolist()
@@ -121,18 +128,19 @@ def test_rounds_are_the_released_ones(reuse):
 
 def test_options():
     def build(**options):
-        return standalone_engine().build_drafter(GenerationConfig(schedule="aligned", **options))
+        return standalone_engine().build_drafter(GenerationConfig("failfast", schedule="aligned", **options))
 
     assert isinstance(build(), Aligned)
     reusing = build(reuse=True)
     assert isinstance(reusing, ReleasedReuse) and reusing.max_draft == 2 * reusing.model.max_draft
-    rule = standalone_engine().build_drafter(GenerationConfig(rule="congestion")).rule
+    rule = standalone_engine().build_drafter(GenerationConfig("failfast", rule="congestion")).rule
     assert (rule.first, rule.least, rule.most) == (10, 8, 30) and rule.increase == np.float32(1.8)
 
 
 def test_congestion_follows_what_was_accepted():
     engine = standalone_engine()
-    result = engine.generate([[3, 4, 5]], rule="congestion", spec_len=2, max_spec_len=8, max_new_tokens=40)[0]
+    options = {"method": "failfast", "rule": "congestion", "spec_len": 2, "max_spec_len": 8}
+    result = engine.generate([[3, 4, 5]], max_new_tokens=40, **options)[0]
     window = 2
     for entry in result.rounds[:-1]:
         size = len(entry.drafted)

@@ -193,7 +193,7 @@ def answer(target, drafter, tokens, lengths, options):
 
 def test_the_text_is_the_targets_own():
     """Rows with their own temperatures and seeds; every token is the one that the target picks behind those before."""
-    drafter = pair().build_drafter(GenerationConfig(spec_len=3, max_spec_len=9, tau=0.3, tree_budget=31))
+    drafter = pair().build_drafter(GenerationConfig("failfast", spec_len=3, max_spec_len=9, tau=0.3, tree_budget=31))
     assert isinstance(drafter, TreeDrafter) and drafter.budget == 31
     rng = np.random.default_rng(0)
     temperatures = np.asarray([0, 0.7, 0.7, 0.7, 1.0, 1.2, 1.2, 1.2], np.float32)

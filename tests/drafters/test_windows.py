@@ -129,7 +129,7 @@ def test_a_block_sees_what_the_engines_that_serve_it_let_it_see(kind, tmp_path):
     """A window of one position more or less, and a block that sees all of itself, would draft otherwise."""
     folder = folder_of(tmp_path / "drafter", "dflash_qwen3_a", **BLOCKS[kind])
     window, others, rounds = BLOCKS[kind].get("sliding_window", 0), set(), 0
-    for result in FailFast(target(), folder).generate(PROMPTS, **OPTIONS):
+    for result in FailFast(target(), folder).generate(PROMPTS, method="dflash", **OPTIONS):
         ids = list(result.prompt_ids)
         for drafted in result.rounds:
             assert drafted.drafted == dflash_draft(folder, ids, window)
@@ -192,7 +192,7 @@ EAGLES = {
 def test_an_eagle_drafts_what_its_keys_say(kind, tmp_path):
     folder, published = eagle_folder(tmp_path / "drafter", **EAGLES[kind]), FIELD / "eagle3_qwen3_a"
     window, differs = EAGLES[kind].get("sliding_window", 1000), False
-    for result in FailFast(target(), folder).generate(PROMPTS, spec_len=5, **OPTIONS):
+    for result in FailFast(target(), folder).generate(PROMPTS, method="eagle3", spec_len=5, **OPTIONS):
         ids = list(result.prompt_ids)
         for drafted in result.rounds:
             length = len(drafted.drafted)
@@ -205,4 +205,4 @@ def test_an_eagle_drafts_what_its_keys_say(kind, tmp_path):
 def test_trees_have_no_window(tmp_path):
     engine = FailFast(target(), eagle_folder(tmp_path / "drafter", layer_types=[SLIDING], sliding_window=WINDOW))
     with pytest.raises(OptionError, match="its attention slides .6 positions.*--spec-len n drafts chains"):
-        engine.generate([[1, 2]], **OPTIONS)
+        engine.generate([[1, 2]], method="eagle3", **OPTIONS)

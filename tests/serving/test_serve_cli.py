@@ -184,4 +184,4 @@ def test_a_note_tells_when_nothing_may_be_drafted(monkeypatch, capsys, rows):
     monkeypatch.setattr(request_queue, "Queue", CostedQueue)
     monkeypatch.setattr(server, "Server", types.SimpleNamespace)  # refuses its arguments
     assert serve.main(["--port", "0", "--method", "lookup", "--batch", str(rows)]) == 1
-    assert ("--policy auto" in capsys.readouterr().err) == (rows == 4)
+    assert ("--method auto drafts where" in capsys.readouterr().err) == (rows == 4)

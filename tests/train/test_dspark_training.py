@@ -123,7 +123,7 @@ def test_a_drafter_goes_on_with_more_heads(target):
     heads = {"markov": "vanilla", "markov_rank": 6, "confidence": True, "confidence_sees_markov": True}
     model = block_start.continued(start.network, dataclasses.replace(start.config, **heads), 0)
     one, other = FailFast(target, start), FailFast(target, bind(model, target, np.arange(40)))
-    options = {"max_new_tokens": 16, "ignore_eos": True, "tau": 0.0}
+    options = {"method": "failfast", "max_new_tokens": 16, "ignore_eos": True, "tau": 0.0}
     drafts = (
         [round.drafted for round in engine.generate([[3, 9, 27]], **options)[0].rounds] for engine in (one, other)
     )
@@ -139,7 +139,7 @@ def test_a_folder_gives_the_same_drafter(tmp_path, borrow, draft_ids):
     read = load_dspark(tmp_path / "out", target)
     assert read.config == model.config and read.shared == ("embed", "head")
     prompts = [[3, 9, 27], [4, 5, 6, 7]]
-    first, second = (FailFast(target, m).generate(prompts, max_new_tokens=24) for m in (model, read))
+    first, second = (FailFast(target, m).generate(prompts, method="dspark", max_new_tokens=24) for m in (model, read))
     assert [r.rounds for r in first] == [r.rounds for r in second]
 
 

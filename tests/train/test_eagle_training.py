@@ -83,7 +83,7 @@ def test_chains_are_those_that_the_engine_drafts(target):
     objective = objective_of(target, DRAFT_IDS)
     drafter = objective.drafter(objective.trainable)
     prompts = [[3, 9], [4, 5, 6, 7, 8, 9, 10]]
-    results = FailFast(target, drafter).generate(prompts, max_new_tokens=10, ignore_eos=True)
+    results = FailFast(target, drafter).generate(prompts, method="eagle3", max_new_tokens=10, ignore_eos=True)
     tokens = np.zeros((2, 16), np.int32)
     for row, prompt, result in zip(tokens, prompts, results):
         text = [*prompt, *result.rounds[0].drafted]
@@ -130,7 +130,7 @@ def test_a_folder_gives_the_same_drafter(documents, target, tmp_path, draft_ids,
     read, written = load_eagle(tmp_path / "out", target), objective.drafter(state["ema"])
     assert read.config == written.config and not read.own_embed
     prompts, options = [[3, 9, 27], [4, 5, 6, 7]], {"max_new_tokens": 24, "ignore_eos": True}
-    first, second = (FailFast(target, model).generate(prompts, **options) for model in (written, read))
+    first, second = (FailFast(target, model).generate(prompts, method="eagle3", **options) for model in (written, read))
     assert [r.rounds for r in first] == [r.rounds for r in second]
     vanilla = FailFast(target).generate(prompts, method="vanilla", **options)
     assert [r.output_ids for r in first] == [r.output_ids for r in vanilla]

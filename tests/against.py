@@ -25,11 +25,14 @@ HERE = Path(__file__).resolve().parents[1]
 WORKER = """
 import json, sys
 answers, sys.stdout = sys.stdout, sys.stderr
+from failfast_jax import drafters
 from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import load_pair
 engine = load_pair(method="failfast")
 for line in sys.stdin:
     prompt, method, tokens = json.loads(line)
+    if method == "auto" and "auto" not in drafters.METHODS:
+        method = "failfast"  # as it was called once
     [result] = engine.generate(prompt, GenerationConfig(method, max_new_tokens=tokens))
     print(json.dumps({"seconds": result.stats.decode_s, "ids": result.output_ids}), file=answers, flush=True)
 """
@@ -84,7 +87,7 @@ def main() -> int:
     parser.add_argument("--data", metavar="FILE", type=Path, required=True, help="JSON lines with `prompt`")
     parser.add_argument("--limit", metavar="n", type=int, help="only the first questions")
     parser.add_argument("--max-new-tokens", metavar="n", type=int, default=128)
-    parser.add_argument("--methods", metavar="a,b", default="failfast,vanilla")
+    parser.add_argument("--methods", metavar="a,b", default="auto,vanilla")
     parser.add_argument("--repeats", metavar="n", type=int, default=1, help="timed pairs of a question (%(default)s)")
     args = parser.parse_args()
     if not (args.other / "failfast_jax").is_dir():

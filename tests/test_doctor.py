@@ -95,7 +95,7 @@ def test_a_pair_that_fits():
 @pytest.mark.parametrize("target, drafter, method", PUBLISHED)
 def test_published_drafters_fit(target, drafter, method):
     finding = about(GOLDEN / "field" / target, GOLDEN / "field" / drafter)["drafter"]
-    assert finding.state == doctor.OK and f"drafts by --method {method}" in finding.text, finding
+    assert finding.state == doctor.OK and f"made for --method {method}" in finding.text, finding
 
 
 def test_the_default_pair_fits():

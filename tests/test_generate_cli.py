@@ -42,18 +42,19 @@ def test_the_method_is_said_once_there_is_a_model(capsys):
     assert main(["--target", "./nowhere", "--token-ids", "1"]) == 2
     assert capsys.readouterr().err == "error: --target ./nowhere: no such file or folder\n"
     assert main([*COMMON, "--max-new-tokens", "1"]) == 0
-    assert "no --drafter and no --method: drafting by --method lookup" in capsys.readouterr().err
+    assert "no --drafter: --method auto drafts from the text alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "args",
     [
-        ["--drafter", DRAFTER, *SHORT],
+        ["--drafter", DRAFTER, "--method", "failfast", *SHORT],
         ["--drafter", TARGET, "--method", "ar", "--dynamic", "--tau", "0.3", "--max-spec-len", "7"],
+        ["--drafter", TARGET],
         ["--method", "suffix", "--max-spec-len", "7"],
         ["--method", "vanilla", "--exact"],
     ],
-    ids=["wide", "dynamic", "suffix", "exact"],
+    ids=["wide", "dynamic", "auto", "suffix", "exact"],
 )
 def test_methods_agree(args, vanilla):
     result = run_json(*COMMON, *args)

@@ -89,8 +89,7 @@ def config_of(args: argparse.Namespace, **common: Any) -> GenerationConfig:
         chosen.read_graph(args.target)
     if args.drafter is not None and not all_options()[method].kinds:
         raise ValueError(f"--drafter {args.drafter}: --method {method} drafts without a model")
-    if args.method is not None:
-        tell_new_meaning(config)
+    tell_new_meaning(config)
     return config
 
 

@@ -191,7 +191,7 @@ def expected_tokens(
 
 @flax.struct.dataclass
 class Purse:
-    """What the policy of a batch has won and hopes for. Time is in plain steps of the batch."""
+    """What `auto` has won in a batch and hopes for. Time is in plain steps of the batch."""
 
     steps: Float[Array, ""]
     """Won over plain decoding, plus the stake: what drafts may lose at worst."""

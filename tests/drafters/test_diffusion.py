@@ -26,6 +26,7 @@ from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.specdiff import SpecDiff
 from failfast_jax.drafters.wide import Wide
+from failfast_jax.options import Site
 
 BATCH, WIDTH, CAPACITY = 2, 256, 150
 PREFILL = 64
@@ -59,6 +60,22 @@ def drafter(kind: str) -> Drafter:
 @functools.cache
 def autoregressive():
     return random_model(tiny_config(num_layers=1), seed=3)
+
+
+def test_an_autoregressive_model_catches_up_with_rounds_in_which_it_did_not_draft():
+    """After 139 tokens that it has not seen, or 0 in the other row, it drafts as if it had read them all."""
+    drafter = Autoregressive.of(Site(model=autoregressive(), vocab=VOCAB), seldom=True, spec_len=4)
+    texts = np.random.default_rng(0).integers(2, VOCAB, (2, 150)).tolist()
+    now = committed([texts[0], texts[1][:11]], WIDTH, 50)
+    behind, up_to_date = (
+        drafter.prefill(drafter.init(BATCH, WIDTH), seen, np.int32(0), 192, None)
+        for seen in (committed([text[:11] for text in texts], WIDTH, 50), now)
+    )
+    assert behind.cached.tolist() == [10, 10] and up_to_date.cached.tolist() == [149, 10]
+    (late, state), (draft, expected) = (draft_of(drafter, one, now) for one in (behind, up_to_date))
+    assert late.tokens.tolist() == draft.tokens.tolist() and late.passes.tolist() == [6, 4]
+    np.testing.assert_allclose(late.confidence, draft.confidence, rtol=1e-5)
+    assert state.cached.tolist() == expected.cached.tolist() == [153, 14]
 
 
 WIDE = ("wide", "wide, chunks longer than blocks")

@@ -21,7 +21,7 @@ MEASURE = pricing.measure
 
 def session(batch: int = 1):
     model = extended_engine()
-    drafter = model.build_drafter(GenerationConfig("failfast"))
+    drafter = model.build_drafter(GenerationConfig("auto"))
     return model.runtime.session(drafter, batch=batch, capacity=CAPACITY)
 
 
@@ -231,7 +231,7 @@ def test_a_trace_shows_what_rounds_were_expected_to_bring_and_what_they_took(tmp
 
     trace = tmp_path / "rounds.jsonl"
     target = str(GOLDEN / "qwen2_target_160")
-    args = ["--target", target, "--method", "lookup", "--token-ids", "7,12,100,5", "--max-new-tokens", "24"]
+    args = ["--target", target, "--token-ids", "7,12,100,5", "--max-new-tokens", "24"]
     assert main([*args, "--json", "--trace", str(trace)]) == 0
     result = json.loads(capsys.readouterr().out)
     rows = [json.loads(line) for line in trace.read_text().splitlines()]

@@ -89,7 +89,7 @@ def test_a_pair_that_fits():
     }
     parameters = quantization.parameter_bytes(load_model(GOLDEN / "qwen2_target_160")) / 4e6
     assert f"qwen2, 2 layers, {parameters:.1f} M parameters" in results["target"].text
-    assert "block-diffusion" in results["drafter"].text and "by --method failfast" in results["drafter"].text
+    assert "block-diffusion" in results["drafter"].text and "for --method failfast" in results["drafter"].text
 
 
 @pytest.mark.parametrize("target, drafter, method", PUBLISHED)

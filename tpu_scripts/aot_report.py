@@ -163,6 +163,9 @@ COST_COLUMNS = {
     "speedup bound: floors, estimates": lambda found: (
         "{by_memory_alone:.2f}, {MATH:.2f}".format(**found["speedup_bound"]) if "speedup_bound" in found else ""
     ),
+    "not counted": lambda found: "; ".join(
+        dict.fromkeys(name for costs in found["passes"].values() for name in costs.get("not_counted", ()))
+    ),
 }
 """Of cases whose passes were costed."""
 

@@ -16,6 +16,7 @@ KERNELS = ("attend_and_write", "window_attention", "write_window")
 """Pallas calls of this package, as they are named in the text: they read a part of their operands."""
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 _FREE = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "copy-done", "slice-done", "while", "iota"}
+_FREE |= {f"{kind}-{part}" for kind in ("async", "gather") for part in ("start", "update", "done")}
 _OFFLOADED = {"offloaded-start", "offloaded-update", "offloaded-done"}
 """A collective on another core of the chip: it is announced, gets its operand, and has its result. On eight TPU7x:
 `%all-reduce.76.cloned.1.call-start`, `...-update`, `...-done`, all of them operations `async-...` in the text."""
@@ -38,11 +39,7 @@ _LINE = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
 
 
 def entry_instructions(hlo: str) -> list[_Instruction]:
-    """Instructions of the entry computation.
-
-    Raises:
-      ValueError: one that goes on beside others, and of which is not known what it moves.
-    """
+    """Instructions of the entry computation."""
     entry = re.split(r"^ENTRY ", hlo, flags=re.MULTILINE)[1]
     entry = re.split(r"^\}", entry, maxsplit=1, flags=re.MULTILINE)[0]
     found = []
@@ -54,10 +51,24 @@ def entry_instructions(hlo: str) -> list[_Instruction]:
                 op = op.replace("async", "slice")
             elif name.startswith(COLLECTIVES):
                 op = op.replace("async", "offloaded")
-            if op.startswith("async-"):
-                raise ValueError(f"%{name}: an asynchronous operation that is no slice: {line.strip()[:200]}")
+            elif name.startswith("gather"):  # a look-up, started with nothing, given its table and its rows, awaited
+                op = op.replace("async", "gather")
             found.append(_Instruction(name, kind, op, tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0])), line))
     return found
+
+
+def unread(hlo: str) -> list[str]:
+    """Operations of the entry computation, by name, that what is said of a program leaves out: they go on beside others
+    and it is not known what they move, or are collectives that do not say how many devices take part."""
+
+    def is_read(instruction: _Instruction) -> bool:
+        try:
+            return instruction.op not in COLLECTIVES or devices_of(instruction.text) > 0
+        except ValueError:
+            return False
+
+    found = entry_instructions(hlo)
+    return [instruction.name for instruction in found if instruction.op == "async-start" or not is_read(instruction)]
 
 
 def hbm_bytes_of(kind: str) -> int:
@@ -82,6 +93,8 @@ def hbm_traffic(hlo: str) -> int:
     by_name = {instruction.name: instruction for instruction in instructions}
     total, prefetched = 0, set()
     for instruction in instructions:
+        if instruction.op == "gather-done":
+            total += hbm_bytes_of(instruction.type)
         if instruction.op in _FREE | _OFFLOADED or instruction.name.startswith(KERNELS):
             continue
         if instruction.op == "copy-start":
@@ -104,7 +117,12 @@ def hbm_traffic(hlo: str) -> int:
 
 def estimated_cycles(hlo: str) -> int:
     """Sum of the compiler's own estimates, each fusion once."""
-    return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', hlo)))
+    return sum(map(_cycles, re.findall(r'"estimated_cycles":"(\d+)"', hlo)))
+
+
+def _cycles(text: str) -> int:
+    """An estimate; the largest number that there is stands for none."""
+    return int(text) % (2**63 - 1)
 
 
 def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str], tuple[float, float]]) -> float:
@@ -122,6 +140,8 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str]
     instructions = entry_instructions(hlo)
     by_name = {instruction.name: instruction for instruction in instructions}
     now, flying, fetched, ends = 0.0, {}, set(), {}
+    # Bytes of the rows of look-ups, by what is waited for.
+    rows = {done.operands[0]: hbm_bytes_of(done.type) for done in instructions if done.op == "gather-done"}
 
     def moved(size: float) -> None:
         for name in [*flying]:
@@ -135,7 +155,9 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str]
             again = instruction.op == "copy-start" and source in fetched
             fetched.add(source)
             flying[instruction.name] = 0 if again else _moved_bytes(instruction)
-        elif instruction.op in ("copy-done", "slice-done"):
+        elif instruction.name in rows:
+            flying[instruction.name] = rows[instruction.name]
+        elif instruction.op in ("copy-done", "slice-done", "gather-done"):
             waited = 0.0
             for name in [*flying]:
                 waited += flying.pop(name)
@@ -152,7 +174,7 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str]
         elif instruction.op not in _FREE:
             cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.text)
             if cycles:
-                took, own = int(cycles.group(1)) / clock, 0.0
+                took, own = _cycles(cycles.group(1)) / clock, 0.0
                 if "gather" not in instruction.name:
                     read = [by_name[name].type for name in instruction.operands if name in by_name]
                     own = sum(map(hbm_bytes_of, (*read, instruction.type)))

@@ -39,6 +39,8 @@ FULL, CONTEXT = 0.9, 2048
 EXPLAINED = "as the message says; the repository's page docs/messages.md has more"
 LAYOUTS = {"hf": "safetensors files", "gguf": "GGUF file", "native": "converted folder"}
 """Of checkpoints, by kind."""
+ATTENTION = {"attention": {"rows": 16, "start": 1016}, "attention of a prompt": {"rows": 256, "start": 300}}
+"""Windows that the kernels are checked with: over the border of two tiles of the cache, and one of a prompt's."""
 HARDWARE = {"0x1ae0": ("tpu", "tpu"), "0x10de": ("gpu", "cuda")}
 """Vendors on the PCI bus: JAX's platform, and our extra for it."""
 
@@ -115,8 +117,10 @@ def devices(buses: Path = Path("/sys/bus/pci/devices")) -> Iterator[Finding]:
     yield Finding("devices", OK, f"{len(present)} x {present[0].device_kind} ({present[0].platform}){size}")
     vendors = {path.read_text().strip() for path in buses.glob("*/vendor")}
     for vendor, (name, extra) in HARDWARE.items():
-        if vendor in vendors and name != present[0].platform:
-            fix = f'pip install -e ".[{extra}]", and no JAX_PLATFORMS that leaves it out'
+        is_here = vendor in vendors or (name == "gpu" and environment.nvidia_driver())
+        if is_here and name != present[0].platform:
+            advice = environment.cuda_advice() if extra == "cuda" else f'pip install -e ".[{extra}]"'
+            fix = f"{advice or 'its plugin is installed'}, and no JAX_PLATFORMS that leaves it out"
             yield Finding("devices", NOTE, f"this machine has a {name.upper()} that JAX does not use", fix)
 
 
@@ -184,12 +188,15 @@ def kernels() -> Iterator[Finding]:
     """Compares this machine's attention kernel with plain attention in float32."""
     from failfast_jax.models.attention_check import check_attention, is_right
 
-    result = check_attention(heads=8, kv_heads=2, head_dim=128, rows=16, start=300)
-    text = "kernel {kernel!r} in {dtype}: off by {error:.1e} ({seconds:.1f} s)".format(**result)
-    if is_right(result):
-        yield Finding("attention", OK, text)
-    else:
-        yield Finding("attention", BROKEN, text, "--attention xla (GPU) or reference, and please report it")
+    for name, shape in ATTENTION.items():
+        found = check_attention(heads=8, kv_heads=2, head_dim=128, **shape)
+        text = "kernel {kernel!r} in {dtype}: off by {error:.1e} ({seconds:.1f} s)".format(**found)
+        if is_right(found):
+            yield Finding(name, OK, text)
+        else:
+            text += ", keys and values by {cache_error:.1e}; the rest of the cache is {0}kept, and calls are {1}equal"
+            text = text.format(*("" if found[key] else "not " for key in ("others_kept", "repeatable")), **found)
+            yield Finding(name, BROKEN, text, "--attention xla (GPU) or reference, and please report it")
 
 
 def decoding() -> Iterator[Finding]:
@@ -351,15 +358,19 @@ CHECKS = versions, extras, devices, memory, caches, models, kernels, decoding
 
 
 def findings(*more: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Runs all checks, and more; a check that raises is reported as broken."""
+    """Runs all checks, and more; a check that raises is reported as broken. Devices that JAX cannot use are reported
+    once, whatever needs them."""
+    reported = set()
     for check in (*CHECKS, *more):
         try:
             yield from check()
         except Exception as error:  # the other checks are still of use
             name = getattr(check, "__name__", "models").replace("_", " ")
             message = (str(error).strip() or "no message").splitlines()[0]
-            text = environment.no_device(error) or f"{type(error).__name__}: {message}"
-            yield Finding(name, BROKEN, text, "see the message")
+            if (text := environment.no_device(error)) in reported:
+                continue
+            reported |= {text} - {None}
+            yield Finding(name, BROKEN, text or f"{type(error).__name__}: {message}", "see the message")
 
 
 def work(args: argparse.Namespace) -> int:

@@ -8,16 +8,20 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import jax
 
+from failfast_jax import progress
 from failfast_jax.errors import OptionError
 
 GOOGLE = "0x1ae0"
 """Vendor of TPU chips on the PCI bus."""
 EXTRAS = {"cuda": ("cuda", "an NVIDIA GPU"), "gpu": ("cuda", "an NVIDIA GPU"), "tpu": ("tpu", "a TPU")}
 """By platform, the extra of this package that installs JAX's plugin for it, and the device."""
+CUDA = {"cuda": ("jax-cuda13-plugin", 580), "cuda12": ("jax-cuda12-plugin", 525)}
+"""By extra of this package: JAX's plugin, and the oldest of NVIDIA's drivers that it runs with."""
 DRIVER = Path("/proc/driver/nvidia/version")
 """Written by NVIDIA's driver, where it is loaded."""
 PARSE = """
@@ -66,6 +70,30 @@ def _asked_of_nvidia_smi() -> str:
         return ""
 
 
+def cuda_advice() -> str:
+    """What to do so that JAX uses an NVIDIA GPU, by the driver; empty: its plugin is there, and fits."""
+    driver = nvidia_driver()
+    fitting = [extra for extra, (_, oldest) in CUDA.items() if driver is None or driver[0] >= oldest]
+    there = [extra for extra, (plugin, _) in CUDA.items() if _is_installed(plugin)]
+    known = "" if driver is None else f" (its driver is {'.'.join(map(str, driver))})"
+    if not fitting:
+        return f"update NVIDIA's driver to 580 or later for CUDA 13, 525 for CUDA 12{known}"
+    if any(extra in fitting for extra in there):
+        return ""
+    known = known or ' (driver 580 or later; from 525 on "cuda12" instead of "cuda")'
+    plugins = " ".join(CUDA[extra][0] for extra in there)
+    remove = f"pip uninstall {plugins} {plugins.replace('plugin', 'pjrt')}, and " if there else ""
+    return f"{remove}{_install(fitting[0])}{known}"
+
+
+def _install(extra: str) -> str:
+    return f'pip install "failfast-jax[{extra}]", or -e ".[{extra}]" in a checkout'
+
+
+def _is_installed(package: str) -> bool:
+    return any(True for _ in metadata.distributions(name=package))
+
+
 def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
     """True if a TPU is on this machine's PCI bus."""
     return any(path.read_text().strip() == GOOGLE for path in devices.glob("*/vendor"))
@@ -82,6 +110,8 @@ def check() -> None:
     flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", *(["LIBTPU_INIT_ARGS"] if tpu else []))}
     if any(flags.values()):
         check_flags(tuple(flags.items()))
+    if not platforms and not tpu and nvidia_driver() and (advice := cuda_advice()):
+        progress.warn_once(f"JAX does not use this machine's NVIDIA GPU: {advice}; or set JAX_PLATFORMS=cpu")
     # Where no bus is to be seen, in some containers, libtpu itself finds out.
     if tpu and any(Path("/sys/bus/pci/devices").glob("*")) and not has_tpu():
         raise OptionError(f"JAX_PLATFORMS={platforms}: no TPU is on this machine's PCI bus; {_advice(platforms)}")
@@ -139,6 +169,6 @@ def _advice(platforms: str, variable: str = "JAX_PLATFORMS") -> str:
         return f"names are in lower case and without spaces: {variable}={plain}; or {unset}"
     for name, (extra, device) in EXTRAS.items():
         if name in platforms.lower().split(","):
-            install = f'pip install "failfast-jax[{extra}]", or -e ".[{extra}]" in a checkout'
+            install = _install(extra) if extra == "tpu" else cuda_advice() or "see what JAX says above"
             return f"on a machine with {device} {install}; else {unset}"
     return f"install the plugin of that platform for JAX, or {unset}"

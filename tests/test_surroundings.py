@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -20,6 +21,7 @@ from failfast_jax import chat, command, doctor, environment, generate, streams
 from failfast_jax.bench.__main__ import main as bench
 
 TARGET = ["--target", str(GOLDEN / "qwen2_target_160"), "--method", "vanilla", "--max-new-tokens", "2"]
+ROOT = Path(__file__).parents[1]
 TEXT = "日本 🙂 é"
 
 # Platforms.
@@ -87,9 +89,73 @@ def test_the_doctor_says_what_jax_cannot_use(monkeypatch, capsys):
         raise AssertionError
 
     monkeypatch.setattr(jax, "devices", refuse)
-    monkeypatch.setattr(doctor, "CHECKS", (doctor.devices,))
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.devices, doctor.devices, doctor.kernels))
     [finding] = doctor.findings()
     assert finding.state == doctor.BROKEN and "JAX cannot use" in finding.text and "JAX_PLATFORMS=" in finding.text
+
+
+@pytest.mark.parametrize(
+    "driver, plugins, advice",
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27",
+            (),
+            'pip install "failfast-jax[cuda]"',
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.57.08  Release",
+            (),
+            'install "failfast-jax[cuda12]"',
+        ),
+        ("535.104.05", (), 'install "failfast-jax[cuda12]", or -e ".[cuda12]" in a checkout (its driver is 535.104.5)'),
+        ("NVIDIA UNIX x86_64 Kernel Module  525.60.13", (), "[cuda12]"),
+        ("NVIDIA UNIX x86_64 Kernel Module  470.256.02", (), "update NVIDIA's driver to 580 or later for CUDA 13, 525"),
+        ("550.54.14", ("jax-cuda13-plugin",), "pip uninstall jax-cuda13-plugin jax-cuda13-pjrt, and pip install"),
+        ("550.54.14", ("jax-cuda12-plugin",), ""),
+        ("590.44", ("jax-cuda12-plugin",), ""),
+        ("590.44", ("jax-cuda13-plugin",), ""),
+        (
+            None,
+            (),
+            'install "failfast-jax[cuda]", or -e ".[cuda]" in a checkout (driver 580 or later; from 525 on "cuda12"',
+        ),
+    ],
+)
+def test_the_driver_says_which_cuda_is_installed(driver, plugins, advice, monkeypatch, tmp_path):
+    file = tmp_path / "version"
+    if driver:
+        file.write_text(f"{driver}\nGCC version:  gcc version 13.3.0 (Ubuntu 13.3.0-6ubuntu2~24.04)\n")
+    monkeypatch.setattr(environment, "DRIVER", file)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    monkeypatch.setattr(environment, "_is_installed", lambda package: package in plugins)
+    found = environment.cuda_advice()
+    assert advice in found and bool(found) == bool(advice)
+    # The extras are there, and bring these plugins.
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, (plugin, _) in environment.CUDA.items():
+        assert extras[extra] == [f"jax[{plugin.split('-')[1]}]>=0.10"]
+
+
+def test_nvidia_smi_is_asked_where_the_driver_has_no_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "DRIVER", tmp_path / "version")
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 551.23\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert environment.nvidia_driver() == (551, 23)
+
+
+def test_a_gpu_that_jax_leaves_aside_is_said_once(monkeypatch, tmp_path, caplog):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(environment.jax, "config", type("Config", (), {"jax_platforms": None}))
+    monkeypatch.setattr(environment, "has_tpu", lambda: False)
+    monkeypatch.setattr(environment, "nvidia_driver", lambda: (535, 1))
+    monkeypatch.setattr(environment, "_is_installed", lambda package: False)
+    environment.check(), environment.check()
+    [record] = caplog.records
+    assert (
+        record.message.startswith("JAX does not use this machine's NVIDIA GPU: pip install") and "535" in record.message
+    )
 
 
 def test_other_errors_stay_what_they_are():

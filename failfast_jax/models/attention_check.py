@@ -10,11 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from failfast_jax.models.attention import Window, attend, kernel_of
+from failfast_jax.models.attention import SIMULATED_TPU, Window, attend, kernel_of
 from failfast_jax.models.cache import TPU_TILE, round_up
 
 TOLERANCE = 2e-2
 """Of attention in bfloat16, relative to its largest output."""
+CACHE_TOLERANCE = 5e-3
+"""Of keys and values in bfloat16, relative to the largest: they are rounded once."""
+CALLS = 10
+"""Of one program: copies that race with what they copy need not lose every time."""
 
 
 def check_attention(
@@ -31,8 +35,8 @@ def check_attention(
 
     Returns:
       `kernel`, `dtype`, `error` (of the outputs) and `cache_error` (of the written keys and values), both relative to
-      the largest value, `others_kept` (whether the rest of both caches has its bits), `repeatable` (whether a second
-      call has the first one's) and `seconds`, compilation included.
+      the largest value, `others_kept` (whether the rest of both caches has its bits), `repeatable` (whether further
+      calls have the first one's) and `seconds`, compilation included.
     """
     device, begin = jax.devices()[0], time.perf_counter()
     dtype = jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
@@ -47,7 +51,8 @@ def check_attention(
     window = Window(jnp.cos(angles), jnp.sin(angles), **places)
     run = jax.jit(functools.partial(attend, kernel=kernel))
     output, written = run(qkv, tuple(cache), window)
-    again = run(qkv, tuple(cache), window)
+    calls = 2 if kernel == SIMULATED_TPU else CALLS
+    again = [run(qkv, tuple(cache), window) for _ in range(calls - 1)]
     wide = tuple(array.astype(jnp.float32) for array in cache)
     with jax.default_matmul_precision("highest"):
         expected, kept = attend(qkv.astype(jnp.float32), wide, window)
@@ -61,7 +66,7 @@ def check_attention(
         for after, before in zip(written, cache)
         for part in (slice(start), slice(start + rows, None))
     ]
-    same = jax.tree.map(jnp.array_equal, (output, written), again)
+    same = [jax.tree.map(jnp.array_equal, (output, written), results) for results in again]
     return {
         "kernel": kernel,
         "dtype": dtype.name,
@@ -74,6 +79,6 @@ def check_attention(
 
 
 def is_right(found: dict[str, Any]) -> bool:
-    """True if what `check_attention` returned is within `TOLERANCE`, and the rest exact."""
+    """True if what `check_attention` returned is within the tolerances, and the rest exact."""
     exact = found["others_kept"] and found["repeatable"]
-    return exact and max(found["error"], found["cache_error"]) < TOLERANCE  # False for NaN
+    return exact and found["error"] < TOLERANCE and found["cache_error"] < CACHE_TOLERANCE  # False for NaN

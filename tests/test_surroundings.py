@@ -121,13 +121,13 @@ def test_the_doctor_says_what_jax_cannot_use(monkeypatch, capsys):
         ),
     ],
 )
-def test_the_driver_says_which_cuda_is_installed(driver, plugins, advice, monkeypatch, tmp_path):
+def test_the_driver_says_which_cudais_installed(driver, plugins, advice, monkeypatch, tmp_path):
     file = tmp_path / "version"
     if driver:
         file.write_text(f"{driver}\nGCC version:  gcc version 13.3.0 (Ubuntu 13.3.0-6ubuntu2~24.04)\n")
     monkeypatch.setattr(environment, "DRIVER", file)
     monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
-    monkeypatch.setattr(environment, "_is_installed", lambda package: package in plugins)
+    monkeypatch.setattr(environment, "is_installed", lambda package: package in plugins)
     found = environment.cuda_advice()
     assert advice in found and bool(found) == bool(advice)
     # The extras are there, and bring these plugins.
@@ -150,7 +150,7 @@ def test_a_gpu_that_jax_leaves_aside_is_said_once(monkeypatch, tmp_path, caplog)
     monkeypatch.setattr(environment.jax, "config", type("Config", (), {"jax_platforms": None}))
     monkeypatch.setattr(environment, "has_tpu", lambda: False)
     monkeypatch.setattr(environment, "nvidia_driver", lambda: (535, 1))
-    monkeypatch.setattr(environment, "_is_installed", lambda package: False)
+    monkeypatch.setattr(environment, "is_installed", lambda package: False)
     environment.check(), environment.check()
     [record] = caplog.records
     assert (

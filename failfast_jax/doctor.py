@@ -198,13 +198,13 @@ def kernels() -> Iterator[Finding]:
     from failfast_jax.models.attention_check import check_attention, is_right
 
     for name, shape in ATTENTION.items():
-        found = check_attention(heads=8, kv_heads=2, head_dim=128, **shape)
-        text = "kernel {kernel!r} in {dtype}: off by {error:.1e} ({seconds:.1f} s)".format(**found)
-        if is_right(found):
+        result = check_attention(heads=8, kv_heads=2, head_dim=128, **shape)
+        text = "kernel {kernel!r} in {dtype}: off by {error:.1e} ({seconds:.1f} s)".format(**result)
+        if is_right(result):
             yield Finding(name, OK, text)
         else:
             text += ", keys and values by {cache_error:.1e}; the rest of the cache is {0}kept, and calls are {1}equal"
-            text = text.format(*("" if found[key] else "not " for key in ("others_kept", "repeatable")), **found)
+            text = text.format(*("" if result[key] else "not " for key in ("others_kept", "repeatable")), **result)
             yield Finding(name, BROKEN, text, "--attention xla (GPU) or reference, and please report it")
 
 

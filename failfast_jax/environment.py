@@ -57,8 +57,8 @@ def nvidia_driver() -> tuple[int, ...] | None:
         text = DRIVER.read_text()
     except OSError:
         text = _asked_of_nvidia_smi()
-    found = re.search(r"\b(\d{3})\.(\d+)(?:\.(\d+))?\b", text)
-    return None if found is None else tuple(int(part) for part in found.groups() if part)
+    version = re.search(r"\b(\d{3})\.(\d+)(?:\.(\d+))?\b", text)
+    return None if version is None else tuple(int(part) for part in version.groups() if part)
 
 
 def _asked_of_nvidia_smi() -> str:

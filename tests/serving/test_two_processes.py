@@ -180,7 +180,7 @@ def test_two_processes_talk_as_one(processes, monkeypatch, capsys):
     assert first.returncode == 0, errors
     expected = capsys.readouterr()
     assert output == expected.out and expected.err.splitlines()[-1] in errors
-    assert output.count("method: ") == 2 and "--method nonsense" in errors
+    assert output.count("method: ") == 2 and "/method nonsense: " in errors
     assert second.wait(40) == 0 and second.stdout.read() == ""
 
 

@@ -255,7 +255,7 @@ class SmallFiles:
             **{"methods": [self.changed(rng, row) if 0.3 < odd < 0.6 else row]},
             **{"limit": 1, "max_new_tokens": 8, "repeats": 1, "near_tie": 0.001, "exact": False},
             **{"options": {"temperature": 0.0}, "sweep": ["lookup:max_spec_len=3|7"]},
-            **{"count_passes": "ours", "records": "jsonl", "scores": False, "figures": False, "modelled": "7B"},
+            **{"count_passes": "ours", "scores": False, "figures": False, "modelled": "7B"},
         }
         text = yaml.safe_dump(self.changed(rng, whole) if odd > 0.6 else whole).encode()
         if rng.random() < 0.25:

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from failfast_jax.bench import drafting
 from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import Journal
@@ -100,12 +99,6 @@ class Answers:
         """Answers what has no record."""
         self.comparison(journal).run()
 
-    def pass_ms(self, label: str) -> float | None:
-        """Milliseconds of a pass of a variant's drafter; None: it has no model."""
-        [variant] = [variant for variant in self.variants if variant.label == label]
-        config = variant.config(self.task.common)
-        return drafting.pass_ms(self.engines.get(variant, config), config)
-
     def texts(self, answers: Sequence[Sequence[int]]) -> list[str]:
         """Answers as text."""
         return [text_of(self.engines.base.tokenizer, ids) for ids in answers]
@@ -126,9 +119,6 @@ class _Actor:
 
     def texts(self, answers: Sequence[Sequence[int]]) -> list[str]:
         return self.answers.texts(answers)
-
-    def pass_ms(self, label: str) -> float | None:
-        return self.answers.pass_ms(label)
 
     def said(self, places: list[Place], known: list[Record], session: int) -> list[Record]:
         """New records of these questions, whose earlier ones are `known`."""
@@ -212,10 +202,6 @@ class RayAnswers:
             for begin in dict.fromkeys(first.values()):
                 places = [(dataset.name, each) for each, root in first.items() if root == begin]
                 yield places, [record for place in places for record in known[place]]
-
-    def pass_ms(self, label: str) -> float | None:
-        """See `Answers.pass_ms`: by the first actor, while the others are idle."""
-        return self._get(self.actors[0].pass_ms.remote(label))
 
     def texts(self, answers: Sequence[Sequence[int]]) -> list[str]:
         """Answers as text."""

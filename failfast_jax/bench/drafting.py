@@ -1,10 +1,8 @@
-"""What drafts cost: a pass of any drafter, and of a block drafter's also beside the reading of what it reads."""
+"""Cost of a block drafter's draft, beside the reading of its weights: the part `drafting` of `bench micro`."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import time
 from typing import Any
 
 import flax.struct
@@ -13,9 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
-from failfast_jax import distributed, platforms
+from failfast_jax import platforms
 from failfast_jax.bench.clock import interleaved, medians
-from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.engine import FailFast
@@ -27,8 +24,6 @@ DRAFTS, REPEATS = 50, 9
 """Drafts in a timed run, and timed turns."""
 AGAIN = 20
 """How often rows are gone over again to time that: a difference of a few hundredths of a draft is lost in noise."""
-BEHIND = 128
-"""Tokens of the text that a pass is timed behind."""
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
@@ -72,35 +67,6 @@ def drafting_report(engine: FailFast, prompt: list[int]) -> dict[str, Any]:
     if "markov" in ms:
         out["markov_share"] = ms["markov"] / ms["draft"]
     return out
-
-
-def pass_ms(engine: FailFast, config: GenerationConfig) -> float | None:
-    """Milliseconds of one pass of a request's drafter, behind a text of `BEHIND` tokens: the median of some runs of
-    drafts of one place. None: it drafts without a model, or nothing."""
-    config = engine.resolve(config)
-    drafter = engine.build_drafter(config)
-    if not drafter.has_model:
-        return None
-    # What wraps a source decides when it drafts; here it always does.
-    while isinstance(inner := getattr(drafter, "model", None), Drafter):
-        drafter = inner
-    how = dataclasses.replace(config, max_new_tokens=2 * (drafter.max_draft + 1))
-    request = engine.request([(7 * at) % 31 for at in range(BEHIND)], how)
-    capacity = engine.runtime.capacity(BEHIND, how.max_new_tokens, drafter.max_draft)
-    state = engine.runtime.session(drafter, capacity=capacity, decodes=False).prefill([request])
-
-    def run(count: int) -> jax.Array:
-        return drafts_in_a_row(drafter, state.drafter, state.committed, count)[2]
-
-    passes = int(run(1))
-    if not passes:
-        return None
-    begin = time.perf_counter()
-    jax.block_until_ready(run(1))
-    # Some 50 ms a run, so that the clock and the call do not count.
-    count = distributed.agreed(min(max(int(0.05 / (time.perf_counter() - begin)), 1), DRAFTS))
-    seconds = medians(interleaved({"drafts": functools.partial(run, count)}, REPEATS))["drafts"]
-    return 1e3 * seconds / (count * passes)
 
 
 @jax.jit

@@ -87,8 +87,7 @@ class Records:
     def __init__(self, folder: Path, *, last_only: bool = True):
         path = folder / RECORDS
         if not path.is_file():
-            copy = " (records.parquet is a copy for other programs)" if (folder / "records.parquet").exists() else ""
-            raise ValueError(f"{path}: no such file{copy}")
+            raise ValueError(f"{path}: no such file")
         lines, _ = read_lines(path)
         self.answers = [line for line in lines if line.get("kind") == ANSWER]
         if not self.answers:

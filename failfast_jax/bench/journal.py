@@ -13,14 +13,13 @@ from failfast_jax.files import Record
 from failfast_jax.results import Result, Round, Stats
 
 RECORDS = "records.jsonl"
-ANSWER, DIFFERENCE, SCORE, PASS = "answer", "difference", "score", "pass"
-"""Kinds of records: one answer, where an answer left `vanilla`'s, one score, what a drafter's pass costs."""
+ANSWER, DIFFERENCE, SCORE = "answer", "difference", "score"
+"""Kinds of records: an answer, the place where one left `vanilla`'s, a score."""
 
 _KEYS = {
     ANSWER: ("dataset", "question", "repeat", "setting", "block"),
     DIFFERENCE: ("dataset", "question", "repeat", "setting"),
     SCORE: ("dataset", "question", "text"),
-    PASS: ("setting",),
 }
 
 

@@ -24,9 +24,8 @@ from typing import Any
 import jax
 
 from failfast_jax import distributed, platforms
-from failfast_jax.bench.figures import figure_class
 from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
-from failfast_jax.bench.replay_report import NOTICE, plot, report
+from failfast_jax.bench.replay_report import NOTICE, report
 from failfast_jax.checkpoints.loading import DTYPES
 from failfast_jax.files import Journal, sole_writer, user_path, write_atomically, write_json
 from failfast_jax.models.attention import KERNELS
@@ -106,7 +105,6 @@ def work(args: argparse.Namespace) -> int:
         print(acceptance_law.limits_table())
         return 0
     if args.out is not None:
-        figure_class()  # before hours of measuring
         args.out = distributed.output_folder(args.out)
     if not any(name in os.environ for name in MEMORY_VARIABLES):  # read when JAX first meets the device
         os.environ[MEMORY_VARIABLES[0]] = MEMORY_FRACTION
@@ -134,7 +132,6 @@ def replayed(args: argparse.Namespace, options: ReplayOptions, names: list[str],
     if args.out is not None:
         write_json(args.out / "replay.json", summary)
         write_atomically(args.out / "replay.md", text + "\n")
-        plot(summary, args.out)
     return 0
 
 
@@ -165,5 +162,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="n", type=int, default=0, help="of weights and draws")
     parser.add_argument("--repeats", metavar="n", type=int, default=3, help="timed runs; medians are reported")
     parser.add_argument(
-        "--out", metavar="FOLDER", type=user_path, help="JSON, table and plot; an interrupted run continues from it"
+        "--out", metavar="FOLDER", type=user_path, help="JSON and table; an interrupted run continues from it"
     )

@@ -1,22 +1,18 @@
-"""What a replay found, as Markdown and as a plot."""
+"""A replay's results as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from failfast_jax.bench.figures import figure_class, save_figure
 from failfast_jax.tables import markdown
 
 NOTICE = (
     "Replay: random weights, acceptance injected from the paper's statistics, every model pass executed. "
     "This measures the engine, not a drafter."
 )
-PARTS = {"drafter": "#e0912f", "verify": "#1f5fa8", "bookkeeping": "#7a7a7a", "rest": "#c9ced6"}
-"""Of a round's time, with their colours."""
+PARTS = ("drafter", "verify", "bookkeeping", "rest")
+"""Of a round's time."""
 
 
 CASE_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -70,29 +66,3 @@ def report(summary: dict[str, Any]) -> str:
     rows += [[r["target"], f"skipped: {r['skipped']}", *["-"] * (len(head) - 2)] for r in skipped]
     parts.append(markdown(head, rows))
     return "\n\n".join(parts)
-
-
-def plot(summary: dict[str, Any], folder: Path) -> None:
-    """Writes `replay.png` and `replay.svg`: where a round's time goes, and speedups."""
-    bars = [(r["target"], case) for r in summary["targets"] if "skipped" not in r for case in r["cases"]]
-    if not bars:
-        return
-    figure = figure_class()(figsize=(8, 2.4 + 0.5 * len(bars)), layout="constrained")
-    axis = figure.subplots()
-    places, begun = range(len(bars), 0, -1), np.zeros(len(bars))
-    for part, colour in PARTS.items():
-        values = np.maximum([case["parts_ms"][part] for _, case in bars], 0)
-        axis.barh(places, values, left=begun, color=colour, label=part, height=0.6)
-        begun += values
-    for name, label, colour in (("floor_ms", "memory floor", "black"), ("round_ms", "measured round", "#b3261e")):
-        axis.plot([case[name] for _, case in bars], places, "|", markersize=14, color=colour, label=label)
-    names = [
-        f"{target} {case['dataset']}, passes: {case['passes']}\n{case['speedup']:.2f} x, at the floor "
-        f"{case['speedup_at_floor']:.2f} x, the paper's {case['papers_speedup']:.2f} x"
-        for target, case in bars
-    ]
-    axis.set_yticks(places, names, fontsize=8)
-    axis.set(xlabel="ms a round, each part timed apart", xlim=(0, None))
-    axis.set_title(f"Replay: injected acceptance, random weights ({summary['machine']['device']})")
-    figure.legend(fontsize=8, ncols=3, loc="outside lower center")
-    save_figure(figure, folder, "replay")

@@ -219,7 +219,6 @@ SUMMARY_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "longest": lambda row: f"{row['max_accepted']} / {row['max_drafted']}",
     "rounds": lambda row: shown(row["rounds_per_answer"], 1),
     "passes/round": lambda row: shown(row["passes_per_round"]),
-    "ms/pass": lambda row: shown(row.get("pass_ms")),
     "modelled": lambda row: shown(row["modelled"]),
     "equal / near-tie / different": lambda row: " / ".join(str(row["verdicts"][v]) for v in VERDICTS),
     "score": lambda row: percent(row.get("score")),

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,15 +21,15 @@ from failfast_jax.bench import figures, scoring, summary
 from failfast_jax.bench.answers import ENGINES, Answers, RayAnswers, Task
 from failfast_jax.bench.engine_pool import find_wanted, naming_models
 from failfast_jax.bench.harness import asked_records
-from failfast_jax.bench.journal import PASS, RECORDS, SCORE, Journal
+from failfast_jax.bench.journal import RECORDS, SCORE, Journal
 from failfast_jax.bench.released_passes import with_passes
 from failfast_jax.bench.run_options import RELEASED, add_arguments, merged, read_datasets, read_variants
 from failfast_jax.bench.speedup_model import Latency, latency_for, parse_latency
-from failfast_jax.bench.variants import BASELINE, changed_options, check_common
+from failfast_jax.bench.variants import changed_options, check_common
 from failfast_jax.bench.verdicts import DIFFERENT
 from failfast_jax.command import needed
 from failfast_jax.config import GenerationConfig
-from failfast_jax.files import Record, sole_writer, user_path, write_atomically
+from failfast_jax.files import Record, sole_writer, user_path
 from failfast_jax.options import check_least
 from failfast_jax.progress import progress_bar
 from failfast_jax.public_data.question_sets import Dataset, stamp
@@ -47,8 +44,6 @@ def check_needs(args: argparse.Namespace, datasets: Sequence[Dataset]) -> None:
         raise ValueError(f"--out {args.out}: is a file; name a folder")
     if args.figures:
         figures.figure_class(figures.OR_WITHOUT)
-    if args.records == "parquet":
-        needed("pyarrow.parquet", "--records parquet")
     if args.scores and any(dataset.scoring == "math" for dataset in datasets):
         needed("math_verify", "scores", otherwise=", or leave them out with --no-scores")
     if args.scores and any(dataset.scoring == "humaneval" for dataset in datasets):
@@ -69,32 +64,6 @@ def scores(answers: Answers | RayAnswers, journal: Journal, records: Sequence[Re
             journal.append({"kind": SCORE, **place, "right": scoring.is_right(way, text, reference)})
         found[dataset, record["setting"]].append(journal.lines[SCORE][key]["right"])
     return {place: float(np.mean(right)) for place, right in found.items()}
-
-
-def time_passes(answers: Answers | RayAnswers, journal: Journal, tables: dict[str, dict[str, Any]]) -> None:
-    """Adds to variants that have a row in `tables` what a pass of their drafter takes, timed once, into the journal."""
-    labels = list(dict.fromkeys(label for table in tables.values() for label in table["rows"] if label != BASELINE))
-    new = [label for label in labels if (label,) not in journal.lines[PASS]]
-    for label in progress_bar("drafter passes", "variant", new):
-        journal.append({"kind": PASS, "setting": label, "ms": answers.pass_ms(label)})
-    for table in tables.values():
-        for label, row in table["settings"].items():
-            row["pass_ms"] = journal.lines[PASS][label,]["ms"] if label in labels else None
-
-
-def write_parquet(records: Sequence[Record], path: Path) -> None:
-    """Writes records as one Parquet table with the same columns for all."""
-    import pyarrow
-    import pyarrow.parquet
-
-    # Columns from all records, not from the first one alone; options have other fields in each variant.
-    names = dict.fromkeys(name for record in records for name in record)
-    rows = [
-        {name: record.get(name) for name in names} | {"options": json.dumps(record["options"])} for record in records
-    ]
-    content = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), content)
-    write_atomically(path, content.getvalue())
 
 
 def draw(out: Path) -> None:
@@ -156,12 +125,8 @@ def compare(task: Task, latency: Latency, out: Path) -> int:
         "modelled_with": dataclasses.asdict(latency),
         "left_out": answers.left_out,
     }
-    summary.write(summary.whole(tables, **about), out)  # answers count even where a pass cannot be timed
-    time_passes(answers, journal, tables)
     found = summary.whole(tables, **about)
     print(summary.write(found, out))
-    if args.records == "parquet":
-        write_parquet(records, out / "records.parquet")
     if args.figures:
         draw(out)
     return int(any(row["verdicts"][DIFFERENT] for d in found["datasets"].values() for row in d["settings"].values()))

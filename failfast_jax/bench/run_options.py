@@ -64,7 +64,6 @@ DEFAULTS: dict[str, Any] = {
     "near_tie": 1e-3,
     "modelled": None,
     "out": "failfast-bench",
-    "records": "jsonl",
     "scores": True,
     "figures": True,
 }
@@ -134,7 +133,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_results(result: Any) -> None:
     """Flags that say what is written and how it is counted."""
     result.add_argument("--out", metavar="DIR", help=f"an interrupted run continues there ({DEFAULTS['out']})")
-    result.add_argument("--records", choices=("jsonl", "parquet"), help="parquet: also write records.parquet")
     result.add_argument(
         "--count-passes",
         choices=(OURS, RELEASED),

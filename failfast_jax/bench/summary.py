@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.bench import report
-from failfast_jax.bench.drafting import BEHIND
 from failfast_jax.bench.speedup_model import Latency, is_priced
 from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.files import Record, write_atomically
@@ -26,7 +25,6 @@ PASSES = {"ours": "as they are made", "released": "as the authors' released code
 UNPRICED = (
     "A drafter that reads the target's features has no modelled speedup: its pass is not that of a model of 1.5B. "
 )
-OF_A_PASS = f"A pass is timed by itself, behind {BEHIND} tokens; drafts of a text's own words take none."
 TIMED, MODELLED = "timed", "modelled"
 """What says which point of a sweep is the best."""
 BEST = {TIMED: "the speedup as timed", MODELLED: "the modelled speedup, by which the paper picks"}
@@ -100,7 +98,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
         f"{named}; batch 1 where a row names no other, repeats: {summary['repeats']}, options for all: {options}.",
         f"{HOW}Modelled: the paper's model with these statistics at {latency['draft_pass']:g} ms a drafter pass and "
         f"{latency['target_step']:g} ms a target step ({latency['name']}). {UNPRICED if unpriced else ''}".rstrip(),
-        f"Drafter passes: {PASSES[summary['count_passes']]}. {OF_A_PASS}",
+        f"Drafter passes: {PASSES[summary['count_passes']]}.",
         f"The harness cost {summary['harness_s']:.2f} s beside {summary['decode_s']:.1f} s of decoding "
         f"({100 * summary['harness_share']:.2f} %).",
     ]

@@ -311,9 +311,6 @@ def test_the_command(preset, tmp_path, capsys):
     assert main(["paper", str(tmp_path / "out"), "--trajectory", "math500/q1"]) == 2
     assert main(["paper", str(tmp_path)]) == 2
     assert "records.jsonl: no such file" in capsys.readouterr().err
-    (tmp_path / "records.parquet").touch()
-    assert main(["paper", str(tmp_path)]) == 2
-    assert "no such file (records.parquet is a copy for other programs)" in capsys.readouterr().err
 
 
 def test_accuracy_in_training(tmp_path, capsys):

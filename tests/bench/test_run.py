@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 
-import pyarrow.parquet
 import pytest
 from checkpoint_files import GOLDEN
 from stub_engine import StubEngine, StubEnginePool
@@ -97,7 +96,6 @@ def test_a_killed_run_goes_on(stub, bench, out, tmp_path, capsys):
     # Once more: nothing to do. With more methods: only they, and the vanilla answers beside them.
     stub.given.clear()
     assert bench(*args) == 0 and not stub.given
-    assert [line["setting"] for line in lines_of(out, "pass")] == ["failfast", "lookup"]
     assert bench("failfast,lookup,fast-dllm", *args[1:]) == 0
     assert sorted(method for method, *_ in stub.given) == ["fast-dllm"] * 6 + [BASELINE] * 6
 
@@ -256,15 +254,12 @@ out: {out}
 def test_a_config_file(stub, bench, out, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(CONFIG.format(prompts=tmp_path / "prompts.jsonl", out=out))
-    assert main(["--config", str(file), "--limit", "2", "--repeats", "1", "--records", "parquet"]) == 0
+    assert main(["--config", str(file), "--limit", "2", "--repeats", "1"]) == 0
     records = lines_of(out)
     labels = [BASELINE, "lookup", "slow", *(f"fast-dllm:spec_len={n}" for n in (4, 5, 6))]
     assert [r["setting"] for r in records[:6]] == labels and len(records) == 12
     head = lines_of(out, "run")[0]["identity"]["options"]
     assert (head["temperature"], head["seed"], head["max_new_tokens"]) == (0.5, 7, 32)
-    table = pyarrow.parquet.read_table(out / "records.parquet").to_pylist()
-    assert [row["output_ids"] for row in table] == [r["output_ids"] for r in records]
-    assert {row["verdict"] for row in table} == {None, EQUAL}
     rows = (out / "summary.csv").read_text().splitlines()
     assert rows[0].startswith("dataset,setting,row,answers,tokens,") and len(rows) == 1 + len(labels)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -30,7 +31,8 @@ def started(devices: int, *words: str) -> list[subprocess.Popen]:
         free.bind(("localhost", 0))
         where = f"localhost:{free.getsockname()[1]}"
     command = [sys.executable, str(SCRIPT)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # By name: the tests' flags of XLA are in `os.environ` alone (see `xla_flags`).
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": dict(os.environ)}
     return [subprocess.Popen([*command, f"{where},2,{index}", str(devices), *words], **pipes) for index in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""What the converters share: reading a source, writing a folder atomically, the command line."""
+"""Shared by the converters: reading a source, writing a folder atomically, the command line."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from failfast_jax import command, distributed
-from failfast_jax.checkpoints import loading, native
-from failfast_jax.checkpoints.loading import as_dtype
-from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.checkpoints import checkpoint, orbax_folder
+from failfast_jax.checkpoints.checkpoint import as_dtype
+from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
 from failfast_jax.files import FULL, claim, orbax_path, read_json, user_path, write_atomically
 from failfast_jax.progress import add_flags
@@ -57,7 +57,7 @@ class Converter:
     """One command: which sources it takes, and what it says of others.
 
     Attributes:
-      kinds: `Source.kind`s it takes.
+      kinds: `Checkpoint.kind`s it takes.
       model_types: `model_type`s it takes; None: those of `COMMANDS` that name it.
       default_dtype: of the result; None keeps the stored one.
     """
@@ -69,13 +69,13 @@ class Converter:
     model_types: tuple[str, ...] | None = None
     default_dtype: str | None = None
 
-    def check(self, source: loading.Source) -> None:
+    def check(self, source: checkpoint.Checkpoint) -> None:
         """Raises CheckpointError: a source of another kind, with the command to use instead."""
-        own = tuple(name for name, command in COMMANDS.items() if command == self.command)
+        by_command = tuple(name for name, command in COMMANDS.items() if command == self.command)
         right = "convert.gguf" if source.kind == "gguf" else COMMANDS[source.config.model_type]
         for what, name, accepted in (
             (_KINDS[source.kind], source.kind, self.kinds),
-            (f"model_type {source.config.model_type!r}", source.config.model_type, self.model_types or own),
+            (f"model_type {source.config.model_type!r}", source.config.model_type, self.model_types or by_command),
         ):
             if name not in accepted:
                 instead = "it is converted already" if name == "native" else f"use python -m {right}"
@@ -93,7 +93,7 @@ class Converter:
         parser.add_argument("out", metavar="OUT", help="the folder to write; must not exist")
         kept = self.default_dtype or "the stored one"
         written = f"dtype of the written parameters (default: {kept})"
-        parser.add_argument("--dtype", choices=loading.DTYPES, help=written)
+        parser.add_argument("--dtype", choices=checkpoint.DTYPES, help=written)
         parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion at OUT")
         distributed.refuse_flag(parser, "it needs no devices: run it on each host, with JAX_PLATFORMS=cpu")
         add_flags(parser)
@@ -136,7 +136,7 @@ def convert(
     """
     out = user_path(out)
     _check_out(out, overwrite)
-    opened = loading.open_source(source)
+    opened = checkpoint.open_checkpoint(source)
     converter.check(opened)
     opened.check()
     if out.exists() and opened.path.exists() and os.path.samefile(out, opened.path):
@@ -148,7 +148,7 @@ def convert(
     with partial_folder(out) as folder:
         host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         params = opened.read(stored, place=lambda path, shape: host, progress=progress)
-        native.save_params(folder, params)
+        orbax_folder.save_params(folder, params)
         for path in side_files:
             shutil.copyfile(path, folder / path.name)
         if tokenizer is not None:
@@ -159,9 +159,9 @@ def convert(
     return out
 
 
-def _config(source: loading.Source, dtype: np.dtype) -> dict[str, Any]:
+def _config(source: checkpoint.Checkpoint, dtype: np.dtype) -> dict[str, Any]:
     config = {key: value for key, value in source.raw_config.items() if key not in ("torch_dtype", "dtype")}
-    config |= {native.FORMAT_KEY: native.FORMAT, "dtype": dtype.name}
+    config |= {orbax_folder.FORMAT_KEY: orbax_folder.FORMAT, "dtype": dtype.name}
     config["eos_token_id"] = list(source.config.eos_token_ids)
     if source.config.mask_token_id is not None:
         config["mask_token_id"] = source.config.mask_token_id
@@ -169,7 +169,7 @@ def _config(source: loading.Source, dtype: np.dtype) -> dict[str, Any]:
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
-    orbax_path(out / native.PARAMS)
+    orbax_path(out / orbax_folder.PARAMS)
     if not (above := _above(out)).is_dir():
         raise CheckpointError(f"{above}: is not a folder, so {out} cannot be made in it")
     folder = out.is_dir() and not out.is_symlink()
@@ -177,7 +177,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise CheckpointError(f"{out}: exists already; pass --overwrite to replace it")
-    ours = (out / "config.json").is_file() and native.FORMAT_KEY in read_json(out / "config.json")
+    ours = (out / "config.json").is_file() and orbax_folder.FORMAT_KEY in read_json(out / "config.json")
     if not (folder and ours):
         raise CheckpointError(f"{out}: not a converted model; remove it by hand if you mean to replace it")
 
@@ -204,7 +204,7 @@ def partial_folder(out: Path) -> Iterator[Path]:
     A lock on the folder itself tells a running conversion from what a killed one left: the latter's
     folder is removed.
     """
-    folder = out.absolute().with_name(f".{out.name}{native.PARTIAL}")
+    folder = out.absolute().with_name(f".{out.name}{orbax_folder.PARTIAL}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         lock = _claimed(folder)
@@ -238,8 +238,8 @@ def _claimed(folder: Path) -> int:
 
 
 def _old(out: Path) -> Path:
-    """Where an earlier result lies while the new one takes its place."""
-    return out.absolute().with_name(f".{out.name}.old{native.PARTIAL}")
+    """The place of an earlier result while the new one takes its own."""
+    return out.absolute().with_name(f".{out.name}.old{orbax_folder.PARTIAL}")
 
 
 def _publish(folder: Path, out: Path) -> None:
@@ -251,7 +251,7 @@ def _publish(folder: Path, out: Path) -> None:
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or one that caused it, says so; TensorStore wraps the errno in text."""
+    """True if an error, or a cause of it, is a full disk; TensorStore wraps the errno in text."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL:
             return True

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from failfast_jax._version import __version__
 
 if TYPE_CHECKING:
-    from failfast_jax.checkpoints.loading import load_model
+    from failfast_jax.checkpoints.checkpoint import load_model
     from failfast_jax.compilation import enable_compile_cache
     from failfast_jax.config import GenerationConfig
     from failfast_jax.engine import FailFast, Result, StreamEvent
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "checkpoints.loading": ("load_model",),
+    "checkpoints.checkpoint": ("load_model",),
     "compilation": ("enable_compile_cache",),
     "config": ("GenerationConfig",),
     "engine": ("FailFast", "Result", "StreamEvent"),

@@ -242,15 +242,15 @@ def decoding() -> Iterator[Finding]:
 
 def own_models(target: str | None, drafter: str | None) -> Iterator[Finding]:
     """A target and its drafter, by their headers; None: the default target, no drafter."""
+    from failfast_jax.checkpoints.checkpoint import open_checkpoint
     from failfast_jax.checkpoints.hub import default_target_path
-    from failfast_jax.checkpoints.loading import open_source
+    from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
     from failfast_jax.checkpoints.pair import check_is_target
-    from failfast_jax.checkpoints.tokenizer import load_tokenizer
 
     name, tokenizer, fit = default_target_path() if target is None else target, None, None
     try:
         check_is_target(name)
-        source = open_source(name)
+        source = open_checkpoint(name)
         source.check()
         yield _target(source, with_drafter=drafter is not None)
     except ValueError as error:
@@ -339,7 +339,7 @@ def _room(source: Any, fit: Any) -> Finding:
     """The memory of weights and caches."""
     import jax
 
-    from failfast_jax.checkpoints.loading import as_dtype
+    from failfast_jax.checkpoints.checkpoint import as_dtype
     from failfast_jax.platforms import free_memory
 
     dtype = as_dtype(None)

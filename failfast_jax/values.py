@@ -60,7 +60,7 @@ def number(
     return kind(value)
 
 
-def flag(raw: Mapping[str, Any], key: str, where: Where, default: bool = False) -> bool:
+def flag(raw: Mapping[str, Any], key: str, where: Where, default: bool | None = False) -> bool | None:
     """The truth value `raw[key]`, or `default` where it is missing or null.
 
     Raises:

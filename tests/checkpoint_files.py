@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from failfast_jax.checkpoints.checkpoint import load_model
 from failfast_jax.checkpoints.hub import default_target_path
-from failfast_jax.checkpoints.loading import load_model
 from failfast_jax.errors import CheckpointError
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -74,7 +74,7 @@ def _offline(hub_id: str) -> None:
 
 def stop_at_models() -> None:
     """From here on, in this process, commands end where they would read models, measure or start other programs."""
-    from convert.conversion import native
+    from convert.conversion import orbax_folder
     from failfast_jax import chat, doctor, generate, serve
     from failfast_jax.bench import answers, engine_pool, micro, replay
     from failfast_jax.checkpoints import hub
@@ -87,7 +87,9 @@ def stop_at_models() -> None:
         module.load_pair = _reached
     for part in ("startup_report", "small_engine"):
         setattr(micro, part, _reached)
-    train_command.open_source = draft_graph_calibration.FailFast = replay.replay_target = native.save_params = _reached
+    train_command.open_checkpoint = draft_graph_calibration.FailFast = replay.replay_target = (
+        orbax_folder.save_params
+    ) = _reached
     doctor.CHECKS = ()  # the machine's; they are the same whatever is asked
     sys.modules["lm_eval.__main__"] = types.SimpleNamespace(cli_evaluate=_reached)
     sys.modules["failfast_jax.harness.lm_eval_model"] = types.SimpleNamespace(tell=lambda _: None)

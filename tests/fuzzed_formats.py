@@ -95,12 +95,12 @@ def refused_in_a_line(path: Path) -> Iterator[None]:
 
 def opened(path: Path) -> None:
     """Reads a checkpoint, weights and tokenizer included where they are of the size that they were."""
-    from failfast_jax.checkpoints.loading import open_source
-    from failfast_jax.checkpoints.tokenizer import load_tokenizer
+    from failfast_jax.checkpoints.checkpoint import open_checkpoint
+    from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
     from failfast_jax.models.rope import rope_frequencies
 
     with refused_in_a_line(path):
-        source = open_source(path)
+        source = open_checkpoint(path)
         source.check()
         frequencies = rope_frequencies(source.config.rope, source.config.head_dim)
         assert np.isfinite(frequencies).all(), source.config.rope

@@ -89,9 +89,9 @@ class Checkpoints:
         self.gguf, self.gguf_copy = gguf.read_bytes(), folder / "copy.gguf"
 
     def _opened(self, path: Path) -> None:
-        from failfast_jax.checkpoints.loading import open_source
+        from failfast_jax.checkpoints.checkpoint import open_checkpoint
 
-        source = open_source(path)
+        source = open_checkpoint(path)
         source.check()
         if source.num_parameters() < 10**7:  # what is left of the model is of its size
             source.load(source.stored_dtype(), progress=False)

@@ -22,7 +22,7 @@ from convert import qwen2
 from failfast_jax import generate, serve
 from failfast_jax.bench import __main__ as bench
 from failfast_jax.bench import run as bench_run
-from failfast_jax.checkpoints.loading import load_model
+from failfast_jax.checkpoints.checkpoint import load_model
 from failfast_jax.decoding import plan
 from failfast_jax.serving import app
 from failfast_jax.train import __main__ as train

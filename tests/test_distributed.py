@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from two_processes import COMMON, DRAFTER, PROMPTS, TARGET
 
 from failfast_jax import FailFast, distributed
 from failfast_jax.bench.verdicts import logit_gap
-from failfast_jax.checkpoints.safetensors import WEIGHTS
+from failfast_jax.checkpoints.safetensors_file import WEIGHTS
 from failfast_jax.command import INTERRUPTED
 from failfast_jax.errors import OptionError
 
@@ -31,8 +30,7 @@ def started(devices: int, *words: str) -> list[subprocess.Popen]:
         free.bind(("localhost", 0))
         where = f"localhost:{free.getsockname()[1]}"
     command = [sys.executable, str(SCRIPT)]
-    # By name: the tests' flags of XLA are in `os.environ` alone (see `xla_flags`).
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": dict(os.environ)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [subprocess.Popen([*command, f"{where},2,{index}", str(devices), *words], **pipes) for index in range(2)]
 
 

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 from failfast_jax import doctor, environment, load_model, platforms
 from failfast_jax.checkpoints import hub
-from failfast_jax.checkpoints.loading import open_source
+from failfast_jax.checkpoints.checkpoint import open_checkpoint
 from failfast_jax.defaults import embedded_drafter
 from failfast_jax.errors import CheckpointError
 from failfast_jax.files import read_json, write_json
@@ -162,7 +162,7 @@ def test_templates_are_tried(tmp_path):
         def __call__(self, text):
             return {"input_ids": [1, 2]}
 
-    source = open_source(GOLDEN / "llama_tied")
+    source = open_checkpoint(GOLDEN / "llama_tied")
     whole, template = doctor.tokenizer_findings(Tokenizer(), source)
     assert whole.state == doctor.OK and "a question is 2 of them" in whole.text
     assert template.state == doctor.BROKEN and "only assistants" in template.text

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tiers import tiers
 
 from failfast_jax import FailFast, load_model
-from failfast_jax.checkpoints.eagle import load_eagle
+from failfast_jax.checkpoints.eagle_folder import load_eagle
 from failfast_jax.checkpoints.pair import own_method
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 from failfast_jax.generate import main

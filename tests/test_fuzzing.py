@@ -9,7 +9,7 @@ import fuzzing
 import pytest
 from checkpoint_files import hf_folder, run_python
 
-from failfast_jax.checkpoints.loading import open_source
+from failfast_jax.checkpoints.checkpoint import open_checkpoint
 from failfast_jax.errors import CheckpointError, ConfigError
 
 
@@ -52,7 +52,7 @@ def test_odd_command_lines_are_served_or_refused(count):
 def test_numbers_beyond_any_model(tmp_path, key, value):
     folder = hf_folder(tmp_path, "qwen2_untied", **{key: value})
     with pytest.raises(ConfigError, match=r"config\.json"):
-        open_source(folder)
+        open_checkpoint(folder)
 
 
 def header_of(folder):
@@ -67,24 +67,21 @@ def test_headers_that_lie(tmp_path, way):
     header, data = header_of(folder)
     names = [name for name in header if name != "__metadata__"]
     norms = [name for name in names if name.endswith("layernorm.weight")]
-    said = {"overlap": "overlap", "twice": f"names {names[0]} twice", "endless": "header of", "negative": "corrupt"}[
-        way
-    ]
     if way == "overlap":
         header[norms[0]] = header[norms[1]]
     if way == "negative":
         header[names[0]]["shape"] = [-size for size in header[names[0]]["shape"]]
     text = json.dumps(header).encode()
     if way == "twice":
-        text = text[:-1] + b", " + json.dumps({names[0]: header[names[0]]}).encode()[1:]
+        text = text[:-1] + b", " + json.dumps({names[0]: header[names[1]]}).encode()[1:]
     with (folder / "model.safetensors").open("wb") as file:
         if way == "endless":
             file.write(struct.pack("<Q", 10**9))
             file.truncate(2 * 10**9)  # takes no room on a disk
         else:
             file.write(len(text).to_bytes(8, "little") + text + data)
-    with pytest.raises(CheckpointError, match=said):
-        open_source(folder)
+    with pytest.raises(CheckpointError, match="model.safetensors: .*download it again"):
+        open_checkpoint(folder)
 
 
 def test_the_fuzzer_finds_faults(tmp_path):

@@ -20,7 +20,7 @@ def compiled(topology: str, rows: int, model: str):
     import jax.numpy as jnp
     from jax.experimental import topologies
 
-    from failfast_jax.checkpoints.fast_dllm import as_fast_dllm
+    from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm
     from failfast_jax.checkpoints.parameters import Skeleton
     from failfast_jax.models.config import FAST_DLLM_MASK_TOKEN
     from failfast_jax.models.transformer import Decoder

@@ -25,7 +25,7 @@ from tiny_models import random_model, tiny_config
 
 from failfast_jax import FailFast, command, distributed
 from failfast_jax.bench.verdicts import logit_gap
-from failfast_jax.checkpoints import mapping
+from failfast_jax.checkpoints import parameter_map
 from failfast_jax.errors import OptionError
 from failfast_jax.models import sharding
 
@@ -33,7 +33,7 @@ TARGET, DRAFTER = GOLDEN / "field" / "qwen3_a", GOLDEN / "field" / "dspark_qwen3
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [5] * 20]
 COMMON = {"max_new_tokens": 12, "ignore_eos": True}
 
-_assemble = mapping.Plan.assemble
+_assemble = parameter_map.Plan.assemble
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
         read.append(value.size)
         return value
 
-    mapping.Plan.assemble = counted
+    parameter_map.Plan.assemble = counted
     report: dict[str, object] = {}
     devices = int(sys.argv[2])
     report["refused"] = [refusal(TARGET, tensor_parallel=devices)]

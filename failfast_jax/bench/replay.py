@@ -26,7 +26,7 @@ import jax
 from failfast_jax import distributed, platforms
 from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
 from failfast_jax.bench.replay_report import NOTICE, report
-from failfast_jax.checkpoints.loading import DTYPES
+from failfast_jax.checkpoints.checkpoint import DTYPES
 from failfast_jax.files import Journal, sole_writer, user_path, write_atomically, write_json
 from failfast_jax.models.attention import KERNELS
 from failfast_jax.models.sharding import make_mesh

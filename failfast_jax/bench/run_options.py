@@ -27,7 +27,7 @@ from failfast_jax.bench.variants import (
     sweep,
     sweep_values,
 )
-from failfast_jax.checkpoints.loading import DTYPES
+from failfast_jax.checkpoints.checkpoint import DTYPES
 from failfast_jax.command import needed
 from failfast_jax.drafters import METHODS
 from failfast_jax.files import user_path

@@ -23,7 +23,7 @@ from failfast_jax.files import read_json, write_atomically
 
 FILE = "spiffy.json"
 COMMAND = "python -m failfast_jax.train spiffy"
-"""What writes it."""
+"""Writes it."""
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -60,11 +60,11 @@ class DraftGraph:
             raise OptionError(
                 f"--spiffy {count}: {self.where} has {len(self.pair_sets)} states; calibrate more with {COMMAND}"
             )
-        found = np.full((count, small_block), -1, np.int32)
+        states = np.full((count, small_block), -1, np.int32)
         for row, pairs in enumerate(self.pair_sets[:count]):
             for position, token in pairs:
-                found[row, position] = token
-        return found
+                states[row, position] = token
+        return states
 
     def save(self, path: Path) -> None:
         """Writes the graph as JSON, a line for each state."""
@@ -77,10 +77,10 @@ class DraftGraph:
 def default_file(model: str | os.PathLike) -> Path | None:
     """Beside a model in a folder or file of this machine; None for one that was built in memory."""
     try:
-        found = resolve_source(model)
+        path = resolve_source(model)
     except CheckpointError:
         return None
-    return (found if found.is_dir() else found.parent) / FILE
+    return (path if path.is_dir() else path.parent) / FILE
 
 
 def read(path: str | os.PathLike | None, model: str, ranks: int) -> DraftGraph:
@@ -112,11 +112,16 @@ def read(path: str | os.PathLike | None, model: str, ranks: int) -> DraftGraph:
 
 
 def _is_state(state: Any, positions: int, ranks: int) -> bool:
-    if not isinstance(state, list) or not state:
+    """True for pairs of ranks below these numbers, no position twice."""
+
+    def is_pair(pair: Any) -> bool:
+        ranges = (positions, ranks)
+        return (
+            isinstance(pair, list)
+            and len(pair) == 2
+            and all(values.is_number(rank, int, 0, size - 1) for rank, size in zip(pair, ranges))
+        )
+
+    if not isinstance(state, list) or not state or not all(map(is_pair, state)):
         return False
-    for pair in state:
-        if not isinstance(pair, list) or len(pair) != 2 or not all(type(rank) is int for rank in pair):
-            return False
-        if not (0 <= pair[0] < positions and 0 <= pair[1] < ranks):
-            return False
     return len({position for position, _ in state}) == len(state)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from failfast_jax import values
 from failfast_jax.checkpoints import quantised
 from failfast_jax.errors import CheckpointError, ConfigError, quoted
 from failfast_jax.models import config_keys
@@ -77,7 +78,7 @@ FOREIGN_KEYS = {
     "hydra_num_heads": "Hydra",
     "jetspec_config": "JetSpec",
 }
-"""Likewise, by a key."""
+"""Drafters that are not read, by a key of theirs."""
 
 
 def foreign_layout(raw: Mapping[str, Any], names: Iterable[str]) -> str | None:
@@ -147,23 +148,23 @@ class Settings:
                 raise ConfigError(f"{self._where}: key {first} and key {name!r} is {value!r}: keep one of them")
         return places[0] if places else (f"{self._home}.{keys[0]}" if self._home else keys[0], None)
 
-    def integer(self, key: str, least: int) -> int:
-        """An integer of at least `least`.
+    def _entry(self, *keys: str) -> tuple[str, dict[str, Any]]:
+        """A setting's name, and an object of it alone for the readers of `values`; empty where it is missing."""
+        name, value = self.find(*keys)
+        return name, {} if value is None else {name: value}
+
+    def integer(self, key: str, least: int, default: Any = values.REQUIRED) -> Any:
+        """An integer of at least `least`, or the default where it is missing.
 
         Raises:
-          ConfigError: it is missing, or something else.
+          ConfigError: it is missing without a default, or something else.
         """
-        name, value = self.find(key)
-        if type(value) is not int or value < least:
-            got = self._got(key, value)
-            raise ConfigError(f"{self._where}: key {name!r} must be an integer of at least {least}, {got}")
-        if value > LARGEST:
-            raise ConfigError(f"{self._where}: key {name!r} must not be above {LARGEST}, got {quoted(value)}")
-        return value
+        name, entry = self._entry(key)
+        return values.number(entry, name, self._where, least=least, most=LARGEST, default=default)
 
-    def optional(self, key: str, least: int = 1) -> int | None:
-        """Likewise, or None where it is missing."""
-        return None if self.find(key)[1] is None else self.integer(key, least)
+    def optional(self, key: str) -> int | None:
+        """A positive integer, or None where it is missing."""
+        return self.integer(key, 1, None)
 
     def flag(self, *keys: str, default: bool | None = False) -> bool | None:
         """True or false; the default where it is missing.
@@ -171,10 +172,8 @@ class Settings:
         Raises:
           ConfigError: something else.
         """
-        name, value = self.find(*keys)
-        if value is not None and type(value) is not bool:
-            raise ConfigError(f"{self._where}: key {name!r} must be true or false, got {quoted(value)}")
-        return default if value is None else value
+        name, entry = self._entry(*keys)
+        return values.flag(entry, name, self._where, default)
 
     def layers(self, key: str) -> tuple[int, ...]:
         """Numbers of target layers (-1: the embedding).
@@ -182,21 +181,17 @@ class Settings:
         Raises:
           ConfigError: they are missing, or something else.
         """
-        name, value = self.find(key)
-        return self._layer_numbers(name, value, self._got(key, value))
+        name, entry = self._entry(key)
+        return self._layer_numbers(name, entry)
 
-    def _got(self, key: str, value: Any) -> str:
-        places = [self._raw, *(self._raw.get(place) or {} for place in NESTED)]
-        return f"got {quoted(value)}" if any(key in place for place in places) else "and it is missing"
-
-    def _layer_numbers(self, name: str, value: Any, got: str, least: int = -1) -> tuple[int, ...]:
-        if not isinstance(value, list) or not value or not all(type(n) is int and n >= least for n in value):
-            raise ConfigError(f"{self._where}: key {name!r} must be a list of layer numbers, {got}")
-        return tuple(value)
+    def _layer_numbers(self, name: str, entry: Mapping[str, Any], least: int = -1) -> tuple[int, ...]:
+        numbers = entry.get(name)
+        if not isinstance(numbers, list) or not numbers or not all(type(n) is int and n >= least for n in numbers):
+            raise values.refusal(entry, name, self._where, "must be a list of layer numbers")
+        return tuple(numbers)
 
     def feature_layers(self) -> tuple[int, ...] | None:
-        """The target layers whose outputs the drafter reads (-1: the embedding), under any of their names; None: no
-        key names them.
+        """The target layers whose outputs the drafter reads (-1: the embedding); None where no key names them.
 
         `target_layer_ids`, and NVIDIA's ids in `eagle_config`, are numbers of layers. The other ids are vLLM's, which
         counts the embedding as 0: [2, 18, 33] are the outputs of layers 1, 17 and 32.
@@ -210,7 +205,7 @@ class Settings:
             for name, value in self._places(key):
                 shift = 0 if key == "target_layer_ids" or name.startswith("eagle_config") else 1
                 if value != []:
-                    numbers = self._layer_numbers(name, value, f"got {quoted(value)}", least=shift - 1)
+                    numbers = self._layer_numbers(name, {name: value}, least=shift - 1)
                     layers[name] = tuple(n - shift for n in numbers)
         if len({*layers.values()}) > 1:
             claims = " and ".join(f"{name} names the outputs of layers {[*ids]}" for name, ids in layers.items())
@@ -257,21 +252,21 @@ class Settings:
         """
         if method := quantised.of_config(self._raw):
             raise CheckpointError(f"{self._where}: {quantised.refusal(method)}")
+        known = self._read | config_keys.READ | HARMLESS | {*NESTED}
+        entries = [("", key, value) for key, value in self._raw.items()]
+        entries += [(place, *entry) for place in NESTED for entry in (self._raw.get(place) or {}).items()]
         unknown = []
-        for place in ("", *NESTED):
-            inside = self._raw if not place else self._raw.get(place) or {}
-            for key, value in inside.items():
-                known = self._read | config_keys.READ | HARMLESS | {*NESTED}
-                if key in known or config_keys.is_harmless(key) or _is_neutral(key, value):
-                    continue
-                name = f"{place}.{key}" if place else key
-                if place or key in NEUTRAL or key in REFUSED or config_keys.speaks_of_computation(key):
-                    served = f" (supported: {', '.join(map(str, NEUTRAL[key]))})" if NEUTRAL.get(key) else ""
-                    raise ConfigError(
-                        f"{self._where}: key {name!r} is {quoted(value)}: it changes drafts, or may, and is not "
-                        f"supported{served}; remove it if it means nothing for this drafter"
-                    )
-                unknown.append(repr(name))
+        for place, key, value in entries:
+            if key in known or config_keys.is_harmless(key) or _is_neutral(key, value):
+                continue
+            name = f"{place}.{key}" if place else key
+            if place or key in NEUTRAL or key in REFUSED or config_keys.speaks_of_computation(key):
+                served = f" (supported: {', '.join(map(str, NEUTRAL[key]))})" if NEUTRAL.get(key) else ""
+                raise ConfigError(
+                    f"{self._where}: key {name!r} is {quoted(value)}: it changes drafts, or may, and is not "
+                    f"supported{served}; remove it if it means nothing for this drafter"
+                )
+            unknown.append(repr(name))
         if unknown:
             names = ", ".join(unknown)
             warn_once(f"{self._where}: not known and not read: {names}; look there if few drafts are accepted")

@@ -10,7 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from failfast_jax import values
-from failfast_jax.checkpoints.gguf import GGUFFile
+from failfast_jax.checkpoints.gguf_file import GGUFFile
 from failfast_jax.errors import CheckpointError, InputError, is_failure, quoted
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _DEEPSEEK_V3 = (
 
 @dataclasses.dataclass(frozen=True)
 class _PreTokenizer:
-    """What llama.cpp's name of a pre-tokenizer stands for.
+    """A pre-tokenizer of llama.cpp.
 
     Attributes:
       splits: regular expressions; each cuts what the one before it left.
@@ -89,7 +89,6 @@ def fast_tokenizer_arguments(file: GGUFFile) -> dict[str, Any]:
       CheckpointError: a kind of tokenizer other than `llama` (SentencePiece's BPE) and `gpt2` (byte-level BPE), an
         unknown pre-tokenizer, or metadata that are missing or inconsistent.
     """
-    file.need("tokenizer.ggml.model")
     kind = file.text("tokenizer.ggml.model")
     if kind not in ("llama", "gpt2"):
         raise CheckpointError(
@@ -130,7 +129,6 @@ class _Vocabulary:
     @classmethod
     def of(cls, file: GGUFFile, defaults: dict[str, int]) -> _Vocabulary:
         """Reads the vocabulary; `defaults` are special tokens' ids where the metadata name none."""
-        file.need("tokenizer.ggml.tokens")
         tokens = file.entries("tokenizer.ggml.tokens", str)
         types = file.entries("tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
         if len(types) < len(tokens):
@@ -163,7 +161,6 @@ class _Vocabulary:
         Raises:
           CheckpointError: one of anything but two tokens that make a third.
         """
-        self.file.need("tokenizer.ggml.merges")
         merges = [tuple(merge.split(" ", 1)) for merge in self.file.entries("tokenizer.ggml.merges", str)]
         for merge in merges:
             if len(merge) != 2 or not {*merge, "".join(merge)} <= self.ids.keys():
@@ -236,7 +233,6 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, ...]]:
     SentencePiece merges the pair whose whole has the best score. Where all scores are equal, the converter had none:
     the file may have merges instead, or else ids are in the order of training.
     """
-    vocabulary.file.need("tokenizer.ggml.scores")
     scores = vocabulary.file.entries("tokenizer.ggml.scores", float)
     if len(scores) < len(vocabulary.tokens):
         raise CheckpointError(
@@ -246,13 +242,13 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, ...]]:
     pieces = {token: id for token, id in vocabulary.ids.items() if vocabulary.types[id] == _NORMAL}
     if vocabulary.file.entries("tokenizer.ggml.merges", str, []) and len({scores[id] for id in pieces.values()}) == 1:
         return vocabulary.merges()
-    found = [
+    merges = [
         (-scores[id], id, len(piece) - cut, piece[:cut], piece[cut:])
         for piece, id in pieces.items()
         for cut in range(1, len(piece))
         if piece[:cut] in pieces and piece[cut:] in pieces
     ]
-    return [(left, right) for *_, left, right in sorted(found)]
+    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:

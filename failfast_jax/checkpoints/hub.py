@@ -1,4 +1,4 @@
-"""Where a model's files are: here, on the Hugging Face Hub, or in the package of the default target."""
+"""Finds a model's files: here, on the Hugging Face Hub, or in the package of the default target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from failfast_jax import progress
-from failfast_jax.checkpoints.settings import check_settings
+from failfast_jax.checkpoints.config_file import check_settings
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.files import read_json, user_path
 

@@ -14,7 +14,15 @@ import jax
 from jax.sharding import Mesh
 
 from failfast_jax import progress
-from failfast_jax.checkpoints import safetensors
+from failfast_jax.checkpoints import safetensors_file
+from failfast_jax.checkpoints.block_drafter_folder import (
+    BLOCK_ARCHITECTURES,
+    is_speculators,
+    load_dspark,
+    open_dspark,
+    parse_config,
+)
+from failfast_jax.checkpoints.checkpoint import Checkpoint, as_dtype, open_checkpoint
 from failfast_jax.checkpoints.drafter import (
     config_for,
     decoding_defaults,
@@ -24,17 +32,9 @@ from failfast_jax.checkpoints.drafter import (
     stored_chances,
 )
 from failfast_jax.checkpoints.drafter_keys import foreign_layout
-from failfast_jax.checkpoints.dspark import (
-    BLOCK_ARCHITECTURES,
-    is_speculators,
-    load_dspark,
-    open_dspark,
-    parse_config,
-)
-from failfast_jax.checkpoints.eagle import ARCHITECTURES, is_eagle_folder, load_eagle, open_eagle
+from failfast_jax.checkpoints.eagle_folder import ARCHITECTURES, is_eagle_folder, load_eagle, open_eagle
 from failfast_jax.checkpoints.hub import resolve_source
-from failfast_jax.checkpoints.loading import Source, as_dtype, open_source
-from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
+from failfast_jax.checkpoints.model_tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 from failfast_jax.files import is_there, read_json
 from failfast_jax.models import quantization, sharding
@@ -48,7 +48,7 @@ from failfast_jax.options import is_finite
 LOADERS: dict[Kind, Callable] = {FEATURE_BLOCK: load_dspark, EAGLE: load_eagle}
 """Of drafters that read their target's features: `(folder, target, target_name, rope_theta) -> model`."""
 OPENERS: dict[Kind, Callable] = {FEATURE_BLOCK: open_dspark, EAGLE: open_eagle}
-"""Likewise, from the headers alone: `(folder, target's configuration, target_name) -> mapping.OpenedDrafter`."""
+"""Likewise, from the headers alone: `(folder, target's configuration, target_name) -> parameter_map.OpenedDrafter`."""
 
 
 def feature_kind(source: str | os.PathLike) -> Kind | None:
@@ -83,7 +83,7 @@ def feature_kind(source: str | os.PathLike) -> Kind | None:
 def _has_eagles_tensors(folder: Path) -> bool:
     """Whether a folder's tensors are those of EAGLE's first generations, whose configuration is a Llama's."""
     try:
-        names = safetensors.folder_tensors(folder, safetensors.DTYPES | safetensors.INTEGERS)
+        names = safetensors_file.folder_tensors(folder, safetensors_file.DTYPES | safetensors_file.INTEGERS)
     except CheckpointError:  # whoever reads it says so
         return False
     return "fc.weight" in names and not any(name.startswith("model.") for name in names)
@@ -108,7 +108,7 @@ def own_method(source: str | os.PathLike) -> tuple[Kind, str]:
         return kind, "eagle3"
     if kind == FEATURE_BLOCK:
         return kind, _block_config(source).method
-    diffusion = open_source(source).config.is_diffusion
+    diffusion = open_checkpoint(source).config.is_diffusion
     return (BLOCK_DIFFUSION, "failfast") if diffusion else (AUTOREGRESSIVE, "ar")
 
 
@@ -138,7 +138,7 @@ class Fit:
     parameters: int
 
 
-def check_drafter(drafter: str | os.PathLike, target: Source, tokenizer: Any) -> Fit:
+def check_drafter(drafter: str | os.PathLike, target: Checkpoint, tokenizer: Any) -> Fit:
     """Holds a drafter against a target without reading the weights of either (of a standalone drafter: its own).
 
     Args:
@@ -155,7 +155,7 @@ def check_drafter(drafter: str | os.PathLike, target: Source, tokenizer: Any) ->
     if kind in OPENERS:
         opened = OPENERS[kind](resolve_source(drafter), target.config, str(target.path))
         return Fit(kind, method, opened.config.base, sum(math.prod(shape) for shape in opened.shapes.values()))
-    model = open_source(drafter)
+    model = open_checkpoint(drafter)
     model.check()
     names = {"target_name": str(target.path), "drafter_name": str(drafter)}
     check_same_tokens(tokenizer, load_tokenizer(drafter), target.config, model.config, **names)
@@ -213,7 +213,7 @@ def load_with_tokenizer(
     """
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(load_tokenizer, source)
-        opened = open_source(source)
+        opened = open_checkpoint(source)
         check_attention(attention, opened.config, as_dtype(dtype, device_of(attention).platform), str(source))
         place = None if mesh is None else sharding.placement(opened.config, mesh, drafter=drafter)
         return opened.load(as_dtype(dtype), place=place, quantize=quantize), tokenizer.result()
@@ -275,7 +275,7 @@ def read_pair(
 
 def config_at(model: Decoder | str | os.PathLike) -> ModelConfig:
     """A target's configuration, whether it is loaded or not."""
-    return open_source(model).config if _is_path(model) else model.config
+    return open_checkpoint(model).config if _is_path(model) else model.config
 
 
 def _layers_of(drafter: str | os.PathLike, target: Decoder | str | os.PathLike) -> ModelConfig:
@@ -284,7 +284,7 @@ def _layers_of(drafter: str | os.PathLike, target: Decoder | str | os.PathLike) 
         return config_at(target)
     if kind := feature_kind(drafter):
         return OPENERS[kind](resolve_source(drafter), config_at(target), _name(target, "target")).config.base
-    return open_source(drafter).config
+    return open_checkpoint(drafter).config
 
 
 def _check_options(drafter: Any, attention: str | None, quantize: str | None, quantize_drafter: str | None) -> None:

@@ -43,14 +43,14 @@ class Skeleton:
 
     @classmethod
     def of(cls, module: nnx.Module) -> Skeleton:
-        """Of an abstract module."""
+        """Takes an abstract module apart."""
         graph, state = nnx.split(module)
         paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
         return cls(graph, {name: leaf for name, (_, leaf) in zip(paths, nnx.to_flat_state(state))}, paths)
 
     @classmethod
     def made_by(cls, make: Callable[[nnx.Rngs], nnx.Module]) -> Skeleton:
-        """Of the module that a function makes, given random streams; nothing is computed."""
+        """Takes apart the module that a function makes, given random streams; nothing is computed."""
         return cls.of(nnx.eval_shape(lambda: make(_SameKey(0))))
 
     @property
@@ -76,15 +76,15 @@ def check_layers(names: Iterable[str], layers: int, where: Path) -> None:
     Raises:
       CheckpointError: most layers have no tensor.
     """
-    found = {int(match[1]) for name in names if (match := _LAYER.search(name))}
-    if layers > 2 * len(found) + 64:  # what few layers lack is told tensor by tensor
+    stored = {int(match[1]) for name in names if (match := _LAYER.search(name))}
+    if layers > 2 * len(stored) + 64:  # what few layers lack is named tensor by tensor
         raise CheckpointError(
-            f"{where}: missing tensors: the configuration names {layers} layers, and {len(found)} are there"
+            f"{where}: missing tensors: the configuration names {layers} layers, and {len(stored)} are there"
         )
 
 
 def misfits(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """In what stored parameters are not the wanted ones: the first five differences, or an empty string."""
+    """The first five differences between stored and wanted parameters, or an empty string."""
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     problems += [f"{name} is unexpected" for name in stored if name not in wanted]
     problems += [
@@ -96,7 +96,7 @@ def misfits(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Whether an array of floats holds neither NaN nor infinity."""
+    """True if an array of floats holds neither NaN nor infinity."""
     exponent = _EXPONENTS.get(values.dtype)
     if exponent is None:
         return bool(np.isfinite(values).all())

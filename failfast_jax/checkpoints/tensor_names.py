@@ -4,20 +4,21 @@ heads of tied checkpoints."""
 from __future__ import annotations
 
 import collections
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from failfast_jax.checkpoints.mapping import PIECE, StoredTensor
+from failfast_jax.checkpoints.parameter_map import PIECE, StoredTensor
 from failfast_jax.errors import CheckpointError
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _WRAPPERS = re.compile(
     r"(^|\.)(?:(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model)\.)+"
 )
-"""What torch.compile, DataParallel, FSDP, activation checkpointing and peft (merged) put into names."""
+"""Words that torch.compile, DataParallel, FSDP, activation checkpointing and peft (merged) put into names."""
 
 
 def as_saved(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, StoredTensor]:
@@ -73,7 +74,7 @@ _same: dict[tuple, bool] = {}
 
 def _equal(first: StoredTensor, second: StoredTensor) -> bool:
     """True if two tensors hold the same numbers."""
-    if first.shape != second.shape or not first.shape:
+    if first.shape != second.shape or not math.prod(first.shape):
         return False
     step = max(16 * PIECE // max(first.shape[-1], 1), 1)
     for start in range(0, first.shape[0], step):

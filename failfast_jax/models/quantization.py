@@ -52,7 +52,7 @@ def rounded(
 
 
 def converter(config: ModelConfig) -> Callable[[str, jax.Array], dict[str, jax.Array]]:
-    """For `checkpoints.loading`: what is kept, by name, of a decoder's parameter that has just been read."""
+    """For `checkpoints.checkpoint`: what is kept, by name, of a decoder's parameter that has just been read."""
 
     def convert(name: str, value: jax.Array) -> dict[str, jax.Array]:
         if name == "embed" and config.tie_embeddings:

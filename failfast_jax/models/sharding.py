@@ -355,7 +355,7 @@ def check_batch(batch: int, mesh: Mesh) -> None:
 
 
 def placement(config: ModelConfig, mesh: Mesh, *, drafter: bool = False) -> Callable[[str, tuple[int, ...]], Any]:
-    """Where each parameter of a model goes as it is read: `checkpoints.loading.Place`."""
+    """Where each parameter of a model goes as it is read: `checkpoints.checkpoint.Place`."""
     execution = execution_of(config, mesh, drafter=drafter)
     if kv_copies(config, execution.parts(execution.heads)) != 1:
         # Copied once they are all there.

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.checkpoints.dspark import save_dspark
+from failfast_jax.checkpoints.block_drafter_folder import save_dspark
 from failfast_jax.decoding.accept import argmax
 from failfast_jax.models.dspark import DSpark, DSparkConfig, bind
 from failfast_jax.models.markov import MarkovHead

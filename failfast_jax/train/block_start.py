@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from failfast_jax import numerics
-from failfast_jax.checkpoints.dspark import load_dspark
+from failfast_jax.checkpoints.block_drafter_folder import load_dspark
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.errors import OptionError
 from failfast_jax.models.dspark import DSpark, DSparkConfig

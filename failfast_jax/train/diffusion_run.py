@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from failfast_jax.checkpoints import drafter as folders
-from failfast_jax.checkpoints.fast_dllm import as_fast_dllm, save_fast_dllm
-from failfast_jax.checkpoints.loading import Source, as_dtype, open_source
+from failfast_jax.checkpoints.checkpoint import Checkpoint, as_dtype, open_checkpoint
+from failfast_jax.checkpoints.config_file import MASK_TOKEN
+from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm, save_fast_dllm
+from failfast_jax.checkpoints.model_tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.checkpoints.parameters import Skeleton
-from failfast_jax.checkpoints.settings import MASK_TOKEN
-from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.errors import OptionError
 from failfast_jax.models.borrowed import mean_embedding, with_borrowed
 from failfast_jax.models.config import FAST_DLLM_MASK_TOKEN, ModelConfig
@@ -38,7 +38,7 @@ class DiffusionStart:
       tokenizer, target_tokenizer: the model's, and that of the target whose prompts measure it; or None.
     """
 
-    source: Source
+    source: Checkpoint
     config: ModelConfig
     tokenizer: Any
     target_tokenizer: Any
@@ -65,7 +65,7 @@ def start_for(config: TrainConfig, target: Any, target_config: ModelConfig) -> D
       ValueError: its tokens are not the target's.
     """
     start = config.start or target
-    source, target_tokenizer = open_source(start), load_tokenizer(target)
+    source, target_tokenizer = open_checkpoint(start), load_tokenizer(target)
     source.check()
     tokenizer = target_tokenizer if start == target else load_tokenizer(start)
     names = {"target_name": str(target), "drafter_name": str(start)}
@@ -76,7 +76,7 @@ def start_for(config: TrainConfig, target: Any, target_config: ModelConfig) -> D
     return DiffusionStart(source, shape, tokenizer, target_tokenizer)
 
 
-def _mask_token(source: Source, tokenizer: Any) -> int:
+def _mask_token(source: Checkpoint, tokenizer: Any) -> int:
     """Returns the mask token: a block-diffusion model's own, the tokenizer's, the first id that no token uses (of
     Qwen2.5 the one that Fast-dLLM v2 took), or one that no text has."""
     if source.config.mask_token_id is not None:

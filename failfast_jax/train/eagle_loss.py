@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from failfast_jax import numerics
-from failfast_jax.checkpoints.eagle import save_eagle
+from failfast_jax.checkpoints.eagle_folder import save_eagle
 from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.block_loss import sample_anchors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from failfast_jax.checkpoints.dspark import check_target
+from failfast_jax.checkpoints.block_drafter_folder import check_target
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.errors import OptionError
 from failfast_jax.models.config import ModelConfig

@@ -26,8 +26,8 @@ import time
 from pathlib import Path
 
 from failfast_jax import distributed
+from failfast_jax.checkpoints.checkpoint import DTYPES, as_dtype
 from failfast_jax.checkpoints.hub import default_target_path
-from failfast_jax.checkpoints.loading import DTYPES, as_dtype
 from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError

@@ -84,7 +84,7 @@ class Spread:
         return P() if axis is None else P(*[None] * axis, FSDP)
 
     def place(self, _name: str, shape: tuple[int, ...]) -> NamedSharding:
-        """Returns the sharding of a parameter, or of the optimiser's state of it (`checkpoints.loading.Place`)."""
+        """Returns the sharding of a parameter, or of the optimiser's state of it (`checkpoints.checkpoint.Place`)."""
         return NamedSharding(self.mesh, self.spec(shape))
 
     def places(self, tree: Any) -> Any:

@@ -22,10 +22,10 @@ import numpy as np
 from huggingface_hub import HfApi
 
 from failfast_jax import distributed
+from failfast_jax.checkpoints.checkpoint import load_model, open_checkpoint
 from failfast_jax.checkpoints.drafter import CHANCES
 from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path, find_models
-from failfast_jax.checkpoints.loading import load_model, open_source
-from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
 from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.decoding.economics import observed
 from failfast_jax.files import check_shared, read_json, sole_writer, user_path
@@ -81,7 +81,7 @@ def work(args: argparse.Namespace) -> None:
     config, deadline = TrainConfig.from_flags(vars(args)), deadline_after(args.minutes)
     find_models({"--target": config.target, "--start": config.start})
     source = config.target or default_target_path()
-    target = open_source(source).config
+    target = open_checkpoint(source).config
     layers, spread = choose_layers(config, target, str(source)), Spread.over(config.fsdp)
     check_devices(config)
     _check_text(args.data, source)

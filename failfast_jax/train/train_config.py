@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from failfast_jax.checkpoints import deepspec
+from failfast_jax.checkpoints import feature_drafter_folder
+from failfast_jax.checkpoints.block_drafter_folder import parse_config
 from failfast_jax.checkpoints.drafter import STORAGES, is_drafter_folder
-from failfast_jax.checkpoints.dspark import parse_config
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.pair import feature_kind
 from failfast_jax.errors import OptionError
@@ -250,8 +250,8 @@ class TrainConfig:
                 validate_repo_id(self.push_to_hub)
             except HFValidationError as error:
                 raise OptionError(f"--push-to-hub {self.push_to_hub}: {str(error).splitlines()[0]}") from None
-        if self.family not in STANDALONE and self.storage not in deepspec.STORAGES:
-            choices = " or ".join(deepspec.STORAGES)
+        if self.family not in STANDALONE and self.storage not in feature_drafter_folder.STORAGES:
+            choices = " or ".join(feature_drafter_folder.STORAGES)
             raise OptionError(f"--storage {self.storage}: {self.family} drafters are stored as {choices}")
         if self.fsdp != 1 and self.family not in DIFFUSION:
             raise OptionError(f"--fsdp {self.fsdp}: only the parameters of --family diffusion are shared among devices")

@@ -24,9 +24,9 @@ from checkpoint_files import (
 from gguf import GGMLQuantizationType as Quant
 from tiny_models import tiny_config
 
-from failfast_jax.checkpoints import dspark, eagle
-from failfast_jax.checkpoints.gguf import GGUFFile
-from failfast_jax.checkpoints.loading import load_model, open_source
+from failfast_jax.checkpoints import block_drafter_folder, eagle_folder
+from failfast_jax.checkpoints.checkpoint import load_model, open_checkpoint
+from failfast_jax.checkpoints.gguf_file import GGUFFile
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models.config import RopeConfig
 from failfast_jax.models.dspark import DSparkConfig
@@ -92,7 +92,7 @@ def test_gguf_stop_tokens(tmp_path):
         path = write_gguf(
             tmp_path / f"{number}.gguf", "llama_tied", extra=lambda w, n=names, e=eom: tokens(w, *n, eom=e)
         )
-        assert open_source(path).config.eos_token_ids == stops
+        assert open_checkpoint(path).config.eos_token_ids == stops
 
 
 def test_gguf_rope_scaling(tmp_path):
@@ -152,10 +152,12 @@ def test_drafters_say_the_divisors_of_their_targets():
     target = tiny_config(rope=rope)
     base = dataclasses.replace(target, model_type="qwen3", num_layers=1, qkv_bias=False, qk_norm=True)
     block = DSparkConfig(base, block_size=7, mask_token_id=3, feature_layers=(0, 1), num_target_layers=2)
-    stored = json.loads(json.dumps(dspark.config_dict(block, target, "bfloat16")))
-    assert dspark.parse_config(stored, "").base.rope == rope
-    stored = json.loads(json.dumps(eagle.config_dict(EagleConfig(base, (0, 1), 40, chain=5), target, "bfloat16")))
-    assert eagle.parse_config(stored, target, Path("drafter"), "target").base.rope == rope
+    stored = json.loads(json.dumps(block_drafter_folder.config_dict(block, target, "bfloat16")))
+    assert block_drafter_folder.parse_config(stored, "").base.rope == rope
+    stored = json.loads(
+        json.dumps(eagle_folder.config_dict(EagleConfig(base, (0, 1), 40, chain=5), target, "bfloat16"))
+    )
+    assert eagle_folder.parse_config(stored, target, Path("drafter"), "target").base.rope == rope
 
 
 def test_gguf_that_cannot_be_served(tmp_path):

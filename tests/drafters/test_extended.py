@@ -14,7 +14,7 @@ from tiny_engines import DRAFT_IDS, ROWS, extended_engine, lossless
 from tiny_models import committed, outcome, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.checkpoints.dspark import load_dspark, save_dspark
+from failfast_jax.checkpoints.block_drafter_folder import load_dspark, save_dspark
 from failfast_jax.decoding.economics import BINS, MODEL_CHANCES
 from failfast_jax.decoding.round import greedy_sampling
 from failfast_jax.errors import ConfigError
@@ -234,8 +234,8 @@ def test_a_drafter_of_another_target_is_refused(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"block_size": None}, "key 'block_size' must be an integer of at least 1, got None"),
-        ({"block_size": ...}, "key 'block_size' must be an integer of at least 1, and it is missing"),
+        ({"block_size": None}, "key 'block_size' must be an integer from 1 .* missing"),
+        ({"block_size": ...}, "key 'block_size' must be an integer from 1 .* missing"),
         (
             {"row_feature_layer_ids": ...},
             "key 'row_feature_layer_ids' must be a list of layer numbers, and it is missing",

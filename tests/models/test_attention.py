@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tiny_models import attention_by_hand
 
 from failfast_jax import FailFast, progress
-from failfast_jax.checkpoints.loading import Source
+from failfast_jax.checkpoints.checkpoint import Checkpoint
 from failfast_jax.checkpoints.pair import read_pair
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import emit, reference
@@ -285,7 +285,7 @@ def test_a_cpu_runs_its_own_kernel_where_it_has_a_vector_unit():
 def test_kernels_are_refused_before_weights_are_read(drafter, monkeypatch):
     """Of the target, and of its drafter; heads of 16 are for no TPU."""
     monkeypatch.setattr(jax, "devices", lambda: [a("v5e")])
-    monkeypatch.setattr(Source, "load", lambda *args, **options: pytest.fail("weights are read"))
+    monkeypatch.setattr(Checkpoint, "load", lambda *args, **options: pytest.fail("weights are read"))
     name = str(drafter or GOLDEN / "qwen2_target_160")
     with pytest.raises(OptionError, match=f"^--attention tpu: {re.escape(name)}: .* head_dim [0-9]+: 64, 128 or 256$"):
         read_pair(GOLDEN / "qwen2_target_160", drafter, attention="tpu")

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from failfast_jax import FailFast, load_model
-from failfast_jax.checkpoints.fast_dllm import RELEASE, save_fast_dllm
-from failfast_jax.checkpoints.loading import open_source
-from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.checkpoints.checkpoint import open_checkpoint
+from failfast_jax.checkpoints.fast_dllm_folder import RELEASE, save_fast_dllm
+from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
 from failfast_jax.train.__main__ import main
 
 TEMPLATE = (
@@ -137,7 +137,7 @@ def test_the_folder_is_laid_out_as_released(run_folder, target):
 
 @pytest.mark.parametrize("name", ["fast_dllm_v2_tied", "fast_dllm_v2_untied"])
 def test_a_released_model_is_written_as_it_was_read(name, tmp_path):
-    source = open_source(GOLDEN / name)
+    source = open_checkpoint(GOLDEN / name)
     save_fast_dllm(tmp_path / "again", source.config, source.read(np.dtype("float32")), storage="float32")
     tensors, before = load_file(tmp_path / "again" / "model.safetensors"), tensors_of(name)
     assert tensors.keys() == before.keys()

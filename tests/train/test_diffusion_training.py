@@ -16,8 +16,8 @@ from released_reference import derivative, released_loss
 from tiny_models import VOCAB, random_model, tiny_config
 
 from failfast_jax import FailFast, load_model
-from failfast_jax.checkpoints import mapping
-from failfast_jax.checkpoints.fast_dllm import as_fast_dllm, save_fast_dllm
+from failfast_jax.checkpoints import parameter_map
+from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm, save_fast_dllm
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.models.transformer import Decoder
@@ -66,7 +66,7 @@ def test_the_released_objective(tied):
     _, masked = draw(key, batch["tokens"], every, MASK, BLOCK, RELEASED)
     masked = np.asarray(masked)[:2]
     tokens = np.where(batch["tokens"] < 0, MASK, batch["tokens"])
-    tensors = mapping.stored_tensors(mapping.HF_TABLE, jax.device_get(objective.trainable), net.config)
+    tensors = parameter_map.stored_tensors(parameter_map.HF_TABLE, jax.device_get(objective.trainable), net.config)
     tensors = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
 
     def loss(tensors: dict[str, np.ndarray]) -> float:
@@ -74,7 +74,7 @@ def test_the_released_objective(tied):
 
     assert metrics["labels"] == batch["labelled"].sum()  # each answer once: in one view or in the other
     np.testing.assert_allclose(value, loss(tensors), rtol=1e-5)
-    got = mapping.stored_tensors(mapping.HF_TABLE, jax.device_get(gradients), net.config)
+    got = parameter_map.stored_tensors(parameter_map.HF_TABLE, jax.device_get(gradients), net.config)
     assert got.keys() == tensors.keys() and ("lm_head.weight" in got) != tied
     rng = np.random.default_rng(0)
     for name, gradient in got.items():

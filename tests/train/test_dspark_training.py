@@ -14,7 +14,7 @@ from tiny_models import random_dspark, random_extended, random_model, tiny_confi
 from training_runs import LENGTH, differing_keys
 
 from failfast_jax import FailFast
-from failfast_jax.checkpoints.dspark import load_dspark, save_dspark
+from failfast_jax.checkpoints.block_drafter_folder import load_dspark, save_dspark
 from failfast_jax.models.dspark import bind
 from failfast_jax.train import block_loss, block_start
 from failfast_jax.train.documents import batches

@@ -14,7 +14,7 @@ from tiny_models import random_eagle, random_model, tiny_config
 from training_runs import LENGTH, VOCAB, differing_keys, eagle_config, make_eagle
 
 from failfast_jax import FailFast
-from failfast_jax.checkpoints.eagle import load_eagle, save_eagle
+from failfast_jax.checkpoints.eagle_folder import load_eagle, save_eagle
 from failfast_jax.errors import ConfigError
 from failfast_jax.train import eagle_loss
 from failfast_jax.train.documents import batches

@@ -18,8 +18,8 @@ from tiers import tiers
 from tiny_models import random_extended
 
 from failfast_jax import FailFast, command, load_model
+from failfast_jax.checkpoints.block_drafter_folder import save_dspark
 from failfast_jax.checkpoints.drafter import decoding_defaults
-from failfast_jax.checkpoints.dspark import save_dspark
 from failfast_jax.decoding.economics import MODEL_CHANCES
 from failfast_jax.train import train_command
 from failfast_jax.train.__main__ import main

@@ -15,9 +15,9 @@ from tiers import tiers
 from training_runs import LENGTH, make_batches, make_objective
 
 from failfast_jax import FailFast
+from failfast_jax.checkpoints.block_drafter_folder import load_dspark
 from failfast_jax.checkpoints.drafter import load_drafter
-from failfast_jax.checkpoints.dspark import load_dspark
-from failfast_jax.checkpoints.eagle import load_eagle
+from failfast_jax.checkpoints.eagle_folder import load_eagle
 from failfast_jax.command import deadline_after
 from failfast_jax.errors import CheckpointError, OptionError, PromptTooLong
 from failfast_jax.train import block_loss, trainer

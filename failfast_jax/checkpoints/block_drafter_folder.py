@@ -9,9 +9,9 @@ A sliding layer has the window of the engines that serve these drafters, vLLM an
 row at position p sees the positions p - W + 1 ... p, and no later row of its block unless `is_causal` is false.
 
 Ours is DeepSpec's layout with two additions, each left out unless asked for: without `embed_tokens` and `lm_head` these
-are the target's; with `draft_vocab_size` the tensor `d2t` says, as EAGLE-3's does, how far each row's token id lies
-behind the row's number. A network with inputs and contexts of our own (`row_feature_layer_ids`, `context_layer_ids`)
-has an architecture of its own, `FailFastDSparkModel`, lest others misread it.
+are the target's; with `draft_vocab_size` row r of the head is token r + d2t[r], as in EAGLE-3. A network with inputs
+and contexts of our own (`row_feature_layer_ids`, `context_layer_ids`) has an architecture of its own,
+`FailFastDSparkModel`, lest others misread it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.typing import DTypeLike
 
-from failfast_jax.checkpoints import deepspec, drafter_keys, mapping, safetensors
-from failfast_jax.checkpoints.mapping import Row
+from failfast_jax.checkpoints import drafter_keys, feature_drafter_folder
+from failfast_jax.checkpoints.feature_drafter_folder import (
+    DRAFT_IDS,
+    OpenedDrafter,
+    draft_ids,
+    drafter_tensors,
+    network_tensors,
+    with_theta,
+    write_folder,
+)
+from failfast_jax.checkpoints.parameter_map import Fills, Table, in_layers, make_plan
 from failfast_jax.checkpoints.parameters import Skeleton, check_layers
-from failfast_jax.errors import CheckpointError, ConfigError
+from failfast_jax.errors import ConfigError
 from failfast_jax.files import read_json
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel
@@ -38,31 +46,31 @@ from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
 
 NUM_ANCHORS = 512
-"""What DeepSpec's own training takes; its model refuses a configuration without it."""
+"""The number in DeepSpec's own training; its model refuses a configuration without it."""
 ZLAB, DEEPSPEC, OURS = "DFlashDraftModel", "Qwen3DSparkModel", "FailFastDSparkModel"
 SPECFORGE = "DSparkDraftModel"
 BLOCK_ARCHITECTURES = (ZLAB, DEEPSPEC, SPECFORGE, OURS)
 SPECULATORS = "dflash"
 """`speculators_model_type` of the drafters of vLLM's speculators that are read here."""
-TABLE = mapping.Table(
-    (
-        Row("embed_tokens.weight", "embed"),
-        *mapping.layer_rows("layers.{layer}."),
-        Row("norm.weight", "norm.weight"),
-        Row("lm_head.weight", "head"),
-        Row("fc.weight", "fc.weight"),
-        Row("hidden_norm.weight", "hidden_norm.weight"),
-        Row("row_token.weight", "row_inputs.token.weight"),
-        Row("row_fuse.weight", "row_inputs.fuse.weight"),
-        Row("row_norm.weight", "row_inputs.norm"),
-        Row("row_mask", "row_inputs.mask"),
-        Row("row_offsets", "row_inputs.offsets"),
-        Row("markov_head.markov_w1.weight", "markov.w1"),
-        Row("markov_head.markov_w2.weight", "markov.w2.weight"),
-        Row("markov_head.gate_proj.{leaf}", "markov.gate.{leaf}"),
-        Row("markov_head.joint_proj.{leaf}", "markov.joint.{leaf}"),
-        Row("confidence_head.proj.{leaf}", "confidence.{leaf}"),
-    ),
+TABLE = Table(
+    {
+        "embed_tokens.weight": Fills("embed"),
+        **in_layers("layers.{layer}."),
+        "norm.weight": Fills("norm.weight"),
+        "lm_head.weight": Fills("head"),
+        "fc.weight": Fills("fc.weight"),
+        "hidden_norm.weight": Fills("hidden_norm.weight"),
+        "row_token.weight": Fills("row_inputs.token.weight"),
+        "row_fuse.weight": Fills("row_inputs.fuse.weight"),
+        "row_norm.weight": Fills("row_inputs.norm"),
+        "row_mask": Fills("row_inputs.mask"),
+        "row_offsets": Fills("row_inputs.offsets"),
+        "markov_head.markov_w1.weight": Fills("markov.w1"),
+        "markov_head.markov_w2.weight": Fills("markov.w2.weight"),
+        "markov_head.gate_proj.{leaf}": Fills("markov.gate.{leaf}"),
+        "markov_head.joint_proj.{leaf}": Fills("markov.joint.{leaf}"),
+        "confidence_head.proj.{leaf}": Fills("confidence.{leaf}"),
+    },
     ignored=r"rotary_emb\.inv_freq|d2t|t2d|verifier_(norm|lm_head)\.weight",
 )
 
@@ -79,20 +87,14 @@ def load_dspark(
       CheckpointError: missing, unexpected, mis-shaped or damaged tensors, or only pickled ones.
       ConfigError: a configuration that cannot be served, or a drafter of another target.
     """
-    dtype = np.dtype(target.dtype)
-    opened = open_dspark(folder, target.config, target_name, dtype, rope_theta)
-    skeleton, plan, draft_ids = opened.skeleton, opened.plan, opened.draft_ids
-    head = target.head_weight
-    borrowed = {"embed": target.embed[...], "head": head if draft_ids is None else whole(head)[draft_ids]}
-    own: dict[str, jax.Array] = {}
-    for name in [name for name in borrowed if name in opened.shapes]:
-        value = plan.read(name, opened.shapes[name], dtype)
-        if not deepspec.is_copy(value, borrowed[name], plan, name):
-            own[name] = jax.device_put(value)
-    values = {name: jax.device_put(plan.read(name, shape, dtype)) for name, shape in skeleton.shapes.items()}
-    shared = tuple(name for name in borrowed if name not in own)
-    ids = None if draft_ids is None else jax.device_put(draft_ids)
-    return DSparkModel(skeleton.filled(values), **{**borrowed, **own}, draft_ids=ids, shared=shared)
+    opened = open_dspark(folder, target.config, target_name, target.dtype, rope_theta)
+    ids, head = opened.draft_ids, target.head_weight
+    borrowed = {"embed": target.embed[...], "head": head if ids is None else whole(head)[ids]}
+    stored = {name: opened.stored(name, weight, target.dtype) for name, weight in borrowed.items()}
+    weights = {name: borrowed[name] if value is None else value for name, value in stored.items()}
+    shared = tuple(name for name, value in stored.items() if value is None)
+    ids = None if ids is None else jax.device_put(ids)
+    return DSparkModel(opened.network(target.dtype), **weights, draft_ids=ids, shared=shared)
 
 
 def open_dspark(
@@ -101,40 +103,25 @@ def open_dspark(
     target_name: str = "the target",
     dtype: DTypeLike = np.float32,
     rope_theta: float | None = None,
-) -> mapping.OpenedDrafter:
+) -> OpenedDrafter:
     """A drafter whose configuration and headers have been read and fit, and whose weights have not been read.
 
     Raises:
       CheckpointError, ConfigError: see `load_dspark`.
     """
     raw, where = read_json(folder / "config.json"), str(folder / "config.json")
-    config = deepspec.with_theta(parse_config(raw, where), rope_theta)
+    config = with_theta(parse_config(raw, where), rope_theta)
     check_target(config, target, folder, target_name)
-    tensors = safetensors.folder_tensors(folder, safetensors.DTYPES | safetensors.INTEGERS)
-    if config.draft_vocab == config.base.vocab_size and "d2t" not in tensors:
-        config = dataclasses.replace(config, draft_vocab=None)
-    draft_ids = _draft_ids(tensors, config, folder)
+    tensors = drafter_tensors(folder)
+    vocab, count, size = config.base.vocab_size, config.draft_vocab, target.hidden_size
+    if count == vocab and DRAFT_IDS not in tensors:
+        config, count = dataclasses.replace(config, draft_vocab=None), None
+    ids = None if count is None else draft_ids(tensors, count, vocab, folder)
     check_layers(tensors, config.base.num_layers, folder)
     skeleton = Skeleton.made_by(lambda rngs: DSpark(config, dtype=dtype, rngs=rngs))
-    size, rows = target.hidden_size, config.draft_vocab or target.vocab_size
-    borrowed = {"embed_tokens.weight": ("embed", (target.vocab_size, size)), "lm_head.weight": ("head", (rows, size))}
-    stored = dict(borrowed[key] for key in borrowed if key in tensors)
-    shapes = skeleton.shapes | stored
-    plan = mapping.make_plan(TABLE, shapes, tensors, config.base, folder)
-    return mapping.OpenedDrafter(config, draft_ids, skeleton, shapes, plan)
-
-
-def _draft_ids(tensors: Mapping[str, mapping.StoredTensor], config: DSparkConfig, folder: Path) -> np.ndarray | None:
-    """Token id of each row of the head; None: the rows are the vocabulary."""
-    count = config.draft_vocab
-    if count is None:
-        return None
-    if "d2t" not in tensors or tensors["d2t"].shape != (count,):
-        raise CheckpointError(f"{folder}: draft_vocab_size {count} needs the tensor d2t of that length")
-    ids = tensors["d2t"].read(0, count).astype(np.int64) + np.arange(count)
-    if ids.min() < 0 or ids.max() >= config.base.vocab_size:
-        raise CheckpointError(f"{folder}: d2t leads outside the vocabulary of {config.base.vocab_size}")
-    return ids.astype(np.int32)
+    borrowed = {"embed_tokens.weight": ("embed", (vocab, size)), "lm_head.weight": ("head", (count or vocab, size))}
+    shapes = skeleton.shapes | dict(borrowed[name] for name in borrowed if name in tensors)
+    return OpenedDrafter(config, ids, skeleton, shapes, make_plan(TABLE, shapes, tensors, config.base, folder))
 
 
 def parse_config(raw: Mapping[str, Any], where: str) -> DSparkConfig:
@@ -180,18 +167,18 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DSparkConfig:
 
 
 def is_speculators(raw: Mapping[str, Any]) -> bool:
-    """Whether this is the `config.json` of a DFlash of vLLM's speculators."""
+    """True for the `config.json` of a DFlash of vLLM's speculators."""
     return raw.get("speculators_model_type") == SPECULATORS
 
 
 def _heads(keys: drafter_keys.Settings, architecture: str | None, where: str) -> dict[str, Any]:
-    """What the configuration says of the Markov head and the confidence head."""
+    """Reads the settings of the Markov head and the confidence head."""
     if architecture == SPECFORGE:
         name, projector = keys.find("projector_type")
         if projector not in (None, "dspark"):
             raise ConfigError(f"{where}: key {name!r} is {projector!r} (supported: 'dspark')")
     # SpecForge leaves out what is off, and has a default.
-    rank = (keys.optional("markov_rank", 0) or 0) if architecture == SPECFORGE else keys.integer("markov_rank", 0)
+    rank = (keys.integer("markov_rank", 0, 0)) if architecture == SPECFORGE else keys.integer("markov_rank", 0)
     _, kind = keys.find("markov_head_type")
     kind = "vanilla" if kind is None and architecture == SPECFORGE else kind
     if rank and kind not in MARKOV_HEADS:
@@ -225,7 +212,7 @@ def _check(config: DSparkConfig, ours: bool, where: str) -> None:
 def check_target(config: DSparkConfig, target: ModelConfig, folder: Path, target_name: str) -> None:
     """Raises ConfigError: a drafter that was made for another target; both are named."""
     layers = config.feature_layers
-    deepspec.check_target(folder, config.base, layers, target, target_name, config.num_target_layers)
+    feature_drafter_folder.check_target(folder, config.base, layers, target, target_name, config.num_target_layers)
 
 
 def save_dspark(
@@ -249,14 +236,12 @@ def save_dspark(
       ValueError: an unknown storage.
     """
     config = config_dict(model.config, target, storage)
-    params = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model.network))}
-    if not borrow:
-        params |= {"embed": model.embed, "head": model.head}
-    tensors = mapping.stored_tensors(TABLE, deepspec.stored(params, storage), model.config.base)
+    others = {} if borrow else {"embed": model.embed, "head": model.head}
+    tensors = network_tensors(TABLE, model.network, others, model.config.base, storage)
     if model.draft_ids is not None:
         ids = np.asarray(model.draft_ids, np.int64)
-        tensors["d2t"] = ids - np.arange(len(ids))
-    deepspec.write_folder(folder, config, tensors, extra)
+        tensors[DRAFT_IDS] = ids - np.arange(len(ids))
+    write_folder(folder, config, tensors, extra)
 
 
 def config_dict(config: DSparkConfig, target: ModelConfig, storage: str) -> dict[str, Any]:
@@ -266,9 +251,7 @@ def config_dict(config: DSparkConfig, target: ModelConfig, storage: str) -> dict
       ConfigError: see `save_dspark`.
     """
     if config.own_row:
-        raise ConfigError(
-            "drafters are written in DeepSpec's layout, whose rows draft the token behind their own place"
-        )
+        raise ConfigError("drafters are written in DeepSpec's layout, whose rows draft the token after their own place")
     settings = {
         "block_size": config.block_size,
         "enable_confidence_head": config.confidence,
@@ -288,4 +271,6 @@ def config_dict(config: DSparkConfig, target: ModelConfig, storage: str) -> dict
     else:
         settings["mask_token_id"] = config.mask_token_id
     architecture = OURS if config.row_features else DEEPSPEC
-    return deepspec.config_dict(architecture, config.base, target, config.feature_layers, storage) | settings
+    return (
+        feature_drafter_folder.config_dict(architecture, config.base, target, config.feature_layers, storage) | settings
+    )

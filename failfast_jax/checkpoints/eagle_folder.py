@@ -20,13 +20,23 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.typing import DTypeLike
 
-from failfast_jax.checkpoints import deepspec, drafter_keys, mapping, safetensors
-from failfast_jax.checkpoints.mapping import Row, StoredTensor
+from failfast_jax.checkpoints import drafter_keys, feature_drafter_folder
+from failfast_jax.checkpoints.feature_drafter_folder import (
+    DRAFT_IDS,
+    TARGET_IDS,
+    OpenedDrafter,
+    check_target,
+    draft_ids,
+    drafter_tensors,
+    network_tensors,
+    with_theta,
+    write_folder,
+)
+from failfast_jax.checkpoints.parameter_map import Fills, Table, in_layers, make_plan
 from failfast_jax.checkpoints.parameters import Skeleton
-from failfast_jax.errors import CheckpointError, ConfigError
+from failfast_jax.errors import ConfigError
 from failfast_jax.files import read_json
 from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.eagle import EACH, TOGETHER, BoundEagle, Eagle, EagleConfig
@@ -37,17 +47,16 @@ LLAMA, ANGELSLIM, DEEPSPEC = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM",
 ARCHITECTURES = (LLAMA, ANGELSLIM, DEEPSPEC, "Eagle3Speculator", "Eagle3DraftModel")
 SPECULATORS = "eagle3"
 """`speculators_model_type` of these drafters."""
-DRAFT_IDS, TARGET_IDS = "d2t", "t2d"
 STEP_DECAY = 0.8
 """DeepSpec's: its model refuses a configuration without it."""
 PARALLEL = ("mask_token_id", "parallel_drafting", "pard_token", "ptd_token_id")
 """Keys of P-EAGLE's folders, which otherwise look like EAGLE-3's."""
 TRAINED_THETA = 10_000.0
-"""Of the rotary embedding that EAGLE-3's first training code made, whatever `config.json` says."""
+"""The base frequency of the rotary embedding that EAGLE-3's first training code made, whatever `config.json` says."""
 
 
 def is_eagle_folder(raw_config: Mapping[str, Any]) -> bool:
-    """Whether this is the `config.json` of an EAGLE-3 drafter."""
+    """True for the `config.json` of an EAGLE-3 drafter."""
     if raw_config.get("speculators_model_type") is not None:
         return raw_config["speculators_model_type"] == SPECULATORS
     names = raw_config.get("architectures") or []
@@ -73,16 +82,10 @@ def load_eagle(
       CheckpointError: missing, unexpected, mis-shaped or damaged tensors, or only pickled ones.
       ConfigError: a configuration that cannot be served, or a drafter of another target.
     """
-    dtype = np.dtype(target.dtype)
-    opened = open_eagle(folder, target.config, target_name, dtype, rope_theta)
-    skeleton, plan = opened.skeleton, opened.plan
-    values = {name: jax.device_put(plan.read(name, shape, dtype)) for name, shape in skeleton.shapes.items()}
-    embed, own_embed = target.embed[...], False
-    if "embed" in opened.shapes:
-        stored = plan.read("embed", opened.shapes["embed"], dtype)
-        own_embed = not deepspec.is_copy(stored, embed, plan, "embed")
-        embed = jax.device_put(stored) if own_embed else embed
-    return BoundEagle(skeleton.filled(values), embed, jax.device_put(opened.draft_ids), own_embed)
+    opened = open_eagle(folder, target.config, target_name, target.dtype, rope_theta)
+    embed, stored = target.embed[...], opened.stored("embed", target.embed[...], target.dtype)
+    ids, network = jax.device_put(opened.draft_ids), opened.network(target.dtype)
+    return BoundEagle(network, embed if stored is None else stored, ids, own_embed=stored is not None)
 
 
 def open_eagle(
@@ -91,7 +94,7 @@ def open_eagle(
     target_name: str = "the target",
     dtype: DTypeLike = np.float32,
     rope_theta: float | None = None,
-) -> mapping.OpenedDrafter:
+) -> OpenedDrafter:
     """A drafter whose configuration and headers have been read and fit, and whose weights have not been read.
 
     Raises:
@@ -100,21 +103,21 @@ def open_eagle(
     raw, where = read_json(folder / "config.json"), str(folder / "config.json")
     config = parse_config(raw, target, folder, target_name)
     _name_guesses(raw, config, where, rope_theta)
-    config = deepspec.with_theta(config, rope_theta)
-    tensors = safetensors.folder_tensors(folder, safetensors.DTYPES | safetensors.INTEGERS)
-    draft_ids = _draft_ids(config, tensors, folder)
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in (DRAFT_IDS, TARGET_IDS)}
+    config = with_theta(config, rope_theta)
+    tensors, count, vocab = drafter_tensors(folder), config.draft_vocab, config.base.vocab_size
+    every_token = count == vocab and DRAFT_IDS not in tensors
+    ids = np.arange(vocab, dtype=np.int32) if every_token else draft_ids(tensors, count, vocab, folder)
     skeleton = Skeleton.made_by(lambda rngs: Eagle(config, dtype=dtype, rngs=rngs))
     shapes = dict(skeleton.shapes)
     if "embed_tokens.weight" in tensors:
         shapes["embed"] = target.vocab_size, target.hidden_size
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in tensors) else "layers.{layer}."
-    plan = mapping.make_plan(_table(prefix, len(config.feature_layers)), shapes, tensors, config.base, folder)
-    return mapping.OpenedDrafter(config, draft_ids, skeleton, shapes, plan)
+    plan = make_plan(_table(prefix, len(config.feature_layers)), shapes, tensors, config.base, folder)
+    return OpenedDrafter(config, ids, skeleton, shapes, plan)
 
 
 def _name_guesses(raw: Mapping[str, Any], config: EagleConfig, where: str, rope_theta: float | None) -> None:
-    """Says what is not certain: layers that no key names, and a theta that training did not use."""
+    """Warns of what is not certain: layers that no key names, and a theta that training did not use."""
     if drafter_keys.Settings(drafter_keys.flattened(raw, where), where).feature_layers() is None:
         layers = ", ".join(map(str, config.feature_layers))
         warn_once(f"{where}: names no feature layers; read are EAGLE-3's own, the outputs of layers {layers}")
@@ -126,42 +129,20 @@ def _name_guesses(raw: Mapping[str, Any], config: EagleConfig, where: str, rope_
         )
 
 
-def _table(prefix: str, features: int = 0) -> mapping.Table:
-    return mapping.Table(
-        (
-            Row("embed_tokens.weight", "embed"),
-            *(Row(f"fc_norm.{index}.weight", f"feature_norms.{index}.weight") for index in range(features)),
-            Row("input_norm.weight", "features_norm.weight"),
-            Row("fc.weight", "fc.weight"),
-            *mapping.layer_rows(prefix),
-            Row(prefix + "hidden_norm.weight", "layers.{layer}.hidden_norm.weight"),
-            Row("norm.weight", "norm.weight"),
-            Row("lm_head.weight", "head.weight"),
-        ),
-        ignored=r".*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight",
+def _table(prefix: str, features: int = 0) -> Table:
+    return Table(
+        {
+            "embed_tokens.weight": Fills("embed"),
+            **{f"fc_norm.{index}.weight": Fills(f"feature_norms.{index}.weight") for index in range(features)},
+            "input_norm.weight": Fills("features_norm.weight"),
+            "fc.weight": Fills("fc.weight"),
+            **in_layers(prefix),
+            prefix + "hidden_norm.weight": Fills("layers.{layer}.hidden_norm.weight"),
+            "norm.weight": Fills("norm.weight"),
+            "lm_head.weight": Fills("head.weight"),
+        },
+        ignored=r".*rotary_emb\.inv_freq|d2t|t2d|verifier_(norm|lm_head)\.weight",
     )
-
-
-def _draft_ids(config: EagleConfig, tensors: Mapping[str, StoredTensor], folder: Path) -> np.ndarray:
-    """Token id of each draft token."""
-    count, vocab = config.draft_vocab, config.base.vocab_size
-    ids = np.arange(count, dtype=np.int64)
-    stored = tensors.get(DRAFT_IDS)
-    if stored is None:
-        if count < vocab:
-            raise CheckpointError(
-                f"{folder}: tensor {DRAFT_IDS} is missing: it says which of the {vocab} tokens the {count} are that "
-                "this drafter drafts"
-            )
-        return ids.astype(np.int32)
-    if stored.shape != (count,) or stored.dtype not in (np.int64, np.int32):
-        raise CheckpointError(
-            f"{stored.file}: tensor {DRAFT_IDS} is {stored.dtype} {list(stored.shape)}, not {count} integers"
-        )
-    ids = ids + stored.read(0, count)
-    if ids.min() < 0 or ids.max() >= vocab or len(np.unique(ids)) < count:
-        raise CheckpointError(f"{stored.file}: tensor {DRAFT_IDS} does not name {count} of {vocab} tokens")
-    return ids.astype(np.int32)
 
 
 def parse_config(raw: Mapping[str, Any], target: ModelConfig, folder: Path, target_name: str) -> EagleConfig:
@@ -188,7 +169,7 @@ def parse_config(raw: Mapping[str, Any], target: ModelConfig, folder: Path, targ
     if base.num_layers != 1:
         raise ConfigError(f"{where}: {base.num_layers} layers; an EAGLE-3 drafter has one")
     sizes = (keys.optional("num_target_layers"), keys.optional("target_hidden_size"))
-    deepspec.check_target(folder, base, layers, target, target_name, *sizes)
+    check_target(folder, base, layers, target, target_name, *sizes)
     count = keys.find("draft_vocab_size")[1] or base.vocab_size
     if type(count) is not int or not 1 <= count <= base.vocab_size:
         raise ConfigError(f"{where}: draft_vocab_size {count!r}: must be between 1 and {base.vocab_size}")
@@ -215,7 +196,7 @@ def parse_config(raw: Mapping[str, Any], target: ModelConfig, folder: Path, targ
 
 
 def _window(keys: drafter_keys.Settings, raw: Mapping[str, Any]) -> int | None:
-    """Of the one layer; some folders name the kinds of all their target's layers, which are full."""
+    """The window of the one layer; some folders name the kinds of all their target's layers, which are full."""
     kinds = raw.get("layer_types")
     if isinstance(kinds, list) and len(kinds) > 1 and {*map(str, kinds)} == {drafter_keys.FULL}:
         return None
@@ -223,13 +204,13 @@ def _window(keys: drafter_keys.Settings, raw: Mapping[str, Any]) -> int | None:
 
 
 def _default_layers(target: ModelConfig) -> tuple[int, ...]:
-    """What EAGLE-3 reads unless told otherwise: the inputs of layers 2, N // 2 and N - 3 of N."""
+    """EAGLE-3's own feature layers: the inputs of layers 2, N // 2 and N - 3 of N."""
     count = target.num_layers
     return 1, count // 2 - 1, count - 4
 
 
 def _proposed(raw: Mapping[str, Any]) -> int | None:
-    """Of vLLM's speculators: how long the chains are that the drafter was trained to propose."""
+    """Length of the chains that a drafter of vLLM's speculators was trained to propose."""
     settings = raw.get("speculators_config")
     methods = settings.get("proposal_methods") if isinstance(settings, Mapping) else None
     first = methods[0] if isinstance(methods, list) and methods else None
@@ -257,17 +238,15 @@ def save_eagle(
       ValueError: an unknown storage.
     """
     config = config_dict(model.config, target, storage)
-    params = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model.network))}
-    if not borrow:
-        params["embed"] = model.embed
-    tensors = mapping.stored_tensors(_table("layers.{layer}."), deepspec.stored(params, storage), model.config.base)
+    others = {} if borrow else {"embed": model.embed}
+    tensors = network_tensors(_table("layers.{layer}."), model.network, others, model.config.base, storage)
     ids, vocab = np.asarray(model.draft_ids, np.int64), target.vocab_size
     if not np.array_equal(ids, np.arange(vocab)):
         drafted = np.zeros(vocab, np.bool_)
         drafted[ids] = True
         config["draft_vocab_size"] = len(ids)
         tensors |= {DRAFT_IDS: ids - np.arange(len(ids)), TARGET_IDS: drafted}
-    deepspec.write_folder(folder, config, tensors, extra)
+    write_folder(folder, config, tensors, extra)
 
 
 def config_dict(config: EagleConfig, target: ModelConfig, storage: str) -> dict[str, Any]:
@@ -280,9 +259,11 @@ def config_dict(config: EagleConfig, target: ModelConfig, storage: str) -> dict[
     biased = base.qkv_bias or base.o_bias or base.mlp_bias
     later = config.feature_norms or config.normed_output or config.sliding_window
     if config.chain is None or config.normed_residual or biased or later or not base.qk_norm:
-        said = "with q/k norms, a ttt_length and no biases, and the hidden state itself is the residual"
-        raise ConfigError(f"drafters are written in DeepSpec's layout: {said}")
-    return deepspec.config_dict(DEEPSPEC, base, target, config.feature_layers, storage) | {
+        raise ConfigError(
+            "drafters are written in DeepSpec's layout: with q/k norms, a ttt_length and no biases, and the hidden "
+            "state itself is the residual"
+        )
+    return feature_drafter_folder.config_dict(DEEPSPEC, base, target, config.feature_layers, storage) | {
         "draft_num_hidden_layers": 1,
         "step_loss_decay": STEP_DECAY,
         "ttt_length": config.chain,

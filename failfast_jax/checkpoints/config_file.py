@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from failfast_jax.checkpoints import native, quantised
+from failfast_jax.checkpoints import orbax_folder, quantised
 from failfast_jax.errors import CheckpointError, ConfigError, quoted
 from failfast_jax.files import is_there, read_json
 from failfast_jax.models import config_keys
@@ -75,7 +75,7 @@ def _check_is_model(folder: Path) -> None:
         )
     if has_config:
         return
-    if (folder / native.PARAMS).is_dir():
+    if (folder / orbax_folder.PARAMS).is_dir():
         raise CheckpointError(f"{folder}: an unfinished conversion (no config.json); run the conversion again")
     hint = "expected a Hugging Face folder or one written by python -m convert"
     if gguf := sorted(folder.glob("*.gguf")):

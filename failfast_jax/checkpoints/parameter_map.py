@@ -1,7 +1,6 @@
 """From checkpoint tensors to decoder parameters: the tables, the checks and the copying.
 
-Fused parameters are filled slot by slot, in small pieces, so that the host never holds
-more than the one parameter under construction.
+Fused parameters are filled part by part, in small pieces, so that the host holds one parameter at a time, and no copy.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from failfast_jax.checkpoints.parameters import Skeleton, is_finite, not_finite
+from failfast_jax.checkpoints.parameters import is_finite, not_finite
 from failfast_jax.errors import CheckpointError
 from failfast_jax.files import read_json
 from failfast_jax.models import layers
@@ -36,79 +35,106 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    """Of what `read` returns."""
+    """The dtype of what `read` returns."""
     file: Path
     read: Callable[..., np.ndarray]
     """`read(start, stop, out=None)` gives that range of the leading axis: in `out`, contiguous and of this dtype and
     shape, if what is stored can be put there as it is; else in a new array."""
 
 
-class Row(NamedTuple):
-    """One line of a table: a checkpoint key, the parameter it fills, and its part of a fused one.
+class Fills(NamedTuple):
+    """The parameter that a stored tensor fills, and the part of it: one of `PARTS`."""
 
-    `{layer}` runs over the layers and `{leaf}` over weight and bias; a key is expected exactly when
-    the model has its parameter.
-    """
-
-    key: str
     parameter: str
-    slot: str = "all"
+    part: str = "whole"
+
+
+PARTS = ("whole", "queries", "keys", "values", "gate", "up")
+"""Several tensors lie in one fused parameter: queries, keys and values by KV head, and both halves of a gated MLP."""
+
+_LAYER = {
+    "input_layernorm.weight": Fills("input_norm.weight"),
+    "self_attn.q_proj.{leaf}": Fills("attention.qkv.{leaf}", "queries"),
+    "self_attn.k_proj.{leaf}": Fills("attention.qkv.{leaf}", "keys"),
+    "self_attn.v_proj.{leaf}": Fills("attention.qkv.{leaf}", "values"),
+    "self_attn.q_norm.weight": Fills("attention.q_norm.weight"),
+    "self_attn.k_norm.weight": Fills("attention.k_norm.weight"),
+    "self_attn.o_proj.{leaf}": Fills("attention.o.{leaf}"),
+    "post_attention_layernorm.weight": Fills("post_norm.weight"),
+    "mlp.gate_proj.{leaf}": Fills("mlp.gate_up.{leaf}", "gate"),
+    "mlp.up_proj.{leaf}": Fills("mlp.gate_up.{leaf}", "up"),
+    "mlp.down_proj.{leaf}": Fills("mlp.down.{leaf}"),
+}
+"""Tensors of a layer under Hugging Face's names, which all families share."""
+
+
+def in_layers(prefix: str) -> dict[str, Fills]:
+    """The tensors of all layers; `prefix` goes before their names."""
+    return {prefix + name: Fills("layers.{layer}." + fills.parameter, fills.part) for name, fills in _LAYER.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """How the tensors of a checkpoint become parameters."""
+    """Maps the tensors of a checkpoint to parameters.
 
-    rows: tuple[Row, ...]
+    Attributes:
+      tensors: by name. `{layer}` runs over the layers and `{leaf}` over weight and bias; a tensor is expected exactly
+        where the model has its parameter.
+      ignored: regular expression of names that carry no weights (whole match).
+      interleaved: parts whose heads hold rotary pairs as neighbours, as llama.cpp stores the llama architecture.
+    """
+
+    tensors: Mapping[str, Fills]
     ignored: str
-    """Regular expression of keys that carry no weights (whole match)."""
     interleaved: frozenset[str] = frozenset()
-    """Slots whose heads hold rotary pairs as neighbours, as llama.cpp stores the llama architecture."""
 
-    def entries(self, num_layers: int) -> Iterator[Row]:
-        """The rows, one for each layer and leaf."""
-        for row in self.rows:
-            for layer in range(num_layers if "{layer}" in row.key else 1):
-                for leaf in ("weight", "bias") if "{leaf}" in row.key else ("weight",):
-                    yield Row(*(part.format(layer=layer, leaf=leaf) for part in row))
-
-
-# In a layer: Hugging Face's name (all families share it), llama.cpp's, the parameter, its part of it.
-_LAYER = (
-    ("input_layernorm.weight", "attn_norm.weight", "input_norm.weight", "all"),
-    ("self_attn.q_proj.{leaf}", "attn_q.{leaf}", "attention.qkv.{leaf}", "q"),
-    ("self_attn.k_proj.{leaf}", "attn_k.{leaf}", "attention.qkv.{leaf}", "k"),
-    ("self_attn.v_proj.{leaf}", "attn_v.{leaf}", "attention.qkv.{leaf}", "v"),
-    ("self_attn.q_norm.weight", "attn_q_norm.weight", "attention.q_norm.weight", "all"),
-    ("self_attn.k_norm.weight", "attn_k_norm.weight", "attention.k_norm.weight", "all"),
-    ("self_attn.o_proj.{leaf}", "attn_output.{leaf}", "attention.o.{leaf}", "all"),
-    ("post_attention_layernorm.weight", "ffn_norm.weight", "post_norm.weight", "all"),
-    ("mlp.gate_proj.{leaf}", "ffn_gate.{leaf}", "mlp.gate_up.{leaf}", "gate"),
-    ("mlp.up_proj.{leaf}", "ffn_up.{leaf}", "mlp.gate_up.{leaf}", "up"),
-    ("mlp.down_proj.{leaf}", "ffn_down.{leaf}", "mlp.down.{leaf}", "all"),
-)
+    def entries(self, num_layers: int) -> Iterator[tuple[str, str, str]]:
+        """Name, parameter and part of each tensor of a model, biases included."""
+        for name, (parameter, part) in self.tensors.items():
+            for layer in range(num_layers if "{layer}" in name else 1):
+                for leaf in ("weight", "bias") if "{leaf}" in name else ("weight",):
+                    yield name.format(layer=layer, leaf=leaf), parameter.format(layer=layer, leaf=leaf), part
 
 
-def layer_rows(prefix: str, column: int = 0) -> tuple[Row, ...]:
-    """The rows of a layer; `prefix` goes before its names. Column 0 has Hugging Face's names, column 1 llama.cpp's."""
-    return tuple(Row(prefix + line[column], "layers.{layer}." + line[2], line[3]) for line in _LAYER)
-
-
-def _table(column: int, layer: str, embed: str, norm: str, head: str, ignored: str) -> Table:
-    rows = layer_rows(layer, column)
-    ends = (Row(norm, "norm.weight"), Row(head, "head.weight"))
-    return Table((Row(embed, "embed"), *rows, *ends), ignored)
-
-
-HF_TABLE = _table(
-    *(0, "model.layers.{layer}.", "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
+HF_TABLE = Table(
+    {
+        "model.embed_tokens.weight": Fills("embed"),
+        **in_layers("model.layers.{layer}."),
+        "model.norm.weight": Fills("norm.weight"),
+        "lm_head.weight": Fills("head.weight"),
+    },
     ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
 )
-GGUF_TABLE = _table(
-    *(1, "blk.{layer}.", "token_embd.weight", "output_norm.weight", "output.weight"),
+_LLAMA_CPP = {
+    "model.embed_tokens": "token_embd",
+    "model.layers": "blk",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""llama.cpp's words for those of Hugging Face's names."""
+
+
+def llama_cpp_name(name: str) -> str:
+    """llama.cpp's name of a tensor: `model.layers.0.mlp.up_proj.weight` is `blk.0.ffn_up.weight`."""
+    return re.sub("|".join(map(re.escape, sorted(_LLAMA_CPP, key=len, reverse=True))), lambda m: _LLAMA_CPP[m[0]], name)
+
+
+GGUF_TABLE = Table(
+    {llama_cpp_name(name): fills for name, fills in HF_TABLE.tensors.items()},
     ignored=r"rope_freqs\.weight",  # read with the configuration
 )
-GGUF_LLAMA_TABLE = dataclasses.replace(GGUF_TABLE, interleaved=frozenset({"q", "k"}))
+GGUF_LLAMA_TABLE = dataclasses.replace(GGUF_TABLE, interleaved=frozenset({"queries", "keys"}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,10 +144,10 @@ class Plan:
     config: ModelConfig
     table: Table
     sources: dict[str, list[tuple[str, StoredTensor]]]
-    """Parameter path -> (slot, tensor) pairs."""
+    """By parameter: the parts that tensors fill, and the tensors."""
 
     def kept_dtype(self, parameter: str, shape: tuple[int, ...], dtype: np.dtype) -> np.dtype:
-        """In which dtype to hold a parameter of a model in `dtype`; see `layers.kept_dtype`."""
+        """The dtype that a parameter has in a model in `dtype`; see `layers.kept_dtype`."""
         stored = {tensor.dtype for _, tensor in self.sources[parameter]}
         return kept_dtype(parameter, shape, stored.pop() if len(stored) == 1 else dtype, dtype)
 
@@ -142,13 +168,13 @@ class Plan:
         """
         first, last = zip(*(block or [(0, size) for size in shape]))
         out = aligned_empty(tuple(high - low for low, high in zip(first, last)), dtype)
-        for slot, tensor in self.sources[parameter]:
-            interleaved = slot in self.table.interleaved
+        for part, tensor in self.sources[parameter]:
+            interleaved = part in self.table.interleaved
             # Of a fused parameter the first axis counts its parts.
-            fused = 0 if slot == "all" else 1
+            fused = 0 if part == "whole" else 1
             columns = None if out.shape[fused + 1 :] == shape[fused + 1 :] else slice(first[-1], last[-1])
-            segments = slot_segments(out, slot, self.config)
-            start = first[0] * segments[0].shape[0] if slot in ("q", "k", "v") else first[fused]
+            segments = segments_of(out, part, self.config)
+            start = first[0] * segments[0].shape[0] if part in ("queries", "keys", "values") else first[fused]
             for segment in segments:
                 fill(tensor, start, segment, self.config.head_dim if interleaved else None, columns)
                 start += segment.shape[0]
@@ -156,7 +182,7 @@ class Plan:
 
 
 def kept_dtype(parameter: str, shape: tuple[int, ...], stored: np.dtype, dtype: np.dtype) -> np.dtype:
-    """In which dtype to hold a parameter, by name, of a model in `dtype`: matrices of products may stay as stored."""
+    """The dtype that a parameter, by name, has in a model in `dtype`: matrices of products may stay as stored."""
     of_products = parameter in ("embed", "head") or parameter.endswith(".weight")
     return layers.kept_dtype(shape, stored, dtype) if of_products else dtype
 
@@ -169,24 +195,28 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def slot_segments(fused: np.ndarray, slot: str, config: ModelConfig) -> list[np.ndarray]:
-    """The parts of a fused parameter that a slot's rows fill, in order; views into `fused`."""
-    if slot == "all":
+def segments_of(fused: np.ndarray, part: str, config: ModelConfig) -> list[np.ndarray]:
+    """The segments of a fused parameter that a tensor's rows fill, in order; views into `fused`.
+
+    With 4 heads of 8 rows and 2 KV heads, qkv is `[2, 32, in]`: each KV head has 16 rows of queries, 8 of keys and 8 of
+    values. The 32 rows of `q_proj` fill qkv[0, :16], then qkv[1, :16]; the 16 of `k_proj` qkv[0, 16:24], qkv[1, 16:24].
+    """
+    if part == "whole":
         return [fused]
-    if slot in ("gate", "up"):
-        return [fused[("gate", "up").index(slot)]]
+    if part in ("gate", "up"):
+        return [fused[("gate", "up").index(part)]]
     group, head = config.num_heads // config.num_kv_heads, config.head_dim
-    first, last = {"q": (0, group), "k": (group, group + 1), "v": (group + 1, group + 2)}[slot]
+    first, last = {"queries": (0, group), "keys": (group, group + 1), "values": (group + 1, group + 2)}[part]
     return [per_kv_head[first * head : last * head] for per_kv_head in fused]
 
 
-def slot_shape(shape: tuple[int, ...], slot: str, config: ModelConfig) -> tuple[int, ...]:
-    """Shape of the checkpoint tensor that fills `slot` of a parameter of this shape."""
-    if slot == "all":
+def shape_of(part: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
+    """Shape of the tensor that fills a part of a parameter of this shape."""
+    if part == "whole":
         return shape
-    if slot in ("gate", "up"):
+    if part in ("gate", "up"):
         return shape[1:]
-    heads = config.num_heads if slot == "q" else config.num_kv_heads
+    heads = config.num_heads if part == "queries" else config.num_kv_heads
     return (heads * config.head_dim, *shape[2:])
 
 
@@ -203,25 +233,21 @@ def make_plan(
       CheckpointError: a missing, unexpected or mis-shaped tensor, each named.
     """
     sources: dict[str, list[tuple[str, StoredTensor]]] = {path: [] for path in shapes}
-    missing: list[str] = []
-    misshaped: list[str] = []
-    known: set[str] = set()
-    for key, path, slot in table.entries(config.num_layers):
-        if path not in shapes:
-            continue
-        known.add(key)
-        if key not in tensors:
-            missing.append(key)
-            continue
-        wanted = slot_shape(shapes[path], slot, config)
-        if tensors[key].shape != wanted:
-            misshaped.append(f"{key} is {list(tensors[key].shape)} in {tensors[key].file}, not {list(wanted)}")
-            continue
-        sources[path].append((slot, tensors[key]))
+    entries = [entry for entry in table.entries(config.num_layers) if entry[1] in shapes]
+    missing, misshaped = [], []
+    for name, path, part in entries:
+        wanted, tensor = shape_of(part, shapes[path], config), tensors.get(name)
+        if tensor is None:
+            missing.append(name)
+        elif tensor.shape != wanted:
+            misshaped.append(f"{name} is {list(tensor.shape)} in {tensor.file}, not {list(wanted)}")
+        else:
+            sources[path].append((part, tensor))
+    known = {name for name, _, _ in entries}
     unexpected = [
-        f"{key} in {tensor.file}"
-        for key, tensor in tensors.items()
-        if key not in known and not re.fullmatch(table.ignored, key)
+        f"{name} in {tensor.file}"
+        for name, tensor in tensors.items()
+        if name not in known and not re.fullmatch(table.ignored, name)
     ]
     problems = [
         f"{kind}: {_some(names)}"
@@ -233,9 +259,9 @@ def make_plan(
         if names
     ]
     if missing and unexpected and (where / "config.json").is_file():
-        named = read_json(where / "config.json").get("architectures")
+        architectures = read_json(where / "config.json").get("architectures")
         problems.append(
-            f"config.json has model_type '{config.model_type}' and architectures {named!r}: is it another one?"
+            f"config.json has model_type '{config.model_type}' and architectures {architectures!r}: is it another one?"
         )
     if problems:
         raise CheckpointError(f"{where}: " + "; ".join(problems))
@@ -243,10 +269,10 @@ def make_plan(
 
 
 def stored_tensors(table: Table, params: Mapping[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
-    """Parameters by their paths as a checkpoint's tensors by their keys: what `make_plan` undoes."""
+    """Turns parameters by their paths into a checkpoint's tensors by their names: the inverse of `make_plan`."""
     return {
-        key: np.concatenate(slot_segments(params[path], slot, config))
-        for key, path, slot in table.entries(config.num_layers)
+        name: np.concatenate(segments_of(params[path], part, config))
+        for name, path, part in table.entries(config.num_layers)
         if path in params
     }
 
@@ -283,22 +309,3 @@ def fill(
             if is_finite(values):
                 raise CheckpointError(f"{tensor.file}: tensor {tensor.name} exceeds the range of {out.dtype.name}")
             raise not_finite(tensor.name, tensor.file)
-
-
-@dataclasses.dataclass(frozen=True)
-class OpenedDrafter:
-    """A drafter that reads its target's features, of which only the headers have been read.
-
-    Attributes:
-      config: of its own kind, with `base`, its layers' shapes.
-      draft_ids: token id of each row of its head; None: the rows are the vocabulary.
-      skeleton: its network.
-      shapes: of all parameters that its files hold, by name: its network's, embedding and head where they have them.
-      plan: how they are read.
-    """
-
-    config: Any
-    draft_ids: np.ndarray | None
-    skeleton: Skeleton
-    shapes: dict[str, tuple[int, ...]]
-    plan: Plan

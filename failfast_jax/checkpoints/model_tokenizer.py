@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CLASSES = ("Qwen2Tokenizer", "GPT2Tokenizer")
-"""Of transformers, those that read `vocab.json` and `merges.txt`; `tokenizer.json` needs none."""
+"""Classes of transformers that read `vocab.json` and `merges.txt`; `tokenizer.json` needs none."""
 SENTENCEPIECE = "tokenizer.model"
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json")
 FILES += ("special_tokens_map.json", "chat_template.jinja", SENTENCEPIECE)
-"""What transformers reads of a folder."""
+"""The files of a folder that transformers reads."""
 PATIENCE_S, CHARACTERS_A_SECOND = 30.0, 50_000
 """A text may take so many seconds to tokenize, and one more for so many characters: a hundred times what it takes."""
 SHORT = 64
@@ -53,7 +53,7 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> PreTrainedTokenize
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path}: not a folder and not a .gguf file")
-        from failfast_jax.checkpoints.gguf import GGUFFile
+        from failfast_jax.checkpoints.gguf_file import GGUFFile
         from failfast_jax.checkpoints.gguf_tokenizer import fast_tokenizer_arguments
 
         arguments = fast_tokenizer_arguments(GGUFFile.open(path))
@@ -130,7 +130,7 @@ def _naming(path: Path, purpose: str, kind: type[InputError]) -> Iterator[None]:
 
 
 def _in_time(work: Callable[[], Any], text: str) -> Any:
-    """What `work` returns or raises. It runs in a thread: native code hears neither a clock nor Ctrl-C."""
+    """Returns or raises what `work` does. It runs in a thread: native code hears neither a clock nor Ctrl-C."""
     outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:

@@ -20,17 +20,17 @@ import numpy as np
 from gguf import GGMLQuantizationType as Quant
 
 from failfast_jax import values
-from failfast_jax.checkpoints.mapping import StoredTensor
+from failfast_jax.checkpoints.parameter_map import StoredTensor
 from failfast_jax.checkpoints.parameters import is_finite, not_finite
-from failfast_jax.checkpoints.safetensors import LONGEST_HEADER, read_array
+from failfast_jax.checkpoints.safetensors_file import read_array
 from failfast_jax.errors import CheckpointError, quoted
 from failfast_jax.models import config_keys
 from failfast_jax.models.config import ENDS, LARGEST
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-LARGEST_RANK, LONGEST_ARRAY = 4, 2**24
-"""Axes of a tensor, as in llama.cpp, and entries of a list in the metadata: more than any vocabulary has."""
+LARGEST_RANK, LONGEST_ARRAY, LONGEST_HEADER = 4, 2**24, 10**8
+"""Axes of a tensor, as in llama.cpp; entries of a list in the metadata, more than any vocabulary has; bytes."""
 POSITIVE = {"least": values.SMALLEST_FLOAT, "most": values.LARGEST_FLOAT}
 
 # GGUF value type -> struct code; 8 is a string and 9 an array.
@@ -61,27 +61,15 @@ class GGUFFile:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 try:
                     metadata, entries, base = _parse(data, path)
-                except (struct.error, IndexError, UnicodeDecodeError, MemoryError):
+                except (_Damaged, UnicodeDecodeError, MemoryError):
                     raise CheckpointError(f"{path}: its header is truncated or corrupt; download it again") from None
         if values.number(metadata, "split.count", path, least=0, default=1) > 1:
             raise CheckpointError(f"{path}: one part of a split model; join the parts with llama-gguf-split --merge")
         size = path.stat().st_size
         return cls(path, metadata, {name: _tensor(path, name, *entry, base, size) for name, *entry in entries})
 
-    def need(self, key: str) -> Any:
-        """A metadata value that must be there.
-
-        Raises:
-          CheckpointError: it is not.
-        """
-        if key not in self.metadata:
-            raise CheckpointError(f"{self.path}: metadata key {key!r} is missing")
-        return self.metadata[key]
-
     def number(self, key: str, kind: type = int, **options: Any) -> Any:
         """A number of the metadata; see `values.number`."""
-        if "default" not in options:
-            self.need(key)
         return values.number(self.metadata, key, self.path, kind, **options)
 
     def text(self, key: str, default: Any = values.REQUIRED) -> Any:
@@ -99,66 +87,79 @@ class GGUFFile:
         return id if id is None or 0 <= id <= values.LARGEST_ID else None
 
 
-def _parse(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], list[tuple[Any, ...]], int]:
-    """Metadata, (name, shape, type, offset) per tensor, and where the data starts."""
-    position = 4
+class _Damaged(Exception):
+    """A header that ends early, or has a value that no file has."""
 
-    def take(code: str) -> Any:
-        nonlocal position
-        (value,) = struct.unpack_from("<" + code, data, position)
-        position += struct.calcsize("<" + code)
-        if position > LONGEST_HEADER:
-            raise IndexError
-        return value
 
-    def string() -> str:
-        nonlocal position
-        length = take("Q")
-        if position + length > min(len(data), LONGEST_HEADER):
-            raise IndexError
-        value = data[position : position + length].decode("utf-8")
-        position += length
-        return value
+class _Reader:
+    """Values of a header, one after the other; what is too large is refused before it is read."""
 
-    def value(kind: int) -> Any:
-        nonlocal position
-        if kind == _STRING:
-            return string()
-        if kind in _SCALARS:
-            return take(_SCALARS[kind])
+    def __init__(self, data: mmap.mmap):
+        self._data, self.position = data, 0
+
+    def skip(self, size: int) -> int:
+        """The position, which then moves on by `size` bytes."""
+        start = self.position
+        if size > min(len(self._data), LONGEST_HEADER) - start:
+            raise _Damaged
+        self.position += size
+        return start
+
+    def numbers(self, code: str, count: int = 1) -> list[Any]:
+        """Numbers of one type, by their struct code."""
+        start = self.skip(count * struct.calcsize("<" + code))
+        return list(struct.unpack_from(f"<{count}{code}", self._data, start))
+
+    def number(self, code: str) -> Any:
+        """One number."""
+        return self.numbers(code)[0]
+
+    def text(self) -> str:
+        """A text, after its length."""
+        size = self.number("Q")
+        start = self.skip(size)
+        return self._data[start : start + size].decode("utf-8")
+
+    def value(self) -> Any:
+        """A value of the metadata, after its type. Lists hold numbers or texts; no file has lists of lists."""
+        kind = self.number("I")
         if kind != _ARRAY:
-            raise IndexError
-        kind, count = take("I"), take("Q")
-        if count > len(data) - position:
-            raise IndexError
-        if kind == _ARRAY or count > LONGEST_ARRAY:
-            raise IndexError  # none is nested in any file, and a hostile one would be without end
-        if kind not in _SCALARS:
-            return [value(kind) for _ in range(count)]
-        values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", data, position)
-        position += struct.calcsize(f"<{count}{_SCALARS[kind]}")
-        return list(values)
+            return self._values(kind, 1)[0]
+        kind, count = self.numbers("I")[0], self.number("Q")
+        if count > LONGEST_ARRAY:
+            raise _Damaged
+        return self._values(kind, count)
 
-    version = take("I")
+    def _values(self, kind: int, count: int) -> list[Any]:
+        if kind == _STRING:
+            return [self.text() for _ in range(count)]
+        if kind not in _SCALARS:
+            raise _Damaged
+        return self.numbers(_SCALARS[kind], count)
+
+    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Name, shape, type and offset of a tensor."""
+        name, rank = self.text(), self.number("I")
+        if rank > LARGEST_RANK:
+            raise _Damaged
+        return name, tuple(reversed(self.numbers("Q", rank))), self.number("I"), self.number("Q")
+
+
+def _parse(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]], int]:
+    """Metadata, name, shape, type and offset per tensor, and the position where the data starts."""
+    reader = _Reader(data)
+    reader.skip(4)
+    version = reader.number("I")
     if version not in (2, 3):
         hint = " (a big-endian file?)" if version & 0xFFFF == 0 else ""
         raise CheckpointError(f"{path}: GGUF version {version} is not supported{hint} (supported: 2, 3)")
-    tensor_count, pair_count = take("Q"), take("Q")
-    metadata = {}
-    for _ in range(pair_count):
-        key = string()
-        metadata[key] = value(take("I"))
-    entries = []
-    for _ in range(tensor_count):
-        name, rank = string(), take("I")
-        if rank > LARGEST_RANK:
-            raise IndexError
-        shape = tuple(reversed([take("Q") for _ in range(rank)]))
-        entries.append((name, shape, take("I"), take("Q")))
+    tensor_count, pair_count = reader.numbers("Q", 2)
+    metadata = dict((reader.text(), reader.value()) for _ in range(pair_count))
+    entries = [reader.tensor() for _ in range(tensor_count)]
     if len({name for name, *_ in entries}) < len(entries):
         raise CheckpointError(f"{path}: corrupt: its header names a tensor twice")
     alignment = values.number(metadata, "general.alignment", path, most=2**20, default=32)
-    return metadata, entries, -(-position // alignment) * alignment
+    return metadata, entries, -(-reader.position // alignment) * alignment
 
 
 def _tensor(path: Path, name: str, shape: tuple, kind: int, offset: int, base: int, size: int) -> StoredTensor:
@@ -202,8 +203,8 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         this decoder cannot serve.
       ConfigError: see `config_keys.check_gguf`.
     """
-    architecture = file.need("general.architecture")
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+    architecture = file.text("general.architecture")
+    if architecture not in ARCHITECTURES:
         raise CheckpointError(
             f"{file.path}: architecture {quoted(architecture)} is not supported (supported: {', '.join(ARCHITECTURES)})"
         )

@@ -20,10 +20,10 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from failfast_jax.checkpoints import mapping, native, safetensors, tensor_names
+from failfast_jax.checkpoints import orbax_folder, parameter_map, safetensors_file, tensor_names
+from failfast_jax.checkpoints.config_file import read_settings
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.parameters import Skeleton, check_layers
-from failfast_jax.checkpoints.settings import read_settings
 from failfast_jax.errors import CheckpointError
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.config import ModelConfig
@@ -67,7 +67,7 @@ def load_model(
       ValueError: an unknown dtype. (All errors above are ValueErrors, too.)
     """
     quantization.check(quantize)
-    return open_source(path_or_hub_id).load(as_dtype(dtype), quantize=quantize, progress=progress)
+    return open_checkpoint(path_or_hub_id).load(as_dtype(dtype), quantize=quantize, progress=progress)
 
 
 def as_dtype(dtype: Any, platform: str | None = None) -> np.dtype:
@@ -88,7 +88,7 @@ def as_dtype(dtype: Any, platform: str | None = None) -> np.dtype:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class Checkpoint:
     """A checkpoint whose configuration has been read and whose tensors have not.
 
     Attributes:
@@ -102,13 +102,13 @@ class Source:
     kind: str
     config: ModelConfig
     raw_config: dict[str, Any]
-    table: mapping.Table | None = None
-    tensors: Mapping[str, mapping.StoredTensor] = dataclasses.field(default_factory=dict)
+    table: parameter_map.Table | None = None
+    tensors: Mapping[str, parameter_map.StoredTensor] = dataclasses.field(default_factory=dict)
 
     def stored_dtype(self) -> np.dtype:
         """The narrowest supported dtype that holds every stored value."""
         if self.kind == "native":
-            return np.dtype(next(iter(native.stored_params(self.path).values())).dtype)
+            return np.dtype(next(iter(orbax_folder.stored_params(self.path).values())).dtype)
         stored = {tensor.dtype for tensor in self.tensors.values()}
         return stored.pop() if len(stored) == 1 and stored <= set(DTYPES.values()) else DTYPES["float32"]
 
@@ -119,20 +119,20 @@ class Source:
         Raises:
           CheckpointError: the configuration names many more layers than there are, or a converted folder is damaged.
         """
-        names = self.tensors if self.table is not None else native.stored_params(self.path)
+        names = self.tensors if self.table is not None else orbax_folder.stored_params(self.path)
         check_layers(names, self.config.num_layers, self.path)
         return _skeleton(self.config, DTYPES["float32"]).shapes
 
     def num_parameters(self) -> int:
-        """How many numbers the model has."""
+        """Number of parameters, each entry counted."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def num_bytes(self, dtypes: Mapping[str, np.dtype]) -> int:
-        """What the parameters take in these dtypes."""
+        """Bytes of the parameters in these dtypes."""
         return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes.items())
 
     def kept_dtypes(self, dtype: np.dtype) -> dict[str, np.dtype]:
-        """By parameter, in which dtype a model in `dtype` holds it; see `layers.kept_dtype`.
+        """The dtype in which a model in `dtype` holds each parameter; see `layers.kept_dtype`.
 
         Raises:
           CheckpointError: names or shapes of tensors do not fit the model, or a converted folder is damaged.
@@ -140,15 +140,17 @@ class Source:
         if self.table is not None:
             plan = self._plan
             return {name: plan.kept_dtype(name, shape, dtype) for name, shape in self.shapes.items()}
-        stored = native.stored_params(self.path)
+        stored = orbax_folder.stored_params(self.path)
         return {
-            name: mapping.kept_dtype(name, shape, np.dtype(stored[name].dtype if name in stored else dtype), dtype)
+            name: parameter_map.kept_dtype(
+                name, shape, np.dtype(stored[name].dtype if name in stored else dtype), dtype
+            )
             for name, shape in self.shapes.items()
         }
 
     @functools.cached_property
-    def _plan(self) -> mapping.Plan:
-        return mapping.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
+    def _plan(self) -> parameter_map.Plan:
+        return parameter_map.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
 
     def check(self) -> None:
         """Matches tensors with parameters without reading any data.
@@ -157,7 +159,9 @@ class Source:
           CheckpointError: see `load_model`.
         """
         if self.table is None:
-            native.check(self.path, {n: jax.ShapeDtypeStruct(shape, np.float32) for n, shape in self.shapes.items()})
+            orbax_folder.check(
+                self.path, {n: jax.ShapeDtypeStruct(shape, np.float32) for n, shape in self.shapes.items()}
+            )
         else:
             _ = self._plan
 
@@ -200,7 +204,7 @@ class Source:
         if self.table is None:
             abstract = jax.ShapeDtypeStruct
             wanted = {n: abstract(shape, dtypes[n], sharding=shardings[n]) for n, shape in self.shapes.items()}
-            values = native.load_params(self.path, wanted)
+            values = orbax_folder.load_params(self.path, wanted)
             for name in list(values) if convert else ():
                 values |= convert(name, values.pop(name))
             return values
@@ -215,7 +219,7 @@ class Source:
         size, label = self.num_bytes(dtypes), f"reading {self.path.name}"
         with progress_bar(label, "B", total=size, unit_scale=True, delay=PATIENCE_S, **shown) as bar:
             for name, blocks in _ahead(assemble, list(self.shapes)):
-                # Waiting keeps host copies from piling up behind a slow link to the device.
+                # Waiting keeps host copies from piling up before a slow link to the device.
                 read = jax.block_until_ready(sharding.from_blocks(blocks, shardings[name], self.shapes[name]))
                 values |= convert(name, read) if convert else {name: read}
                 bar.update(math.prod(self.shapes[name]) * dtypes[name].itemsize)
@@ -237,7 +241,7 @@ def _ahead(function: Callable[[str], sharding.Blocks], names: Sequence[str]) -> 
             pool.shutdown(cancel_futures=True)
 
 
-def open_source(path_or_hub_id: str | os.PathLike[str]) -> Source:
+def open_checkpoint(path_or_hub_id: str | os.PathLike[str]) -> Checkpoint:
     """Finds a checkpoint and reads its configuration and its tensors' headers.
 
     Raises:
@@ -246,31 +250,31 @@ def open_source(path_or_hub_id: str | os.PathLike[str]) -> Source:
     path = resolve_source(path_or_hub_id)
     if path.is_file():
         return _open_file(path)
-    if path.name.endswith(native.PARTIAL):
+    if path.name.endswith(orbax_folder.PARTIAL):
         raise CheckpointError(f"{path}: an unfinished conversion; run the conversion again")
     raw, config = read_settings(path)
-    if native.FORMAT_KEY in raw:
-        if raw[native.FORMAT_KEY] != native.FORMAT:
+    if orbax_folder.FORMAT_KEY in raw:
+        if raw[orbax_folder.FORMAT_KEY] != orbax_folder.FORMAT:
             raise CheckpointError(
-                f"{path}: converted to format {raw[native.FORMAT_KEY]!r}, and this version reads {native.FORMAT}; "
-                "convert the model again"
+                f"{path}: converted to format {raw[orbax_folder.FORMAT_KEY]!r}, and this version reads "
+                f"{orbax_folder.FORMAT}; convert the model again"
             )
-        return Source(path, "native", config, raw)
-    tensors = tensor_names.as_saved(safetensors.folder_tensors(path), path)
+        return Checkpoint(path, "native", config, raw)
+    tensors = tensor_names.as_saved(safetensors_file.folder_tensors(path), path)
     if config.tie_embeddings:
         tensors, tied = tensor_names.with_head(tensors)
         config, raw = dataclasses.replace(config, tie_embeddings=tied), raw | {"tie_word_embeddings": tied}
-    return Source(path, "hf", config, raw, mapping.HF_TABLE, tensors)
+    return Checkpoint(path, "hf", config, raw, parameter_map.HF_TABLE, tensors)
 
 
-def _open_file(path: Path) -> Source:
+def _open_file(path: Path) -> Checkpoint:
     if path.suffix == ".gguf":
-        from failfast_jax.checkpoints import gguf
+        from failfast_jax.checkpoints import gguf_file
 
-        file = gguf.GGUFFile.open(path)
-        raw = gguf.hf_config(file)
-        table = mapping.GGUF_LLAMA_TABLE if raw["model_type"] == "llama" else mapping.GGUF_TABLE
-        return Source(path, "gguf", ModelConfig.from_dict(raw, str(path)), raw, table, file.tensors)
+        file = gguf_file.GGUFFile.open(path)
+        raw = gguf_file.hf_config(file)
+        table = parameter_map.GGUF_LLAMA_TABLE if raw["model_type"] == "llama" else parameter_map.GGUF_TABLE
+        return Checkpoint(path, "gguf", ModelConfig.from_dict(raw, str(path)), raw, table, file.tensors)
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path}: pass its folder, which must hold config.json, too")
     if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):

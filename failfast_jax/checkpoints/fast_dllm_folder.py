@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax.checkpoints import deepspec, mapping
-from failfast_jax.checkpoints.settings import MASK_TOKEN
+from failfast_jax.checkpoints.config_file import MASK_TOKEN
+from failfast_jax.checkpoints.feature_drafter_folder import cast, layer_keys, write_folder
+from failfast_jax.checkpoints.parameter_map import HF_TABLE, stored_tensors
 from failfast_jax.errors import ConfigError
 from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
 
 ARCHITECTURE = "Fast_dLLM_QwenForCausalLM"
 RELEASE = "Efficient-Large-Model/Fast_dLLM_v2_1.5B"
-"""Where PyTorch finds the layout's code (`trust_remote_code`)."""
+"""The repository in which PyTorch finds the layout's code (`trust_remote_code`)."""
 
 
 def as_fast_dllm(config: ModelConfig, block_size: int, mask_token: int, where: str) -> ModelConfig:
@@ -54,7 +55,7 @@ def save_fast_dllm(
       config: of `as_fast_dllm`.
       params: all parameters of its `Decoder`, by path.
       tokenizer: written beside them, with the mask token added where its id is the next one, as in the release.
-      storage: one of `deepspec.STORAGES`.
+      storage: one of `feature_drafter_folder.STORAGES`.
       extra: joins `config.json`.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,44 +64,26 @@ def save_fast_dllm(
         if len(tokenizer) == config.mask_token_id:
             tokenizer.add_tokens([MASK_TOKEN], special_tokens=True)
         tokenizer.save_pretrained(folder)
-    tensors = mapping.stored_tensors(mapping.HF_TABLE, deepspec.stored(params, storage), config)
+    tensors = stored_tensors(HF_TABLE, cast(params, storage), config)
     tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    deepspec.write_folder(folder, _config_dict(config, storage), tensors, extra)
+    write_folder(folder, _config_dict(config, storage), tensors, extra)
 
 
 def _config_dict(config: ModelConfig, storage: str) -> dict[str, Any]:
     rope = config.rope.to_dict(config.max_position_embeddings)
     theta = rope.pop("rope_theta")
-    eos = list(config.eos_token_ids)
-    return {
+    return layer_keys(config, config.eos_token_ids) | {
         "architectures": [ARCHITECTURE],
-        "attention_dropout": 0.0,
         "auto_map": {
             "AutoConfig": f"{RELEASE}--configuration.Fast_dLLM_QwenConfig",
             "AutoModelForCausalLM": f"{RELEASE}--modeling.{ARCHITECTURE}",
         },
         "bd_size": config.block_size,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "initializer_range": 0.02,
-        "intermediate_size": config.intermediate_size,
-        "layer_types": ["full_attention"] * config.num_layers,
         "mask_token_id": config.mask_token_id,
-        "max_position_embeddings": config.max_position_embeddings,
         "max_window_layers": config.num_layers,
         "model_type": FAST_DLLM_MODEL_TYPE,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "num_key_value_heads": config.num_kv_heads,
-        "rms_norm_eps": config.rms_norm_eps,
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "rope_theta": theta,
-        "sliding_window": None,
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": storage,
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": config.vocab_size,
     }

@@ -133,7 +133,7 @@ def test_names_do_not_control_the_terminal(kind, tmp_path, capsys):
     folder = tmp_path / (f"m{ESCAPE[:-1]}odel" if kind == "folder" else "model")
     hf_folder(folder, "qwen2_untied")
     if kind == "tensor":
-        content = (folder / "model.safetensors").read_bytes().replace(b"model.norm.weight", b"mode\\u001b[2Jweight", 1)
+        content = (folder / "model.safetensors").read_bytes().replace(b"model.norm.weight", b"m\\u001b[2J.weight", 1)
         (folder / "model.safetensors").write_bytes(content)
     if kind == "GGUF tensor":
         folder = write_gguf(tmp_path / "m.gguf", "qwen2_untied")

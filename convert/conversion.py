@@ -19,7 +19,7 @@ import numpy as np
 from failfast_jax import command, distributed
 from failfast_jax.checkpoints import checkpoint, orbax_folder
 from failfast_jax.checkpoints.checkpoint import as_dtype
-from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
 from failfast_jax.files import FULL, claim, orbax_path, read_json, user_path, write_atomically
 from failfast_jax.progress import add_flags

@@ -25,7 +25,7 @@ from failfast_jax.errors import OptionError, PromptTooLong, printable_lines
 from failfast_jax.files import read_stream
 from failfast_jax.options import CommandOptions, add_flags_of, option
 from failfast_jax.results import fate
-from failfast_jax.serving.request_queue import PER_REQUEST, Answer, Finished, Queue
+from failfast_jax.serving.queue import PER_REQUEST, Answer, Finished, Queue
 from failfast_jax.serving.serve_options import capacity_for, refuse_diffusion
 from failfast_jax.templates import LONGEST_TEXT
 from failfast_jax.trajectory import to_terminal

@@ -244,8 +244,8 @@ def own_models(target: str | None, drafter: str | None) -> Iterator[Finding]:
     """A target and its drafter, by their headers; None: the default target, no drafter."""
     from failfast_jax.checkpoints.checkpoint import open_checkpoint
     from failfast_jax.checkpoints.hub import default_target_path
-    from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
     from failfast_jax.checkpoints.pair import check_is_target
+    from failfast_jax.checkpoints.tokenizer import load_tokenizer
 
     name, tokenizer, fit = default_target_path() if target is None else target, None, None
     try:

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from failfast_jax import distributed, drafters
-from failfast_jax.checkpoints.model_tokenizer import stop_tokens
 from failfast_jax.checkpoints.pair import config_at, read_pair
+from failfast_jax.checkpoints.tokenizer import stop_tokens
 from failfast_jax.compilation import Executables, counted, enable_compile_cache
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.dllm import blocks_to_write
@@ -74,7 +74,7 @@ class FailFast:
       drafter: the model that drafts, or None; it may be replaced by one of the same shapes.
       vocab: ids that a drafter may propose.
       load_s: seconds that loading took.
-      eos_token_ids: stop tokens; the target's own (see `checkpoints.model_tokenizer.stop_tokens`) unless replaced.
+      eos_token_ids: stop tokens; the target's own (see `checkpoints.tokenizer.stop_tokens`) unless replaced.
       corpus: None, or a `drafters.suffix.Corpus` that `suffix` drafts from, too, to be filled between requests.
       time_rounds: whether every round is waited for and timed (`Round.took`).
       decoding: values of options that a request leaves at None; from the drafter's folder.

@@ -24,7 +24,7 @@ from failfast_jax.serving.serve_options import BACKLOG, ServeOptions, capacity_f
 from failfast_jax.templates import has_template
 
 if TYPE_CHECKING:
-    from failfast_jax.serving.request_queue import Queue
+    from failfast_jax.serving.queue import Queue
 
 NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
@@ -102,7 +102,7 @@ def _serve(queue: Queue, options: ServeOptions, listening: socket.socket) -> Non
 
 
 def _queue(args: argparse.Namespace, config: GenerationConfig, options: ServeOptions) -> Queue:
-    from failfast_jax.serving.request_queue import Queue
+    from failfast_jax.serving.queue import Queue
 
     engine = load_engine(args, config.method)
     if engine.tokenizer is None:

@@ -96,7 +96,7 @@ def refused_in_a_line(path: Path) -> Iterator[None]:
 def opened(path: Path) -> None:
     """Reads a checkpoint, weights and tokenizer included where they are of the size that they were."""
     from failfast_jax.checkpoints.checkpoint import open_checkpoint
-    from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
+    from failfast_jax.checkpoints.tokenizer import load_tokenizer
     from failfast_jax.models.rope import rope_frequencies
 
     with refused_in_a_line(path):

@@ -91,7 +91,7 @@ class Tokenizers:
     """A tokenizer's folder with a file changed, mangled or missing, and whole ones with odd templates."""
 
     def __init__(self, folder: Path, changed: Change, mangled: Change):
-        from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
+        from failfast_jax.checkpoints.tokenizer import load_tokenizer
 
         self.folder, self.changed, self.mangled = folder / "tokenizer", changed, mangled
         self.folder.mkdir()

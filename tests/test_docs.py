@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import failfast_jax
 from failfast_jax import decoding, results
-from failfast_jax.serving.request_queue import Queue
+from failfast_jax.serving.queue import Queue
 from failfast_jax.sessions import Progress
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ import pytest
 from fuzzed_inputs import TEMPLATES, write_tokenizer
 
 from failfast_jax import templates
-from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.encoding import encode
 from failfast_jax.errors import PromptError
 from failfast_jax.templates import render

@@ -10,7 +10,7 @@ import pytest
 from checkpoint_files import default_target
 
 from failfast_jax import trajectory
-from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.results import Result, Round, Stats
 
 TEXT = 'if n < 2:\n    return "日本語 é 🎉"\n'

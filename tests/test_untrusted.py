@@ -17,9 +17,9 @@ from fuzzed_commands import main_of
 from fuzzed_inputs import write_tokenizer
 
 from failfast_jax import chat, generate
-from failfast_jax.checkpoints import model_tokenizer as tokenizers
+from failfast_jax.checkpoints import tokenizer as tokenizers
 from failfast_jax.checkpoints.checkpoint import open_checkpoint
-from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.encoding import encode
 from failfast_jax.errors import CheckpointError, ConfigError, InputError, OptionError, PromptError, printable, quoted
 from failfast_jax.files import read_stream
@@ -98,7 +98,7 @@ def test_a_whole_tokenizer_needs_no_class(evil, name):
 
 def test_nothing_loads_code():
     """transformers' loaders are called in two places, with code refused; nothing unpickles, evaluates or executes."""
-    allowed = {"failfast_jax/checkpoints/model_tokenizer.py", "failfast_jax/bench/hf_reference.py"}
+    allowed = {"failfast_jax/checkpoints/tokenizer.py", "failfast_jax/bench/hf_reference.py"}
     for path in itertools.chain(*(sorted((ROOT / folder).rglob("*.py")) for folder in ("failfast_jax", "convert"))):
         name, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text())
         for node in ast.walk(tree):

@@ -13,7 +13,7 @@ import numpy as np
 
 from failfast_jax.config import GenerationConfig
 from failfast_jax.engine import FailFast
-from failfast_jax.serving.request_queue import Finished, Queue
+from failfast_jax.serving.queue import Finished, Queue
 
 METHODS = ("vanilla", "auto")
 CAPACITY = 512

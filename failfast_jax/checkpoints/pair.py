@@ -34,7 +34,7 @@ from failfast_jax.checkpoints.drafter import (
 from failfast_jax.checkpoints.drafter_keys import foreign_layout
 from failfast_jax.checkpoints.eagle_folder import ARCHITECTURES, is_eagle_folder, load_eagle, open_eagle
 from failfast_jax.checkpoints.hub import resolve_source
-from failfast_jax.checkpoints.model_tokenizer import check_same_tokens, load_tokenizer
+from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 from failfast_jax.files import is_there, read_json
 from failfast_jax.models import quantization, sharding

@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         description=__doc__,
         epilog="For example: run --model failfast_jax --model_args method=lookup,batch=4 --tasks gsm8k --limit 20. "
-        "For --model_args see failfast_jax/harness/lm_eval_model.py.",
+        "For --model_args see failfast_jax/harness/model.py.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     distributed.add_flag(parser)
@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _work(args: argparse.Namespace) -> None:
     main_of_harness = command.needed("lm_eval.__main__", "the harness", "eval")
-    model = command.needed("failfast_jax.harness.lm_eval_model", "the harness", "eval")  # registers itself
+    model = command.needed("failfast_jax.harness.model", "the harness", "eval")  # registers itself
     enable_compile_cache()
     if not distributed.speaks():
         model.follow()

@@ -13,7 +13,7 @@ from starlette.responses import StreamingResponse
 
 from failfast_jax.errors import OptionError, PromptError
 from failfast_jax.serving.openai_protocol import RequestError
-from failfast_jax.serving.request_queue import Answer, Finished, Piece, Queue, QueueClosed, QueueFull
+from failfast_jax.serving.queue import Answer, Finished, Piece, Queue, QueueClosed, QueueFull
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 

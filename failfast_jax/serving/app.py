@@ -20,6 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from failfast_jax import __version__
 from failfast_jax.errors import PromptError, PromptTooLong
 from failfast_jax.serving.answer_stream import AnswerStream, ClientDisconnected, EventResponse
+from failfast_jax.serving.logprobs import Spelling
 from failfast_jax.serving.metrics import Metrics
 from failfast_jax.serving.middleware import Gate
 from failfast_jax.serving.openai_protocol import (
@@ -30,9 +31,8 @@ from failfast_jax.serving.openai_protocol import (
     RequestError,
     validation_error,
 )
-from failfast_jax.serving.request_queue import Queue
+from failfast_jax.serving.queue import Queue
 from failfast_jax.serving.serve_options import ServeOptions
-from failfast_jax.serving.token_logprobs import Spelling
 
 CLIENT_CLOSED = 499
 """Nginx' status for a client that went away; nobody sees it."""

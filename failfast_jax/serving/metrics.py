@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from failfast_jax.compilation import compile_counts
-from failfast_jax.serving.request_queue import Piece, Queue
+from failfast_jax.serving.queue import Piece, Queue
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
 COUNTERS = {

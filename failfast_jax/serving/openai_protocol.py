@@ -12,8 +12,8 @@ from pydantic import ConfigDict, Field, model_validator
 
 from failfast_jax.config import HOTTEST
 from failfast_jax.results import TokenLogprob
-from failfast_jax.serving.request_queue import Finished, Piece
-from failfast_jax.serving.token_logprobs import Spelling, of_chat, of_completion
+from failfast_jax.serving.logprobs import Spelling, of_chat, of_completion
+from failfast_jax.serving.queue import Finished, Piece
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 MOST_STOPS, MOST_LOGPROBS = 16, 20

@@ -24,7 +24,7 @@ from failfast_jax import distributed
 from failfast_jax.checkpoints.checkpoint import DTYPES
 from failfast_jax.checkpoints.draft_graph import DraftGraph, Pairs, default_file
 from failfast_jax.checkpoints.hub import find_models
-from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.dllm import DiffusionState
 from failfast_jax.drafters import DIFFUSION_METHOD

@@ -25,7 +25,7 @@ from failfast_jax import distributed
 from failfast_jax.checkpoints.checkpoint import load_model, open_checkpoint
 from failfast_jax.checkpoints.drafter import CHANCES
 from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path, find_models
-from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.decoding.economics import observed
 from failfast_jax.files import check_shared, read_json, sole_writer, user_path

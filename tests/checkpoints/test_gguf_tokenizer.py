@@ -21,7 +21,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from convert import gguf as convert
-from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
 
 TEXTS = {
     "latin": "Žluťoučký kůň, naïve façade; ßtraße İstanbul ÆØÅ Đặng",

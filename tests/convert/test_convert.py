@@ -32,7 +32,7 @@ from gguf import GGMLQuantizationType as Quant
 from convert import conversion, fast_dllm, gguf, qwen2, qwen3, sdar
 from failfast_jax.checkpoints import orbax_folder
 from failfast_jax.checkpoints.checkpoint import load_model
-from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
 
 
 def converter_of(name: str):

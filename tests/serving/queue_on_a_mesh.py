@@ -15,7 +15,7 @@ from tiny_models import diffusion_config, random_model, tiny_config
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.compilation import counted
 from failfast_jax.decoding import plan
-from failfast_jax.serving.request_queue import Queue
+from failfast_jax.serving.queue import Queue
 
 PROMPTS = [[3, 4, 5], [6, 7] * 20, [2, 3, 4, 5, 6] * 8, [6, 7] * 20 + [3], [9]]
 LOOKUP = {"method": "lookup", "max_spec_len": 7}

@@ -17,7 +17,7 @@ from unittest import mock
 from tiny_engines import BytePieces, new_engine
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.serving.request_queue import Queue
+from failfast_jax.serving.queue import Queue
 from failfast_jax.serving.serve_options import ServeOptions
 
 CAPACITY = 160

@@ -21,7 +21,7 @@ from tiny_engines import new_engine  # noqa: E402
 
 from failfast_jax import FailFast  # noqa: E402
 from failfast_jax.errors import OptionError  # noqa: E402
-from failfast_jax.harness.lm_eval_model import FailFastLM  # noqa: E402
+from failfast_jax.harness.model import FailFastLM  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("few_widths")]
 

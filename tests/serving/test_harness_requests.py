@@ -12,8 +12,8 @@ from tiny_models import random_model, tiny_config
 
 from failfast_jax import FailFast
 from failfast_jax.errors import OptionError
-from failfast_jax.harness.lm_eval_model import FailFastLM, sampling
-from failfast_jax.serving.request_queue import Queue
+from failfast_jax.harness.model import FailFastLM, sampling
+from failfast_jax.serving.queue import Queue
 
 CONTEXT, BEGIN = 64, 1
 PIECES = ("Ans", "wer", "Answer", "hello", " wor", "ld", " world", " peace", " ", "x")

@@ -19,9 +19,9 @@ from tiny_engines import engine  # noqa: E402
 from failfast_jax import GenerationConfig, Request  # noqa: E402
 from failfast_jax.decoding.plan import make_plan  # noqa: E402
 from failfast_jax.results import TokenLogprob  # noqa: E402
-from failfast_jax.serving.request_queue import Finished, Queue  # noqa: E402
+from failfast_jax.serving.logprobs import LEAST, Spelling, of_completion  # noqa: E402
+from failfast_jax.serving.queue import Finished, Queue  # noqa: E402
 from failfast_jax.serving.serve_options import ServeOptions  # noqa: E402
-from failfast_jax.serving.token_logprobs import LEAST, Spelling, of_completion  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("few_widths")]
 

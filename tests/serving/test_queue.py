@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, normalizers
 from failfast_jax import GenerationConfig
 from failfast_jax.compilation import compile_counts
 from failfast_jax.errors import OptionError, PromptError, PromptTooLong
-from failfast_jax.serving.request_queue import Finished, Queue, QueueClosed, QueueFull
+from failfast_jax.serving.queue import Finished, Queue, QueueClosed, QueueFull
 
 CAPACITY = 160
 METHODS = {

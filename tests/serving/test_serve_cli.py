@@ -21,7 +21,7 @@ pytest.importorskip("uvicorn")
 
 from failfast_jax import chat, serve  # noqa: E402
 from failfast_jax.harness.__main__ import main as harness  # noqa: E402
-from failfast_jax.serving import request_queue, server  # noqa: E402
+from failfast_jax.serving import queue, server  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TARGET = str(GOLDEN / "qwen2_target_160")
@@ -149,7 +149,7 @@ def test_flags_that_cannot_be_served_are_named(words, name, capsys):
 def test_more_room_than_there_is(module, words, room, monkeypatch, capsys):
     """Before anything is compiled."""
     monkeypatch.setattr(module, "load_engine", lambda args, method: chat_engine())
-    for owner in (request_queue, chat):
+    for owner in (queue, chat):
         monkeypatch.setattr(owner, "Queue", lambda *_, **__: pytest.fail("something was compiled"))
     port = ["--port", "0"] if module is serve else []
     assert module.main([*words.split(), *port, "--method", "lookup"]) == 2
@@ -181,7 +181,7 @@ def test_a_note_tells_when_nothing_may_be_drafted(monkeypatch, capsys, rows):
             self.engine, self.scheduler = engine, types.SimpleNamespace(costs={"source": "measured"})
 
     monkeypatch.setattr(serve, "load_engine", lambda args, method: chat_engine())
-    monkeypatch.setattr(request_queue, "Queue", CostedQueue)
+    monkeypatch.setattr(queue, "Queue", CostedQueue)
     monkeypatch.setattr(server, "Server", types.SimpleNamespace)  # refuses its arguments
     assert serve.main(["--port", "0", "--method", "lookup", "--batch", str(rows)]) == 1
     assert ("--method auto drafts where" in capsys.readouterr().err) == (rows == 4)

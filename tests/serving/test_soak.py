@@ -23,7 +23,7 @@ from tiny_engines import engine
 
 from failfast_jax import GenerationConfig
 from failfast_jax.compilation import compile_counts
-from failfast_jax.serving.request_queue import Queue
+from failfast_jax.serving.queue import Queue
 from failfast_jax.serving.serve_options import ServeOptions
 
 pytestmark = pytest.mark.usefixtures("few_widths")

@@ -22,7 +22,7 @@ from served import CAPACITY, ChatPieces, address_of, chat_engine, quick, until
 from tiny_engines import new_engine
 
 from failfast_jax.chat import Chat, ChatOptions, talk
-from failfast_jax.serving.request_queue import Queue
+from failfast_jax.serving.queue import Queue
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
@@ -39,7 +39,7 @@ from tiny_engines import new_engine
 plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
 pieces = {{"tokenizer": ChatPieces(), "drafter_tokenizer": ChatPieces()}}
 if sys.argv[1] == "harness":
-    from failfast_jax.harness import __main__ as harness, lm_eval_model
+    from failfast_jax.harness import __main__ as harness, model as lm_eval_model
 
     lm_eval_model.load_pair = lambda *_, tensor_parallel, **__: new_engine(
         tensor_parallel=tensor_parallel, tokenizer=HarnessPieces(), drafter_tokenizer=HarnessPieces()

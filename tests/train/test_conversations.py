@@ -14,7 +14,7 @@ import pytest
 from checkpoint_files import default_target
 
 from failfast_jax.checkpoints import hub
-from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.train import train_command
 from failfast_jax.train.conversations import ROWS, read_conversations
 from failfast_jax.train.documents import DataError, Documents, load_documents

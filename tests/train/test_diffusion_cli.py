@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.checkpoint import open_checkpoint
 from failfast_jax.checkpoints.fast_dllm_folder import RELEASE, save_fast_dllm
-from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.train.__main__ import main
 
 TEMPLATE = (

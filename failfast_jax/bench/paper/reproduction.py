@@ -23,7 +23,7 @@ from failfast_jax.bench.paper.claims import claims_table
 from failfast_jax.bench.speedup_model import latency_for, parse_latency
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.checkpoints.hub import default_target_path
-from failfast_jax.checkpoints.model_tokenizer import load_tokenizer
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
 from failfast_jax.files import Journal, Record, read_lines, user_path, write_atomically
 

@@ -18,14 +18,14 @@ from failfast_jax import FailFast
 from failfast_jax.generate import main
 from failfast_jax.models.attention import SIMULATED_TPU
 
-PROMPTS = [[3, 14, 15, 92, 65, 35], [7, 8, 9, 10, 7, 8, 9, 10, 7, 8, 9, 11, 20, 21, 7, 8, 9]]
+PROMPTS = [[3, 14, 15, 9, 26, 35], [7, 8, 9, 10, 7, 8, 9, 10, 7, 8, 9, 11, 20, 21, 7, 8, 9]]
 """The second one repeats itself: a lookup would have something to draft."""
 FORMER = {"lookup_min": 1, "min_gain": 0.5, "policy": "auto"}
 """What folders of earlier versions bring."""
 PAIRS = {
     "block diffusion": ("qwen2_target_160", "fast_dllm_v2_untied", (10, 60)),
     "DSpark": ("field/qwen3_a", "field/dspark_qwen3_a", (7, 14)),
-    "gated DSpark": ("field/qwen3_a", "field/dspark_gated_qwen3_a", (7, 14)),
+    "gated DSpark": ("field/qwen3_a", "field/dspark_gated_qwen3_a", (5, 10)),
     "DFlash": ("field/qwen3_a", "field/dflash_qwen3_a", (7, 14)),
     "EAGLE": ("field/qwen3_a", "field/eagle3_qwen3_a", (1, 20)),
 }

@@ -33,7 +33,7 @@ TARGET, DRAFTER = GOLDEN / "field" / "qwen3_a", GOLDEN / "field" / "dspark_qwen3
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [5] * 20]
 COMMON = {"max_new_tokens": 12, "ignore_eos": True}
 
-_assemble = parameter_map.Plan.assemble
+_assemble = parameter_map.ReadPlan.assemble
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
         read.append(value.size)
         return value
 
-    parameter_map.Plan.assemble = counted
+    parameter_map.ReadPlan.assemble = counted
     report: dict[str, object] = {}
     devices = int(sys.argv[2])
     report["refused"] = [refusal(TARGET, tensor_parallel=devices)]

@@ -149,7 +149,7 @@ class Checkpoint:
         }
 
     @functools.cached_property
-    def _plan(self) -> parameter_map.Plan:
+    def _plan(self) -> parameter_map.ReadPlan:
         return parameter_map.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
 
     def check(self) -> None:

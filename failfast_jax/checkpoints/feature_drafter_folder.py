@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from failfast_jax.checkpoints import safetensors_file
 from failfast_jax.checkpoints.checkpoint import DTYPES
-from failfast_jax.checkpoints.parameter_map import Plan, StoredTensor, Table, stored_tensors
+from failfast_jax.checkpoints.parameter_map import ReadPlan, StoredTensor, Table, stored_tensors
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.files import write_atomically
@@ -46,7 +46,7 @@ class OpenedDrafter:
     draft_ids: np.ndarray | None
     skeleton: Skeleton
     shapes: dict[str, tuple[int, ...]]
-    plan: Plan
+    plan: ReadPlan
 
     def network(self, dtype: DTypeLike) -> Any:
         """Reads the network onto the default device."""

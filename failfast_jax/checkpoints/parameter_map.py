@@ -138,7 +138,7 @@ GGUF_LLAMA_TABLE = dataclasses.replace(GGUF_TABLE, interleaved=frozenset({"queri
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ReadPlan:
     """Which tensors fill which parameter: made from headers alone."""
 
     config: ModelConfig
@@ -226,7 +226,7 @@ def make_plan(
     tensors: Mapping[str, StoredTensor],
     config: ModelConfig,
     where: Path,
-) -> Plan:
+) -> ReadPlan:
     """Matches a checkpoint's tensors with the model's parameters, by names and shapes.
 
     Raises:
@@ -265,7 +265,7 @@ def make_plan(
         )
     if problems:
         raise CheckpointError(f"{where}: " + "; ".join(problems))
-    return Plan(config, table, sources)
+    return ReadPlan(config, table, sources)
 
 
 def stored_tensors(table: Table, params: Mapping[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib.util
 import itertools
 import json
 import re
@@ -12,6 +14,7 @@ from typing import NamedTuple
 
 import failfast_jax
 from failfast_jax import decoding, results
+from failfast_jax.drafters import all_options
 from failfast_jax.serving.queue import Queue
 from failfast_jax.sessions import Progress
 
@@ -228,3 +231,17 @@ def test_files_that_pages_name_exist():
         if "NAME" not in path and path not in added and not any((folder / path).is_file() for folder in folders)
     ]
     assert missing == []
+
+
+def test_the_reference_has_a_table_of_every_method_s_options():
+    """The site's hook makes the tables from the dataclasses: name and default of every option, its help and bounds."""
+    spec = importlib.util.spec_from_file_location("option_tables", ROOT / "docs" / "option_tables.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    page = hook.on_page_markdown((ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), page=None)
+    assert hook.MARK not in page
+    for method, options in all_options().items():
+        section = page.partition(f"#### `{method}`")[2].partition("####")[0]
+        rows = re.findall(r"^\| `(\w+)` \| (?:`.+`)? \| .*\w.* \|$", section, re.MULTILINE)
+        assert rows == [field.name for field in dataclasses.fields(options)]
+    assert "| `tau` | `0.45` | confidence below which a draft stops growing; from 0 to 1 |" in page

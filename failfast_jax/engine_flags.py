@@ -100,6 +100,8 @@ def _once(line: str) -> None:
 
 def tell_new_meaning(config: GenerationConfig) -> None:
     """A line, once and for one release, where `--method failfast` used to choose by measured costs."""
+    if policy := config.options.get("policy"):
+        _once(f"--policy {policy}: not needed any more, --method {config.method} says so itself")
     asked = any(value is not None and value is not False for value in config.options.values())
     if config.method == "failfast" and not asked and config.acceptance == "match":
         _once("--method failfast: the paper's method; what it was before, a choice by measured costs, is --method auto")

@@ -72,7 +72,7 @@ REFUSED = [
     ({"spec_len": 2.5}, "--spec-len 2.5: must be an integer"),
     ({"tau": "high"}, "--tau 'high': must be a number"),
     ({"min_gain": 1.0}, "--min-gain 1.0: no longer an option: --method auto weighs"),
-    ({"policy": "fixed"}, r"--policy fixed: no longer an option: .*\(--method failfast, --method lookup\)"),
+    ({"method": "auto", "policy": "fixed"}, r"--policy fixed: no longer .*\(--method failfast, --method lookup\)"),
     ({"policy": "auto"}, "--policy auto: no longer an option: --method auto decides"),
     ({"method": "eagle3", "policy": "auto"}, "--policy auto: no longer an option: --method auto decides"),
     ({"lookup_min": 2}, "--lookup-min 2: --method failfast has no such option, only --method auto, lookup, suffix"),

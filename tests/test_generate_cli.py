@@ -45,6 +45,13 @@ def test_the_method_is_said_once_there_is_a_model(capsys):
     assert "no --drafter: --method auto drafts from the text alone" in capsys.readouterr().err
 
 
+def test_a_policy_that_the_method_says_is_taken(capsys):
+    assert main(["--target", "./nowhere", "--method", "lookup", "--policy", "fixed", "--prompt", "x"]) == 2
+    line, error = capsys.readouterr().err.splitlines()
+    assert "--policy fixed" in line and "--method lookup" in line
+    assert error == "error: --target ./nowhere: no such file or folder"
+
+
 @pytest.mark.parametrize(
     "args",
     [

@@ -87,6 +87,8 @@ def options_of(config: GenerationConfig, platform: str, defaults: Mapping[str, A
             continue
         takers = [method for method, options in all_options().items() if name in options.names()]
         given = flag_of(name) if value is True else f"{flag_of(name)} {value}"
+        if name == "policy" and value == ("auto" if config.method == DEFAULT_METHOD else "fixed"):
+            continue  # the method is that already; taken for a release
         if name in FORMER:
             raise OptionError(f"{given}: {FORMER[name]}")
         if not takers:

@@ -48,7 +48,10 @@ class ByPlatform:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """Declaration of an option: help text, and bounds of its value, of which `above` and `below` are not reached."""
+    """Declaration of an option: help text, and bounds of its value.
+
+    `above` and `below` are not reached; infinity is a value where `infinite`.
+    """
 
     help: str
     least: float | None = None
@@ -56,6 +59,7 @@ class Option:
     above: float | None = None
     below: float | None = None
     choices: tuple[str, ...] | None = None
+    infinite: bool = False
 
 
 def option(default: Any, help: str, **bounds: Any) -> Any:
@@ -208,7 +212,7 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
     if kind in ("int", "float"):
         within = (about.least is None or value >= about.least) and (about.most is None or value <= about.most)
         inside = (about.above is None or value > about.above) and (about.below is None or value < about.below)
-        if not (within and inside) or (kind == "float" and not is_finite(value)):
+        if not (within and inside) or (kind == "float" and not (about.infinite or is_finite(value))):
             raise OptionError(f"{flag} {value}: must be {_range_of(about)}")
 
 
@@ -227,7 +231,7 @@ def _range_of(about: Option) -> str:
         return f"in {'[' if about.above is None else '('}{low}, {high}{']' if about.below is None else ')'}"
     if low is None:
         return "a finite number"
-    return f"{'at least' if about.above is None else 'above'} {low}, and finite"
+    return f"{'at least' if about.above is None else 'above'} {low}{'' if about.infinite else ', and finite'}"
 
 
 def require(fine: bool, flag: str, said: str) -> None:

@@ -164,7 +164,11 @@ class TrainConfig:
         None, "id for an unknown token; default: one that no text has", families=(*BLOCKS, *DIFFUSION), metavar="ID"
     )
     position_decay: float = _setting(
-        3.0, "the k-th masked token weighs exp(-(k-1)/x); 0: all weigh 1", families=(*BLOCKS, *MASKED), least=0
+        3.0,
+        "the k-th masked token weighs exp(-(k-1)/x); 0: all weigh 1",
+        families=(*BLOCKS, *MASKED),
+        least=0,
+        infinite=True,
     )
     ttt_length: int = _setting(7, "passes that training unrolls", families=EAGLE, least=1, most=LONGEST_CHAIN)
     step_decay: float = _setting(0.8, "the k-th pass weighs x ** (k-1)", families=EAGLE, above=0, most=1)
@@ -202,7 +206,7 @@ class TrainConfig:
     final_fraction: float = _optimizer(0.05, "last learning rate, as a share of the highest", least=0, most=1)
     weight_decay: float = _optimizer(0.01, "AdamW's weight decay, on matrices", least=0)
     beta2: float = _optimizer(0.95, "AdamW's decay of squared gradients", above=0, below=1)
-    clip: float = _optimizer(1.0, "largest gradient norm", above=0)
+    clip: float = _optimizer(1.0, "largest gradient norm; inf: no clipping", above=0, infinite=True)
     ema: float = _optimizer(0.99, "decay of the averaged parameters, which are saved; 0: no average", least=0, below=1)
     seed: int = _optimizer(0, "random seed of shuffling, masks and initialisation", least=0, most=2**32 - 1)
     compute_dtype: str | None = _optimizer(

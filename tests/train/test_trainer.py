@@ -186,6 +186,16 @@ def test_deadlines():
         deadline_after(0)
 
 
+def test_ranges_of_options():
+    """Bounds that are part of a range, and bounds that are not; an infinite norm clips nothing."""
+    assert TrainConfig(clip=math.inf, position_decay=math.inf, ema=0.0, step_decay=1.0).clip == math.inf
+    for name, value in {"clip": 0.0, "ema": 1.0, "step_decay": 0.0, "beta2": 1.0, "learning_rate": math.inf}.items():
+        with pytest.raises(OptionError, match=f"--{name.replace('_', '-')} {value}: must be"):
+            TrainConfig(**{name: value})
+    with pytest.raises(OptionError, match="--clip nan: must be above 0"):
+        TrainConfig(clip=math.nan)
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "constant", "wsd"])
 def test_learning_rates(schedule):
     config = TrainConfig(steps=100, warmup=10, schedule=schedule, learning_rate=1.0, final_fraction=0.1)

@@ -138,10 +138,11 @@ def test_the_command_line_says_the_same(name, key, capsys):
     prompt, output, rounds = published_rounds(name, key)[1]
     ids = ",".join(map(str, prompt))
     cut = ["--confidence-threshold", "0.5"] if key else []
-    command = ["--target", str(FIELD / "qwen3_a"), "--drafter", str(FIELD / name), "--token-ids", ids, *cut]
-    assert main([*command, "--max-new-tokens", "80", "--ignore-eos", "--json"]) == 0
+    method = name.split("_")[0]
+    models = ["--target", str(FIELD / "qwen3_a"), "--drafter", str(FIELD / name), "--method", method]
+    assert main([*models, "--token-ids", ids, *cut, "--max-new-tokens", "80", "--ignore-eos", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["method"] == name.split("_")[0] and said["output_ids"][: len(output)] == output
+    assert said["method"] == method and said["output_ids"][: len(output)] == output
     assert [round["drafted"] for round in said["rounds"][: len(rounds)]] == [round["draft"] for round in rounds]
 
 

@@ -4,9 +4,10 @@
     python examples/failfast_in_one_file.py TARGET DRAFTER --token-ids 3,14,15
 
 TARGET is a folder with an autoregressive Qwen2.5 model, DRAFTER one with a Fast-dLLM v2 model, both as Hugging Face
-stores them. The answer is the target's own, token for token; the drafter only makes it arrive sooner. One sequence,
-greedy. Written to be read from top to bottom, and to be changed. `failfast_jax` adds batches, sampling, other
-drafters, sharding and kernels; a test compares its rounds with those of this file.
+stores them. The answer is the target's own, token for token (where two tokens score almost the same, a pass over many
+rows may round otherwise than a pass over one); the drafter only makes it arrive sooner. One sequence, greedy. Written
+to be read from top to bottom, and to be changed. `failfast_jax` adds batches, sampling, other drafters, sharding and
+kernels; `tests/test_one_file.py` compares its rounds with those of this file.
 
 The idea. The target reads all its weights for each token that it writes, but checks sixty tokens at the same price.
 The drafter, a small block-diffusion model, fills ten masked positions in one pass. A round is
@@ -50,7 +51,7 @@ class Config(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of positions 0 .. S-1. Slots from some position on hold leftovers, which no mask shows."""
+    """Keys and values of positions 0 .. S-1. Slots from some position on hold leftovers: see `forward`."""
 
     keys: jax.Array  # [layers, S, K, h]
     values: jax.Array  # [layers, S, K, h]
@@ -102,22 +103,19 @@ def rotate(x, position, theta):
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
 
 
-def forward(config: Config, weights, tokens, start, end, cache: Cache):
-    """Runs a window of W tokens at positions start .. start + W - 1, of which those from `end` on are padding.
+def forward(config: Config, weights, tokens, start, cache: Cache):
+    """Runs a window of W tokens at positions start .. start + W - 1.
 
-    The window has one static width, so that everything compiles once; how much of it counts is a number. Its keys and
-    values are written into the cache first, then each row looks at the cache through its mask.
-
-    A row at position i sees slot j if j's block does not come after i's block, and if j is not padding:
-
-        j // D <= i // D  and  j < end
-
-    With D = 1, the target, that is the causal mask. With D = 4, start = 4 and end = 8 (1: visible):
+    The window has a static width; padding fills its end, and nobody reads those rows. Keys and values are written into
+    the cache first. Then a row at position i sees slot j if j's block does not come after i's, j // D <= i // D: with
+    D = 1, the target, the causal mask. With D = 4 and a window that starts at 4 (1: visible):
 
         slot       0 1 2 3   4 5 6 7   8 9 ..
         row 4      1 1 1 1   1 1 1 1   0 0      a block sees all of itself, masks included, and what lies before it
         row 7      1 1 1 1   1 1 1 1   0 0
-        row 8      1 1 1 1   1 1 1 1   0 0      padding: nobody reads this row
+
+    Padding and leftovers lie after the rows that are read, so these do not see them, and each slot is written again
+    before a row at or after its block is read.
 
     Returns:
       Hidden states `[W, E]` after the last norm, and the cache.
@@ -125,7 +123,7 @@ def forward(config: Config, weights, tokens, start, end, cache: Cache):
     width, slots = tokens.shape[0], cache.keys.shape[1]
     position = start + jnp.arange(width)
     slot = jnp.arange(slots)
-    visible = (slot // config.block <= position[:, None] // config.block) & (slot < end)  # [W, S]
+    visible = slot // config.block <= position[:, None] // config.block  # [W, S]
     heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
     keys, values = cache
     x = weights["model.embed_tokens.weight"][tokens]  # [W, E]
@@ -175,7 +173,7 @@ class Options(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A draft while it grows. `confidence` is the probability that the drafter gave each drafted token."""
+    """A draft while it grows. `confidence` is the probability of each drafted token among all but the mask."""
 
     text: jax.Array  # Int[S]: committed tokens, then drafted ones, then leftovers
     length: jax.Array  # drafted tokens, d
@@ -189,31 +187,30 @@ class Draft(NamedTuple):
 def draft_window(options: Options, block: int) -> int:
     """Rows of a drafter pass: whole blocks, enough for the widest one.
 
-    The first pass of a round begins at the last block that the round before could not store, at most D - 1 positions
-    before its end; since then at most `longest` + 1 tokens were committed, and a chunk follows. With D = 32, N = 10,
-    longest = 60: 31 + 61 + 10 = 102 positions touch at most 5 blocks, 160 rows.
+    The first pass of a round begins with the block that the round before could not store, at most D - 1 positions
+    before its first token. Since then at most `longest` + 1 tokens were committed, and N - 1 rows follow the last of
+    them. With D = 32, N = 10, longest = 60: 31 + 61 + 9 = 101 positions, which are 4 blocks or 128 rows.
     """
-    return ((block - 1 + options.longest + 1 + options.chunk + block - 1) // block + 1) * block
+    return -(-(block - 1 + options.longest + 1 + options.chunk - 1) // block) * block
 
 
 def expand(config: Config, weights, options: Options, committed, draft: Draft) -> Draft:
-    """One step of Algorithm 1: a single pass fills the next chunk of N masks, for good.
+    """One step of Algorithm 1: a single pass fills the next chunk of N masks, which this draft does not revise.
 
     Fast-dLLM v2 shifts tokens: the row at position i predicts token i + 1. So the token at position L + d comes from
-    the row before it, and the window begins with the block of position L - 1. An example with D = 4, N = 3, L = 6
-    committed tokens (a .. f), d = 0, `stored` = 4:
+    the row before it. The window begins at `stored`: on the first pass of a round where the last round left off, after
+    that with the block of position L. An example with D = 4, N = 3, L = 6 committed tokens (a .. f), d = 0, stored = 4:
 
-        position        4 5 | 6 7   8 9 10 11 |  12 ..
-        input           e f | _ _   _ _ _  _  |  padding      _: mask, up to the end of the block that holds L+d+N-1 = 8
-        rows read         5   6 7                             they predict positions 6, 7 and 8
+        position        4 5 | 6 7 |  8 9 ..
+        input           e f | _ _ |  _ _ ..      _: mask; those from 8 on are padding, which rows 5 to 7 do not see
+        rows read         5   6 7                they predict positions 6, 7 and 8
     """
     block, chunk = config.block, options.chunk
     first = committed + draft.length  # position of the chunk's first token
-    end = ((first + chunk - 1) // block + 1) * block
     position = draft.stored + jnp.arange(draft_window(options, block))
     tokens = jax.lax.dynamic_slice(draft.text, (draft.stored,), position.shape)
     tokens = jnp.where(position < first, tokens, config.mask_token)
-    hidden, cache = forward(config, weights, tokens, draft.stored, end, draft.cache)
+    hidden, cache = forward(config, weights, tokens, draft.stored, draft.cache)
     rows = jax.lax.dynamic_slice_in_dim(hidden, first - 1 - draft.stored, chunk)
     logits = logits_of(weights, rows).at[:, config.mask_token].set(-jnp.inf)  # a mask is no proposal
     confidence = jax.nn.softmax(logits, -1).max(-1)  # [N]
@@ -223,8 +220,8 @@ def expand(config: Config, weights, options: Options, committed, draft: Draft) -
         confidence=jax.lax.dynamic_update_slice(draft.confidence, confidence, (draft.length,)),
         passes=draft.passes + 1,
         # Blocks whose tokens are all committed were just run as they will stay: their keys and values are final. The
-        # block of position L - 1 is run again by the next pass, which needs that row.
-        stored=(committed - 1) // block * block,
+        # block of position L still holds masks or drafted tokens, and is run again.
+        stored=committed // block * block,
         confident=jnp.all(confidence >= options.tau),
         cache=cache,
     )
@@ -247,14 +244,14 @@ def verify(config: Config, weights, options: Options, text, committed, drafted, 
     With 6 committed tokens and a draft x y z, of which the target agrees with x alone:
 
         window       f  x  y  z  padding       positions 5 6 7 8 ..
-        picks        x  Y  ?  ?                row i says what follows position i, given all before it
+        picks        x  Y  ?  ?                row i says what follows position i, given the text up to it
         agrees       1  0  .                   x = x, y != Y
         accepted     1; the round emits picks[:2] = x Y. What comes after a mistake is worth nothing.
 
-    The cache of the target then also holds y and z: the next round overwrites them, and no mask shows them before.
+    The cache of the target then also holds y and z: the next round overwrites them before it reads a row so far on.
     """
     window = jax.lax.dynamic_slice(text, (committed - 1,), (1 + options.longest,))
-    hidden, cache = forward(config, weights, window, committed - 1, committed + drafted, cache)
+    hidden, cache = forward(config, weights, window, committed - 1, cache)
     picks = jnp.argmax(logits_of(weights, hidden), -1).astype(text.dtype)  # [1 + longest]
     agrees = (window[1:] == picks[:-1]) & (jnp.arange(options.longest) < drafted)
     return picks, jnp.cumprod(agrees).sum(), cache
@@ -268,8 +265,8 @@ class Log(NamedTuple):
 
     drafted: jax.Array  # Int[rounds, longest]
     confidence: jax.Array  # Float[rounds, longest]
-    length: jax.Array  # Int[rounds]: drafted tokens that count
-    accepted: jax.Array  # Int[rounds]
+    length: jax.Array  # Int[rounds]: drafted tokens; what follows them in their row are leftovers
+    accepted: jax.Array  # Int[rounds]: drafted tokens that the target agrees with, before the answer is cut
     emitted: jax.Array  # Int[rounds]
     passes: jax.Array  # Int[rounds]: of the drafter
 
@@ -286,11 +283,11 @@ class State(NamedTuple):
 
 
 def prefill(config: Config, weights, text, count, width: int, cache: Cache) -> Cache:
-    """Caches the first `count` positions, a window at a time. Later rows are padding, whose slots no mask shows."""
+    """Caches the first `count` positions, a window at a time. Later rows are padding."""
 
     def chunk(index, cache):
         tokens = jax.lax.dynamic_slice(text, (index * width,), (width,))
-        return forward(config, weights, tokens, index * width, count, cache)[1]
+        return forward(config, weights, tokens, index * width, cache)[1]
 
     return jax.lax.fori_loop(0, (count + width - 1) // width, chunk, cache)
 
@@ -332,7 +329,7 @@ def generate(
         )
 
     # The target caches all of the prompt but its last token, with which the first round begins; the drafter caches
-    # whole blocks before the one that its first pass begins with.
+    # whole blocks before that of the last token, whose row its first pass reads.
     dtype, stored = target_weights["model.norm.weight"].dtype, (prompt - 1) // drafter.block * drafter.block
     target_cache = prefill(target, target_weights, text, prompt - 1, 128, empty_cache(target, slots, dtype))
     drafter_cache = prefill(drafter, drafter_weights, text, stored, width, empty_cache(drafter, slots, dtype))
@@ -348,8 +345,11 @@ def answer(target_folder: Path, drafter_folder: Path, prompt: list[int], new: in
     drafter, drafter_weights = read_model(Path(drafter_folder), dtype)
     if not 1 <= options.chunk <= options.longest:
         raise SystemExit(f"--spec-len {options.chunk} must lie between 1 and --max-spec-len {options.longest}")
-    if not all(0 <= token < len(target_weights["model.embed_tokens.weight"]) for token in prompt):
-        raise SystemExit(f"{target_folder}: a token id of the prompt is not in the vocabulary")  # JAX would clamp it
+    if not prompt or new < 1:
+        raise SystemExit(f"a prompt of {len(prompt)} tokens and --max-new-tokens {new}: both must be at least 1")
+    vocabulary = min(len(w["model.embed_tokens.weight"]) for w in (target_weights, drafter_weights))
+    if not all(0 <= token < vocabulary for token in prompt):  # JAX would clamp it
+        raise SystemExit(f"a token id of the prompt is not in the vocabulary, 0 to {vocabulary - 1}")
     # No window may reach beyond the buffers: JAX would move it back, without a word.
     room = max(128, draft_window(options, drafter.block)) + options.longest
     text = np.zeros(-(-(len(prompt) + new + room) // 128) * 128, np.int32)
@@ -379,8 +379,8 @@ def main() -> None:
     parser.add_argument("--tau", type=float, default=0.45, help="confidence below which a draft stops growing")
     parser.add_argument("--dtype", default="float32", help="of the weights and activations")
     args = parser.parse_args()
-    if args.token_ids:
-        tokenizer, prompt = None, [int(word) for word in args.token_ids.split(",")]
+    if args.token_ids is not None:
+        tokenizer, prompt = None, [int(word) for word in args.token_ids.split(",") if word]
     else:
         from transformers import AutoTokenizer
 

@@ -67,6 +67,8 @@ def test_it_stands_alone_on_a_page(one_file, capsys, monkeypatch):
     *rounds, answer = capsys.readouterr().out.splitlines()
     assert ast.literal_eval(answer)[-1] == 159  # the stop token
     assert [line.split(":")[0].split() for line in rounds] == [["round", str(n + 1)] for n in range(len(rounds))]
-    monkeypatch.setattr("sys.argv", [*command[:3], "--token-ids", "3,160"])
-    with pytest.raises(SystemExit, match="not in the vocabulary"):
-        one_file.main()
+    bad = {("3,160", "9"): "not in the vocabulary", ("", "9"): "a prompt of 0 tokens", ("3", "0"): "--max-new-tokens 0"}
+    for (ids, new), message in bad.items():
+        monkeypatch.setattr("sys.argv", [*command[:3], "--token-ids", ids, "--max-new-tokens", new])
+        with pytest.raises(SystemExit, match=message):
+            one_file.main()

@@ -61,7 +61,7 @@ def main() -> None:
     read.clear()
     spread = FailFast(TARGET, DRAFTER, tensor_parallel=2 * devices)
     report["numbers read"] = sum(read)
-    [answer] = spread.generate(PROMPTS[:1], method="failfast", **COMMON)
+    [answer] = spread.generate(PROMPTS[:1], method="auto", **COMMON)
     report["one group"], report["costs"] = answer.output_ids, answer.stats.costs
     [answer] = spread.generate(PROMPTS[:1], method="lookup", exact=True, **COMMON)
     report["exact"], report["gap"] = answer.output_ids, logit_gap(spread, PROMPTS[0])

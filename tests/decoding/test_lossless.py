@@ -130,6 +130,6 @@ def test_exact_drafts_longer_than_the_constant_width(monkeypatch):
     monkeypatch.setattr(WidthCheck, "widths", lambda self, drafter, batch: ())
     options = {"max_new_tokens": 90, "tau": 0.0, "spec_len": 20, "max_spec_len": 80, "exact": True, "ignore_eos": True}
     check_all(1, "bfloat16", [[5, 6, 7]], options, [0], ["failfast"])
-    result = engines(1, "bfloat16")["failfast"].generate([[5, 6, 7]], **options)[0]
+    result = engines(1, "bfloat16")["failfast"].generate([[5, 6, 7]], method="failfast", **options)[0]
     assert max(len(entry.drafted) for entry in result.rounds) == 80
     assert result.stats.target_passes > result.stats.rounds

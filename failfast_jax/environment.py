@@ -38,7 +38,7 @@ xla_client.initialize_pjrt_plugin("tpu")
 COMPILE_TPU = """
 import jax
 from jax.experimental import topologies
-device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1").devices[0]
+device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
 place = jax.sharding.SingleDeviceSharding(device)
 jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "int32", sharding=place)).compile()
 """

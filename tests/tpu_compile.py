@@ -27,13 +27,13 @@ def kernels(topology_name: str) -> None:
     """Mosaic's verdict on the kernels at the shapes that the models need."""
     import jax
     import jax.numpy as jnp
-    from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
     from failfast_jax.kernels import tpu, tpu_write
     from failfast_jax.models.attention import Window, attend
+    from tpu_scripts.tpu_compiler import devices_of
 
-    chip = SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices[0])
+    chip = SingleDeviceSharding(devices_of(topology_name)[0])
 
     def array(*shape, dtype="int32"):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=chip)
@@ -296,7 +296,6 @@ def replayed(topology_name: str, *wanted: str) -> None:
       wanted: which, such as `verify 64`; none: all of them.
     """
     import jax
-    from jax.experimental import topologies
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -305,11 +304,12 @@ def replayed(topology_name: str, *wanted: str) -> None:
     from failfast_jax.platforms import compiler_options
     from failfast_jax.public_data import model_shapes
     from tpu_scripts import hlo
+    from tpu_scripts.tpu_compiler import devices_of
 
     names = {"qwen2.5-7b": "target", "fast-dllm-v2-1.5b": "drafter"}
     for public, name in names.items():
         model_shapes.CONFIGS[name] = dataclasses.replace(model_shapes.CONFIGS[public], num_layers=2)
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices
+    devices = devices_of(topology_name)
     mesh = mesh_of(devices) if len(devices) > 1 else None
     sizes = {"seed": 0, "repeats": 1, "tensor_parallel": len(devices)}
     options = ReplayOptions("drafter", ("MATH",), ("wide", "paper"), 12, 1024, "bfloat16", "tpu", "tpu", **sizes)
@@ -343,13 +343,13 @@ def replayed(topology_name: str, *wanted: str) -> None:
 
 
 def main(topology_name: str, *methods: str) -> None:
-    from jax.experimental import topologies
+    from tpu_scripts.tpu_compiler import devices_of
 
     if methods == ("kernels",):
         return kernels(topology_name)
     if methods[0] == "replay":
         return replayed(topology_name, *methods[1:])
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices[0]
+    device = devices_of(topology_name)[0]
     print(json.dumps({method: report(device, method) for method in methods}))
 
 

@@ -57,7 +57,9 @@ def supports(
         return None
     wanted = next(platform for platform, kernels in OWN_KERNELS.items() if kernel in kernels)
     if device.platform != wanted:
-        return f"this machine has no {wanted.upper()} (its JAX runs on {device.platform})"
+        return (
+            f"JAX sees no {wanted.upper()} here, it runs on {device.platform}: leave it out, or see failfast_jax.doctor"
+        )
     shapes = {"width": 1, "capacity": TILE, "head_dim": head_dim, "dtype": dtype}
     if kernel == "cpu":
         from failfast_jax.kernels import cpu  # brings LLVM: only where it runs
@@ -69,7 +71,9 @@ def supports(
 
         version = re.search(r"TPU v?(\d+)", str(getattr(device, "device_kind", "")))
         old = version is not None and int(version[1]) < OLDEST_TPU
-        reason = f"a {device.device_kind}: TPU v{OLDEST_TPU} or later" if old else tpu.supports(**shapes)
+        if old:
+            return f"the TPU's kernels need a TPU v{OLDEST_TPU} or later, this is a {device.device_kind}"
+        reason = tpu.supports(**shapes)
         return reason and f"the TPU's kernels do not take {reason}"
     if kernel == "cudnn":
         return _cudnn_supports(device, dtype, head_dim)
@@ -83,7 +87,7 @@ def _cudnn_supports(device: Any, dtype: DTypeLike, head_dim: int) -> str | None:
     capability = str(getattr(device, "compute_capability", "unknown"))
     major = int(version[1]) if (version := re.fullmatch(r"(\d+)\.\d+", capability)) else 0
     if major < OLDEST_FOR_CUDNN:
-        return f"cuDNN's attention needs compute capability {OLDEST_FOR_CUDNN}.0 (Ampere) or later, not {capability}"
+        return f"cuDNN's attention needs NVIDIA's capability {OLDEST_FOR_CUDNN}.0 (Ampere) or later, not {capability}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN's attention is of bfloat16 and float16, not of {jnp.dtype(dtype).name}"
     most = 256 if major >= 9 else 128

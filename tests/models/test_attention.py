@@ -252,12 +252,12 @@ def test_the_device_the_type_and_the_heads_choose_the_kernel(devices, dtypes, he
 @pytest.mark.parametrize(
     "kernel, device, model, message",
     [
-        ("tpu", "v3", {}, "do not take a TPU v3: TPU v4 or later"),
+        ("tpu", "v3", {}, "need a TPU v4 or later, this is a TPU v3"),
         ("tpu", "v5e", {"dtype": F16}, "a cache of float16"),
         ("tpu", "v5e", {"head_dim": 100}, "head_dim 100: 64, 128 or 256"),
         ("tpu", "v5e", {"heads": 5, "kv_heads": 2}, "5 query heads for 2 KV heads"),
-        ("tpu", "A100", {}, "no TPU (its JAX runs on gpu)"),
-        ("gpu", "v5e", {}, "no GPU (its JAX runs on tpu)"),
+        ("tpu", "A100", {}, "JAX sees no TPU here, it runs on gpu"),
+        ("gpu", "v5e", {}, "JAX sees no GPU here, it runs on tpu"),
         ("gpu", "A100", {}, "9.x (Hopper), not 8.0"),
         ("gpu", "MI300X", {}, "not gfx942"),
         ("gpu", "H100", {"head_dim": 160}, "head_dim is 64 or 128, not 160"),

@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from failfast_jax import command, distributed
 from failfast_jax.checkpoints import checkpoint, orbax_folder
 from failfast_jax.checkpoints.checkpoint import as_dtype
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import FULL, claim, orbax_path, read_json, user_path, write_atomically
-from failfast_jax.progress import add_flags
+from failfast_jax.util import command_line, processes
+from failfast_jax.util.files import FULL, claim, orbax_path, read_json, user_path, write_atomically
+from failfast_jax.util.progress import add_flags
 
 # Copied as they are, where the source has them.
 SIDE_FILES = (
@@ -83,7 +83,7 @@ class Converter:
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """The command line. Returns the exit status: 0, or 2 with one line on stderr."""
-        parser = command.Parser(
+        parser = command_line.Parser(
             prog=f"python -m {self.command}",
             description=self.description,
             epilog="OUT is then a model for failfast_jax.load_model and for --target or --drafter. It appears only "
@@ -95,18 +95,18 @@ class Converter:
         written = f"dtype of the written parameters (default: {kept})"
         parser.add_argument("--dtype", choices=checkpoint.DTYPES, help=written)
         parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion at OUT")
-        distributed.refuse_flag(parser, "it needs no devices: run it on each host, with JAX_PLATFORMS=cpu")
+        processes.refuse_flag(parser, "it needs no devices: run it on each host, with JAX_PLATFORMS=cpu")
         add_flags(parser)
         options = vars(parser.parse_args(argv))
         verbosity = options.pop("verbosity")
 
         def work() -> None:
-            with command.cut_short():  # Orbax writes in threads
+            with command_line.cut_short():  # Orbax writes in threads
                 out = convert(self, **options)
             size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
             print(f"{out}: {size / 1e6:,.1f} MB")
 
-        return command.run(work, verbosity=verbosity)
+        return command_line.run(work, verbosity=verbosity)
 
 
 def convert(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from failfast_jax import starting
+from failfast_jax.util import starting
 
 starting.begin(__name__)  # before the imports that take seconds
 

@@ -11,9 +11,9 @@ import html
 from pathlib import Path
 
 from failfast_jax import FailFast, Result, enable_compile_cache
+from failfast_jax.answer_trace import ACCEPTED, REJECTED, TARGET, spans, write_trace
 from failfast_jax.defaults import load_pair
 from failfast_jax.results import Round
-from failfast_jax.trajectory import ACCEPTED, REJECTED, TARGET, spans, write_trace
 
 HERE = Path(__file__).parent
 GOLDEN = HERE.parent / "tests" / "fixtures" / "golden"

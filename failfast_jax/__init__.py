@@ -10,12 +10,12 @@ from failfast_jax._version import __version__
 
 if TYPE_CHECKING:
     from failfast_jax.checkpoints.checkpoint import load_model
-    from failfast_jax.compilation import enable_compile_cache
-    from failfast_jax.config import GenerationConfig
     from failfast_jax.engine import FailFast, Result, StreamEvent
-    from failfast_jax.models.config import ModelConfig
-    from failfast_jax.platforms import tell_libtpu
-    from failfast_jax.runtime import Request, Runtime
+    from failfast_jax.generation_config import GenerationConfig
+    from failfast_jax.models.model_config import ModelConfig
+    from failfast_jax.runtime.model_runtime import Request, Runtime
+    from failfast_jax.util.compilation import enable_compile_cache
+    from failfast_jax.util.hardware import tell_libtpu
 
 __all__ = [
     "FailFast",
@@ -33,12 +33,12 @@ __all__ = [
 
 _MODULES = {
     "checkpoints.checkpoint": ("load_model",),
-    "compilation": ("enable_compile_cache",),
-    "config": ("GenerationConfig",),
+    "util.compilation": ("enable_compile_cache",),
+    "generation_config": ("GenerationConfig",),
     "engine": ("FailFast", "Result", "StreamEvent"),
-    "models.config": ("ModelConfig",),
-    "platforms": ("tell_libtpu",),
-    "runtime": ("Request", "Runtime"),
+    "models.model_config": ("ModelConfig",),
+    "util.hardware": ("tell_libtpu",),
+    "runtime.model_runtime": ("Request", "Runtime"),
 }
 """Names of `__all__` by the modules that define them."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from failfast_jax import starting
+from failfast_jax.util import starting
 
 starting.begin(__name__)  # before the imports that take seconds
 
@@ -16,19 +16,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from failfast_jax import command, distributed, progress, streams
-from failfast_jax.config import GenerationConfig
+from failfast_jax.answer_trace import to_terminal
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
-from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.errors import OptionError, PromptTooLong, printable_lines
-from failfast_jax.files import read_stream
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.options import CommandOptions, add_flags_of, option
+from failfast_jax.request_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.results import fate
 from failfast_jax.serving.queue import PER_REQUEST, Answer, Finished, Queue
 from failfast_jax.serving.serve_options import capacity_for, refuse_diffusion
-from failfast_jax.templates import LONGEST_TEXT
-from failfast_jax.trajectory import to_terminal
+from failfast_jax.template_rendering import LONGEST_TEXT
+from failfast_jax.util import command_line, processes, progress, streams
+from failfast_jax.util.files import read_stream
 
 HELP = """\
 /reset          forget the conversation
@@ -90,7 +90,7 @@ def follow(engine: FailFast, config: GenerationConfig, options: ChatOptions) -> 
         while method is not None:
             with open_queue(engine, config, options) as queue:
                 queue.follow()
-            if (method := distributed.agreed(None)) is not None:
+            if (method := processes.agreed(None)) is not None:
                 config = config_with(engine, config, method)
 
 
@@ -113,7 +113,7 @@ class Chat:
     def close(self, next_method: str | None = None) -> None:
         """Ends the queue; the processes that follow continue with the next method, or end."""
         self.queue.close()
-        distributed.agreed(next_method)
+        processes.agreed(next_method)
 
     def reset(self) -> None:
         """Forgets the conversation."""
@@ -171,7 +171,7 @@ class Chat:
             self.engine.build_drafter(config)  # its errors come before the old queue is closed
             self.close(method)
             try:
-                with on_interrupt(signal.default_int_handler if distributed.alone() else signal.SIG_IGN):
+                with on_interrupt(signal.default_int_handler if processes.alone() else signal.SIG_IGN):
                     self.queue = open_queue(self.engine, config, self.options)
             except KeyboardInterrupt:
                 print("interrupted; going back", file=sys.stderr)
@@ -244,11 +244,11 @@ def talk(chat: Chat) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = command.Parser(
+    parser = command_line.Parser(
         prog="python -m failfast_jax.chat",
         description="Talk with a model in the terminal. Without --target, SmolLM2-135M-Instruct answers.",
         epilog=HELP,
-        formatter_class=command.FORMATTER,
+        formatter_class=command_line.FORMATTER,
     )
     add_flags_of(parser.add_argument_group("conversation"), ChatOptions)
     add_model_flags(parser)
@@ -259,13 +259,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _work(args: argparse.Namespace) -> None:
     options = ChatOptions.given(args)
-    if distributed.speaks():
+    if processes.speaks():
         streams.need_stdout()
     refuse_diffusion(args.method)
     config = config_of(args, exact=args.exact)
     engine = load_engine(args, config.method)
     engine.encode([{"role": "user", "content": "?"}])  # a chat template is needed
-    if not distributed.speaks():
+    if not processes.speaks():
         follow(engine, config, options)
         return
     chat = Chat(engine, config, options)
@@ -279,7 +279,7 @@ def _work(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status (2 for input that cannot be served)."""
     args = build_parser().parse_args(argv)
-    return command.run(lambda: _work(args), where=args.distributed, verbosity=args.verbosity)
+    return command_line.run(lambda: _work(args), where=args.distributed, verbosity=args.verbosity)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ their configurations and their files' headers.
 
 from __future__ import annotations
 
-from failfast_jax import starting
+from failfast_jax.util import starting
 
 starting.begin(__name__)  # before the imports that take seconds
 
@@ -27,8 +27,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from failfast_jax import command, distributed, environment, progress
 from failfast_jax.errors import OptionError, printable
+from failfast_jax.util import command_line, environment, processes, progress
 
 PACKAGE = "failfast-jax"
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -135,7 +135,7 @@ def devices(buses: Path = Path("/sys/bus/pci/devices")) -> Iterator[Finding]:
 
 def memory() -> Iterator[Finding]:
     """Free memory."""
-    from failfast_jax.platforms import free_memory
+    from failfast_jax.util.hardware import free_memory
 
     yield Finding("memory", OK, f"{free_memory() / 1e9:.1f} GB free; {os.cpu_count()} cores")
 
@@ -144,7 +144,7 @@ def caches() -> Iterator[Finding]:
     """The folders of compiled programs and downloaded models."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    from failfast_jax.compilation import CACHE_VARIABLE, enable_compile_cache
+    from failfast_jax.util.compilation import CACHE_VARIABLE, enable_compile_cache
 
     try:
         folder = enable_compile_cache()
@@ -215,7 +215,7 @@ def decoding() -> Iterator[Finding]:
     from flax import nnx
 
     from failfast_jax.engine import FailFast
-    from failfast_jax.models.config import ModelConfig
+    from failfast_jax.models.model_config import ModelConfig
     from failfast_jax.models.transformer import Decoder
 
     raw = {
@@ -314,8 +314,8 @@ def _target(source: Any, with_drafter: bool) -> Finding:
 
 def tokenizer_findings(tokenizer: Any, source: Any) -> Iterator[Finding]:
     """A tokenizer and its chat template, tried on a question."""
-    from failfast_jax.encoding import encode
-    from failfast_jax.templates import has_template
+    from failfast_jax.prompts import encode
+    from failfast_jax.template_rendering import has_template
 
     if tokenizer is None:
         fix = "put tokenizer.json (or vocab.json and merges.txt) beside config.json, or give --token-ids"
@@ -340,7 +340,7 @@ def _room(source: Any, fit: Any) -> Finding:
     import jax
 
     from failfast_jax.checkpoints.checkpoint import as_dtype
-    from failfast_jax.platforms import free_memory
+    from failfast_jax.util.hardware import free_memory
 
     dtype = as_dtype(None)
     configs = [source.config, *([] if fit is None else [fit.config])]
@@ -393,7 +393,7 @@ def work(args: argparse.Namespace) -> int:
     results = []
     named = args.target is not None or args.drafter is not None
     more = [functools.partial(own_models, args.target, args.drafter)] if named else []
-    with distributed.apart():
+    with processes.apart():
         for finding in findings(*more):
             results.append(finding)
             if not args.json:
@@ -403,22 +403,22 @@ def work(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in results], indent=1))
     broken = [f"{finding.name}: {finding.text}" for finding in results if finding.state == BROKEN]
-    distributed.where_not(not broken)  # waits for all processes: one that fails ends the others
-    if broken and not distributed.speaks():
+    processes.where_not(not broken)  # waits for all processes: one that fails ends the others
+    if broken and not processes.speaks():
         raise OptionError("; ".join(broken))
     return int(bool(broken))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = command.Parser(prog="python -m failfast_jax.doctor", description=__doc__)
+    parser = command_line.Parser(prog="python -m failfast_jax.doctor", description=__doc__)
     parser.add_argument("--target", metavar="P", help="check this model, too: a folder, a .gguf file or a Hub id")
     parser.add_argument("--drafter", metavar="P", help="check this drafter, and its fit to the target (or the default)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    distributed.add_flag(parser)
+    processes.add_flag(parser)
     progress.add_flags(parser)
     args = parser.parse_args(argv)
-    return command.run(lambda: work(args), where=args.distributed, verbosity=args.verbosity)
+    return command_line.run(lambda: work(args), where=args.distributed, verbosity=args.verbosity)
 
 
 if __name__ == "__main__":

@@ -15,27 +15,28 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from failfast_jax import distributed, drafters
+from failfast_jax import drafters
 from failfast_jax.checkpoints.pair import config_at, read_pair
 from failfast_jax.checkpoints.tokenizer import stop_tokens
-from failfast_jax.compilation import Executables, counted, enable_compile_cache
-from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding.dllm import blocks_to_write
+from failfast_jax.decoding.decode_state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING
+from failfast_jax.decoding.diffusion_decoding import blocks_to_write
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING
 from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.drafters.dllm import DllmOptions
 from failfast_jax.drafters.suffix import Corpus
-from failfast_jax.encoding import Message, Prompt, answer_text, encode, separate
 from failfast_jax.errors import ConfigError, NonFiniteError, OptionError, PromptError
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.models import sharding
-from failfast_jax.models.cache import round_up
 from failfast_jax.models.drafter_model import DrafterModel
+from failfast_jax.models.kv_cache import round_up
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.platforms import Profile, bytes_on_a_device, memory_explained
-from failfast_jax.progress import waiting
+from failfast_jax.prompts import Message, Prompt, answer_text, encode, separate
 from failfast_jax.results import Result, Round, Stats, StreamEvent
-from failfast_jax.runtime import DraftSession, Progress, Request, RowLog, Runtime, Session
+from failfast_jax.runtime.model_runtime import DraftSession, Progress, Request, RowLog, Runtime, Session
+from failfast_jax.util import processes
+from failfast_jax.util.compilation import Executables, counted, enable_compile_cache
+from failfast_jax.util.hardware import Profile, bytes_on_a_device, memory_explained
+from failfast_jax.util.progress import waiting
 
 __all__ = ["FailFast", "Message", "Prompt", "Result", "Round", "Stats", "StreamEvent"]
 
@@ -107,7 +108,7 @@ class FailFast:
             enable_compile_cache(compile_cache)
         start = time.perf_counter()
         run = {"dtype": dtype, "attention": attention, "quantize": quantize, "quantize_drafter": quantize_drafter}
-        single = tensor_parallel == data_parallel == 1 and distributed.alone()
+        single = tensor_parallel == data_parallel == 1 and processes.alone()
         loading = "loading the models" if isinstance(target, Decoder) else f"loading {target}"
         with memory_explained(loading), waiting(loading):
             pair = read_pair(

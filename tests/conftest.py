@@ -34,10 +34,12 @@ xla_flags.suit_the_platform(quick=not OPTIMIZED)
 from checkpoint_files import GOLDEN
 from hypothesis import settings
 
-from failfast_jax import compilation, load_model, pricing, progress
-from failfast_jax.compilation import enable_compile_cache
-from failfast_jax.decoding import plan
-from failfast_jax.decoding.economics import Costs
+from failfast_jax import load_model
+from failfast_jax.decoding import width_plan
+from failfast_jax.policy import cost_book
+from failfast_jax.policy.expected_tokens import Costs
+from failfast_jax.util import compilation, progress
+from failfast_jax.util.compilation import enable_compile_cache
 
 enable_compile_cache()
 counting = compilation.counted()
@@ -45,9 +47,9 @@ counting.__enter__()  # to the end, for tests that compare counts
 # Tracing makes many short-lived objects beside a large heap that stays: collected rarely, and behind each file.
 gc.freeze()
 gc.set_threshold(100_000, 50, 100)
-USERS_WIDTHS = {"CPU_LADDER": plan.CPU_LADDER, "CPU_PREFILL_WIDTHS": plan.CPU_PREFILL_WIDTHS}
+USERS_WIDTHS = {"CPU_LADDER": width_plan.CPU_LADDER, "CPU_PREFILL_WIDTHS": width_plan.CPU_PREFILL_WIDTHS}
 if not OPTIMIZED:  # a program has a pass of each width in it
-    plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 16, 64), (32, 128)
+    width_plan.CPU_LADDER, width_plan.CPU_PREFILL_WIDTHS = (1, 16, 64), (32, 128)
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("repeatable")
 
@@ -69,8 +71,8 @@ def golden_model():
 def same_costs_everywhere(request):
     """What rounds cost is not measured, but for tests of that."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pricing, "measure", lambda session: cheap_rows(session.plan.widths))
-        patch.setattr(pricing.CostBook, "path", staticmethod(lambda: None))
+        patch.setattr(cost_book, "measure", lambda session: cheap_rows(session.plan.widths))
+        patch.setattr(cost_book.CostBook, "path", staticmethod(lambda: None))
         yield
 
 
@@ -84,16 +86,16 @@ def cheap_rows(widths: tuple[int, ...]) -> Costs:
 def users_widths(monkeypatch):
     """Widths as users have them; most tests have fewer."""
     for name, widths in USERS_WIDTHS.items():
-        monkeypatch.setattr(plan, name, widths)
+        monkeypatch.setattr(width_plan, name, widths)
 
 
 @pytest.fixture(scope="module")
 def few_widths():
     """Widths that suit short texts and drafts: each is compiled, and checked under `exact`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "CPU_LADDER", (1, 8, 16))
-        patch.setattr(plan, "CPU_PREFILL_WIDTHS", (32,))
-        patch.setattr(plan, "EXACT_WIDTH", 24)
+        patch.setattr(width_plan, "CPU_LADDER", (1, 8, 16))
+        patch.setattr(width_plan, "CPU_PREFILL_WIDTHS", (32,))
+        patch.setattr(width_plan, "EXACT_WIDTH", 24)
         yield
 
 

@@ -120,14 +120,14 @@ class Tokenizers:
         tokenizer = self.load(self.folder)
         if tokenizer is None:
             return
-        from failfast_jax.encoding import encode
+        from failfast_jax.prompts import encode
 
         ids = encode("ab, \u00e9<|end|>", tokenizer, 300, "the model", template=rng.random() < 0.5)
         assert isinstance(tokenizer.decode(ids, skip_special_tokens=True), str)
 
     def template(self, rng: random.Random) -> None:
         """Templates of which the most are no good, with messages of which some are."""
-        from failfast_jax.encoding import encode
+        from failfast_jax.prompts import encode
 
         text = "".join(rng.choice(TEMPLATES) for _ in range(rng.choice([1, 1, 2, 3])))
         if rng.random() < 0.2:
@@ -203,7 +203,7 @@ class SmallFiles:
 
     def costs(self, rng: random.Random) -> None:
         """`--costs`."""
-        from failfast_jax.pricing import CostBook
+        from failfast_jax.policy.cost_book import CostBook
 
         CostBook(self._written(rng, "costs.json", {"verify": {"1": 0.01, "8": 0.02}, "draft": 0.001}))
 
@@ -273,7 +273,7 @@ class Weights:
     def __init__(self, folder: Path, checkpoint: Path):
         from safetensors.numpy import load_file
 
-        from failfast_jax.compilation import Executables
+        from failfast_jax.util.compilation import Executables
 
         self.folder, self.programs = folder / "weights", Executables()
         self.folder.mkdir()

@@ -217,9 +217,9 @@ def all_cases(folder: Path, alone: str | None = None) -> dict[str, Case]:
     """
     from checkpoint_files import GOLDEN, write_gguf
 
-    from failfast_jax import templates
+    from failfast_jax import template_rendering
 
-    templates.SECONDS, templates.MEMORY = 0.3, 2**28
+    template_rendering.SECONDS, template_rendering.MEMORY = 0.3, 2**28
     sys.stdin = io.StringIO("a prompt")
     commands = {COMMAND_LINE: CommandLines(folder).line}
     if alone == COMMAND_LINE:  # the others read and compile models

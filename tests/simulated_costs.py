@@ -27,19 +27,19 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.decoding.accept import agreeing_prefix
+from failfast_jax.decoding.decode_state import Committed, Draft, Outcome
 from failfast_jax.decoding.drafter import Drafter, Wrapper
-from failfast_jax.decoding.economics import MODEL_CHANCES, Costs
-from failfast_jax.decoding.state import Committed, Draft, Outcome
+from failfast_jax.decoding.picking import agreeing_prefix
 from failfast_jax.decoding.stopping import StopRule
 from failfast_jax.decoding.windows import gather_window
 from failfast_jax.defaults import load_pair
-from failfast_jax.drafters.economic import Economic
 from failfast_jax.drafters.lookup import Lookup
-from failfast_jax.progress import progress_bar
+from failfast_jax.policy.choice import Economic
+from failfast_jax.policy.expected_tokens import MODEL_CHANCES, Costs
 from failfast_jax.public_data.question_sets import load_dataset
-from failfast_jax.runtime import Request
-from failfast_jax.tables import markdown
+from failfast_jax.runtime.model_runtime import Request
+from failfast_jax.util.progress import progress_bar
+from failfast_jax.util.tables import markdown
 
 WIDTHS, LONGEST = (1, 4, 8, 16), 15
 VERIFY_8, PASS = (1.0, 1.5, 2.0, 3.0, 4.0), (0.05, 0.3, 1.0)

@@ -28,12 +28,12 @@ from tiny_models import (
 )
 
 from failfast_jax import FailFast
-from failfast_jax.config import GenerationConfig
 from failfast_jax.engine import Result
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.models.attention import SIMULATED_TPU
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.results import Round
-from failfast_jax.runtime import Request
+from failfast_jax.runtime.model_runtime import Request
 
 SIZES = {"head_dim": 64, "max_position_embeddings": 1024}
 FAVOURITE = 7

@@ -21,13 +21,13 @@ from checkpoint_files import GOLDEN
 from tiny_models import diffusion_config, random_dspark, random_eagle, random_extended, random_model, tiny_config
 
 from failfast_jax import FailFast
-from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding import accept
-from failfast_jax.decoding.state import Sampling
+from failfast_jax.decoding import picking
+from failfast_jax.decoding.decode_state import Sampling
 from failfast_jax.errors import OptionError
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.runtime import Request
+from failfast_jax.runtime.model_runtime import Request
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [5] * 20]
 KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
@@ -68,8 +68,8 @@ def sampled_on_a_mesh(mesh) -> tuple[bool, dict[str, int]]:
     logits = np.random.default_rng(0).normal(size=(3, 8, 64)).astype(np.float32)
     positions = np.tile(np.arange(8), (3, 1))
     spread = jax.device_put(logits, sharding.NamedSharding(mesh, sharding.P(sharding.DATA, None, sharding.TENSOR)))
-    program = jax.jit(accept.pick, static_argnums=3).lower(spread, positions, options, execution).compile()
-    same = np.array_equal(program(spread, positions, options), jax.jit(accept.pick)(logits, positions, options))
+    program = jax.jit(picking.pick, static_argnums=3).lower(spread, positions, options, execution).compile()
+    same = np.array_equal(program(spread, positions, options), jax.jit(picking.pick)(logits, positions, options))
     return same, {kind: len(re.findall(rf" {kind}(?:-start)?\(", program.as_text())) for kind in KINDS}
 
 

@@ -16,10 +16,11 @@ import pytest
 from fuzzed_commands import ENOUGH, commands, main_of
 
 from convert import qwen2
-from failfast_jax import chat, command, doctor, generate, serve
+from failfast_jax import chat, doctor, generate, serve
 from failfast_jax.bench.__main__ import main as bench
 from failfast_jax.harness.__main__ import main as harness
 from failfast_jax.train.__main__ import main as train
+from failfast_jax.util import command_line
 
 JOINING = "error: --distributed nowhere: expected HOST:PORT,N,I"
 MISSPELT = [
@@ -45,12 +46,12 @@ def test_misspelt_flags(main, words, said, capsys):
 
 @pytest.mark.parametrize("main, word, meant", [(bench, "rn", "run"), (train, "selfgn", "selfgen")])
 def test_misspelt_commands(main, word, meant, capsys):
-    assert main([word, "--out", "x"]) == command.USAGE_ERROR
+    assert main([word, "--out", "x"]) == command_line.USAGE_ERROR
     assert capsys.readouterr().err.startswith(f"error: {word}: no such command; did you mean {meant}? (")
 
 
 def test_values_that_look_like_flags():
-    parser = command.Parser()
+    parser = command_line.Parser()
     parser.add_argument("--prompt")
     parser.add_argument("rest", nargs="*")
     assert parser.parse_args(["--prompt", "--verbose is a flag"]).prompt == "--verbose is a flag"
@@ -89,7 +90,7 @@ def test_signals_that_a_library_wraps(raised, status, capsys):
         except BaseException as error:
             raise Exception("while reading") from error
 
-    assert command.run(work) == status
+    assert command_line.run(work) == status
     assert "while reading" not in capsys.readouterr().err
 
 
@@ -97,7 +98,7 @@ def test_signals_that_a_library_wraps(raised, status, capsys):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_signals_are_heard_where_exceptions_are_lost(name, lose, interrupts, monkeypatch, capsys):
     number = signal.Signals[name]
-    before = signal.signal(signal.SIGTERM, command.terminated)
+    before = signal.signal(signal.SIGTERM, command_line.terminated)
 
     def work():
         lose(number)
@@ -105,10 +106,10 @@ def test_signals_are_heard_where_exceptions_are_lost(name, lose, interrupts, mon
 
     try:
         if number == signal.SIGTERM:
-            assert command.run(work) == command.TERMINATED
+            assert command_line.run(work) == command_line.TERMINATED
             assert capsys.readouterr().err == "stopped by SIGTERM\n"
         else:
-            assert command.run(work) == command.INTERRUPTED
+            assert command_line.run(work) == command_line.INTERRUPTED
             assert capsys.readouterr().err == "interrupted\n"
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -132,7 +133,7 @@ def test_what_threads_say_of_being_cut_short(debugging, interrupts, monkeypatch,
     thread = threading.Thread(target=lose)
 
     def work() -> None:
-        with command.cut_short():
+        with command_line.cut_short():
             thread.start()
             try:
                 signal.raise_signal(signal.SIGINT)
@@ -142,7 +143,7 @@ def test_what_threads_say_of_being_cut_short(debugging, interrupts, monkeypatch,
                 thread.join()
 
     try:
-        assert command.run(work, verbosity="debug" if debugging else "normal") == command.INTERRUPTED
+        assert command_line.run(work, verbosity="debug" if debugging else "normal") == command_line.INTERRUPTED
     finally:
         logging.disable(logging.NOTSET)
     said = capsys.readouterr().err
@@ -158,7 +159,7 @@ def test_warnings_of_libraries_are_lines(verbosity, said):
     def work():
         found.append(warnings.formatwarning("full", UserWarning, "library.py", 3, "warn()"))
 
-    assert command.run(work, verbosity=verbosity) == 0
+    assert command_line.run(work, verbosity=verbosity) == 0
     assert found[0].startswith(said) and (found[0] == said) == (verbosity != "debug")
     assert warnings.formatwarning("full", UserWarning, "library.py", 3, "warn()").startswith("library.py:3: ")
 
@@ -172,15 +173,15 @@ def test_every_command_takes_the_flags_that_its_messages_name(words, monkeypatch
         with pytest.raises(ZeroDivisionError):
             main(line.split())
     else:
-        assert main(line.split()) == command.UNEXPECTED
+        assert main(line.split()) == command_line.UNEXPECTED
         assert "--debug shows where" in capsys.readouterr().err
-    assert command.run(lambda: 1 / 0) == command.UNEXPECTED and "--debug" not in capsys.readouterr().err
+    assert command_line.run(lambda: 1 / 0) == command_line.UNEXPECTED and "--debug" not in capsys.readouterr().err
 
 
 def test_the_harness_refuses_in_a_line(capsys):
     with pytest.raises(SystemExit) as ended:
         harness(["walk"])
-    assert ended.value.code == command.USAGE_ERROR
+    assert ended.value.code == command_line.USAGE_ERROR
     said = capsys.readouterr().err
     assert said.startswith("error: argument subcommand: invalid choice: 'walk'") and said.count("\n") == 1
 
@@ -199,20 +200,20 @@ def test_every_command_runs_on_several_hosts_or_says_what_to_do(name, capsys):
     except SystemExit as ended:
         status = ended.code
     said = capsys.readouterr().err
-    assert status == command.USAGE_ERROR
+    assert status == command_line.USAGE_ERROR
     alone = any(part in name for part in ("micro", "simulate", "paper", "convert", "aot_report", "first_ten"))
     assert said.startswith("error: --distributed: this command runs in one process; " if alone else JOINING), said
 
 
 def test_a_command_for_one_host_on_a_pod(monkeypatch, capsys):
-    monkeypatch.setattr("failfast_jax.distributed.tpu_hosts", lambda: 4)
-    assert bench(["micro"]) == command.USAGE_ERROR
+    monkeypatch.setattr("failfast_jax.util.processes.tpu_hosts", lambda: 4)
+    assert bench(["micro"]) == command_line.USAGE_ERROR
     assert capsys.readouterr().err.startswith("error: this TPU slice has 4 hosts, and this command runs in one process")
 
 
 @pytest.mark.parametrize("lines", [1, 10**6])
 def test_a_full_stdout_is_named_and_a_closed_one_ends_quietly(lines):
-    code = f"import sys; from failfast_jax import command; sys.exit(command.run(lambda: print('x\\n' * {lines})))"
+    code = f"import sys; from failfast_jax.util.command_line import run; sys.exit(run(lambda: print('x\\n' * {lines})))"
 
     def told(stdout) -> tuple[int, str]:
         done = subprocess.run(
@@ -223,8 +224,8 @@ def test_a_full_stdout_is_named_and_a_closed_one_ends_quietly(lines):
     if os.path.exists("/dev/full"):
         with open("/dev/full", "w") as full:
             status, said = told(full)
-        assert status == command.USAGE_ERROR and said.startswith("error: stdout: No space left on device")
+        assert status == command_line.USAGE_ERROR and said.startswith("error: stdout: No space left on device")
     reader, writer = os.pipe()
     os.close(reader)
-    assert told(writer) == (command.NO_READER, "")
+    assert told(writer) == (command_line.NO_READER, "")
     os.close(writer)

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, diffusion_config, random_model
 
-from failfast_jax import compilation, platforms, progress
-from failfast_jax.compilation import CompileCounts, Executables, Program, compile_counts, enable_compile_cache
 from failfast_jax.decoding.stopping import BelowThreshold, Never
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
+from failfast_jax.util import compilation, hardware, progress
+from failfast_jax.util.compilation import CompileCounts, Executables, Program, compile_counts, enable_compile_cache
 
 
 def times(x, *, factor):
@@ -291,29 +291,29 @@ def test_a_home_that_cannot_be_written_is_a_warning(home, tmp_path, monkeypatch,
 def test_programs_are_compiled_with_the_options_of_their_device(monkeypatch, caplog):
     """Those that the compiler knows."""
     options = {"xla_no_such_option": "1", "xla_cpu_enable_fast_math": "no truth value"}
-    monkeypatch.setitem(platforms.CHIPS, "cpu", dataclasses.replace(platforms.CHIPS["TPU7x"], compiler_options=options))
+    monkeypatch.setitem(hardware.CHIPS, "cpu", dataclasses.replace(hardware.CHIPS["TPU7x"], compiler_options=options))
     [started] = Executables().start(program(5))
     with pytest.raises(jax.errors.JaxRuntimeError, match="no truth value"):
         started.wait()
     options["xla_cpu_enable_fast_math"] = False
     for _ in range(2):
-        assert platforms.compiler_options(jax.devices()[0]) == {"xla_cpu_enable_fast_math": False}
+        assert hardware.compiler_options(jax.devices()[0]) == {"xla_cpu_enable_fast_math": False}
     [said] = {record.getMessage() for record in caplog.records}
     assert said.startswith("TPU7x: this XLA does not know the option xla_no_such_option")
     [started] = Executables().start(program(5))
     started.wait()
     # What is only compiled for is told everything.
     elsewhere = types.SimpleNamespace(device_kind="cpu")
-    assert platforms.compiler_options(elsewhere) == options
+    assert hardware.compiler_options(elsewhere) == options
 
 
 def test_libtpu_is_told_about_the_chips_that_are_there(tmp_path, monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--of_the_user=1")
     (tmp_path / "0000:00:04.0").mkdir()
     (tmp_path / "0000:00:04.0" / "device").write_text("0x006f\n")
-    platforms.tell_libtpu(platforms.chips_here(tmp_path))
+    hardware.tell_libtpu(hardware.chips_here(tmp_path))
     assert os.environ["LIBTPU_INIT_ARGS"] == "--of_the_user=1"
     (tmp_path / "0000:00:04.0" / "device").write_text("0x0076\n")
     for _ in range(2):
-        platforms.tell_libtpu(platforms.chips_here(tmp_path))
-        assert os.environ["LIBTPU_INIT_ARGS"] == "--of_the_user=1 " + platforms.CHIPS["TPU7x"].init_args
+        hardware.tell_libtpu(hardware.chips_here(tmp_path))
+        assert os.environ["LIBTPU_INIT_ARGS"] == "--of_the_user=1 " + hardware.CHIPS["TPU7x"].init_args

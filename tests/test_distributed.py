@@ -16,11 +16,12 @@ from safetensors.numpy import load_file
 from tiers import tiers
 from two_processes import COMMON, DRAFTER, PROMPTS, TARGET
 
-from failfast_jax import FailFast, distributed
+from failfast_jax import FailFast
 from failfast_jax.bench.verdicts import logit_gap
 from failfast_jax.checkpoints.safetensors_file import WEIGHTS
-from failfast_jax.command import INTERRUPTED
 from failfast_jax.errors import OptionError
+from failfast_jax.util import processes
+from failfast_jax.util.command_line import INTERRUPTED
 
 SCRIPT = Path(__file__).parent / "two_processes.py"
 
@@ -132,14 +133,14 @@ def test_a_process_that_waits_hears_signals(number, status):
 @pytest.mark.parametrize("where", ["here", "localhost,2,0", "localhost:1234,2", "localhost:1234,2,2", "a:1,x,0"])
 def test_values_that_name_no_process(where):
     with pytest.raises(OptionError, match=f"--distributed {where}: expected HOST:PORT,N,I"):
-        distributed.join(where)
+        processes.join(where)
 
 
 def test_no_cluster_to_be_found(monkeypatch):
     for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(OptionError, match="--distributed: .*; say HOST:PORT,N,I"):
-        distributed.join(distributed.AUTOMATIC)
+        processes.join(processes.AUTOMATIC)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +150,11 @@ def test_hosts_of_a_slice(monkeypatch, tmp_path, vendors, names, hosts):
     for number, vendor in enumerate(vendors):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "vendor").write_text(f"{vendor}\n")
-    monkeypatch.setattr(distributed, "METADATA", "http://127.0.0.1:9/nothing")
+    monkeypatch.setattr(processes, "METADATA", "http://127.0.0.1:9/nothing")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", names)
     platforms = jax.config.jax_platforms
     jax.config.update("jax_platforms", None)
     try:
-        assert distributed.tpu_hosts(tmp_path) == hosts
+        assert processes.tpu_hosts(tmp_path) == hosts
     finally:
         jax.config.update("jax_platforms", platforms)

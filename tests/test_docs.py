@@ -15,8 +15,8 @@ from typing import NamedTuple
 import failfast_jax
 from failfast_jax import decoding, results
 from failfast_jax.drafters import all_options
+from failfast_jax.runtime.session import Progress
 from failfast_jax.serving.queue import Queue
-from failfast_jax.sessions import Progress
 
 ROOT = Path(__file__).parents[1]
 IMPLEMENTS = {

@@ -9,14 +9,15 @@ import pytest
 from checkpoint_files import GOLDEN
 from packaging.requirements import Requirement
 
-from failfast_jax import doctor, environment, load_model, platforms
+from failfast_jax import doctor, load_model
 from failfast_jax.checkpoints import hub
 from failfast_jax.checkpoints.checkpoint import open_checkpoint
 from failfast_jax.defaults import embedded_drafter
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import read_json, write_json
-from failfast_jax.kernels import emit
+from failfast_jax.kernels import llvm_emitter
 from failfast_jax.models import quantization
+from failfast_jax.util import environment, hardware
+from failfast_jax.util.files import read_json, write_json
 
 PUBLISHED = [
     ("qwen3_a", "dspark_qwen3_a", "dspark"),
@@ -41,7 +42,7 @@ def test_this_installation(capsys):
     results = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert {"Python", "packages", "extras", "devices", "memory", "compile cache", "attention"} <= results.keys()
     assert all(finding["state"] == doctor.OK for finding in results.values() if finding["name"] != "Hub cache")
-    kernel = "cpu" if emit.vector_unit() else "reference"
+    kernel = "cpu" if llvm_emitter.vector_unit() else "reference"
     assert f"kernel {kernel!r} in float32" in results["attention"]["text"]
 
 
@@ -147,7 +148,7 @@ def test_a_drafters_own_settings_are_checked(tmp_path, change, words):
 
 
 def test_too_little_memory(monkeypatch):
-    monkeypatch.setattr(platforms, "free_memory", lambda: 1000)
+    monkeypatch.setattr(hardware, "free_memory", lambda: 1000)
     finding = about(TIED)["room for them"]
     assert finding.state == doctor.BROKEN and "--quantize int8" in finding.fix
 

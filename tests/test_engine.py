@@ -11,12 +11,12 @@ from tiny_engines import diffusion_engine, engine, lossless, new_engine
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.compilation import Executables
-from failfast_jax.decoding import plan as plans
-from failfast_jax.decoding.exact import interchangeable_widths
+from failfast_jax.decoding import width_plan as plans
+from failfast_jax.decoding.exact_widths import interchangeable_widths
 from failfast_jax.errors import NonFiniteError, PromptError
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.runtime import DraftSession
+from failfast_jax.runtime.model_runtime import DraftSession
+from failfast_jax.util.compilation import Executables
 
 DRAFTS = {"spec_len": 3, "max_spec_len": 6, "tau": 0.3}
 DLLM = {"method": "dllm", "small_block_size": 4, "threshold": 0.5}

@@ -13,10 +13,10 @@ from tiny_engines import ROWS, BytePieces, diffusion_engine, engine, extended_en
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.encoding import encode
 from failfast_jax.errors import ConfigError, DeviceMemoryError, OptionError, PromptError
 from failfast_jax.models.borrowed import as_untrained_drafter
-from failfast_jax.sessions import DraftSession
+from failfast_jax.prompts import encode
+from failfast_jax.runtime.session import DraftSession
 
 DRAFTS = {"spec_len": 3, "max_spec_len": 6, "tau": 0.3}
 

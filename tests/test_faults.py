@@ -14,11 +14,21 @@ import numpy as np
 import pytest
 from checkpoint_files import GOLDEN, run_python
 
-from failfast_jax import compilation, files, generate, pricing
+from failfast_jax import generate
 from failfast_jax.bench.__main__ import main as bench
 from failfast_jax.errors import ConfigError, OptionError
-from failfast_jax.files import Journal, append_lines, check_writable, claim, read_lines, sole_writer, write_atomically
+from failfast_jax.policy import cost_book
 from failfast_jax.train import feature_cache
+from failfast_jax.util import compilation, files
+from failfast_jax.util.files import (
+    Journal,
+    append_lines,
+    check_writable,
+    claim,
+    read_lines,
+    sole_writer,
+    write_atomically,
+)
 
 TARGET = GOLDEN / "llama_tied"
 ASKED = ["--target", str(TARGET), "--token-ids", "5,6,7", "--max-new-tokens", "4", "--method", "vanilla"]
@@ -245,15 +255,15 @@ def test_a_folder_that_is_a_file(tmp_path, capsys):
 
 
 def test_costs_that_cannot_be_kept_are_no_error(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(pricing.CostBook, "path", staticmethod(lambda: tmp_path / "absent" / pricing.FILE))
-    book = pricing.CostBook()
+    monkeypatch.setattr(cost_book.CostBook, "path", staticmethod(lambda: tmp_path / "absent" / cost_book.FILE))
+    book = cost_book.CostBook()
     book.keep({"key": {"verify": {"1": 1.0}}})
     assert "No such file or directory" in caplog.text and "measured again next time" in caplog.text
-    monkeypatch.setattr(pricing.CostBook, "path", staticmethod(lambda: tmp_path / pricing.FILE))
+    monkeypatch.setattr(cost_book.CostBook, "path", staticmethod(lambda: tmp_path / cost_book.FILE))
     book.keep({"key": {"verify": {"1": 1.0}}})
     assert book.stored() == {"key": {"verify": {"1": 1.0}}}
     for odd in ('{"machine": []}', '{"costs": 3}', "[]", "{"):
-        (tmp_path / pricing.FILE).write_text(odd)
+        (tmp_path / cost_book.FILE).write_text(odd)
         assert book.stored() == {}
 
 

@@ -14,7 +14,7 @@ import pytest
 from checkpoint_files import GOLDEN, default_target, run_python
 
 import failfast_jax
-from failfast_jax import compilation, starting
+from failfast_jax.util import compilation, starting
 
 ROOT = Path(__file__).parents[1]
 
@@ -96,7 +96,7 @@ def test_ctrl_c_ends_a_command_that_is_still_being_imported(interrupts):
 def test_commands_begin_before_the_imports_that_take_seconds():
     paths = [path for name in ("failfast_jax", "convert") for path in (ROOT / name).rglob("*.py")]
     commands = [path for path in paths if '\nif __name__ == "__main__":' in path.read_text(encoding="utf-8")]
-    begins = "from failfast_jax import starting\n\nstarting.begin(__name__)"
+    begins = "from failfast_jax.util import starting\n\nstarting.begin(__name__)"
     late = [
         path.name
         for path in commands
@@ -108,7 +108,7 @@ def test_commands_begin_before_the_imports_that_take_seconds():
 @pytest.mark.parametrize("name", ["generate", "chat", "serve", "bench", "train", "doctor"])
 def test_installed_scripts(name, interrupts, monkeypatch, capsys):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    assert f"failfast_jax.starting:{name}" in scripts.values() and len(scripts) == 6
+    assert f"failfast_jax.util.starting:{name}" in scripts.values() and len(scripts) == 6
     monkeypatch.setattr(sys, "argv", ["failfast", "--version"])
     with pytest.raises(SystemExit, match="0"):
         getattr(starting, name)()

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 from tiny_engines import extended_engine
 
-from failfast_jax import FailFast, pricing
-from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding.economics import Costs
+from failfast_jax import FailFast
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.generate import main
-from failfast_jax.pricing import CostBook, Work, costs_of, doubts, entry_of, followed
+from failfast_jax.generation_config import GenerationConfig
+from failfast_jax.policy import cost_book
+from failfast_jax.policy.cost_book import CostBook, Work, costs_of, doubts, entry_of, followed
+from failfast_jax.policy.expected_tokens import Costs
 from failfast_jax.results import Round, RowLog
 
 CAPACITY = 256
-MEASURE = pricing.measure
+MEASURE = cost_book.measure
 
 
 def session(batch: int = 1):
@@ -28,15 +29,15 @@ def session(batch: int = 1):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """Where costs are kept, and how often they were measured."""
-    monkeypatch.setattr(CostBook, "path", staticmethod(lambda: tmp_path / pricing.FILE))
+    monkeypatch.setattr(CostBook, "path", staticmethod(lambda: tmp_path / cost_book.FILE))
     counted = []
 
     def measured(session):
         counted.append(session.batch)
         return Costs(np.arange(1, len(session.plan.widths) + 1, dtype=np.float32), np.float32(0.5), 0, 0)
 
-    monkeypatch.setattr(pricing, "measure", measured)
-    return tmp_path / pricing.FILE, counted
+    monkeypatch.setattr(cost_book, "measure", measured)
+    return tmp_path / cost_book.FILE, counted
 
 
 @pytest.mark.long
@@ -50,7 +51,7 @@ def test_rounds_of_each_kind_are_timed(batch):
 
 
 def test_what_is_timed_is_what_is_meant():
-    from failfast_jax.runtime import Request
+    from failfast_jax.runtime.model_runtime import Request
 
     work = session()
     request = [Request([3, 4, 5], 100)]

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import tqdm.std as tqdm_module
 
-from failfast_jax import command, generate, progress
+from failfast_jax import generate
+from failfast_jax.util import command_line, progress
 
 
 def watch(monkeypatch, watched: bool = True) -> None:
@@ -90,7 +91,7 @@ def test_an_error_ends_the_bar_that_it_leaves_open(monkeypatch, capsys):
         for _ in progress.progress_bar("counting", "sheep", range(3)):
             raise ValueError("a wolf")
 
-    assert command.run(work) == command.USAGE_ERROR
+    assert command_line.run(work) == command_line.USAGE_ERROR
     assert capsys.readouterr().err.endswith("\nerror: a wolf\n")
 
 
@@ -164,8 +165,8 @@ def test_an_unexpected_error_is_a_line(capsys):
     def broken():
         raise KeyError("what nobody thought of")
 
-    assert command.run(broken, verbosity=progress.NORMAL) == command.UNEXPECTED
+    assert command_line.run(broken, verbosity=progress.NORMAL) == command_line.UNEXPECTED
     first, second = capsys.readouterr().err.splitlines()
     assert first == "unexpected error: KeyError: 'what nobody thought of'" and "--debug" in second
     with pytest.raises(KeyError):
-        command.run(broken, verbosity=progress.DEBUG)
+        command_line.run(broken, verbosity=progress.DEBUG)

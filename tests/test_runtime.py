@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from tiers import tiers
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
-from failfast_jax import runtime as runtime_module
-from failfast_jax.compilation import compile_counts
+from failfast_jax.decoding.decode_state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Draft
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.plan import Plan
-from failfast_jax.decoding.state import FINISHED_EOS, FINISHED_LENGTH, RUNNING, Draft
 from failfast_jax.decoding.stopping import BelowThreshold
+from failfast_jax.decoding.width_plan import Plan
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError, PromptError
-from failfast_jax.runtime import Request, RowLog, Runtime, Session
+from failfast_jax.runtime import model_runtime as runtime_module
+from failfast_jax.runtime.model_runtime import Request, RowLog, Runtime, Session
+from failfast_jax.util.compilation import compile_counts
 
 CAPACITY = 128
 KINDS = tiers(["lookup", "wide", "dllm", "spiffy"], quick=["wide", "dllm"], long=None)

@@ -12,18 +12,19 @@ import pytest
 from checkpoint_files import FIXTURES
 from tiers import tiers
 
-from failfast_jax import FailFast, runtime
+from failfast_jax import FailFast
 from failfast_jax.bench import engine_pool
 from failfast_jax.bench.__main__ import main as bench
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, first_difference
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.pair import load_with_tokenizer
-from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding import plan
+from failfast_jax.decoding import width_plan
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.errors import CheckpointError
 from failfast_jax.generate import main
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.models.borrowed import as_untrained_drafter
+from failfast_jax.runtime import model_runtime
 
 pytestmark = [pytest.mark.long, pytest.mark.optimized]
 
@@ -42,8 +43,8 @@ DRAFTS = {"failfast": {"spec_len": 7, "max_spec_len": 7}, "lookup": {}, "vanilla
 def engine():
     """Every prompt in one bucket, so that each program is compiled once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "SMALLEST_CAPACITY", 512)
-        patch.setattr(plan, "CPU_PREFILL_WIDTHS", (32, 128))
+        patch.setattr(model_runtime, "SMALLEST_CAPACITY", 512)
+        patch.setattr(width_plan, "CPU_PREFILL_WIDTHS", (32, 128))
         model, tokenizer = load_with_tokenizer(GGUF)
         yield FailFast(model, as_untrained_drafter(model), tokenizer=tokenizer, drafter_tokenizer=tokenizer)
 

@@ -17,8 +17,9 @@ import pytest
 import xla_flags
 from checkpoint_files import GOLDEN, run_python
 
-from failfast_jax import chat, command, doctor, environment, generate, streams
+from failfast_jax import chat, doctor, generate
 from failfast_jax.bench.__main__ import main as bench
+from failfast_jax.util import command_line, environment, streams
 
 TARGET = ["--target", str(GOLDEN / "qwen2_target_160"), "--method", "vanilla", "--max-new-tokens", "2"]
 ROOT = Path(__file__).parents[1]
@@ -40,7 +41,7 @@ def test_platforms_that_are_not_there():
     last."""
     asked = ["cuda", "gpu", "rocm", "bogus", "METAL", "bogus,cpu", "cpu,"]
     lines = run_python("-c", NO_PLATFORM, *asked).stderr.splitlines()
-    assert lines[1::2] == [f"status {command.USAGE_ERROR}"] * len(asked), lines
+    assert lines[1::2] == [f"status {command_line.USAGE_ERROR}"] * len(asked), lines
     for platforms, line in zip(asked, lines[::2], strict=True):
         assert line.startswith(f"error: JAX_PLATFORMS={platforms}: JAX cannot use it ("), line
         assert "unset JAX_PLATFORMS" in line
@@ -70,7 +71,7 @@ def test_platforms_in_capitals_or_with_spaces(platforms, plain, monkeypatch):
 def test_variables_that_jax_refuses_when_it_is_imported(name, value):
     done = run_python("-m", "failfast_jax.generate", **{name: value})
     [line] = done.stderr.splitlines()
-    assert done.returncode == command.USAGE_ERROR and line.startswith("error: ") and name.lower() in line.lower()
+    assert done.returncode == command_line.USAGE_ERROR and line.startswith("error: ") and name.lower() in line.lower()
 
 
 @pytest.mark.parametrize("platforms", ["tpu", "tpu,cpu"])
@@ -178,7 +179,7 @@ def test_other_errors_stay_what_they_are():
 def test_flags_that_xla_does_not_know(flags, message, monkeypatch, capsys):
     """They would end the process."""
     monkeypatch.setenv("XLA_FLAGS", flags)
-    assert command.run(lambda: pytest.fail("the work began")) == command.USAGE_ERROR
+    assert command_line.run(lambda: pytest.fail("the work began")) == command_line.USAGE_ERROR
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: XLA_FLAGS: {message}")
 
@@ -186,7 +187,7 @@ def test_flags_that_xla_does_not_know(flags, message, monkeypatch, capsys):
 def test_flags_that_xla_knows(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--no_such_flag")  # nobody reads it here
-    assert command.run(lambda: None) == 0
+    assert command_line.run(lambda: None) == 0
 
 
 @pytest.mark.parametrize(
@@ -250,7 +251,7 @@ def test_what_a_terminal_cannot_show_is_escaped(encoding, errors, monkeypatch):
         print(TEXT, file=sys.stderr, flush=True)
         raise ValueError(TEXT)
 
-    assert command.run(work) == command.USAGE_ERROR
+    assert command_line.run(work) == command_line.USAGE_ERROR
     sys.stderr.flush()
     written = TEXT.encode(encoding, "backslashreplace").decode(encoding)
     assert sys.stdout.buffer.getvalue().decode(encoding).split("\n") == [written, ""]
@@ -260,7 +261,7 @@ def test_what_a_terminal_cannot_show_is_escaped(encoding, errors, monkeypatch):
 
 def test_what_a_user_chose_for_it_stays(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace"))
-    assert command.run(lambda: print("é")) == 0
+    assert command_line.run(lambda: print("é")) == 0
     assert sys.stdout.buffer.getvalue() == b"?\n"
 
 
@@ -271,7 +272,7 @@ def test_help_versions_and_refusals_are_escaped_too(main, flag, monkeypatch):
         monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     with pytest.raises(SystemExit) as ended:
         main([flag])
-    assert ended.value.code == (0 if flag in ("--help", "--version") else command.USAGE_ERROR)
+    assert ended.value.code == (0 if flag in ("--help", "--version") else command_line.USAGE_ERROR)
     sys.stdout.flush()
     sys.stderr.flush()
     written = sys.stdout.buffer.getvalue() + sys.stderr.buffer.getvalue()
@@ -312,7 +313,7 @@ def test_other_commands_go_on_without_streams(monkeypatch):
         print("nobody reads this")
         print("nor this", file=sys.stderr)
 
-    assert command.run(work) == 0
+    assert command_line.run(work) == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -329,7 +330,7 @@ def work():
         raise ValueError(sys.argv[1])
 sys.exit(command.run(work))
 """
-    for words, status in (((), 0), (("wrong",), command.USAGE_ERROR)):
+    for words, status in (((), 0), (("wrong",), command_line.USAGE_ERROR)):
         with open("/dev/full", "w") as full:
             done = subprocess.run(
                 [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=full, text=True, check=False
@@ -357,7 +358,7 @@ def test_without_a_length_an_answer_ends_where_the_context_does(capsys):
     assert generate.main(argv) == 0
     said = capsys.readouterr()
     assert len(json.loads(said.out)["output_ids"]) == 5 and "exceed" not in said.err
-    assert generate.main([*argv, "--max-new-tokens", "6"]) == command.USAGE_ERROR
+    assert generate.main([*argv, "--max-new-tokens", "6"]) == command_line.USAGE_ERROR
     said = capsys.readouterr()
     assert said.out == "" and "error: --max-new-tokens 6: the prompt's 3 tokens leave room for 5 of 8" in said.err
 
@@ -370,7 +371,7 @@ def test_a_profile_that_cannot_be_written_loses_no_answer(reason, tmp_path, monk
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: None)
     monkeypatch.setattr(jax.profiler, "stop_trace", refuse)
     argv = [*TARGET, "--token-ids", "1,2", "--profile", str(tmp_path / "profile")]
-    assert generate.main(argv) == command.USAGE_ERROR
+    assert generate.main(argv) == command_line.USAGE_ERROR
     said = capsys.readouterr()
     assert len(said.out.split(",")) == 2 and "memory" not in said.err
     assert f"error: {tmp_path / 'profile'}: " in said.err and reason in said.err

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from fuzzed_inputs import TEMPLATES, write_tokenizer
 
-from failfast_jax import templates
+from failfast_jax import template_rendering
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
-from failfast_jax.encoding import encode
 from failfast_jax.errors import PromptError
-from failfast_jax.templates import render
+from failfast_jax.prompts import encode
+from failfast_jax.template_rendering import render
 
 ASKED = [{"role": "user", "content": "ab"}]
 TURNS = [
@@ -57,7 +57,7 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture
 def refusal(tokenizer, monkeypatch):
     """The error of a template that fails within its time."""
-    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    monkeypatch.setattr(template_rendering, "SECONDS", 0.5)
 
     def of(template: object) -> str:
         tokenizer.chat_template = template
@@ -121,8 +121,8 @@ def test_a_template_that_fails_or_takes_too_long_is_refused(refusal, template, w
 
 @pytest.mark.parametrize("template", BILLIONS)
 def test_what_takes_too_much_memory_is_ended(refusal, template, monkeypatch):
-    monkeypatch.setattr(templates, "SECONDS", 10)
-    monkeypatch.setattr(templates, "MEMORY", 2**28)
+    monkeypatch.setattr(template_rendering, "SECONDS", 10)
+    monkeypatch.setattr(template_rendering, "MEMORY", 2**28)
     assert "0.25 GB of memory" in refusal(template)
 
 
@@ -130,12 +130,12 @@ def test_processes_that_die(refusal, tokenizer, monkeypatch):
     """A death while rendering, as from lack of memory, is reported; one between renderings has no effect."""
     tokenizer.chat_template = TEMPLATES[1]
     assert render(ASKED, tokenizer, "the model") == "<user>ab"
-    os.kill(templates.idle[-1].pid, signal.SIGKILL)
-    while templates.idle[-1].is_usable():
+    os.kill(template_rendering.idle[-1].pid, signal.SIGKILL)
+    while template_rendering.idle[-1].is_usable():
         time.sleep(0.01)
     assert render(ASKED, tokenizer, "the model") == "<user>ab"
-    monkeypatch.setattr(templates, "SECONDS", 10)
-    threading.Timer(0.3, os.kill, (templates.idle[-1].pid, signal.SIGKILL)).start()
+    monkeypatch.setattr(template_rendering, "SECONDS", 10)
+    threading.Timer(0.3, os.kill, (template_rendering.idle[-1].pid, signal.SIGKILL)).start()
     begin = time.monotonic()
     assert "ends the process" in refusal(ENDLESS[0]) and time.monotonic() - begin < 9
 
@@ -147,12 +147,12 @@ def test_ctrl_c_ends_a_rendering(tokenizer, interrupts):
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         render(ASKED, tokenizer, "the model")
-    assert time.monotonic() - begin < templates.SECONDS - 1
+    assert time.monotonic() - begin < template_rendering.SECONDS - 1
     timer.join()
 
 
 def test_threads_of_a_server_render_independently(tokenizer, monkeypatch):
-    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    monkeypatch.setattr(template_rendering, "SECONDS", 0.5)
     slow = "{% if messages[0].content == 'slow' %}" + ENDLESS[0] + "{% endif %}{{ messages[0].content }}"
     tokenizer.chat_template = slow
 

@@ -14,7 +14,7 @@ from tiny_models import VOCAB
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import failfast_jax
-from failfast_jax.text import UNFINISHED, TextStream, text_of
+from failfast_jax.text_stream import UNFINISHED, TextStream, text_of
 
 
 class Words:

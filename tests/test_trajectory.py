@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoint_files import default_target
 
-from failfast_jax import trajectory
+from failfast_jax import answer_trace
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.results import Result, Round, Stats
 
@@ -42,13 +42,13 @@ def result(tokenizer):
 
 def test_pieces_are_the_text(tokenizer, result):
     """Tokens may end inside a character: readers see it whole, in one place."""
-    pieces = trajectory.pieces(result.output_ids, tokenizer)
+    pieces = answer_trace.pieces(result.output_ids, tokenizer)
     assert "".join(pieces) == TEXT and not any("\ufffd" in piece for piece in pieces)
-    assert trajectory.pieces([3, 4]) == ["3 ", "4 "]
+    assert answer_trace.pieces([3, 4]) == ["3 ", "4 "]
 
 
 def test_a_page_holds_the_text_and_every_kind(tokenizer, result):
-    page = trajectory.page({"a <method>": result, "other": result}, tokenizer)
+    page = answer_trace.page({"a <method>": result, "other": result}, tokenizer)
     sections = re.findall(r'<p class="answer">(.*?)</p>', page, re.S)
     assert len(sections) == 2 and "<h2>a &lt;method&gt;</h2>" in page
     spans = re.findall(r'<span class="(\w+)" title="([^"]*)">', sections[0])
@@ -62,16 +62,16 @@ def test_a_page_holds_the_text_and_every_kind(tokenizer, result):
 
 def test_traces_by_name(tmp_path, tokenizer, result, capsys):
     for name, begins in (("a.html", "<!doctype"), ("a.svg", "<svg"), ("a.jsonl", '{"round": 1')):
-        trajectory.write_trace(result, tmp_path / name, tokenizer)
+        answer_trace.write_trace(result, tmp_path / name, tokenizer)
         assert (tmp_path / name).read_text().startswith(begins)
-    trajectory.write_trace(result, Path("-"), tokenizer)
+    answer_trace.write_trace(result, Path("-"), tokenizer)
     # No terminal: no colours.
-    assert capsys.readouterr().err == trajectory.to_terminal(result.rounds, tokenizer, colours=False) + "\n"
+    assert capsys.readouterr().err == answer_trace.to_terminal(result.rounds, tokenizer, colours=False) + "\n"
 
 
 def test_the_view_for_a_terminal(tokenizer, result):
     """The answer with its kinds in colours or brackets; draft lengths; rounds, those without a draft in one line."""
-    plain = trajectory.to_terminal(result.rounds, tokenizer, colours=False)
+    plain = answer_trace.to_terminal(result.rounds, tokenizer, colours=False)
     _, answer, bars, rounds = plain.split("\n\n")
     assert answer + "\n" == TEXT.replace("if n", "⟦if n⟧") and "\033" not in plain
     count = len(result.rounds)
@@ -80,7 +80,7 @@ def test_the_view_for_a_terminal(tokenizer, result):
     _, first, *others = rounds.splitlines()
     assert first == f"   1   2/4    1.5 ⟦if n⟧ <⟪{rejected}⟫"
     assert len(others) == 1 and others[0].startswith(f"   2 to {count}, no draft:  2:↵    return")
-    coloured = trajectory.to_terminal(result.rounds, tokenizer)
+    coloured = answer_trace.to_terminal(result.rounds, tokenizer)
     assert "\033[32mif n\033[0m\033[34m <" in coloured and f"\033[9;31m{rejected}\033[0m" in coloured
     unmarked = re.sub("\033\\[[0-9;]*m", "", coloured)
     assert unmarked.replace("\n", "") == re.sub("[⟦⟧⟪⟫]", "", plain).replace("\n", "")
@@ -88,17 +88,17 @@ def test_the_view_for_a_terminal(tokenizer, result):
 
 def test_long_answers_fit_their_place():
     result = result_of(list(range(100)), [(0, []) for _ in range(100)])
-    lines = trajectory.to_terminal(result.rounds, colours=False).splitlines()
+    lines = answer_trace.to_terminal(result.rounds, colours=False).splitlines()
     assert max(map(len, lines[3:])) < 100
     assert lines[-1].startswith("   1 to 100, no draft: 0 1 2") and lines[-1].endswith("…")
     mixed = result_of(list(range(300)), [(1, [2 * i]) for i in range(100)]).rounds
-    assert [len(line) for line in trajectory.to_terminal(mixed).splitlines() if line.startswith("█")] == [64, 36]
-    assert trajectory.to_terminal([])
-    page = trajectory.page({"m": result})
+    assert [len(line) for line in answer_trace.to_terminal(mixed).splitlines() if line.startswith("█")] == [64, 36]
+    assert answer_trace.to_terminal([])
+    page = answer_trace.page({"m": result})
     assert page.count("<svg") == 1 + 5 and max(map(int, re.findall(r'width="(\d+)" height="\d+">', page))) < 390 - 32
 
 
 def test_the_strip_has_the_colours_of_the_text():
-    picture = trajectory.strip(result_of([1, 2, 3, 4], [(2, [1, 2, 9]), (0, [])]).rounds)
+    picture = answer_trace.strip(result_of([1, 2, 3, 4], [(2, [1, 2, 9]), (0, [])]).rounds)
     heights = {kind: re.findall(rf'height="(\d+)" class="{kind}"', picture) for kind in ("kept", "own")}
     assert heights == {"kept": ["16", "0"], "own": ["24", "8"]}

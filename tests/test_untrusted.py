@@ -20,9 +20,9 @@ from failfast_jax import chat, generate
 from failfast_jax.checkpoints import tokenizer as tokenizers
 from failfast_jax.checkpoints.checkpoint import open_checkpoint
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
-from failfast_jax.encoding import encode
 from failfast_jax.errors import CheckpointError, ConfigError, InputError, OptionError, PromptError, printable, quoted
-from failfast_jax.files import read_stream
+from failfast_jax.prompts import encode
+from failfast_jax.util.files import read_stream
 
 ROOT = Path(__file__).parents[1]
 CODE = """

@@ -11,13 +11,13 @@ import numpy as np
 from flax import nnx
 
 from failfast_jax import decoding
-from failfast_jax.decoding import Drafter, Plan, accept
-from failfast_jax.decoding.state import Committed, DecodeState, Draft, Outcome, Sampling
+from failfast_jax.decoding import Drafter, Plan, picking
+from failfast_jax.decoding.decode_state import Committed, DecodeState, Draft, Outcome, Sampling
 from failfast_jax.decoding.windows import gather_window
-from failfast_jax.models import dspark
-from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
-from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel
-from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
+from failfast_jax.models import block_network
+from failfast_jax.models.block_network import DSpark, DSparkConfig, DSparkModel
+from failfast_jax.models.eagle_network import BoundEagle, Eagle, EagleConfig
+from failfast_jax.models.model_config import FAST_DLLM_MODEL_TYPE, ModelConfig
 from failfast_jax.models.transformer import Decoder
 
 VOCAB = 40
@@ -107,7 +107,7 @@ def random_dspark(
     graph, state = nnx.split(nnx.eval_shape(lambda: DSpark(config, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(seed)
     values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * scale, x.dtype), state)
-    return dspark.bind(nnx.merge(graph, values), target, draft_ids)
+    return block_network.bind(nnx.merge(graph, values), target, draft_ids)
 
 
 def random_extended(
@@ -245,7 +245,7 @@ def outcome(before: Committed, after: Committed, draft: Draft | None = None, fea
     batch = before.length.shape[0]
     draft = Draft.empty(batch, 0) if draft is None else draft
     text = gather_window(after.tokens, before.length, draft.tokens.shape[1])
-    agreed = accept.agreeing_prefix(draft.tokens, jnp.minimum(draft.length, after.length - before.length), text)
+    agreed = picking.agreeing_prefix(draft.tokens, jnp.minimum(draft.length, after.length - before.length), text)
     features = jnp.zeros((batch, 1, 0, 16)) if features is None else features
     return Outcome(before, after, draft, agreed, features)
 
@@ -254,4 +254,4 @@ def outcome(before: Committed, after: Committed, draft: Draft | None = None, fea
 def own_tokens(target: Decoder, text: np.ndarray, options: Sampling) -> jax.Array:
     """What the target picks for the positions 1, 2, ... of a text: vanilla's text, by definition, repeats them."""
     positions = jnp.broadcast_to(1 + jnp.arange(text.shape[1]), text.shape)
-    return accept.pick(target.forward(text), positions, options)
+    return picking.pick(target.forward(text), positions, options)

@@ -29,7 +29,7 @@ def kernels(topology_name: str) -> None:
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
 
-    from failfast_jax.kernels import tpu, tpu_write
+    from failfast_jax.kernels import tpu_attention, tpu_write
     from failfast_jax.models.attention import Window, attend
     from tpu_scripts.tpu_compiler import devices_of
 
@@ -55,10 +55,10 @@ def kernels(topology_name: str) -> None:
         places = array(batch), array(batch), array()
         shown = f"{width} rows, {kv_heads} x {group} heads of {head_dim}, {capacity} positions, {dtype}"
         for name, function, args in (
-            ("both", functools.partial(tpu.attend, block_size=32), (qkv, *tables, cache, cache, *places)),
+            ("both", functools.partial(tpu_attention.attend, block_size=32), (qkv, *tables, cache, cache, *places)),
             (
                 "attention",
-                functools.partial(tpu.window_attention, block_size=32),
+                functools.partial(tpu_attention.window_attention, block_size=32),
                 (qkv, *tables, cache, cache, *places),
             ),
             ("write", tpu_write.write_window, (cache, cache, qkv, places[0], tables)),
@@ -129,9 +129,9 @@ def models(platform: str, method: str):
     import jax.numpy as jnp
     from flax import nnx
 
-    from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
-    from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel
-    from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
+    from failfast_jax.models.block_network import DSpark, DSparkConfig, DSparkModel
+    from failfast_jax.models.eagle_network import BoundEagle, Eagle, EagleConfig
+    from failfast_jax.models.model_config import FAST_DLLM_MODEL_TYPE, ModelConfig
     from failfast_jax.models.sharding import Execution
     from failfast_jax.models.transformer import Decoder
 
@@ -186,7 +186,7 @@ def diffusion_loop(platform: str, method: str, batch: int):
     import jax.numpy as jnp
     import numpy as np
 
-    from failfast_jax.decoding import dllm, spiffy
+    from failfast_jax.decoding import diffusion_decoding, draft_states
 
     static = dict(DLLM[method])
     states = static.pop("states", None)
@@ -194,16 +194,16 @@ def diffusion_loop(platform: str, method: str, batch: int):
     if "sdar" in method:
         model.config = dataclasses.replace(model.config, block_size=4, token_shift=False)
     block, small = model.config.block_size, static["small_block"]
-    graph = None if states is None else spiffy.padded(np.zeros((states, small), np.int32), block)
+    graph = None if states is None else draft_states.padded(np.zeros((states, small), np.int32), block)
 
     def init(model):
         ends = {"max_blocks": jnp.ones(batch, jnp.int32), "limit": jnp.full(batch, 512)}
         room = {"states": None if graph is None else len(graph), "small_block": small}
-        return dllm.init_state(model, **prompts(batch), **ends, **room)
+        return diffusion_decoding.init_state(model, **prompts(batch), **ends, **room)
 
     def generate(model, state, threshold, graph, most):
-        step = dllm.step if graph is None else functools.partial(spiffy.step, graph=graph)
-        return dllm.generate(model, state, threshold, most, step=step, **static)
+        step = diffusion_decoding.step if graph is None else functools.partial(draft_states.step, graph=graph)
+        return diffusion_decoding.generate(model, state, threshold, most, step=step, **static)
 
     return generate, (model, jax.eval_shape(init, model), np.float32(1), graph, np.int32(0))
 
@@ -215,8 +215,8 @@ def drafting_loop(platform: str, method: str, scheme: str, batch: int):
     import numpy as np
 
     from failfast_jax import decoding
-    from failfast_jax.config import GenerationConfig
     from failfast_jax.drafters import build_drafter
+    from failfast_jax.generation_config import GenerationConfig
 
     config = GenerationConfig(**VARIANTS.get(method, {"method": method}))
     target, drafter_model = models(platform, method)
@@ -243,7 +243,7 @@ def compiled_loop(device, method: str):
     import jax
     from jax.sharding import SingleDeviceSharding
 
-    from failfast_jax.platforms import compiler_options
+    from failfast_jax.util.hardware import compiler_options
 
     platform, batch = "tpu" if device.platform == "tpu" else "gpu", 2
     if method in DLLM:
@@ -301,8 +301,8 @@ def replayed(topology_name: str, *wanted: str) -> None:
 
     from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
     from failfast_jax.models.sharding import mesh_of
-    from failfast_jax.platforms import compiler_options
     from failfast_jax.public_data import model_shapes
+    from failfast_jax.util.hardware import compiler_options
     from tpu_scripts import hlo
     from tpu_scripts.tpu_compiler import devices_of
 

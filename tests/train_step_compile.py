@@ -22,7 +22,7 @@ def compiled(topology: str, rows: int, model: str):
 
     from failfast_jax.checkpoints.fast_dllm_folder import as_fast_dllm
     from failfast_jax.checkpoints.parameters import Skeleton
-    from failfast_jax.models.config import FAST_DLLM_MASK_TOKEN
+    from failfast_jax.models.model_config import FAST_DLLM_MASK_TOKEN
     from failfast_jax.models.transformer import Decoder
     from failfast_jax.public_data.model_shapes import CONFIGS
     from failfast_jax.train.diffusion_run import DiffusionObjective

@@ -23,11 +23,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny_models import random_model, tiny_config
 
-from failfast_jax import FailFast, command, distributed
+from failfast_jax import FailFast
 from failfast_jax.bench.verdicts import logit_gap
 from failfast_jax.checkpoints import parameter_map
 from failfast_jax.errors import OptionError
 from failfast_jax.models import sharding
+from failfast_jax.util import command_line, processes
 
 TARGET, DRAFTER = GOLDEN / "field" / "qwen3_a", GOLDEN / "field" / "dspark_qwen3_a"
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 3, 4, 5], [9, 8, 7, 6, 5], [11, 12], [5] * 20]
@@ -67,7 +68,7 @@ def main() -> None:
     report["exact"], report["gap"] = answer.output_ids, logit_gap(spread, PROMPTS[0])
     engine = FailFast(TARGET, tensor_parallel=devices, data_parallel=2)
     report["two groups"] = [result.output_ids for result in engine.generate(PROMPTS, method="vanilla", **COMMON)]
-    report["agreed"] = distributed.agreed({"process": jax.process_index(), "text": "ä" * (1 + jax.process_index())})
+    report["agreed"] = processes.agreed({"process": jax.process_index(), "text": "ä" * (1 + jax.process_index())})
     print(json.dumps(report))
 
 
@@ -100,7 +101,7 @@ def wait() -> None:
     print("waiting", flush=True)
     if jax.process_index() == 1:
         time.sleep(300)
-    distributed.agreed("nothing")
+    processes.agreed("nothing")
 
 
 def lose(engine: FailFast) -> None:
@@ -115,4 +116,4 @@ def lose(engine: FailFast) -> None:
 
 if __name__ == "__main__":
     # Costs are measured as users have them: what processes measure differs, and must not lead them apart.
-    sys.exit(command.run(main, where=sys.argv[1]))
+    sys.exit(command_line.run(main, where=sys.argv[1]))

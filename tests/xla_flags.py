@@ -10,7 +10,7 @@ import sys
 
 import jax
 
-from failfast_jax import environment
+from failfast_jax.util import environment
 
 QUICK = (
     "--xla_backend_optimization_level=0",

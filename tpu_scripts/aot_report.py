@@ -30,26 +30,26 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from failfast_jax import starting
+from failfast_jax.util import starting
 
 starting.begin(__name__)  # before the imports that take seconds
 
 import jax
 from tqdm import tqdm
 
-from failfast_jax import command, distributed, platforms
 from failfast_jax.errors import OptionError
-from failfast_jax.files import write_atomically
 from failfast_jax.models import quantization
-from failfast_jax.models.cache import KVCache
+from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.public_data import acceptance_law, published_speeds
 from failfast_jax.public_data.acceptance_law import fit, published_for
 from failfast_jax.public_data.model_shapes import DRAFTERS, READERS, TARGETS, nbytes
-from failfast_jax.tables import markdown
+from failfast_jax.util import command_line, hardware, processes
+from failfast_jax.util.files import write_atomically
+from failfast_jax.util.tables import markdown
 from tpu_scripts import hlo
 from tpu_scripts.tpu_compiler import WIDTHS, Case, Compiler
 
-platforms.tell_libtpu(platforms.CHIPS.values())
+hardware.tell_libtpu(hardware.CHIPS.values())
 
 CASES = (
     *(Case("qwen2.5-1.5b", f"{chip}:1x1", 1) for chip in ("v5e", "v6e")),
@@ -241,7 +241,7 @@ def work_published(out: Path | None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; exit status 1 if a case does not compile or fit."""
-    parser = command.Parser(prog="aot_report.py", description=__doc__.splitlines()[0])
+    parser = command_line.Parser(prog="aot_report.py", description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=TARGETS)
     parser.add_argument("--drafter", choices=(*DRAFTERS, *READERS), help="default: fast-dllm-v2-1.5b, or the target's")
     parser.add_argument("--topology", help="such as v5e:2x4, v6e:2x2, v5p:2x2x1, tpu7x:2x2x1")
@@ -257,10 +257,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--published", action="store_true", help="what others measured, beside its prediction; no cases"
     )
-    distributed.refuse_flag(parser, "it needs no devices: run it on any machine, --tp for those of all hosts")
+    processes.refuse_flag(parser, "it needs no devices: run it on any machine, --tp for those of all hosts")
     args = parser.parse_args(argv)
     if args.published:
-        return command.run(lambda: work_published(args.out))
+        return command_line.run(lambda: work_published(args.out))
     if args.target and args.topology and args.tp:
         drafter = args.drafter or next((n for n, (of, _) in READERS.items() if of == args.target), Case.drafter)
         place = args.target, args.topology, args.tp, args.dp or 1
@@ -273,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
     if not chosen:
         parser.error("no such case among the known ones: give --target, --topology and --tp")
     options = {name: getattr(args, name) for name in ("costs", "layers", "replicate_drafter", "quantize")}
-    return command.run(lambda: work(chosen, options, args.out), "interrupted; with --out the same command goes on")
+    return command_line.run(lambda: work(chosen, options, args.out), "interrupted; with --out the same command goes on")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from failfast_jax import starting
+from failfast_jax.util import starting
 
 starting.begin(__name__)  # before the imports that take seconds
 
@@ -33,14 +33,15 @@ import dataclasses
 
 import jax
 
-from failfast_jax import command, compilation, distributed, doctor, platforms, progress
+from failfast_jax import doctor
 from failfast_jax._version import __version__
-from failfast_jax.bench import attention, replay
+from failfast_jax.bench import kernel_timing, replay
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
-from failfast_jax.files import user_path, write_json
 from failfast_jax.models.attention import SIMULATED_TPU
 from failfast_jax.models.attention_check import TOLERANCE, check_attention, is_right
+from failfast_jax.util import command_line, compilation, hardware, processes, progress
+from failfast_jax.util.files import user_path, write_json
 
 FORMAT = 1
 WINDOWS = ((16, 1020, 1), (64, 4032, 1), (72, 511, 32), (128, 2047, 32), (512, 1536, 1))
@@ -72,7 +73,7 @@ def check_kernels(quick: bool, folder: Path) -> dict[str, Any]:
 
     A dry run on a CPU takes the TPU's kernels, interpreted.
     """
-    shapes, windows = (QUICK_SHAPES, QUICK_WINDOWS) if quick else (attention.SHAPES, WINDOWS)
+    shapes, windows = (QUICK_SHAPES, QUICK_WINDOWS) if quick else (kernel_timing.SHAPES, WINDOWS)
     kernel = SIMULATED_TPU if jax.default_backend() == "cpu" else None
     cases = [(name, window) for name in shapes for window in windows]
     checks = []
@@ -106,7 +107,7 @@ def check_answer(quick: bool, folder: Path) -> dict[str, Any]:
 
 def run_replay(quick: bool, folder: Path) -> dict[str, Any]:
     """`bench replay`'s record of the target, and each of its passes beside what was predicted for it."""
-    parser = command.Parser(prog="replay")
+    parser = command_line.Parser(prog="replay")
     replay.add_arguments(parser)
     options = QUICK_REPLAY if quick else REPLAY
     if status := replay.work(parser.parse_args([*options, f"--out={folder}"])):
@@ -164,7 +165,7 @@ def work(args: Namespace) -> int:
     quick = args.quick or jax.default_backend() == "cpu"
     if quick:
         print("a dry run with small sizes: its figures say nothing of this hardware", file=sys.stderr)
-    machine = platforms.machine()
+    machine = hardware.machine()
     identity = {"format": FORMAT, "version": __version__, "dry_run": quick}
     identity |= {"device": machine["device"], "devices": jax.device_count(), "jax": jax.__version__}
     parts = opened(args.out, identity)
@@ -187,13 +188,15 @@ def work(args: Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = command.Parser(prog="first_ten_minutes.py", description=__doc__, formatter_class=command.FORMATTER)
+    parser = command_line.Parser(
+        prog="first_ten_minutes.py", description=__doc__, formatter_class=command_line.FORMATTER
+    )
     parser.add_argument("--out", metavar="FILE", type=user_path, default=Path("first_ten_minutes.json"))
     parser.add_argument("--quick", action="store_true", help="small sizes: a dry run of a minute")
-    distributed.refuse_flag(parser, "run it on one host: one chip is enough")
+    processes.refuse_flag(parser, "run it on one host: one chip is enough")
     progress.add_flags(parser)
     args = parser.parse_args(argv)
-    return command.run(lambda: work(args), "interrupted; the same command goes on", verbosity=args.verbosity)
+    return command_line.run(lambda: work(args), "interrupted; the same command goes on", verbosity=args.verbosity)
 
 
 if __name__ == "__main__":

@@ -172,17 +172,20 @@ def timeline(hlo: str, *, clock: float, rate: float, others: Callable[[str, str]
             else:
                 ends[done] = now + others(done, by_name[done].text)[0]
         elif instruction.op not in _FREE:
-            cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.text)
-            if cycles:
-                took, own = _cycles(cycles.group(1)) / clock, 0.0
-                if "gather" not in instruction.name:
-                    read = [by_name[name].type for name in instruction.operands if name in by_name]
-                    own = sum(map(hbm_bytes_of, (*read, instruction.type)))
+            if cycles := re.search(r'"estimated_cycles":"(\d+)"', instruction.text):
+                seconds = _cycles(cycles.group(1)) / clock
+                traffic = 0 if "gather" in instruction.name else _operand_bytes(instruction, by_name)
             else:
-                took, own = others(instruction.name, instruction.text)
-            now += took
-            moved(max(took * rate - own, 0))
+                seconds, traffic = others(instruction.name, instruction.text)
+            now += seconds
+            moved(max(seconds * rate - traffic, 0))
     return now
+
+
+def _operand_bytes(instruction: _Instruction, by_name: dict[str, _Instruction]) -> int:
+    """Bytes in HBM that an instruction reads and writes."""
+    read = [by_name[name].type for name in instruction.operands if name in by_name]
+    return sum(map(hbm_bytes_of, (*read, instruction.type)))
 
 
 def _moved_bytes(instruction: _Instruction) -> int:

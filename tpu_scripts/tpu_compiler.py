@@ -18,14 +18,14 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from failfast_jax import decoding, platforms
-from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding import accept, placement
+from failfast_jax import decoding
+from failfast_jax.decoding import picking, placement
 from failfast_jax.drafters import build_drafter
-from failfast_jax.kernels import tpu
+from failfast_jax.generation_config import GenerationConfig
+from failfast_jax.kernels import tpu_attention
 from failfast_jax.models import sharding
-from failfast_jax.models.cache import TPU_TILE, KVCache, round_up
 from failfast_jax.models.drafter_model import DrafterModel
+from failfast_jax.models.kv_cache import TPU_TILE, KVCache, round_up
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.public_data.model_shapes import (
     CONFIGS,
@@ -36,12 +36,13 @@ from failfast_jax.public_data.model_shapes import (
     spread_shapes,
     weights_read,
 )
+from failfast_jax.util import hardware
 from tpu_scripts import hlo
 
 CONTEXTS = (1024, 8192, 32768)
 """Live positions at which passes are costed; the table shows the first."""
 WIDTHS = (8, 16, 64)
-"""Rows: a step of plain decoding, a verify of ten tokens, and of all longer drafts (`decoding.plan.TPU_LADDER`)."""
+"""Rows: a step of plain decoding, a verify of ten tokens, and of longer drafts (`decoding.width_plan.TPU_LADDER`)."""
 TILE_CYCLES, POSITION_CYCLES, WRITE_CYCLES = 514, 1.15, 325
 """Of the attention kernel, for a tile and for each position of it, and for writing the window on the way: by the
 instruction bundles of the kernel compiled for 64 rows of 5 query heads (661 a tile of 128, 1,102 of 512; 1,837 in all
@@ -81,7 +82,7 @@ class Compiler:
             raise ValueError(f"--topology {case.topology}: has {len(devices)} devices, not {case.tp * case.dp}")
         self.case, self.layers, self.replicate_drafter = case, layers, replicate_drafter
         self.mesh = sharding.mesh_of(devices[: case.tp * case.dp], case.dp)
-        self.chip = platforms.CHIPS[devices[0].device_kind]
+        self.chip = hardware.CHIPS[devices[0].device_kind]
         self.target = self.model(case.target)
         self.drafter = self.reader() if case.drafter in READERS else self.model(case.drafter, drafter=True)
         if quantize is not None:
@@ -155,7 +156,7 @@ class Compiler:
         batch, capacity = self.case.batch, round_up(self.case.capacity + max(WIDTHS), TPU_TILE)
         execution = model.execution
         # A verify picks, a drafter is also asked how sure it is.
-        choose = accept.argmax_and_confidence if model is self.drafter else accept.argmax
+        choose = picking.argmax_and_confidence if model is self.drafter else picking.argmax
 
         def run(model, cache, tokens, start, live):
             hidden, cache, _ = model.window(tokens, cache, start, live)
@@ -177,7 +178,7 @@ class Compiler:
             rows = model.network.inputs(model.embed, tokens, jnp.ones(tokens.shape, bool), features[:, 0])
             used = jnp.full_like(start, config.block_size)
             hidden, cache = model.network.block(rows, cache, start + 1, used, live)
-            return accept.argmax(model.logits(hidden)), cache
+            return picking.argmax(model.logits(hidden)), cache
 
         cache = jax.eval_shape(lambda: KVCache.zeros(config.base, case.batch, capacity, jnp.bfloat16))
         cache = jax.tree.map(lambda leaf: self.array(leaf, P()), cache)
@@ -210,10 +211,10 @@ class Compiler:
                 return 0, 0
             result, offloaded, _ = line.partition(" async-done(")
             if offloaded:  # the text does not say over which devices
-                return sums * platforms.allreduce_s(chip, self.case.tp, hlo.hbm_bytes_of(result)), 0
+                return sums * hardware.allreduce_s(chip, self.case.tp, hlo.hbm_bytes_of(result)), 0
             for start, size in summed.items():
                 if name.startswith(start):
-                    return sums * platforms.allreduce_s(chip, hlo.devices_of(line), size), 0
+                    return sums * hardware.allreduce_s(chip, hlo.devices_of(line), size), 0
             return next((found for start, found in kernels.items() if name.startswith(start)), (0, 0))
 
         rate = chip.bandwidth * (chip.streaming if share is None else share)
@@ -258,10 +259,10 @@ class Compiler:
         heads = execution.parts(execution.heads)
         kv_heads, batch = config.num_kv_heads // heads, self.case.batch // self.case.dp
         shape = {"kv_heads": kv_heads, "group": config.num_heads // config.num_kv_heads, "head_dim": config.head_dim}
-        _, tile = tpu.tiles_of(capacity=TPU_TILE, width=width, **shape)
+        _, tile = tpu_attention.tiles_of(capacity=TPU_TILE, width=width, **shape)
         sizes = {"batch": batch, "width": width, "kv_heads": kv_heads, "head_dim": config.head_dim, "itemsize": 2}
         live = round_up(context + width, tile)
-        cost = tpu.attention_cost(**sizes, heads=config.num_heads // heads, live=live, written=True)
+        cost = tpu_attention.attention_cost(**sizes, heads=config.num_heads // heads, live=live, written=True)
         cycles = live / tile * (TILE_CYCLES + POSITION_CYCLES * tile) * shape["group"] * width / 320
         cycles = batch * kv_heads * (cycles + WRITE_CYCLES * width / 64)
         rate = chip.bandwidth * chip.streaming

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from failfast_jax import starting
+from failfast_jax.util import starting
 
 starting.begin(__name__)  # before the imports that take seconds
 
 import sys
 
-from failfast_jax import command
+from failfast_jax.util import command_line
 
 COMMANDS = {
     "run": "compare methods on datasets",
@@ -20,7 +20,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command that the first argument names, and returns its exit status."""
-    return command.dispatch("failfast_jax.bench", COMMANDS, argv, extra="bench")
+    return command_line.dispatch("failfast_jax.bench", COMMANDS, argv, extra="bench")
 
 
 if __name__ == "__main__":

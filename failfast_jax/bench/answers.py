@@ -14,14 +14,14 @@ from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.harness import Comparison
 from failfast_jax.bench.journal import Journal
 from failfast_jax.bench.variants import CORPUS, Variant, all_options
-from failfast_jax.command import needed
-from failfast_jax.config import GenerationConfig
 from failfast_jax.errors import OptionError
-from failfast_jax.files import Record
-from failfast_jax.platforms import machine
-from failfast_jax.progress import progress_bar
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.question_sets import Dataset
-from failfast_jax.text import text_of
+from failfast_jax.text_stream import text_of
+from failfast_jax.util.command_line import needed
+from failfast_jax.util.files import Record
+from failfast_jax.util.hardware import machine
+from failfast_jax.util.progress import progress_bar
 
 Place = tuple[str, str]
 """A dataset's name and a question's id."""

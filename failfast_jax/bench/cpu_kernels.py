@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from failfast_jax import platforms
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.errors import OptionError
-from failfast_jax.kernels import cpu_product, cpu_prompt
+from failfast_jax.kernels import cpu_product, cpu_prompt_attention
 from failfast_jax.models.attention import Window, attend, cached_attention
-from failfast_jax.models.cache import TILE, round_up
+from failfast_jax.models.kv_cache import TILE, round_up
 from failfast_jax.models.layers import product, xla_product
 from failfast_jax.models.rope import rotary
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.util import hardware
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 NARROW = ("bfloat16", "int8")
@@ -41,10 +41,10 @@ def report(target: Decoder) -> dict[str, Any]:
         raise OptionError(f"--parts cpu: this machine's JAX runs on {jax.default_backend()}")
     if why := cpu_product.supports(width=1, outputs=64, dtype=target.dtype):
         raise OptionError(f"--parts cpu: {why}")
-    bandwidth = platforms.bandwidth(2**29)["read"]
+    bandwidth = hardware.bandwidth(2**29)["read"]
     out = {"products": _products(target, bandwidth), "attention": _attention(target, bandwidth)}
     sizes = {"width": PROMPT, "capacity": round_up(max(CONTEXTS), TILE), "head_dim": target.config.head_dim}
-    if cpu_prompt.supports(**sizes, dtype=target.dtype, cached=target.dtype) is None:
+    if cpu_prompt_attention.supports(**sizes, dtype=target.dtype, cached=target.dtype) is None:
         out["prompt"] = _prompt(target)
     return out
 

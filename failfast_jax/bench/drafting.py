@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
-from failfast_jax import platforms
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.engine import FailFast
-from failfast_jax.models.cache import KVCache
+from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.public_data.model_shapes import nbytes
-from failfast_jax.runtime import Request
+from failfast_jax.runtime.model_runtime import Request
+from failfast_jax.util import hardware
 
 DRAFTS, REPEATS = 50, 9
 """Drafts in a timed run, and timed turns."""
@@ -62,7 +62,7 @@ def drafting_report(engine: FailFast, prompt: list[int]) -> dict[str, Any]:
     if model.network.markov is not None:
         read -= nbytes(model.network.markov.w1[...])  # a row of which is read
         ms["markov"] = (ms.pop("over_again") - ms["draft"]) / AGAIN
-    ms["reading"] = 1e3 * read / platforms.bandwidth(2**29)["read"]
+    ms["reading"] = 1e3 * read / hardware.bandwidth(2**29)["read"]
     out = {"rows": model.rows, "weight_bytes": read, "ms": ms, "over_reading": ms["draft"] / ms["reading"]}
     if "markov" in ms:
         out["markov_share"] = ms["markov"] / ms["draft"]

@@ -12,15 +12,15 @@ from typing import Any
 from failfast_jax.bench.variants import BASELINE, DRAFTER, THETA, Variant
 from failfast_jax.checkpoints.hub import default_target_path, find_models, unreachable
 from failfast_jax.checkpoints.pair import has_heads, own_method
-from failfast_jax.config import GenerationConfig
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
-from failfast_jax.engine_flags import tell_new_meaning
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import user_path
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, FEATURE_BLOCK
 from failfast_jax.public_data.question_sets import stamp
+from failfast_jax.request_flags import tell_new_meaning
+from failfast_jax.util.files import user_path
 
 
 def model_stamp(source: str | os.PathLike) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from failfast_jax.bench.released_passes import Counts, counts
 from failfast_jax.bench.run_options import RELEASED
 from failfast_jax.bench.speedup_model import LARGEST, THEORY_LENGTHS, authors_latencies, theory_curve
 from failfast_jax.bench.variants import BASELINE, BATCH
-from failfast_jax.command import needed
-from failfast_jax.files import Record, read_lines, write_atomically
 from failfast_jax.public_data.acceptance_law import appendix_b
+from failfast_jax.util.command_line import needed
+from failfast_jax.util.files import Record, read_lines, write_atomically
 
 SENSITIVE = {
     "tau": "confidence threshold tau",

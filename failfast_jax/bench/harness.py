@@ -19,16 +19,16 @@ from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.journal import ANSWER, DIFFERENCE, Journal, Record, key_of
 from failfast_jax.bench.variants import BASELINE, CORPUS, VANILLA, Variant
 from failfast_jax.bench.verdicts import DIFFERENT, NEAR_TIE, first_difference, logit_gap
-from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.drafter import Wrapper
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.engine import FailFast, Prompt, Result
 from failfast_jax.errors import PromptError
-from failfast_jax.progress import progress_bar
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.question_sets import Dataset, Question, stamp
-from failfast_jax.text import text_of
+from failfast_jax.text_stream import text_of
+from failfast_jax.util.progress import progress_bar
 
 WARM_UPS = 3
 """Most answers of one question and variant that are thrown away because they compiled something."""

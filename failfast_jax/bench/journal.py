@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from failfast_jax import files
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, OTHER_SAMPLE
 from failfast_jax.errors import ConfigError
-from failfast_jax.files import Record
 from failfast_jax.results import Result, Round, Stats
+from failfast_jax.util import files
+from failfast_jax.util.files import Record
 
 RECORDS = "records.jsonl"
 ANSWER, DIFFERENCE, SCORE = "answer", "difference", "score"

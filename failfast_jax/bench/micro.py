@@ -34,25 +34,26 @@ import jax
 import numpy as np
 from flax import nnx
 
-from failfast_jax import decoding, distributed, platforms
-from failfast_jax.bench import attention, cpu_kernels, hf_reference
+from failfast_jax import decoding
+from failfast_jax.bench import cpu_kernels, hf_reference, kernel_timing
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.drafting import drafting_report
 from failfast_jax.bench.replay_programs import Models, OnDevice, compiled, start_of, verify_program
 from failfast_jax.bench.serving import serving_report
 from failfast_jax.checkpoints.hub import default_target_path
-from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.economics import Costs
-from failfast_jax.decoding.plan import Plan, buffer_length
+from failfast_jax.decoding.width_plan import Plan, buffer_length
 from failfast_jax.defaults import load_pair
 from failfast_jax.engine import FailFast
-from failfast_jax.files import user_path, write_atomically
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.models.borrowed import as_untrained_drafter
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.policy.expected_tokens import Costs
 from failfast_jax.public_data.model_shapes import hollow, nbytes
 from failfast_jax.public_data.question_sets import PROMPTS
-from failfast_jax.runtime import Request, Session
+from failfast_jax.runtime.model_runtime import Request, Session
+from failfast_jax.util import hardware, processes
+from failfast_jax.util.files import user_path, write_atomically
 
 PARTS = (
     "speed",
@@ -157,7 +158,7 @@ def _go_on(session: Session, place: list[Any]) -> jax.Array:
 def speed_report(engine: FailFast) -> dict[str, Any]:
     """Tokens a second of `vanilla` and of transformers on the same prompts, prefill excluded from both."""
     config = GenerationConfig(method="vanilla", max_new_tokens=TOKENS, ignore_eos=True)
-    bandwidth, size = platforms.bandwidth(2**29)["read"], nbytes(engine.target)
+    bandwidth, size = hardware.bandwidth(2**29)["read"], nbytes(engine.target)
     out: dict[str, Any] = {
         "weight_bytes": size,
         "read_bandwidth_bytes_per_s": bandwidth,
@@ -211,16 +212,16 @@ def program_costs(engine: FailFast, config: GenerationConfig, prompt_tokens: int
     return {
         "pass_flops": pass_flops if drafter.max_draft else None,
         "verify_flops": verify_flops,
-        "bytes": sum(map(platforms.bytes_on_a_device, arrays.values())) + max(added),
+        "bytes": sum(map(hardware.bytes_on_a_device, arrays.values())) + max(added),
     }
 
 
 def _flops(function: Callable, arguments: Sequence[Any]) -> float | None:
     """Floating-point operations by XLA's count, with its own operations in place of our kernels."""
-    from failfast_jax.kernels import emit  # brings LLVM
+    from failfast_jax.kernels import llvm_emitter  # brings LLVM
 
     jax.clear_caches()  # traces with our kernels would be taken for those without, and the other way round
-    with emit.unused():
+    with llvm_emitter.unused():
         analysis = jax.jit(function).lower(*arguments).compile().cost_analysis()
     jax.clear_caches()
     analysis = analysis[0] if isinstance(analysis, list) else analysis
@@ -270,7 +271,7 @@ def work(args: argparse.Namespace) -> int:
     if unknown := [part for part in wanted if part not in PARTS]:
         raise ValueError(f"--parts: {', '.join(unknown)}: must be among {', '.join(PARTS)}")
     if "attention" in wanted:
-        attention.check()
+        kernel_timing.check()
     engine = functools.cache(small_engine)
     jobs = {
         "speed": lambda: speed_report(engine()),
@@ -280,12 +281,12 @@ def work(args: argparse.Namespace) -> int:
         "plain": plain_report,
         "drafting": lambda: drafting_report(pair := load_pair(method="auto"), pair.encode(PROMPTS[0])),
         "startup": startup_report,
-        "attention": attention.report,
+        "attention": kernel_timing.report,
         "cpu": lambda: cpu_kernels.report(engine().target),
         "programs": lambda: programs_report(load_pair(method="auto")),
         "serving": lambda: serving_report(load_pair(method="auto"), PROMPTS, (1, *BATCHES), TOKENS),
     }
-    report: dict[str, Any] = {"machine": platforms.machine()}
+    report: dict[str, Any] = {"machine": hardware.machine()}
     for part in wanted:
         report[part] = jobs[part]()
         if part != "attention":
@@ -302,4 +303,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--parts", help=f"comma-separated, of {', '.join(PARTS)} (default: what can be run here)")
     parser.add_argument("--out", type=user_path, help="write the JSON there")
-    distributed.refuse_flag(parser, "bench run and replay measure over several hosts")
+    processes.refuse_flag(parser, "bench run and replay measure over several hosts")

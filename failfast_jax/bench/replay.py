@@ -23,17 +23,17 @@ from typing import Any
 
 import jax
 
-from failfast_jax import distributed, platforms
 from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
 from failfast_jax.bench.replay_report import NOTICE, report
 from failfast_jax.checkpoints.checkpoint import DTYPES
-from failfast_jax.files import Journal, sole_writer, user_path, write_atomically, write_json
 from failfast_jax.models.attention import KERNELS
 from failfast_jax.models.sharding import make_mesh
 from failfast_jax.options import check_least
 from failfast_jax.public_data import acceptance_law
 from failfast_jax.public_data.acceptance_law import DATASETS, published_for
 from failfast_jax.public_data.model_shapes import CONFIGS, DRAFTERS, TARGETS, MisfitError
+from failfast_jax.util import hardware, processes
+from failfast_jax.util.files import Journal, sole_writer, user_path, write_atomically, write_json
 
 TARGETS_FILE = "targets.jsonl"
 REAL = ("qwen2.5-32b", "qwen2.5-14b", "qwen2.5-7b")
@@ -48,17 +48,17 @@ def replay_target(name: str, options: ReplayOptions) -> dict[str, Any]:
     Raises:
       OptionError: there are not so many devices, or the target cannot be spread over them.
     """
-    single = options.tensor_parallel == 1 and distributed.alone()
+    single = options.tensor_parallel == 1 and processes.alone()
     mesh = None if single else make_mesh(options.tensor_parallel, config=lambda: CONFIGS[name])
     try:
-        speed = platforms.bandwidth(2**28 if jax.default_backend() == "cpu" else 2**30)
+        speed = hardware.bandwidth(2**28 if jax.default_backend() == "cpu" else 2**30)
         pair = ReplayedPair(name, options, mesh)
         pair.measure()
         record = pair.report(speed)
     except MisfitError as error:
         record = {"target": name, "skipped": str(error)}
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error) or not distributed.alone():  # others would wait for this one
+        if "RESOURCE_EXHAUSTED" not in str(error) or not processes.alone():  # others would wait for this one
             raise
         record = {"target": name, "skipped": f"out of memory: {str(error).splitlines()[0]}"}
     # Widths are keys: as in a file that was read back.
@@ -105,7 +105,7 @@ def work(args: argparse.Namespace) -> int:
         print(acceptance_law.limits_table())
         return 0
     if args.out is not None:
-        args.out = distributed.output_folder(args.out)
+        args.out = processes.output_folder(args.out)
     if not any(name in os.environ for name in MEMORY_VARIABLES):  # read when JAX first meets the device
         os.environ[MEMORY_VARIABLES[0]] = MEMORY_FRACTION
     options = check(args)
@@ -117,7 +117,7 @@ def work(args: argparse.Namespace) -> int:
 
 def replayed(args: argparse.Namespace, options: ReplayOptions, names: list[str], spared: bool) -> int:
     """Times the targets; prints and writes what was found."""
-    host = platforms.machine()
+    host = hardware.machine()
     identity = {**dataclasses.asdict(options), **{key: host[key] for key in ("device", "processor", "jax")}}
     journal = Journal(None if args.out is None else args.out / TARGETS_FILE, json.loads(json.dumps(identity)), host)
     summary = {
@@ -157,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensor-parallel", metavar="n", type=int, default=1, help="devices that share each layer (default: 1)"
     )
-    distributed.add_flag(parser)
+    processes.add_flag(parser)
     parser.add_argument("--kernel", choices=KERNELS, help="of attention (default: the platform's)")
     parser.add_argument("--seed", metavar="n", type=int, default=0, help="of weights and draws")
     parser.add_argument("--repeats", metavar="n", type=int, default=3, help="timed runs; medians are reported")

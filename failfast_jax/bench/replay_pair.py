@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from failfast_jax import platforms
 from failfast_jax.bench.clock import interleaved, medians
 from failfast_jax.bench.replay_programs import (
     Caches,
@@ -31,16 +30,15 @@ from failfast_jax.bench.replay_programs import (
     vanilla_program,
     verify_program,
 )
+from failfast_jax.decoding.decode_state import RoundLog
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.plan import ACCELERATOR_ROWS, Plan, buffer_length, make_plan
-from failfast_jax.decoding.state import RoundLog
 from failfast_jax.decoding.stopping import Never
+from failfast_jax.decoding.width_plan import ACCELERATOR_ROWS, Plan, buffer_length, make_plan
 from failfast_jax.drafters.wide import Wide
-from failfast_jax.models.cache import round_up
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.kv_cache import round_up
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import Execution, execution_of
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.progress import progress_bar, waiting
 from failfast_jax.public_data.acceptance_law import (
     CHUNK,
     Law,
@@ -61,6 +59,8 @@ from failfast_jax.public_data.model_shapes import (
     random_arrays,
     spread_shapes,
 )
+from failfast_jax.util import hardware
+from failfast_jax.util.progress import progress_bar, waiting
 
 LONGEST = 70
 """Longest draft of the paper's tables."""
@@ -233,7 +233,7 @@ class ReplayedPair:
         models, caches, _ = self.shapes(self.models)
         parts = self.models.target.execution.parts(self.models.target.execution.vocab)
         logits = 4 * self.configs[0].vocab_size * self.plan.widths[-1] // parts
-        return platforms.bytes_on_a_device((models, caches)) + logits
+        return hardware.bytes_on_a_device((models, caches)) + logits
 
     def measure(self) -> None:
         """Runs everything in turn, once to warm up and then `repeats` times, and checks the replays' logs.

@@ -21,21 +21,21 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from failfast_jax import platforms
-from failfast_jax.decoding import round
-from failfast_jax.decoding.accept import argmax_and_confidence
+from failfast_jax.decoding import decode_round
+from failfast_jax.decoding.decode_state import RUNNING, DecodeState, Draft, RoundLog, Sampling, Verified
 from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.picking import argmax_and_confidence
 from failfast_jax.decoding.placement import StatePlacement
-from failfast_jax.decoding.plan import Plan
-from failfast_jax.decoding.state import RUNNING, DecodeState, Draft, RoundLog, Sampling, Verified
 from failfast_jax.decoding.stopping import AtLength
+from failfast_jax.decoding.width_plan import Plan
 from failfast_jax.decoding.windows import gather_window
 from failfast_jax.drafters.block_diffusion import BlockState
 from failfast_jax.drafters.wide import Wide
-from failfast_jax.models.cache import KVCache
+from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.sharding import constrain, put
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.public_data.acceptance_law import CHUNK
+from failfast_jax.util import hardware
 
 Caches = tuple[KVCache, ...]
 """The target's, then the drafter's."""
@@ -72,7 +72,9 @@ class Start:
 
 def start_of(tokens: np.ndarray) -> Start:
     """As in the engine: greedy decoding without stop tokens, by arguments of the program."""
-    return Start(jnp.asarray(tokens[None], jnp.int32), round.greedy_sampling(1), jnp.asarray(round.stop_tokens(())))
+    return Start(
+        jnp.asarray(tokens[None], jnp.int32), decode_round.greedy_sampling(1), jnp.asarray(decode_round.stop_tokens(()))
+    )
 
 
 class OnDevice:
@@ -99,7 +101,7 @@ def on_every_device(tree: Any, mesh: Mesh | None) -> Any:
 
 def compiled(function: Callable, **static: Any) -> Callable:
     """A program of this module, compiled with the engine's options, which takes over the memory of its caches."""
-    options = platforms.compiler_options(jax.devices()[0])
+    options = hardware.compiler_options(jax.devices()[0])
     return jax.jit(functools.partial(function, **static), donate_argnums=1, compiler_options=options)
 
 
@@ -117,7 +119,7 @@ def on_all(models: Models, tree: Any) -> Any:
 def begin(target: Decoder, drafter: Drafter, caches: Caches, start: Start, capacity: int, plan: Plan) -> DecodeState:
     """A state whose prompt is committed and cached: `caches` hold anything."""
     length = jnp.full((start.tokens.shape[0],), start.tokens.shape[1], jnp.int32)
-    state = round.init_state(
+    state = decode_round.init_state(
         target,
         drafter,
         tokens=start.tokens,
@@ -173,13 +175,13 @@ def replay_step(
     """`round.step` with the drawn lengths."""
     index = state.log.round
     drafter = drafter.replace(rule=AtLength(draws.chunks[index] * drafter.spec_len))
-    proposal, state = round.draft(drafter, state)
+    proposal, state = decode_round.draft(drafter, state)
     if extra:
         state = spend(drafter, state, draws.extra[index])
         proposal = proposal.replace(passes=proposal.passes + draws.extra[index])
-    verified, state = round.verify(target, drafter, state, proposal, plan=plan)
+    verified, state = decode_round.verify(target, drafter, state, proposal, plan=plan)
     verified = inject(proposal, verified, draws.accepted[index], target.config.vocab_size)
-    return round.commit(drafter, state, proposal, verified)
+    return decode_round.commit(drafter, state, proposal, verified)
 
 
 def replay_program(
@@ -200,7 +202,7 @@ def vanilla_program(
 ) -> tuple[Caches, RoundLog]:
     """Plain decoding: the engine's own loop around the drafter that proposes nothing."""
     state = begin(models.target, Drafter(), caches[:1], start, capacity, plan)
-    state = round.generate(models.target, Drafter(), state, steps, plan=plan)
+    state = decode_round.generate(models.target, Drafter(), state, steps, plan=plan)
     return at_home(models, (state.target, *caches[1:])), on_all(models, state.log)
 
 
@@ -213,8 +215,8 @@ def verify_program(
 
     def repeat(_, state: DecodeState) -> DecodeState:
         place = state.length
-        verified, state = round.verify(models.target, drafter, state, proposal, plan=plan)
-        state = round.commit(drafter, state, proposal, verified)
+        verified, state = decode_round.verify(models.target, drafter, state, proposal, plan=plan)
+        state = decode_round.commit(drafter, state, proposal, verified)
         # Again from the same place, behind another token, so that no pass can be left out.
         last = jnp.arange(state.tokens.shape[1]) == place[:, None] - 1
         log = state.log.replace(round=jnp.zeros_like(state.log.round), rounds=jnp.zeros_like(state.log.rounds))

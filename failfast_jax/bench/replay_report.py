@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from failfast_jax.tables import markdown
+from failfast_jax.util.tables import markdown
 
 NOTICE = (
     "Replay: random weights, acceptance injected from the paper's statistics, every model pass executed. "

@@ -13,8 +13,8 @@ import numpy as np
 from failfast_jax.bench.journal import Record
 from failfast_jax.bench.variants import BASELINE
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
-from failfast_jax.decoding.economics import calibration_error
-from failfast_jax.tables import markdown
+from failfast_jax.policy.expected_tokens import calibration_error
+from failfast_jax.util.tables import markdown
 
 BINS = 10
 VERDICTS = (EQUAL, NEAR_TIE, DIFFERENT)

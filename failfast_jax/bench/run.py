@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from failfast_jax import distributed
 from failfast_jax.bench import figures, scoring, summary
 from failfast_jax.bench.answers import ENGINES, Answers, RayAnswers, Task
 from failfast_jax.bench.engine_pool import find_wanted, naming_models
@@ -27,12 +26,13 @@ from failfast_jax.bench.run_options import RELEASED, add_arguments, merged, read
 from failfast_jax.bench.speedup_model import Latency, latency_for, parse_latency
 from failfast_jax.bench.variants import changed_options, check_common
 from failfast_jax.bench.verdicts import DIFFERENT
-from failfast_jax.command import needed
-from failfast_jax.config import GenerationConfig
-from failfast_jax.files import Record, sole_writer, user_path
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.options import check_least
-from failfast_jax.progress import progress_bar
 from failfast_jax.public_data.question_sets import Dataset, stamp
+from failfast_jax.util import processes
+from failfast_jax.util.command_line import needed
+from failfast_jax.util.files import Record, sole_writer, user_path
+from failfast_jax.util.progress import progress_bar
 
 __all__ = ["add_arguments", "work"]
 
@@ -76,7 +76,7 @@ def work(args: argparse.Namespace) -> int:
     """Runs the comparison; 1: an output differs beyond a near-tie."""
     redraw, args = args.redraw, merged(args)
     args.out = user_path(args.out)
-    out = distributed.output_folder(args.out)
+    out = processes.output_folder(args.out)
     if redraw:
         draw(out)
         return 0

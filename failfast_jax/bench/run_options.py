@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from failfast_jax import distributed
 from failfast_jax.bench.summary import BEST, TIMED
 from failfast_jax.bench.variants import (
     BASELINE,
@@ -28,12 +27,13 @@ from failfast_jax.bench.variants import (
     sweep_values,
 )
 from failfast_jax.checkpoints.checkpoint import DTYPES
-from failfast_jax.command import needed
 from failfast_jax.drafters import METHODS
-from failfast_jax.files import user_path
 from failfast_jax.models.attention import KERNELS
 from failfast_jax.public_data import question_sets
 from failfast_jax.public_data.question_sets import CHOICES, SOURCES, Dataset, load_dataset
+from failfast_jax.util import processes
+from failfast_jax.util.command_line import needed
+from failfast_jax.util.files import user_path
 
 ALL = "all"
 PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets").glob("*.yaml"))}
@@ -203,7 +203,7 @@ def _add_places(group: Any) -> None:
     """Flags that say how many engines there are, and of how many processes."""
     group.add_argument("--engine", choices=("local", "ray"), help="ray: questions are shared out among actors")
     group.add_argument("--actors", metavar="n", type=int, help="engines of --engine ray (2)")
-    distributed.add_flag(group)
+    processes.add_flag(group)
 
 
 def merged(args: argparse.Namespace) -> argparse.Namespace:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax.config import GenerationConfig
 from failfast_jax.engine import FailFast
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.serving.queue import Finished, Queue
 
 METHODS = ("vanilla", "auto")

@@ -10,8 +10,8 @@ from typing import Any
 from failfast_jax.bench import report
 from failfast_jax.bench.speedup_model import Latency, is_priced
 from failfast_jax.bench.variants import BASELINE, Variant
-from failfast_jax.files import Record, write_atomically
 from failfast_jax.public_data.question_sets import Dataset
+from failfast_jax.util.files import Record, write_atomically
 
 HOW = (
     "Speedup: decode time of `vanilla` over decode time, each question's answers timed back to back, warm-ups thrown "

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
 from failfast_jax.drafters.suffix import Corpus
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.options import check_value, flag_of
 
 BASELINE = "vanilla"

@@ -38,12 +38,12 @@ from failfast_jax.checkpoints.feature_drafter_folder import (
 from failfast_jax.checkpoints.parameter_map import Fills, Table, in_layers, make_plan
 from failfast_jax.checkpoints.parameters import Skeleton, check_layers
 from failfast_jax.errors import ConfigError
-from failfast_jax.files import read_json
-from failfast_jax.models.config import ModelConfig
-from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel
-from failfast_jax.models.markov import MARKOV_HEADS
+from failfast_jax.models.block_network import DSpark, DSparkConfig, DSparkModel
+from failfast_jax.models.markov_head import MARKOV_HEADS
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.util.files import read_json
 
 NUM_ANCHORS = 512
 """The number in DeepSpec's own training; its model refuses a configuration without it."""

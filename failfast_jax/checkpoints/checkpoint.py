@@ -26,10 +26,10 @@ from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.parameters import Skeleton, check_layers
 from failfast_jax.errors import CheckpointError
 from failfast_jax.models import quantization, sharding
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.platforms import memory_explained
-from failfast_jax.progress import PATIENCE_S, progress_bar
+from failfast_jax.util.hardware import memory_explained
+from failfast_jax.util.progress import PATIENCE_S, progress_bar
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
 Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]

@@ -10,10 +10,10 @@ from typing import Any
 
 from failfast_jax.checkpoints import orbax_folder, quantised
 from failfast_jax.errors import CheckpointError, ConfigError, quoted
-from failfast_jax.files import is_there, read_json
 from failfast_jax.models import config_keys
-from failfast_jax.models.config import BLOCK_KEYS, ModelConfig, eos_ids, resolve_mask_token
-from failfast_jax.progress import warn_once
+from failfast_jax.models.model_config import BLOCK_KEYS, ModelConfig, eos_ids, resolve_mask_token
+from failfast_jax.util.files import is_there, read_json
+from failfast_jax.util.progress import warn_once
 
 MASK_TOKEN = "|<MASK>|"
 """Text of Fast-dLLM's mask token."""

@@ -1,4 +1,4 @@
-"""The draft graph of `dllm --spiffy` (see `decoding.spiffy`): calibrated once a model, a small JSON file beside it.
+"""The draft graph of `dllm --spiffy` (see `decoding.draft_states`): calibrated once a model, a JSON file beside it.
 
     {"block_size": 32, "small_block_size": 8, "threshold": 1.0, "states": [[[0, 0]], [[0, 0], [1, 0]], ...], ...}
 
@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax import values
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
-from failfast_jax.files import read_json, write_atomically
+from failfast_jax.util import values
+from failfast_jax.util.files import read_json, write_atomically
 
 FILE = "spiffy.json"
 COMMAND = "python -m failfast_jax.train spiffy"

@@ -18,13 +18,13 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from failfast_jax import values
 from failfast_jax.checkpoints.parameters import Skeleton, check_layers, is_finite, misfits, not_finite
 from failfast_jax.errors import CheckpointError, ConfigError, named
-from failfast_jax.files import read_json, user_path, write_atomically, write_json
 from failfast_jax.models.borrowed import with_borrowed
-from failfast_jax.models.config import LARGEST, ModelConfig
+from failfast_jax.models.model_config import LARGEST, ModelConfig
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.util import values
+from failfast_jax.util.files import read_json, user_path, write_atomically, write_json
 
 FORMAT_KEY = "failfast_drafter"
 FORMAT = 1

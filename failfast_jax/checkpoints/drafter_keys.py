@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from failfast_jax import values
 from failfast_jax.checkpoints import quantised
 from failfast_jax.errors import CheckpointError, ConfigError, quoted
 from failfast_jax.models import config_keys
-from failfast_jax.progress import warn_once
+from failfast_jax.util import values
+from failfast_jax.util.progress import warn_once
 
 NESTED = ("dflash_config", "eagle_config")
 SHAPE = "transformer_layer_config"

@@ -37,11 +37,11 @@ from failfast_jax.checkpoints.feature_drafter_folder import (
 from failfast_jax.checkpoints.parameter_map import Fills, Table, in_layers, make_plan
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import ConfigError
-from failfast_jax.files import read_json
-from failfast_jax.models.config import ModelConfig
-from failfast_jax.models.eagle import EACH, TOGETHER, BoundEagle, Eagle, EagleConfig
+from failfast_jax.models.eagle_network import EACH, TOGETHER, BoundEagle, Eagle, EagleConfig
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.progress import warn_once
+from failfast_jax.util.files import read_json
+from failfast_jax.util.progress import warn_once
 
 LLAMA, ANGELSLIM, DEEPSPEC = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3Eagle3Model"
 ARCHITECTURES = (LLAMA, ANGELSLIM, DEEPSPEC, "Eagle3Speculator", "Eagle3DraftModel")

@@ -14,7 +14,7 @@ from failfast_jax.checkpoints.config_file import MASK_TOKEN
 from failfast_jax.checkpoints.feature_drafter_folder import cast, layer_keys, write_folder
 from failfast_jax.checkpoints.parameter_map import HF_TABLE, stored_tensors
 from failfast_jax.errors import ConfigError
-from failfast_jax.models.config import FAST_DLLM_MODEL_TYPE, ModelConfig
+from failfast_jax.models.model_config import FAST_DLLM_MODEL_TYPE, ModelConfig
 
 ARCHITECTURE = "Fast_dLLM_QwenForCausalLM"
 RELEASE = "Efficient-Large-Model/Fast_dLLM_v2_1.5B"

@@ -21,9 +21,9 @@ from failfast_jax.checkpoints.checkpoint import DTYPES
 from failfast_jax.checkpoints.parameter_map import ReadPlan, StoredTensor, Table, stored_tensors
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import CheckpointError, ConfigError
-from failfast_jax.files import write_atomically
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import equal
+from failfast_jax.util.files import write_atomically
 
 STORAGES = ("bfloat16", "float32")
 DRAFT_IDS, TARGET_IDS = "d2t", "t2d"

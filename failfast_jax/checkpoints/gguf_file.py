@@ -19,13 +19,13 @@ import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType as Quant
 
-from failfast_jax import values
 from failfast_jax.checkpoints.parameter_map import StoredTensor
 from failfast_jax.checkpoints.parameters import is_finite, not_finite
 from failfast_jax.checkpoints.safetensors_file import read_array
 from failfast_jax.errors import CheckpointError, quoted
 from failfast_jax.models import config_keys
-from failfast_jax.models.config import ENDS, LARGEST
+from failfast_jax.models.model_config import ENDS, LARGEST
+from failfast_jax.util import values
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from failfast_jax import values
 from failfast_jax.checkpoints.gguf_file import GGUFFile
 from failfast_jax.errors import CheckpointError, InputError, is_failure, quoted
+from failfast_jax.util import values
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -9,10 +9,10 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from failfast_jax import progress
 from failfast_jax.checkpoints.config_file import check_settings
 from failfast_jax.errors import CheckpointError, ConfigError
-from failfast_jax.files import read_json, user_path
+from failfast_jax.util import progress
+from failfast_jax.util.files import read_json, user_path
 
 NEEDED = (
     *("config.json", "generation_config.json", "model.safetensors.index.json"),

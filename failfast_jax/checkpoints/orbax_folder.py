@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from failfast_jax.checkpoints.parameters import check_finite, misfits
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import orbax_path
+from failfast_jax.util.files import orbax_path
 
 FORMAT_KEY = "failfast_format"
 FORMAT = 1

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from failfast_jax import progress
 from failfast_jax.checkpoints import safetensors_file
 from failfast_jax.checkpoints.block_drafter_folder import (
     BLOCK_ARCHITECTURES,
@@ -36,14 +35,15 @@ from failfast_jax.checkpoints.eagle_folder import ARCHITECTURES, is_eagle_folder
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
-from failfast_jax.files import is_there, read_json
 from failfast_jax.models import quantization, sharding
 from failfast_jax.models.attention import SIMULATED_TPU, device_of, refusal, supports, unserved
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.block_network import DSparkConfig
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK, Kind
-from failfast_jax.models.dspark import DSparkConfig
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.options import is_finite
+from failfast_jax.util import progress
+from failfast_jax.util.files import is_there, read_json
 
 LOADERS: dict[Kind, Callable] = {FEATURE_BLOCK: load_dspark, EAGLE: load_eagle}
 """Of drafters that read their target's features: `(folder, target, target_name, rope_theta) -> model`."""

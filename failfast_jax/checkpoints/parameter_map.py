@@ -16,10 +16,10 @@ import numpy as np
 
 from failfast_jax.checkpoints.parameters import is_finite, not_finite
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import read_json
 from failfast_jax.models import layers
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import Block
+from failfast_jax.util.files import read_json
 
 # Elements per copied piece. Temporaries then stay in a core's cache and in memory that malloc keeps;
 # dequantising a whole tensor at once takes ten times as long, mostly in page faults.

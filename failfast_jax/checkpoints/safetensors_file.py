@@ -22,7 +22,7 @@ import safetensors
 from failfast_jax.checkpoints import quantised
 from failfast_jax.checkpoints.parameter_map import StoredTensor
 from failfast_jax.errors import CheckpointError, named, quoted
-from failfast_jax.files import is_there, read_json
+from failfast_jax.util.files import is_there, read_json
 
 DTYPES = {
     "F64": np.dtype(np.float64),

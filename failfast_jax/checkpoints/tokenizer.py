@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.errors import CheckpointError, InputError, PromptError, is_failure, quoted
-from failfast_jax.files import LARGEST_TEXT, is_there, read_json
-from failfast_jax.models.config import ENDS, ModelConfig
-from failfast_jax.templates import has_template, prepare
-from failfast_jax.text import special_tokens
+from failfast_jax.models.model_config import ENDS, ModelConfig
+from failfast_jax.template_rendering import has_template, prepare
+from failfast_jax.text_stream import special_tokens
+from failfast_jax.util.files import LARGEST_TEXT, is_there, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,16 +14,14 @@ All of it may be called inside the caller's own `jit`. Models and drafters are p
 
 Where to find what:
 
-expand.py     Algorithm 1 of the paper, once         stopping.py   when a draft stops growing
-round.py      a round: draft, verify, commit         verify.py     rows of tokens, and trees
-drafter.py    what a drafter must offer              state.py      what the loop carries
-plan.py       static widths                          exact.py      widths whose rows are bit-identical
-accept.py     the target's picks                     dllm.py       block diffusion on its own
+expansion.py          Algorithm 1 of the paper         stopping.py       when a draft stops growing
+decode_round.py       a round: draft, verify, commit   verification.py   chains and trees of tokens
+drafter.py            what a drafter must offer        decode_state.py   what the loop carries
+width_plan.py         static widths                    exact_widths.py   widths whose rows are bit-identical
+picking.py            the target's picks               diffusion_decoding.py   block diffusion without a target
 """
 
-from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.plan import Plan, buffer_length, make_plan, prefill_schedule
-from failfast_jax.decoding.round import (
+from failfast_jax.decoding.decode_round import (
     commit,
     draft,
     generate,
@@ -35,6 +33,7 @@ from failfast_jax.decoding.round import (
     stop_tokens,
     verify,
 )
+from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.stopping import (
     AtLength,
     BelowThreshold,
@@ -43,6 +42,7 @@ from failfast_jax.decoding.stopping import (
     Never,
     StopRule,
 )
+from failfast_jax.decoding.width_plan import Plan, buffer_length, make_plan, prefill_schedule
 
 __all__ = [
     "AtLength",

@@ -8,7 +8,7 @@ import flax.struct
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.decoding.state import Committed, Draft, Outcome
+from failfast_jax.decoding.decode_state import Committed, Draft, Outcome
 
 
 @flax.struct.dataclass
@@ -57,7 +57,7 @@ class Drafter:
 
     @property
     def weighs(self) -> bool:
-        """Whether drafts come with what they are expected to bring and to cost (`drafters.economic`)."""
+        """Whether drafts come with what they are expected to bring and to cost (`policy.choice`)."""
         return False
 
     @property

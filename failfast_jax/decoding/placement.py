@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from failfast_jax.models.cache import KVCache
 from failfast_jax.models.drafter_model import DrafterModel
+from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.sharding import Execution
 from failfast_jax.models.transformer import Decoder
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.decoding.accept import argmax, argmax_and_confidence, sample_draft
-from failfast_jax.decoding.state import Alternatives, Draft, Sampling
+from failfast_jax.decoding.decode_state import Alternatives, Draft, Sampling
+from failfast_jax.decoding.picking import argmax, argmax_and_confidence, sample_draft
 from failfast_jax.models.sharding import Execution
 
 Extras = dict[str, Any]

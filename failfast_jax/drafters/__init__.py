@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from failfast_jax.config import GenerationConfig
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.economics import BINS, MODEL_CHANCES
 from failfast_jax.drafters.auto import AutoOptions
 from failfast_jax.drafters.autoregressive import AutoregressiveOptions
 from failfast_jax.drafters.dllm import DllmOptions
@@ -20,8 +18,10 @@ from failfast_jax.drafters.specdiff import SpecDiffOptions
 from failfast_jax.drafters.suffix import SuffixOptions
 from failfast_jax.drafters.vanilla import VanillaOptions
 from failfast_jax.errors import ConfigError, OptionError
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION
 from failfast_jax.options import MethodOptions, Site, flag_of
+from failfast_jax.policy.expected_tokens import BINS, MODEL_CHANCES
 
 METHODS: dict[str, type[MethodOptions]] = {
     "auto": AutoOptions,

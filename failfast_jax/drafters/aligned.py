@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.decoding.accept import argmax_and_confidence
-from failfast_jax.decoding.state import Committed, Draft
+from failfast_jax.decoding.decode_state import Committed, Draft
+from failfast_jax.decoding.picking import argmax_and_confidence
 from failfast_jax.decoding.stopping import DraftSoFar, StopRule
-from failfast_jax.decoding.unmask import BlockPass
+from failfast_jax.decoding.unmasking import BlockPass
 from failfast_jax.decoding.windows import gather_rows, gather_window
 from failfast_jax.drafters.block_diffusion import BlockDrafter, BlockState
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.economics import MODEL_CHANCES
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.eagle3 import EagleChain, TreeOptions
-from failfast_jax.drafters.economic import Economic
-from failfast_jax.drafters.economic_tree import EconomicTree
 from failfast_jax.drafters.failfast import TOKEN_LENGTHS, lengths, one_pass_drafter
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK
 from failfast_jax.options import LONGEST_DRAFT, Site, flag_of, option, require
+from failfast_jax.policy.choice import Economic
+from failfast_jax.policy.expected_tokens import MODEL_CHANCES
+from failfast_jax.policy.tree_choice import EconomicTree
 
 TREES = TreeOptions.names()
 

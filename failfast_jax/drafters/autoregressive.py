@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from failfast_jax.decoding.accept import forbid
 from failfast_jax.decoding.branches import one_of
+from failfast_jax.decoding.decode_state import Draft
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.expand import Chunk, Growth, expand
+from failfast_jax.decoding.expansion import Chunk, Growth, expand
+from failfast_jax.decoding.picking import forbid
 from failfast_jax.decoding.proposal import no_extras, propose
-from failfast_jax.decoding.state import Draft
 from failfast_jax.decoding.stopping import BelowThreshold, Never, StopRule
 from failfast_jax.decoding.windows import gather_rows, gather_window, place
 from failfast_jax.drafters.failfast import MAX_SPEC_LEN, SPEC_LEN, check_lengths, lengths
-from failfast_jax.models.cache import KVCache
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE
+from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option, require
 

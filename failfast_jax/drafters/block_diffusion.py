@@ -9,12 +9,12 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.decoding.accept import forbid
 from failfast_jax.decoding.branches import one_of
+from failfast_jax.decoding.decode_state import Committed
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.state import Committed
+from failfast_jax.decoding.picking import forbid
 from failfast_jax.decoding.windows import gather_rows, gather_window, place
-from failfast_jax.models.cache import KVCache, round_up
+from failfast_jax.models.kv_cache import KVCache, round_up
 from failfast_jax.models.transformer import Decoder
 
 

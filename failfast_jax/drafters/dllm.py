@@ -1,4 +1,4 @@
-"""Method `dllm`: a block-diffusion model writing on its own (`decoding.dllm`), with Spiffy (`decoding.spiffy`)."""
+"""Method `dllm`: a block-diffusion model without a target, and Spiffy (`decoding.draft_states`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from failfast_jax.checkpoints import draft_graph
 from failfast_jax.checkpoints.draft_graph import DraftGraph
-from failfast_jax.decoding.dllm import RANKS
+from failfast_jax.decoding.diffusion_decoding import RANKS
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.options import MethodOptions, option, require
 

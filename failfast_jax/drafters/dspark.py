@@ -14,16 +14,16 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.decoding.branches import one_of
+from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.expand import Chunk, Growth, expand
+from failfast_jax.decoding.expansion import Chunk, Growth, expand
 from failfast_jax.decoding.proposal import Extras, no_extras, propose, refuse_begun
-from failfast_jax.decoding.state import Committed, Draft
 from failfast_jax.decoding.windows import gather_rows
 from failfast_jax.drafters.feature_block import ROWS, FeatureDrafter, FeatureState
 from failfast_jax.errors import ConfigError
-from failfast_jax.models.cache import KVCache, round_up
+from failfast_jax.models.block_network import DSparkModel
 from failfast_jax.models.drafter_model import FEATURE_BLOCK
-from failfast_jax.models.dspark import DSparkModel
+from failfast_jax.models.kv_cache import KVCache, round_up
 from failfast_jax.options import MethodOptions, Site, option
 
 

@@ -17,18 +17,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.branches import when
+from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.expand import Chunk, Growth, expand
+from failfast_jax.decoding.expansion import Chunk, Growth, expand
 from failfast_jax.decoding.proposal import no_extras, propose, refuse_begun
-from failfast_jax.decoding.state import Committed, Draft
 from failfast_jax.decoding.stopping import Never, StopRule
-from failfast_jax.decoding.tree import deepest
+from failfast_jax.decoding.token_tree import deepest
 from failfast_jax.decoding.windows import gather_rows, gather_window
-from failfast_jax.drafters.tree import best_nodes
+from failfast_jax.drafters.branch_tree import best_nodes
 from failfast_jax.errors import OptionError
-from failfast_jax.models.cache import KVCache
 from failfast_jax.models.drafter_model import EAGLE
-from failfast_jax.models.eagle import ROWS, BoundEagle, Level
+from failfast_jax.models.eagle_network import ROWS, BoundEagle, Level
+from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.models.sharding import constrain_rows
 from failfast_jax.options import LONGEST_DRAFT, MethodOptions, Site, option, require
 

@@ -10,10 +10,10 @@ import numpy as np
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.stopping import BelowThreshold, CongestionWindow
 from failfast_jax.drafters.aligned import Aligned
+from failfast_jax.drafters.branch_tree import ALTERNATIVES, TreeDrafter
 from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.drafters.eagle3 import EagleChain
 from failfast_jax.drafters.reuse import ReleasedReuse, Reuse
-from failfast_jax.drafters.tree import ALTERNATIVES, TreeDrafter
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.decoding.accept import argmax_and_confidence
 from failfast_jax.decoding.branches import one_of
+from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.state import Committed, Draft
+from failfast_jax.decoding.picking import argmax_and_confidence
 from failfast_jax.decoding.stopping import Never, StopRule
-from failfast_jax.decoding.unmask import above_threshold, most_confident
+from failfast_jax.decoding.unmasking import above_threshold, most_confident
 from failfast_jax.decoding.windows import write_rows
-from failfast_jax.models.cache import KVCache, round_up
-from failfast_jax.models.dspark import DSparkModel
+from failfast_jax.models.block_network import DSparkModel
+from failfast_jax.models.kv_cache import KVCache, round_up
 
 ROWS = 8
 """Blocks are padded to multiples of this: the narrowest pass worth having on CPU and TPU alike."""

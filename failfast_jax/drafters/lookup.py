@@ -9,8 +9,8 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from failfast_jax.decoding.decode_state import Committed, Draft
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.state import Committed, Draft
 from failfast_jax.options import LONGEST_DRAFT, ByPlatform, MethodOptions, Site, option
 
 LONGEST_MATCH = 32

@@ -14,8 +14,8 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from failfast_jax.decoding.decode_state import Draft
 from failfast_jax.decoding.drafter import Drafter, Wrapper
-from failfast_jax.decoding.state import Draft
 from failfast_jax.drafters.aligned import Aligned
 
 SHORTEST_MATCH, LONGEST_MATCH = 2, 32

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.decoding.accept import argmax_and_confidence
+from failfast_jax.decoding.decode_state import Draft
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.state import Draft
-from failfast_jax.decoding.unmask import most_confident
+from failfast_jax.decoding.picking import argmax_and_confidence
+from failfast_jax.decoding.unmasking import most_confident
 from failfast_jax.decoding.windows import gather_window, place
 from failfast_jax.drafters.block_diffusion import BlockDrafter, BlockState
 from failfast_jax.drafters.failfast import SPEC_LEN, check_rows, one_pass_drafter, refuse_rejection

@@ -19,8 +19,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from failfast_jax.decoding.decode_state import Draft
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.state import Draft
 from failfast_jax.drafters.lookup import LONGEST_MATCH
 from failfast_jax.options import LONGEST_DRAFT, ByPlatform, MethodOptions, Site, option
 

@@ -7,9 +7,9 @@ import functools
 import flax.struct
 import jax.numpy as jnp
 
-from failfast_jax.decoding.expand import Chunk, Growth, expand
+from failfast_jax.decoding.decode_state import Draft
+from failfast_jax.decoding.expansion import Chunk, Growth, expand
 from failfast_jax.decoding.proposal import no_extras, propose, refuse_begun
-from failfast_jax.decoding.state import Draft
 from failfast_jax.decoding.stopping import StopRule
 from failfast_jax.drafters.block_diffusion import BlockDrafter, BlockState
 

@@ -6,7 +6,7 @@ point `lm_eval.models` of packages.
 
 from __future__ import annotations
 
-from failfast_jax import starting
+from failfast_jax.util import starting
 
 starting.begin(__name__)  # before the imports that take seconds
 
@@ -14,32 +14,32 @@ import argparse
 import logging
 import sys
 
-from failfast_jax import command, distributed
-from failfast_jax.compilation import enable_compile_cache
+from failfast_jax.util import command_line, processes
+from failfast_jax.util.compilation import enable_compile_cache
 
 PROGRAM = "python -m failfast_jax.harness"
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = command.PlainParser(
+    parser = command_line.PlainParser(
         prog=PROGRAM,
         description=__doc__,
         epilog="For example: run --model failfast_jax --model_args method=lookup,batch=4 --tasks gsm8k --limit 20. "
         "For --model_args see failfast_jax/harness/model.py.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    distributed.add_flag(parser)
+    processes.add_flag(parser)
     parser.add_argument("subcommand", choices=("run", "ls", "validate"), help="of lm_eval")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of lm_eval's subcommand")
     return parser
 
 
 def _work(args: argparse.Namespace) -> None:
-    main_of_harness = command.needed("lm_eval.__main__", "the harness", "eval")
-    model = command.needed("failfast_jax.harness.model", "the harness", "eval")  # registers itself
+    main_of_harness = command_line.needed("lm_eval.__main__", "the harness", "eval")
+    model = command_line.needed("failfast_jax.harness.model", "the harness", "eval")  # registers itself
     enable_compile_cache()
-    if not distributed.speaks():
+    if not processes.speaks():
         model.follow()
         return
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reports each retry twice
@@ -54,11 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status (2 for input that cannot be served)."""
     parser = build_parser()
     # Our flags are taken from any place; the rest is left to lm_eval as it is.
-    ours = command.PlainParser(prog=PROGRAM, add_help=False)
-    distributed.add_flag(ours)
+    ours = command_line.PlainParser(prog=PROGRAM, add_help=False)
+    processes.add_flag(ours)
     known, others = ours.parse_known_args(argv)
     args = parser.parse_args(others)
-    return command.run(lambda: _work(args), where=known.distributed)
+    return command_line.run(lambda: _work(args), where=known.distributed)
 
 
 if __name__ == "__main__":

@@ -17,20 +17,20 @@ from jaxtyping import Array, Bool, Float, Int
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-from failfast_jax import distributed, numerics
-from failfast_jax.command import meant
-from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding.accept import argmax
+from failfast_jax.decoding.picking import argmax
 from failfast_jax.defaults import load_pair
 from failfast_jax.drafters import DEFAULT_METHOD, all_options
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.progress import note
 from failfast_jax.serving import Queue
 from failfast_jax.serving.serve_options import refuse_diffusion
-from failfast_jax.templates import render
+from failfast_jax.template_rendering import render
+from failfast_jax.util import numerics, processes
+from failfast_jax.util.command_line import meant
+from failfast_jax.util.progress import note
 
 SHORTEST = 64
 """Texts are padded to this many tokens times a power of two: one program per width."""
@@ -121,8 +121,8 @@ MODEL, SCORE, ANSWER = "model", "score", "answer"
 
 def tell(work: str | None, value: Any = None) -> None:
     """Tells the processes that `follow` the next work; None: there is none."""
-    if distributed.speaks():
-        distributed.agreed([work, value])
+    if processes.speaks():
+        processes.agreed([work, value])
 
 
 def follow() -> None:
@@ -132,7 +132,7 @@ def follow() -> None:
       ValueError: the model could not be made here, though the first process has it.
     """
     model, error = None, None
-    while (message := distributed.agreed(None))[0] is not None:
+    while (message := processes.agreed(None))[0] is not None:
         work, value = message
         if error is not None:
             raise error
@@ -342,7 +342,7 @@ class FailFastLM(TemplateLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Answers, each up to the first of its stop strings."""
-        if distributed.alone():
+        if processes.alone():
             texts = self._texts(self.queue, requests)
         else:
             tell(ANSWER)

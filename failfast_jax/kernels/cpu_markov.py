@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from failfast_jax.kernels import cpu_product, emit, threads
-from failfast_jax.kernels.emit import ELEMENTS, FLOAT, INT, Call, Emitter, constant
+from failfast_jax.kernels import cpu_product, llvm_emitter, thread_pool
+from failfast_jax.kernels.llvm_emitter import ELEMENTS, FLOAT, INT, Call, Emitter, constant
 
 BIT = ir.IntType(1)
 
@@ -31,7 +31,7 @@ def supports(*, rank: int, outputs: int, dtypes: Sequence[DTypeLike]) -> str | N
       outputs: tokens that can be drafted.
       dtypes: of both matrices.
     """
-    unit = emit.vector_unit()
+    unit = llvm_emitter.vector_unit()
     if unit is None:
         return cpu_product.NO_UNIT
     if rank < 1 or rank % unit.lanes:
@@ -79,13 +79,13 @@ def choose(
     if why or any(x.dtype != dtype or x.shape != shape for x, dtype, shape in wanted):
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x, _, _ in wanted)
         raise ValueError(f"a Markov head of {shapes}: {why or 'shapes and types that do not fit'}")
-    name = emit.registered(_module, _name(w1.dtype), _name(w2.dtype))
-    return emit.call(name, jax.ShapeDtypeStruct((batch, rows), jnp.int32))(*(x for x, _, _ in wanted))[0]
+    name = llvm_emitter.registered(_module, _name(w1.dtype), _name(w2.dtype))
+    return llvm_emitter.call(name, jax.ShapeDtypeStruct((batch, rows), jnp.int32))(*(x for x, _, _ in wanted))[0]
 
 
 def _module(*dtypes: str) -> ir.Module:
-    module = ir.Module(f"{emit.TARGETS}_markov_{'_'.join(dtypes)}")
-    emit.handler(module, functools.partial(_choose, dtypes=dtypes))
+    module = ir.Module(f"{llvm_emitter.TARGETS}_markov_{'_'.join(dtypes)}")
+    llvm_emitter.handler(module, functools.partial(_choose, dtypes=dtypes))
     return module
 
 
@@ -94,15 +94,15 @@ def _choose(call: Call, *, dtypes: tuple[str, ...]) -> None:
     logits, w1 = arrays[0], arrays[2]
     values = [*(array.data for array in arrays), call.output().data]
     values += [logits.size(1), logits.size(2), w1.size(0), w1.size(1)]
-    threads.share_out(call, logits.size(0), values, functools.partial(_choose_block, dtypes=dtypes))
+    thread_pool.share_out(call, logits.size(0), values, functools.partial(_choose_block, dtypes=dtypes))
 
 
 def _choose_block(emitter: Emitter, block, values: list, *, dtypes: tuple[str, ...]) -> None:
     logits, last, w1, w2, center, radius, ids, chosen, rows, size, vocab, rank = values
     of_codes, of_tokens = dtypes
-    lanes, first_row = emit.vector_unit().lanes, emitter.mul(block, rows)
-    zero, least = emit.vector([0.0] * lanes), emit.vector([float("-inf")] * lanes)
-    places, end = emit.vector(range(lanes), INT), emitter.sub(size, constant(lanes))
+    lanes, first_row = llvm_emitter.vector_unit().lanes, emitter.mul(block, rows)
+    zero, least = llvm_emitter.vector([0.0] * lanes), llvm_emitter.vector([float("-inf")] * lanes)
+    places, end = llvm_emitter.vector(range(lanes), INT), emitter.sub(size, constant(lanes))
 
     def row(index, carried):
         here = emitter.add(first_row, index)
@@ -151,7 +151,7 @@ def _choose_block(emitter: Emitter, block, values: list, *, dtypes: tuple[str, .
         _, guesses = emitter.loop(size, lanes, highest, [least, places])
         best, where = ir.Constant(FLOAT, float("-inf")), constant(0)
         for lane in range(lanes):
-            best, where = better(emitter.zext(emitter.lane(guesses, lane), emit.LONG), best, where)
+            best, where = better(emitter.zext(emitter.lane(guesses, lane), llvm_emitter.LONG), best, where)
         reach, offset = emitter.repeated(length, lanes), emitter.repeated(mean, lanes)
 
         def look(at, carried):
@@ -166,19 +166,21 @@ def _choose_block(emitter: Emitter, block, values: list, *, dtypes: tuple[str, .
             def one(_, carried):
                 left, *found = carried
                 lane = _bits(emitter, "cttz", left, ir.Constant(BIT, 1))
-                token = emitter.add(at, emitter.zext(lane, emit.LONG))
+                token = emitter.add(at, emitter.zext(lane, llvm_emitter.LONG))
                 rest = emitter.and_(left, emitter.sub(left, ir.Constant(bits, 1)))
                 return [rest, *better(token, *found)]
 
-            count = emitter.zext(_bits(emitter, "ctpop", left), emit.LONG)
+            count = emitter.zext(_bits(emitter, "ctpop", left), llvm_emitter.LONG)
             return emitter.loop(count, 1, one, [left, best, where])[1:]
 
         best, where = emitter.loop(size, lanes, look, [best, where])
         token = emitter.load(emitter.element(ids, where, INT), typ=INT)
         emitter.store(token, emitter.element(chosen, here, INT))
-        return [emitter.sext(token, emit.LONG)]
+        return [emitter.sext(token, llvm_emitter.LONG)]
 
-    emitter.loop(rows, 1, row, [emitter.sext(emitter.load(emitter.element(last, block, INT), typ=INT), emit.LONG)])
+    emitter.loop(
+        rows, 1, row, [emitter.sext(emitter.load(emitter.element(last, block, INT), typ=INT), llvm_emitter.LONG)]
+    )
 
 
 def _line(emitter: Emitter, matrix, row, rank, dtype: str):

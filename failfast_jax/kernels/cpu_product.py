@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 from llvmlite import ir
 
-from failfast_jax.kernels import emit, threads
-from failfast_jax.kernels.emit import AHEAD, BYTES, CACHE_LINE, ELEMENTS, LONG, POINTER, Call, Emitter, constant
+from failfast_jax.kernels import llvm_emitter, thread_pool
+from failfast_jax.kernels.llvm_emitter import AHEAD, BYTES, CACHE_LINE, ELEMENTS, LONG, POINTER, Call, Emitter, constant
 
 NO_UNIT = "a processor without fused multiply-add"
 MAX_WIDTH = 128
@@ -51,7 +51,7 @@ class Tile:
 
 def tile(dtype: str) -> Tile:
     """For this machine and weights of a type: the fastest of those that were tried."""
-    if emit.vector_unit().registers == 16:
+    if llvm_emitter.vector_unit().registers == 16:
         return Tile((4, 3, 2, 1), 3)
     return Tile((4, 3, 2, 1), 6) if dtype == "int8" else Tile((8, 7, 6, 5, 4, 3, 2, 1), 3)
 
@@ -69,7 +69,7 @@ def supports(*, width: int, outputs: int, dtype: DTypeLike) -> str | None:
       outputs: rows of the weight.
       dtype: of the weight.
     """
-    if emit.vector_unit() is None:
+    if llvm_emitter.vector_unit() is None:
         return NO_UNIT
     wide = jnp.dtype(dtype) == jnp.float32 and width > MAX_WIDTH
     if width < 1 or wide:
@@ -96,8 +96,10 @@ def product(rows: Float[Array, "R I"], weight: Shaped[Array, "O I"]) -> Float[Ar
     if why or rows.shape[1] != weight.shape[1] or rows.dtype != jnp.float32:
         shapes = f"{rows.dtype}{list(rows.shape)} by {weight.dtype}{list(weight.shape)}"
         raise ValueError(f"product of {shapes}: {why or 'wants float32 rows as long as the rows of the weight'}")
-    name = emit.registered(_product_module, str(weight.dtype))
-    [result] = emit.call(name, jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), jnp.float32))(rows, weight)
+    name = llvm_emitter.registered(_product_module, str(weight.dtype))
+    [result] = llvm_emitter.call(name, jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), jnp.float32))(
+        rows, weight
+    )
     return result
 
 
@@ -111,13 +113,13 @@ def _product_jvp(arguments: tuple[Array, Array], changes: tuple[Array, Array]) -
 
 
 def _product_module(dtype: str) -> ir.Module:
-    module, shape = ir.Module(f"{emit.TARGETS}_product_{dtype}"), tile(dtype)
+    module, shape = ir.Module(f"{llvm_emitter.TARGETS}_product_{dtype}"), tile(dtype)
     most = THIN_ROWS if dtype == "float32" else ALWAYS_THIN
     thin = {
         rows: _tile(module, rows, thin_outputs(rows, dtype), dtype, THIN_AHEAD, "thin") for rows in range(1, most + 1)
     }
     tiles = {rows: _tile(module, rows, shape.outputs, dtype, AHEAD, "tile") for rows in shape.rows}
-    emit.handler(module, functools.partial(_product, shape=shape, thin=thin, tiles=tiles, dtype=dtype))
+    llvm_emitter.handler(module, functools.partial(_product, shape=shape, thin=thin, tiles=tiles, dtype=dtype))
     return module
 
 
@@ -127,7 +129,7 @@ def _tile(module: ir.Module, rows: int, width: int, dtype: str, ahead: int, name
     Args:
       ahead: bytes before weights are needed that they are asked for.
     """
-    lanes, element = emit.vector_unit().lanes, ELEMENTS[dtype]
+    lanes, element = llvm_emitter.vector_unit().lanes, ELEMENTS[dtype]
     arguments = [POINTER, POINTER, POINTER, LONG, LONG]
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), f"{name}_{rows}")
     function.linkage = "internal"
@@ -152,7 +154,7 @@ def _tile(module: ir.Module, rows: int, width: int, dtype: str, ahead: int, name
         return sums
 
     turns, whole = (emitter.and_(inputs, constant(-lanes * several)) for several in (vectors, 1))
-    zeros = [emit.vector([0.0] * lanes)] * (rows * width)
+    zeros = [llvm_emitter.vector([0.0] * lanes)] * (rows * width)
     sums = emitter.loop(turns, vectors * lanes, turn, zeros)
     if vectors > 1:
         sums = emitter.loop(whole, lanes, step, sums, begin=turns)
@@ -163,7 +165,9 @@ def _tile(module: ir.Module, rows: int, width: int, dtype: str, ahead: int, name
             for row, result in enumerate(results):
                 which, begin = divmod(row * width, lanes)
                 pair = sums[which], sums[min(which + 1, len(sums) - 1)]
-                of_row = emitter.shuffle_vector(*pair, emit.vector(range(begin, begin + width), emit.INT))
+                of_row = emitter.shuffle_vector(
+                    *pair, llvm_emitter.vector(range(begin, begin + width), llvm_emitter.INT)
+                )
                 emitter.store(of_row, result, align=4)
         with otherwise:
             totals = [emitter.lane(sums[index // lanes], index % lanes) for index in range(rows * width)]
@@ -225,4 +229,4 @@ def _product(
             by_rows(emitter, rows, shape.rows, lambda row, size: times(row, tiles[size], shape.outputs, begin, end))
 
     values = [x.data, w.data, y.data, x.size(0), x.size(1), w.size(0)]
-    threads.share_out(call, count, values, some_outputs)
+    thread_pool.share_out(call, count, values, some_outputs)

@@ -15,8 +15,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from failfast_jax.kernels import cpu_product, emit, threads
-from failfast_jax.kernels.emit import FLOAT, INT, Call, Emitter, constant
+from failfast_jax.kernels import cpu_product, llvm_emitter, thread_pool
+from failfast_jax.kernels.llvm_emitter import FLOAT, INT, Call, Emitter, constant
 
 NORMS_AT_ONCE = 64
 """Rows that are normed in one piece of work. To find the largest number of one row is a piece by itself."""
@@ -32,7 +32,7 @@ def supports(*, width: int, dtype: DTypeLike, size: int | None = None) -> str | 
       dtype: of the rows.
       size: numbers of a row, of which `largest` needs some; None: for `rms_norm`.
     """
-    if emit.vector_unit() is None:
+    if llvm_emitter.vector_unit() is None:
         return cpu_product.NO_UNIT
     if not 1 <= width <= cpu_product.MAX_WIDTH:
         return f"1 to {cpu_product.MAX_WIDTH} rows, not {width}"
@@ -51,8 +51,8 @@ def rms_norm(rows: Float[Array, "R E"], weight: Float[Array, " E"], eps: float) 
       ValueError: the kernel would read or write beside its arrays.
     """
     _check(None, rows, weight)
-    name = emit.registered(_norm_module)
-    [result] = emit.call(name, jax.ShapeDtypeStruct(rows.shape, jnp.float32))(rows, weight, jnp.float32(eps))
+    name = llvm_emitter.registered(_norm_module)
+    [result] = llvm_emitter.call(name, jax.ShapeDtypeStruct(rows.shape, jnp.float32))(rows, weight, jnp.float32(eps))
     return result
 
 
@@ -95,7 +95,7 @@ def _largest(rows: Float[Array, "R V"], share: bool) -> tuple[Array, ...]:
     _check(rows.shape[-1], rows)
     dtypes = (jnp.int32, jnp.float32) if share else (jnp.int32,)
     shapes = (jax.ShapeDtypeStruct(rows.shape[:1], dtype) for dtype in dtypes)
-    return tuple(emit.call(emit.registered(_largest_module, share), *shapes)(rows))
+    return tuple(llvm_emitter.call(llvm_emitter.registered(_largest_module, share), *shapes)(rows))
 
 
 def _check(size: int | None, rows: ArrayLike, *weights: ArrayLike) -> None:
@@ -107,8 +107,8 @@ def _check(size: int | None, rows: ArrayLike, *weights: ArrayLike) -> None:
 
 
 def _norm_module() -> ir.Module:
-    module = ir.Module(f"{emit.TARGETS}_rms_norm")
-    emit.handler(module, _norm)
+    module = ir.Module(f"{llvm_emitter.TARGETS}_rms_norm")
+    llvm_emitter.handler(module, _norm)
     return module
 
 
@@ -119,7 +119,7 @@ def _norm(call: Call) -> None:
 
     def some_rows(emitter: Emitter, piece, values) -> None:
         rows, weight, result, eps, count, size = values
-        lanes = emit.vector_unit().lanes
+        lanes = llvm_emitter.vector_unit().lanes
         begin = emitter.mul(piece, constant(NORMS_AT_ONCE))
         end = emitter.least(emitter.add(begin, constant(NORMS_AT_ONCE)), count)
         whole = emitter.and_(size, constant(-lanes))
@@ -133,7 +133,9 @@ def _norm(call: Call) -> None:
                 number = emitter.floats(emitter.element(x, at), lanes)
                 return [emitter.multiply_add(number, number, carried[0])]
 
-            [total] = emitter.loop(whole, lanes, functools.partial(square, lanes=lanes), [emit.vector([0.0] * lanes)])
+            [total] = emitter.loop(
+                whole, lanes, functools.partial(square, lanes=lanes), [llvm_emitter.vector([0.0] * lanes)]
+            )
             total = emitter.lane(emitter.sums([total])[0], 0)
             [total] = emitter.loop(size, 1, functools.partial(square, lanes=1), [total], begin=whole)
             root = emitter.intrinsic("sqrt", FLOAT, emitter.fadd(emitter.fdiv(total, divisor), floor))
@@ -150,24 +152,24 @@ def _norm(call: Call) -> None:
         emitter.loop(end, 1, norm, begin=begin)
 
     values = [rows.data, weight.data, call.output().data, eps.data, rows.size(0), size]
-    threads.share_out(call, pieces, values, some_rows)
+    thread_pool.share_out(call, pieces, values, some_rows)
 
 
 def _largest_module(share: bool) -> ir.Module:
-    module = ir.Module(f"{emit.TARGETS}_largest{'_share' if share else ''}")
-    emit.handler(module, functools.partial(_largest_of_rows, share=share))
+    module = ir.Module(f"{llvm_emitter.TARGETS}_largest{'_share' if share else ''}")
+    llvm_emitter.handler(module, functools.partial(_largest_of_rows, share=share))
     return module
 
 
 def _largest_of_rows(call: Call, *, share: bool) -> None:
     rows = call.input(0)
     values = [rows.data, rows.size(1), *(call.output(index).data for index in range(1 + share))]
-    threads.share_out(call, rows.size(0), values, functools.partial(_largest_of_row, share=share))
+    thread_pool.share_out(call, rows.size(0), values, functools.partial(_largest_of_row, share=share))
 
 
 def _largest_of_row(emitter: Emitter, row, values: list, *, share: bool) -> None:
     rows, size, index, *shares = values
-    lanes = emit.vector_unit().lanes
+    lanes = llvm_emitter.vector_unit().lanes
     x, end = emitter.element(rows, emitter.mul(row, size)), emitter.sub(size, constant(lanes))
     nowhere = ir.Constant(ir.VectorType(ir.IntType(1), lanes), [False] * lanes)
 
@@ -186,7 +188,7 @@ def _largest_of_row(emitter: Emitter, row, values: list, *, share: bool) -> None
         has_nan = emitter.or_(has_nan, emitter.fcmp_unordered("uno", numbers, numbers))
         return [emitter.select(above, numbers, best), has_nan]
 
-    best, has_nan = over(higher, [emit.vector([float("-inf")] * lanes), nowhere])
+    best, has_nan = over(higher, [llvm_emitter.vector([float("-inf")] * lanes), nowhere])
     best = emitter.intrinsic("vector.reduce.fmax", FLOAT, best)
     bits = ir.IntType(lanes)
     has_nan = emitter.icmp_unsigned("!=", emitter.bitcast(has_nan, bits), ir.Constant(bits, 0))
@@ -195,7 +197,7 @@ def _largest_of_row(emitter: Emitter, row, values: list, *, share: bool) -> None
 
     def first(at, numbers, carried):
         start = emitter.repeated(emitter.trunc(at, INT), lanes)
-        place = emitter.add(start, emit.vector(range(lanes), INT))
+        place = emitter.add(start, llvm_emitter.vector(range(lanes), INT))
         nearer = emitter.and_(emitter.fcmp_ordered("==", numbers, wanted), emitter.icmp_signed("<", place, carried[0]))
         return [emitter.select(nearer, place, carried[0])]
 
@@ -213,9 +215,9 @@ def _largest_of_row(emitter: Emitter, row, values: list, *, share: bool) -> None
 
 def _total(emitter: Emitter, x, size, subtracted):
     """The sum of e to what each number of a row is below the largest one."""
-    lanes = emit.vector_unit().lanes
+    lanes = llvm_emitter.vector_unit().lanes
     whole = emitter.and_(size, constant(-lanes))
-    zero = emit.vector([0.0] * lanes)
+    zero = llvm_emitter.vector([0.0] * lanes)
 
     def weights(at):
         return emitter.exponential(emitter.fsub(emitter.floats(emitter.element(x, at), lanes), subtracted))
@@ -224,7 +226,9 @@ def _total(emitter: Emitter, x, size, subtracted):
     # The last vector overlaps the one before: only its own numbers count.
     left = emitter.trunc(emitter.sub(size, whole), INT)
     own = emitter.icmp_signed(
-        ">=", emit.vector(range(lanes), INT), emitter.repeated(emitter.sub(ir.Constant(INT, lanes), left), lanes)
+        ">=",
+        llvm_emitter.vector(range(lanes), INT),
+        emitter.repeated(emitter.sub(ir.Constant(INT, lanes), left), lanes),
     )
     rest = emitter.select(own, weights(emitter.sub(size, constant(lanes))), zero)
     return emitter.lane(emitter.sums([emitter.fadd(total, rest)])[0], 0)

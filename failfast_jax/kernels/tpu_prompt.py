@@ -9,8 +9,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jaxtyping import Array
 
 from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
-from failfast_jax.kernels.reference import HIDDEN, last_visible
-from failfast_jax.kernels.tpu import LANES
+from failfast_jax.kernels.plain_attention import HIDDEN, last_visible
+from failfast_jax.kernels.tpu_attention import LANES
 
 
 def _sees(last: Array, positions: Array) -> Array:

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax import progress
 from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
-from failfast_jax.kernels import reference
-from failfast_jax.models.cache import TILE, write_window
+from failfast_jax.kernels import plain_attention
+from failfast_jax.models.kv_cache import TILE, write_window
 from failfast_jax.models.rope import rotated_heads
+from failfast_jax.util import progress
 
 SIMULATED_TPU = "simulated-tpu"
 KERNELS = ("reference", "cpu", "tpu", SIMULATED_TPU, "gpu", "cudnn", "xla")
@@ -62,24 +62,24 @@ def supports(
         )
     shapes = {"width": 1, "capacity": TILE, "head_dim": head_dim, "dtype": dtype}
     if kernel == "cpu":
-        from failfast_jax.kernels import cpu  # brings LLVM: only where it runs
+        from failfast_jax.kernels import cpu_attention  # brings LLVM: only where it runs
 
-        return cpu.supports(**shapes)
+        return cpu_attention.supports(**shapes)
     shapes |= {"heads": heads, "kv_heads": kv_heads}
     if kernel == "tpu":
-        from failfast_jax.kernels import tpu
+        from failfast_jax.kernels import tpu_attention
 
         version = re.search(r"TPU v?(\d+)", str(getattr(device, "device_kind", "")))
         old = version is not None and int(version[1]) < OLDEST_TPU
         if old:
             return f"the TPU's kernels need a TPU v{OLDEST_TPU} or later, this is a {device.device_kind}"
-        reason = tpu.supports(**shapes)
+        reason = tpu_attention.supports(**shapes)
         return reason and f"the TPU's kernels do not take {reason}"
     if kernel == "cudnn":
         return _cudnn_supports(device, dtype, head_dim)
-    from failfast_jax.kernels import gpu
+    from failfast_jax.kernels import gpu_attention
 
-    return gpu.supports(**shapes, device=device)
+    return gpu_attention.supports(**shapes, device=device)
 
 
 def _cudnn_supports(device: Any, dtype: DTypeLike, head_dim: int) -> str | None:
@@ -151,7 +151,7 @@ class Window:
     first: PerSequence | None = None
     """Cache slot of the tree's first token; None: the window's, which then holds the whole tree."""
     block_size: int = flax.struct.field(pytree_node=False, default=1)
-    """Mask rule: causal (1) or block-causal; see `kernels.reference.visible_until`."""
+    """Mask rule: causal (1) or block-causal; see `kernels.plain_attention.visible_until`."""
     back: int | None = flax.struct.field(pytree_node=False, default=None)
     """Of a sliding window: a token sees its own position and the `back - 1` before it, of what it sees; None: all."""
 
@@ -201,18 +201,18 @@ def attend(
     if on_tpu and window.seen is not None and _groups_fit(qkv.shape[1] // window.seen.shape[1]):
         return _attend_groups(qkv, cache, window, until, simulated)
     if on_tpu and window.visible is None and window.back is None:
-        from failfast_jax.kernels import tpu, tpu_write
+        from failfast_jax.kernels import tpu_attention, tpu_write
 
-        if qkv.shape[1] <= tpu.MAX_WIDTH:
+        if qkv.shape[1] <= tpu_attention.MAX_WIDTH:
             tables = tpu_write.rotary_tables(window.cos, window.sin)
             options = {"block_size": block_size, "interpret": simulated}
-            out, *cache = tpu.attend(qkv, *tables, *cache, start, until, live, **options)
+            out, *cache = tpu_attention.attend(qkv, *tables, *cache, start, until, live, **options)
             return out, tuple(cache)
     if kernel == "cpu" and window.visible is None and window.seen is None:
-        from failfast_jax.kernels import cpu_prompt
+        from failfast_jax.kernels import cpu_prompt_attention
 
         sizes = {"width": qkv.shape[1], "capacity": cache[0].shape[2], "head_dim": qkv.shape[4]}
-        if cpu_prompt.supports(**sizes, dtype=qkv.dtype, cached=cache[0].dtype) is None:
+        if cpu_prompt_attention.supports(**sizes, dtype=qkv.dtype, cached=cache[0].dtype) is None:
             return _attend_prompt(qkv, window.cos, window.sin, *cache, start, until, live, block_size, window.back)
     q, k, v = rotated_heads(qkv, window.cos, window.sin)
     cache = write_windows(*cache, k, v, start, kernel=kernel)
@@ -225,10 +225,10 @@ def attend(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(8, 9))
 def _attend_prompt(qkv, cos, sin, k_cache, v_cache, start, until, live, block_size: int, back: int | None):
     """`attend` for many rows on a CPU."""
-    from failfast_jax.kernels import cpu_prompt
+    from failfast_jax.kernels import cpu_prompt_attention
 
     tables, places = (cos, sin), (start, until, live)
-    return cpu_prompt.attend(qkv, *tables, k_cache, v_cache, *places, block_size=block_size, back=back)
+    return cpu_prompt_attention.attend(qkv, *tables, k_cache, v_cache, *places, block_size=block_size, back=back)
 
 
 @_attend_prompt.defjvp
@@ -240,7 +240,7 @@ def _attend_prompt_jvp(block_size: int, back: int | None, arguments: tuple, chan
         q, k, v = rotated_heads(qkv, cos, sin)
         cache = write_windows(*cache, k, v, start)
         mask = {"block_size": block_size, "tile": math.gcd(cache[0].shape[2], TILE), "back": back}
-        return reference.window_attention(q, *cache, start, until, live, **mask), cache
+        return plain_attention.window_attention(q, *cache, start, until, live, **mask), cache
 
     return jax.jvp(plain, arguments[:5], changes[:5])
 
@@ -249,38 +249,40 @@ def _attend_masked(q: Queries, cache: LayerCache, window: Window, kernel: str) -
     """Of a tree's tokens, or of groups of rows."""
     first = window.start if window.first is None else window.first
     if kernel in ("gpu", "cudnn", "xla"):
-        from failfast_jax.kernels import gpu
+        from failfast_jax.kernels import gpu_attention
 
         slots = jnp.arange(cache[0].shape[2])
         if window.visible is not None:
-            mask = reference.tree_mask(first, window.visible, slots)
+            mask = plain_attention.tree_mask(first, window.visible, slots)
         else:
-            mask = reference.group_mask(window.seen, q.shape[1], slots)
-        return gpu.masked_attention(q, *cache, mask, implementation="xla")
+            mask = plain_attention.group_mask(window.seen, q.shape[1], slots)
+        return gpu_attention.masked_attention(q, *cache, mask, implementation="xla")
     if window.visible is not None:
-        return reference.tree_attention(q, *cache, first, window.visible, window.live, tile=TILE)
-    return reference.grouped_attention(q, *cache, window.seen, window.live, tile=TILE)
+        return plain_attention.tree_attention(q, *cache, first, window.visible, window.live, tile=TILE)
+    return plain_attention.grouped_attention(q, *cache, window.seen, window.live, tile=TILE)
 
 
 def _groups_fit(size: int) -> bool:
     """Whether the TPU's kernel takes groups of so many rows; says so, once, if XLA does instead."""
-    from failfast_jax.kernels import tpu
+    from failfast_jax.kernels import tpu_attention
 
-    if size > tpu.MAX_WIDTH:
-        progress.warn_once(f"attention of copies of {size} rows runs in XLA: the TPU's kernel takes {tpu.MAX_WIDTH}")
-    return size <= tpu.MAX_WIDTH
+    if size > tpu_attention.MAX_WIDTH:
+        progress.warn_once(
+            f"attention of copies of {size} rows runs in XLA: the TPU's kernel takes {tpu_attention.MAX_WIDTH}"
+        )
+    return size <= tpu_attention.MAX_WIDTH
 
 
 def _attend_groups(
     qkv: Float[Array, "B W K G2 H"], cache: LayerCache, window: Window, until: PerSequence, simulated: bool
 ) -> tuple[Float[Array, "B W Q H"], LayerCache]:
     """`attend` for groups of rows on a TPU: as many whole groups at a time as the kernel takes rows."""
-    from failfast_jax.kernels import tpu, tpu_write
+    from failfast_jax.kernels import tpu_attention, tpu_write
 
     width, size = qkv.shape[1], qkv.shape[1] // window.seen.shape[1]
     tables = tpu_write.rotary_tables(window.cos, window.sin)
     seen = jnp.repeat(window.seen, size, axis=1)
-    step = max(tpu.MAX_WIDTH // size, 1) * size
+    step = max(tpu_attention.MAX_WIDTH // size, 1) * size
     parts = [slice(at, min(at + step, width)) for at in range(0, width, step)]
     for part in parts:
         some = tuple(table[:, part] for table in tables)
@@ -289,7 +291,9 @@ def _attend_groups(
     for part in parts:
         some, begin = tuple(table[:, part] for table in tables), window.start + part.start
         options = {"block_size": window.block_size, "seen": seen[:, part], "interpret": simulated}
-        outputs.append(tpu.window_attention(qkv[:, part], *some, *cache, begin, until, window.live, **options))
+        outputs.append(
+            tpu_attention.window_attention(qkv[:, part], *some, *cache, begin, until, window.live, **options)
+        )
     return jnp.concatenate(outputs, axis=1), cache
 
 
@@ -307,8 +311,8 @@ def cached_attention(
 ) -> Queries:
     """Attention of a padded window over the cache, causal (`block_size` 1) or block-causal.
 
-    Reads only the cache tiles below `live` (`cudnn` and `xla`: all of it); see `kernels.reference.window_attention` for
-    the arguments.
+    Reads only the cache tiles below `live` (`cudnn` and `xla`: all of it); the arguments are those of
+    `kernels.plain_attention.window_attention`.
 
     Raises:
       ValueError: the kernel does not support the shapes.
@@ -316,23 +320,25 @@ def cached_attention(
     until = jnp.zeros_like(start) if until is None else until
     arguments = (q, k_cache, v_cache, start, until, live)
     if kernel == "cpu":
-        from failfast_jax.kernels import cpu
+        from failfast_jax.kernels import cpu_attention
 
         capacity, head_dim = k_cache.shape[2:]
-        if cpu.supports(width=q.shape[1], capacity=capacity, head_dim=head_dim, dtype=k_cache.dtype) is None:
-            return cpu.window_attention(*arguments, block_size=block_size, back=back)
+        if cpu_attention.supports(width=q.shape[1], capacity=capacity, head_dim=head_dim, dtype=k_cache.dtype) is None:
+            return cpu_attention.window_attention(*arguments, block_size=block_size, back=back)
     if kernel in ("reference", "cpu") or (kernel in TPU_KERNELS and back is not None):
-        return reference.window_attention(*arguments, block_size=block_size, tile=TILE, back=back)
+        return plain_attention.window_attention(*arguments, block_size=block_size, tile=TILE, back=back)
     if kernel in TPU_KERNELS:
         from failfast_jax.kernels import tpu_prompt
 
         return tpu_prompt.attention(*arguments, block_size=block_size, interpret=kernel == SIMULATED_TPU)
-    from failfast_jax.kernels import gpu
+    from failfast_jax.kernels import gpu_attention
 
-    if kernel == "gpu" and q.shape[1] <= gpu.MAX_WIDTH and back is None:
-        return gpu.window_attention(*arguments, block_size=block_size)
+    if kernel == "gpu" and q.shape[1] <= gpu_attention.MAX_WIDTH and back is None:
+        return gpu_attention.window_attention(*arguments, block_size=block_size)
     implementation = "xla" if kernel == "xla" else "cudnn"
-    return gpu.dense_window_attention(*arguments, block_size=block_size, back=back, implementation=implementation)
+    return gpu_attention.dense_window_attention(
+        *arguments, block_size=block_size, back=back, implementation=implementation
+    )
 
 
 def write_windows(
@@ -345,16 +351,16 @@ def write_windows(
     kernel: str = "reference",
 ) -> LayerCache:
     """Overwrites positions `start[b] .. start[b]+W-1` of both caches; in place when they are donated. What is written
-    is `kernels.reference.contained`.
+    is `kernels.plain_attention.contained`.
 
     The caller keeps `start + W` within the capacity.
     """
     if kernel in TPU_KERNELS:
-        from failfast_jax.kernels import tpu, tpu_write  # slow to import: only where it runs
+        from failfast_jax.kernels import tpu_attention, tpu_write  # slow to import: only where it runs
 
         # Long windows are prefill: rare, and more than the kernel's fast memory holds.
-        if k.shape[1] <= tpu.MAX_WIDTH:
+        if k.shape[1] <= tpu_attention.MAX_WIDTH:
             simulated = kernel == SIMULATED_TPU
             return tpu_write.write_window(k_cache, v_cache, jnp.stack([k, v], axis=3), start, interpret=simulated)
-    k, v = reference.contained(k.astype(k_cache.dtype), v.astype(v_cache.dtype))
+    k, v = plain_attention.contained(k.astype(k_cache.dtype), v.astype(v_cache.dtype))
     return write_window(k_cache, k, start), write_window(v_cache, v, start)

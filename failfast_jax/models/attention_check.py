@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from failfast_jax.models.attention import SIMULATED_TPU, Window, attend, kernel_of
-from failfast_jax.models.cache import TPU_TILE, round_up
+from failfast_jax.models.kv_cache import TPU_TILE, round_up
 
 TOLERANCE = 2e-2
 """Of attention in bfloat16, relative to its largest output."""

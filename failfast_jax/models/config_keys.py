@@ -12,8 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from failfast_jax.errors import ConfigError, quoted
-from failfast_jax.models.config import BLOCK_KEYS, DUAL_CHUNK, FAST_DLLM_MODEL_TYPE, FULL_ATTENTION, SDAR_MODEL_TYPE
-from failfast_jax.progress import warn_once
+from failfast_jax.models.model_config import (
+    BLOCK_KEYS,
+    DUAL_CHUNK,
+    FAST_DLLM_MODEL_TYPE,
+    FULL_ATTENTION,
+    SDAR_MODEL_TYPE,
+)
+from failfast_jax.util.progress import warn_once
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM"),

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from failfast_jax.models.cache import KVCache
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.kv_cache import KVCache
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import Execution
 
 AUTOREGRESSIVE, BLOCK_DIFFUSION = "autoregressive", "block-diffusion"

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from failfast_jax.models.cache import round_up
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.kv_cache import round_up
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import ONE_DEVICE, Axes, Execution, put, total, whole
 
 

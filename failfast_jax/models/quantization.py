@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int8
 
 from failfast_jax.errors import OptionError
-from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.layers import Linear
+from failfast_jax.models.model_config import ModelConfig
 
 SCHEMES = ("int8",)
 """`int8`: symmetric, rounded to the nearest of 256 levels, a float32 scale for each output."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from failfast_jax.models.config import ModelConfig, RopeConfig
+from failfast_jax.models.model_config import ModelConfig, RopeConfig
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:

@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from failfast_jax import platforms
 from failfast_jax.errors import OptionError
 from failfast_jax.models.attention import KERNELS, SIMULATED_TPU, TPU_KERNELS, device_of, kernel_of
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.model_config import ModelConfig
+from failfast_jax.util import hardware
 
 Axes = str | tuple[str, ...] | None
 """Mesh axes that a dimension of an array is spread over."""
@@ -282,14 +282,14 @@ def copies_work_alike(config: ModelConfig, device: Any, tensor: int, rows: int =
     Args:
       rows: of a pass, in all.
     """
-    chip = platforms.CHIPS.get(device.device_kind)
+    chip = hardware.CHIPS.get(device.device_kind)
     if chip is None:
         return False
     width, heads = config.hidden_size, config.num_kv_heads
     weights = 2 * width * config.head_dim * 2 * (config.num_heads + heads)
     read = weights * (1 / heads - 1 / tensor) / (chip.bandwidth * chip.streaming)
     size = 2 * rows * width
-    saved = platforms.allreduce_s(chip, tensor, size) - platforms.allreduce_s(chip, heads, size)
+    saved = hardware.allreduce_s(chip, tensor, size) - hardware.allreduce_s(chip, heads, size)
     return saved > 1.5 * read  # with less, compiled programs did not gain
 
 

@@ -21,14 +21,13 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
-from failfast_jax import numerics
-from failfast_jax.kernels.reference import dense_attention
+from failfast_jax.kernels.plain_attention import dense_attention
 from failfast_jax.models import quantization
 from failfast_jax.models.attention import LayerCache, RowGroups, TreeMask, Window, attend
-from failfast_jax.models.cache import KVCache, move_slots, round_up
-from failfast_jax.models.config import ModelConfig
 from failfast_jax.models.drafter_model import Kind
+from failfast_jax.models.kv_cache import KVCache, move_slots, round_up
 from failfast_jax.models.layers import Layer, Linear, RMSNorm, padded_group, product, xla_product
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.rope import rotary, rotated_heads
 from failfast_jax.models.sharding import (
     ONE_DEVICE,
@@ -41,6 +40,7 @@ from failfast_jax.models.sharding import (
     put,
     total,
 )
+from failfast_jax.util import numerics
 
 
 @functools.partial(jax.jit, static_argnums=4)

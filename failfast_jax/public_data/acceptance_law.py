@@ -25,7 +25,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from failfast_jax.public_data.model_shapes import CONFIGS, pass_bytes, weight_bytes
-from failfast_jax.tables import markdown
+from failfast_jax.util.tables import markdown
 
 CHUNK = 10
 """Tokens that an expansion adds (N): the paper's setting."""

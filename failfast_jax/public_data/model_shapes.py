@@ -14,14 +14,14 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from failfast_jax import distributed, platforms
-from failfast_jax.models.cache import KVCache
-from failfast_jax.models.config import FAST_DLLM_MASK_TOKEN, FAST_DLLM_MODEL_TYPE, ModelConfig, RopeConfig
+from failfast_jax.models.block_network import DSpark, DSparkConfig, DSparkModel
 from failfast_jax.models.drafter_model import DrafterModel
-from failfast_jax.models.dspark import DSpark, DSparkConfig, DSparkModel
-from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
+from failfast_jax.models.eagle_network import BoundEagle, Eagle, EagleConfig
+from failfast_jax.models.kv_cache import KVCache
+from failfast_jax.models.model_config import FAST_DLLM_MASK_TOKEN, FAST_DLLM_MODEL_TYPE, ModelConfig, RopeConfig
 from failfast_jax.models.sharding import Execution, name_of, parameter_specs
 from failfast_jax.models.transformer import Decoder
+from failfast_jax.util import hardware, processes
 
 
 def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **changes) -> ModelConfig:
@@ -151,7 +151,7 @@ def weights_read(model: Decoder) -> int:
     leaves = jax.tree_util.tree_leaves_with_path(model)
     if model.head is not None:  # of the embedding only the rows of the window's tokens
         leaves = [(path, leaf) for path, leaf in leaves if not name_of(path).startswith("embed")]
-    return platforms.bytes_on_a_device([leaf for _, leaf in leaves])
+    return hardware.bytes_on_a_device([leaf for _, leaf in leaves])
 
 
 def device_reads(model: Decoder) -> Callable[[float], float]:
@@ -219,7 +219,7 @@ def nbytes(tree: Any) -> int:
 
 def check_memory(needed: int, what: str) -> None:
     """Raises MisfitError, in all processes, if a device cannot hold `needed` bytes more."""
-    free = platforms.free_memory()
-    if lacking := distributed.where_not(needed + SPARE_BYTES <= free):
-        where = "the device" if distributed.alone() else f"one of process {lacking[0]} has less; one here"
+    free = hardware.free_memory()
+    if lacking := processes.where_not(needed + SPARE_BYTES <= free):
+        where = "the device" if processes.alone() else f"one of process {lacking[0]} has less; one here"
         raise MisfitError(f"{what} need {needed / 1e9:.1f} GB, {where} has {free / 1e9:.1f} GB free")

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from failfast_jax.tables import markdown
+from failfast_jax.util.tables import markdown
 
 Range = tuple[float, float]
 """Least and greatest."""

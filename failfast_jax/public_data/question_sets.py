@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.checkpoints import hub
-from failfast_jax.command import needed
-from failfast_jax.encoding import Prompt
 from failfast_jax.errors import InputError
-from failfast_jax.files import user_path
+from failfast_jax.prompts import Prompt
+from failfast_jax.util.command_line import needed
+from failfast_jax.util.files import user_path
 
 BOXED = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 OPENING = 64

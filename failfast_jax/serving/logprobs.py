@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from failfast_jax.results import TokenLogprob
-from failfast_jax.text import UNFINISHED, text_of
+from failfast_jax.text_stream import UNFINISHED, text_of
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON cannot express."""

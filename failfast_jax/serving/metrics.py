@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from failfast_jax.compilation import compile_counts
 from failfast_jax.serving.queue import Piece, Queue
+from failfast_jax.util.compilation import compile_counts
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
 COUNTERS = {

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import ConfigDict, Field, model_validator
 
-from failfast_jax.config import HOTTEST
+from failfast_jax.generation_config import HOTTEST
 from failfast_jax.results import TokenLogprob
 from failfast_jax.serving.logprobs import Spelling, of_chat, of_completion
 from failfast_jax.serving.queue import Finished, Piece

@@ -19,17 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from failfast_jax import distributed
-from failfast_jax.config import GenerationConfig
-from failfast_jax.encoding import answer_text, characters
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError, PromptTooLong
+from failfast_jax.generation_config import GenerationConfig
+from failfast_jax.prompts import answer_text, characters
 from failfast_jax.results import Round, TokenLogprob
-from failfast_jax.runtime import Request, RowLog
+from failfast_jax.runtime.model_runtime import Request, RowLog
 from failfast_jax.serving.scheduler import Job, RowSettings, Scheduler
 from failfast_jax.serving.serve_options import refuse_diffusion
-from failfast_jax.templates import LONGEST_TEXT
-from failfast_jax.text import TextStream
+from failfast_jax.template_rendering import LONGEST_TEXT
+from failfast_jax.text_stream import TextStream
+from failfast_jax.util import processes
 
 logger = logging.getLogger("failfast_jax")
 
@@ -262,7 +262,7 @@ class Queue:
         self._entered = self._submitted = 0
         """Requests in the inbox, and the total of all requests."""
         self._thread = threading.Thread(target=self._work, name="failfast-queue", daemon=True)
-        if distributed.speaks():
+        if processes.speaks():
             self._thread.start()
 
     def __enter__(self) -> Queue:
@@ -369,7 +369,7 @@ class Queue:
         with self._lock:
             self._open, self._draining = False, drain
             self._inbox.put(None)
-        if distributed.speaks():
+        if processes.speaks():
             self._thread.join()
 
     def follow(self) -> None:
@@ -398,7 +398,7 @@ class Queue:
 
     def _empty_inbox(self, wait: bool) -> None:
         """Moves requests from the inbox to the scheduler."""
-        longest = None if distributed.alone() else IDLE_S
+        longest = None if processes.alone() else IDLE_S
         while wait or not self._inbox.empty():
             try:
                 answer, wait = self._inbox.get(timeout=longest), False

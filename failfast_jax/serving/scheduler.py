@@ -21,13 +21,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from failfast_jax import distributed
+from failfast_jax.decoding.decode_state import FAILED, RUNNING
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.state import FAILED, RUNNING
 from failfast_jax.engine import FINISH_REASONS
 from failfast_jax.errors import NonFiniteError
 from failfast_jax.results import TokenLogprob
-from failfast_jax.runtime import Request, RowLog, Runtime
+from failfast_jax.runtime.model_runtime import Request, RowLog, Runtime
+from failfast_jax.util import processes
 
 STOPPED, CANCELLED, ERROR = "stop", "cancelled", "error"
 """Reasons beside `engine.FINISH_REASONS`: a stop string, a client that left, an answer that failed."""
@@ -214,7 +214,7 @@ class Scheduler:
 
     def close(self) -> None:
         """In the first of several processes: ends `follow` in the others."""
-        if not distributed.alone():
+        if not processes.alone():
             self._sync_requests(last=True)
 
     def abandon(self, error: BaseException) -> None:
@@ -235,10 +235,10 @@ class Scheduler:
         arrived, self._arrived = self._arrived, []
         jobs = [*self._jobs(), *arrived]
         reasons = [CANCELLED if job.cancelled else STOPPED if job.satisfied else None for job in jobs]
-        if not distributed.alone():
+        if not processes.alone():
             requests = [(dataclasses.astuple(job.request), job.logprobs) for job in arrived]
-            requests, reasons, last = distributed.agreed([requests, reasons, last])
-            if not distributed.speaks():
+            requests, reasons, last = processes.agreed([requests, reasons, last])
+            if not processes.speaks():
                 arrived = [Job(Request(*fields), logprobs) for fields, logprobs in requests]
         self._waiting += arrived
         self._drop({id(job): reason for job, reason in zip(self._jobs(), reasons, strict=True) if reason})

@@ -9,8 +9,8 @@ from typing import Any
 
 from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.errors import OptionError
-from failfast_jax.files import user_path
 from failfast_jax.options import CommandOptions, option
+from failfast_jax.util.files import user_path
 
 BACKLOG = 2048
 """Connections that may wait to be accepted."""

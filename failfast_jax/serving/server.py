@@ -14,11 +14,11 @@ from typing import Any
 
 import uvicorn
 
-from failfast_jax import progress
 from failfast_jax.serving.app import build_app
 from failfast_jax.serving.connections import KEEP_ALIVE_S, Connection, evict, room
 from failfast_jax.serving.queue import Queue
 from failfast_jax.serving.serve_options import BACKLOG, ServeOptions
+from failfast_jax.util import progress
 
 logger = logging.getLogger("failfast_jax")
 

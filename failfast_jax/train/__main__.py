@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from failfast_jax import starting
+from failfast_jax.util import starting
 
 starting.begin(__name__)  # before the imports that take seconds
 
 import sys
 
-from failfast_jax import command
+from failfast_jax.util import command_line
 
 COMMANDS = {
     "run": "train a drafter (where no command is named)",
@@ -21,7 +21,7 @@ MODULES = {"run": "train_command", "spiffy": "draft_graph_calibration"}
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; exit status 2 for input that cannot be served, 3 if `--minutes` ended it."""
-    return command.dispatch("failfast_jax.train", COMMANDS, argv, extra="train", modules=MODULES)
+    return command_line.dispatch("failfast_jax.train", COMMANDS, argv, extra="train", modules=MODULES)
 
 
 if __name__ == "__main__":

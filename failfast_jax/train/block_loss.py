@@ -1,4 +1,4 @@
-"""A DFlash or DSpark drafter (`models.dspark`) learns to predict the target from the target's features.
+"""A DFlash or DSpark drafter (`models.block_network`) learns to predict the target from the target's features.
 
 The loss is DeepSpec's: cross-entropy with the target's own tokens, the L1 distance of the two distributions (twice the
 chance that rejection sampling rejects), and the confidence head against that chance, or against what greedy answers
@@ -16,9 +16,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.checkpoints.block_drafter_folder import save_dspark
-from failfast_jax.decoding.accept import argmax
-from failfast_jax.models.dspark import DSpark, DSparkConfig, bind
-from failfast_jax.models.markov import MarkovHead
+from failfast_jax.decoding.picking import argmax
+from failfast_jax.models.block_network import DSpark, DSparkConfig, bind
+from failfast_jax.models.markov_head import MarkovHead
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.block_start import fit_rows, start_of
 from failfast_jax.train.feature_cache import FeatureCache, captured_layers

@@ -12,16 +12,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from failfast_jax import numerics
 from failfast_jax.checkpoints.block_drafter_folder import load_dspark
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.errors import OptionError
-from failfast_jax.models.dspark import DSpark, DSparkConfig
+from failfast_jax.models.block_network import DSpark, DSparkConfig
 from failfast_jax.models.layers import Attention
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train import documents
 from failfast_jax.train.objective import FeatureObjective, Materials, qwen3_layers
 from failfast_jax.train.train_config import TrainConfig
+from failfast_jax.util import numerics
 
 
 def start_of(config: TrainConfig, materials: Materials) -> tuple[DSpark, np.ndarray | None]:

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax import progress
 from failfast_jax.checkpoints import hub
 from failfast_jax.errors import PromptError
 from failfast_jax.template_process import REASONING
-from failfast_jax.templates import has_template, render
+from failfast_jax.template_rendering import has_template, render
 from failfast_jax.train.documents import HUB, DataError, Document, kind
+from failfast_jax.util import progress
 
 ROLES = ("system", "user", "assistant", "tool")
 SPEAKERS = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}

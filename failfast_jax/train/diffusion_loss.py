@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from failfast_jax.decoding.accept import argmax, forbid
+from failfast_jax.decoding.picking import argmax, forbid
 from failfast_jax.models.sharding import name_of
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.masked_text import corrupt, in_blocks

@@ -19,7 +19,7 @@ from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
 from failfast_jax.errors import OptionError
 from failfast_jax.models.borrowed import mean_embedding, with_borrowed
-from failfast_jax.models.config import FAST_DLLM_MASK_TOKEN, ModelConfig
+from failfast_jax.models.model_config import FAST_DLLM_MASK_TOKEN, ModelConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.block_start import spare_token
 from failfast_jax.train.diffusion_loss import loss

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from failfast_jax.errors import InputError
-from failfast_jax.files import write_atomically
+from failfast_jax.util.files import write_atomically
 
 ARRAYS = ("prompt", "prompt_len", "answer", "answer_len")
 FILES, HUB = (".npz", ".jsonl", ".parquet"), "hub"

@@ -20,24 +20,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from failfast_jax import distributed
 from failfast_jax.checkpoints.checkpoint import DTYPES
 from failfast_jax.checkpoints.draft_graph import DraftGraph, Pairs, default_file
 from failfast_jax.checkpoints.hub import find_models
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
-from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding.dllm import DiffusionState
+from failfast_jax.decoding.diffusion_decoding import DiffusionState
 from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.drafters.dllm import MOST_STATES, ScheduleOptions
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import ConfigError, OptionError
-from failfast_jax.files import user_path
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.models.sharding import whole
 from failfast_jax.options import CommandOptions, add_flags, add_flags_of, option
 from failfast_jax.public_data.question_sets import stamp
 from failfast_jax.train import documents
 from failfast_jax.train.conversations import read_conversations
 from failfast_jax.train.resume import check_same
+from failfast_jax.util import processes
+from failfast_jax.util.files import user_path
 
 BATCH = 8
 """Prompts that are answered together."""
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", type=user_path, help="default: spiffy.json beside the model")
     add_flags_of(parser, CalibrationOptions)
     parser.add_argument("--dtype", choices=DTYPES, help="weight dtype (default: as stored)")
-    distributed.add_flag(parser)
+    processes.add_flag(parser)
     add_flags(parser.add_argument_group("schedule", "as of generate"), {DIFFUSION_METHOD: ScheduleOptions})
 
 

@@ -1,4 +1,4 @@
-"""An EAGLE-3 drafter (`models.eagle`) learns to go on from the target's features and from its own hidden states.
+"""An EAGLE-3 drafter (`models.eagle_network`) learns to go on from the target's features and its own hidden states.
 
 The loss is EAGLE-3's "training-time test" as DeepSpec has it: chains of `ttt_length` pairs, unrolled like the engine's
 own drafts but with the text's tokens, learn the target's distribution over the draft vocabulary by cross-entropy; each
@@ -16,15 +16,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from failfast_jax import numerics
 from failfast_jax.checkpoints.eagle_folder import save_eagle
-from failfast_jax.models.eagle import BoundEagle, Eagle, EagleConfig
+from failfast_jax.models.eagle_network import BoundEagle, Eagle, EagleConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.block_loss import sample_anchors
 from failfast_jax.train.block_start import copy_parameters, scale_norms
 from failfast_jax.train.feature_cache import FeatureCache, captured_layers
 from failfast_jax.train.objective import FeatureObjective, Materials, qwen3_layers
 from failfast_jax.train.train_config import TrainConfig
+from failfast_jax.util import numerics
 
 HEAD = nnx.PathContains("head")
 

@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from failfast_jax import distributed
 from failfast_jax.engine import FailFast
 from failfast_jax.models.drafter_model import EAGLE, FEATURE_BLOCK
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.train.confidence_scaling import Drafts
+from failfast_jax.policy.confidence_scaling import Drafts
 from failfast_jax.train.documents import Documents
 from failfast_jax.train.objective import Objective
 from failfast_jax.train.train_config import TrainConfig
+from failfast_jax.util import processes
 
 
 class Evaluation:
@@ -49,7 +49,7 @@ class Evaluation:
         self._device = jax.local_devices()[0]
         tokenizer, drafter_tokenizer = tokenizers
         drafter = self._drafter(objective.trainable)
-        with distributed.apart():
+        with processes.apart():
             self.engine = FailFast(target, drafter, tokenizer=tokenizer, drafter_tokenizer=drafter_tokenizer)
         model, spec_len = self.engine.drafter, config.eval_spec_len
         # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
@@ -62,7 +62,7 @@ class Evaluation:
         self.prompts = [prompt.tolist() for prompt, _ in held_out.pairs()[: config.eval_prompts]]
         self.last: dict[str, float] | None = None
         self.drafts: Drafts = []
-        with distributed.apart():  # refuses options and prompts that do not fit: better now than after the last step
+        with processes.apart():  # refuses options and prompts that do not fit: better now than after the last step
             self.engine.session(self.prompts, self.engine.resolve(**self.options))
 
     def _drafter(self, trainable: Any) -> Any:
@@ -72,7 +72,7 @@ class Evaluation:
     def __call__(self, trainable: Any) -> dict[str, float]:
         """Returns `accepted_per_round`, `drafted_per_round`, `rounds`, and the share of accepted first tokens."""
         self.engine.drafter = self._drafter(trainable)
-        with distributed.apart():
+        with processes.apart():
             results = self.engine.generate(self.prompts, **self.options)
         rounds = [log for result in results for log in result.rounds]
         figures = {
@@ -82,5 +82,5 @@ class Evaluation:
             "rounds": len(rounds),
         }
         self.drafts = [(log.confidence, log.accepted) for log in rounds]
-        self.last = distributed.agreed(figures)
+        self.last = processes.agreed(figures)
         return self.last

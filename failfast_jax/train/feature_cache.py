@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from failfast_jax import distributed
-from failfast_jax.command import OutOfTime
-from failfast_jax.files import check_shared, naming, read_json, write_atomically
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.progress import progress_bar
 from failfast_jax.train.documents import DataError, Documents
+from failfast_jax.util import processes
+from failfast_jax.util.command_line import OutOfTime
+from failfast_jax.util.files import check_shared, naming, read_json, write_atomically
+from failfast_jax.util.progress import progress_bar
 
 BATCH = 8
 """Documents per pass of the target."""
@@ -112,12 +112,12 @@ class FeatureCache:
             folder.mkdir(parents=True, exist_ok=True)
             return known or (sorted({*layers, *also}), 0)
 
-        stored, self.done = distributed.first(begun)
+        stored, self.done = processes.first(begun)
         check_shared(folder, flag)
         self.columns = [stored.index(layer) for layer in layers]
         self.index, self.description = index, {**key, "layers": stored}
         self.file, self.shape = folder / "features.bin", (int(self.starts[-1]), len(stored), target.config.hidden_size)
-        self.values = mapped(self.file, self.shape) if distributed.speaks() else None
+        self.values = mapped(self.file, self.shape) if processes.speaks() else None
 
     def compute(self, target: Decoder, deadline: float = math.inf) -> None:
         """Computes the features that are not stored yet.
@@ -139,13 +139,13 @@ class FeatureCache:
                 tokens[row, : self.lengths[i]] = self.documents.tokens[i]
             computed = np.asarray(target_features(target, tokens, layers).astype(jnp.bfloat16))
             late, last = time.monotonic() > deadline, number + 1 == len(groups)
-            if distributed.speaks():
+            if processes.speaks():
                 for row, i in enumerate(group):
                     self.values[self.starts[i] : self.starts[i + 1]] = computed[row, : self.lengths[i]]
                 if (number + 1) % SAVE_EVERY == 0 or last or late:
                     self.values.flush()
                     write_atomically(self.index, json.dumps({**self.description, "done": number + 1}))
-            if distributed.agreed(late) and not last:
+            if processes.agreed(late) and not last:
                 raise OutOfTime
         self.done = len(groups)
         if self.values is None:

@@ -7,7 +7,7 @@ import dataclasses
 from failfast_jax.checkpoints.block_drafter_folder import check_target
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.errors import OptionError
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.options import require
 from failfast_jax.train.train_config import DIFFUSION, THIRDS, TrainConfig
 

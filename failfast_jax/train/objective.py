@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.train.documents import Documents, frequent_tokens
 from failfast_jax.train.feature_cache import FeatureCache, captured_layers, target_features

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from failfast_jax import distributed
 from failfast_jax.errors import OptionError
-from failfast_jax.files import differences, read_json, write_json
+from failfast_jax.util import processes
+from failfast_jax.util.files import differences, read_json, write_json
 
 LENGTHENED = "lengthened"
 """Key of a settings file: earlier values of settings that have grown."""
@@ -66,8 +66,8 @@ def begin(file: Path, settings: dict[str, Any], foreign: str | None = None, may_
 def check_same(settings: dict[str, Any]) -> None:
     """Raises OptionError: the processes have different settings or documents."""
     mine = json.loads(json.dumps(settings))
-    other = differences(distributed.agreed(mine), mine)
-    if unlike := distributed.where_not(not other):
+    other = differences(processes.agreed(mine), mine)
+    if unlike := processes.where_not(not other):
         named = f" ({'; '.join(other)})" if other else ""
         raise OptionError(
             f"process {unlike[0]} has other options or documents than process 0{named}; give all the same"

@@ -25,20 +25,20 @@ import sys
 import time
 from pathlib import Path
 
-from failfast_jax import distributed
 from failfast_jax.checkpoints.checkpoint import DTYPES, as_dtype
 from failfast_jax.checkpoints.hub import default_target_path
-from failfast_jax.command import OutOfTime, deadline_after
 from failfast_jax.defaults import load_pair
 from failfast_jax.errors import OptionError
-from failfast_jax.files import sole_writer, user_path
 from failfast_jax.options import CommandOptions, add_flags_of, option, require
-from failfast_jax.progress import progress_bar
 from failfast_jax.public_data.question_sets import load_dataset
 from failfast_jax.train.documents import DataError, read_documents, write_documents
 from failfast_jax.train.openings import OPENINGS_FILE, held_out_prompts, is_held_out, read_openings
 from failfast_jax.train.resume import begin, check_same, is_begun
 from failfast_jax.train.selfgen_writer import FEWEST_SAMPLED, ShardOptions, Writer
+from failfast_jax.util import processes
+from failfast_jax.util.command_line import OutOfTime, deadline_after
+from failfast_jax.util.files import sole_writer, user_path
+from failfast_jax.util.progress import progress_bar
 
 SETTINGS_FILE, SHARDS = "selfgen.json", "shard-*.npz"
 DOCUMENTS = 1024
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_flags_of(parser, SelfgenOptions)
     parser.add_argument("--dtype", choices=DTYPES, help="weight dtype (default: as stored)")
-    distributed.add_flag(parser)
+    processes.add_flag(parser)
     parser.add_argument("--minutes", type=float, help="stop after the shard that ends after this time (exit status 3)")
 
 
@@ -140,7 +140,7 @@ def work(args: argparse.Namespace) -> None:
     file = args.out / SETTINGS_FILE
     shards = range(-(-count // options.shard_size))
     check_same(settings)
-    begun = distributed.first(lambda: is_begun(file, settings, SHARDS))
+    begun = processes.first(lambda: is_begun(file, settings, SHARDS))
     if begun and not _missing(args.out, shards):
         print(f"selfgen: {args.out} has all {len(shards)} shards", file=sys.stderr)
         return
@@ -153,14 +153,14 @@ def work(args: argparse.Namespace) -> None:
         "template": [writer.turn.before, writer.turn.after],
     }
     with sole_writer(args.out):
-        distributed.first(lambda: begin(file, settings, SHARDS))
+        processes.first(lambda: begin(file, settings, SHARDS))
         summary = write_shards(writer, args.out, shards, deadline)
     skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(writer.skipped.items())) or "none"
     print(f"selfgen: {summary} | skipped: {skipped} | compile {writer.compile_s:.1f} s", file=sys.stderr)
 
 
 def _missing(folder: Path, shards: range) -> list[int]:
-    return distributed.first(lambda: [number for number in shards if not shard_path(folder, number).exists()])
+    return processes.first(lambda: [number for number in shards if not shard_path(folder, number).exists()])
 
 
 def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -> str:
@@ -191,11 +191,11 @@ def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -
         for number in shards:
             path = shard_path(folder, number)
             if number not in missing:
-                seen.update(map(tuple, distributed.first(functools.partial(_prompts, path, vocab))))
+                seen.update(map(tuple, processes.first(functools.partial(_prompts, path, vocab))))
                 continue
             documents = writer.shard(number, seen, progress)
-            distributed.first(functools.partial(write_documents, path, documents, vocab))
-            if number < missing[-1] and distributed.agreed(time.monotonic() > deadline):
+            processes.first(functools.partial(write_documents, path, documents, vocab))
+            if number < missing[-1] and processes.agreed(time.monotonic() > deadline):
                 raise OutOfTime
     return f"{finished} documents, {tokens} tokens, {speed()}"
 

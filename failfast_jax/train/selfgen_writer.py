@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from failfast_jax.config import GenerationConfig
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
-from failfast_jax.templates import has_template, render
-from failfast_jax.text import special_tokens, text_of
+from failfast_jax.generation_config import GenerationConfig
+from failfast_jax.template_rendering import has_template, render
+from failfast_jax.text_stream import special_tokens, text_of
 from failfast_jax.train.documents import Document
 from failfast_jax.train.openings import is_held_out
 

@@ -21,18 +21,15 @@ import jax
 import numpy as np
 from huggingface_hub import HfApi
 
-from failfast_jax import distributed
 from failfast_jax.checkpoints.checkpoint import load_model, open_checkpoint
 from failfast_jax.checkpoints.drafter import CHANCES
 from failfast_jax.checkpoints.hub import DEFAULT_TARGET, default_target_path, find_models
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
-from failfast_jax.command import OutOfTime, deadline_after
-from failfast_jax.decoding.economics import observed
-from failfast_jax.files import check_shared, read_json, sole_writer, user_path
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.sharding import whole
-from failfast_jax.progress import note
-from failfast_jax.train import confidence_scaling, documents
+from failfast_jax.policy import confidence_scaling
+from failfast_jax.policy.expected_tokens import observed
+from failfast_jax.train import documents
 from failfast_jax.train.block_loss import BlockObjective
 from failfast_jax.train.block_start import spare_token
 from failfast_jax.train.conversations import ROWS, check_template, read_conversations
@@ -47,6 +44,10 @@ from failfast_jax.train.resume import begin, check_same
 from failfast_jax.train.spread import Spread
 from failfast_jax.train.train_config import BLOCKS, DIFFUSION, TrainConfig, add_settings
 from failfast_jax.train.trainer import Trainer, averaged, check_devices, has_checkpoint
+from failfast_jax.util import processes
+from failfast_jax.util.command_line import OutOfTime, deadline_after
+from failfast_jax.util.files import check_shared, read_json, sole_writer, user_path
+from failfast_jax.util.progress import note
 
 SETTINGS_FILE = "train.json"
 HELD_OUT = "held_out.npz"
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=".npz, .jsonl or .parquet files, folders of them, and datasets of the Hub (NAME/NAME, NAME/NAME:SPLIT)",
     )
     parser.add_argument("--minutes", type=float, help="stop with a checkpoint after this time (exit status 3)")
-    distributed.add_flag(parser)
+    processes.add_flag(parser)
     add_settings(parser)
 
 
@@ -108,10 +109,10 @@ def work(args: argparse.Namespace) -> None:
 
     with sole_writer(args.out):
         check_shared(args.out)
-        report, done = distributed.first(finished), True
+        report, done = processes.first(finished), True
         if report is None:
             # From here on nothing is cheap: all that can be refused has been.
-            begun = distributed.agreed(has_checkpoint(args.out))
+            begun = processes.agreed(has_checkpoint(args.out))
             materials = Materials(
                 target=load_model(source),
                 documents=train,
@@ -127,7 +128,7 @@ def work(args: argparse.Namespace) -> None:
         if not done:
             raise OutOfTime
         if config.push_to_hub is not None:
-            distributed.first(lambda: upload(folder, config.push_to_hub))
+            processes.first(lambda: upload(folder, config.push_to_hub))
 
 
 def _train(
@@ -196,7 +197,7 @@ def _save(trainer: Trainer, params: Any, evaluation: Evaluation, data: list[Path
         objective.save(params, trainer.folder / "drafter", storage=config.storage, **more)
         return _report(trainer.folder / "drafter", more["training"])
 
-    return distributed.first(write)
+    return processes.first(write)
 
 
 def _calibrated(

@@ -20,12 +20,12 @@ from failfast_jax.checkpoints.drafter import STORAGES, is_drafter_folder
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.pair import feature_kind
 from failfast_jax.errors import OptionError
-from failfast_jax.files import read_json
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.block_network import DSparkConfig
 from failfast_jax.models.drafter_model import FEATURE_BLOCK
-from failfast_jax.models.dspark import DSparkConfig
-from failfast_jax.models.markov import MARKOV_HEADS
+from failfast_jax.models.markov_head import MARKOV_HEADS
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.options import Option, add_flag, check_value, flag_of, require
+from failfast_jax.util.files import read_json
 
 BLOCKS, PUBLISHED = ("dspark", "dflash"), ("dspark", "dflash", "eagle3")
 """Families of block drafters, and families in DeepSpec's layout."""

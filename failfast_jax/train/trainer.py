@@ -17,13 +17,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from failfast_jax import distributed, numerics
 from failfast_jax.errors import CheckpointError, OptionError
-from failfast_jax.files import append_lines, orbax_path, read_lines, write_atomically
-from failfast_jax.progress import progress_bar
 from failfast_jax.train.objective import Objective
 from failfast_jax.train.spread import Spread
 from failfast_jax.train.train_config import TrainConfig
+from failfast_jax.util import numerics, processes
+from failfast_jax.util.files import append_lines, orbax_path, read_lines, write_atomically
+from failfast_jax.util.progress import progress_bar
 
 LOG_FILE = "log.jsonl"
 CHECKPOINTS, KEPT = "checkpoints", 2
@@ -185,7 +185,7 @@ class Trainer:
                 state, metrics = compiled(state, objective.constants, batch)
                 self.step += 1
                 progress.count(objective.tokens(batch))
-                out_of_time = deadline < math.inf and distributed.agreed(time.monotonic() > deadline)
+                out_of_time = deadline < math.inf and processes.agreed(time.monotonic() > deadline)
                 last = self.step == config.steps or out_of_time
                 save = self.step % config.save_every == 0 or last
                 if self.step % LOG_EVERY == 0 or save:
@@ -215,14 +215,14 @@ def _checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
         for step in steps[KEPT:]:
             shutil.rmtree(place / str(step))
 
-    distributed.first(sweep)
+    processes.first(sweep)
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True)
     manager = ocp.CheckpointManager(place, options=options)
     try:
         yield manager
         _check_last(manager)
     except BaseException:
-        if distributed.alone():  # others wait for this process, which must not wait for them
+        if processes.alone():  # others wait for this process, which must not wait for them
             manager.close()
         raise
     manager.close()
@@ -230,7 +230,7 @@ def _checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
 
 def _restored(manager: ocp.CheckpointManager, state: dict[str, Any]) -> dict[str, Any]:
     """Returns the newest checkpoint; without one, `state` itself."""
-    step = distributed.agreed(manager.latest_step())
+    step = processes.agreed(manager.latest_step())
     if step is None:
         return state
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
@@ -267,7 +267,7 @@ class _Progress:
 
     def __init__(self, log: Path, step: int, steps: int):
         self.log = log
-        if distributed.speaks():
+        if processes.speaks():
             records = read_lines(log)[0] if log.exists() else []
             write_atomically(log, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
         self.bar = progress_bar("train", "step", total=steps, initial=step)
@@ -304,7 +304,7 @@ class _Progress:
         self._start += time.perf_counter() - paused
 
     def _write(self, record: dict[str, Any], shown: dict[str, str]) -> None:
-        if distributed.speaks():
+        if processes.speaks():
             append_lines(self.log, [record])
         self._shown |= shown
         self.bar.set_postfix(self._shown)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import pytest
 
-from failfast_jax import platforms
 from failfast_jax.bench import __main__ as bench
-from failfast_jax.bench import attention
+from failfast_jax.bench import kernel_timing
+from failfast_jax.util import hardware
 
 CASE = {"heads": (4, 2, 64), "width": 2, "capacity": 256, "dtype": "bfloat16", "block_size": 32}
 
@@ -27,27 +27,27 @@ def test_unknown_parts_are_named(capsys):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_numerics_of_the_dense_route(seed):
-    found = attention.numerics(attention.route("xla", 32), seed=seed, **CASE)
-    assert found["error"] < attention.TOLERANCE and found["same_live"] and found["same_start"]
+    found = kernel_timing.numerics(kernel_timing.route("xla", 32), seed=seed, **CASE)
+    assert found["error"] < kernel_timing.TOLERANCE and found["same_live"] and found["same_start"]
 
 
 def test_numerics_notice_an_error():
     def wrong(q, k, v, start, until, live):
-        out = attention.route("xla", 32)(q, k, v, start, until, live)
+        out = kernel_timing.route("xla", 32)(q, k, v, start, until, live)
         return out * (1.05 + live / 1000).astype(out.dtype)
 
-    found = attention.numerics(wrong, seed=0, **CASE)
-    assert found["error"] > attention.TOLERANCE and not found["same_live"]
+    found = kernel_timing.numerics(wrong, seed=0, **CASE)
+    assert found["error"] > kernel_timing.TOLERANCE and not found["same_live"]
 
 
 def test_the_report(monkeypatch, capsys):
     """With the dense route alone, over several caches."""
     for name, value in {"ROTATED_BYTES": 2**16, "CONTEXTS": (128,), "WIDTHS": (2,), "REPEATS": 1}.items():
-        monkeypatch.setattr(attention, name, value)
-    monkeypatch.setattr(attention, "SHAPES", {"small": (2, 1, 64)})
-    monkeypatch.setattr(attention, "routes_of", lambda shape: ["xla"])
-    monkeypatch.setattr(platforms, "bandwidth", lambda size: {"copy": 1e9})
-    found = attention.report()
+        monkeypatch.setattr(kernel_timing, name, value)
+    monkeypatch.setattr(kernel_timing, "SHAPES", {"small": (2, 1, 64)})
+    monkeypatch.setattr(kernel_timing, "routes_of", lambda shape: ["xla"])
+    monkeypatch.setattr(hardware, "bandwidth", lambda size: {"copy": 1e9})
+    found = kernel_timing.report()
     (row,) = found["times"]
     assert found["numerics_ok"] and row["floor"] == 2 * 128 * 64 * 2 / 1e9 and 0 < row["seconds"]["xla"] < 60
     assert "| small | 128 | 2 | 32.8 | xla " in capsys.readouterr().err

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoint_files import GOLDEN, run_python
 
-from failfast_jax.command import USAGE_ERROR
+from failfast_jax.util.command_line import USAGE_ERROR
 
 TARGET, DRAFTER = GOLDEN / "field" / "qwen3_a", GOLDEN / "field" / "dspark_qwen3_a"
 PAIR = ("--target", TARGET, "--drafter", DRAFTER)

@@ -9,17 +9,18 @@ from flax import nnx
 from tiny_engines import engine, standalone_engine
 from tiny_models import random_model, tiny_config
 
-from failfast_jax import FailFast, platforms
+from failfast_jax import FailFast
 from failfast_jax.bench import cpu_kernels, micro
 from failfast_jax.bench.serving import METHODS, serving_report
-from failfast_jax.config import GenerationConfig
 from failfast_jax.errors import OptionError
-from failfast_jax.kernels import cpu_product, emit
+from failfast_jax.generation_config import GenerationConfig
+from failfast_jax.kernels import cpu_product, llvm_emitter
+from failfast_jax.util import hardware
 
 
 @pytest.fixture
 def target(monkeypatch):
-    monkeypatch.setattr(platforms, "bandwidth", lambda nbytes: {"read": 1e9})
+    monkeypatch.setattr(hardware, "bandwidth", lambda nbytes: {"read": 1e9})
     for module in (micro, cpu_kernels):
         monkeypatch.setattr(module, "WIDTHS", (1, 4))
         monkeypatch.setattr(module, "REPEATS", 1)
@@ -37,7 +38,7 @@ def test_verifies_by_width(target):
 
 
 def test_kernels_of_the_processor_beside_xlas(target):
-    if emit.vector_unit() is None:
+    if llvm_emitter.vector_unit() is None:
         pytest.skip(cpu_product.NO_UNIT)
     found = cpu_kernels.report(target)
     assert {"reading_ms", "1", "4"} == set(found["products"]) and {"160", "300"} == set(found["attention"])
@@ -57,7 +58,7 @@ def test_prompts_by_length(target):
 
 
 def test_a_processor_that_has_no_kernels_is_named(target, monkeypatch):
-    monkeypatch.setattr(emit, "vector_unit", lambda: None)
+    monkeypatch.setattr(llvm_emitter, "vector_unit", lambda: None)
     with pytest.raises(OptionError, match="--parts cpu: a processor without fused multiply-add"):
         cpu_kernels.report(target)
 

@@ -8,7 +8,7 @@ from tiny_engines import standalone_engine
 
 from failfast_jax.bench.harness import shape_of, to_record
 from failfast_jax.bench.released_passes import aligned_passes, counts
-from failfast_jax.config import GenerationConfig
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.acceptance_law import CHUNK, DATASETS, Law, draw, fit, published_for
 
 BLOCK = 8

@@ -16,19 +16,19 @@ import pytest
 from checkpoint_files import run_python
 from tiny_models import diffusion_config, tiny_config
 
-from failfast_jax import platforms
 from failfast_jax.bench import __main__ as bench
 from failfast_jax.bench import replay, replay_pair
 from failfast_jax.bench.replay_pair import ReplayedPair, ReplayOptions
 from failfast_jax.bench.replay_programs import Draws, inject, schedule
-from failfast_jax.decoding.accept import agreeing_prefix
-from failfast_jax.decoding.state import Draft, Verified
+from failfast_jax.decoding.decode_state import Draft, Verified
+from failfast_jax.decoding.picking import agreeing_prefix
 from failfast_jax.decoding.stopping import Never
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.models.attention import kernel_of
 from failfast_jax.public_data import acceptance_law, model_shapes
 from failfast_jax.public_data.acceptance_law import DATASETS, draw, extra_passes, fit, published_for
 from failfast_jax.public_data.model_shapes import CONFIGS, parameters
+from failfast_jax.util import hardware
 from tpu_scripts import hlo
 
 DOCS = Path(__file__).parents[2] / "docs" / "predictions.md"
@@ -202,7 +202,7 @@ def ran(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay_pair.Case, "check", check_and_keep)
-        patch.setattr(platforms, "bandwidth", lambda size: {"copy": 1e10, "read": 1e10})
+        patch.setattr(hardware, "bandwidth", lambda size: {"copy": 1e10, "read": 1e10})
         args = ["replay", *SMALL, "--out", str(out)]
         assert bench.main(args) == 0
     return types.SimpleNamespace(out=out, logs=logs, args=args, summary=json.loads((out / "replay.json").read_text()))
@@ -325,8 +325,8 @@ def test_rounds_that_leave_the_draws_are_an_error(ran):
 
 
 def test_what_does_not_fit_is_skipped(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(platforms, "free_memory", lambda: 10**9)
-    monkeypatch.setattr(platforms, "bandwidth", lambda size: {"copy": 1e10})
+    monkeypatch.setattr(hardware, "free_memory", lambda: 10**9)
+    monkeypatch.setattr(hardware, "bandwidth", lambda size: {"copy": 1e10})
     assert bench.main(["replay", "--target", "qwen2.5-1.5b", "--dataset", "math", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "| qwen2.5-1.5b | skipped: weights, caches and logits need 6." in printed

@@ -10,7 +10,7 @@ from failfast_jax.bench.journal import Journal
 from failfast_jax.bench.speedup_model import parse_latency
 from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, OTHER_SAMPLE
-from failfast_jax.config import GenerationConfig
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.question_sets import Dataset, Question
 
 

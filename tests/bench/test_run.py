@@ -16,8 +16,8 @@ from failfast_jax.bench.run_options import PRESETS, add_arguments, merged, read_
 from failfast_jax.bench.variants import BASELINE, Variant
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE
 from failfast_jax.checkpoints import hub
-from failfast_jax.config import GenerationConfig
 from failfast_jax.drafters import METHODS
+from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.question_sets import Dataset, Question, humaneval_problems
 
 FIELD = GOLDEN / "field"

@@ -14,7 +14,7 @@ from failfast_jax.bench.variants import (
     split_methods,
     sweep,
 )
-from failfast_jax.config import GenerationConfig
+from failfast_jax.generation_config import GenerationConfig
 
 
 def read(methods, sweeps=()):

@@ -28,9 +28,9 @@ from failfast_jax.checkpoints import block_drafter_folder, eagle_folder
 from failfast_jax.checkpoints.checkpoint import load_model, open_checkpoint
 from failfast_jax.checkpoints.gguf_file import GGUFFile
 from failfast_jax.errors import CheckpointError, ConfigError
-from failfast_jax.models.config import RopeConfig
-from failfast_jax.models.dspark import DSparkConfig
-from failfast_jax.models.eagle import EagleConfig
+from failfast_jax.models.block_network import DSparkConfig
+from failfast_jax.models.eagle_network import EagleConfig
+from failfast_jax.models.model_config import RopeConfig
 from failfast_jax.models.rope import rope_frequencies
 
 

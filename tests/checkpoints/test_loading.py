@@ -39,7 +39,7 @@ from failfast_jax.checkpoints.drafter import load_drafter
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import CheckpointError, ConfigError
-from failfast_jax.models.config import ModelConfig, RopeConfig
+from failfast_jax.models.model_config import ModelConfig, RopeConfig
 from failfast_jax.models.rope import rope_frequencies
 from failfast_jax.models.transformer import Decoder
 

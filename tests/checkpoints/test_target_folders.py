@@ -17,11 +17,11 @@ from safetensors.numpy import load_file
 
 from convert.conversion import convert
 from convert.qwen2 import CONVERTER
-from failfast_jax import progress
 from failfast_jax.checkpoints import checkpoint, quantised, safetensors_file, tokenizer
 from failfast_jax.checkpoints.checkpoint import load_model
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError, ConfigError
+from failfast_jax.util import progress
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

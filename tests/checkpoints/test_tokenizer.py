@@ -16,7 +16,7 @@ from tiny_models import tiny_config
 
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer, stop_tokens
 from failfast_jax.errors import ConfigError
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.model_config import ModelConfig
 
 TEXTS = [
     "Hello world",

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import sampling
 
-from failfast_jax.decoding import accept
+from failfast_jax.decoding import picking
 
 VOCAB = 12
 
 
-PICK = jax.jit(accept.pick)
-FILTERED = jax.jit(accept.filtered_logits)
-PREFIX = jax.jit(accept.agreeing_prefix)
-EMITTED = jax.jit(accept.emitted_count)
-SAMPLE_DRAFT, PICK_OR_REJECT = jax.jit(accept.sample_draft), jax.jit(accept.pick_or_reject)
+PICK = jax.jit(picking.pick)
+FILTERED = jax.jit(picking.filtered_logits)
+PREFIX = jax.jit(picking.agreeing_prefix)
+EMITTED = jax.jit(picking.emitted_count)
+SAMPLE_DRAFT, PICK_OR_REJECT = jax.jit(picking.sample_draft), jax.jit(picking.pick_or_reject)
 GREEDY = sampling(1, temperature=0)
 
 # Ties and confidences.
@@ -36,21 +36,21 @@ def test_argmax_takes_the_lowest_id_on_ties(row):
 
 
 def test_argmax_of_a_row_without_a_finite_logit():
-    assert accept.argmax(jnp.full((1, VOCAB), -jnp.inf)).tolist() == [0]
+    assert picking.argmax(jnp.full((1, VOCAB), -jnp.inf)).tolist() == [0]
 
 
 def test_confidence_is_the_best_softmax_probability():
     logits = np.random.default_rng(0).normal(size=(5, 3, VOCAB)).astype(np.float32) * 4
-    token, confidence = jax.jit(accept.argmax_and_confidence)(logits)
+    token, confidence = jax.jit(picking.argmax_and_confidence)(logits)
     np.testing.assert_array_equal(token, logits.argmax(-1))
     np.testing.assert_allclose(confidence, jax.nn.softmax(logits, -1).max(-1), rtol=1e-6)
 
 
 def test_forbidden_tokens_have_no_probability():
     logits = jnp.zeros((1, VOCAB)).at[0, 3].set(5.0)
-    allowed = accept.forbid(logits, 3, 10)
+    allowed = picking.forbid(logits, 3, 10)
     assert np.isneginf(allowed[0, [3, 10, 11]]).all() and np.isfinite(allowed[0, [0, 1, 2, 9]]).all()
-    token, confidence = accept.argmax_and_confidence(allowed)
+    token, confidence = picking.argmax_and_confidence(allowed)
     assert token[0] == 0 and confidence[0] == pytest.approx(1 / 9)
 
 
@@ -106,7 +106,7 @@ def searches(jaxpr, inside: bool = False) -> list[bool]:
 
 
 def test_filters_that_nobody_asks_for_are_not_computed():
-    jaxpr = jax.make_jaxpr(accept.filtered_logits)(jnp.zeros((2, VOCAB)), jnp.ones(2), jnp.zeros(2, int), jnp.ones(2))
+    jaxpr = jax.make_jaxpr(picking.filtered_logits)(jnp.zeros((2, VOCAB)), jnp.ones(2), jnp.zeros(2, int), jnp.ones(2))
     assert searches(jaxpr.jaxpr) == [True, True]
 
 
@@ -231,7 +231,7 @@ def test_nothing_is_drafted_one_token_is_emitted():
 def test_the_smallest_temperatures_are_greedy(temperature):
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, 50, VOCAB)), jnp.float32)
     picks = PICK(logits, jnp.arange(50)[None], sampling(1, temperature))
-    np.testing.assert_array_equal(picks, accept.argmax(logits))
+    np.testing.assert_array_equal(picks, picking.argmax(logits))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -12,8 +12,8 @@ from tiny_engines import diffusion_engine
 from tiny_models import VOCAB, diffusion_config, random_model, sampling
 
 from failfast_jax import GenerationConfig
-from failfast_jax.decoding import dllm
-from failfast_jax.decoding.state import MAX_EOS_TOKENS
+from failfast_jax.decoding import diffusion_decoding
+from failfast_jax.decoding.decode_state import MAX_EOS_TOKENS
 
 DLLM = {"method": "dllm", "small_block_size": 4, "ignore_eos": True}
 SMALL, BLOCK, PART = 5, 4, 4
@@ -75,7 +75,7 @@ def sampled_blocks(model, threshold):
         ends = {"max_blocks": np.ones(1, np.int32), "limit": np.full(1, 2 * BLOCK, np.int32)}
         ends["eos"] = np.full((1, MAX_EOS_TOKENS), -1, np.int32)
         lengths = np.full(1, BLOCK, np.int32)
-        state = dllm.init_state(
+        state = diffusion_decoding.init_state(
             model,
             tokens=np.asarray([PROMPT], np.int32),
             prompt_length=lengths,
@@ -83,7 +83,7 @@ def sampled_blocks(model, threshold):
             capacity=2 * BLOCK,
             **ends,
         )
-        state = dllm.generate(model, state, threshold, 99, small_block=PART, block_cache=False)
+        state = diffusion_decoding.generate(model, state, threshold, 99, small_block=PART, block_cache=False)
         return state.text[0, BLOCK : 2 * BLOCK]
 
     return jax.lax.map(answer, np.arange(SAMPLES), batch_size=500)
@@ -107,7 +107,7 @@ def test_samples_follow_the_released_rule(threshold, other):
 
 def test_draws_that_stay_from_pass_to_pass_are_noticed(monkeypatch):
     """Their tokens are what earlier passes found not likely enough."""
-    monkeypatch.setattr(dllm.DiffusionState, "pass_number", property(lambda state: 0 * state.passes))
+    monkeypatch.setattr(diffusion_decoding.DiffusionState, "pass_number", property(lambda state: 0 * state.passes))
     assert p_value(jax.jit(functools.partial(sampled_blocks))(model(), np.float32(1.0)), 1.0) < 1e-3
 
 

@@ -12,9 +12,9 @@ from tiny_models import VOCAB, random_model, tiny_config
 
 from failfast_jax import FailFast
 from failfast_jax.bench.verdicts import first_difference, logit_gap
-from failfast_jax.decoding.exact import WidthCheck
+from failfast_jax.decoding.exact_widths import WidthCheck
 from failfast_jax.engine import Result
-from failfast_jax.models.config import ModelConfig
+from failfast_jax.models.model_config import ModelConfig
 
 NEAR_TIE = 1e-3
 pytestmark = pytest.mark.usefixtures("few_widths")

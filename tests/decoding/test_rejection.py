@@ -14,7 +14,7 @@ from tiers import tiers
 from tiny_models import diffusion_config, prefilled, random_dspark, random_eagle, random_model, sampling, tiny_config
 
 from failfast_jax import decoding
-from failfast_jax.decoding import accept
+from failfast_jax.decoding import picking
 from failfast_jax.decoding.stopping import BelowThreshold
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.dspark import DSparkDrafter
@@ -39,14 +39,14 @@ def one_pass_logits(last):
 
 
 def one_pass_drafts(last, positions, options):
-    return accept.sample_draft(one_pass_logits(last), positions, options)
+    return picking.sample_draft(one_pass_logits(last), positions, options)
 
 
 def left_to_right_drafts(last, positions, options):
     tokens, qs = [last], []
     for index in range(DRAFT):
         logits = jnp.asarray(LEFT_TO_RIGHT)[tokens[-1]][:, None]
-        token, q = accept.sample_draft(logits, positions[:, index, None], options)
+        token, q = picking.sample_draft(logits, positions[:, index, None], options)
         tokens.append(token[:, 0])
         qs.append(q[:, 0])
     return jnp.stack(tokens[1:], 1), jnp.stack(qs, 1)
@@ -71,16 +71,16 @@ def drafts_in_confidence_order(last, positions, options):
     other = 1 - kept
     seen = jnp.take_along_axis(first, kept, 1)
     logits = jnp.asarray(LEFT_TO_RIGHT)[seen] + jnp.asarray(ONE_PASS)[other, last[:, None]]
-    again, new_q = accept.sample_draft(logits, jnp.take_along_axis(positions, other, 1) + 50, options)
+    again, new_q = picking.sample_draft(logits, jnp.take_along_axis(positions, other, 1) + 50, options)
     refilled = jnp.arange(DRAFT) == other
     return jnp.where(refilled, again, first), jnp.where(refilled[..., None], new_q, q)
 
 
 def drafts_with_the_noise_of_resampling(last, positions, options):
     """Wrong: one stream of randomness for drafting and for what replaces a rejected token."""
-    filtered = accept.filtered_for(one_pass_logits(last), options)
-    noise = accept.gumbel_noise(options, positions, VOCAB, accept.RESAMPLING)
-    return accept.argmax(filtered + noise), jax.nn.softmax(filtered, -1)
+    filtered = picking.filtered_for(one_pass_logits(last), options)
+    noise = picking.gumbel_noise(options, positions, VOCAB, picking.RESAMPLING)
+    return picking.argmax(filtered + noise), jax.nn.softmax(filtered, -1)
 
 
 RIGHT = (argmax_drafts, one_pass_drafts, left_to_right_drafts)
@@ -105,10 +105,10 @@ def part_of_texts(which, first):
         draft_and_bonus, q = jnp.pad(draft, ((0, 0), (0, 1))), jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
         picks = jax.lax.cond(
             which == RIGHT.index(argmax_drafts),
-            lambda: accept.pick(logits, positions, options),
-            lambda: accept.pick_or_reject(logits, positions, options, draft_and_bonus, q, drafted),
+            lambda: picking.pick(logits, positions, options),
+            lambda: picking.pick_or_reject(logits, positions, options, draft_and_bonus, q, drafted),
         )
-        accepted = accept.agreeing_prefix(draft, jnp.full_like(length, DRAFT), picks)
+        accepted = picking.agreeing_prefix(draft, jnp.full_like(length, DRAFT), picks)
         columns = jnp.where(jnp.arange(DRAFT + 1) <= accepted[:, None], positions, text.shape[1])
         text = text.at[jnp.arange(PART)[:, None], columns].set(picks, mode="drop")
         return text, jnp.minimum(length + accepted + 1, 1 + TOKENS)
@@ -151,13 +151,13 @@ def simple_cases():
     options, count = sampling(1), 1000
     positions, drafted = jnp.arange(count)[None], jnp.ones((1, count), bool)
     logits = jnp.broadcast_to(jnp.asarray(TARGET[0]), (1, count, VOCAB))
-    draft, q = accept.sample_draft(logits.at[..., 3:].set(-jnp.inf), positions, options)
+    draft, q = picking.sample_draft(logits.at[..., 3:].set(-jnp.inf), positions, options)
     picks = [
-        accept.pick_or_reject(logits, positions, options, draft, resized, drafted)
+        picking.pick_or_reject(logits, positions, options, draft, resized, drafted)
         for resized in (q[..., :3], q, jnp.pad(q, ((0, 0), (0, 0), (0, 4))))
     ]
-    same, p = accept.sample_draft(logits, positions, options)
-    return draft, picks, same, accept.pick_or_reject(logits, positions, options, same, p, drafted)
+    same, p = picking.sample_draft(logits, positions, options)
+    return draft, picks, same, picking.pick_or_reject(logits, positions, options, same, p, drafted)
 
 
 def test_vocabularies_may_differ():

@@ -17,17 +17,17 @@ from tiers import tiers
 from tiny_models import VOCAB, diffusion_config, prefilled, random_model, tiny_config
 
 from failfast_jax import decoding
-from failfast_jax.decoding import BelowThreshold, CongestionWindow, Drafter, StopRule, tree
-from failfast_jax.decoding.plan import EXACT_WIDTH
-from failfast_jax.decoding.state import FAILED, FINISHED_LENGTH, RUNNING, Verified
+from failfast_jax.decoding import BelowThreshold, CongestionWindow, Drafter, StopRule, token_tree
+from failfast_jax.decoding.decode_state import FAILED, FINISHED_LENGTH, RUNNING, Verified
+from failfast_jax.decoding.width_plan import EXACT_WIDTH
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
+from failfast_jax.drafters.branch_tree import TreeDrafter
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.drafters.reuse import Reuse
 from failfast_jax.drafters.suffix import Suffix
-from failfast_jax.drafters.tree import TreeDrafter
 from failfast_jax.drafters.wide import Wide
-from failfast_jax.kernels import tpu
+from failfast_jax.kernels import tpu_attention
 
 CAPACITY = 128
 SPEC_LEN, MAX_SPEC_LEN = 3, 9
@@ -223,8 +223,8 @@ def test_a_branch_that_was_taken_leaves_no_stale_keys():
     def take_a_branch(drafter, state):
         """A round in which the target agrees with the deepest path that leaves the draft."""
         proposal, state = decoding.draft(drafter, state)
-        mask = tree.mask_of(proposal.tree, 32)
-        nodes = tree.window_of(jnp.zeros_like(lengths)[:, None], proposal.tree.tokens, 32)
+        mask = token_tree.mask_of(proposal.tree, 32)
+        nodes = token_tree.window_of(jnp.zeros_like(lengths)[:, None], proposal.tree.tokens, 32)
         own = jnp.pad(proposal.tokens, ((0, 0), (1, 0)))
         leaves = nodes != jnp.take_along_axis(own, jnp.minimum(mask.depth, own.shape[1] - 1), axis=1)
         depth = jnp.where(jnp.any(mask.visible & leaves[:, None], axis=2), mask.depth, 0)
@@ -358,7 +358,7 @@ def test_a_tpu_verifies_at_a_few_widths(platform, longest, widths):
     assert decoding.make_plan(drafter, platform=platform, exact=True).widths == (EXACT_WIDTH,)
     assert decoding.make_plan(Drafter(), platform=platform).widths == (8,)
     assert all(
-        tpu.supports(width=w, heads=40, kv_heads=8, capacity=512, head_dim=128, dtype=jnp.bfloat16) is None
+        tpu_attention.supports(width=w, heads=40, kv_heads=8, capacity=512, head_dim=128, dtype=jnp.bfloat16) is None
         for w in widths
     )
 
@@ -371,7 +371,9 @@ def test_buffers_are_whole_tiles_of_the_kernel(exact, platform, tile):
     buffer = decoding.buffer_length(8192, drafter, plan)
     assert buffer == 8192 + tile
     for group, kv_heads in ((5, 1), (7, 1), (6, 2), (5, 8)):  # of Qwen2.5 on several devices and on one
-        assert tpu.tiles_of(capacity=buffer, width=64, group=group, kv_heads=kv_heads, head_dim=128)[1] == tile
+        assert (
+            tpu_attention.tiles_of(capacity=buffer, width=64, group=group, kv_heads=kv_heads, head_dim=128)[1] == tile
+        )
 
 
 @pytest.mark.parametrize("kind", ["wide", "vanilla"])

@@ -6,7 +6,7 @@ import jax
 import pytest
 from tiny_models import random_model, tiny_config
 
-from failfast_jax.decoding.exact import interchangeable_widths
+from failfast_jax.decoding.exact_widths import interchangeable_widths
 from failfast_jax.models.transformer import Decoder
 
 pytestmark = pytest.mark.optimized

@@ -13,7 +13,7 @@ from tiny_models import diffusion_config, random_model
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.draft_graph import DraftGraph, read
-from failfast_jax.decoding.dllm import RANKS
+from failfast_jax.decoding.diffusion_decoding import RANKS
 from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.train import __main__ as train
 from failfast_jax.train.documents import write_documents

@@ -20,8 +20,8 @@ from tiny_models import VOCAB, committed, diffusion_config, outcome, random_mode
 
 from failfast_jax import GenerationConfig
 from failfast_jax.decoding import BelowThreshold, Drafter
-from failfast_jax.decoding.state import Committed
-from failfast_jax.decoding.unmask import most_confident
+from failfast_jax.decoding.decode_state import Committed
+from failfast_jax.decoding.unmasking import most_confident
 from failfast_jax.drafters.aligned import Aligned
 from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.specdiff import SpecDiff

@@ -16,8 +16,8 @@ from tiny_models import VOCAB, random_dspark, random_extended, random_model, tin
 
 from failfast_jax import FailFast
 from failfast_jax.errors import ConfigError, OptionError
-from failfast_jax.kernels import emit
-from failfast_jax.models.dspark import DSpark, bind
+from failfast_jax.kernels import llvm_emitter
+from failfast_jax.models.block_network import DSpark, bind
 from failfast_jax.train.block_start import copy_parameters
 from failfast_jax.train.feature_cache import target_features
 
@@ -171,7 +171,7 @@ def test_no_token_changes(kind, how, seed, tokens, heat):
 
 def test_a_block_is_chosen_at_once_where_that_is_possible():
     """The rounds are those of a pass over the rows; with a rank that fills no vector there is no other way."""
-    served = emit.vector_unit() is not None
+    served = llvm_emitter.vector_unit() is not None
     options = {"method": "dspark", "max_new_tokens": 40, "ignore_eos": True}
     for kind in ("narrow", "extended"):
         model = engine(kind).drafter

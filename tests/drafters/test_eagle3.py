@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tiny_models import VOCAB, fond_eagle, prefilled, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig, decoding
-from failfast_jax.decoding.state import RUNNING
+from failfast_jax.decoding.decode_state import RUNNING
 from failfast_jax.drafters.eagle3 import EagleTree
 from failfast_jax.engine import Result
-from failfast_jax.runtime import Request
+from failfast_jax.runtime.model_runtime import Request
 
 FAVOURITE, CAPACITY = 7, 72
 DRAFT_IDS = np.asarray([i for i in range(VOCAB) if i % 3], np.int32)

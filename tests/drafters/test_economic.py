@@ -13,10 +13,15 @@ from jaxtyping import Array, Float, Int
 from tiers import tiers
 from tiny_engines import engine, extended_engine, lossless
 
-from failfast_jax import FailFast, pricing
-from failfast_jax.config import GenerationConfig
+from failfast_jax import FailFast
+from failfast_jax.decoding.decode_state import RUNNING, Committed, Draft, Outcome
 from failfast_jax.decoding.drafter import Drafter
-from failfast_jax.decoding.economics import (
+from failfast_jax.drafters import check_chances
+from failfast_jax.errors import OptionError
+from failfast_jax.generation_config import GenerationConfig
+from failfast_jax.policy import cost_book
+from failfast_jax.policy.choice import Economic
+from failfast_jax.policy.expected_tokens import (
     BINS,
     CREDIT,
     EDGES,
@@ -30,11 +35,7 @@ from failfast_jax.decoding.economics import (
     expected_tokens,
     observed,
 )
-from failfast_jax.decoding.state import RUNNING, Committed, Draft, Outcome
-from failfast_jax.drafters import check_chances
-from failfast_jax.drafters.economic import Economic
-from failfast_jax.errors import OptionError
-from failfast_jax.runtime import Request
+from failfast_jax.runtime.model_runtime import Request
 
 WIDTHS = (1, 4, 8, 16)
 LONGEST = 15
@@ -377,7 +378,7 @@ PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], list(range(3, 23)), [9]]
 @pytest.mark.parametrize("make", tiers([engine, extended_engine], quick=[engine]))
 def test_no_token_changes(make, options, draft, monkeypatch):
     model = make()
-    monkeypatch.setattr(pricing, "measure", lambda session: table_for(session, draft))
+    monkeypatch.setattr(cost_book, "measure", lambda session: table_for(session, draft))
     model.runtime.costs.forget()
     results = lossless(model, PROMPTS, method="auto", max_new_tokens=40, ignore_eos=True, **options)
     assert all(result.stats.costs["draft"] == pytest.approx(draft) for result in results)

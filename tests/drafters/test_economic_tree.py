@@ -14,15 +14,15 @@ from jaxtyping import Array
 from test_eagle3 import TREE, answers, engine, paths
 from tiny_models import VOCAB
 
-from failfast_jax import pricing
-from failfast_jax.config import GenerationConfig
-from failfast_jax.decoding import plan
-from failfast_jax.decoding.economics import MODEL_CHANCES, Calibration, Costs
-from failfast_jax.decoding.state import Tree
-from failfast_jax.decoding.tree import best_part, deepest, path_chances, trials
-from failfast_jax.drafters.economic import Economic
-from failfast_jax.drafters.economic_tree import EconomicTree
-from failfast_jax.runtime import Request
+from failfast_jax.decoding import width_plan
+from failfast_jax.decoding.decode_state import Tree
+from failfast_jax.decoding.token_tree import best_part, deepest, path_chances, trials
+from failfast_jax.generation_config import GenerationConfig
+from failfast_jax.policy import cost_book
+from failfast_jax.policy.choice import Economic
+from failfast_jax.policy.expected_tokens import MODEL_CHANCES, Calibration, Costs
+from failfast_jax.policy.tree_choice import EconomicTree
+from failfast_jax.runtime.model_runtime import Request
 
 NODES = 7
 PROMPTS = [[3, 4, 5] * 4, [9] * 8, [20]]
@@ -109,7 +109,7 @@ def priced(verify: dict[int, float], draft: float):
         return Costs(table, np.float32(draft), np.int32(0), np.int32(0))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pricing, "measure", measure)
+        patch.setattr(cost_book, "measure", measure)
         engine().runtime.costs.forget()
         yield
     engine().runtime.costs.forget()
@@ -174,7 +174,7 @@ def test_where_rows_are_dear_no_tree_is_drafted():
 
 def test_trees_are_verified_in_the_narrowest_width(monkeypatch):
     """Where a fifth row costs much, trees have three nodes, fewer than their longest path could have; rows differ."""
-    monkeypatch.setattr(plan, "CPU_LADDER", (1, 4, 8, 16))
+    monkeypatch.setattr(width_plan, "CPU_LADDER", (1, 4, 8, 16))
     options = {"method": "auto", **TREE, "max_new_tokens": 50}
     with priced({1: 1.0, 4: 1.01, 8: 3.0, 16: 3.1}, 0.001):
         results = answers(PROMPTS[:2], None, **options)

@@ -15,9 +15,9 @@ from tiny_models import committed, outcome, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.checkpoints.block_drafter_folder import load_dspark, save_dspark
-from failfast_jax.decoding.economics import BINS, MODEL_CHANCES
-from failfast_jax.decoding.round import greedy_sampling
+from failfast_jax.decoding.decode_round import greedy_sampling
 from failfast_jax.errors import ConfigError
+from failfast_jax.policy.expected_tokens import BINS, MODEL_CHANCES
 from failfast_jax.train.feature_cache import target_features
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import committed
 
-from failfast_jax.decoding.state import Committed
+from failfast_jax.decoding.decode_state import Committed
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup, longest_match
 
 WIDTH = 96

@@ -17,7 +17,7 @@ from tiny_engines import standalone_engine
 
 from failfast_jax import GenerationConfig
 from failfast_jax.decoding import Drafter
-from failfast_jax.decoding.state import Draft, Outcome
+from failfast_jax.decoding.decode_state import Draft, Outcome
 from failfast_jax.drafters.reuse import LONGEST_MATCH, SHORTEST_MATCH, Reuse
 from failfast_jax.drafters.wide import Wide
 

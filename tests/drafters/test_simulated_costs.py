@@ -10,7 +10,7 @@ from simulated_costs import DraftedAnswer, Setting, by_policy, fixed_steps, inpu
 from tiny_engines import engine
 
 from failfast_jax import GenerationConfig
-from failfast_jax.decoding.economics import BINS, Costs
+from failfast_jax.policy.expected_tokens import BINS, Costs
 
 PERIOD = [5, 6, 7, 8, 9]
 

@@ -11,10 +11,10 @@ import pytest
 from tiny_models import VOCAB, diffusion_config, fond_of, own_tokens, prefilled, random_model, sampling, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig, decoding
-from failfast_jax.decoding import accept
-from failfast_jax.decoding import tree as trees
-from failfast_jax.decoding.state import Alternatives, Draft, Tree
-from failfast_jax.drafters.tree import TreeDrafter, grow
+from failfast_jax.decoding import picking
+from failfast_jax.decoding import token_tree as trees
+from failfast_jax.decoding.decode_state import Alternatives, Draft, Tree
+from failfast_jax.drafters.branch_tree import TreeDrafter, grow
 
 # Growing.
 
@@ -184,7 +184,7 @@ def answer(target, drafter, tokens, lengths, options):
         state, gained = carry
         proposal, state = decoding.draft(drafter, state)
         verified, state = decoding.verify(target, drafter, state, proposal, plan=plan)
-        alone = accept.agreeing_prefix(proposal.tokens, proposal.length, verified.picks)
+        alone = picking.agreeing_prefix(proposal.tokens, proposal.length, verified.picks)
         gain = jnp.where(state.running, verified.accepted - alone, 0)
         return decoding.commit(drafter, state, proposal, verified), gained + (gain > 0).sum()
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import attention_by_hand
 
-from failfast_jax.kernels import cpu, cpu_product, cpu_rows, emit
+from failfast_jax.kernels import cpu_attention, cpu_product, cpu_rows, llvm_emitter
 from failfast_jax.models.layers import RMSNorm, largest, largest_and_share, product, unit_rms, xla_product
 from failfast_jax.models.sharding import ONE_DEVICE
 
@@ -24,7 +24,7 @@ def numbers(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", list(emit.ELEMENTS))
+@pytest.mark.parametrize("dtype", list(llvm_emitter.ELEMENTS))
 def test_products_of_any_size(unit, dtype):
     for rows, inputs, outputs in [(1, 48, 50), (2, 37, 9), (4, 1001, 7), (7, 33, 6), (13, 5, 7), (40, 96, 300)]:
         x, w = numbers(rows, rows, inputs), weights(outputs, outputs, inputs, dtype)
@@ -34,14 +34,14 @@ def test_products_of_any_size(unit, dtype):
 
 
 @settings(max_examples=15)
-@given(rows=st.integers(1, 70), begin=st.integers(0, 69), dtype=st.sampled_from([*emit.ELEMENTS]))
+@given(rows=st.integers(1, 70), begin=st.integers(0, 69), dtype=st.sampled_from([*llvm_emitter.ELEMENTS]))
 def test_bits_of_a_row_do_not_depend_on_the_others(rows, begin, dtype):
     x, w = numbers(1, 70, 72), weights(2, 130, 72, dtype)
     part = slice(begin, min(begin + rows, 70))
     np.testing.assert_array_equal(cpu_product.product(x[part], w), np.asarray(cpu_product.product(x, w))[part])
 
 
-@pytest.mark.parametrize("dtype", list(emit.ELEMENTS))
+@pytest.mark.parametrize("dtype", list(llvm_emitter.ELEMENTS))
 def test_bits_of_few_rows_do_not_depend_on_how_weights_are_read(unit, dtype):
     """Short rows read them in order, longer ones tile by tile."""
     for inputs in (
@@ -92,7 +92,7 @@ def test_what_would_be_read_beside_an_array_is_refused():
         cpu_product.product(jnp.ones((2, 64), jnp.bfloat16), jnp.ones((48, 64)))
     q, k, start = jnp.ones((1, 2, 2, 16)), jnp.ones((1, 1, 128, 16)), jnp.asarray([5])
     with pytest.raises(ValueError, match="keys and values of one shape and type"):
-        cpu.window_attention(q, k, k.astype(jnp.bfloat16), start, 0 * start, jnp.int32(7), block_size=1)
+        cpu_attention.window_attention(q, k, k.astype(jnp.bfloat16), start, 0 * start, jnp.int32(7), block_size=1)
 
 
 def test_many_rows_go_to_xla_and_few_do_not():
@@ -116,7 +116,7 @@ def test_attention_over_several_chunks(unit, head_dim, dtype):
     q = numbers(1, batch, width, heads, head_dim)
     k, v = (jnp.asarray(numbers(seed, batch, kv_heads, capacity, head_dim)).astype(dtype) for seed in (2, 3))
     start = np.asarray([600, 30], np.int32)
-    got = jax.jit(cpu.window_attention, static_argnames="block_size")(
+    got = jax.jit(cpu_attention.window_attention, static_argnames="block_size")(
         q, k, v, start, np.zeros_like(start), np.int32(605), block_size=1
     )
     wide = (np.asarray(x.astype(jnp.float32)) for x in (k, v))
@@ -127,7 +127,7 @@ def test_large_scores_and_far_ones():
     """Weights that are one, and weights that vanish: no infinity, no NaN."""
     q, k, v = numbers(1, 1, 2, 1, 16), numbers(2, 1, 1, 256, 16) * 100, numbers(3, 1, 1, 256, 16)
     start = np.asarray([250], np.int32)
-    got = cpu.window_attention(*map(jnp.asarray, (q, k, v, start, 0 * start)), jnp.int32(252), block_size=1)
+    got = cpu_attention.window_attention(*map(jnp.asarray, (q, k, v, start, 0 * start)), jnp.int32(252), block_size=1)
     np.testing.assert_allclose(got, attention_by_hand(q, k, v, start, 1), atol=2e-4)
 
 
@@ -136,7 +136,9 @@ def test_what_is_not_a_number_is_not_hidden(where):
     arrays = {"q": numbers(1, 1, 2, 1, 16), "k": numbers(2, 1, 1, 512, 16), "v": numbers(3, 1, 1, 512, 16)}
     arrays[where].flat[3] = np.nan
     start = jnp.asarray([300])
-    got = cpu.window_attention(*map(jnp.asarray, arrays.values()), start, 0 * start, jnp.int32(302), block_size=1)
+    got = cpu_attention.window_attention(
+        *map(jnp.asarray, arrays.values()), start, 0 * start, jnp.int32(302), block_size=1
+    )
     assert np.isnan(got).any(axis=-1).tolist() == [[[True], [where != "q"]]]
 
 
@@ -145,11 +147,11 @@ def test_shapes_that_are_not_served():
     assert "2 outputs" in cpu_product.supports(width=1, outputs=2, dtype="float32")
     assert "float64" in cpu_product.supports(width=1, outputs=64, dtype="float64")
     served = {"width": 1, "capacity": 128, "head_dim": 64, "dtype": "float32"}
-    assert cpu.supports(**served) is None
-    assert "not 129" in cpu.supports(**served | {"width": 129})
-    assert "a multiple of 16" in cpu.supports(**served | {"capacity": 100})
-    assert "head_dim 6" in cpu.supports(**served | {"head_dim": 6})
-    assert "int8" in cpu.supports(**served | {"dtype": "int8"})
+    assert cpu_attention.supports(**served) is None
+    assert "not 129" in cpu_attention.supports(**served | {"width": 129})
+    assert "a multiple of 16" in cpu_attention.supports(**served | {"capacity": 100})
+    assert "head_dim 6" in cpu_attention.supports(**served | {"head_dim": 6})
+    assert "int8" in cpu_attention.supports(**served | {"dtype": "int8"})
 
 
 @pytest.mark.parametrize("size", [1, 15, 48, 577])

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from failfast_jax.kernels import cpu_markov, emit
-from failfast_jax.models.markov import MarkovHead
+from failfast_jax.kernels import cpu_markov, llvm_emitter
+from failfast_jax.models.markov_head import MarkovHead
 
 
 def by_hand(logits, last, w1, w2, ids) -> np.ndarray:
@@ -75,6 +75,6 @@ def test_what_is_not_served(unit):
 
 def test_heads_that_are_more_than_a_sum_go_row_by_row():
     sizes = {"vocab": 40, "drafted": 40, "size": 8, "rank": 16, "dtype": "float32", "rngs": nnx.Rngs(0)}
-    served = emit.vector_unit() is not None
+    served = llvm_emitter.vector_unit() is not None
     assert (MarkovHead("vanilla", **sizes).reach() is not None) == served
     assert MarkovHead("gated", **sizes).reach() is None and MarkovHead("rnn", **sizes).reach() is None

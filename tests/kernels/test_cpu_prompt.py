@@ -11,13 +11,13 @@ import pytest
 from test_cpu import numbers
 from tiny_models import attention_by_hand, tiny_config
 
-from failfast_jax.kernels import cpu_product, cpu_prompt, emit
+from failfast_jax.kernels import cpu_product, cpu_prompt_attention, llvm_emitter
 from failfast_jax.models import attention
 from failfast_jax.models.attention import Window
-from failfast_jax.models.cache import write_window
+from failfast_jax.models.kv_cache import write_window
 from failfast_jax.models.rope import rotary, rotated_heads
 
-pytestmark = pytest.mark.skipif(emit.vector_unit() is None, reason=cpu_product.NO_UNIT)
+pytestmark = pytest.mark.skipif(llvm_emitter.vector_unit() is None, reason=cpu_product.NO_UNIT)
 CASES = {
     "from the beginning": {"width": 300, "start": [0, 0]},
     "behind others": {"width": 129, "start": [700, 31]},
@@ -181,18 +181,20 @@ def test_tables_of_another_type():
 
 def test_shapes_that_are_not_served():
     served = {"width": 129, "capacity": 256, "head_dim": 64, "dtype": "float32", "cached": "float32"}
-    assert cpu_prompt.supports(**served) is None
-    assert "more than 128 rows, not 128" in cpu_prompt.supports(**served | {"width": 128})
-    assert "a multiple of 16" in cpu_prompt.supports(**served | {"capacity": 200})
-    assert "room for 129 rows" in cpu_prompt.supports(**served | {"capacity": 128})
-    lanes = emit.vector_unit().lanes
-    assert f"head_dim {lanes}: a multiple of {2 * lanes}" in cpu_prompt.supports(**served | {"head_dim": lanes})
-    assert "a cache of bfloat16: float32" in cpu_prompt.supports(**served | {"cached": "bfloat16"})
+    assert cpu_prompt_attention.supports(**served) is None
+    assert "more than 128 rows, not 128" in cpu_prompt_attention.supports(**served | {"width": 128})
+    assert "a multiple of 16" in cpu_prompt_attention.supports(**served | {"capacity": 200})
+    assert "room for 129 rows" in cpu_prompt_attention.supports(**served | {"capacity": 128})
+    lanes = llvm_emitter.vector_unit().lanes
+    assert f"head_dim {lanes}: a multiple of {2 * lanes}" in cpu_prompt_attention.supports(
+        **served | {"head_dim": lanes}
+    )
+    assert "a cache of bfloat16: float32" in cpu_prompt_attention.supports(**served | {"cached": "bfloat16"})
     qkv, cache, window = window_of(130, [0], 64)
     places = (window.start, window.start, window.live)
     with pytest.raises(ValueError, match="heads, tables and caches of one size"):
-        cpu_prompt.attend(qkv, window.cos[..., 1:], window.sin[..., 1:], *cache, *places, block_size=1)
+        cpu_prompt_attention.attend(qkv, window.cos[..., 1:], window.sin[..., 1:], *cache, *places, block_size=1)
     with pytest.raises(ValueError, match="room for 130 rows"):
-        cpu_prompt.attend(qkv, window.cos, window.sin, *(x[:, :, :112] for x in cache), *places, block_size=1)
+        cpu_prompt_attention.attend(qkv, window.cos, window.sin, *(x[:, :, :112] for x in cache), *places, block_size=1)
     with pytest.raises(ValueError, match="rows, not 128"):
-        cpu_prompt.attend(qkv[:, 2:], window.cos[:, 2:], window.sin[:, 2:], *cache, *places, block_size=1)
+        cpu_prompt_attention.attend(qkv[:, 2:], window.cos[:, 2:], window.sin[:, 2:], *cache, *places, block_size=1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import export
 from tiny_models import attention_by_hand
 
-from failfast_jax.kernels import gpu
+from failfast_jax.kernels import gpu_attention
 from failfast_jax.models import attention
 
 # batch, width, query heads, KV heads, capacity, head_dim, dtype, block_size, splits
@@ -39,7 +39,9 @@ def arrays(shape, seed):
 @functools.cache
 def compiled(shape):
     *_, block_size, splits = shape
-    return jax.jit(functools.partial(gpu.window_attention, block_size=block_size, interpret=INTERPRET, splits=splits))
+    return jax.jit(
+        functools.partial(gpu_attention.window_attention, block_size=block_size, interpret=INTERPRET, splits=splits)
+    )
 
 
 def relative_error(out, expected):
@@ -85,10 +87,13 @@ def test_many_rows_share_the_tiles():
 def test_warpgroups_do_not_overwrite_what_others_read(monkeypatch):
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
-    monkeypatch.setattr(gpu, "simulator", lambda: params.InterpretGPUParams(detect_races=True))
-    rows, last = jnp.zeros((1, 1, 1, 2, gpu.ROWS, 64), jnp.bfloat16), jnp.full((1, 1, 2, gpu.ROWS), 383)
+    monkeypatch.setattr(gpu_attention, "simulator", lambda: params.InterpretGPUParams(detect_races=True))
+    rows, last = (
+        jnp.zeros((1, 1, 1, 2, gpu_attention.ROWS, 64), jnp.bfloat16),
+        jnp.full((1, 1, 2, gpu_attention.ROWS), 383),
+    )
     cache = jnp.zeros((1, 1, 384, 64), jnp.bfloat16)
-    attend = jax.jit(functools.partial(gpu.attend_splits, splits=1, interpret=True))
+    attend = jax.jit(functools.partial(gpu_attention.attend_splits, splits=1, interpret=True))
     jax.block_until_ready(attend(jnp.asarray([6]), last, rows, cache, cache))
     assert not interpret_pallas_call.get_races().races_found
 
@@ -124,9 +129,12 @@ def test_dead_tiles_are_never_read():
 def test_splits_are_combined_in_groups():
     splits, rows = 11, 3
     draw = np.random.default_rng(0)
-    acc, highest = draw.normal(size=(splits, 1, 2, rows, gpu.LANES)), 9 * draw.normal(size=(splits, 1, 2, rows))
+    acc, highest = (
+        draw.normal(size=(splits, 1, 2, rows, gpu_attention.LANES)),
+        9 * draw.normal(size=(splits, 1, 2, rows)),
+    )
     total = draw.uniform(1, 2, size=highest.shape)
-    combine = functools.partial(gpu.combine_splits, width=rows, group=1, dtype=jnp.float32, interpret=True)
+    combine = functools.partial(gpu_attention.combine_splits, width=rows, group=1, dtype=jnp.float32, interpret=True)
     for own in (9, 40):  # splits without a tile have written nothing
         parts = [
             jnp.asarray(np.where(np.arange(splits).reshape(-1, *[1] * (x.ndim - 1)) < own, x, np.nan), "float32")
@@ -150,7 +158,7 @@ def test_lowers_for_cuda(width, heads, kv_heads, head_dim, dtype):
     cache = jax.ShapeDtypeStruct((2, kv_heads, 32768, head_dim), dtype)
     q = jax.ShapeDtypeStruct((2, width, heads, head_dim), dtype)
     rows = jax.ShapeDtypeStruct((2,), jnp.int32)
-    attend = jax.jit(functools.partial(gpu.window_attention, block_size=32))
+    attend = jax.jit(functools.partial(gpu_attention.window_attention, block_size=32))
     lowered = export.export(attend, platforms=["cuda"])(q, cache, cache, rows, rows, jax.ShapeDtypeStruct((), "int32"))
     assert lowered.mlir_module().count("stablehlo.custom_call @mosaic_gpu") == 2
     assert lowered.out_avals[0].shape == q.shape
@@ -175,9 +183,9 @@ GOOD = {"width": 8, "heads": 8, "kv_heads": 2, "head_dim": 128, "capacity": 256,
     ],
 )
 def test_says_what_it_cannot_do(change, reason):
-    assert gpu.supports(**GOOD) is None
-    assert gpu.supports(**GOOD, device=SimpleNamespace(platform="gpu", compute_capability="9.0")) is None
-    assert reason in gpu.supports(**GOOD | change)
+    assert gpu_attention.supports(**GOOD) is None
+    assert gpu_attention.supports(**GOOD, device=SimpleNamespace(platform="gpu", compute_capability="9.0")) is None
+    assert reason in gpu_attention.supports(**GOOD | change)
 
 
 def test_refuses_what_it_cannot_do():
@@ -185,16 +193,16 @@ def test_refuses_what_it_cannot_do():
     start = jnp.zeros(2, jnp.int32)
     rest = (start, start, jnp.int32(1))
     with pytest.raises(ValueError, match="tf32"):
-        gpu.window_attention(q, k, v, *rest, block_size=1, interpret=True)
+        gpu_attention.window_attention(q, k, v, *rest, block_size=1, interpret=True)
     with pytest.raises(ValueError, match="not float32"):
-        gpu.dense_window_attention(q, k, v, *rest, block_size=1, implementation="cudnn")
+        gpu_attention.dense_window_attention(q, k, v, *rest, block_size=1, implementation="cudnn")
 
 
 def test_the_number_of_splits_fills_the_device_and_no_more():
-    assert gpu.split_count(1, 8, 1, 1, 32768) == 33
-    assert gpu.split_count(1, 8, 3, 2, 32768) == 5
-    assert gpu.split_count(1, 8, 1, 1, 128) == 2  # no more than tiles
-    assert gpu.split_count(64, 8, 1, 1, 32768) == 1
+    assert gpu_attention.split_count(1, 8, 1, 1, 32768) == 33
+    assert gpu_attention.split_count(1, 8, 3, 2, 32768) == 5
+    assert gpu_attention.split_count(1, 8, 1, 1, 128) == 2  # no more than tiles
+    assert gpu_attention.split_count(64, 8, 1, 1, 32768) == 1
 
 
 def spoilt_at(slot: int, shape, seed: int):
@@ -223,7 +231,7 @@ def test_cudnn_adds_masks_and_yet_hides_nan(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", like_cudnn)
     shape = (2, 150, 6, 2, 256, 64, "bfloat16", 32, None)
     rest = (jnp.asarray([0, 77]), jnp.asarray([200, 0]), jnp.int32(256))
-    run = functools.partial(gpu.dense_window_attention, block_size=1, implementation="cudnn")
+    run = functools.partial(gpu_attention.dense_window_attention, block_size=1, implementation="cudnn")
     out, healthy = (np.asarray(run(*x, *rest), np.float32) for x in (spoilt_at(220, shape, 1), arrays(shape, 1)))
     sees = 77 + np.arange(150) >= 220
     assert np.isnan(out[1, sees]).all()
@@ -237,7 +245,7 @@ def test_the_dense_route_agrees(dtype, tolerance):
     q, k, v = arrays(shape, 3)
     start, until = np.asarray([0, 77]), np.asarray([200, 0])
     rest = (jnp.asarray(start), jnp.asarray(until), jnp.int32(256))
-    out = gpu.dense_window_attention(q, k, v, *rest, block_size=32, implementation="xla")
+    out = gpu_attention.dense_window_attention(q, k, v, *rest, block_size=32, implementation="xla")
     assert relative_error(out, attention_by_hand(q, k, v, start, 32, until)) < tolerance
 
 

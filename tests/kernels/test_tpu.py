@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import tiers
 
-from failfast_jax.kernels import reference, tpu, tpu_prompt, tpu_write
+from failfast_jax.kernels import plain_attention, tpu_attention, tpu_prompt, tpu_write
 from failfast_jax.models.attention import SIMULATED_TPU, Window, attend, write_windows
-from failfast_jax.models.cache import TILE, write_window
+from failfast_jax.models.kv_cache import TILE, write_window
 from failfast_jax.models.rope import apply_rope
 
 INTERPRET = jax.default_backend() != "tpu"
@@ -77,9 +77,9 @@ def attended(qkv, k, v, start, until, live, block_size):
     """The heads' outputs, and the caches with the window's own keys and values: by one kernel, and by two."""
     tables = tpu_write.rotary_tables(*angles(start, qkv.shape[1], qkv.shape[4]))
     options = {"block_size": block_size, "interpret": INTERPRET}
-    one = tpu.attend(qkv, *tables, k, v, start, until, live, **options)
+    one = tpu_attention.attend(qkv, *tables, k, v, start, until, live, **options)
     k, v = tpu_write.write_window(k, v, qkv, start, tables, interpret=INTERPRET)
-    return one, (tpu.window_attention(qkv, *tables, k, v, start, until, live, **options), k, v)
+    return one, (tpu_attention.window_attention(qkv, *tables, k, v, start, until, live, **options), k, v)
 
 
 @in_full
@@ -191,7 +191,7 @@ def test_a_row_depends_neither_on_its_window_nor_on_dead_cache():
     @jax.jit
     def run(qkv, k, v, start, live):
         tables = tpu_write.rotary_tables(*angles(start, 8, 64))
-        return tpu.window_attention(qkv, *tables, k, v, start, zero, live, block_size=1, interpret=INTERPRET)
+        return tpu_attention.window_attention(qkv, *tables, k, v, start, zero, live, block_size=1, interpret=INTERPRET)
 
     for start in (1020, 1023, 1027):
         live = np.int32(start + 8)
@@ -209,7 +209,7 @@ def test_keys_and_values_have_a_semaphore_each():
     qkv, k, v = arrays((1, 8, 2, 1, 64, 128, "float32"), 0)
     start, zero = np.asarray([3], np.int32), np.zeros(1, np.int32)
     tables = tpu_write.rotary_tables(*angles(start, 8, 64))
-    attending = jax.make_jaxpr(functools.partial(tpu.attend, block_size=1))
+    attending = jax.make_jaxpr(functools.partial(tpu_attention.attend, block_size=1))
     for program in (
         attending(qkv, *tables, k, v, start, zero, np.int32(11)),
         jax.make_jaxpr(tpu_write.write_window)(k, v, qkv, start, tables),
@@ -266,7 +266,7 @@ def test_prefill_equals_the_reference(width, block_size, start, until):
     q = jnp.asarray(np.random.default_rng(4).standard_normal((batch, width, 4, head_dim), np.float32))
     start, until, live = np.asarray(start, np.int32), np.asarray(until, np.int32), np.int32(capacity)
     got = tpu_prompt.attention(q, k, v, start, until, live, block_size=block_size, interpret=INTERPRET)
-    wanted = in_full(reference.window_attention)(q, k, v, start, until, live, block_size=block_size, tile=TILE)
+    wanted = in_full(plain_attention.window_attention)(q, k, v, start, until, live, block_size=block_size, tile=TILE)
     np.testing.assert_allclose(got, wanted, atol=TOLERANCES["float32"])
 
 
@@ -278,7 +278,7 @@ def test_products_of_float32_are_full_ones():
         tables = tpu_write.rotary_tables(*angles(start, 8, 64))
         rest = (start, start, np.int32(8))
         programs = [
-            jax.make_jaxpr(functools.partial(tpu.attend, block_size=1))(qkv, *tables, k, v, *rest),
+            jax.make_jaxpr(functools.partial(tpu_attention.attend, block_size=1))(qkv, *tables, k, v, *rest),
             jax.make_jaxpr(functools.partial(tpu_prompt.attention, block_size=1))(q.astype(dtype), k, v, *rest),
         ]
         if dtype == "float32":
@@ -301,5 +301,5 @@ def test_products_of_float32_are_full_ones():
 )
 def test_says_what_it_does_not_support(change, message):
     fine = {"width": 8, "heads": 4, "kv_heads": 2, "capacity": 256, "head_dim": 64, "dtype": jnp.bfloat16}
-    assert tpu.supports(**fine) is None
-    assert message in tpu.supports(**(fine | change))
+    assert tpu_attention.supports(**fine) is None
+    assert message in tpu_attention.supports(**(fine | change))

@@ -16,14 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import attention_by_hand
 
-from failfast_jax import FailFast, progress
+from failfast_jax import FailFast
 from failfast_jax.checkpoints.checkpoint import Checkpoint
 from failfast_jax.checkpoints.pair import read_pair
 from failfast_jax.errors import OptionError
-from failfast_jax.kernels import emit, reference
+from failfast_jax.kernels import llvm_emitter, plain_attention
 from failfast_jax.models import attention
 from failfast_jax.models.attention import SIMULATED_TPU, Window, cached_attention, kernel_of, supports, unserved
-from failfast_jax.models.cache import TILE, round_up, write_window
+from failfast_jax.models.kv_cache import TILE, round_up, write_window
+from failfast_jax.util import progress
 
 CAPACITY = 384
 HEAD_DIM = 8
@@ -119,7 +120,7 @@ def test_a_row_does_not_depend_on_where_its_window_begins(kernel, seed, row, blo
 def test_whole_sequences_without_a_cache(block_size, length):
     batch, width, heads, kv_heads = 2, 24, 4, 2
     q, k, v = arrays(3, batch, width, heads, kv_heads, capacity=width)
-    got = reference.dense_attention(
+    got = plain_attention.dense_attention(
         *(jnp.asarray(x) for x in (q, k.swapaxes(1, 2), v.swapaxes(1, 2))), block_size=block_size, length=length
     )
     end = length or width
@@ -184,7 +185,7 @@ def test_what_is_not_finite_spoils_only_rows_that_see_it(kernel, kind, width, dt
 def test_padding_that_is_not_finite_spoils_no_whole_sequence():
     q, k, v = (jnp.asarray(x) for x in arrays(3, 2, 24, 4, 2, capacity=24))
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    run = functools.partial(reference.dense_attention, block_size=8, length=21)
+    run = functools.partial(plain_attention.dense_attention, block_size=8, length=21)
     np.testing.assert_array_equal(run(q, k, v.at[:, 22].set(jnp.inf))[:, :21], run(q, k, v)[:, :21])
 
 
@@ -275,7 +276,7 @@ def test_a_kernel_says_why_it_does_not_serve(kernel, device, model, message):
 
 def test_a_cpu_runs_its_own_kernel_where_it_has_a_vector_unit():
     cpu = SimpleNamespace(platform="cpu", device_kind="cpu")
-    assert kernel_of(cpu, BF16, 128) == ("cpu" if emit.vector_unit() else "reference")
+    assert kernel_of(cpu, BF16, 128) == ("cpu" if llvm_emitter.vector_unit() else "reference")
     assert kernel_of(cpu, BF16, 6) == "reference" and unserved(cpu, dtype=BF16, head_dim=6)
     for kernel in ("reference", "xla", SIMULATED_TPU):
         assert supports(kernel, cpu, dtype=F16, head_dim=100) is None

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from checkpoint_files import FIXTURES
 
-from failfast_jax import progress
 from failfast_jax.errors import ConfigError
 from failfast_jax.models import config_keys
-from failfast_jax.models.config import ModelConfig, RopeConfig
+from failfast_jax.models.model_config import ModelConfig, RopeConfig
 from failfast_jax.models.rope import rope_frequencies
+from failfast_jax.util import progress
 
 CLASSES = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
 FORMS = json.loads((FIXTURES / "rope_forms.json").read_text())["forms"]

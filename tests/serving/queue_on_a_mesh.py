@@ -13,9 +13,9 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 from tiny_models import diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
-from failfast_jax.compilation import counted
-from failfast_jax.decoding import plan
+from failfast_jax.decoding import width_plan
 from failfast_jax.serving.queue import Queue
+from failfast_jax.util.compilation import counted
 
 PROMPTS = [[3, 4, 5], [6, 7] * 20, [2, 3, 4, 5, 6] * 8, [6, 7] * 20 + [3], [9]]
 LOOKUP = {"method": "lookup", "max_spec_len": 7}
@@ -31,7 +31,7 @@ CASES = {
 
 
 def main() -> None:
-    plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
+    width_plan.CPU_LADDER, width_plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
     target = random_model(tiny_config(num_layers=1, num_heads=8, num_kv_heads=4, hidden_size=64), seed=1)
     drafter = random_model(diffusion_config(), seed=2)
     report = {}

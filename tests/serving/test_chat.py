@@ -12,10 +12,10 @@ import pytest
 from served import chat_engine, quick, slowed
 
 from failfast_jax import chat
+from failfast_jax.answer_trace import to_terminal
 from failfast_jax.chat import Chat, ChatOptions, talk
 from failfast_jax.serving.queue import Answer, Queue
 from failfast_jax.serving.scheduler import Scheduler
-from failfast_jax.trajectory import to_terminal
 
 pytestmark = pytest.mark.usefixtures("few_widths")
 

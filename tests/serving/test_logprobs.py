@@ -17,7 +17,7 @@ from served import CAPACITY, chat_engine, quick, served  # noqa: E402
 from tiny_engines import engine  # noqa: E402
 
 from failfast_jax import GenerationConfig, Request  # noqa: E402
-from failfast_jax.decoding.plan import make_plan  # noqa: E402
+from failfast_jax.decoding.width_plan import make_plan  # noqa: E402
 from failfast_jax.results import TokenLogprob  # noqa: E402
 from failfast_jax.serving.logprobs import LEAST, Spelling, of_completion  # noqa: E402
 from failfast_jax.serving.queue import Finished, Queue  # noqa: E402

@@ -10,7 +10,7 @@ from tiny_engines import engine, extended_engine
 from tiny_models import fond_eagle, random_model, tiny_config
 
 from failfast_jax import FailFast
-from failfast_jax.runtime import Request
+from failfast_jax.runtime.model_runtime import Request
 
 pytestmark = pytest.mark.usefixtures("few_widths")
 

@@ -15,9 +15,9 @@ from tiny_models import VOCAB
 from tokenizers import AddedToken, decoders, normalizers
 
 from failfast_jax import GenerationConfig
-from failfast_jax.compilation import compile_counts
 from failfast_jax.errors import OptionError, PromptError, PromptTooLong
 from failfast_jax.serving.queue import Finished, Queue, QueueClosed, QueueFull
+from failfast_jax.util.compilation import compile_counts
 
 CAPACITY = 160
 METHODS = {

@@ -6,7 +6,7 @@ import pytest
 from served import quick
 from tiny_engines import engine
 
-from failfast_jax.runtime import Request
+from failfast_jax.runtime.model_runtime import Request
 from failfast_jax.serving.scheduler import Job, RowSettings, Scheduler
 
 pytestmark = pytest.mark.usefixtures("few_widths")

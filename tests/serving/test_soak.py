@@ -22,9 +22,9 @@ from tiers import tiers
 from tiny_engines import engine
 
 from failfast_jax import GenerationConfig
-from failfast_jax.compilation import compile_counts
 from failfast_jax.serving.queue import Queue
 from failfast_jax.serving.serve_options import ServeOptions
+from failfast_jax.util.compilation import compile_counts
 
 pytestmark = pytest.mark.usefixtures("few_widths")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_models import random_dspark
 
-from failfast_jax.train import confidence_scaling
+from failfast_jax.policy import confidence_scaling
 from failfast_jax.train.block_loss import BlockObjective
 from failfast_jax.train.train_config import TrainConfig
 

@@ -15,7 +15,7 @@ from training_runs import LENGTH, differing_keys
 
 from failfast_jax import FailFast
 from failfast_jax.checkpoints.block_drafter_folder import load_dspark, save_dspark
-from failfast_jax.models.dspark import bind
+from failfast_jax.models.block_network import bind
 from failfast_jax.train import block_loss, block_start
 from failfast_jax.train.documents import batches
 from failfast_jax.train.feature_cache import target_features

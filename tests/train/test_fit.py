@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from training_runs import LENGTH, make_objective
 
-from failfast_jax.command import OutOfTime
 from failfast_jax.train import feature_cache
 from failfast_jax.train.block_start import fit_inputs
 from failfast_jax.train.documents import DataError, batches
+from failfast_jax.util.command_line import OutOfTime
 
 
 def test_the_fit_is_a_least_squares_solution(documents, target):

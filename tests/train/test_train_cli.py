@@ -17,13 +17,14 @@ from safetensors.numpy import load_file
 from tiers import tiers
 from tiny_models import random_extended
 
-from failfast_jax import FailFast, command, load_model
+from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.block_drafter_folder import save_dspark
 from failfast_jax.checkpoints.drafter import decoding_defaults
-from failfast_jax.decoding.economics import MODEL_CHANCES
+from failfast_jax.policy.expected_tokens import MODEL_CHANCES
 from failfast_jax.train import train_command
 from failfast_jax.train.__main__ import main
 from failfast_jax.train.documents import load_documents
+from failfast_jax.util import command_line
 
 TARGET, PUBLISHED = str(GOLDEN / "llama_tied"), str(GOLDEN / "field" / "dspark_qwen3_a")
 ENVIRONMENT = {
@@ -135,7 +136,7 @@ def test_the_commands_of_the_default_drafter_parse(tmp_path, monkeypatch):
     script = GOLDEN.parents[2] / "examples" / "make_default_drafter.sh"
     path = f"{tmp_path}:{os.environ['PATH']}"
     subprocess.run(["bash", script, tmp_path], env=os.environ | {"PATH": path}, check=True)
-    monkeypatch.setattr(command, "run", lambda *_: 0)  # reached once all words are parsed
+    monkeypatch.setattr(command_line, "run", lambda *_: 0)  # reached once all words are parsed
     calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
     assert [words[1:3] for words in calls[:2]] == [["failfast_jax.train", "selfgen"]] * 2 and len(calls) == 4
     assert Path(calls[1][calls[1].index("--openings") + 1]).is_file()

@@ -18,7 +18,6 @@ from failfast_jax import FailFast
 from failfast_jax.checkpoints.block_drafter_folder import load_dspark
 from failfast_jax.checkpoints.drafter import load_drafter
 from failfast_jax.checkpoints.eagle_folder import load_eagle
-from failfast_jax.command import deadline_after
 from failfast_jax.errors import CheckpointError, OptionError, PromptTooLong
 from failfast_jax.train import block_loss, trainer
 from failfast_jax.train.documents import Documents, batches
@@ -27,6 +26,7 @@ from failfast_jax.train.objective import Objective
 from failfast_jax.train.resume import begin, is_begun
 from failfast_jax.train.train_config import TrainConfig
 from failfast_jax.train.trainer import Trainer
+from failfast_jax.util.command_line import deadline_after
 
 ANSWER = 16
 

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from tiny_models import diffusion_config, random_dspark, random_extended, random_model
 
 from failfast_jax.checkpoints.parameters import Skeleton
-from failfast_jax.models.eagle import EagleConfig
+from failfast_jax.models.eagle_network import EagleConfig
 from failfast_jax.train import eagle_loss
 from failfast_jax.train.block_loss import BlockObjective
 from failfast_jax.train.block_start import initial

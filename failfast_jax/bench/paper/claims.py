@@ -18,7 +18,7 @@ from failfast_jax.bench.paper.averages import (
     number,
     over,
 )
-from failfast_jax.tables import markdown
+from failfast_jax.util.tables import markdown
 
 Runs = Sequence[PaperRun]
 

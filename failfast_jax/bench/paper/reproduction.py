@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from failfast_jax import distributed, trajectory
+from failfast_jax import answer_trace
 from failfast_jax.bench.figures import OR_WITHOUT, Records, figure_class
 from failfast_jax.bench.journal import RECORDS, result_of
 from failfast_jax.bench.paper import averages, paper_plots
@@ -25,7 +25,8 @@ from failfast_jax.bench.variants import BASELINE
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
-from failfast_jax.files import Journal, Record, read_lines, user_path, write_atomically
+from failfast_jax.util import processes
+from failfast_jax.util.files import Journal, Record, read_lines, user_path, write_atomically
 
 NOTES = (
     "Rounds, lengths and drafter passes are counted as the authors' released code counts them. Cells: these records "
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="DIR", type=user_path, help="writes paper.md and figures there")
     parser.add_argument("--figures", action=argparse.BooleanOptionalAction, default=True, help="PNG and SVG")
-    distributed.refuse_flag(parser, "it reads records: start it once, where bench run wrote them")
+    processes.refuse_flag(parser, "it reads records: start it once, where bench run wrote them")
 
 
 def target_of(folder: Path) -> str:
@@ -149,7 +150,7 @@ def write_trajectories(folder: Path, places: list[str], out: Path) -> list[Path]
         name = "".join(c if c.isalnum() else "-" for c in f"{dataset}-{question}")
         written.append(out / f"trajectory-{name}.html")
         results = {label: result_of(record) for label, record in found.items() if label in rows}
-        write_atomically(written[-1], trajectory.page(results, tokenizer))
+        write_atomically(written[-1], answer_trace.page(results, tokenizer))
     return written
 
 

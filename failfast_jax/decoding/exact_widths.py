@@ -1,0 +1,138 @@
+"""Does a row of a pass depend on the pass's width? Decides which widths may serve under `exact`."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from failfast_jax.decoding import width_plan as plans
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.models.kv_cache import KVCache, round_up
+from failfast_jax.models.sharding import whole
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.util import numerics
+
+logger = logging.getLogger("failfast_jax")
+
+
+def first_layer_of(model: Decoder) -> Decoder:
+    """The model cut after its first layer: every matrix shape of the whole one, in a fraction of its time."""
+    shallow = copy.copy(model)
+    shallow.layers = nnx.List([model.layers[0]])
+    shallow.config = dataclasses.replace(model.config, num_layers=1)
+    return shallow
+
+
+REFERENCE_WIDTH = 64
+LONGEST_CACHE = 4096
+"""Positions of the cache that the check runs in, at both ends: at most so many, and the model's context."""
+XLA_SUMS = ("stablehlo.dot_general", "stablehlo.reduce(")
+"""Operations whose order of summation XLA chooses by the shape: the bits of a row may follow the number of rows, for
+some values or on some machine, even where those that were tried agree."""
+
+
+@numerics.defaults()
+def interchangeable_widths(model: Decoder, widths: tuple[int, ...], *, batch: int = 1, seed: int = 0) -> set[int]:
+    """The widths whose rows are bit-identical to those of passes of `REFERENCE_WIDTH` rows.
+
+    Two things must hold of the pass of a width, from embedding to logits. All its sums are those of the CPU's kernels,
+    each of which adds up a row in an order of its own (beyond `cpu_product.MAX_WIDTH` rows, and on machines without
+    these kernels, some are XLA's). And its logits, keys and values have the reference's bits where it is run: the
+    first layer and the head, over random tokens at both ends of a cache.
+    """
+    shallow = first_layer_of(model)
+
+    @jax.jit
+    def window(model: Decoder, cache: KVCache, tokens: Array, start: Array) -> tuple[Array, KVCache]:
+        hidden, cache, _ = model.window(tokens, cache, start, start[0] + tokens.shape[1])
+        return model.logits_of(hidden), cache
+
+    cache = jax.jit(functools.partial(shallow.init_cache, batch, _capacity(model, widths)))()
+    lowered = {}
+    for width in {REFERENCE_WIDTH, *widths}:
+        lowered[width] = window.lower(shallow, cache, np.zeros((batch, width), np.int32), np.zeros(batch, np.int32))
+        if any(operation in lowered[width].as_text() for operation in XLA_SUMS):
+            del lowered[width]
+    if REFERENCE_WIDTH not in lowered:
+        return set()
+    runs = {width: pass_.compile() for width, pass_ in lowered.items()}
+    length = round_up(max(runs), REFERENCE_WIDTH)
+    tokens = np.random.default_rng(seed).integers(0, model.config.vocab_size, (batch, length)).astype(np.int32)
+
+    def run(width: int, begin: int, at: int, cache: KVCache) -> tuple[np.ndarray, KVCache]:
+        """A pass over the tokens from `begin` on, which stand at `at + begin`."""
+        part = tokens[:, begin : begin + width]
+        logits, cache = runs[width](shallow, cache, part, np.full(batch, at + begin, np.int32))
+        return _on_host(logits), cache
+
+    places = (0, cache.capacity - length)
+    expected = []
+    for at in places:
+        parts = []
+        for begin in range(0, length, REFERENCE_WIDTH):
+            logits, cache = run(REFERENCE_WIDTH, begin, at, cache)
+            parts.append(logits)
+        expected.append(np.concatenate(parts, axis=1))
+
+    def agrees(width: int) -> bool:
+        for at, logits in zip(places, expected):
+            for begin in {0, length - width}:
+                found, written = run(width, begin, at, cache)
+                same = _same_bits(found, logits[:, begin : begin + width])
+                pairs = zip((*written.k, *written.v), (*cache.k, *cache.v))
+                if not (same and all(_same_bits(_on_host(one), _on_host(other)) for one, other in pairs)):
+                    return False
+        return True
+
+    return {width for width in widths if width in runs and agrees(width)}
+
+
+def _capacity(model: Decoder, widths: tuple[int, ...]) -> int:
+    most = min(model.config.max_position_embeddings, LONGEST_CACHE) // REFERENCE_WIDTH * REFERENCE_WIDTH
+    return max(most, round_up(max(widths), REFERENCE_WIDTH))
+
+
+def _on_host(value: Array) -> np.ndarray:
+    return np.asarray(whole(value))
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.array_equal(np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
+
+
+class WidthCheck:
+    """Which widths may serve a target under `exact`, found out once for each width and batch size."""
+
+    def __init__(self, target: Decoder):
+        self.target = target
+        self._checked: dict[int, dict[int, bool]] = {}
+
+    def widths(self, drafter: Drafter, batch: int) -> tuple[int, ...]:
+        """The widths that `make_plan` may choose from for a drafter; none: the constant width has to serve.
+
+        On CPU those that the kernels serve give bit-identical rows. Those that do not are left out.
+        """
+        # The constant width is one of them: another method may have to fall back to it.
+        ladder = plans.cpu_ladder(drafter.max_draft + 1)
+        candidates = {*ladder, *plans.CPU_PREFILL_WIDTHS, plans.EXACT_WIDTH}
+        checked = self._checked.setdefault(batch, {})
+        unchecked = tuple(sorted(candidates - checked.keys()))
+        if unchecked:
+            fine = interchangeable_widths(self.target, unchecked, batch=batch)
+            checked |= {width: width in fine for width in unchecked}
+        widths = tuple(sorted(width for width in candidates if checked[width]))
+        if (
+            checked[plans.EXACT_WIDTH]
+            and max(widths) > drafter.max_draft
+            and set(widths) & set(plans.CPU_PREFILL_WIDTHS)
+        ):
+            return widths
+        logger.warning("exact: rows differ between widths here; every step runs at %d rows", plans.EXACT_WIDTH)
+        return ()

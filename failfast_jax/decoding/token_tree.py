@@ -1,0 +1,111 @@
+"""Trees of drafted tokens: who sees whom in a window, which path the target agrees with, and parts of a tree."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from failfast_jax.decoding.decode_state import Tree
+from failfast_jax.models.attention import TreeMask
+
+
+def window_of(first: Int[Array, "B 1"], nodes: Int[Array, "B n"], width: int) -> Int[Array, "B W"]:
+    """A window's slots: something for the last committed token, then for the nodes, then zeros."""
+    return jnp.pad(jnp.concatenate([first, nodes], axis=1), ((0, 0), (0, width - 1 - nodes.shape[1])))
+
+
+def _parents(tree: Tree, width: int) -> Int[Array, "B W"]:
+    return window_of(jnp.zeros((tree.size.shape[0], 1), jnp.int32), tree.parent, width)
+
+
+def mask_of(tree: Tree, width: int, longest: int | None = None) -> TreeMask:
+    """The tree in a window of `width` slots behind the last committed token in slot 0; padding sees itself.
+
+    Args:
+      longest: most nodes of a path, where that is known.
+    """
+    slots = jnp.arange(width)
+    node = (slots > 0) & (slots <= tree.size[:, None])
+    parent = (slots == _parents(tree, width)[..., None]) & node[..., None]
+    ancestors = (parent | jnp.eye(width, dtype=bool)).astype(jnp.float32)
+    # Ancestors of up to 1, 2, 4, ... generations.
+    for _ in range((width - 1 if longest is None else longest).bit_length()):
+        ancestors = jnp.minimum(ancestors @ ancestors, 1.0)
+    visible = ancestors > 0
+    return TreeMask(depth=jnp.sum(visible, axis=-1, dtype=jnp.int32) - 1, visible=visible)
+
+
+def longest_path(
+    tree: Tree, mask: TreeMask, tokens: Int[Array, "B W"], picks: Int[Array, "B W"]
+) -> tuple[Int[Array, " B"], Int[Array, "B W"]]:
+    """The longest path from the root on which every token is what the target picks behind its parent.
+
+    Returns:
+      Its nodes' number, and the slots of the root and its nodes in order (0 behind the last).
+    """
+    slots = jnp.arange(tokens.shape[1])
+    agrees = (tokens == jnp.take_along_axis(picks, _parents(tree, tokens.shape[1]), axis=1)) | (slots == 0)
+    agrees &= slots <= tree.size[:, None]
+    whole = jnp.all(agrees[:, None] | ~mask.visible, axis=-1)
+    return _path_to(jnp.argmax(jnp.where(whole, mask.depth, -1), axis=1), mask)
+
+
+def _path_to(last: Int[Array, " B"], mask: TreeMask) -> tuple[Int[Array, " B"], Int[Array, "B W"]]:
+    """The number of nodes up to a slot, and the slots of the root and of these nodes (0 behind the last)."""
+    slots, last = jnp.arange(mask.depth.shape[1]), last[:, None]
+    on_path = jnp.take_along_axis(mask.visible, last[..., None], axis=1)
+    at_depth = on_path & (mask.depth[:, None] == slots[:, None])
+    return jnp.take_along_axis(mask.depth, last, axis=1)[:, 0], jnp.sum(jnp.where(at_depth, slots, 0), axis=-1)
+
+
+def deepest(tree: Tree, longest: int) -> tuple[Int[Array, "B M"], Float[Array, "B M"], Int[Array, " B"]]:
+    """Tokens, confidences and length of the tree's longest path, in buffers of `longest`; of several the first."""
+    mask = mask_of(tree, tree.tokens.shape[1] + 1, longest)
+    length, slots = _path_to(jnp.argmax(mask.depth, axis=1), mask)
+    inside = jnp.arange(longest) < length[:, None]
+    nodes = jnp.maximum(slots[:, 1 : longest + 1] - 1, 0)
+    tokens, confidence = (jnp.take_along_axis(of, nodes, axis=1) for of in (tree.tokens, tree.confidence))
+    return jnp.where(inside, tokens, 0), jnp.where(inside, confidence, 0.0), length
+
+
+def path_chances(tree: Tree, chance: Float[Array, "B n"]) -> Float[Array, "B n"]:
+    """The product of the chances from the root to each node; 0 for padding."""
+    mask = mask_of(tree, tree.tokens.shape[1] + 1)
+    logs = jnp.log(jnp.maximum(chance, jnp.finfo(jnp.float32).tiny))
+    value = jnp.exp(jnp.sum(jnp.where(mask.visible[:, 1:, 1:], logs[:, None], 0.0), axis=-1))
+    return jnp.where(jnp.arange(chance.shape[1]) < tree.size[:, None], value, 0.0)
+
+
+def best_part(tree: Tree, value: Float[Array, "B n"], most: Int[Array, " B"]) -> Tree:
+    """The tree of its up to `most` best nodes. None may be worth more than its parent; of equals the first stay."""
+    nodes = tree.tokens.shape[1]
+    order = jnp.argsort(-value, axis=1)
+    rank = jnp.argsort(order, axis=1)
+    inside = jnp.arange(nodes) < tree.size[:, None]
+    stays = inside & (rank < most[:, None])
+    # Nodes that stay move up; `now` is the slot of each, from 1 on.
+    now = jnp.pad(jnp.cumsum(stays, axis=1), ((0, 0), (1, 0)))
+    kept = jnp.argsort(~stays, axis=1)
+    parent = jnp.take_along_axis(now, tree.parent, axis=1)
+    tokens, parent, confidence = (
+        jnp.take_along_axis(of, kept, axis=1) for of in (tree.tokens, parent, tree.confidence)
+    )
+    return Tree(tokens=tokens, parent=parent, confidence=confidence, size=stays.sum(1))
+
+
+def trials(
+    tree: Tree, text: Int[Array, "B M"], count: Int[Array, " B"]
+) -> tuple[Bool[Array, "B n"], Bool[Array, "B n"]]:
+    """Of each node, whether its parent turned out to be right, so that it was on trial, and whether it was right too.
+
+    Args:
+      text: what the target wrote there; `count` tokens of it.
+    """
+    mask = mask_of(tree, tree.tokens.shape[1] + 1)
+    there = (mask.depth <= count[:, None]) & (mask.depth <= text.shape[1])
+    written = jnp.take_along_axis(text, jnp.clip(mask.depth - 1, 0, text.shape[1] - 1), axis=1)
+    agrees = (window_of(jnp.zeros_like(text[:, :1]), tree.tokens, mask.depth.shape[1]) == written) & there
+    whole = jnp.all((agrees | (mask.depth == 0))[:, None] | ~mask.visible, axis=-1)
+    inside = jnp.arange(tree.tokens.shape[1]) < tree.size[:, None]
+    tried = jnp.take_along_axis(whole, tree.parent, axis=1) & there[:, 1:] & inside
+    return tried, tried & whole[:, 1:]

@@ -1,0 +1,364 @@
+"""Attention of a window over the cache on CPU: each key and value is read from memory once, for all rows.
+
+The cache is summed up in chunks at absolute positions, which are shared out over XLA's threads and then joined in their
+order. A row's result depends neither on how many rows there are nor on where its window began. Sums, and what comes out
+of the softmax, are float32. Longer windows are `cpu_prompt`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+from llvmlite import ir
+
+from failfast_jax.axes import Cache, PerSequence, Queries, Scalar
+from failfast_jax.kernels import cpu_product, llvm_emitter, thread_pool
+from failfast_jax.kernels.cpu_product import MAX_WIDTH
+from failfast_jax.kernels.llvm_emitter import ELEMENTS, FLOAT, LONG, POINTER, Call, Emitter, constant
+from failfast_jax.kernels.plain_attention import HIDDEN, last_visible
+from failfast_jax.kernels.plain_attention import window_attention as window_attention_by_jnp
+
+CHUNK = 256
+"""Slots of the cache that are summed up by themselves; chunks lie at absolute positions."""
+STEP = 16
+"""Slots are summed up in multiples of it; a cache has one of `models.kv_cache.TILE`."""
+TILE = (4, 3, 2, 1)
+"""Rows that share a chunk's keys and values in registers, and of smaller tiles for the rows that are left."""
+ROWS_AT_ONCE = 16
+SLOTS_AT_ONCE = 4
+
+
+def supports(*, width: int, capacity: int, head_dim: int, dtype: DTypeLike) -> str | None:
+    """Why `window_attention` cannot serve a shape; None if it can.
+
+    Args:
+      width: rows of the window.
+      capacity: positions of the cache.
+      head_dim: of queries, keys and values.
+      dtype: of the cache.
+    """
+    if llvm_emitter.vector_unit() is None:
+        return cpu_product.NO_UNIT
+    if not 1 <= width <= MAX_WIDTH:
+        return f"a window has 1 to {MAX_WIDTH} rows, not {width}"
+    if capacity % STEP:
+        return f"a cache of {capacity} positions: a multiple of {STEP}"
+    if head_dim % SLOTS_AT_ONCE:
+        return f"head_dim {head_dim}: a multiple of {SLOTS_AT_ONCE}"
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"a cache of {jnp.dtype(dtype).name}: bfloat16, float16 or float32"
+    return None
+
+
+def window_attention(
+    q: Queries,
+    k_cache: Cache,
+    v_cache: Cache,
+    start: PerSequence,
+    until: PerSequence,
+    live: Scalar,
+    *,
+    block_size: int,
+    back: int | None = None,
+) -> Queries:
+    """Attention of a window of queries over the live part of a static cache, on a CPU and for shapes that it
+    `supports`; see the package's interface.
+
+    Args:
+      back: positions up to its own that a query sees; None: all.
+
+    Raises:
+      ValueError: the kernel would read or write beside its arrays.
+    """
+    why = supports(width=q.shape[1], capacity=k_cache.shape[2], head_dim=q.shape[3], dtype=k_cache.dtype)
+    if why or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype or q.shape[3] != k_cache.shape[3]:
+        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (q, k_cache, v_cache))
+        raise ValueError(f"attention of {shapes}: {why or 'wants keys and values of one shape and type'}")
+    return _differentiable(q, k_cache, v_cache, start, until, live, block_size, back)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(6, 7))
+def _differentiable(q, k_cache, v_cache, start, until, live, block_size: int, back: int | None) -> Queries:
+    batch, width, heads, head_dim = q.shape
+    kv_heads, group = k_cache.shape[1], heads // k_cache.shape[1]
+    # The query heads of one KV head are rows of one product.
+    rows = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    rows = rows.reshape(batch, kv_heads, group * width, head_dim).astype(jnp.float32) * head_dim**-0.5
+    last = last_visible(start, width, until, block_size)
+    first = jnp.zeros_like(last) if back is None else start[:, None] + jnp.arange(width) - (back - 1)
+    live = jnp.minimum(live, k_cache.shape[2])
+    first, last = (jnp.tile(bound.astype(jnp.int32), (1, group)) for bound in (first, last))
+    out = _attention_of_rows(rows, k_cache, v_cache, first, last, live).reshape(batch, kv_heads, group, width, head_dim)
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+
+
+@_differentiable.defjvp
+def _by_reference(block_size: int, back: int | None, arguments: tuple, changes: tuple) -> tuple[Queries, Queries]:
+    """Derivatives are those of plain jnp."""
+    places = {"block_size": block_size, "tile": math.gcd(arguments[1].shape[2], CHUNK // 2), "back": back}
+
+    def plain(q: Queries, k: Cache, v: Cache) -> Queries:
+        return window_attention_by_jnp(q, k, v, *arguments[3:], **places)
+
+    return jax.jvp(plain, arguments[:3], changes[:3])
+
+
+def _attention_of_rows(
+    rows: Float[Array, "B K GW H"],
+    k_cache: Cache,
+    v_cache: Cache,
+    first: Int[Array, "B GW"],
+    last: Int[Array, "B GW"],
+    live: Scalar,
+) -> Float[Array, "B K GW H"]:
+    """The sums of all chunks, then of them.
+
+    Args:
+      rows: float32, scaled.
+      first: slot from which on each row sees.
+      last: the last one that it sees.
+    """
+    batch, heads, count, head_dim = rows.shape
+    name = llvm_emitter.registered(_attention_module, str(k_cache.dtype), head_dim)
+    sums = (batch * heads * -(-k_cache.shape[2] // CHUNK), count * (head_dim + 2))
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (rows.shape, sums))
+    return llvm_emitter.call(name, *shapes)(rows, k_cache, v_cache, first, last, live)[0]
+
+
+def column_lanes(head_dim: int) -> int:
+    """Numbers of a head in a vector: as many as its size is a multiple of."""
+    return math.gcd(head_dim, llvm_emitter.vector_unit().lanes)
+
+
+def _attention_module(dtype: str, head_dim: int) -> ir.Module:
+    module = ir.Module(f"{llvm_emitter.TARGETS}_attention_{dtype}_{head_dim}")
+    scores = {rows: _scores(module, rows, dtype, head_dim) for rows in TILE}
+    mixes = {rows: _mix(module, rows, dtype, head_dim) for rows in TILE}
+    chunk = _chunk(module, scores, mixes, head_dim)
+    llvm_emitter.handler(module, functools.partial(_attention, chunk=chunk, dtype=dtype, head_dim=head_dim))
+    return module
+
+
+def _attention(call: Call, *, chunk: ir.Function, dtype: str, head_dim: int) -> None:
+    """Every chunk of every pair of sequence and KV head, shared out; then their sums."""
+    rows, keys, values, first, last = (call.input(index) for index in range(5))
+    emitter, live = call.emitter, call.input(5).integer()
+    out, sums = call.output().data, call.output(1).data
+    heads, count, capacity = rows.size(1), rows.size(2), keys.size(2)
+    pairs = emitter.mul(rows.size(0), heads)
+    chunks = emitter.sdiv(emitter.add(live, constant(CHUNK - 1)), constant(CHUNK))
+
+    def piece(emitter, index, shared):
+        q, k, v, first, last, sums, heads, count, capacity, pairs, live = shared
+        pair, place = emitter.srem(index, pairs), emitter.mul(emitter.sdiv(index, pairs), constant(CHUNK))
+        at = emitter.mul(emitter.add(emitter.mul(pair, capacity), place), constant(head_dim))
+        needed = emitter.and_(emitter.add(emitter.sub(live, place), constant(STEP - 1)), constant(-STEP))
+        slots = emitter.least(emitter.least(emitter.sub(capacity, place), constant(CHUNK)), needed)
+        bounds = emitter.mul(emitter.sdiv(pair, heads), count)
+        here = [
+            emitter.element(q, emitter.mul(emitter.mul(pair, count), constant(head_dim))),
+            *(emitter.element(cache, at, ELEMENTS[dtype]) for cache in (k, v)),
+            *(emitter.element(bound, bounds, llvm_emitter.INT) for bound in (first, last)),
+            emitter.element(sums, emitter.mul(emitter.mul(index, count), constant(head_dim + 2))),
+        ]
+        emitter.call(chunk, [*here, count, place, slots])
+
+    pointers = [array.data for array in (rows, keys, values, first, last)]
+    shared = [*pointers, sums, heads, count, capacity, pairs, live]
+    thread_pool.share_out(call, emitter.mul(pairs, chunks), shared, piece)
+    _join(emitter, out, sums, pairs=pairs, count=count, chunks=chunks, head_dim=head_dim)
+
+
+def _chunk(
+    module: ir.Module, scores: dict[int, ir.Function], mixes: dict[int, ir.Function], head_dim: int
+) -> ir.Function:
+    """`chunk(q, k, v, first, last, sums, rows, place, slots)`: of each row over the chunk's slots, the sum of values by
+    weight, then of all rows the highest score and the sum of weights."""
+    arguments = [POINTER] * 6 + [LONG] * 3
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), "chunk")
+    function.linkage = "internal"
+    q, k, v, first, last, sums, rows, place, slots = function.args
+    emitter = Emitter(function.append_basic_block())
+    weights = emitter.alloca(FLOAT, constant(ROWS_AT_ONCE * CHUNK))
+    weights.align = 64
+    highest = emitter.element(sums, emitter.mul(rows, constant(head_dim)))
+    totals = emitter.element(highest, rows)
+    size, stride = constant(head_dim), constant(CHUNK)
+
+    def some_rows(begin, _):
+        count = emitter.least(emitter.sub(rows, begin), constant(ROWS_AT_ONCE))
+
+        def score(row, several):
+            queries = emitter.element(q, emitter.mul(emitter.add(begin, row), size))
+            emitter.call(scores[several], [queries, k, emitter.element(weights, emitter.mul(row, stride)), slots])
+
+        def soften(row, _):
+            at = emitter.add(begin, row)
+            bounds = [
+                emitter.load(emitter.element(bound, at, llvm_emitter.INT), typ=llvm_emitter.INT)
+                for bound in (first, last)
+            ]
+            score, total = softened(emitter, emitter.element(weights, emitter.mul(row, stride)), bounds, place, slots)
+            emitter.store(score, emitter.element(highest, at))
+            emitter.store(total, emitter.element(totals, at))
+
+        def mix(row, several):
+            result = emitter.element(sums, emitter.mul(emitter.add(begin, row), size))
+            emitter.call(mixes[several], [emitter.element(weights, emitter.mul(row, stride)), v, result, slots])
+
+        cpu_product.by_rows(emitter, count, TILE, score)
+        emitter.loop(count, 1, soften)
+        cpu_product.by_rows(emitter, count, TILE, mix)
+
+    emitter.loop(rows, ROWS_AT_ONCE, some_rows)
+    emitter.ret_void()
+    return function
+
+
+def _scores(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Function:
+    """`scores(q, k, weights, slots)`: for `rows` rows of queries, the products with the keys of all slots."""
+    lanes, element = column_lanes(head_dim), ELEMENTS[dtype]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, POINTER, POINTER, LONG]), f"scores_{rows}")
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    q, k, weights, slots = function.args
+    emitter = Emitter(function.append_basic_block())
+
+    def some_slots(slot, _):
+        begin = emitter.mul(slot, constant(head_dim))
+        emitter.ask_ahead(emitter.element(k, begin, element), SLOTS_AT_ONCE * head_dim * llvm_emitter.BYTES[dtype])
+        totals = [llvm_emitter.vector([0.0] * lanes)] * (rows * SLOTS_AT_ONCE)
+        for column in range(0, head_dim, lanes):
+            at = [emitter.add(begin, constant(one * head_dim + column)) for one in range(SLOTS_AT_ONCE)]
+            places = [emitter.element(k, place, element) for place in at]
+            keys = [emitter.floats(place, lanes, dtype) for place in places]
+            starts = [emitter.element(q, constant(row * head_dim + column)) for row in range(rows)]
+            pairs = [(query, key) for query in (emitter.floats(start, lanes) for start in starts) for key in keys]
+            totals = [emitter.multiply_add(*pair, total) for pair, total in zip(pairs, totals)]
+        sums = emitter.sums(totals)
+        for row in range(rows):
+            which, lane = divmod(row * SLOTS_AT_ONCE, lanes)
+            place = emitter.element(weights, emitter.add(slot, constant(row * CHUNK)))
+            emitter.store(emitter.part(sums[which], lane, SLOTS_AT_ONCE), place, align=4)
+
+    emitter.loop(slots, SLOTS_AT_ONCE, some_slots)
+    emitter.ret_void()
+    return function
+
+
+def softened(emitter: Emitter, scores, bounds: list, place, slots, least=None) -> tuple:
+    """Turns a row's scores into weights, in place: e to what each is below the highest; 0 where it does not see.
+
+    Args:
+      bounds: the first and the last slot that it sees.
+      place: slot of the first score.
+      least: a score that the highest is not below; None: `HIDDEN`.
+
+    Returns:
+      The highest score, and the sum of the weights.
+    """
+    lanes = llvm_emitter.vector_unit().lanes
+    first, last = (emitter.repeated(bound, lanes) for bound in bounds)
+    hidden, zero = llvm_emitter.vector([HIDDEN] * lanes), llvm_emitter.vector([0.0] * lanes)
+
+    def seen(at):
+        start = emitter.repeated(emitter.trunc(emitter.add(place, at), llvm_emitter.INT), lanes)
+        slot = emitter.add(start, llvm_emitter.vector(range(lanes), llvm_emitter.INT))
+        return emitter.and_(emitter.icmp_signed(">=", slot, first), emitter.icmp_signed("<=", slot, last))
+
+    def higher(at, carried):
+        score = emitter.select(seen(at), emitter.floats(emitter.element(scores, at), lanes), hidden)
+        return [emitter.intrinsic("maxnum", score.type, carried[0], score)]
+
+    [highest] = emitter.loop(slots, lanes, higher, [hidden if least is None else emitter.repeated(least, lanes)])
+    highest = emitter.intrinsic("vector.reduce.fmax", FLOAT, highest)
+    subtracted = emitter.repeated(highest, lanes)
+
+    def weigh(at, carried):
+        address = emitter.element(scores, at)
+        score = emitter.floats(address, lanes)
+        weight = emitter.exponential(emitter.fsub(score, subtracted))
+        # What is not a number stays none: it is an error that somebody must notice.
+        weight = emitter.fadd(weight, emitter.fsub(score, score))
+        weight = emitter.select(seen(at), weight, zero)
+        emitter.store(weight, address, align=4)
+        return [emitter.fadd(carried[0], weight)]
+
+    [total] = emitter.loop(slots, lanes, weigh, [zero])
+    return highest, emitter.lane(emitter.sums([total])[0], 0)
+
+
+def _mix(module: ir.Module, rows: int, dtype: str, head_dim: int) -> ir.Function:
+    """`mix(weights, v, sums, slots)`: for `rows` rows of weights, the weighted sums of the values of all slots."""
+    lanes, registers = column_lanes(head_dim), llvm_emitter.vector_unit().registers
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, POINTER, POINTER, LONG]), f"mix_{rows}")
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    weights, v, sums, slots = function.args
+    emitter = Emitter(function.append_basic_block())
+    wide = registers // 8 * lanes
+    for begin in range(0, head_dim, wide):
+        columns = range(begin, min(begin + wide, head_dim), lanes)
+
+        def step(slot, carried, columns=columns):
+            at = emitter.mul(slot, constant(head_dim))
+            places = [emitter.element(v, emitter.add(at, constant(column)), ELEMENTS[dtype]) for column in columns]
+            values = [emitter.floats(place, lanes, dtype) for place in places]
+            emitter.ask_ahead(places[0], len(columns) * lanes * llvm_emitter.BYTES[dtype])
+            numbers = [emitter.element(weights, emitter.add(slot, constant(row * CHUNK))) for row in range(rows)]
+            numbers = [emitter.repeated(emitter.load(place, typ=FLOAT), lanes) for place in numbers]
+            pairs = ((number, value) for number in numbers for value in values)
+            return [emitter.multiply_add(*pair, total) for pair, total in zip(pairs, carried)]
+
+        zeros = [llvm_emitter.vector([0.0] * lanes)] * (rows * len(columns))
+        for index, total in enumerate(emitter.loop(slots, 1, step, zeros)):
+            row, column = divmod(index, len(columns))
+            place = emitter.element(sums, constant(row * head_dim + columns[column]))
+            emitter.store(total, place, align=4)
+    emitter.ret_void()
+    return function
+
+
+def _join(emitter: Emitter, out, sums, *, pairs, count, chunks, head_dim: int) -> None:
+    """Of each row the sum over chunks, in their order, over the sum of weights; zeros where it sees nothing."""
+    lanes = column_lanes(head_dim)
+    columns, size = range(0, head_dim, lanes), constant(head_dim)
+    zero, hidden = llvm_emitter.vector([0.0] * lanes), llvm_emitter.vector([HIDDEN] * lanes)
+
+    def row_of(pair, row):
+        def place(chunk):
+            index = emitter.add(emitter.mul(chunk, pairs), pair)
+            return emitter.element(sums, emitter.mul(emitter.mul(index, count), constant(head_dim + 2)))
+
+        def number(chunk_sums, which: int):
+            behind = emitter.add(emitter.mul(count, constant(head_dim + which)), row)
+            return emitter.repeated(emitter.load(emitter.element(chunk_sums, behind), typ=FLOAT), lanes)
+
+        def higher(chunk, carried):
+            return [emitter.intrinsic("maxnum", hidden.type, carried[0], number(place(chunk), 0))]
+
+        [highest] = emitter.loop(chunks, 1, higher, [hidden])
+
+        def add(chunk, carried):
+            here, start = place(chunk), emitter.mul(row, size)
+            weight = emitter.exponential(emitter.fsub(number(here, 0), highest))
+            parts = [emitter.element(here, emitter.add(start, constant(column))) for column in columns]
+            terms = [*(emitter.floats(part, lanes) for part in parts), number(here, 1)]
+            return [emitter.multiply_add(term, weight, total) for term, total in zip(terms, carried)]
+
+        *values, total = emitter.loop(chunks, 1, add, [zero] * (len(columns) + 1))
+        sees = emitter.fcmp_unordered(">", total, zero)  # or is not a number
+        start = emitter.mul(emitter.add(emitter.mul(pair, count), row), size)
+        for column, value in zip(columns, values):
+            value = emitter.select(sees, emitter.fdiv(value, total), zero)
+            emitter.store(value, emitter.element(out, emitter.add(start, constant(column))), align=4)
+
+    def rows_of(pair, _):
+        emitter.loop(count, 1, lambda row, _: row_of(pair, row))
+
+    emitter.loop(pairs, 1, rows_of)

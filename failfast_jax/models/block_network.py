@@ -1,0 +1,411 @@
+"""DFlash and DSpark: drafters of a few layers that fill a block of masks from the target's hidden states.
+
+DFlash: z-lab, arXiv:2602.06036. DSpark: DeepSeek's DeepSpec, which adds a Markov head and a confidence head.
+
+Every committed token has one context vector, made of the target's residual stream after some of its layers. A block of
+rows begins with the last committed token, the root, at its position; masks follow, or tokens drafted before. The rows
+see each other in both directions and the context of every position before the root's.
+
+Ours adds two things, both of which make more of little training data: features of the position before the root's enter
+every row, and each layer's context is what enters the target's layer that it was copied from.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from failfast_jax.kernels.plain_attention import HIDDEN
+from failfast_jax.models import quantization
+from failfast_jax.models.attention import Window, attend, write_windows
+from failfast_jax.models.drafter_model import FEATURE_BLOCK, Kind
+from failfast_jax.models.kv_cache import KVCache
+from failfast_jax.models.layers import Layer, Linear, RMSNorm, product, unit_rms, xla_product
+from failfast_jax.models.markov_head import MarkovHead, Reach
+from failfast_jax.models.model_config import ModelConfig
+from failfast_jax.models.rope import apply_rope, rotary, rotated_heads
+from failfast_jax.models.sharding import ONE_DEVICE, TENSOR, Execution, put
+from failfast_jax.models.transformer import Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkConfig:
+    """Shape and rules of a drafter.
+
+    Attributes:
+      base: its own layers, and the vocabulary.
+      block_size: rows of a block.
+      mask_token_id: what stands for a token that is not known; None: a vector of its own (`row_features`).
+      feature_layers: target layers whose outputs it reads (-1: the embedding), in the order of `fc`'s inputs.
+      num_target_layers: layers of its target; None: not known.
+      own_row: whether row j drafts the token at its own position (z-lab) or the one behind it (DeepSpec).
+      markov: kind of its Markov head, one of `markov.MARKOV_HEADS`, or None.
+      markov_rank: size of the Markov head's vectors.
+      confidence: whether it has a confidence head.
+      confidence_sees_markov: whether that reads the token before each row, too.
+      draft_vocab: tokens that it can draft; None: the whole vocabulary.
+      sliding_windows: by layer, how many positions a row sees, its own included, counted back from its own; None:
+        all. With a window of 4 the row at position 9 sees 6, 7, 8 and 9, be they context or rows of its block.
+      sliding_is_causal: whether rows of such a layer see no later row of their block.
+      full_is_causal: likewise rows of the other layers.
+      row_features: target layers whose outputs at the position before the root's enter every row; a draft is then one
+        block at most. (): rows are embeddings.
+      context_layers: by layer, the target layer whose output, under the layer's own norm, is its context. (): all
+        layers have the same context, of all `feature_layers`.
+    """
+
+    base: ModelConfig
+    block_size: int
+    mask_token_id: int | None
+    feature_layers: tuple[int, ...]
+    num_target_layers: int | None
+    own_row: bool = False
+    markov: str | None = None
+    markov_rank: int = 0
+    confidence: bool = False
+    confidence_sees_markov: bool = False
+    draft_vocab: int | None = None
+    sliding_windows: tuple[int | None, ...] = ()
+    sliding_is_causal: bool = False
+    row_features: tuple[int, ...] = ()
+    context_layers: tuple[int, ...] = ()
+    full_is_causal: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Tokens that one block drafts."""
+        return self.block_size - self.own_row
+
+    @property
+    def published_method(self) -> str:
+        """The method of published drafters with these heads."""
+        return "dspark" if self.markov or self.confidence else "dflash"
+
+    @property
+    def method(self) -> str:
+        """The method that drafts unless another one is named: ours was made for the paper's rule."""
+        return "failfast" if self.row_features else self.published_method
+
+    def columns(self, layers: tuple[int, ...]) -> np.ndarray:
+        """Where features have these target layers."""
+        return np.asarray([self.feature_layers.index(layer) for layer in layers])
+
+
+class RowInputs(nnx.Module):
+    """What enters a block's rows: the token, or a learned vector for none, the row's place, and features of the
+    position before the root's."""
+
+    def __init__(self, config: DSparkConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        size, wide = config.base.hidden_size, config.base.hidden_size * len(config.row_features)
+        make = functools.partial(Linear, (size,), bias=False, dtype=dtype, rngs=rngs)
+        self.config = config
+        self.token, self.fuse = make(size), make(wide)
+        self.norm = nnx.Param(jnp.ones((wide,), dtype))
+        self.mask = nnx.Param(jnp.zeros((size,), dtype))
+        self.offsets = nnx.Param(jnp.zeros((config.block_size, size), dtype))
+
+    def __call__(
+        self, embedded: Float[Array, "*B R E"], known: Bool[Array, "*B R"], features: Float[Array, "*B F E"]
+    ) -> Float[Array, "*B R E"]:
+        """Rows beyond the block are padding."""
+        read = features[..., self.config.columns(self.config.row_features), :]
+        fused = unit_rms(read, self.config.base.rms_norm_eps).reshape(*read.shape[:-2], -1) * self.norm[...]
+        padding = embedded.shape[-2] - self.config.block_size
+        places = jnp.pad(self.offsets[...], ((0, padding), (0, 0)))
+        tokens = jnp.where(known[..., None], embedded, self.mask[...])
+        return self.token(tokens) + places + self.fuse(fused)[..., None, :]
+
+
+class DSpark(nnx.Module):
+    """The drafter's own layers and heads; see the module's docstring."""
+
+    def __init__(self, config: DSparkConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        base, size = config.base, config.base.hidden_size
+        make = functools.partial(Linear, dtype=dtype, rngs=rngs)
+        self.config = config
+        self.execution = ONE_DEVICE
+        shared = not config.context_layers
+        self.fc = make((size,), size * len(config.feature_layers), bias=False) if shared else None
+        self.hidden_norm = RMSNorm(size, base.rms_norm_eps, dtype) if shared else None
+        self.row_inputs = RowInputs(config, dtype, rngs) if config.row_features else None
+        self.layers = nnx.List([Layer(base, dtype, rngs) for _ in range(base.num_layers)])
+        self.norm = RMSNorm(size, base.rms_norm_eps, dtype)
+        drafted = config.draft_vocab or base.vocab_size
+        sizes = {"vocab": base.vocab_size, "drafted": drafted, "size": size, "rank": config.markov_rank}
+        self.markov = MarkovHead(config.markov, **sizes, dtype=dtype, rngs=rngs) if config.markov else None
+        seen = size + config.markov_rank * config.confidence_sees_markov
+        self.confidence = make((1,), seen, bias=True) if config.confidence else None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the parameters and the cache."""
+        return self.norm.weight[...].dtype
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache of the context's keys and values."""
+        return KVCache.zeros(self.config.base, batch, capacity, self.dtype)
+
+    def inputs(
+        self,
+        embed: Float[Array, "V E"],
+        tokens: Int[Array, "*B R"],
+        known: Bool[Array, "*B R"],
+        features: Float[Array, "*B F E"],
+    ) -> Float[Array, "*B R E"]:
+        """What enters the first layer for the rows of a block.
+
+        Args:
+          tokens: anything where `known` is false.
+          features: of the position before the root's.
+        """
+        if self.row_inputs is None:
+            return embed[jnp.where(known, tokens, self.config.mask_token_id)].astype(self.dtype)
+        return self.row_inputs(embed[tokens].astype(self.dtype), known, features.astype(self.dtype))
+
+    def contexts(self, features: Float[Array, "*R F E"]) -> list[Float[Array, "*R E"]]:
+        """By layer, what the keys and values of committed tokens are made of."""
+        features = features.astype(self.dtype)
+        if self.fc is None:
+            columns = self.config.columns(self.config.context_layers)
+            return [layer.input_norm(features[..., column, :]) for layer, column in zip(self.layers, columns)]
+        return [self.hidden_norm(self.fc(features.reshape(*features.shape[:-2], -1)))] * len(self.layers)
+
+    def store(self, features: Float[Array, "B W F E"], cache: KVCache, start: Int[Array, " B"]) -> KVCache:
+        """Writes the context of positions `start ...` into the cache."""
+        return self.execution.per_device(DSpark._store, P(), P())(self, features, cache, start)
+
+    def _store(self, features, cache, start):
+        kernel = self.execution.resolved(self.dtype, self.config.base.head_dim)
+        cos, sin = rotary(self.config.base, start[:, None] + jnp.arange(features.shape[1]))
+        keys, values = list(cache.k), list(cache.v)
+        for index, (layer, context) in enumerate(zip(self.layers, self.contexts(features))):
+            k, v = layer.attention.keys_and_values(context)
+            k = apply_rope(k, cos, sin)
+            keys[index], values[index] = write_windows(keys[index], values[index], k, v, start, kernel=kernel)
+        return KVCache(k=tuple(keys), v=tuple(values))
+
+    def block(
+        self,
+        rows: Float[Array, "B R E"],
+        cache: KVCache,
+        start: Int[Array, " B"],
+        used: Int[Array, " B"],
+        live: Int[Array, ""],
+    ) -> tuple[Float[Array, "B R E"], KVCache]:
+        """Hidden states (after the final norm) of a block whose first row is position `start`, over the cached context.
+
+        The block's own keys and values are left in the cache behind the context; what is committed overwrites them
+        (`store`).
+
+        Args:
+          rows: see `inputs`.
+          used: rows of the block; the rest is padding.
+        """
+        # A drafter as small as this is computed whole on every device of a mesh.
+        return self.execution.per_device(DSpark._block, P(), P())(self, rows, cache, start, used, live)
+
+    def _block(self, rows, cache, start, used, live):
+        kernel = self.execution.resolved(self.dtype, self.config.base.head_dim)
+        cos, sin = rotary(self.config.base, start[:, None] + jnp.arange(rows.shape[1]))
+        # Every row sees the whole block, but not the padding behind it.
+        window = Window(cos, sin, start, live, until=start + used - 1)
+        x = rows.astype(self.dtype)
+        keys, values = list(cache.k), list(cache.v)
+        for index, layer in enumerate(self.layers):
+            back = self.config.sliding_windows[index] if self.config.sliding_windows else None
+            causal = self.config.full_is_causal if back is None else self.config.sliding_is_causal
+            seen = window.replace(until=None if causal else window.until, back=back)
+            here = functools.partial(attend, cache=(keys[index], values[index]), window=seen, kernel=kernel)
+            x, (keys[index], values[index]) = layer(x, here)
+        return self.norm(x), KVCache(k=tuple(keys), v=tuple(values))
+
+    def blocks(
+        self, rows: Float[Array, "B A R E"], features: Float[Array, "B L F E"], anchors: Int[Array, "B A"]
+    ) -> Float[Array, "B A R E"]:
+        """Hidden states of many blocks of whole sequences, without a cache (differentiable).
+
+        Args:
+          rows: see `inputs`.
+          features: of positions 0 .. L-1; a block sees those before its anchor, the root's position.
+        """
+        batch, count, width, _ = rows.shape
+        base = self.config.base
+        everywhere = rotary(base, jnp.arange(features.shape[1])[None])
+        positions = (anchors[..., None] + jnp.arange(width)).reshape(batch, count * width)
+        cos, sin = rotary(base, positions)
+        x = rows.astype(self.dtype).reshape(batch, count * width, -1)
+        for layer, context in zip(self.layers, self.contexts(features)):
+            k, v = layer.attention.keys_and_values(context)
+            k = apply_rope(k, *everywhere)
+
+            def within_blocks(heads: Array, context: tuple[Array, Array] = (k, v)) -> tuple[Array, None]:
+                q, k, v = (x.reshape(batch, count, width, *x.shape[2:]) for x in rotated_heads(heads, cos, sin))
+                return block_attention(q, k, v, *context, anchors).reshape(*heads.shape[:2], -1, base.head_dim), None
+
+            x, _ = layer(x, within_blocks)
+        return self.norm(x).reshape(batch, count, width, -1)
+
+    def confidence_logits(
+        self, hidden: Float[Array, "*R E"], before: Float[Array, "*R r"] | None
+    ) -> Float[Array, "*R"]:
+        """By the confidence head: the log-odds that each row's token is accepted, given those before it (float32).
+
+        Args:
+          before: see `MarkovHead.embedded`.
+        """
+        seen = jnp.concatenate([hidden, before], -1) if self.config.confidence_sees_markov else hidden
+        return self.confidence(seen, jnp.float32)[..., 0]
+
+
+def block_attention(
+    q: Float[Array, "B A R Q H"],
+    k: Float[Array, "B A S K H"],
+    v: Float[Array, "B A S K H"],
+    context_k: Float[Array, "B L K H"],
+    context_v: Float[Array, "B L K H"],
+    anchors: Int[Array, "B A"],
+) -> Float[Array, "B A R Q H"]:
+    """Attention of many blocks of one text: every row sees its block's keys (mostly the rows' own, in both directions)
+    and the context before its anchor."""
+    group = q.shape[3] // k.shape[3]
+    rows = q.reshape(*q.shape[:3], -1, group, q.shape[4]) * q.shape[4] ** -0.5
+    visible = (jnp.arange(context_k.shape[1]) < anchors[..., None])[:, None, None, :, None, :]  # [B, 1, 1, A, 1, L]
+    outside = jnp.einsum("barkgh,btkh->bkgart", rows, context_k, preferred_element_type=jnp.float32)
+    inside = jnp.einsum("barkgh,baskh->bkgars", rows, k, preferred_element_type=jnp.float32)
+    scores = jnp.concatenate([jnp.where(visible, outside, HIDDEN), inside], -1)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    outside, inside = jnp.split(weights, [context_k.shape[1]], axis=-1)
+    heads = jnp.einsum("bkgart,btkh->barkgh", outside, context_v)
+    return (heads + jnp.einsum("bkgars,baskh->barkgh", inside, v)).reshape(q.shape)
+
+
+@flax.struct.dataclass
+class DSparkModel:
+    """A drafter with an embedding and a head, its target's wherever they are the same; a `DrafterModel`."""
+
+    network: DSpark
+    embed: Float[Array, "V E"]
+    head: Float[Array, "v E"]
+    draft_ids: Int[Array, " v"] | None = None
+    """Token id of each row of the head; None: the whole vocabulary."""
+    shared: tuple[str, ...] = flax.struct.field(pytree_node=False, default=("embed", "head"))
+    """Which of the two are the target's."""
+    markov_reach: Reach | None = None
+    """Of its Markov head, once it is where it will run (`spread`), if that can choose a block's tokens at once. It says
+    something of the head's values: who replaces the network sets it to None."""
+    kind: ClassVar[Kind] = FEATURE_BLOCK
+    context: ClassVar[None] = None
+
+    @property
+    def method(self) -> str:
+        return self.config.method
+
+    @property
+    def config(self) -> DSparkConfig:
+        """The network's."""
+        return self.network.config
+
+    @property
+    def execution(self) -> Execution:
+        return self.network.execution
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.network.dtype
+
+    @property
+    def rows(self) -> int:
+        return self.config.rows
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.config.feature_layers
+
+    def logits(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R v"]:
+        """Float32 logits of hidden states over the tokens that it can draft, before the Markov head."""
+        multiply = product if self.execution.mesh is None else xla_product
+        return multiply(hidden, self.head, jnp.float32)
+
+    def over_vocabulary(self, logits: Float[Array, "*R v"]) -> Float[Array, "*R V"]:
+        """Logits of the whole vocabulary; -inf for what it cannot draft."""
+        if self.draft_ids is None:
+            return logits
+        wide = jnp.full((*logits.shape[:-1], self.embed.shape[0]), -jnp.inf)
+        return wide.at[..., self.draft_ids].set(logits)
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        return self.network.init_cache(batch, capacity)
+
+    def shares_tokens(self, target: ModelConfig) -> bool:
+        return True
+
+    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = True) -> DSparkModel:
+        """With its execution set: its layers whole on every device of a mesh, embedding and head by vocabulary."""
+        network = copy.copy(self.network)
+        network.execution = Execution(kernel=kernel, mesh=mesh)
+        if mesh is None:
+            ours = network.markov is not None and network.execution.platform == "cpu"
+            reach = network.markov.reach() if ours else None
+            return self.replace(network=network, markov_reach=reach)
+
+        def by_rows(weight: Array) -> Array:
+            even = weight.shape[0] % mesh.shape[TENSOR] == 0
+            return put(weight, NamedSharding(mesh, P(TENSOR if even else None)))
+
+        everywhere = NamedSharding(mesh, P())
+        whole = jax.tree.map(lambda x: put(x, everywhere), (network, self.draft_ids))
+        rows = {"embed": by_rows(self.embed), "head": by_rows(self.head)}
+        return self.replace(network=whole[0], draft_ids=whole[1], markov_reach=None, **rows)
+
+    def quantized(self, scheme: str = "int8") -> DSparkModel:
+        """With the matrices of its network quantised, not those that it may share with its target.
+
+        Raises:
+          OptionError: see `quantization.check`.
+        """
+        quantization.check(scheme)
+        return self.replace(network=quantization.with_rounded_matrices(self.network), markov_reach=None)
+
+    def without_heads(self) -> DSparkModel:
+        """Its backbone alone, without Markov and confidence heads."""
+        if self.config.published_method == "dflash":
+            return self
+        none = {"markov": None, "markov_rank": 0, "confidence": False, "confidence_sees_markov": False}
+        network = copy.copy(self.network)
+        network.config = dataclasses.replace(network.config, **none)
+        network.markov = network.confidence = None
+        return self.replace(network=network, markov_reach=None)
+
+    def shape_key(self) -> dict[str, Any]:
+        config = dataclasses.asdict(self.config)
+        del config["base"]
+        if not self.config.full_is_causal:  # settings files from before there was this field still fit
+            del config["full_is_causal"]
+        own = {name: list(value) if isinstance(value, tuple) else value for name, value in config.items()}
+        return self.config.base.shape_key() | own
+
+    def own_parameters(self) -> list[jax.Array]:
+        return jax.tree.leaves((self.network, [getattr(self, n) for n in ("embed", "head") if n not in self.shared]))
+
+
+def bind(network: DSpark, target: Decoder, draft_ids: np.ndarray | None = None) -> DSparkModel:
+    """A drafter with its target's embedding and head, or the rows of it that score the tokens it may draft."""
+    if draft_ids is None:
+        return DSparkModel(network, target.embed[...], target.head_weight)
+    ids = np.asarray(draft_ids, np.int32)
+    return DSparkModel(network, target.embed[...], _rows(target.head_weight, ids), jax.device_put(ids))
+
+
+_rows = jax.jit(lambda weight, ids: weight[ids])

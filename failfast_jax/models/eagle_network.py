@@ -1,0 +1,302 @@
+"""EAGLE-3's drafter network (arXiv:2503.01840): one layer that predicts from pairs of a token and a hidden state.
+
+The pair at position i is (token i + 1, h_i) and predicts token i + 2. h_i is made of the target's features at i where
+they are known; where they are not it is the network's own output for the pair that proposed token i + 1. So a draft
+grows by one pass a token, and once the target has seen the tokens their pairs are computed again.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from failfast_jax.models import quantization
+from failfast_jax.models.attention import LayerCache, Window, attend
+from failfast_jax.models.block_network import block_attention
+from failfast_jax.models.drafter_model import EAGLE, Kind
+from failfast_jax.models.kv_cache import KVCache
+from failfast_jax.models.layers import MLP, Attend, Attention, Linear, RMSNorm
+from failfast_jax.models.model_config import ModelConfig
+from failfast_jax.models.rope import apply_rope, rotary, rotated_heads
+from failfast_jax.models.sharding import ONE_DEVICE, Execution, put
+
+EACH, TOGETHER = "each", "together"
+"""How features are normed before they are fused: each by a norm of its own, or all by one."""
+ROWS = 8
+"""On accelerators passes are padded to multiples of this."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleConfig:
+    """Shape of an EAGLE-3 drafter.
+
+    Attributes:
+      base: sizes of its one layer, rotary embedding, and the vocabulary of its target.
+      feature_layers: target layers (0-based; -1: the embedding) whose outputs are a pair's features.
+      draft_vocab: tokens that it may draft.
+      chain: tokens of the chains that training unrolled; None: its publishers draft trees.
+      normed_residual: whether the normed hidden state, and not the hidden state itself, is the layer's residual.
+      feature_norms: `EACH`, `TOGETHER`, or None: features are fused as they are.
+      normed_output: whether the output after the last norm is the next pair's hidden state, and not that before it.
+      sliding_window: how many pairs a pair sees, itself included; None: all before it.
+    """
+
+    base: ModelConfig
+    feature_layers: tuple[int, ...]
+    draft_vocab: int
+    chain: int | None = None
+    normed_residual: bool = False
+    feature_norms: str | None = None
+    normed_output: bool = False
+    sliding_window: int | None = None
+
+
+class EagleLayer(nnx.Module):
+    """A decoder layer whose attention reads token and hidden state side by side; named like `layers.Layer`."""
+
+    def __init__(self, config: EagleConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        base = config.base
+        norm = functools.partial(RMSNorm, base.hidden_size, base.rms_norm_eps, dtype)
+        self.normed_residual = config.normed_residual
+        self.input_norm, self.hidden_norm, self.post_norm = norm(), norm(), norm()
+        self.attention = Attention(base, dtype, rngs, in_size=2 * base.hidden_size)
+        self.mlp = MLP(base, dtype, rngs)
+
+    @jax.named_scope("layer")
+    def __call__(
+        self, embedded: Float[Array, "*R E"], hidden: Float[Array, "*R E"], attend: Attend
+    ) -> tuple[Float[Array, "*R E"], Any]:
+        """The hidden states of the next pairs, and what `attend` carries."""
+        normed = self.hidden_norm(hidden)
+        mixed, carry = self.attention(jnp.concatenate([self.input_norm(embedded), normed], -1), attend)
+        x = (normed if self.normed_residual else hidden) + mixed
+        return x + self.mlp(self.post_norm(x)), carry
+
+    def keys_and_values(
+        self, embedded: Float[Array, "*R E"], hidden: Float[Array, "*R E"]
+    ) -> tuple[Float[Array, "*R K H"], Float[Array, "*R K H"]]:
+        """Those of pairs whose output nobody needs; keys are not rotated."""
+        x = jnp.concatenate([self.input_norm(embedded), self.hidden_norm(hidden)], -1)
+        return self.attention.keys_and_values(x)
+
+
+@flax.struct.dataclass
+class Level:
+    """Where the pairs of one pass stand if they are a level of a tree: their positions are not their slots."""
+
+    positions: Int[Array, "B W"]
+    first: Int[Array, " B"]
+    """Cache slot of the tree's first pair."""
+    visible: Bool[Array, "B W C"]
+    """Which of the slots from there on each pair sees: its ancestors and itself."""
+
+
+class Eagle(nnx.Module):
+    """The drafter's own parameters; see the module's docstring."""
+
+    def __init__(self, config: EagleConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        size = config.base.hidden_size
+        make = functools.partial(Linear, bias=False, dtype=dtype, rngs=rngs)
+        self.config = config
+        self.execution = ONE_DEVICE
+        count, eps = len(config.feature_layers), config.base.rms_norm_eps
+        each, together = config.feature_norms == EACH, config.feature_norms == TOGETHER
+        self.feature_norms = nnx.List([RMSNorm(size, eps, dtype) for _ in range(count)]) if each else None
+        self.features_norm = RMSNorm(size * count, eps, dtype) if together else None
+        self.fc = make((size,), size * count)
+        self.layers = nnx.List([EagleLayer(config, dtype, rngs)])
+        self.norm = RMSNorm(size, eps, dtype)
+        self.head = make((config.draft_vocab,), size)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the parameters and the cache."""
+        return self.norm.weight[...].dtype
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache of the pairs' keys and values."""
+        return KVCache.zeros(self.config.base, batch, capacity, self.dtype)
+
+    @jax.named_scope("fuse")
+    def fused(self, features: Float[Array, "*R F E"]) -> Float[Array, "*R E"]:
+        """Hidden states of pairs whose features are known."""
+        features = features.astype(self.dtype)
+        if self.feature_norms is not None:
+            normed = [norm(features[..., index, :]) for index, norm in enumerate(self.feature_norms)]
+            features = jnp.stack(normed, axis=-2)
+        features = features.reshape(*features.shape[:-2], -1)
+        return self.fc(features if self.features_norm is None else self.features_norm(features))
+
+    def pairs(
+        self,
+        embedded: Float[Array, "B W E"],
+        hidden: Float[Array, "B W E"],
+        cache: KVCache,
+        start: Int[Array, " B"],
+        live: Int[Array, ""],
+        level: Level | None = None,
+    ) -> tuple[Float[Array, "B W E"], KVCache]:
+        """One pass over pairs at slots `start .. start + W - 1` of each sequence, whose keys and values it writes.
+
+        Up to `ROWS - 1` slots behind them are overwritten, too: accelerators compute whole tiles of rows.
+
+        Args:
+          embedded: embeddings of the pairs' tokens.
+          live: leading slots to read, at least `max(start) + W` over the rows whose result matters.
+          level: the pairs are a level of a tree; None: they stand at the positions `start ...`.
+
+        Returns:
+          Hidden states of the pairs behind (see `logits_of`), and the cache.
+        """
+        # A drafter as small as this is computed whole on every device of a mesh.
+        run = self.execution.per_device(Eagle._pairs, P(), P())
+        return run(self, embedded, hidden, cache, start, live, level)
+
+    def _pairs(self, embedded, hidden, cache, start, live, level):
+        base, width = self.config.base, embedded.shape[1]
+        kernel = self.execution.resolved(self.dtype, base.head_dim)
+        if kernel not in ("reference", "cpu") and width % ROWS:
+
+            def padded(x: Array) -> Array:
+                return jnp.pad(x, ((0, 0), (0, -width % ROWS), *[(0, 0)] * (x.ndim - 2)))
+
+            embedded, hidden = padded(embedded), padded(hidden)
+            if level is not None:
+                level = level.replace(positions=padded(level.positions), visible=padded(level.visible))
+        positions = start[:, None] + jnp.arange(embedded.shape[1]) if level is None else level.positions
+        tree = {} if level is None else {"first": level.first, "visible": level.visible}
+        window = Window(*rotary(base, positions), start, live, back=self.config.sliding_window, **tree)
+        layer_cache: LayerCache = (cache.k[0], cache.v[0])
+        here = functools.partial(attend, cache=layer_cache, window=window, kernel=kernel)
+        out, (k, v) = self.layers[0](embedded.astype(self.dtype), hidden, here)
+        out = self.norm(out) if self.config.normed_output else out
+        return out[:, :width], KVCache(k=(k,), v=(v,))
+
+    def chains(
+        self, embedded: Float[Array, "B T E"], features: Float[Array, "B T F E"], anchors: Int[Array, "B A"], steps: int
+    ) -> Float[Array, "B A S E"]:
+        """Hidden states of many chains of pairs in whole texts, without a cache (differentiable), as they are trained
+        here: with neither `normed_output` nor a window.
+
+        The first pair of a chain is the last one with known features when a draft begins at the anchor: that token and
+        the features before it. Each further one is the text's next token and the hidden state of the pair before.
+
+        Args:
+          embedded: embeddings of the texts' tokens.
+          anchors: positions of the last known tokens, at least 1.
+          steps: pairs of a chain. Where the text has no more tokens its last one stands in.
+        """
+        base, everyone = self.config.base, jnp.arange(anchors.shape[0])[:, None]
+        embedded, known = embedded.astype(self.dtype), self.fused(features[:, :-1])
+        k, v = self.layers[0].keys_and_values(embedded[:, 1:], known)
+        context = apply_rope(k, *rotary(base, jnp.arange(k.shape[1])[None])), v
+        chain = tuple(jnp.zeros((*anchors.shape, 0, *x.shape[2:]), x.dtype) for x in context)
+        hidden, out = known[everyone, anchors - 1], []
+        for step in range(steps):
+            token = embedded[everyone, jnp.minimum(anchors + step, embedded.shape[1] - 1)]
+            hidden, chain = self._chained(token, hidden, anchors, step, context, chain)
+            out.append(hidden)
+        return jnp.stack(out, axis=2)
+
+    def _chained(self, embedded, hidden, anchors, step, context, chain):
+        """One pass over a pair of each chain: hidden states `[B, A, E]`, and the chains' keys and values behind it."""
+        tables = rotary(self.config.base, anchors - 1 + step)
+
+        def attend(heads: Array) -> tuple[Array, tuple[Array, ...]]:
+            q, *own = rotated_heads(heads, *tables)
+            # The first pair stands in the context already.
+            seen = tuple(jnp.concatenate([old, new[:, :, None]], 2) for old, new in zip(chain, own)) if step else chain
+            return block_attention(q[:, :, None], *seen, *context, anchors)[:, :, 0], seen
+
+        return self.layers[0](embedded, hidden, attend)
+
+    @jax.named_scope("head")
+    def logits_of(self, hidden: Float[Array, "*R E"]) -> Float[Array, "*R v"]:
+        """Float32 logits over the draft vocabulary of hidden states that `pairs` returned."""
+        run = self.execution.per_device(Eagle._logits_of, P(), P())
+        return run(self, hidden)
+
+    def _logits_of(self, hidden):
+        return self.head(hidden if self.config.normed_output else self.norm(hidden), jnp.float32)
+
+
+@flax.struct.dataclass
+class BoundEagle:
+    """An EAGLE-3 drafter with an embedding and the tokens it drafts; a `drafter_model.DrafterModel`."""
+
+    network: Eagle
+    embed: Float[Array, "V E"] | None
+    """Its target's, if its own is the same or there is none."""
+    draft_ids: Int[Array, " v"]
+    """Token id of each row of the head."""
+    own_embed: bool = flax.struct.field(pytree_node=False, default=False)
+    """Whether the embedding is not its target's."""
+    kind: ClassVar[Kind] = EAGLE
+    method: ClassVar[str] = "eagle3"
+    context: ClassVar[None] = None
+    rows: ClassVar[None] = None
+
+    @property
+    def config(self) -> EagleConfig:
+        """The network's."""
+        return self.network.config
+
+    @property
+    def execution(self) -> Execution:
+        return self.network.execution
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.network.dtype
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.config.feature_layers
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        return self.network.init_cache(batch, capacity)
+
+    def shares_tokens(self, target: ModelConfig) -> bool:
+        return True
+
+    def spread(self, mesh: Mesh | None, *, kernel: str | None = None, drafter: bool = True) -> BoundEagle:
+        """With its execution set, whole on every device of a mesh; a target's embedding stays spread like it."""
+        network = copy.copy(self.network)
+        network.execution = Execution(kernel=kernel, mesh=mesh)
+        model = self.replace(network=network)
+        if mesh is None:
+            return model
+        everywhere = NamedSharding(mesh, P())
+        whole = jax.tree.map(lambda x: put(x, everywhere), model.replace(embed=self.embed if self.own_embed else None))
+        return whole if self.own_embed else whole.replace(embed=self.embed)
+
+    def quantized(self, scheme: str = "int8") -> BoundEagle:
+        """With the matrices of its network quantised, not its embedding.
+
+        Raises:
+          OptionError: see `quantization.check`.
+        """
+        quantization.check(scheme)
+        return self.replace(network=quantization.with_rounded_matrices(self.network))
+
+    def shape_key(self) -> dict[str, Any]:
+        config = dataclasses.asdict(self.config) | {"feature_layers": list(self.feature_layers)}
+        del config["base"]
+        for name in ("feature_norms", "normed_output", "sliding_window"):
+            if not config[name]:  # settings files from before there were these fields still fit
+                del config[name]
+        return {**self.config.base.shape_key(), **config}
+
+    def own_parameters(self) -> list[jax.Array]:
+        return jax.tree.leaves((self.network, self.embed if self.own_embed else None))

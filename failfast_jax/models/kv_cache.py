@@ -1,0 +1,77 @@
+"""Static-capacity KV cache, updated in place."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from failfast_jax.models.model_config import ModelConfig
+
+TILE = 128
+"""Attention reads the cache in tiles of this many positions, at absolute positions; capacities are multiples of it."""
+
+TPU_TILE = 512
+"""Capacities that the TPU kernel reads in tiles of so many positions: at half the time a position of 128."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Keys and values of every layer. What is valid is decided by whoever holds the lengths: moving a
+    length back is all that a rejection costs."""
+
+    k: tuple[Float[Array, "B K S H"], ...]
+    """Rotated keys, one array a layer: batch, KV heads, capacity in positions, head dimension."""
+    v: tuple[Float[Array, "B K S H"], ...]
+    """Values, laid out like the keys."""
+
+    @property
+    def capacity(self) -> int:
+        """Positions that fit."""
+        return self.k[0].shape[2]
+
+    @classmethod
+    def zeros(cls, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike) -> KVCache:
+        """An empty cache; `capacity` is rounded up to whole tiles."""
+        shape = (batch, config.num_kv_heads, round_up(capacity, TILE), config.head_dim)
+        layers = range(config.num_layers)
+        return cls(k=tuple(jnp.zeros(shape, dtype) for _ in layers), v=tuple(jnp.zeros(shape, dtype) for _ in layers))
+
+
+def write_window(
+    cache: Float[Array, "B K S H"], window: Float[Array, "B W K H"], start: Int[Array, " B"]
+) -> Float[Array, "B K S H"]:
+    """Overwrites positions `start[b] .. start[b]+W-1` of each row; in place when the cache is donated.
+
+    One `dynamic_update_slice` a row: a batched scatter would be expanded into a loop on CPU and
+    serialised on TPU. The caller keeps `start + W` within the capacity (XLA would move the window).
+    """
+    return _overwrite(cache, window.transpose(0, 2, 1, 3).astype(cache.dtype), start)
+
+
+def move_slots(
+    cache: Float[Array, "B K S H"], start: Int[Array, " B"], slots: Int[Array, "B M"], width: int
+) -> Float[Array, "B K S H"]:
+    """Copies the slots `start[b] + slots[b]` of each row to `start[b], start[b]+1, ...`.
+
+    All of them lie within `width` slots from `start` on.
+    """
+
+    def window(row, at):
+        return jax.lax.dynamic_slice_in_dim(row, at, width, axis=1)
+
+    kept = jnp.take_along_axis(jax.vmap(window)(cache, start), slots[:, None, :, None], axis=2)
+    return _overwrite(cache, kept, start)
+
+
+def _overwrite(cache: Array, window: Float[Array, "B K W H"], start: Int[Array, " B"]) -> Array:
+    for row in range(cache.shape[0]):
+        cache = jax.lax.dynamic_update_slice(cache, window[row : row + 1], (row, 0, start[row], 0))
+    return cache

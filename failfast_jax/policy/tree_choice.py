@@ -1,0 +1,67 @@
+"""The method `auto` of a drafter of trees: whether to draft one, and how many of its nodes to verify."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from failfast_jax.decoding.decode_state import Committed, Draft, Tree
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.token_tree import best_part, deepest, path_chances, trials
+from failfast_jax.policy.choice import Economic
+from failfast_jax.policy.expected_tokens import Calibration, Chances, Costs
+
+
+@functools.partial(flax.struct.dataclass, kw_only=True)
+class EconomicTree(Economic):
+    """Trees of a model, where they pay: of each the nodes that the target most probably reaches, as many as promise
+    the most tokens per second."""
+
+    model: Drafter
+    """`drafters.eagle3.EagleTree`."""
+    text: None = None
+
+    @property
+    def drafts_trees(self) -> bool:
+        return True
+
+    @property
+    def _least_passes(self) -> int:
+        return self.model.passes
+
+    def with_costs(self, costs: Costs) -> EconomicTree:
+        return self.replace(costs=costs)
+
+    def init(self, batch, capacity):
+        nothing = self._empty(batch)
+        return super().init(batch, capacity).replace(text_draft=nothing, model_draft=nothing)
+
+    def _empty(self, batch: int) -> Draft:
+        return Draft.empty(batch, self.model.longest).replace(tree=Tree.empty(batch, self.max_draft))
+
+    def _known(self, state, chances):
+        return state
+
+    def _values(self, chances: Calibration | Chances, tree: Tree) -> Float[Array, "B n"]:
+        """The chance that the target reaches each node."""
+        return path_chances(tree, chances.chance(tree.confidence))
+
+    def _tokens(self, chances: Calibration | Chances, draft: Draft, committed: Committed) -> Float[Array, "B widths"]:
+        best = jnp.cumsum(-jnp.sort(-self._values(chances, draft.tree), axis=1), axis=1)
+        tokens = 1 + jnp.pad(best, ((0, 0), (1, 0)))[:, jnp.minimum(jnp.asarray(self.widths) - 1, best.shape[1])]
+        return jnp.where(committed.running[:, None], tokens, 0.0)
+
+    def _cut(self, chances: Calibration, draft: Draft, rows: Int[Array, ""], committed: Committed) -> Draft:
+        most = jnp.where(committed.running, jnp.minimum(rows - 1, self.max_draft), 0)
+        tree = best_part(draft.tree, self._values(chances, draft.tree), most)
+        # While costs are measured, as many nodes as the rows hold, padding too.
+        tree = tree.replace(size=jnp.where(self.costs.rows > 0, most, tree.size))
+        tokens, confidence, length = deepest(tree, self.model.longest)
+        return draft.replace(tokens=tokens, confidence=confidence, length=length, tree=tree)
+
+    def _learned(self, chances: Chances, draft: Draft, text: Int[Array, "B M"], count: Int[Array, " B"]) -> Calibration:
+        tried, right = trials(draft.tree, text, count)
+        return chances.model.counted(draft.tree.confidence, tried, right, tried.any(1))

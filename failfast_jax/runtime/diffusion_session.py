@@ -1,0 +1,114 @@
+"""The session of a block-diffusion model that writes on its own (method `dllm`). Made by a `Runtime`."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+
+from failfast_jax.decoding import diffusion_decoding, draft_states
+from failfast_jax.decoding.placement import StatePlacement
+from failfast_jax.errors import PromptError
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.results import Round, RowLog
+from failfast_jax.runtime.session import Session
+from failfast_jax.util.compilation import Executables
+
+
+class DiffusionSession(Session):
+    """A block-diffusion model that writes on its own.
+
+    Args:
+      graph: draft states that every pass runs beside the block, see `decoding.draft_states`; None: none.
+      released_length: see `dllm.blocks_to_write`.
+      static: of `dllm.step`.
+    """
+
+    stream_rounds = 8
+
+    def __init__(
+        self,
+        programs: Executables,
+        placement: StatePlacement,
+        model: Decoder,
+        batch: int,
+        capacity: int,
+        threshold: float,
+        graph: np.ndarray | None = None,
+        released_length: bool = False,
+        **static: int | bool | None,
+    ):
+        self.config, self.block, self.released_length = model.config, model.config.block_size, released_length
+        self.threshold, self.small_block = np.float32(threshold), static["small_block"]
+        self.graph = None if graph is None else draft_states.padded(graph, self.block)
+        states = None if graph is None else len(self.graph)
+        start = functools.partial(_start_diffusion, states=states, small_block=self.small_block)
+        advance = functools.partial(_advance_diffusion, **static)
+        super().__init__(programs, placement, (model,), batch, capacity, start, advance)
+
+    def _inputs(self, requests):
+        blocks, limits = zip(
+            *(
+                diffusion_decoding.blocks_to_write(
+                    self.config,
+                    len(request.prompt),
+                    request.max_new_tokens,
+                    self.capacity,
+                    released=self.released_length,
+                )
+                for request in requests
+            )
+        )
+        if not all(blocks):
+            raise PromptError(f"no whole block of {self.block} fits behind the prompt within {self.capacity} tokens")
+        counts = {"max_blocks": np.asarray(blocks, np.int32), "limit": np.asarray(limits, np.int32)}
+        return self._prompts(requests) | counts
+
+    def _chunks(self, prompt_tokens, begin=0):
+        if begin:
+            raise ValueError(f"a prefill from position {begin} on: a block-diffusion model begins at 0")
+        width, starts = diffusion_decoding.prefill_starts(prompt_tokens, self.config, self.shapes.text.shape[1])
+        return [(functools.partial(_prefill_diffusion, width=width, placement=self.placement), at) for at in starts]
+
+    def _loop_args(self, state, most, until_any):
+        return *self.models, state, self.threshold, self.graph, np.int32(most), np.bool_(until_any)
+
+    def _view(self, state):
+        return state.text, state.prompt_length, state.end, state.finish
+
+    def rounds(self, state):
+        """Each row's blocks so far: with a token shift, a block emits its own tokens and the next one's first."""
+        counts = state.block_passes, state.block_adopted
+        passes, adopted, text, begin, end, _ = self._fetch((*counts, *self._view(state)))
+        return [
+            self._blocks(passes[row], adopted[row], text[row], int(begin[row]), int(end[row]))
+            for row in range(self.batch)
+        ]
+
+    def _blocks(self, passes: np.ndarray, adopted: np.ndarray, text: np.ndarray, begin: int, end: int) -> RowLog:
+        first_end = (begin // self.block + 1) * self.block + self.config.token_shift
+        found, at = [], begin
+        while at < end:
+            stop = min(first_end + len(found) * self.block, end)
+            spared = None if self.graph is None else int(adopted[len(found)])
+            found.append(Round([], [], 0, text[at:stop].tolist(), int(passes[len(found)]), adopted=spared))
+            at = stop
+        prefill = int(begin >= self.block)
+        return RowLog(found, 0, sum(entry.passes for entry in found) + prefill)
+
+
+def _start_diffusion(model, inputs, *, capacity, placement, states, small_block):
+    return placement(
+        diffusion_decoding.init_state(model, capacity=capacity, states=states, small_block=small_block, **inputs)
+    )
+
+
+def _prefill_diffusion(model, state, at, *, width, placement):
+    with jax.named_scope("prefill"):
+        return placement(diffusion_decoding.prefill_chunk(model, state, at, width=width))
+
+
+def _advance_diffusion(model, state, threshold, graph, most, until_any, *, placement, **static):
+    step = diffusion_decoding.step if graph is None else functools.partial(draft_states.step, graph=graph)
+    return placement(diffusion_decoding.generate(model, state, threshold, most, until_any, step=step, **static))

@@ -1,0 +1,456 @@
+"""The compiled programs of a batch of independent requests, and the states that they hand on. Made by a `Runtime`."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from failfast_jax import decoding
+from failfast_jax.decoding.decode_state import DecodeState, Draft, Sampling, Verified
+from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.placement import StatePlacement
+from failfast_jax.decoding.width_plan import Plan, prefill_parts, prefill_schedule
+from failfast_jax.errors import PromptError
+from failfast_jax.models.sharding import DATA
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.policy.expected_tokens import Costs
+from failfast_jax.results import RowLog, TokenLogprob
+from failfast_jax.runtime import row_programs
+from failfast_jax.util import numerics
+from failfast_jax.util.compilation import Compilation, Executables, Program
+
+NO_LIMIT = 2**30
+
+State = Any
+"""`decoding.decode_state.DecodeState`, or `decoding.diffusion_decoding.DiffusionState`. Donated: use it once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What one row is to do.
+
+    Attributes:
+      prompt: token ids, at least one.
+      max_new_tokens: most tokens to emit.
+      temperature: of the target's softmax; 0 is greedy.
+      top_k: tokens that it picks from, the most probable ones; 0: all.
+      top_p: probability of those that it picks from, the most probable ones; 1: all.
+      seed: with `sequence` and a token's position it determines the randomness, whatever row the request is in.
+      sequence: tells requests of one seed apart.
+      eos: stop token ids, at most `decoding.decode_state.MAX_EOS_TOKENS`.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    sequence: int = 0
+    eos: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far the rows of a state are."""
+
+    ids: list[list[int]]
+    """Tokens emitted so far."""
+    finish: list[int]
+    """RUNNING, FINISHED_EOS, FINISHED_LENGTH or FAILED, of `decoding.decode_state`."""
+
+
+class Session:
+    """Compiled programs for `batch` rows of `capacity` tokens; made by a `Runtime`.
+
+    Attributes:
+      batch: rows.
+      capacity: most tokens of a row, prompt and output.
+      models: what every program takes first: the target and the drafter, or the model that writes.
+      placement: see `Runtime.placement`.
+      shapes: a state of shapes, with their places.
+      stream_rounds: rounds (of `dllm`: passes) between two looks at the state that suit a stream.
+    """
+
+    stream_rounds = 4
+
+    def __init__(
+        self,
+        programs: Executables,
+        placement: StatePlacement,
+        models: tuple[Any, ...],
+        batch: int,
+        capacity: int,
+        start: Callable,
+        advance: Callable,
+        decodes: bool = True,
+    ):
+        self.batch, self.capacity, self.placement = batch, capacity, placement
+        self._programs, self.models = programs, models
+        self._start = functools.partial(start, capacity=capacity, placement=self.placement)
+        inputs = self._inputs(self._any_requests(batch))
+        [self._starting] = self._compile((self._start, (*models, inputs)))
+        self.shapes = self._placed(self._starting.shapes)
+        self._advance = functools.partial(advance, placement=self.placement)
+        if decodes:
+            self._advancing  # noqa: B018  it compiles while others are waited for
+
+    def _inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Arguments of `init_state`, checked."""
+        raise NotImplementedError
+
+    def _chunks(self, prompt_tokens: int, begin: int = 0) -> list[tuple[Callable, int]]:
+        """Prefill from position `begin` on: functions of `(*models, state, start)`, and where each starts."""
+        raise NotImplementedError
+
+    def _loop_args(self, state: State, most: int, until_any: bool) -> tuple:
+        return *self.models, state, np.int32(most), np.bool_(until_any)
+
+    def _view(self, state: State) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Token ids, start and end of each row's output in them, and why it ended."""
+        raise NotImplementedError
+
+    def rounds(self, state: State) -> list[RowLog]:
+        """Each row's rounds so far. One host wait."""
+        raise NotImplementedError
+
+    def start(self, requests: Sequence[Request]) -> State:
+        """A state with the prompts committed and empty caches: for `prefill`, or for timing.
+
+        Raises:
+          ValueError: not `batch` requests, a prompt longer than the capacity, or too many stop tokens.
+        """
+        if len(requests) != self.batch:
+            raise ValueError(f"{len(requests)} requests for {self.batch} rows")
+        return self._starting(*self.models, self._inputs(requests))
+
+    def prepare(self, prompt_tokens: int) -> None:
+        """Compiles what prefilling prompts of up to that many tokens needs, and waits for it."""
+        for compilation in (self._starting, *self._compile_chunks(self._chunks(prompt_tokens))):
+            compilation.wait()
+
+    def wait(self) -> None:
+        """Waits until the loop over rounds is compiled, too."""
+        self._advancing.wait()
+
+    def prefill(self, requests: Sequence[Request]) -> State:
+        """A state with the prompts in the caches, one request a row. The loop may still be compiling.
+
+        Raises:
+          ValueError: see `start`.
+        """
+        *_, state = self.prefill_in_chunks(requests)
+        return state
+
+    def prefill_in_chunks(self, requests: Sequence[Request]) -> Iterator[State]:
+        """`prefill` chunk by chunk, for callers with other work to put between. Only the last state may be kept."""
+        chunks = self._chunks(max(len(request.prompt) for request in requests))
+        compilations = self._compile_chunks(chunks)
+        return self._prefilling(self.start(requests), compilations, [at for _, at in chunks])
+
+    def chunks_of(self, prompt_tokens: int, begin: int = 0) -> int:
+        """Chunks that a prompt's prefill takes from position `begin` on."""
+        return len(self._chunks(prompt_tokens, begin))
+
+    def _prefilling(self, state: State, compilations: list[Compilation], starts: list[int]) -> Iterator[State]:
+        yield state
+        for compilation, at in zip(compilations, starts):
+            state = compilation(*self.models, state, np.int32(at))
+            yield state
+
+    def insert(self, state: State, row: int, one: State) -> State:
+        """Puts a request into a row, whatever was there: no host wait, and no compilation but the first.
+
+        Args:
+          state: of this session; donated.
+          one: state of a session with batch `groups` and otherwise equal, whose first row is taken, wherever it is.
+
+        Raises:
+          ValueError: no such row, or a state of another capacity or drafter.
+        """
+        if not 0 <= row < self.batch:
+            raise ValueError(f"row {row}: there are {self.batch}")
+        if not row_programs.fits(one, self.shapes, by_row=self._leaves_by_row, rows=self.groups):
+            raise ValueError(f"a row is taken from a session with batch {self.groups}, the same drafter and capacity")
+        insert = functools.partial(row_programs.insert, by_row=self._leaves_by_row, placement=self.placement)
+        return self._run(insert, state, one, np.int32(row), donate=(0,))
+
+    def take(self, state: State, row: int) -> State:
+        """A copy of a row, in each row of a state of a session with batch `groups`. Does not donate."""
+        options = {"by_row": self._leaves_by_row, "copies": self.groups, "placement": self.placement}
+        return self._run(functools.partial(row_programs.take, **options), state, np.int32(row))
+
+    def end(self, state: State, rows: Collection[int]) -> State:
+        """Ends rows that are still running; what they have said stays. Donates the state."""
+        ended = np.isin(np.arange(self.batch), list(rows))
+        return self._run(functools.partial(row_programs.end, placement=self.placement), state, ended, donate=(0,))
+
+    @functools.cached_property
+    def _advancing(self) -> Compilation:
+        args = self._loop_args(self.shapes, NO_LIMIT, False)
+        return self._compile((self._advance, args), donate=(len(self.models),))[0]
+
+    def advance(self, state: State, rounds: int | None = None, *, until_any: bool = False) -> State:
+        """Decodes until every row has finished, or for at most that many rounds (of `dllm`: passes).
+
+        Donates the state, and does not wait for the result.
+
+        Args:
+          until_any: end as soon as one of the rows that are still running has finished.
+        """
+        most = NO_LIMIT if rounds is None else rounds
+        return self._advancing(*self._loop_args(state, most, until_any))
+
+    def read(self, state: State) -> Progress:
+        """How far the rows are. One host wait."""
+        ids, begin, end, finish = self._fetch(self._view(state))
+        return Progress([ids[row, begin[row] : end[row]].tolist() for row in range(self.batch)], finish.tolist())
+
+    def _fetch(self, tree: Any) -> Any:
+        """The arrays on this host; of several processes, what each has of the batch goes to all of them first."""
+        if not all(leaf.is_fully_addressable or leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
+            tree = self._run(functools.partial(row_programs.everywhere, mesh=self._mesh), tree)
+        return jax.device_get(tree)
+
+    def _run(self, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Any:
+        [program] = self._compile((function, args), donate=donate)
+        return program(*args)
+
+    @property
+    def groups(self) -> int:
+        """Groups of devices that share the batch: rows of the smallest session, which prefills single requests."""
+        return 1 if self._mesh is None else self._mesh.shape[DATA]
+
+    @property
+    def _mesh(self) -> jax.sharding.Mesh | None:
+        return self.models[0].execution.mesh
+
+    @staticmethod
+    def _any_requests(batch: int) -> list[Request]:
+        return [Request(prompt=(0,), max_new_tokens=NO_LIMIT)] * batch
+
+    def start_endless(self, prompt: Sequence[int]) -> State:
+        """`start` of rows that all have this prompt and never reach a limit: for timing."""
+        return self.start([Request(prompt, NO_LIMIT)] * self.batch)
+
+    def _compile(self, *programs: tuple[Callable, tuple], donate: tuple[int, ...] = ()) -> list[Compilation]:
+        return self._programs.start(*(Program(function, args, donate) for function, args in programs))
+
+    def _compile_chunks(self, chunks: list[tuple[Callable, int]]) -> list[Compilation]:
+        args = (*self.models, self.shapes, np.int32(0))
+        return self._compile(*((function, args) for function, _ in chunks), donate=(len(self.models),))
+
+    def _placed(self, shapes: State) -> State:
+        """The state's shapes, with places if it is spread."""
+        if self._mesh is None:
+            return shapes
+        return jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            shapes,
+            self.placement.shardings(shapes),
+        )
+
+    @functools.cached_property
+    def _leaves_by_row(self) -> tuple[bool, ...]:
+        """Which leaves of the state hold something for each row: those that grow with the batch."""
+
+        @numerics.defaults()
+        def lengths(groups: int) -> list[tuple[int, ...]]:
+            batch = groups if self._mesh is None else groups * self._mesh.shape[DATA]
+            inputs = self._inputs(self._any_requests(batch))
+            return [leaf.shape[:1] for leaf in jax.tree.leaves(jax.eval_shape(self._start, *self.models, inputs))]
+
+        return tuple(one != two for one, two in zip(lengths(1), lengths(2)))
+
+    def _prompts(self, requests: Sequence[Request]) -> dict[str, Any]:
+        tokens = np.zeros((len(requests), self.capacity), np.int32)
+        for row, request in enumerate(requests):
+            if not 1 <= len(request.prompt) <= self.capacity:
+                raise PromptError(f"a prompt of {len(request.prompt)} tokens: must have 1 to {self.capacity}")
+            tokens[row, : len(request.prompt)] = request.prompt
+
+        def column(name: str, dtype: Any) -> np.ndarray:
+            return np.asarray([getattr(request, name) for request in requests], dtype)
+
+        return {
+            "tokens": tokens,
+            "prompt_length": np.asarray([len(request.prompt) for request in requests], np.int32),
+            "eos": np.asarray([decoding.stop_tokens(tuple(request.eos))[0] for request in requests], np.int32),
+            "sampling": Sampling(
+                temperature=column("temperature", np.float32),
+                top_k=column("top_k", np.int32),
+                top_p=column("top_p", np.float32),
+                seed=column("seed", np.uint32),
+                sequence=column("sequence", np.int32),
+            ),
+        }
+
+
+class DraftSession(Session):
+    """Drafts that a target verifies.
+
+    Attributes:
+      drafter, plan, kept: as given; `kept` is the number of log-probabilities a token, see `Runtime.session`.
+    """
+
+    def __init__(
+        self,
+        programs: Executables,
+        placement: StatePlacement,
+        target: Decoder,
+        drafter: Drafter,
+        batch: int,
+        capacity: int,
+        plan: Plan,
+        decodes: bool = True,
+        logprobs: int | None = None,
+    ):
+        self.drafter, self.plan, self.kept = drafter.planned(plan.widths), plan, logprobs
+        start = functools.partial(_start, plan=plan, logprobs=logprobs)
+        advance = functools.partial(_advance, plan=plan)
+        super().__init__(programs, placement, (target, self.drafter), batch, capacity, start, advance, decodes)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Names the session's programs, in every process: all that is compiled, by kinds and shapes."""
+        leaves, structure = jax.tree.flatten((self.models, self.plan))
+        shapes = [(np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves]
+        kept = () if self.kept is None else (self.kept,)
+        named = repr((structure, shapes, self.batch, self.capacity, jax.__version__, *kept))
+        return hashlib.sha256(named.encode()).hexdigest()[:16]
+
+    def with_costs(self, costs: Costs) -> DraftSession:
+        """The same programs, with a drafter that decides by these costs (see `pricing`). Nothing is compiled.
+
+        Raises:
+          ValueError: the drafter decides nothing by costs.
+        """
+        if not self.drafter.weighs:
+            raise ValueError(f"{type(self.drafter).__name__} decides nothing by costs")
+        other = copy.copy(self)
+        other.drafter = self.drafter.with_costs(costs)
+        other.models = (self.models[0], other.drafter)
+        return other
+
+    def _inputs(self, requests):
+        limits = np.asarray([request.max_new_tokens for request in requests], np.int32)
+        return self._prompts(requests) | {"max_new_tokens": limits}
+
+    def _chunks(self, prompt_tokens, begin=0):
+        calls = prefill_schedule(prompt_tokens, self.drafter, self.plan, self.shapes.tokens.shape[1], begin)
+        return [(self._chunk(call.width, call.parts), call.start) for call in calls]
+
+    def _chunk(self, width: int, parts: tuple[str, ...]) -> Callable:
+        return functools.partial(_prefill, width=width, parts=parts, placement=self.placement)
+
+    def _view(self, state):
+        return state.tokens, state.prompt_length, state.length, state.finish
+
+    def rounds(self, state):
+        log, *view = self._fetch((state.log, *self._view(state)))
+        tokens, begin, end, _ = view
+        outputs = [tokens[row, begin[row] : end[row]].tolist() for row in range(self.batch)]
+        return [row_programs.row_log(log, row, output) for row, output in enumerate(outputs)]
+
+    def rounds_of(self, state: DecodeState, row: int) -> RowLog:
+        """One row's rounds so far. One host wait."""
+        log, tokens, begin, end = self._fetch(self._run(row_programs.log_of, state, np.int32(row)))
+        return row_programs.row_log(log, 0, tokens[0, begin[0] : end[0]].tolist())
+
+    def logprobs(self, state: DecodeState, begin: Mapping[int, int]) -> dict[int, list[TokenLogprob]]:
+        """Of rows' emitted tokens, each row's from its `begin`-th on; for a session that keeps them. One host wait."""
+        found, starts, ends = self._fetch((state.logprobs, state.prompt_length, state.length))
+        return {
+            row: row_programs.logprobs_of(found, row, int(starts[row]) + at, int(ends[row]))
+            for row, at in begin.items()
+        }
+
+    # Prompts that go on from what a row has cached.
+
+    def prepare_any(self) -> None:
+        """Compiles what prefilling any prompt needs, from any position on, and waits for it."""
+        buffer = self.shapes.tokens.shape[1]
+        chunks = [
+            (self._chunk(width, parts), 0)
+            for widths, parts in prefill_parts(self.drafter, self.plan)
+            for width in widths
+            if width <= buffer
+        ]
+        for compilation in (self._starting, *self._compile_chunks(chunks)):
+            compilation.wait()
+
+    def shared(self, old: DecodeState, common: int, prompt_tokens: int) -> int:
+        """Positions that need no prefill in a prompt whose first `common` tokens are those of a row. One host wait.
+
+        Args:
+          old: the row's state, see `take`.
+        """
+        held = self._run(row_programs.held, self.drafter, old)
+        # The last position of what is common was followed by another token, and one chunk at least is prefilled.
+        most = min(int(held[0]), common - 1, prompt_tokens - 2)
+        return max(most, 0) // self.drafter.chunk_multiple * self.drafter.chunk_multiple
+
+    def prefill_onto(self, old: DecodeState, request: Request, begin: int) -> Iterator[State]:
+        """`prefill_in_chunks` of a prompt whose first `begin` positions (see `shared`) are in the caches of `old`.
+
+        Donates `old`.
+        """
+        chunks = self._chunks(len(request.prompt), begin)
+        compilations = self._compile_chunks(chunks)
+        graft = functools.partial(row_programs.graft, placement=self.placement)
+        state = self._run(graft, self.start([request] * self.batch), old, donate=(1,))
+        return self._prefilling(state, compilations, [at for _, at in chunks])
+
+    # A round in its three parts, for timing and for experiments. Each donates the state.
+
+    def draft(self, state: DecodeState) -> tuple[Draft, DecodeState]:
+        """The drafter's proposal."""
+        function = functools.partial(_draft, placement=self.placement)
+        return self._run(function, self.drafter, state, donate=(1,))
+
+    def verify(self, state: DecodeState, proposal: Draft) -> tuple[Verified, DecodeState]:
+        """The target's own tokens along a proposal, which may be anybody's."""
+        function = functools.partial(_verify, plan=self.plan, placement=self.placement)
+        return self._run(function, *self.models, state, proposal, donate=(2,))
+
+    def commit(self, state: DecodeState, proposal: Draft, verified: Verified) -> DecodeState:
+        """The state after the round."""
+        function = functools.partial(_commit, placement=self.placement)
+        return self._run(function, self.drafter, state, proposal, verified, donate=(1,))
+
+
+# The programs. What is static is bound to them by keyword.
+
+
+def _start(target, drafter, inputs, *, placement, **static):
+    return placement(decoding.init_state(target, drafter, **static, **inputs))
+
+
+def _prefill(target, drafter, state, at, *, width, parts, placement):
+    with jax.named_scope("prefill"):
+        return placement(decoding.prefill_chunk(target, drafter, state, at, width=width, parts=parts))
+
+
+def _advance(target, drafter, state, most, until_any, *, plan, placement):
+    return placement(decoding.generate(target, drafter, state, most, until_any, plan=plan))
+
+
+def _draft(drafter, state, *, placement):
+    proposal, state = decoding.draft(drafter, state)
+    return proposal, placement(state)
+
+
+def _verify(target, drafter, state, proposal, *, plan, placement):
+    verified, state = decoding.verify(target, drafter, state, proposal, plan=plan)
+    return verified, placement(state)
+
+
+def _commit(drafter, state, proposal, verified, *, placement):
+    return placement(decoding.commit(drafter, state, proposal, verified))

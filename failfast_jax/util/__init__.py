@@ -1,0 +1,1 @@
+"""Files, processes, progress, the command line and the machine: below everything else."""

@@ -1,0 +1,258 @@
+"""The machine that a process runs on, and the numbers that depend on the kind of device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import logging
+import math
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from failfast_jax.errors import DeviceMemoryError
+from failfast_jax.util.files import FULL
+
+logger = logging.getLogger("failfast_jax")
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = (line for line in info.read_text().splitlines() if line.startswith("model name"))
+        model = next(lines, model).split(":")[-1].strip()
+    return {
+        "device": str(jax.devices()[0].device_kind),
+        "processor": model,
+        "cores": os.cpu_count(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def free_memory() -> int:
+    """Bytes that the (first) device can still give."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    info = Path("/proc/meminfo")
+    if info.exists():
+        found = next((line for line in info.read_text().splitlines() if line.startswith("MemAvailable:")), None)
+        if found is not None:
+            return int(found.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def bytes_on_a_device(tree: Any) -> int:
+    """Bytes of a pytree of arrays or shapes on one of the devices that it is spread over."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
+    places = [getattr(leaf, "sharding", None) for leaf in leaves]
+    shapes = [leaf.shape if place is None else place.shard_shape(leaf.shape) for leaf, place in zip(leaves, places)]
+    return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves))
+
+
+@contextlib.contextmanager
+def memory_explained(doing: str, needs: Callable[[], Mapping[str, int]] = dict) -> Iterator[None]:
+    """Says what took the memory, and what to do, where XLA ran out of it.
+
+    Args:
+      needs: bytes on one device, by what takes them.
+
+    Raises:
+      DeviceMemoryError: in the place of XLA's error.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        device = jax.devices()[0]
+        size = (device.memory_stats() or {}).get("bytes_limit")
+        parts = ", ".join(f"{name} {number / 1e9:.2f} GB" for name, number in needs().items())
+        raise DeviceMemoryError(
+            f"{doing}: does not fit the memory of a {device.device_kind}{f', {size / 1e9:.1f} GB' if size else ''}"
+            f"{f' ({parts}, and what programs need besides)' if parts else ''}. Lower --max-seq-len, --max-new-tokens "
+            "or the batch, choose --quantize int8, or spread the models over more devices with --tensor-parallel. "
+            f"XLA says: {str(error).strip().splitlines()[0][:300]}"
+        ) from error
+
+
+class Profile:
+    """Traces of `jax.profiler` in a folder. One that cannot be written costs no answer: `check` raises it later.
+
+    Raises:
+      OSError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._error = folder, None
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """Traces what runs inside."""
+        jax.profiler.start_trace(self.folder)
+        try:
+            yield
+        finally:
+            try:
+                jax.profiler.stop_trace()
+            except jax.errors.JaxRuntimeError as error:
+                self._error = error
+
+    def check(self) -> None:
+        """Raises OSError: a trace could not be written."""
+        if self._error is not None:
+            message = str(self._error).strip().splitlines()[0]
+            code = next((code for code in FULL if os.strerror(code) in message), errno.EIO)
+            raise OSError(code, message if code == errno.EIO else os.strerror(code), str(self.folder))
+
+
+def bandwidth(nbytes: int, repeats: int = 5, turns: int = 10) -> dict[str, float]:
+    """Bytes a second: `copy`, read and written back (in place), and `read`, summed up.
+
+    The best of `repeats` times `turns` calls, of which only the last is waited for.
+    """
+    array = jnp.ones((nbytes // 4 // 1024, 1024), jnp.float32)
+    rewrite = jax.jit(lambda x: (1 - x, ()), donate_argnums=0)
+    total = jax.jit(lambda x: x.sum(axis=1))
+    out = {}
+    for name, program, moved in (("copy", rewrite, 2 * nbytes), ("read", lambda x: (x, total(x)), nbytes)):
+        array, _ = jax.block_until_ready(program(array))
+        best = np.inf
+        for _ in range(repeats):
+            start = time.perf_counter()
+            for _ in range(turns):
+                array, result = program(array)
+            jax.block_until_ready((array, result))
+            best = min(best, (time.perf_counter() - start) / turns)
+        out[name] = moved / best
+    return out
+
+
+# -- TPUs, as the compiler sees them -----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A device as the compiler sees it: a chip, or one of the two cores of a TPU7x chip. Public specifications."""
+
+    kind: str
+    hbm_gb: float
+    bandwidth: float
+    """Bytes a second."""
+    clock: float
+    """Cycles a second: peak operations over those of the matrix units a cycle."""
+    ici: float
+    """Bytes a second between chips, all links together."""
+    links: int
+    streaming: float
+    """Share of the bandwidth at which the compiler expects to stream weights: read from its estimates of large matrix
+    products (TPU7x: assumed to be v5p's)."""
+    compiler_options: dict[str, str | bool] = dataclasses.field(default_factory=dict, hash=False)
+    """What XLA is told for every program."""
+    init_args: str = ""
+    """What libtpu must be told when it is loaded."""
+    pci_device: str = ""
+
+
+AHEAD = {"xla_tpu_async_copy_bandwidth_scaling_factor": "2.25", "xla_tpu_enforce_prefetch_fifo_order": True}
+"""Weights are fetched earlier, beside sums and small operations too, and in the order in which they are needed. What
+the compiler makes of the factor jumps: at 2 passes of few rows of 32B on eight v6e take a sixth longer, at 2.5 those of
+64 rows of 14B on four (by the timeline of `tpu_scripts/aot_report.py`)."""
+ROOM = {"xla_tpu_scoped_vmem_limit_kib": "25088"}
+"""Fast memory that one operation may take: with less, products of some models spread over eight chips fetch their
+weights by themselves; with more, less is left to weights that are fetched ahead."""
+
+# TPU7x: without its argument each call of the loop brings every large matrix into another layout first.
+CHIPS = {
+    chip.kind: chip
+    for chip in (
+        Chip("TPU v5 lite", 16, 819e9, 197e12 / (4 * 128 * 128 * 2), 200e9, 4, 0.7, AHEAD | ROOM),
+        Chip("TPU v6 lite", 32, 1638e9, 918e12 / (4 * 256 * 256 * 2), 448e9, 4, 0.8, AHEAD | ROOM),
+        Chip("TPU v5", 95, 2765e9, 459e12 / (8 * 128 * 128 * 2), 600e9, 6, 0.85, AHEAD | ROOM),
+        Chip(
+            *("TPU7x", 96, 3690e9, 1153e12 / (4 * 256 * 256 * 2), 600e9, 6, 0.85, AHEAD),
+            init_args="--xla_tpu_impure_enable_large_2nd_minor_layout=false",
+            pci_device="0x0076",
+        ),
+    )
+}
+
+
+def chips_here(pci: Path = Path("/sys/bus/pci/devices")) -> list[Chip]:
+    """Chips of this machine that libtpu must be told something about, known without loading it."""
+    found = {path.read_text().strip() for path in pci.glob("*/device")}
+    return [chip for chip in CHIPS.values() if chip.pci_device in found]
+
+
+def tell_libtpu(chips: Iterable[Chip] | None = None) -> None:
+    """Adds the chips' arguments to LIBTPU_INIT_ARGS, unless the user has set them; of no use once JAX has devices.
+
+    Commands do so by themselves. Other programs on a TPU7x are slower without.
+
+    Args:
+      chips: None: those of this machine.
+    """
+    chips = chips_here() if chips is None else chips
+    given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    new = [chip.init_args for chip in chips if chip.init_args and chip.init_args.split("=")[0] not in given]
+    if new:  # an argument that another libtpu does not know would end the process
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *new]).strip()
+
+
+def compiler_options(device: Any) -> dict[str, str | bool]:
+    """Options of `jax.stages.Lowered.compile` for programs on a device: those of its chip that the compiler at hand
+    knows, as they come and go with its versions (what it does not know is logged). For a device that is not there, and
+    only compiled for: all of them."""
+    chip = CHIPS.get(device.device_kind)
+    if chip is None:
+        return {}
+    if device not in jax.devices():
+        return dict(chip.compiler_options)
+    with _asking:
+        return dict(_known(chip.kind, tuple(chip.compiler_options.items())))
+
+
+_asking = threading.Lock()
+
+
+@functools.cache
+def _known(kind: str, options: tuple[tuple[str, str | bool], ...]) -> tuple[tuple[str, str | bool], ...]:
+    trial = jax.jit(lambda: jnp.int32(0)).lower()
+    try:
+        trial.compile(compiler_options=dict(options))
+        return options
+    except jax.errors.JaxRuntimeError as error:
+        unknown = re.search(r"No such compile option: '(\w+)'", str(error))
+        if unknown is None:
+            raise
+    name = unknown[1]
+    logger.warning("%s: this XLA does not know the option %s; programs may be slower for it", kind, name)
+    return _known(kind, tuple(option for option in options if option[0] != name))
+
+
+HOP_S = 1e-6
+"""Assumed latency of a message between neighbours; the compiler has no figure."""
+
+
+def allreduce_s(chip: Chip, devices: int, size: int) -> float:
+    """Time of an all-reduce of `size` bytes around one ring, as compiled programs say (`StrategyRing`, one color): two
+    of a chip's links are used. That and the latency are assumed, not estimated by the compiler."""
+    if devices == 1:
+        return 0.0
+    return 2 * (devices - 1) / devices * size / (2 * chip.ici / chip.links) + 2 * (devices // 2) * HOP_S

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from failfast_jax.checkpoints.checkpoint import load_model
     from failfast_jax.engine import FailFast, Result, StreamEvent
     from failfast_jax.generation_config import GenerationConfig
+    from failfast_jax.load_options import LoadOptions
     from failfast_jax.models.model_config import ModelConfig
     from failfast_jax.runtime.model_runtime import Request, Runtime
     from failfast_jax.util.compilation import enable_compile_cache
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FailFast",
     "GenerationConfig",
+    "LoadOptions",
     "ModelConfig",
     "Request",
     "Result",
@@ -36,6 +38,7 @@ _MODULES = {
     "util.compilation": ("enable_compile_cache",),
     "generation_config": ("GenerationConfig",),
     "engine": ("FailFast", "Result", "StreamEvent"),
+    "load_options": ("LoadOptions",),
     "models.model_config": ("ModelConfig",),
     "util.hardware": ("tell_libtpu",),
     "runtime.model_runtime": ("Request", "Runtime"),

@@ -96,17 +96,18 @@ class CommandOptions:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            check_value(field, getattr(self, field.name))
+            if "option" in field.metadata:
+                check_value(field, getattr(self, field.name))
 
     @classmethod
     def given(cls, args: Any) -> Any:
-        """From parsed flags; those that are None keep their defaults.
+        """Reads the options from parsed flags; an absent flag leaves the default.
 
         Raises:
           OptionError: a value out of its range.
         """
-        found = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in found.items() if value is not None})
+        values = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +214,7 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
         within = (about.least is None or value >= about.least) and (about.most is None or value <= about.most)
         inside = (about.above is None or value > about.above) and (about.below is None or value < about.below)
         if not (within and inside) or (kind == "float" and not (about.infinite or is_finite(value))):
-            raise OptionError(f"{flag} {value}: must be {_range_of(about)}")
+            raise OptionError(f"{flag} {value}: must be {_range_of(about, kind)}")
 
 
 def is_finite(value: float) -> bool:
@@ -224,14 +225,15 @@ def is_finite(value: float) -> bool:
         return False
 
 
-def _range_of(about: Option) -> str:
+def _range_of(about: Option, kind: str) -> str:
     low = about.least if about.above is None else about.above
     high = about.most if about.below is None else about.below
     if low is not None and high is not None:
         return f"in {'[' if about.above is None else '('}{low}, {high}{']' if about.below is None else ')'}"
     if low is None:
         return "a finite number"
-    return f"{'at least' if about.above is None else 'above'} {low}{'' if about.infinite else ', and finite'}"
+    finite = ", and finite" if kind == "float" and not about.infinite else ""
+    return f"{'at least' if about.above is None else 'above'} {low}{finite}"
 
 
 def require(fine: bool, flag: str, said: str) -> None:

@@ -122,16 +122,17 @@ def test_docstrings_describe_parameters_that_there_are():
 
 
 def parts_described(node: ast.ClassDef) -> set[str]:
-    """Fields of a class that a string behind them describes."""
-    pairs = itertools.pairwise(node.body)
-    return {
+    """Fields of a class that the following string, or the help text of their `option`, describes."""
+    described = {
         field.target.id
-        for field, behind in pairs
+        for field, following in itertools.pairwise(node.body)
         if isinstance(field, ast.AnnAssign)
-        and isinstance(behind, ast.Expr)
-        and isinstance(behind.value, ast.Constant)
-        and isinstance(behind.value.value, str)
+        and isinstance(following, ast.Expr)
+        and isinstance(following.value, ast.Constant)
+        and isinstance(following.value.value, str)
     }
+    fields = [field for field in node.body if isinstance(field, ast.AnnAssign) and isinstance(field.value, ast.Call)]
+    return described | {field.target.id for field in fields if ast.unparse(field.value.func) == "option"}
 
 
 def undescribed(name: str, node: ast.ClassDef | ast.FunctionDef) -> list[str]:

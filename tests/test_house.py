@@ -28,7 +28,7 @@ PACKAGES = ("failfast_jax", "convert", "tpu_scripts")
 PAGES = (ROOT / "README.md", ROOT / "tpu_scripts" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MOST_STATEMENTS, MOST_WITH_8_PARAMETERS = 40, 29
 
-ROOT_BOTTOM = {"_version", "axes", "errors", "generation_config", "options", "prompts", "results"}
+ROOT_BOTTOM = {"_version", "axes", "errors", "generation_config", "load_options", "options", "prompts", "results"}
 ROOT_BOTTOM |= {"template_process", "template_rendering", "text_stream"}
 LAYERS = (
     ROOT_BOTTOM | {"util"},

@@ -1,0 +1,56 @@
+"""Options of loading a target and its drafter; the flags of loading are made from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+
+from failfast_jax.options import CommandOptions, option
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadOptions(CommandOptions):
+    """Options of `FailFast.load`. A field with `option` has a flag of its name.
+
+    Attributes:
+      tokenizer, drafter_tokenizer: transformers tokenizers for models that are in memory already; None: the one in the
+        model's folder.
+      programs: a store of compiled programs to share, `engine.runtime.programs`.
+    """
+
+    method: str | None = option(None, "method to load for: a drafter that it does not use is not read")
+    schedule: str | None = option(None, "schedule of --method failfast to load for")
+    dtype: str | None = option(None, "weight dtype (float32 on CPU, bfloat16 elsewhere)")
+    max_seq_len: int | None = option(None, "maximum prompt + output length in tokens (the models' context)")
+    attention: str | None = option(None, "kernel of cached attention (default: by platform)")
+    quantize: str | None = option(None, "quantize the target's matrices to 8 bits; needs the extra `quant`")
+    quantize_drafter: str | None = option(None, "quantize the drafter's matrices to 8 bits")
+    tensor_parallel: int = option(1, "devices that share each layer", least=1)
+    data_parallel: int = option(1, "data-parallel replicas, which share the rows", least=1)
+    rope_theta_drafter: float | None = option(
+        None, "rotary base frequency of a feature-based drafter, instead of its folder's", above=0
+    )
+    compile_cache: str | None = option(None, "folder of compiled programs, or `off` (or set FAILFAST_COMPILE_CACHE)")
+    costs: str | None = option(None, "--method auto: file with the costs of rounds, as in --json's stats (measured)")
+    tokenizer: Any = None
+    drafter_tokenizer: Any = None
+    programs: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("compile_cache", "costs"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(path))
+        if self.dtype is not None and not isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+        super().__post_init__()
+
+
+def _dtype_name(dtype: Any) -> str:
+    """The name of a numpy or JAX dtype; what is none is named too, to be refused by that name."""
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return str(dtype)

@@ -340,7 +340,7 @@ class FailFast:
                 times = {"prefill_s": time.perf_counter() - start}
                 session.wait()
                 times["compile_s"] = self.runtime.programs.seconds - compile_before
-                weighs = isinstance(session, DraftSession) and session.drafter.weighs
+                weighs = isinstance(session, DraftSession) and session.drafter.uses_costs
                 session, costs = self.runtime.costs.price(session) if weighs else (session, None)
                 took, syncs = [], 1
                 with contextlib.nullcontext() if self._profile is None else self._profile.traced():

@@ -34,7 +34,7 @@ from failfast_jax.decoding.stopping import StopRule
 from failfast_jax.decoding.windows import gather_window
 from failfast_jax.defaults import load_pair
 from failfast_jax.drafters.lookup import Lookup
-from failfast_jax.policy.choice import Economic
+from failfast_jax.policy.auto_choice import Auto
 from failfast_jax.policy.expected_tokens import MODEL_CHANCES, Costs
 from failfast_jax.public_data.question_sets import load_dataset
 from failfast_jax.runtime.model_runtime import Request
@@ -162,7 +162,7 @@ def by_policy(
 ) -> Simulated:
     """Simulates the policy over an answer of `count` tokens after a prompt of `begin`; `prior`: the model's chances."""
     lookup = Lookup(min_match=1, shortest=LONGEST, max_spec_len=LONGEST)
-    drafter = Economic(text=lookup, model=model, costs=costs, widths=WIDTHS, prior=prior).with_costs(costs)
+    drafter = Auto(text=lookup, model=model, costs=costs, widths=WIDTHS, prior=prior).with_costs(costs)
     end = begin + count
 
     def at(length: Int[Array, ""]) -> Committed:

@@ -80,7 +80,7 @@ def init_state(
         sampling=sampling,
         target=target.init_cache(batch, length),
         drafter=drafter.init(batch, length),
-        log=RoundLog.zeros(batch, capacity, drafter.max_draft, trees=drafter.drafts_trees, weighed=drafter.weighs),
+        log=RoundLog.zeros(batch, capacity, drafter.max_draft, trees=drafter.drafts_trees, weighed=drafter.uses_costs),
         capacity=capacity,
         logprobs=None if logprobs is None else Logprobs.zeros(batch, length, logprobs),
     )

@@ -51,13 +51,13 @@ class Drafter:
         return False
 
     @property
-    def goes_on_behind(self) -> int:
+    def max_prefix(self) -> int:
         """Most tokens of a draft that another source began and it goes on behind; 0: it does not."""
         return 0
 
     @property
-    def weighs(self) -> bool:
-        """Whether drafts come with what they are expected to bring and to cost (`policy.choice`)."""
+    def uses_costs(self) -> bool:
+        """Whether drafts come with what they are expected to bring and to cost (`policy.auto_choice`)."""
         return False
 
     @property

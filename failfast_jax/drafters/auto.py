@@ -11,9 +11,9 @@ from failfast_jax.drafters.failfast import TOKEN_LENGTHS, lengths, one_pass_draf
 from failfast_jax.drafters.lookup import LONGEST_MATCH, Lookup
 from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, EAGLE, FEATURE_BLOCK
 from failfast_jax.options import LONGEST_DRAFT, Site, flag_of, option, require
-from failfast_jax.policy.choice import Economic
+from failfast_jax.policy.auto_choice import Auto
+from failfast_jax.policy.auto_tree import AutoTree
 from failfast_jax.policy.expected_tokens import MODEL_CHANCES
-from failfast_jax.policy.tree_choice import EconomicTree
 
 TREES = TreeOptions.names()
 
@@ -54,9 +54,9 @@ class AutoOptions(TreeOptions):
         elif self.asks_for_a_tree:
             if site.model.kind != EAGLE:
                 self._refuse(f"{site.model_name} drafts no trees by cost, only an EAGLE drafter does", *TREES)
-            return EconomicTree.of(None, self.tree(site), chances)
+            return AutoTree.of(None, self.tree(site), chances)
         text = None if self.lookup_min == 0 else Lookup.whole(site.platform, self.lookup_min, self.max_spec_len)
-        return Economic.of(text, None if site.model is None else self._model(site), chances)
+        return Auto.of(text, None if site.model is None else self._model(site), chances)
 
     def _refuse(self, why: str, *names: str) -> None:
         """Raises OptionError: one of these options is given."""

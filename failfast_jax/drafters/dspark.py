@@ -61,7 +61,7 @@ class DSparkDrafter(FeatureDrafter):
         return round_up(config.block_size * -(-(self.max_draft + config.own_row) // config.block_size), ROWS)
 
     @property
-    def goes_on_behind(self) -> int:
+    def max_prefix(self) -> int:
         return 0 if self.sampled or self.alternatives else self.max_draft - 1
 
     def draft(self, state, committed, begun=None):

@@ -37,7 +37,7 @@ class Wide(BlockDrafter):
         return tuple(range(self.spec_len, self.max_draft + 1, self.spec_len))
 
     @property
-    def goes_on_behind(self) -> int:
+    def max_prefix(self) -> int:
         return 0 if self.sampled or self.alternatives else self.max_draft - self.spec_len
 
     def init(self, batch, capacity):

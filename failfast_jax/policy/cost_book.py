@@ -103,7 +103,7 @@ def _costs(verify: Any, draft: float) -> Costs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class RoundCounts:
     """What an answer's rounds did.
 
     Attributes:
@@ -115,7 +115,7 @@ class Work:
     passes: int
 
     @classmethod
-    def of(cls, logs: Sequence[RowLog], costs: Costs, widths: tuple[int, ...]) -> Work:
+    def of(cls, logs: Sequence[RowLog], costs: Costs, widths: tuple[int, ...]) -> RoundCounts:
         """Of rows that began together, whose rounds were decided by these costs and say what they should take.
 
         Of widths that cost the same a round had the narrowest that holds its drafts.
@@ -137,17 +137,17 @@ class Work:
         return np.append(np.asarray(self.rounds) * np.asarray(costs.verify, np.float64), self.passes * costs.draft)
 
 
-def doubts(count: int, share: float = DOUBT) -> np.ndarray:
+def prior_covariance(count: int, share: float = DOUBT) -> np.ndarray:
     """Covariance of the logarithms of so many costs that may each be wrong by a share."""
     return share**2 * (ALIKE + (1 - ALIKE) * np.eye(count))
 
 
-def followed(costs: Costs, doubt: np.ndarray, work: Work, took: float) -> tuple[Costs, np.ndarray]:
+def kalman_update(costs: Costs, doubt: np.ndarray, work: RoundCounts, took: float) -> tuple[Costs, np.ndarray]:
     """Costs, and what is left of the doubt in them, behind an answer whose rounds took so long: a step of a Kalman
     filter over their logarithms."""
     spent = work.spent(costs)
     shares = spent / spent.sum()
-    doubt = doubt + doubts(len(shares), WANDERING)
+    doubt = doubt + prior_covariance(len(shares), WANDERING)
     gain = doubt @ shares / (shares @ doubt @ shares + NOISE**2)
     factors = np.exp(gain * np.log(took / spent.sum()))
     better = _costs(np.maximum.accumulate(costs.verify * factors[:-1]), float(costs.draft * factors[-1]))
@@ -296,9 +296,9 @@ class CostBook:
 
     def learn(self, session: PricedSession, logs: Sequence[RowLog], took: float) -> None:
         """`check` of an answer whose rows began together."""
-        self.check(session, Work.of(logs, session.drafter.costs, session.plan.widths), took)
+        self.check(session, RoundCounts.of(logs, session.drafter.costs, session.plan.widths), took)
 
-    def check(self, session: PricedSession, work: Work, took: float) -> None:
+    def check(self, session: PricedSession, work: RoundCounts, took: float) -> None:
         """Corrects the costs by an answer's time. Where several in a row differ much from what was expected, the next
         session is measured again."""
         key, widths, took = session.key, session.plan.widths, processes.agreed(took)
@@ -309,8 +309,8 @@ class CostBook:
         far = not 1 / DRIFT < took / expected < DRIFT
         self._strikes[key] = self._strikes.get(key, 0) + 1 if far else 0
         if not far:
-            doubt = self._doubts.get(key, doubts(len(work.rounds) + 1))
-            costs, self._doubts[key] = followed(costs, doubt, work, took)
+            doubt = self._doubts.get(key, prior_covariance(len(work.rounds) + 1))
+            costs, self._doubts[key] = kalman_update(costs, doubt, work, took)
             entry = processes.agreed(entry_of(costs, widths))  # to the last bit, on unlike hosts, too
             costs = costs_of(entry, widths, "followed")
             self._known[key] = costs, source

@@ -15,7 +15,7 @@ class ExpectedGain(StopRule):
     """Stop where another chunk would not raise the expected tokens per second (`auto`).
 
     The next chunk is taken to be as sure as the newest one. The memory is the chances of the draft's confidences,
-    which `policy.choice` keeps.
+    which `policy.auto_choice` keeps.
     """
 
     costs: Costs

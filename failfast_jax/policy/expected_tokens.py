@@ -190,7 +190,7 @@ def expected_tokens(
 
 
 @flax.struct.dataclass
-class Purse:
+class ThroughputEstimate:
     """What `auto` has won in a batch and hopes for. Time is in plain steps of the batch."""
 
     steps: Float[Array, ""]
@@ -201,7 +201,7 @@ class Purse:
     """Steps that such a round took."""
 
     @classmethod
-    def full(cls, batch: int = 1) -> Purse:
+    def full(cls, batch: int = 1) -> ThroughputEstimate:
         """Before the first round. The more sequences, the more drafts a round shows: fewer rounds need be risked."""
         return cls(jnp.float32(CREDIT / batch), jnp.float32(0), jnp.float32(0))
 
@@ -218,7 +218,7 @@ class Purse:
         risk = jnp.clip(extra / jnp.maximum(gain, 1e-6), 0, 1)
         return extra * risk <= share * self.steps
 
-    def hoping(self, asked: Bool[Array, ""], tokens: Float[Array, ""], cost: Float[Array, ""]) -> Purse:
+    def hoping(self, asked: Bool[Array, ""], tokens: Float[Array, ""], cost: Float[Array, ""]) -> ThroughputEstimate:
         """After a draft of the model that expects `tokens` of a round of that cost, or a round without one."""
         weight = jnp.where(self.tokens > 0, RECENT, 1.0)
         newer = [old + weight * (new - old) for old, new in ((self.tokens, tokens), (self.cost, cost))]
@@ -233,7 +233,7 @@ class Purse:
         tokens: Float[Array, ""],
         missed: Float[ArrayLike, ""] = 0.0,
         running: Int[ArrayLike, ""] = 1,
-    ) -> Purse:
+    ) -> ThroughputEstimate:
         """After a round of that cost that brought the batch as far as so many plain steps.
 
         Args:

@@ -332,7 +332,7 @@ class DraftSession(Session):
         Raises:
           ValueError: the drafter decides nothing by costs.
         """
-        if not self.drafter.weighs:
+        if not self.drafter.uses_costs:
             raise ValueError(f"{type(self.drafter).__name__} decides nothing by costs")
         other = copy.copy(self)
         other.drafter = self.drafter.with_costs(costs)

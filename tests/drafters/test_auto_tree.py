@@ -19,9 +19,9 @@ from failfast_jax.decoding.decode_state import Tree
 from failfast_jax.decoding.token_tree import best_part, deepest, path_chances, trials
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.policy import cost_book
-from failfast_jax.policy.choice import Economic
+from failfast_jax.policy.auto_choice import Auto
+from failfast_jax.policy.auto_tree import AutoTree
 from failfast_jax.policy.expected_tokens import MODEL_CHANCES, Calibration, Costs
-from failfast_jax.policy.tree_choice import EconomicTree
 from failfast_jax.runtime.model_runtime import Request
 
 NODES = 7
@@ -219,12 +219,12 @@ def test_chances_of_nodes_become_what_is_seen():
 
 def test_trees_by_costs_are_a_drafter_of_trees():
     drafter = engine().build_drafter(GenerationConfig("auto", **TREE))
-    assert isinstance(drafter, EconomicTree) and drafter.drafts_trees and drafter.max_draft == 15
+    assert isinstance(drafter, AutoTree) and drafter.drafts_trees and drafter.max_draft == 15
 
 
 def test_chains_end_where_another_pass_does_not_pay():
     drafter = engine().build_drafter(GenerationConfig("auto", max_spec_len=6))
-    assert type(drafter) is Economic and (drafter.model.spec_len, drafter.model.max_spec_len) == (1, 6)
+    assert type(drafter) is Auto and (drafter.model.spec_len, drafter.model.max_spec_len) == (1, 6)
     with priced({1: 1.0, 16: 1.1}, 0.1):
         results = answers(PROMPTS, None, method="auto", max_spec_len=6, max_new_tokens=60)
     passes = {entry.passes for result in results for entry in result.rounds}

@@ -20,7 +20,7 @@ from failfast_jax.drafters import check_chances
 from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.policy import cost_book
-from failfast_jax.policy.choice import Economic
+from failfast_jax.policy.auto_choice import Auto
 from failfast_jax.policy.expected_tokens import (
     BINS,
     CREDIT,
@@ -31,7 +31,7 @@ from failfast_jax.policy.expected_tokens import (
     TEXT_CHANCES,
     Calibration,
     Costs,
-    Purse,
+    ThroughputEstimate,
     expected_tokens,
     observed,
 )
@@ -84,8 +84,8 @@ def costs(verify, draft=0.0) -> Costs:
     return Costs(np.asarray(verify, np.float32), np.float32(draft), np.int32(0), np.int32(0))
 
 
-def economic(text: Drafter | None, model: Drafter | None, table: Costs) -> Economic:
-    return Economic.of(text, model).replace(widths=WIDTHS, costs=table)
+def economic(text: Drafter | None, model: Drafter | None, table: Costs) -> Auto:
+    return Auto.of(text, model).replace(widths=WIDTHS, costs=table)
 
 
 draw = jax.jit(lambda drafter, state, committed: drafter.draft(state, committed))
@@ -131,7 +131,7 @@ def test_the_choice_is_the_best_by_brute_force(chances, lengths, steps, purse, a
 def test_a_first_token_waits_for_no_draft():
     """Where rows are refilled; a list of prompts is done when it is done."""
     sure = Given(confidence=jnp.full((2, LONGEST), 0.99), length=jnp.full(2, LONGEST), cost=1)
-    drafter = Economic.of(None, sure).planned(WIDTHS)
+    drafter = Auto.of(None, sure).planned(WIDTHS)
     usual, begins = committed(2), committed(2)
     begins = begins.replace(prompt_length=begins.length.at[1].add(-3))
     for kind, rows, drafts in (
@@ -190,9 +190,7 @@ def test_chances_that_were_observed_are_a_prior():
     np.testing.assert_allclose(learned[0], np.asarray(chances)[[at[0], at[2]]], rtol=1e-5)
 
 
-def run(
-    drafter: Economic, agrees: bool, rounds: int, purse: float = CREDIT
-) -> tuple[list[int], list[float], list[int]]:
+def run(drafter: Auto, agrees: bool, rounds: int, purse: float = CREDIT) -> tuple[list[int], list[float], list[int]]:
     """Lengths and costs of rounds whose drafts are all right, or all wrong, and the model's passes."""
     state, at = drafter.init(1, 4096), 20
     state = state.replace(purse=state.purse.replace(steps=jnp.float32(purse)))
@@ -259,7 +257,7 @@ def test_a_batch_drafts_only_what_pays_for_all():
     table = costs([1, 2, 3, 4])
     alone = Given(confidence=sure, length=jnp.asarray([LONGEST, 0, 0, 0]))
     drafter = economic(alone, None, table)
-    rich = drafter.init(4, 64).replace(purse=Purse.full().replace(steps=jnp.float32(50)))
+    rich = drafter.init(4, 64).replace(purse=ThroughputEstimate.full().replace(steps=jnp.float32(50)))
     assert draw(drafter, rich, committed(4))[0].length.tolist() == [0] * 4
     all_sure = economic(Given(confidence=jnp.full((4, LONGEST), 0.97), length=jnp.full((4,), LONGEST)), None, table)
     assert draw(all_sure, rich, committed(4))[0].length.tolist() == [LONGEST] * 4
@@ -270,7 +268,7 @@ class Behind(Given):
     """Goes on behind what it is given."""
 
     @property
-    def goes_on_behind(self) -> int:
+    def max_prefix(self) -> int:
         return LONGEST - 1
 
     def draft(self, state, committed, begun=None):
@@ -287,7 +285,7 @@ class Behind(Given):
     lengths=st.lists(st.integers(0, LONGEST), min_size=2, max_size=2),
     hoped=st.floats(1, LONGEST, width=32),
 )
-def test_a_model_goes_on_behind_what_is_surer_than_its_own_first_tokens(confidence, lengths, hoped):
+def test_a_model_continues_text_that_is_surer_than_its_own_first_tokens(confidence, lengths, hoped):
     """By brute force over both beginnings of each row."""
     sure = jnp.broadcast_to(jnp.asarray(confidence)[:, None], (2, LONGEST))
     text = Given(confidence=sure, length=jnp.asarray(lengths))
@@ -340,7 +338,7 @@ def test_a_draft_of_both_changes_no_token():
     assert any(begun)
 
 
-def purse_after(drafter: Economic, emitted: list[list[int]], running: list[list[bool]]) -> float:
+def purse_after(drafter: Auto, emitted: list[list[int]], running: list[list[bool]]) -> float:
     """What the purse has gained by rounds of plain cost that emit so many tokens; `running`: behind each."""
     rows, stake = len(emitted[0]), 0.0
     state, before = drafter.init(rows, 64).replace(cost=jnp.float32(1)), committed(rows)
@@ -439,7 +437,7 @@ def test_the_default_method_chooses_by_costs_and_a_named_one_does_not():
     def made(*method, **options):
         return type(engine().build_drafter(GenerationConfig(*method, **options)))
 
-    assert made() is made("auto", max_spec_len=20) is Economic
-    assert Economic not in (made("failfast"), made("lookup"), made("suffix"))
+    assert made() is made("auto", max_spec_len=20) is Auto
+    assert Auto not in (made("failfast"), made("lookup"), made("suffix"))
     drafter = engine().build_drafter(GenerationConfig("auto", lookup_min=0))
     assert drafter.text is None and drafter.model is not None

@@ -11,12 +11,12 @@ from jaxtyping import Array, Float, Int
 from failfast_jax.decoding.decode_state import Committed, Draft, Tree
 from failfast_jax.decoding.drafter import Drafter
 from failfast_jax.decoding.token_tree import best_part, deepest, path_chances, trials
-from failfast_jax.policy.choice import Economic
+from failfast_jax.policy.auto_choice import Auto
 from failfast_jax.policy.expected_tokens import Calibration, Chances, Costs
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class EconomicTree(Economic):
+class AutoTree(Auto):
     """Trees of a model, where they pay: of each the nodes that the target most probably reaches, as many as promise
     the most tokens per second."""
 
@@ -32,7 +32,7 @@ class EconomicTree(Economic):
     def _least_passes(self) -> int:
         return self.model.passes
 
-    def with_costs(self, costs: Costs) -> EconomicTree:
+    def with_costs(self, costs: Costs) -> AutoTree:
         return self.replace(costs=costs)
 
     def init(self, batch, capacity):

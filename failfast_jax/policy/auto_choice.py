@@ -23,13 +23,13 @@ from failfast_jax.policy.expected_tokens import (
     Calibration,
     Chances,
     Costs,
-    Purse,
+    ThroughputEstimate,
     expected_tokens,
 )
 
 
 @flax.struct.dataclass
-class EconomicState:
+class AutoState:
     """State of the drafter."""
 
     text: Any
@@ -37,7 +37,7 @@ class EconomicState:
     """The two sources' own."""
     chances: Chances
     """Of the two sources' tokens; how many of the model's draft of this round are the text's."""
-    purse: Purse
+    purse: ThroughputEstimate
     text_draft: Draft
     model_draft: Draft
     """What the sources drafted in this round, verified or not."""
@@ -50,7 +50,7 @@ class EconomicState:
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class Economic(Drafter):
+class Auto(Drafter):
     """Drafts from the text, of a model, or of the model behind the text, where they pay; a plain step where none does.
 
     The batch decides as one, as its rows share every pass: whether to ask the model, and how many rows to verify. What
@@ -70,7 +70,7 @@ class Economic(Drafter):
     rounds in which a row begins draft nothing."""
 
     @classmethod
-    def of(cls, text: Drafter | None, model: Drafter | None, prior: tuple[float, ...] = MODEL_CHANCES) -> Economic:
+    def of(cls, text: Drafter | None, model: Drafter | None, prior: tuple[float, ...] = MODEL_CHANCES) -> Auto:
         """For a machine on which every width costs the same, until it is told another's costs."""
         return cls(text=text, model=model, costs=Costs.flat(1), prior=prior).planned((1,))
 
@@ -108,7 +108,7 @@ class Economic(Drafter):
         return self if self.text is None else self.replace(text=self.text.with_corpus(tokens))
 
     @property
-    def weighs(self) -> bool:
+    def uses_costs(self) -> bool:
         return True
 
     @property
@@ -122,7 +122,7 @@ class Economic(Drafter):
     def refilled(self):
         return self.replace(rows_refilled=True)
 
-    def with_costs(self, costs: Costs) -> Economic:
+    def with_costs(self, costs: Costs) -> Auto:
         """Deciding by these, of the plan's widths."""
         if self.model is None:
             return self.replace(costs=costs)
@@ -130,11 +130,11 @@ class Economic(Drafter):
         return self.replace(costs=costs, model=self.model.replace(rule=rule))
 
     def init(self, batch, capacity):
-        return EconomicState(
+        return AutoState(
             text=() if self.text is None else self.text.init(batch, capacity),
             model=() if self.model is None else self.model.init(batch, capacity),
             chances=Chances.of(batch, self.prior),
-            purse=Purse.full(batch),
+            purse=ThroughputEstimate.full(batch),
             text_draft=self._empty(batch),
             model_draft=self._empty(batch),
             cost=jnp.float32(0),
@@ -185,13 +185,13 @@ class Economic(Drafter):
         refused = ~waits & (jnp.argmax((weight * by_text).sum(0) / costs.verify) > rung)
         return draft, state.replace(**made, cost=cost, purse=purse, refused=refused)
 
-    def _from_text(self, state: EconomicState, committed: Committed) -> tuple[Draft, Any]:
+    def _from_text(self, state: AutoState, committed: Committed) -> tuple[Draft, Any]:
         if self.text is None:
             return self._empty(committed.length.shape[0]), state.text
         draft, text_state = self.text.draft(state.text, committed)
         return self._padded(draft), text_state
 
-    def _begun(self, state: EconomicState, text: Draft, committed: Committed) -> tuple[Draft, Float[Array, " B"]]:
+    def _begun(self, state: AutoState, text: Draft, committed: Committed) -> tuple[Draft, Float[Array, " B"]]:
         """What of the text's draft the model would go on behind, and the tokens that are hoped of such a round.
 
         All of it or nothing: where the text's tokens are surer than the first ones of the model mostly were, and end
@@ -199,9 +199,9 @@ class Economic(Drafter):
         """
         batch, alone = text.length.shape[0], state.purse.tokens
         nothing, hoped = Draft.empty(batch, 0), jnp.full((batch,), alone)
-        if self.text is None or self.model is None or not self.model.goes_on_behind:
+        if self.text is None or self.model is None or not self.model.max_prefix:
             return nothing, hoped
-        reach = self.model.goes_on_behind
+        reach = self.model.max_prefix
         inside = jnp.arange(text.tokens.shape[1]) < text.length[:, None]
         chance = jnp.where(inside, state.chances.text.chance(text.confidence), 1.0)
         reached = jnp.cumprod(chance, axis=1)
@@ -216,7 +216,7 @@ class Economic(Drafter):
         return begun, jnp.where(begins, behind, hoped)
 
     def _from_model(
-        self, state: EconomicState, committed: Committed, asked: Bool[Array, ""], begun: Draft
+        self, state: AutoState, committed: Committed, asked: Bool[Array, ""], begun: Draft
     ) -> tuple[Draft, Any]:
         if self.model is None:
             return self._empty(committed.length.shape[0]), state.model
@@ -258,7 +258,9 @@ class Economic(Drafter):
         behind = jnp.where(running, -ahead / LEAD, jnp.finfo(jnp.float32).min)
         return running.sum() * jax.nn.softmax(behind)
 
-    def _best(self, purse: Purse, tokens: Float[Array, " widths"], spent: Float[ArrayLike, ""] = 0.0) -> Int[Array, ""]:
+    def _best(
+        self, purse: ThroughputEstimate, tokens: Float[Array, " widths"], spent: Float[ArrayLike, ""] = 0.0
+    ) -> Int[Array, ""]:
         """The width with the most tokens a step, of those that the purse allows; `spent` is spent anyway."""
         verify = self.costs.steps.verify
         affordable = purse.allows(verify, tokens / jnp.maximum(tokens[0], 1e-6) - 1)
@@ -271,7 +273,11 @@ class Economic(Drafter):
         return (committed.running & (committed.length == committed.prompt_length)).any()
 
     def _asks(
-        self, purse: Purse, tokens: Float[Array, " widths"], hoped: Float[Array, ""], waits: Bool[Array, ""]
+        self,
+        purse: ThroughputEstimate,
+        tokens: Float[Array, " widths"],
+        hoped: Float[Array, ""],
+        waits: Bool[Array, ""],
     ) -> Bool[Array, ""]:
         """Whether the tokens that are hoped of a draft of the model are worth more than those at hand without it."""
         if self.model is None:
@@ -285,7 +291,7 @@ class Economic(Drafter):
         pays &= purse.allows(1 + draft, 0.0, GAMBLE / cheapest**2)
         return jnp.where(costs.ask == 0, pays & ~waits, costs.ask > 0)
 
-    def commit(self, state: EconomicState, outcome: Outcome) -> EconomicState:
+    def commit(self, state: AutoState, outcome: Outcome) -> AutoState:
         running = outcome.before.running
         emitted = jnp.where(running, outcome.after.length - outcome.before.length, 0)
         text = gather_window(outcome.after.tokens, outcome.before.length, self.max_draft)

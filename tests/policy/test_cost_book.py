@@ -12,7 +12,7 @@ from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.generate import main
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.policy import cost_book
-from failfast_jax.policy.cost_book import CostBook, Work, costs_of, doubts, entry_of, followed
+from failfast_jax.policy.cost_book import CostBook, RoundCounts, costs_of, entry_of, kalman_update, prior_covariance
 from failfast_jax.policy.expected_tokens import Costs
 from failfast_jax.results import Round, RowLog
 
@@ -109,7 +109,7 @@ def test_costs_that_drift_are_measured_again(cache):
     _, counted = cache
     book, work = CostBook(), session()
     book.price(work)
-    done = Work((1, *[0] * (len(work.plan.widths) - 1)), 0)
+    done = RoundCounts((1, *[0] * (len(work.plan.widths) - 1)), 0)
     for took in (1.9, 2.0, 1.0, 2.0, 0.5):  # two in a row do not count
         book.check(work, done, took)
         book.price(work)
@@ -126,19 +126,19 @@ def test_costs_follow_what_answers_take(cache):
     path, _ = cache
     rng, widths = np.random.default_rng(0), (1, 4, 8, 16)
     costs = Costs(np.float32([10, 13, 14, 18]), np.float32(1.0), np.int32(0), np.int32(0))
-    true, doubt = np.array([7.0, 11.0, 12.5, 16.5, 0.8]), doubts(5)
+    true, doubt = np.array([7.0, 11.0, 12.5, 16.5, 0.8]), prior_covariance(5)
     for _ in range(60):
         rounds = tuple(int(n) for n in rng.multinomial(80, rng.dirichlet([2, 1, 1.5, 0.7])))
-        done = Work(rounds, int(rng.integers(0, 60)))
+        done = RoundCounts(rounds, int(rng.integers(0, 60)))
         took = float(np.append(done.rounds, done.passes) @ true * rng.normal(1, 0.02))
-        costs, doubt = followed(costs, doubt, done, took)
+        costs, doubt = kalman_update(costs, doubt, done, took)
     found = np.append(costs.verify, costs.draft)
     np.testing.assert_allclose(found[:4] / found[0], true[:4] / true[0], rtol=0.05)
     assert (np.diff(costs.verify) >= 0).all() and entry_of(costs, widths)["verify"]["1"] == pytest.approx(7, rel=0.05)
 
     book, work = CostBook(), session()
     book.price(work)
-    done = Work((40, *[0] * (len(work.plan.widths) - 1)), 7)
+    done = RoundCounts((40, *[0] * (len(work.plan.widths) - 1)), 7)
     expected = float(done.spent(book.price(work)[0].drafter.costs).sum())
     book.check(work, done, 1.02 * expected)
     assert (
@@ -160,12 +160,12 @@ def test_what_rounds_did_is_read_from_what_they_should_take():
         return RowLog(rounds=entries, drafter_passes=0, target_passes=0)
 
     both = [log((1, 0), (2.25, 0), (4.5, 2)), log((1, 0), (2.25, 1))]
-    assert Work.of(both, costs, (1, 4, 8)) == Work((1, 1, 1), 3)
-    assert Work.of(both, costs, (1, 4, 8)).spent(costs).sum() == 1 + 2.25 + 4.5 + 0.0
+    assert RoundCounts.of(both, costs, (1, 4, 8)) == RoundCounts((1, 1, 1), 3)
+    assert RoundCounts.of(both, costs, (1, 4, 8)).spent(costs).sum() == 1 + 2.25 + 4.5 + 0.0
     same = Costs(np.float32([1, 1, 1]), np.float32(0.25), np.int32(0), np.int32(0))
-    assert Work.of([log((1, 0))], same, (1, 4, 8)) == Work((1, 0, 0), 0)
+    assert RoundCounts.of([log((1, 0))], same, (1, 4, 8)) == RoundCounts((1, 0, 0), 0)
     drafted = RowLog([Round([5] * 4, [0.5] * 4, 0, [1], 0, expected=1.0, seconds=1.0)], 0, 0)
-    assert Work.of([drafted], same, (1, 4, 8)) == Work((0, 0, 1), 0)
+    assert RoundCounts.of([drafted], same, (1, 4, 8)) == RoundCounts((0, 0, 1), 0)
 
 
 def test_what_is_on_file_may_have_become_something_else(cache):
@@ -173,7 +173,7 @@ def test_what_is_on_file_may_have_become_something_else(cache):
     path, _ = cache
     book, work = CostBook(), session()
     book.price(work)
-    done = Work((30, *[0] * (len(work.plan.widths) - 1)), 0)
+    done = RoundCounts((30, *[0] * (len(work.plan.widths) - 1)), 0)
     for entry in (3, {"verify": {"1": 1.0}}, {"verify": {"1": "x"}}):
         file = json.loads(path.read_text())
         file["costs"][work.key] = entry

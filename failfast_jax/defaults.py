@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from failfast_jax.checkpoints.hub import default_target_path, find_models
-from failfast_jax.checkpoints.pair import load_with_tokenizer
+from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.drafters import DEFAULT_METHOD, check_method
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
@@ -81,7 +81,7 @@ def _untrained_pair(share: FailFast | None, options: dict[str, Any]) -> FailFast
     if share is not None:
         model, tokenizer = share.target, share.tokenizer
     else:
-        model, tokenizer = load_with_tokenizer(default_target_path(), options.get("dtype"))
+        model, tokenizer = ModelFolder(default_target_path()).load(options.get("dtype"))
     logger.warning("drafting with SmolLM2 itself, run block-causally: it is not trained to draft")
     untrained = as_untrained_drafter(model)
     return FailFast(model, untrained, tokenizer=tokenizer, drafter_tokenizer=tokenizer, **options)

@@ -215,7 +215,7 @@ def decoding() -> Iterator[Finding]:
     from flax import nnx
 
     from failfast_jax.engine import FailFast
-    from failfast_jax.models.model_config import ModelConfig
+    from failfast_jax.models.config_keys import read_model
     from failfast_jax.models.transformer import Decoder
 
     raw = {
@@ -225,7 +225,7 @@ def decoding() -> Iterator[Finding]:
     }
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     begin = time.perf_counter()
-    engine = FailFast(Decoder(ModelConfig.from_dict(raw, "doctor"), dtype=dtype, rngs=nnx.Rngs(0)))
+    engine = FailFast(Decoder(read_model(raw, "doctor"), dtype=dtype, rngs=nnx.Rngs(0)))
 
     def ids(method: str) -> list[int]:
         request = {"method": method, "exact": True, "max_new_tokens": 24, "ignore_eos": True}
@@ -242,15 +242,15 @@ def decoding() -> Iterator[Finding]:
 
 def own_models(target: str | None, drafter: str | None) -> Iterator[Finding]:
     """A target and its drafter, by their headers; None: the default target, no drafter."""
-    from failfast_jax.checkpoints.checkpoint import open_checkpoint
     from failfast_jax.checkpoints.hub import default_target_path
-    from failfast_jax.checkpoints.pair import check_is_target
+    from failfast_jax.checkpoints.model_folder import ModelFolder
     from failfast_jax.checkpoints.tokenizer import load_tokenizer
 
     name, tokenizer, fit = default_target_path() if target is None else target, None, None
     try:
-        check_is_target(name)
-        source = open_checkpoint(name)
+        folder = ModelFolder(name)
+        folder.check_is_target()
+        source = folder.checkpoint
         source.check()
         yield _target(source, with_drafter=drafter is not None)
     except ValueError as error:
@@ -263,27 +263,32 @@ def own_models(target: str | None, drafter: str | None) -> Iterator[Finding]:
         yield Finding("tokenizer", BROKEN, str(error), EXPLAINED)
     if drafter is not None:
         try:
-            fit = _fit(drafter, source, tokenizer)
-            size = f"{_billions(fit.parameters)}, made for --method {fit.method}"
-            yield Finding("drafter", OK, f"{_shown(drafter)}: {fit.kind}, {size}; it fits the target")
+            model = ModelFolder(drafter)
+            fit = _fit(model, source, tokenizer)
+            size = f"{_billions(fit.parameters)}, made for --method {model.method}"
+            yield Finding("drafter", OK, f"{_shown(drafter)}: {model.kind}, {size}; it fits the target")
         except ValueError as error:
             yield Finding("drafter", BROKEN, str(error), EXPLAINED)
     yield _room(source, fit)
 
 
-def _fit(drafter: str, target: Any, tokenizer: Any) -> Any:
+def _fit(drafter: Any, target: Any, tokenizer: Any) -> Any:
     """A drafter that fits a target, its defaults included.
 
     Raises:
       ValueError: it does not.
     """
-    from failfast_jax import drafters
-    from failfast_jax.checkpoints.pair import brought_by, check_drafter
+    import jax
 
-    fit = check_drafter(drafter, target, tokenizer)
-    decoding, chances = brought_by(drafter)
-    drafters.check_defaults(decoding, _shown(drafter))
-    drafters.check_chances(chances, _shown(drafter))
+    from failfast_jax import drafters
+    from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer
+
+    fit = drafter.fit(target.config, str(target.path))
+    if not drafter.borrows:
+        names = {"target_name": str(target.path), "drafter_name": drafter.name}
+        check_same_tokens(tokenizer, load_tokenizer(drafter.path), target.config, fit.config, **names)
+    drafters.check_defaults(drafter.decoding(jax.default_backend()), _shown(drafter.name))
+    drafters.check_chances(drafter.chances, _shown(drafter.name))
     return fit
 
 

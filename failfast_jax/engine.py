@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from failfast_jax import drafters
-from failfast_jax.checkpoints.pair import config_at, read_pair
+from failfast_jax.checkpoints.pair import read_pair
 from failfast_jax.checkpoints.tokenizer import stop_tokens
 from failfast_jax.decoding.decode_state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING
 from failfast_jax.decoding.diffusion_decoding import blocks_to_write
@@ -26,14 +26,13 @@ from failfast_jax.drafters.dllm import DllmOptions
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.errors import ConfigError, NonFiniteError, OptionError, PromptError
 from failfast_jax.generation_config import GenerationConfig
-from failfast_jax.models import sharding
+from failfast_jax.load_options import LoadOptions
 from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.kv_cache import round_up
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.prompts import Message, Prompt, answer_text, encode, separate
 from failfast_jax.results import Result, Round, Stats, StreamEvent
 from failfast_jax.runtime.model_runtime import DraftSession, Progress, Request, RowLog, Runtime, Session
-from failfast_jax.util import processes
 from failfast_jax.util.compilation import Executables, counted, enable_compile_cache
 from failfast_jax.util.hardware import Profile, bytes_on_a_device, memory_explained
 from failfast_jax.util.progress import waiting
@@ -108,17 +107,11 @@ class FailFast:
             enable_compile_cache(compile_cache)
         start = time.perf_counter()
         run = {"dtype": dtype, "attention": attention, "quantize": quantize, "quantize_drafter": quantize_drafter}
-        single = tensor_parallel == data_parallel == 1 and processes.alone()
+        run |= {"tensor_parallel": tensor_parallel, "data_parallel": data_parallel, "tokenizer": tokenizer}
+        run |= {"rope_theta_drafter": rope_theta_drafter, "drafter_tokenizer": drafter_tokenizer}
         loading = "loading the models" if isinstance(target, Decoder) else f"loading {target}"
         with memory_explained(loading), waiting(loading):
-            pair = read_pair(
-                *(target, drafter),
-                tokenizer=tokenizer,
-                drafter_tokenizer=drafter_tokenizer,
-                mesh=None if single else sharding.make_mesh(tensor_parallel, data_parallel, lambda: config_at(target)),
-                rope_theta_drafter=rope_theta_drafter,
-                **run,
-            )
+            pair = read_pair(target, drafter, LoadOptions(**run))
         self.runtime = Runtime(pair.target, pair.drafter, max_seq_len=max_seq_len, programs=programs, costs=costs)
         self.target_name, self.drafter_name = pair.target_name, pair.drafter_name
         self.tokenizer, self.vocab = pair.tokenizer, pair.vocab

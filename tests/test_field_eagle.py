@@ -15,7 +15,7 @@ from tiers import tiers
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.eagle_folder import load_eagle
-from failfast_jax.checkpoints.pair import own_method
+from failfast_jax.checkpoints.model_folder import own_method
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
 from failfast_jax.generate import main
 
@@ -209,7 +209,7 @@ def test_a_drafter_of_another_target_is_refused_with_both_names(copy):
 
 def test_bad_configurations_are_named(copy):
     for changes, said in (
-        ({"draft_vocab_size": 200}, "draft_vocab_size 200: must be between 1 and 160"),
+        ({"draft_vocab_size": 200}, "'draft_vocab_size' must be an integer from 1 to 160, got 200"),
         ({"hidden_size": "64"}, "key 'hidden_size' must be an integer from 1"),
         ({"architectures": ["Qwen3Eagle3Model"]}, "key 'target_layer_ids' must be a list"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}}, "must be a list of layer numbers"),

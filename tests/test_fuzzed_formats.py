@@ -50,7 +50,10 @@ def formats(tmp_path_factory):
         ({"rope_scaling": {"rope_type": "linear", "factor": HUGE}}, "rope_scaling: key 'factor' must be a number"),
         ({"rope_scaling": {"rope_type": ["yarn"], "factor": 2.0}}, "rope_scaling: key 'rope_type' must be a text"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": NAN}}, "key 'beta_fast' must be a number"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": -1}}}, "rope_parameters: key 'rope_theta' must be"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": -1}}},
+            "rope_parameters.full_attention: key 'rope_theta' must be",
+        ),
         ({"rope_scaling": "y" * 10**6}, "key 'rope_scaling' must be an object, got 'yyy"),
         (
             {

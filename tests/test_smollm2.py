@@ -17,7 +17,7 @@ from failfast_jax.bench import engine_pool
 from failfast_jax.bench.__main__ import main as bench
 from failfast_jax.bench.verdicts import DIFFERENT, EQUAL, NEAR_TIE, first_difference
 from failfast_jax.checkpoints.hub import default_target_path
-from failfast_jax.checkpoints.pair import load_with_tokenizer
+from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.decoding import width_plan
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.errors import CheckpointError
@@ -45,7 +45,7 @@ def engine():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runtime, "SMALLEST_CAPACITY", 512)
         patch.setattr(width_plan, "CPU_PREFILL_WIDTHS", (32, 128))
-        model, tokenizer = load_with_tokenizer(GGUF)
+        model, tokenizer = ModelFolder(GGUF).load()
         yield FailFast(model, as_untrained_drafter(model), tokenizer=tokenizer, drafter_tokenizer=tokenizer)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from failfast_jax.bench.variants import BASELINE, DRAFTER, THETA, Variant
 from failfast_jax.checkpoints.hub import default_target_path, find_models, unreachable
-from failfast_jax.checkpoints.pair import has_heads, own_method
+from failfast_jax.checkpoints.model_folder import ModelFolder, own_method
 from failfast_jax.defaults import embedded_drafter, load_pair
 from failfast_jax.drafters import METHODS
 from failfast_jax.engine import FailFast
@@ -143,7 +143,7 @@ class EnginePool:
         kind, method = own_method(source)
         if kind not in kinds:
             return f"needs {variant.method}:drafter=P, {wanted}; {source} is a drafter for {method}"
-        if variant.method == "dspark" and not has_heads(source):
+        if variant.method == "dspark" and not ModelFolder(source).has_heads:
             return f"needs {variant.method}:drafter=P, {wanted}; {source} has no Markov or confidence head"
         return None
 

@@ -25,7 +25,7 @@ from failfast_jax.checkpoints.config_file import read_settings
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.checkpoints.parameters import Skeleton, check_layers
 from failfast_jax.errors import CheckpointError
-from failfast_jax.models import quantization, sharding
+from failfast_jax.models import config_keys, quantization, sharding
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.util.hardware import memory_explained
@@ -241,8 +241,8 @@ def _ahead(function: Callable[[str], sharding.Blocks], names: Sequence[str]) -> 
             pool.shutdown(cancel_futures=True)
 
 
-def open_checkpoint(path_or_hub_id: str | os.PathLike[str]) -> Checkpoint:
-    """Finds a checkpoint and reads its configuration and its tensors' headers.
+def open_checkpoint(path_or_hub_id: str | os.PathLike[str], raw: dict[str, Any] | None = None) -> Checkpoint:
+    """Finds a checkpoint and reads its configuration (`raw`, where that has been done) and its tensors' headers.
 
     Raises:
       CheckpointError, ConfigError: see `load_model`.
@@ -252,7 +252,7 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str]) -> Checkpoint:
         return _open_file(path)
     if path.name.endswith(orbax_folder.PARTIAL):
         raise CheckpointError(f"{path}: an unfinished conversion; run the conversion again")
-    raw, config = read_settings(path)
+    raw, config = read_settings(path, raw)
     if orbax_folder.FORMAT_KEY in raw:
         if raw[orbax_folder.FORMAT_KEY] != orbax_folder.FORMAT:
             raise CheckpointError(
@@ -274,7 +274,7 @@ def _open_file(path: Path) -> Checkpoint:
         file = gguf_file.GGUFFile.open(path)
         raw = gguf_file.hf_config(file)
         table = parameter_map.GGUF_LLAMA_TABLE if raw["model_type"] == "llama" else parameter_map.GGUF_TABLE
-        return Checkpoint(path, "gguf", ModelConfig.from_dict(raw, str(path)), raw, table, file.tensors)
+        return Checkpoint(path, "gguf", config_keys.read_model(raw, str(path)), raw, table, file.tensors)
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path}: pass its folder, which must hold config.json, too")
     if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):

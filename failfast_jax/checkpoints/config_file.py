@@ -11,7 +11,13 @@ from typing import Any
 from failfast_jax.checkpoints import orbax_folder, quantised
 from failfast_jax.errors import CheckpointError, ConfigError, quoted
 from failfast_jax.models import config_keys
-from failfast_jax.models.model_config import BLOCK_KEYS, ModelConfig, eos_ids, resolve_mask_token
+from failfast_jax.models.model_config import (
+    BLOCK_KEYS,
+    FAST_DLLM_MASK_TOKEN,
+    SDAR_MASK_TOKEN,
+    SDAR_MODEL_TYPE,
+    ModelConfig,
+)
 from failfast_jax.util.files import is_there, read_json
 from failfast_jax.util.progress import warn_once
 
@@ -38,8 +44,8 @@ def check_settings(folder: Path) -> None:
     read_settings(folder)
 
 
-def read_settings(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
-    """A model's `config.json`, with the block's size of a block-diffusion model, and parsed.
+def read_settings(folder: Path, raw: dict[str, Any] | None = None) -> tuple[dict[str, Any], ModelConfig]:
+    """Reads a model's `config.json` (`raw`, where that has been done), with the block's size of a diffusion model.
 
     Stop tokens are those of `config.json` and `generation_config.json` together (some models list
     their end-of-turn token only in the second); of the latter nothing else counts.
@@ -50,18 +56,17 @@ def read_settings(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     """
     where = folder / "config.json"
     _check_is_model(folder)
-    raw = read_json(where)
+    raw = read_json(where) if raw is None else raw
     if method := quantised.of_config(raw):
         raise CheckpointError(f"{where}: {quantised.refusal(method)}")
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     raw = _with_block_size(raw, generation, folder)
-    config = ModelConfig.from_dict(raw, str(where))
+    config = config_keys.read_model(raw, str(where))
     config_keys.check(raw, config.max_position_embeddings, str(where))
-    stops = config.eos_token_ids + eos_ids(generation.get("eos_token_id"), str(generation_file))
+    stops = config.eos_token_ids + config_keys.eos_ids(generation, str(generation_file))
     config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(stops)))
-    needs_mask = config.is_diffusion and config.mask_token_id is None
-    return raw, resolve_mask_token(config, _tokenizer_mask(folder) if needs_mask else None, str(where))
+    return raw, _with_mask_token(config, folder) if config.is_diffusion else config
 
 
 def _check_is_model(folder: Path) -> None:
@@ -100,6 +105,23 @@ def _with_block_size(raw: dict[str, Any], generation: Mapping[str, Any], folder:
             f"{usual} is assumed: set the key if the model was trained with another size"
         )
     return raw | {key: (*stated, usual)[0]}
+
+
+def _with_mask_token(config: ModelConfig, folder: Path) -> ModelConfig:
+    """Fills `mask_token_id` of a block-diffusion model: its configuration's, its tokenizer's, else its family's.
+
+    Raises:
+      ConfigError: the id is outside the vocabulary.
+    """
+    usual = SDAR_MASK_TOKEN if config.model_type == SDAR_MODEL_TYPE else FAST_DLLM_MASK_TOKEN
+    mask = _tokenizer_mask(folder) if config.mask_token_id is None else config.mask_token_id
+    mask = usual if mask is None else mask
+    if mask >= config.vocab_size:
+        raise ConfigError(
+            f"{folder / 'config.json'}: mask token {mask} is outside the vocabulary of {config.vocab_size}; set "
+            "mask_token_id in config.json"
+        )
+    return dataclasses.replace(config, mask_token_id=mask)
 
 
 def _tokenizer_mask(folder: Path) -> int | None:

@@ -21,7 +21,8 @@ import numpy as np
 from failfast_jax.checkpoints.parameters import Skeleton, check_layers, is_finite, misfits, not_finite
 from failfast_jax.errors import CheckpointError, ConfigError, named
 from failfast_jax.models.borrowed import with_borrowed
-from failfast_jax.models.model_config import LARGEST, ModelConfig
+from failfast_jax.models.config_keys import LARGEST
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.util import values
 from failfast_jax.util.files import read_json, user_path, write_atomically, write_json
@@ -56,12 +57,6 @@ class DrafterFolder:
     def where(self) -> str:
         """What errors about the configuration name."""
         return str(self.path / "config.json")
-
-
-def is_drafter_folder(path: str | os.PathLike) -> bool:
-    """Whether `path` is a folder that `save_drafter` wrote."""
-    file = user_path(path) / "config.json"
-    return file.is_file() and FORMAT_KEY in read_json(file)
 
 
 def save_drafter(
@@ -99,8 +94,11 @@ def save_drafter(
     write_json(folder / "config.json", {FORMAT_KEY: FORMAT, **config})
 
 
-def read_drafter(path: str | os.PathLike) -> DrafterFolder:
+def read_drafter(path: str | os.PathLike, raw: Mapping[str, Any] | None = None) -> DrafterFolder:
     """Reads a folder that `save_drafter` wrote.
+
+    Args:
+      raw: its `config.json`, where that has been read.
 
     Raises:
       CheckpointError: damaged or incomplete weights, or NaN or infinity in them.
@@ -111,7 +109,7 @@ def read_drafter(path: str | os.PathLike) -> DrafterFolder:
 
     path = user_path(path)
     where = path / "config.json"
-    config = read_json(where)
+    config = read_json(where) if raw is None else raw
     if config.get(FORMAT_KEY) != FORMAT:
         raise ConfigError(f"{where}: format {config.get(FORMAT_KEY)!r}, and this version reads {FORMAT}")
     if config.get("family") != STANDALONE:
@@ -143,14 +141,19 @@ def read_drafter(path: str | os.PathLike) -> DrafterFolder:
     return DrafterFolder(path, config, params)
 
 
-def load_drafter(path: str | os.PathLike, target: Decoder, target_name: str = "the target") -> Decoder:
+def load_drafter(
+    path: str | os.PathLike,
+    target: Decoder,
+    target_name: str = "the target",
+    raw: Mapping[str, Any] | None = None,
+) -> Decoder:
     """Loads a folder that `save_drafter` wrote, in the dtype of the target it borrows from.
 
     Raises:
       CheckpointError: missing, unexpected, mis-shaped or damaged parameters.
       ConfigError: a configuration that cannot be served, or a drafter of another target.
     """
-    folder = read_drafter(path)
+    folder = read_drafter(path, raw)
     config = config_for(folder, target.config, target_name)
     skeleton = Skeleton.made_by(lambda rngs: Decoder(config, dtype=target.dtype, rngs=rngs))
     own = {name: leaf for name, leaf in skeleton.leaves.items() if name.split(".")[0] not in ("embed", "head")}
@@ -175,7 +178,7 @@ def config_for(folder: DrafterFolder, target: ModelConfig, target_name: str = "t
                 f"{ours!r}: give its own target with --target"
             )
     network = folder.config["network"]
-    layers = values.number(network, "num_layers", folder.where, most=LARGEST["num_layers"][1])
+    layers = values.number(network, "num_layers", folder.where, most=LARGEST["num_hidden_layers"])
     check_layers(folder.params, layers, folder.path)
     block = values.number(network, "block_size", folder.where, least=2, most=target.max_position_embeddings)
     return target.with_mask_row(layers, block)
@@ -190,14 +193,17 @@ def _parameters(
     return {name: jax.device_put(value.astype(dtype)) for name, value in params.items()}
 
 
-def decoding_defaults(path: str | os.PathLike, platform: str) -> dict[str, Any]:
+def decoding_defaults(raw: Mapping[str, Any], where: str, platform: str) -> dict[str, Any]:
     """Options for decoding with a drafter, measured on a platform (`cpu`, `gpu`, `tpu`) when it was made.
 
+    Args:
+      raw: any drafter's `config.json`.
+      where: the file, for messages.
+
     Raises:
-      ConfigError: an option that does not exist, or a value out of its range.
+      ConfigError: an option that does not exist.
     """
-    where = user_path(path) / "config.json"
-    stored = read_json(where).get("decoding") or {}
+    stored = raw.get("decoding") or {}
     if not isinstance(stored, dict) or not all(isinstance(part, dict) for part in stored.values()):
         raise ConfigError(f"{where}: key 'decoding' must map platforms to options, got {stored!r}")
     options = {**stored.get("any", {}), **stored.get(platform, {})}
@@ -205,8 +211,3 @@ def decoding_defaults(path: str | os.PathLike, platform: str) -> dict[str, Any]:
         if name not in (*DECODING_OPTIONS, *FORMER_OPTIONS):
             raise ConfigError(f"{where}: decoding option {name!r} is not one of {', '.join(DECODING_OPTIONS)}")
     return {name: value for name, value in options.items() if name in DECODING_OPTIONS}
-
-
-def stored_chances(path: str | os.PathLike) -> Any:
-    """What a drafter's folder says of the chances of its drafts (`drafters.check_chances`); None: nothing."""
-    return read_json(user_path(path) / "config.json").get(CHANCES)

@@ -8,15 +8,16 @@ depends on them, acceptance does.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from failfast_jax.checkpoints import quantised
-from failfast_jax.errors import CheckpointError, ConfigError, quoted
+from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models import config_keys
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.util import values
-from failfast_jax.util.progress import warn_once
 
 NESTED = ("dflash_config", "eagle_config")
 SHAPE = "transformer_layer_config"
@@ -48,9 +49,6 @@ REFUSED = frozenset(
 )
 """Keys that change drafts, where a layout does not read them, beside those whose names say so (`config_keys.STEMS`)."""
 
-LARGEST = 2**24
-"""Beyond any drafter's: a damaged file must not take all memory."""
-EMPTY = (False, "", [], {})
 FULL, SLIDING = "full_attention", "sliding_attention"
 FEATURE_LAYERS = ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 
@@ -96,46 +94,46 @@ def foreign_layout(raw: Mapping[str, Any], names: Iterable[str]) -> str | None:
     return None
 
 
-def flattened(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """speculators' configuration as the others write theirs: the layers' keys beside the drafter's.
-
-    Raises:
-      ConfigError: the layers' configuration is no object.
-    """
-    if SHAPE not in raw:
-        return dict(raw)
-    if not isinstance(raw[SHAPE], Mapping):
-        raise ConfigError(f"{where}: key {SHAPE!r} must be an object, got {raw[SHAPE]!r}")
-    return {key: value for key, value in raw.items() if key != SHAPE} | dict(raw[SHAPE])
-
-
 class Settings:
     """A drafter's settings, wherever they lie.
 
     Args:
-      raw: `config.json`, flattened.
+      raw: `config.json`.
       where: the file, for messages.
-      home: the nested object in which its publisher puts them, which messages about missing ones name.
+      rope_theta: base frequency of the rotary embedding; None: the file's.
+
+    Attributes:
+      raw: with speculators' layer keys beside the drafter's, as the others write them.
+      home: the nested object in which its publisher puts settings, which messages about missing ones name.
+      architecture: the first of `architectures`; "": none.
+      speculators: the `speculators_model_type`.
+      is_nested: the layers' keys are in an object of their own.
+
+    Raises:
+      ConfigError: a nested object is none.
     """
 
-    def __init__(self, raw: Mapping[str, Any], where: str, home: str = ""):
-        self._raw, self._where, self._home = raw, where, home
+    home = ""
+
+    def __init__(self, raw: Mapping[str, Any], where: str, rope_theta: float | None = None):
+        for key in (SHAPE, *NESTED):
+            if raw.get(key) is not None and not isinstance(raw[key], Mapping):
+                raise values.refusal(raw, key, where, "must be an object")
+        names = raw.get("architectures")
+        self.architecture = str(names[0]) if isinstance(names, list) and names else ""
+        self.is_nested, self.speculators = SHAPE in raw, raw.get("speculators_model_type")
+        self.raw = {key: value for key, value in raw.items() if key != SHAPE} | dict(raw.get(SHAPE) or {})
+        self.where, self.rope_theta = where, rope_theta
         self._read: set[str] = set()
-        for place in NESTED:
-            if raw.get(place) is not None and not isinstance(raw[place], Mapping):
-                raise ConfigError(f"{where}: key {place!r} must be an object, got {raw[place]!r}")
 
     def _places(self, *keys: str) -> list[tuple[str, Any]]:
         """The names under which the file has a key, or another one of the same meaning, with their values."""
-        nested = [(f"{place}.", self._raw.get(place) or {}) for place in NESTED]
-        places = [(start + key, inside.get(key)) for key in keys for start, inside in [("", self._raw), *nested]]
+        nested = [(f"{place}.", self.raw.get(place) or {}) for place in NESTED]
+        places = [(start + key, inside.get(key)) for key in keys for start, inside in [("", self.raw), *nested]]
         return [(name, value) for name, value in places if value is not None]
 
     def find(self, *keys: str) -> tuple[str, Any]:
         """A setting's name as the file has it, and its value; None where it is missing or null.
-
-        Args:
-          keys: its names.
 
         Raises:
           ConfigError: two places with different values.
@@ -145,35 +143,29 @@ class Settings:
         for name, value in places[1:]:
             if value != places[0][1]:
                 first = f"{places[0][0]!r} is {places[0][1]!r}"
-                raise ConfigError(f"{self._where}: key {first} and key {name!r} is {value!r}: keep one of them")
-        return places[0] if places else (f"{self._home}.{keys[0]}" if self._home else keys[0], None)
+                raise ConfigError(f"{self.where}: key {first} and key {name!r} is {value!r}: keep one of them")
+        return places[0] if places else (f"{self.home}.{keys[0]}" if self.home else keys[0], None)
 
-    def _entry(self, *keys: str) -> tuple[str, dict[str, Any]]:
-        """A setting's name, and an object of it alone for the readers of `values`; empty where it is missing."""
+    def _entry(self, *keys: str) -> tuple[dict[str, Any], str, str]:
+        """Arguments for the readers of `values`: an object of this setting alone, its name, the file."""
         name, value = self.find(*keys)
-        return name, {} if value is None else {name: value}
+        return {} if value is None else {name: value}, name, self.where
 
-    def integer(self, key: str, least: int, default: Any = values.REQUIRED) -> Any:
-        """An integer of at least `least`, or the default where it is missing.
-
-        Raises:
-          ConfigError: it is missing without a default, or something else.
-        """
-        name, entry = self._entry(key)
-        return values.number(entry, name, self._where, least=least, most=LARGEST, default=default)
+    def integer(self, key: str, least: int, default: Any = values.REQUIRED, most: int = 2**24) -> Any:
+        """An integer in this range, or the default where it is missing. Errors: see `values.number`."""
+        return values.number(*self._entry(key), least=least, most=most, default=default)
 
     def optional(self, key: str) -> int | None:
         """A positive integer, or None where it is missing."""
         return self.integer(key, 1, None)
 
-    def flag(self, *keys: str, default: bool | None = False) -> bool | None:
-        """True or false; the default where it is missing.
+    def trained_for(self) -> tuple[int | None, int | None]:
+        """Layers and hidden size of the target that it was trained for; None: unknown."""
+        return self.optional("num_target_layers"), self.optional("target_hidden_size")
 
-        Raises:
-          ConfigError: something else.
-        """
-        name, entry = self._entry(*keys)
-        return values.flag(entry, name, self._where, default)
+    def flag(self, *keys: str, default: bool | None = False) -> bool | None:
+        """True or false; the default where it is missing. Errors: see `values.flag`."""
+        return values.flag(*self._entry(*keys), default)
 
     def layers(self, key: str) -> tuple[int, ...]:
         """Numbers of target layers (-1: the embedding).
@@ -181,13 +173,13 @@ class Settings:
         Raises:
           ConfigError: they are missing, or something else.
         """
-        name, entry = self._entry(key)
-        return self._layer_numbers(name, entry)
+        entry, name, _ = self._entry(key)
+        return self._layer_numbers(entry, name)
 
-    def _layer_numbers(self, name: str, entry: Mapping[str, Any], least: int = -1) -> tuple[int, ...]:
+    def _layer_numbers(self, entry: Mapping[str, Any], name: str, least: int = -1) -> tuple[int, ...]:
         numbers = entry.get(name)
         if not isinstance(numbers, list) or not numbers or not all(type(n) is int and n >= least for n in numbers):
-            raise values.refusal(entry, name, self._where, "must be a list of layer numbers")
+            raise values.refusal(entry, name, self.where, "must be a list of layer numbers")
         return tuple(numbers)
 
     def feature_layers(self) -> tuple[int, ...] | None:
@@ -200,22 +192,25 @@ class Settings:
           ConfigError: not layer numbers, or two keys that contradict each other.
         """
         layers: dict[str, tuple[int, ...]] = {}
+        self._read.update(FEATURE_LAYERS)
         for key in FEATURE_LAYERS:
-            self._read.add(key)
             for name, value in self._places(key):
                 shift = 0 if key == "target_layer_ids" or name.startswith("eagle_config") else 1
                 if value != []:
-                    numbers = self._layer_numbers(name, {name: value}, least=shift - 1)
+                    numbers = self._layer_numbers({name: value}, name, least=shift - 1)
                     layers[name] = tuple(n - shift for n in numbers)
         if len({*layers.values()}) > 1:
             claims = " and ".join(f"{name} names the outputs of layers {[*ids]}" for name, ids in layers.items())
-            raise ConfigError(f"{self._where}: {claims}: keep one of them")
+            raise ConfigError(f"{self.where}: {claims}: keep one of them")
         return next(iter(layers.values()), None)
 
-    def base(self) -> dict[str, Any]:
-        """The keys that `ModelConfig` reads. A drafter's head is never its embedding."""
-        shape = {key: value for key, value in self._raw.items() if key in config_keys.READ}
-        return shape | {"tie_word_embeddings": False}
+    def base(self, **changes: Any) -> ModelConfig:
+        """The shape of the layers, with some keys replaced. A drafter's head is never its embedding."""
+        shape = {key: value for key, value in self.raw.items() if key in config_keys.READ}
+        config = config_keys.read_model(shape | {"tie_word_embeddings": False} | changes, self.where)
+        if self.rope_theta is None:
+            return config
+        return dataclasses.replace(config, rope=dataclasses.replace(config.rope, theta=self.rope_theta))
 
     def sliding_windows(self, layers: int) -> tuple[int | None, ...]:
         """By layer, how many positions it sees, its own included; (): all layers see everything.
@@ -225,21 +220,21 @@ class Settings:
         Raises:
           ConfigError: other kinds of layers, another number of them, or no window.
         """
-        kinds, window = self._raw.get("layer_types"), self._raw.get("sliding_window")
-        if not kinds and self._raw.get("use_sliding_window") and window is not None:
-            first = self._raw.get("max_window_layers")
+        kinds, window = self.raw.get("layer_types"), self.raw.get("sliding_window")
+        if not kinds and self.raw.get("use_sliding_window") and window is not None:
+            first = self.raw.get("max_window_layers")
             first = first if type(first) is int else layers
             kinds = [FULL] * min(first, layers) + [SLIDING] * max(layers - first, 0)
         kinds = kinds or [FULL] * layers
         if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
             raise ConfigError(
-                f"{self._where}: layer_types must name {FULL} or {SLIDING} for {layers} layers, got {kinds!r}"
+                f"{self.where}: layer_types must name {FULL} or {SLIDING} for {layers} layers, got {kinds!r}"
             )
         if SLIDING not in kinds:
             return ()
         if type(window) is not int or window < 1:
             raise ConfigError(
-                f"{self._where}: sliding_window must be a positive integer for sliding layers, got {window!r}"
+                f"{self.where}: sliding_window must be a positive integer for sliding layers, got {window!r}"
             )
         return tuple(window if kind == SLIDING else None for kind in kinds)
 
@@ -250,28 +245,18 @@ class Settings:
           CheckpointError: the weights are quantised.
           ConfigError: a key changes drafts, or may.
         """
-        if method := quantised.of_config(self._raw):
-            raise CheckpointError(f"{self._where}: {quantised.refusal(method)}")
+        if method := quantised.of_config(self.raw):
+            raise CheckpointError(f"{self.where}: {quantised.refusal(method)}")
         known = self._read | config_keys.READ | HARMLESS | {*NESTED}
-        entries = [("", key, value) for key, value in self._raw.items()]
-        entries += [(place, *entry) for place in NESTED for entry in (self._raw.get(place) or {}).items()]
-        unknown = []
-        for place, key, value in entries:
-            if key in known or config_keys.is_harmless(key) or _is_neutral(key, value):
-                continue
-            name = f"{place}.{key}" if place else key
-            if place or key in NEUTRAL or key in REFUSED or config_keys.speaks_of_computation(key):
-                served = f" (supported: {', '.join(map(str, NEUTRAL[key]))})" if NEUTRAL.get(key) else ""
-                raise ConfigError(
-                    f"{self._where}: key {name!r} is {quoted(value)}: it changes drafts, or may, and is not "
-                    f"supported{served}; remove it if it means nothing for this drafter"
-                )
-            unknown.append(repr(name))
-        if unknown:
-            names = ", ".join(unknown)
-            warn_once(f"{self._where}: not known and not read: {names}; look there if few drafts are accepted")
-
-
-def _is_neutral(key: str, value: Any) -> bool:
-    """True for a value that changes nothing."""
-    return value is None or (value in NEUTRAL[key] if key in NEUTRAL else value in EMPTY)
+        for place in ("", *NESTED):
+            inside = self.raw.get(place) or {} if place else self.raw
+            config_keys.check_unread(
+                # As publishers write them, null and 0 are off.
+                {k: v for k, v in inside.items() if k not in known and (v or (v == 0 and k in NEUTRAL))},
+                self.where,
+                "drafts",
+                neutral=NEUTRAL,
+                refused=(lambda key: True) if place else REFUSED.__contains__,
+                place=f"{place}." if place else "",
+                advice="; look there if few drafts are accepted",
+            )

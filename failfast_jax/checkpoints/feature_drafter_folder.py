@@ -1,15 +1,17 @@
-"""Shared by the folders of DFlash, DSpark and EAGLE drafters: opening, checks against the target, and writing.
+"""Folders of DFlash, DSpark and EAGLE drafters: opening, checks against the target, loading and writing.
 
-These drafters read their target's hidden states. They are written in the layout of DeepSeek's DeepSpec.
+These drafters read their target's hidden states. `block_drafter_folder` and `eagle_folder` say what their keys and
+tensors are called. Folders are written in the layout of DeepSeek's DeepSpec.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -18,16 +20,22 @@ from jax.typing import DTypeLike
 
 from failfast_jax.checkpoints import safetensors_file
 from failfast_jax.checkpoints.checkpoint import DTYPES
-from failfast_jax.checkpoints.parameter_map import ReadPlan, StoredTensor, Table, stored_tensors
-from failfast_jax.checkpoints.parameters import Skeleton
+from failfast_jax.checkpoints.drafter_keys import Settings
+from failfast_jax.checkpoints.parameter_map import ReadPlan, StoredTensor, Table, make_plan, stored_tensors
+from failfast_jax.checkpoints.parameters import Skeleton, check_layers
 from failfast_jax.errors import CheckpointError, ConfigError
+from failfast_jax.models.drafter_model import Kind
 from failfast_jax.models.model_config import ModelConfig
-from failfast_jax.models.sharding import equal
-from failfast_jax.util.files import write_atomically
+from failfast_jax.models.sharding import equal, whole
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.util.files import read_json, write_atomically
 
 STORAGES = ("bfloat16", "float32")
 DRAFT_IDS, TARGET_IDS = "d2t", "t2d"
-"""Tensors of drafters of some tokens alone: row r of the head is token r + d2t[r], and t2d marks these tokens."""
+"""Tensors of a drafter of some tokens only: row r of its head is token r + d2t[r]; t2d marks the same tokens."""
+IGNORED = r".*rotary_emb\.inv_freq|d2t|t2d|verifier_(norm|lm_head)\.weight"
+BORROWED = {"embed": "embed_tokens.weight", "head": "lm_head.weight"}
+"""Parameters that may be the target's, and the tensors of a drafter's own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +43,9 @@ class OpenedDrafter:
     """A drafter whose configuration and headers have been read, and whose weights have not.
 
     Attributes:
-      config: of its own kind, with `base`, its layers' shapes.
-      draft_ids: token id of each row of its head; None: the rows are the vocabulary.
-      skeleton: its network.
-      shapes: of all parameters that its files hold, by name: its network's, embedding and head where they have them.
-      plan: how they are read.
+      config: the network's; its `base` is the shape of the layers.
+      draft_ids: token id of each row of the head; None: the rows are the vocabulary.
+      shapes: of all parameters that the files hold, by name; embedding and head where they are there.
     """
 
     config: Any
@@ -56,7 +62,7 @@ class OpenedDrafter:
         )
 
     def stored(self, name: str, weight: jax.Array, dtype: DTypeLike) -> jax.Array | None:
-        """Reads the stored embedding or head; None where it is absent or equals its target's `weight`.
+        """Reads the stored embedding or head; None where it is absent or equals the target's `weight`.
 
         A copy in 16 bits of a weight in 32 counts as equal.
         """
@@ -68,9 +74,157 @@ class OpenedDrafter:
         return None if rounded or equal(value, weight) else jax.device_put(value)
 
 
-def drafter_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors of a drafter's folder, integers among them; see `safetensors_file.folder_tensors`."""
-    return safetensors_file.folder_tensors(folder, safetensors_file.DTYPES | safetensors_file.INTEGERS)
+class DrafterLayout(abc.ABC):
+    """One kind of drafters: which folders are theirs, and how their keys and tensors map to a network.
+
+    Attributes:
+      architectures: names by which `config.json` knows them.
+      network: the module, made from its configuration.
+      borrowed: parameters outside the network, which may be the target's.
+      written_ids: tensors that say which tokens are drafted, where these are not all.
+    """
+
+    kind: ClassVar[Kind]
+    architectures: ClassVar[tuple[str, ...]]
+    network: ClassVar[type[nnx.Module]]
+    borrowed: ClassVar[tuple[str, ...]]
+    written_ids: ClassVar[tuple[str, ...]] = (DRAFT_IDS,)
+
+    @abc.abstractmethod
+    def claims(self, raw: Mapping[str, Any]) -> bool:
+        """True for the `config.json` of such a drafter."""
+
+    @abc.abstractmethod
+    def read_keys(self, settings: Settings, target: ModelConfig | None) -> Any:
+        """Reads the network's configuration; `target` where it is known.
+
+        Raises:
+          ConfigError: a key is missing, or has a value that cannot be served.
+        """
+
+    @abc.abstractmethod
+    def table(self, config: Any, names: Iterable[str]) -> Table:
+        """The network's parameters by the tensors of these names."""
+
+    @abc.abstractmethod
+    def bound(self, network: Any, weights: dict[str, jax.Array], ids: jax.Array | None, shared: tuple[str, ...]) -> Any:
+        """The model: its network with embedding and head, and which of the two are the target's."""
+
+    @abc.abstractmethod
+    def written_keys(self, config: Any, target: ModelConfig, storage: str) -> dict[str, Any]:
+        """DeepSpec's `config.json` of a drafter of all tokens.
+
+        Raises:
+          ConfigError: a drafter for which this layout has no words.
+        """
+
+    def all_tokens(self, config: Any) -> Any:
+        """The configuration of a drafter whose head has a row for every token."""
+        return config
+
+    def read_config(self, raw: Mapping[str, Any], where: str, target: ModelConfig | None = None) -> Any:
+        """Reads `config.json`.
+
+        Raises:
+          ConfigError: see `read_keys`; or a key changes drafts and is not supported.
+        """
+        settings = Settings(raw, where)
+        config = self.read_keys(settings, target)
+        settings.trained_for()
+        settings.check()
+        return config
+
+    def open(
+        self,
+        folder: Path,
+        target: ModelConfig,
+        target_name: str = "the target",
+        rope_theta: float | None = None,
+        dtype: DTypeLike = np.float32,
+        raw: Mapping[str, Any] | None = None,
+    ) -> OpenedDrafter:
+        """Opens a drafter that fits a target; its weights are not read. Arguments and errors are those of `load`."""
+        where = folder / "config.json"
+        settings = Settings(read_json(where) if raw is None else raw, str(where), rope_theta)
+        config = self.read_keys(settings, target)
+        check_target(config, target, folder, target_name, *settings.trained_for())
+        settings.check()
+        tensors = safetensors_file.folder_tensors(folder, safetensors_file.DTYPES | safetensors_file.INTEGERS)
+        vocab, count, ids = config.base.vocab_size, config.draft_vocab, None
+        if count == vocab and DRAFT_IDS not in tensors:
+            config, count = self.all_tokens(config), None
+        if count is not None:
+            ids = draft_ids(tensors, count, vocab, folder)
+        check_layers(tensors, config.base.num_layers, folder)
+        skeleton = Skeleton.made_by(lambda rngs: self.network(config, dtype=dtype, rngs=rngs))
+        rows = {"embed": vocab, "head": count or vocab}
+        stored = {name: (rows[name], target.hidden_size) for name in self.borrowed if BORROWED[name] in tensors}
+        shapes = skeleton.shapes | stored
+        plan = make_plan(self.table(config, tensors), shapes, tensors, config.base, folder)
+        return OpenedDrafter(config, ids, skeleton, shapes, plan)
+
+    def load(
+        self,
+        folder: Path,
+        target: Decoder,
+        target_name: str = "the target",
+        rope_theta: float | None = None,
+        raw: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Reads a drafter, in the dtype of the target that it drafts for.
+
+        Args:
+          rope_theta: base frequency of its rotary embedding; None: as `config.json` says.
+          raw: its `config.json`, where that has been read.
+
+        Raises:
+          CheckpointError: missing, unexpected, mis-shaped or damaged tensors, or only pickled ones.
+          ConfigError: a configuration that cannot be served, or a drafter of another target.
+        """
+        opened = self.open(folder, target.config, target_name, rope_theta, target.dtype, raw)
+        ids = opened.draft_ids
+        weights = {"embed": target.embed[...]}
+        if "head" in self.borrowed:
+            weights["head"] = target.head_weight if ids is None else whole(target.head_weight)[ids]
+        stored = {name: opened.stored(name, weight, target.dtype) for name, weight in weights.items()}
+        shared = tuple(name for name, value in stored.items() if value is None)
+        weights |= {name: value for name, value in stored.items() if value is not None}
+        ids = None if ids is None else jax.device_put(ids)
+        return self.bound(opened.network(target.dtype), weights, ids, shared)
+
+    def save(
+        self,
+        folder: Path,
+        model: Any,
+        target: ModelConfig,
+        *,
+        storage: str = "bfloat16",
+        borrow: bool = False,
+        **extra: Any,
+    ) -> None:
+        """Writes a drafter in DeepSpec's layout; `config.json` comes last, so that an unfinished folder is none.
+
+        Args:
+          storage: dtype of the tensors, one of `STORAGES`.
+          borrow: leave out embedding and head, which are the target's: smaller, and only for this project.
+          extra: further keys of `config.json`, JSON-ready; they replace those of the layout.
+
+        Raises:
+          ConfigError: see `written_keys`.
+          ValueError: an unknown storage.
+        """
+        config, base = self.written_keys(model.config, target, storage), model.config.base
+        params = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model.network))}
+        params |= {} if borrow else {name: getattr(model, name) for name in self.borrowed}
+        tensors = stored_tensors(self.table(model.config, ()), cast(params, storage), base)
+        ids = np.arange(target.vocab_size) if model.draft_ids is None else np.asarray(model.draft_ids, np.int64)
+        if not np.array_equal(ids, np.arange(target.vocab_size)):
+            marks = np.zeros(target.vocab_size, np.bool_)
+            marks[ids] = True
+            config["draft_vocab_size"] = len(ids)
+            both = {DRAFT_IDS: ids - np.arange(len(ids)), TARGET_IDS: marks}
+            tensors |= {name: both[name] for name in self.written_ids}
+        write_folder(folder, config, tensors, extra)
 
 
 def draft_ids(tensors: Mapping[str, StoredTensor], count: int, vocab: int, folder: Path) -> np.ndarray:
@@ -96,49 +250,40 @@ def draft_ids(tensors: Mapping[str, StoredTensor], count: int, vocab: int, folde
 
 
 def check_target(
-    name: str | Path,
-    base: ModelConfig,
-    layers: Iterable[int],
+    config: Any,
     target: ModelConfig,
+    folder: str | Path,
     target_name: str,
     target_layers: int | None = None,
     target_size: int | None = None,
 ) -> None:
-    """Checks that a drafter fits a target.
+    """Checks that a drafter, by its configuration, fits a target.
 
     Args:
-      layers: those of the target that it reads; -1 is the embedding.
-      target_layers: number of layers of the target that it was trained for; None: unknown.
+      target_layers: layers of the target that it was trained for; None: unknown.
       target_size: that target's hidden size; None: unknown.
 
     Raises:
       ConfigError: it was trained for another one; both are named.
     """
-    advice = "give its own target with --target"
-    for what, here, there in (
+    advice, base, layers = "give its own target with --target", config.base, config.feature_layers
+    for size, here, there in (
         ("hidden size", target_size or base.hidden_size, target.hidden_size),
         ("hidden size", base.hidden_size, target.hidden_size),
         ("layers", target_layers or target.num_layers, target.num_layers),
         ("vocabulary", base.vocab_size, target.vocab_size),
     ):
         if here != there:
-            raise ConfigError(f"{name}: drafts for a target with {what} {here}; {target_name} has {there}: {advice}")
-    layers = tuple(layers)
+            raise ConfigError(f"{folder}: drafts for a target with {size} {here}; {target_name} has {there}: {advice}")
     if len(layers) > target.num_layers + 1:
-        raise ConfigError(f"{name}: reads {len(layers)} of the target's layers; {target_name} has {target.num_layers}")
+        raise ConfigError(
+            f"{folder}: reads {len(layers)} of the target's layers; {target_name} has {target.num_layers}"
+        )
     for layer in layers:
         if not -1 <= layer < target.num_layers:
             raise ConfigError(
-                f"{name}: reads the target's layer {layer}; {target_name} has {target.num_layers}: {advice}"
+                f"{folder}: reads the target's layer {layer}; {target_name} has {target.num_layers}: {advice}"
             )
-
-
-def with_theta(config: Any, theta: float | None) -> Any:
-    """A drafter's configuration with another base frequency of the rotary embedding; None: as it is."""
-    if theta is None:
-        return config
-    rope = dataclasses.replace(config.base.rope, theta=theta)
-    return dataclasses.replace(config, base=dataclasses.replace(config.base, rope=rope))
 
 
 def layer_keys(config: ModelConfig, eos_token_ids: Iterable[int]) -> dict[str, Any]:
@@ -165,10 +310,9 @@ def layer_keys(config: ModelConfig, eos_token_ids: Iterable[int]) -> dict[str, A
     }
 
 
-def config_dict(
-    architecture: str, base: ModelConfig, target: ModelConfig, feature_layers: tuple[int, ...], storage: str
-) -> dict[str, Any]:
-    """The keys that every drafter has in its `config.json`."""
+def drafter_keys_of(architecture: str, config: Any, target: ModelConfig, storage: str) -> dict[str, Any]:
+    """Keys that every drafter has in its `config.json`."""
+    base = config.base
     return layer_keys(base, target.eos_token_ids) | {
         "architectures": [architecture],
         "attention_bias": False,
@@ -178,17 +322,9 @@ def config_dict(
         "num_target_layers": target.num_layers,
         "pad_token_id": None,
         "rope_parameters": base.rope.to_dict(base.max_position_embeddings),
-        "target_layer_ids": list(feature_layers),
+        "target_layer_ids": list(config.feature_layers),
         "tie_word_embeddings": False,
     }
-
-
-def network_tensors(
-    table: Table, network: nnx.Module, others: Mapping[str, Any], config: ModelConfig, storage: str
-) -> dict[str, np.ndarray]:
-    """A network's parameters, and others by name, as tensors of a file; see `cast`."""
-    params = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(network))}
-    return stored_tensors(table, cast(params | dict(others), storage), config)
 
 
 def cast(params: Mapping[str, Any], storage: str) -> dict[str, np.ndarray]:

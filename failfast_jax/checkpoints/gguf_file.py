@@ -24,7 +24,8 @@ from failfast_jax.checkpoints.parameters import is_finite, not_finite
 from failfast_jax.checkpoints.safetensors_file import read_array
 from failfast_jax.errors import CheckpointError, quoted
 from failfast_jax.models import config_keys
-from failfast_jax.models.model_config import ENDS, LARGEST
+from failfast_jax.models.config_keys import LARGEST
+from failfast_jax.models.model_config import ENDS
 from failfast_jax.util import values
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -213,10 +214,10 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         key = f"{architecture}.{key}"
         if isinstance(file.metadata.get(key), list):
             raise CheckpointError(f"{file.path}: {key} varies by layer, which is not supported")
-        return file.number(key, most=LARGEST[field][1], **options)
+        return file.number(key, most=LARGEST[field], **options)
 
-    heads, hidden = size("attention.head_count", "num_heads"), size("embedding_length", "hidden_size")
-    kv_heads = size("attention.head_count_kv", "num_kv_heads", default=heads)
+    heads, hidden = size("attention.head_count", "num_attention_heads"), size("embedding_length", "hidden_size")
+    kv_heads = size("attention.head_count_kv", "num_key_value_heads", default=heads)
     head_dim = size("attention.key_length", "head_dim", default=hidden // heads)
     rotary = size("rope.dimension_count", "head_dim", default=head_dim)
     value_dim = size("attention.value_length", "head_dim", default=head_dim)
@@ -237,7 +238,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "intermediate_size": size("feed_forward_length", "intermediate_size"),
-        "num_hidden_layers": size("block_count", "num_layers"),
+        "num_hidden_layers": size("block_count", "num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -292,7 +293,7 @@ def _rope_scaling(file: GGUFFile, architecture: str, context: int) -> dict[str, 
         if kind == "yarn":
             raise CheckpointError(f"{file.path}: rope_freqs.weight together with {kind} scaling is not supported")
         tensor = file.tensors["rope_freqs.weight"]
-        if len(tensor.shape) != 1 or tensor.shape[0] > LARGEST["head_dim"][1]:
+        if len(tensor.shape) != 1 or tensor.shape[0] > LARGEST["head_dim"]:
             raise CheckpointError(f"{file.path}: rope_freqs.weight is {list(tensor.shape)}, not one number a frequency")
         divisors = tensor.read(0, tensor.shape[0]).astype(np.float32)
         if not is_finite(divisors):

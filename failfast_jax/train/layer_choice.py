@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from failfast_jax.checkpoints.block_drafter_folder import check_target
+from failfast_jax.checkpoints.feature_drafter_folder import check_target
 from failfast_jax.checkpoints.hub import resolve_source
 from failfast_jax.errors import OptionError
 from failfast_jax.models.model_config import ModelConfig
@@ -48,7 +48,8 @@ def choose_layers(config: TrainConfig, target: ModelConfig, name: str) -> LayerC
     last = target.num_layers - 1
     cached = _layer_numbers(config.cache_layers, "--cache-layers", last, ())
     if config.start_config is not None:
-        check_target(config.start_config, target, resolve_source(config.start), name)
+        start = config.start_config
+        check_target(start, target, resolve_source(config.start), name, start.num_target_layers)
         return LayerChoice(features=config.start_config.feature_layers, cached=cached)
     if config.mask_token is not None and not 0 <= config.mask_token < target.vocab_size:
         raise OptionError(f"--mask-token {config.mask_token}: the target's vocabulary has {target.vocab_size} tokens")

@@ -15,17 +15,14 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from failfast_jax.checkpoints import feature_drafter_folder
-from failfast_jax.checkpoints.block_drafter_folder import parse_config
-from failfast_jax.checkpoints.drafter import STORAGES, is_drafter_folder
-from failfast_jax.checkpoints.hub import resolve_source
-from failfast_jax.checkpoints.pair import feature_kind
+from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
+from failfast_jax.checkpoints.drafter import STORAGES
+from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.errors import OptionError
 from failfast_jax.models.block_network import DSparkConfig
-from failfast_jax.models.drafter_model import FEATURE_BLOCK
 from failfast_jax.models.markov_head import MARKOV_HEADS
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.options import Option, add_flag, check_value, flag_of, require
-from failfast_jax.util.files import read_json
 
 BLOCKS, PUBLISHED = ("dspark", "dflash"), ("dspark", "dflash", "eagle3")
 """Families of block drafters, and families in DeepSpec's layout."""
@@ -351,10 +348,10 @@ def _start_config(family: str, values: Mapping[str, Any]) -> DSparkConfig | None
         flag = f"--family {family}" if layers is None else f"--layers {layers}"
         raise OptionError(f"{flag}: not with --start, which continues from a dspark or dflash drafter as it is")
     flag = f"--start {start}"
-    if is_drafter_folder(start) or feature_kind(start) != FEATURE_BLOCK:
+    folder = ModelFolder(start)
+    if folder.layout is not BLOCK_LAYOUT:
         raise OptionError(f"{flag}: not a dspark or dflash drafter")
-    file = resolve_source(start) / "config.json"
-    config = parse_config(read_json(file), str(file))
+    config = BLOCK_LAYOUT.read_config(folder.raw, folder.where)
     if config.own_row or config.sliding_windows or config.full_is_causal:
         raise OptionError(f"{flag}: z-lab's layout, sliding layers and causal blocks are read, and not trained")
     if family != "dspark" and config.published_method == "dspark":

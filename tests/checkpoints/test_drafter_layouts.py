@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from failfast_jax import FailFast, GenerationConfig, load_model
 from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.variants import parse_method
-from failfast_jax.checkpoints.pair import LOADERS, feature_kind, own_method
+from failfast_jax.checkpoints.model_folder import ModelFolder, own_method
 from failfast_jax.defaults import load_pair
 from failfast_jax.drafters.dspark import DSparkDrafter
 from failfast_jax.errors import CheckpointError, ConfigError, OptionError
@@ -38,7 +38,7 @@ def published(name: str) -> Any:
 
 
 def load(folder: Path) -> Any:
-    return LOADERS[feature_kind(folder)](folder, target(), "qwen3_a")
+    return ModelFolder(folder).load_borrowing(target(), "qwen3_a")
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -240,7 +240,7 @@ REFUSED = [  # a published drafter, keys of its configuration, and what the mess
         "fc.weight is .64, 128. in .*, not .64, 64.",
     ),
     (DFLASH, {"dflash_config": {"target_layer_ids": [1, 5]}}, "'dflash_config.mask_token_id' must be"),
-    (DFLASH, {"target_hidden_size": 128}, "target_hidden_size 128"),
+    (DFLASH, {"target_hidden_size": 128}, "hidden size 128; qwen3_a has 64"),
     (DSPARK, SPECFORGE | {"projector_type": "domino"}, "'projector_type' is 'domino'"),
     (DFLASH, {"architectures": ["Qwen3DFlyModel"]}, "AngelSlim's DFly: .* Qwen3DFlyModel"),
     (DFLASH, {"architectures": ["DominoDraftModel"]}, "SpecForge's Domino"),
@@ -268,7 +268,7 @@ def test_eagles_first_generations_are_known_by_their_tensors(write):
     config = without(config_of(EAGLE), "draft_vocab_size") | {"architectures": ["LlamaForCausalLM"], "bias": False}
     tensors = {name.replace("midlayer.", "layers.0."): value for name, value in tensors_of(EAGLE).items()}
     with pytest.raises(ConfigError, match="EAGLE-1, EAGLE-2 or HASS: .* are not read .read are DFlashDraftModel"):
-        feature_kind(write(EAGLE, config, tensors))
+        ModelFolder(write(EAGLE, config, tensors))
 
 
 @pytest.mark.parametrize("name", [DFLASH, DSPARK, EAGLE])
@@ -283,7 +283,7 @@ def test_what_transformers_writes_is_known(write, name, caplog):
 def test_what_nobody_knows_is_named_in_one_line(write, caplog):
     load(write(DSPARK, config_of(DSPARK) | {"a_note": "x", "empty": [], "off": False, "nothing": None, "year": 2026}))
     [record] = caplog.records
-    assert "config.json: not known and not read: 'a_note', 'year'; look there" in record.getMessage()
+    assert "config.json: not known and not read: 'a_note' ('x'), 'year' (2026); look there" in record.getMessage()
 
 
 def test_guesses_are_said(write, caplog):
@@ -319,7 +319,7 @@ def test_a_drafter_runs_with_another_theta(write):
 
 def test_a_theta_that_no_drafter_takes_is_refused():
     for theta in (0.0, -1.0, float("nan"), float("inf"), True):
-        with pytest.raises(OptionError, match="--rope-theta-drafter .*: must be a positive number"):
+        with pytest.raises(OptionError, match="--rope-theta-drafter .*: must be"):
             FailFast(target(), FIELD / EAGLE, rope_theta_drafter=theta)
     for drafter in (None, FIELD / "sdar_a", target()):
         with pytest.raises(OptionError, match="--rope-theta-drafter 10.0: only for the folder of a drafter that reads"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -24,11 +23,13 @@ from checkpoint_files import (
 from gguf import GGMLQuantizationType as Quant
 from tiny_models import tiny_config
 
-from failfast_jax.checkpoints import block_drafter_folder, eagle_folder
+from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
 from failfast_jax.checkpoints.checkpoint import load_model, open_checkpoint
+from failfast_jax.checkpoints.eagle_folder import EAGLE_LAYOUT
 from failfast_jax.checkpoints.gguf_file import GGUFFile
 from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.models.block_network import DSparkConfig
+from failfast_jax.models.config_keys import read_rope
 from failfast_jax.models.eagle_network import EagleConfig
 from failfast_jax.models.model_config import RopeConfig
 from failfast_jax.models.rope import rope_frequencies
@@ -110,8 +111,8 @@ def test_gguf_rope_scaling(tmp_path):
         writer.add_rope_scaling_orig_ctx_len(256)
 
     # Llama 3's scaling is a tensor of divisors, as in `Llama3Model.generate_extra_tensors` of llama.cpp.
-    plain = RopeConfig.from_dict(config_of("llama_tied"), "")
-    scaled = RopeConfig.from_dict(config_of("llama_tied") | {"rope_scaling": ROPE_CASES["llama3"]["rope_scaling"]}, "")
+    plain = read_rope(config_of("llama_tied"), "")
+    scaled = read_rope(config_of("llama_tied") | {"rope_scaling": ROPE_CASES["llama3"]["rope_scaling"]}, "")
     divisors = (rope_frequencies(plain, 8) / rope_frequencies(scaled, 8)).astype(np.float32)
     models = {
         "linear": load("llama_tied", extra=linear),
@@ -126,10 +127,10 @@ def test_gguf_rope_scaling(tmp_path):
     rope = models["llama3"].config.rope
     stored = json.loads(json.dumps(rope.to_dict(256)))
     assert stored["short_factor"] == stored["long_factor"] == pytest.approx(divisors)
-    assert stored["rope_type"] == "longrope" and RopeConfig.from_dict({"rope_parameters": stored}, "") == rope
+    assert stored["rope_type"] == "longrope" and read_rope({"rope_parameters": stored}, "") == rope
     for changes in ({"long_factor": [1.0] * 4}, {"attention_factor": 1.2}, {"short_factor": ["1"] * 4}):
-        with pytest.raises(ConfigError, match="longrope"):
-            RopeConfig.from_dict({"rope_parameters": stored | changes}, "")
+        with pytest.raises(ConfigError, match="longrope|short_factor"):
+            read_rope({"rope_parameters": stored | changes}, "")
     with pytest.raises(ConfigError, match="3 rope divisors for 4 frequencies"):
         load("llama_tied", extra_tensors={"rope_freqs.weight": divisors[:3]})
     # As in llama.cpp: a linear factor divides these frequencies, too, and a factor without a type is linear.
@@ -152,12 +153,12 @@ def test_drafters_say_the_divisors_of_their_targets():
     target = tiny_config(rope=rope)
     base = dataclasses.replace(target, model_type="qwen3", num_layers=1, qkv_bias=False, qk_norm=True)
     block = DSparkConfig(base, block_size=7, mask_token_id=3, feature_layers=(0, 1), num_target_layers=2)
-    stored = json.loads(json.dumps(block_drafter_folder.config_dict(block, target, "bfloat16")))
-    assert block_drafter_folder.parse_config(stored, "").base.rope == rope
+    stored = json.loads(json.dumps(BLOCK_LAYOUT.written_keys(block, target, "bfloat16")))
+    assert BLOCK_LAYOUT.read_config(stored, "").base.rope == rope
     stored = json.loads(
-        json.dumps(eagle_folder.config_dict(EagleConfig(base, (0, 1), 40, chain=5), target, "bfloat16"))
+        json.dumps(EAGLE_LAYOUT.written_keys(EagleConfig(base, (0, 1), 40, chain=5), target, "bfloat16"))
     )
-    assert eagle_folder.parse_config(stored, target, Path("drafter"), "target").base.rope == rope
+    assert EAGLE_LAYOUT.read_config(stored, "", target).base.rope == rope
 
 
 def test_gguf_that_cannot_be_served(tmp_path):

@@ -39,7 +39,7 @@ from failfast_jax.checkpoints.drafter import load_drafter
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.parameters import Skeleton
 from failfast_jax.errors import CheckpointError, ConfigError
-from failfast_jax.models.model_config import ModelConfig, RopeConfig
+from failfast_jax.models.config_keys import read_model, read_rope
 from failfast_jax.models.rope import rope_frequencies
 from failfast_jax.models.transformer import Decoder
 
@@ -295,7 +295,7 @@ def test_mask_token_comes_from_config_then_tokenizer_then_the_published_one(tmp_
 def test_rope_frequencies_are_those_of_transformers(name):
     case = ROPE_CASES[name]
     raw = config_of(case["folder"]) if "folder" in case else case
-    rope = RopeConfig.from_dict(raw | {"rope_scaling": case["rope_scaling"]}, name)
+    rope = read_rope(raw | {"rope_scaling": case["rope_scaling"]}, name)
     found = rope_frequencies(rope, 2 * len(case["inv_freq"]))
     np.testing.assert_allclose(found, np.asarray(case["inv_freq"], np.float32), rtol=5e-7)
     assert rope.attention_factor == pytest.approx(case["attention_factor"], abs=1e-12)
@@ -343,7 +343,7 @@ def test_host_memory_is_the_model_and_one_parameter(tmp_path, dtype):
         "head_dim": 64,
         "vocab_size": 20_000,
     }
-    parsed, rng = ModelConfig.from_dict(config), np.random.default_rng(0)
+    parsed, rng = read_model(config), np.random.default_rng(0)
     shapes, tensors = Skeleton.made_by(lambda rngs: Decoder(parsed, rngs=rngs)).shapes, {}
     for name, path, part in parameter_map.HF_TABLE.entries(6):
         if path in shapes:

@@ -16,6 +16,7 @@ from tiny_models import tiny_config
 
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer, stop_tokens
 from failfast_jax.errors import ConfigError
+from failfast_jax.models.config_keys import read_model
 from failfast_jax.models.model_config import ModelConfig
 
 TEXTS = [
@@ -225,7 +226,7 @@ class Vocabulary:
 
 
 def config(vocab_size: int) -> ModelConfig:
-    return dataclasses.replace(ModelConfig.from_dict(config_of("qwen2_untied")), vocab_size=vocab_size)
+    return dataclasses.replace(read_model(config_of("qwen2_untied")), vocab_size=vocab_size)
 
 
 ABC, WITH_MASK = Vocabulary("a", "b", "c"), Vocabulary("a", "b", "c", mask=3)

@@ -21,6 +21,7 @@ from failfast_jax.checkpoints.checkpoint import Checkpoint
 from failfast_jax.checkpoints.pair import read_pair
 from failfast_jax.errors import OptionError
 from failfast_jax.kernels import llvm_emitter, plain_attention
+from failfast_jax.load_options import LoadOptions
 from failfast_jax.models import attention
 from failfast_jax.models.attention import SIMULATED_TPU, Window, cached_attention, kernel_of, supports, unserved
 from failfast_jax.models.kv_cache import TILE, round_up, write_window
@@ -289,7 +290,7 @@ def test_kernels_are_refused_before_weights_are_read(drafter, monkeypatch):
     monkeypatch.setattr(Checkpoint, "load", lambda *args, **options: pytest.fail("weights are read"))
     name = str(drafter or GOLDEN / "qwen2_target_160")
     with pytest.raises(OptionError, match=f"^--attention tpu: {re.escape(name)}: .* head_dim [0-9]+: 64, 128 or 256$"):
-        read_pair(GOLDEN / "qwen2_target_160", drafter, attention="tpu")
+        read_pair(GOLDEN / "qwen2_target_160", drafter, LoadOptions(attention="tpu"))
 
 
 def test_xla_says_once_that_it_attends_instead(caplog):

@@ -11,7 +11,7 @@ from checkpoint_files import FIXTURES
 
 from failfast_jax.errors import ConfigError
 from failfast_jax.models import config_keys
-from failfast_jax.models.model_config import ModelConfig, RopeConfig
+from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.rope import rope_frequencies
 from failfast_jax.util import progress
 
@@ -29,7 +29,7 @@ def raw_config(model_type: str = "llama", **changes) -> dict:
 def checked(raw: dict) -> ModelConfig:
     """What `load_model` makes of a `config.json`."""
     raw = json.loads(json.dumps(raw))
-    config = ModelConfig.from_dict(raw)
+    config = config_keys.read_model(raw)
     config_keys.check(raw, config.max_position_embeddings, "config.json")
     return config
 
@@ -43,7 +43,7 @@ def test_rope_settings_in_every_form_are_those_of_transformers():
     refusals = []
     for name, (changes, frequencies, factor) in FORMS.items():
         try:
-            rope, *others = [ModelConfig.from_dict(raw_config(family, **changes)).rope for family in CLASSES]
+            rope, *others = [config_keys.read_model(raw_config(family, **changes)).rope for family in CLASSES]
         except ConfigError as error:
             assert "rope_scaling and rope_parameters say different things" in str(error), name
             refusals.append(name)
@@ -72,7 +72,7 @@ SLIDING = {"rope_type": "default", "rope_theta": 500.0}
 def test_rope_settings_by_layer_type_where_all_layers_agree(settings, types):
     for key in ("rope_parameters", "rope_scaling"):
         raw = raw_config(layer_types=types) | {key: settings}
-        assert RopeConfig.from_dict(raw, "") == RopeConfig.from_dict(raw_config(rope_parameters=NESTED), "")
+        assert config_keys.read_rope(raw, "") == config_keys.read_rope(raw_config(rope_parameters=NESTED), "")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_rope_settings_by_layer_type_where_all_layers_agree(settings, types):
 )
 def test_rope_settings_by_layer_type_that_cannot_be_served(settings, types, message):
     with pytest.raises(ConfigError, match=message):
-        RopeConfig.from_dict(raw_config(layer_types=types, rope_parameters=settings), "config.json")
+        config_keys.read_rope(raw_config(layer_types=types, rope_parameters=settings), "config.json")
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_unknown_keys_are_named_once(caplog):
 
 def test_defaults_of_classes():
     raw = SIZES | {"model_type": "qwen3"}
-    assert ModelConfig.from_dict(raw).head_dim == 128 and ModelConfig.from_dict(raw).max_position_embeddings == 32_768
+    assert config_keys.read_model(raw).head_dim == 128 and config_keys.read_model(raw).max_position_embeddings == 32_768
     raw["model_type"] = "llama"
-    assert ModelConfig.from_dict(raw).head_dim == 16 and ModelConfig.from_dict(raw).max_position_embeddings == 2048
-    refused("hidden_act 'gelu' is not supported", raw | {"hidden_act": "gelu"})
+    assert config_keys.read_model(raw).head_dim == 16 and config_keys.read_model(raw).max_position_embeddings == 2048
+    refused("'hidden_act' must be 'silu' or 'swish', got 'gelu'", raw | {"hidden_act": "gelu"})

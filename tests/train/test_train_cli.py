@@ -19,7 +19,7 @@ from tiny_models import random_extended
 
 from failfast_jax import FailFast, load_model
 from failfast_jax.checkpoints.block_drafter_folder import save_dspark
-from failfast_jax.checkpoints.drafter import decoding_defaults
+from failfast_jax.checkpoints.model_folder import ModelFolder
 from failfast_jax.policy.expected_tokens import MODEL_CHANCES
 from failfast_jax.train import train_command
 from failfast_jax.train.__main__ import main
@@ -101,7 +101,7 @@ def test_a_run_in_two_pieces_makes_a_drafter(data, tmp_path, family, capsys, mon
     monkeypatch.setattr(train_command, "load_model", None)
     assert main([*whole, "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out) == report
-    assert decoding_defaults(out / "drafter", "cpu") == {"spec_len": 2}
+    assert ModelFolder(out / "drafter").decoding("cpu") == {"spec_len": 2}
     held_out = load_documents([out / "held_out.npz"], vocab_size=150, shortest=1, longest=64)
     assert len(held_out) == 4
     # Another setting in the same folder is another run.

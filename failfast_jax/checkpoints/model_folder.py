@@ -1,0 +1,210 @@
+"""A model's folder, GGUF file or Hub id, opened once: which kind of model it is, which method it is for, loading."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from failfast_jax.checkpoints import drafter, safetensors_file
+from failfast_jax.checkpoints.block_drafter_folder import BLOCK_LAYOUT
+from failfast_jax.checkpoints.checkpoint import Checkpoint, as_dtype, open_checkpoint
+from failfast_jax.checkpoints.drafter_keys import foreign_layout
+from failfast_jax.checkpoints.eagle_folder import EAGLE_LAYOUT
+from failfast_jax.checkpoints.feature_drafter_folder import DrafterLayout
+from failfast_jax.checkpoints.hub import resolve_source
+from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.errors import CheckpointError, ConfigError, OptionError
+from failfast_jax.models import sharding
+from failfast_jax.models.attention import SIMULATED_TPU, device_of, supports, unserved
+from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, FEATURE_BLOCK, Kind
+from failfast_jax.models.model_config import ModelConfig
+from failfast_jax.models.transformer import Decoder
+from failfast_jax.util import progress
+from failfast_jax.util.files import is_there, read_json
+
+LAYOUTS: tuple[DrafterLayout, ...] = (EAGLE_LAYOUT, BLOCK_LAYOUT)
+"""Drafters that read their target's hidden states."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A drafter that fits a target, as far as configurations and headers show.
+
+    Attributes:
+      config: of its layers.
+      parameters: numbers that its files hold.
+    """
+
+    config: ModelConfig
+    parameters: int
+
+
+class ModelFolder:
+    """A model whose `config.json`, if it has one, has been read; nothing else is read until it is needed.
+
+    Args:
+      source: a folder, a `.gguf` file or a Hub id.
+
+    Attributes:
+      name: the source as it was named, for messages.
+      raw: `config.json`; None: there is none.
+      layout: of a drafter that reads its target's hidden states; None for other models.
+
+    Raises:
+      CheckpointError: nothing is there.
+      ConfigError: a damaged `config.json`, or a drafter of an architecture that is not read.
+    """
+
+    def __init__(self, source: str | os.PathLike):
+        self.name, self.path = str(source), resolve_source(source)
+        config = self.path / "config.json"
+        self.where = str(config)
+        self.raw = read_json(config) if is_there(config) else None
+        self.is_standalone = self.raw is not None and drafter.FORMAT_KEY in self.raw
+        self.layout = None if self.raw is None or self.is_standalone else self._find_layout(self.raw)
+
+    def _find_layout(self, raw: dict[str, Any]) -> DrafterLayout | None:
+        names = raw.get("architectures") or []
+        if not isinstance(names, list):
+            raise ConfigError(f"{self.where}: key 'architectures' must be a list, got {names!r}")
+        names = [str(name) for name in names]
+        if layout := next((layout for layout in LAYOUTS if layout.claims(raw | {"architectures": names})), None):
+            return layout
+        owner = foreign_layout(raw, names)
+        if owner is None and raw.get("num_hidden_layers") == 1 and self._has_eagles_tensors():
+            owner = "EAGLE-1, EAGLE-2 or HASS: drafters of one layer over a token and the target's last state"
+        if owner is not None:
+            read = ", ".join(name for layout in reversed(LAYOUTS) for name in layout.architectures)
+            raise ConfigError(f"{self.name}: {owner} are not read (read are {read})")
+        return None
+
+    def _has_eagles_tensors(self) -> bool:
+        """True if the tensors are those of EAGLE's first generations, whose configuration is a Llama's."""
+        try:
+            names = safetensors_file.folder_tensors(self.path, safetensors_file.DTYPES | safetensors_file.INTEGERS)
+        except CheckpointError:  # whoever reads it says so
+            return False
+        return "fc.weight" in names and not any(name.startswith("model.") for name in names)
+
+    @functools.cached_property
+    def checkpoint(self) -> Checkpoint:
+        """A whole model, its headers read."""
+        return open_checkpoint(self.path, self.raw)
+
+    @property
+    def borrows(self) -> bool:
+        """True for a drafter that is no model without its target."""
+        return self.is_standalone or self.layout is not None
+
+    @functools.cached_property
+    def kind(self) -> Kind:
+        """What it drafts from, and how."""
+        if self.layout is not None:
+            return self.layout.kind
+        return BLOCK_DIFFUSION if self.is_standalone or self.checkpoint.config.is_diffusion else AUTOREGRESSIVE
+
+    @property
+    def method(self) -> str:
+        """The method that drafts with it unless another is named."""
+        if self.kind == FEATURE_BLOCK:
+            return BLOCK_LAYOUT.read_config(self.raw, self.where).method
+        return {BLOCK_DIFFUSION: "failfast", AUTOREGRESSIVE: "ar"}.get(self.kind, "eagle3")
+
+    @property
+    def has_heads(self) -> bool:
+        """True for a block drafter with a Markov or a confidence head."""
+        return BLOCK_LAYOUT.read_config(self.raw, self.where).published_method == "dspark"
+
+    @property
+    def chances(self) -> Any:
+        """Its chances of right drafts, as its folder states them, unchecked; None: not stated."""
+        return self.raw.get(drafter.CHANCES) if self.borrows else None
+
+    def decoding(self, platform: str) -> dict[str, Any]:
+        """Options for decoding with this drafter that its folder recommends on a platform.
+
+        Raises:
+          ConfigError: an option that does not exist, or a value out of its range.
+        """
+        return drafter.decoding_defaults(self.raw, self.where, platform) if self.borrows else {}
+
+    def check_is_target(self) -> None:
+        """Raises ConfigError: a drafter that needs a target."""
+        if self.borrows:
+            raise ConfigError(f"{self.name}: a drafter, which cannot be a target; name it with --drafter, and a target")
+
+    def fit(self, target: ModelConfig, target_name: str) -> Fit:
+        """Checks a drafter against its target without reading the weights (except a standalone drafter's).
+
+        Raises:
+          CheckpointError, ConfigError: it cannot be read, or belongs to another target; the message names it.
+        """
+        if self.is_standalone:
+            folder = drafter.read_drafter(self.path, self.raw)
+            size = sum(value.size for value in folder.params.values())
+            return Fit(drafter.config_for(folder, target, target_name), size)
+        if self.layout is not None:
+            opened = self.layout.open(self.path, target, target_name, raw=self.raw)
+            return Fit(opened.config.base, sum(math.prod(shape) for shape in opened.shapes.values()))
+        self.checkpoint.check()
+        return Fit(self.checkpoint.config, self.checkpoint.num_parameters())
+
+    def load_borrowing(self, target: Decoder, target_name: str, rope_theta: float | None = None) -> Any:
+        """Reads a drafter that borrows from a target; errors are those of `fit`."""
+        if self.is_standalone:
+            return drafter.load_drafter(self.path, target, target_name, self.raw)
+        return self.layout.load(self.path, target, target_name, rope_theta, self.raw)
+
+    def load(
+        self,
+        dtype: Any = None,
+        mesh: Mesh | None = None,
+        *,
+        is_drafter: bool = False,
+        quantize: str | None = None,
+        attention: str | None = None,
+    ) -> tuple[Decoder, Any]:
+        """Reads a whole model and its tokenizer (None: it has none); on a mesh, each device reads its own part.
+
+        Raises:
+          OptionError: see `check_attention`; nothing of its weights is read by then.
+        """
+        with ThreadPoolExecutor(1) as pool:
+            tokenizer = pool.submit(load_tokenizer, self.path)
+            opened = self.checkpoint
+            check_attention(attention, opened.config, as_dtype(dtype, device_of(attention).platform), self.name)
+            place = None if mesh is None else sharding.placement(opened.config, mesh, drafter=is_drafter)
+            return opened.load(as_dtype(dtype), place=place, quantize=quantize), tokenizer.result()
+
+
+def own_method(source: str | os.PathLike) -> tuple[Kind, str]:
+    """The kind of a drafter, and the method that drafts with it unless another is named; no tensor is read."""
+    folder = ModelFolder(source)
+    return folder.kind, folder.method
+
+
+def check_attention(attention: str | None, config: Any, dtype: Any, name: str) -> None:
+    """Says on stderr, once, why XLA serves the attention of a model whose device has kernels.
+
+    Args:
+      attention: kernel that was asked for; None: the device's.
+      config: the model's, which need not be loaded.
+      name: the model's.
+
+    Raises:
+      OptionError: the kernel that was asked for does not serve it.
+    """
+    base = getattr(config, "base", config)
+    model = {"dtype": dtype, "head_dim": base.head_dim, "heads": base.num_heads, "kv_heads": base.num_kv_heads}
+    if attention not in (None, SIMULATED_TPU):
+        if reason := supports(attention, jax.devices()[0], **model):
+            raise OptionError(f"--attention {attention}: {name}: {reason}")
+    elif reason := unserved(device_of(attention), **model):
+        progress.warn_once(f"{name}: attention runs in XLA: {reason}")

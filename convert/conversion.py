@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -24,24 +23,15 @@ from failfast_jax.util import command_line, processes
 from failfast_jax.util.files import FULL, claim, orbax_path, read_json, user_path, write_atomically
 from failfast_jax.util.progress import add_flags
 
-# Copied as they are, where the source has them.
-SIDE_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+SIDE_FILES = """
+    generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
+    merges.txt vocab.txt tokenizer.model chat_template.jinja chat_template.json
+    """.split()
+"""Copied as they are, where the source has them."""
 # Room for JSON, tokenizer files written anew, and the file system's own blocks.
 SPARE_BYTES = 32 * 2**20
 
-_KINDS = {"hf": "Hugging Face folders", "gguf": "GGUF files", "native": "converted folders"}
+EVERY, GGUF = "convert", "convert.gguf"
 COMMANDS = {
     "qwen2": "convert.qwen2",
     "llama": "convert.qwen2",
@@ -49,50 +39,25 @@ COMMANDS = {
     "Fast_dLLM_Qwen": "convert.fast_dllm",
     "sdar": "convert.sdar",
 }
-"""Which command converts a Hugging Face folder of a `model_type`."""
+"""The command for a folder of one `model_type`; `EVERY` takes all, and GGUF files."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Converter:
-    """One command: which sources it takes, and what it says of others.
+def command(name: str) -> Callable[[Sequence[str] | None], int]:
+    """The command line of `python -m NAME`, which takes arguments (None: the process's) and returns an exit status."""
+    kinds = [kind for kind, owner in COMMANDS.items() if name in (EVERY, owner)]
+    sources = [f"a folder or Hub id of model_type {', '.join(kinds)}"] if kinds else []
+    sources += ["a .gguf file (its tokenizer is written, too)"] if name in (EVERY, GGUF) else []
 
-    Attributes:
-      kinds: `Checkpoint.kind`s it takes.
-      model_types: `model_type`s it takes; None: those of `COMMANDS` that name it.
-      default_dtype: of the result; None keeps the stored one.
-    """
-
-    command: str
-    description: str
-    source_help: str
-    kinds: tuple[str, ...] = ("hf", "native")
-    model_types: tuple[str, ...] | None = None
-    default_dtype: str | None = None
-
-    def check(self, source: checkpoint.Checkpoint) -> None:
-        """Raises CheckpointError: a source of another kind, with the command to use instead."""
-        by_command = tuple(name for name, command in COMMANDS.items() if command == self.command)
-        right = "convert.gguf" if source.kind == "gguf" else COMMANDS[source.config.model_type]
-        for what, name, accepted in (
-            (_KINDS[source.kind], source.kind, self.kinds),
-            (f"model_type {source.config.model_type!r}", source.config.model_type, self.model_types or by_command),
-        ):
-            if name not in accepted:
-                instead = "it is converted already" if name == "native" else f"use python -m {right}"
-                raise CheckpointError(f"{source.path}: {self.command} does not take {what}; {instead}")
-
-    def main(self, argv: Sequence[str] | None = None) -> int:
-        """The command line. Returns the exit status: 0, or 2 with one line on stderr."""
+    def main(argv: Sequence[str] | None = None) -> int:
         parser = command_line.Parser(
-            prog=f"python -m {self.command}",
-            description=self.description,
+            prog=f"python -m {name}",
+            description="Convert a checkpoint to this project's own format.",
             epilog="OUT is then a model for failfast_jax.load_model and for --target or --drafter. It appears only "
             "when it is complete; an interrupted conversion is cleaned up by the next one.",
         )
-        parser.add_argument("source", metavar="SRC", help=self.source_help)
+        parser.add_argument("source", metavar="SRC", help=", or ".join(sources))
         parser.add_argument("out", metavar="OUT", help="the folder to write; must not exist")
-        kept = self.default_dtype or "the stored one"
-        written = f"dtype of the written parameters (default: {kept})"
+        written = "dtype of the written parameters (default: the stored one; of GGUF files float32)"
         parser.add_argument("--dtype", choices=checkpoint.DTYPES, help=written)
         parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion at OUT")
         processes.refuse_flag(parser, "it needs no devices: run it on each host, with JAX_PLATFORMS=cpu")
@@ -102,50 +67,59 @@ class Converter:
 
         def work() -> None:
             with command_line.cut_short():  # Orbax writes in threads
-                out = convert(self, **options)
+                out = convert(**options, name=name)
             size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
             print(f"{out}: {size / 1e6:,.1f} MB")
 
         return command_line.run(work, verbosity=verbosity)
 
+    return main
+
+
+def _check_source(name: str, source: checkpoint.Checkpoint) -> None:
+    """Raises CheckpointError: the command of this name does not take such sources; it says which command does."""
+    is_gguf, model_type = source.kind == "gguf", source.config.model_type
+    right = GGUF if is_gguf else COMMANDS[model_type]
+    if name not in (EVERY, right):
+        kind = "GGUF files" if is_gguf else f"model_type {model_type!r}"
+        raise CheckpointError(f"{source.path}: {name} does not take {kind}; use python -m {right}")
+
 
 def convert(
-    converter: Converter,
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
+    name: str = EVERY,
     dtype: Any = None,
     overwrite: bool = False,
     progress: bool | None = None,
 ) -> Path:
-    """Converts a checkpoint into a folder that `load_model` and `load_tokenizer` take.
+    """Converts a checkpoint into a folder that `load_model` and `load_tokenizer` take; returns its path.
 
-    The folder appears under its name only when it is complete. The host holds the model and at most one
-    more parameter.
+    The folder appears only when it is complete. The host holds the model and at most one more parameter.
 
     Args:
-      dtype: of the stored parameters; None: the converter's default.
+      name: the command's, which may take sources of one kind only.
+      dtype: of the stored parameters; None: as stored, or float32 for GGUF files.
       overwrite: replaces an earlier conversion at `out`, once the new one is complete.
 
-    Returns:
-      The path of the folder.
-
     Raises:
-      CheckpointError, ConfigError: the source cannot be loaded or is not for this converter; `out`
-        exists; the disk is full, or has less free space than needed.
+      CheckpointError, ConfigError: the source cannot be loaded or is not for this command; `out` exists; the disk has
+        less free space than needed.
     """
     out = user_path(out)
     _check_out(out, overwrite)
     opened = checkpoint.open_checkpoint(source)
-    converter.check(opened)
+    _check_source(name, opened)
     opened.check()
     if out.exists() and opened.path.exists() and os.path.samefile(out, opened.path):
         raise CheckpointError(f"{out}: is the source itself")
-    stored = as_dtype(dtype or converter.default_dtype or opened.stored_dtype())
-    side_files = [opened.path / name for name in SIDE_FILES if (opened.path / name).is_file()]
+    is_gguf = opened.kind == "gguf"
+    stored = as_dtype(dtype or ("float32" if is_gguf else opened.stored_dtype()))
+    side_files = [opened.path / file for file in SIDE_FILES if (opened.path / file).is_file()]
     _check_space(out, opened.num_parameters() * stored.itemsize + sum(path.stat().st_size for path in side_files))
-    tokenizer = load_tokenizer(opened.path) if opened.kind == "gguf" else None
-    with partial_folder(out) as folder:
+    tokenizer = load_tokenizer(opened.path) if is_gguf else None
+    with new_folder(out) as folder:
         host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         params = opened.read(stored, place=lambda path, shape: host, progress=progress)
         orbax_folder.save_params(folder, params)
@@ -155,7 +129,6 @@ def convert(
             tokenizer.save_pretrained(folder)
         # Last: a folder without it is refused.
         write_atomically(folder / "config.json", json.dumps(_config(opened, stored), indent=2) + "\n")
-        _publish(folder, out)
     return out
 
 
@@ -188,23 +161,20 @@ def _above(out: Path) -> Path:
 
 
 def _check_space(out: Path, needed: int) -> None:
-    parent = _above(out)
+    parent, needed = _above(out), needed + SPARE_BYTES
     if os.statvfs(parent).f_flag & os.ST_RDONLY:
         raise CheckpointError(f"{parent}: its file system is read-only; name a folder that may be written")
-    needed += SPARE_BYTES
-    free = shutil.disk_usage(parent).free
-    if free < needed:
+    if (free := shutil.disk_usage(parent).free) < needed:
         raise CheckpointError(f"{parent}: not enough disk space: {needed:,} bytes needed, {free:,} bytes available")
 
 
 @contextlib.contextmanager
-def partial_folder(out: Path) -> Iterator[Path]:
-    """A new folder beside `out`, removed unless it gets renamed.
+def new_folder(out: Path) -> Iterator[Path]:
+    """A new folder beside `out`, which takes its place when the block ends; after an error it is removed.
 
-    A lock on the folder itself tells a running conversion from what a killed one left: the latter's
-    folder is removed.
+    A lock on the folder itself tells a running conversion from the rest of a killed one, which is removed.
     """
-    folder = out.absolute().with_name(f".{out.name}{orbax_folder.PARTIAL}")
+    folder, old = (out.absolute().with_name(f".{out.name}{word}{orbax_folder.PARTIAL}") for word in ("", ".old"))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         lock = _claimed(folder)
@@ -212,12 +182,15 @@ def partial_folder(out: Path) -> Iterator[Path]:
         os.close(lock)
     folder.mkdir()
     lock = _claimed(folder)
-    old = _old(out)
-    if old.exists() and not out.exists():  # killed between the two renames of `_publish`
+    if old.exists() and not out.exists():  # killed between the two renames below
         os.rename(old, out)
     shutil.rmtree(old, ignore_errors=True)
     try:
         yield folder
+        if out.exists():
+            os.rename(out, old)
+        os.rename(folder, out)
+        shutil.rmtree(old, ignore_errors=True)
     except Exception as error:
         if _is_disk_full(error):
             free = shutil.disk_usage(folder).free
@@ -235,19 +208,6 @@ def _claimed(folder: Path) -> int:
         return claim(folder)
     except BlockingIOError:
         raise CheckpointError(f"{folder}: another conversion to the same place is running") from None
-
-
-def _old(out: Path) -> Path:
-    """The place of an earlier result while the new one takes its own."""
-    return out.absolute().with_name(f".{out.name}.old{orbax_folder.PARTIAL}")
-
-
-def _publish(folder: Path, out: Path) -> None:
-    old = _old(out)
-    if out.exists():
-        os.rename(out, old)
-    os.rename(folder, out)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _is_disk_full(error: BaseException | None) -> bool:

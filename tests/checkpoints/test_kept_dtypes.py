@@ -13,7 +13,6 @@ from checkpoint_files import GOLDEN, cast, logits
 from safetensors.numpy import load_file, save_file
 
 from convert.conversion import convert
-from convert.qwen2 import CONVERTER
 from failfast_jax import FailFast, load_model
 from failfast_jax.kernels import cpu_product, llvm_emitter
 from failfast_jax.models import layers
@@ -86,7 +85,7 @@ def test_other_drafters_answer_without_loss(tmp_path, target, drafter):
 
 def test_converted_folders_and_integers(tmp_path):
     narrow, wide = stored(tmp_path, GOLDEN / "qwen2_untied", "bfloat16")
-    out = convert(CONVERTER, narrow, tmp_path / "out")
+    out = convert(narrow, tmp_path / "out")
     assert load_model(out).embed[...].dtype == jnp.bfloat16
     np.testing.assert_array_equal(logits(out), logits(wide))
     pytest.importorskip("qwix")

@@ -16,7 +16,6 @@ from checkpoint_files import GOLDEN, config_of, hf_folder, logits, refuses, shar
 from safetensors.numpy import load_file
 
 from convert.conversion import convert
-from convert.qwen2 import CONVERTER
 from failfast_jax.checkpoints import checkpoint, quantised, safetensors_file, tokenizer
 from failfast_jax.checkpoints.checkpoint import load_model
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
@@ -42,7 +41,7 @@ def test_heads_of_tied_checkpoints(tmp_path, stored, sharded):
     folder = hf_folder(tmp_path / "model", "llama_tied", tensors)
     if sharded:
         shard(folder, tensors)
-    for source in (folder, convert(CONVERTER, folder, tmp_path / "converted", progress=False)):
+    for source in (folder, convert(folder, tmp_path / "converted", progress=False)):
         opened = checkpoint.open_checkpoint(source)
         assert opened.config.tie_embeddings == (stored != "other")
         assert np.array_equal(logits(source), expected)

@@ -1,4 +1,4 @@
-"""The draft graph of `dllm --spiffy` (see `decoding.draft_states`): calibrated once a model, a JSON file beside it.
+"""The draft graph of `dllm --spiffy` (see `decoding.draft_states`): a JSON file beside the model, calibrated once.
 
     {"block_size": 32, "small_block_size": 8, "threshold": 1.0, "states": [[[0, 0]], [[0, 0], [1, 0]], ...], ...}
 
@@ -23,7 +23,7 @@ from failfast_jax.util.files import read_json, write_atomically
 
 FILE = "spiffy.json"
 COMMAND = "python -m failfast_jax.train spiffy"
-"""Writes it."""
+"""The command that writes it."""
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -33,9 +33,9 @@ class DraftGraph:
     """Draft states in the order of their worth.
 
     Attributes:
-      block_size, small_block_size: of the blocks that it was calibrated on.
-      pair_sets: of each state its pairs (position rank, token rank).
-      about: what else the file says, such as the threshold.
+      block_size, small_block_size: sizes of the blocks that it was calibrated on.
+      pair_sets: per state its pairs (position rank, token rank).
+      about: further keys of the file, such as the threshold.
       where: the file, for messages.
     """
 
@@ -46,7 +46,7 @@ class DraftGraph:
     where: str = "the draft graph"
 
     def states(self, count: int, block: int, small_block: int) -> np.ndarray:
-        """The `count` best states as `spiffy.step` takes them: `[count, small_block]`.
+        """The `count` best states `[count, small_block]`: by position the rank of its token, or -1.
 
         Raises:
           OptionError: there are fewer, or they are for blocks of another size.
@@ -75,7 +75,7 @@ class DraftGraph:
 
 
 def default_file(model: str | os.PathLike) -> Path | None:
-    """Beside a model in a folder or file of this machine; None for one that was built in memory."""
+    """The place beside a model's folder or file; None for a model that was built in memory."""
     try:
         path = resolve_source(model)
     except CheckpointError:
@@ -89,7 +89,7 @@ def read(path: str | os.PathLike | None, model: str, ranks: int) -> DraftGraph:
     Args:
       path: None: there is no place where the model's would be.
       model: its name, for messages.
-      ranks: tokens a position that are known.
+      ranks: known tokens per position.
 
     Raises:
       OptionError: there is no such file.
@@ -107,21 +107,17 @@ def read(path: str | os.PathLike | None, model: str, ranks: int) -> DraftGraph:
             f"token's rank below {ranks}, no position twice"
         )
     about = {key: raw[key] for key in raw.keys() - {"block_size", "small_block_size", "states"}}
-    sets = tuple(tuple((int(i), int(j)) for i, j in state) for state in states)
+    sets = tuple(tuple(map(tuple, state)) for state in states)
     return DraftGraph(block, small, sets, about, str(path))
 
 
 def _is_state(state: Any, positions: int, ranks: int) -> bool:
     """True for pairs of ranks below these numbers, no position twice."""
-
-    def is_pair(pair: Any) -> bool:
-        ranges = (positions, ranks)
-        return (
-            isinstance(pair, list)
-            and len(pair) == 2
-            and all(values.is_number(rank, int, 0, size - 1) for rank, size in zip(pair, ranges))
-        )
-
-    if not isinstance(state, list) or not state or not all(map(is_pair, state)):
+    if not isinstance(state, list) or not state:
         return False
+    for pair in state:
+        if not isinstance(pair, list) or len(pair) != 2:
+            return False
+        if not all(values.is_number(rank, int, 0, most - 1) for rank, most in zip(pair, (positions, ranks))):
+            return False
     return len({position for position, _ in state}) == len(state)

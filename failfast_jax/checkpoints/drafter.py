@@ -34,7 +34,7 @@ STANDALONE = "standalone"
 STORAGES = ("bfloat16", "int8", "float32")
 DECODING_OPTIONS = ("spec_len", "tau", "max_spec_len")
 FORMER_OPTIONS = ("lookup_min", "min_gain", "policy")
-"""What folders of earlier versions may hold, too: without effect."""
+"""Options that folders of earlier versions may hold, too: without effect."""
 CHANCES = "chances"
 """Key of `config.json`: how often tokens of each bin of confidence were right when the drafter was made."""
 _SCALE = ".scale"
@@ -55,7 +55,7 @@ class DrafterFolder:
 
     @property
     def where(self) -> str:
-        """What errors about the configuration name."""
+        """The file, for messages about the configuration."""
         return str(self.path / "config.json")
 
 
@@ -156,12 +156,12 @@ def load_drafter(
     folder = read_drafter(path, raw)
     config = config_for(folder, target.config, target_name)
     skeleton = Skeleton.made_by(lambda rngs: Decoder(config, dtype=target.dtype, rngs=rngs))
-    own = {name: leaf for name, leaf in skeleton.leaves.items() if name.split(".")[0] not in ("embed", "head")}
+    unborrowed = {name: leaf for name, leaf in skeleton.leaves.items() if name.split(".")[0] not in ("embed", "head")}
     params = dict(folder.params)
     mask = params.pop("mask", None)
     if mask is None or mask.shape != (target.config.hidden_size,):
         raise CheckpointError(f"{folder.path / WEIGHTS}: 'mask' must be [{target.config.hidden_size}]")
-    model = skeleton.filled(_parameters(folder, params, own, target.dtype))
+    model = skeleton.filled(_parameters(folder, params, unborrowed, target.dtype))
     return with_borrowed(model, target, jax.device_put(mask))
 
 

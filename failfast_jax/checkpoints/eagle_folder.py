@@ -137,8 +137,8 @@ class EagleLayout(DrafterLayout):
                 "drafters are written in DeepSpec's layout: with q/k norms, a ttt_length and no biases, and the hidden "
                 "state itself is the residual"
             )
-        own = {"draft_num_hidden_layers": 1, "step_loss_decay": STEP_DECAY, "ttt_length": config.chain}
-        return drafter_keys_of(DEEPSPEC, config, target, storage) | own
+        fixed = {"draft_num_hidden_layers": 1, "step_loss_decay": STEP_DECAY, "ttt_length": config.chain}
+        return drafter_keys_of(DEEPSPEC, config, target, storage) | fixed
 
 
 EAGLE_LAYOUT = EagleLayout()

@@ -70,20 +70,19 @@ class GGUFFile:
         return cls(path, metadata, {name: _tensor(path, name, *entry, base, size) for name, *entry in entries})
 
     def number(self, key: str, kind: type = int, **options: Any) -> Any:
-        """A number of the metadata; see `values.number`."""
+        """Reads a number of the metadata; see `values.number`."""
         return values.number(self.metadata, key, self.path, kind, **options)
 
     def text(self, key: str, default: Any = values.REQUIRED) -> Any:
-        """A text of the metadata; see `values.text`."""
+        """Reads a text of the metadata; see `values.text`."""
         return values.text(self.metadata, key, self.path, default)
 
     def entries(self, key: str, kind: type, default: Any = values.REQUIRED) -> Any:
-        """A list of the metadata, all of one kind; see `values.entries`."""
+        """Reads a list of the metadata; see `values.entries`."""
         return values.entries(self.metadata, key, self.path, kind, default)
 
     def token_id(self, name: str, default: int | None = None) -> int | None:
-        """The id of a special token (`bos`, `eos`, ...) of the tokenizer; None: it has none, which some files write as
-        -1, or as that in 32 bits without a sign."""
+        """The id of a special token (`bos`, `eos`, ...); None: there is none, in some files -1 or 2**32 - 1."""
         id = self.number(f"tokenizer.ggml.{name}_token_id", least=-1, most=2**32 - 1, default=default)
         return id if id is None or 0 <= id <= values.LARGEST_ID else None
 
@@ -93,7 +92,7 @@ class _Damaged(Exception):
 
 
 class _Reader:
-    """Values of a header, one after the other; what is too large is refused before it is read."""
+    """Values of a header, in order; a value that is too large is refused before it is read."""
 
     def __init__(self, data: mmap.mmap):
         self._data, self.position = data, 0
@@ -123,20 +122,14 @@ class _Reader:
 
     def value(self) -> Any:
         """A value of the metadata, after its type. Lists hold numbers or texts; no file has lists of lists."""
-        kind = self.number("I")
-        if kind != _ARRAY:
-            return self._values(kind, 1)[0]
-        kind, count = self.numbers("I")[0], self.number("Q")
-        if count > LONGEST_ARRAY:
+        kind, count = self.number("I"), None
+        if kind == _ARRAY:
+            kind, count = self.number("I"), self.number("Q")
+        if kind not in (_STRING, *_SCALARS) or (count or 1) > LONGEST_ARRAY:
             raise _Damaged
-        return self._values(kind, count)
-
-    def _values(self, kind: int, count: int) -> list[Any]:
-        if kind == _STRING:
-            return [self.text() for _ in range(count)]
-        if kind not in _SCALARS:
-            raise _Damaged
-        return self.numbers(_SCALARS[kind], count)
+        size = 1 if count is None else count
+        entries = [self.text() for _ in range(size)] if kind == _STRING else self.numbers(_SCALARS[kind], size)
+        return entries[0] if count is None else entries
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape, type and offset of a tensor."""

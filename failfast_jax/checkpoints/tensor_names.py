@@ -49,7 +49,7 @@ def as_saved(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, Stor
 
 
 def with_head(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], bool]:
-    """The tensors of a tied checkpoint, and whether its head really is its embedding.
+    """The tensors of a tied checkpoint, and True if its head really is its embedding.
 
     As in transformers 5, a stored head that differs from the embedding is used, and one that stands alone is both.
     """
@@ -60,16 +60,9 @@ def with_head(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTens
     if embed is None:
         tensors[EMBED] = tensors.pop(HEAD)
         return tensors, True
-    key = tuple((tensor.file, tensor.name, tensor.file.stat().st_mtime_ns) for tensor in (head, embed))
-    if key not in _same:
-        _same[key] = _equal(head, embed)
-    if _same[key]:
+    if tied := _equal(head, embed):
         del tensors[HEAD]
-    return tensors, _same[key]
-
-
-_same: dict[tuple, bool] = {}
-"""Results of `_equal` by file, name and time: a checkpoint is opened several times."""
+    return tensors, tied
 
 
 def _equal(first: StoredTensor, second: StoredTensor) -> bool:

@@ -22,7 +22,7 @@ from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError, PromptTooLong, printable_lines
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.options import CommandOptions, add_flags_of, option
-from failfast_jax.request_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
+from failfast_jax.request_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load
 from failfast_jax.results import fate
 from failfast_jax.serving.queue import PER_REQUEST, Answer, Finished, Queue
 from failfast_jax.serving.serve_options import capacity_for, refuse_diffusion
@@ -253,7 +253,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags_of(parser.add_argument_group("conversation"), ChatOptions)
     add_model_flags(parser)
     add_method_flags(parser)
-    add_engine_flags(parser, together=True)
+    add_engine_flags(parser)
     return parser
 
 
@@ -263,7 +263,7 @@ def _work(args: argparse.Namespace) -> None:
         streams.need_stdout()
     refuse_diffusion(args.method)
     config = config_of(args, exact=args.exact)
-    engine = load_engine(args, config.method)
+    engine = load(args)
     engine.encode([{"role": "user", "content": "?"}])  # a chat template is needed
     if not processes.speaks():
         follow(engine, config, options)

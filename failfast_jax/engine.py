@@ -1,7 +1,8 @@
-"""Text around a `Runtime`: prompts to ids, requests to answers, ids to text. The only place that knows tokenisers."""
+"""Text around a `Runtime`: prompts to ids, requests to answers, ids to text. The only module that knows tokenizers."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -9,31 +10,32 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from failfast_jax import drafters
-from failfast_jax.checkpoints.pair import read_pair
+from failfast_jax.checkpoints.pair import Pair, read_pair
 from failfast_jax.checkpoints.tokenizer import stop_tokens
 from failfast_jax.decoding.decode_state import FAILED, FINISHED_EOS, FINISHED_LENGTH, RUNNING
 from failfast_jax.decoding.diffusion_decoding import blocks_to_write
 from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.default_pair import drafter_for, found_models
 from failfast_jax.drafters import DIFFUSION_METHOD
 from failfast_jax.drafters.dllm import DllmOptions
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.errors import ConfigError, NonFiniteError, OptionError, PromptError
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.load_options import LoadOptions
-from failfast_jax.models.drafter_model import DrafterModel
 from failfast_jax.models.kv_cache import round_up
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.prompts import Message, Prompt, answer_text, encode, separate
 from failfast_jax.results import Result, Round, Stats, StreamEvent
-from failfast_jax.runtime.model_runtime import DraftSession, Progress, Request, RowLog, Runtime, Session
-from failfast_jax.util.compilation import Executables, counted, enable_compile_cache
+from failfast_jax.runtime.model_runtime import DraftSession, Progress, Request, Runtime, Session
+from failfast_jax.text_stream import TextStream
+from failfast_jax.util.compilation import counted, enable_compile_cache
 from failfast_jax.util.hardware import Profile, bytes_on_a_device, memory_explained
 from failfast_jax.util.progress import waiting
 
@@ -42,77 +44,85 @@ __all__ = ["FailFast", "Message", "Prompt", "Result", "Round", "Stats", "StreamE
 logger = logging.getLogger("failfast_jax")
 
 LEAST_ROUNDS = 16
-"""Of an answer whose time says what rounds cost: in shorter ones it is the dispatch's."""
+"""Rounds of an answer from whose time costs are learned; in a shorter answer dispatching takes most of the time."""
 FINISH_REASONS = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length"}
-"""Why an answer ended, in words."""
+
+
+class Stopwatch:
+    """Seconds of stretches of work: `with watch("decode"): ...` adds a stretch to `seconds["decode"]`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = collections.defaultdict(list)
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name].append(time.perf_counter() - start)
+
+
+class Slice(NamedTuple):
+    """A decoding state between two calls of the device, donated to the next one, and what was read from it."""
+
+    state: Any
+    progress: Progress
+
+
+class SequenceEvents:
+    """Turns the ids of one sequence, as they grow, into events with the new ids and their text.
+
+    Args:
+      sequence: index of the prompt.
+      text: the answer's text stream; None without a tokenizer.
+    """
+
+    def __init__(self, sequence: int, text: TextStream | None):
+        self.sequence, self.text, self.sent = sequence, text, 0
+
+    def event(self, ids: Sequence[int], result: Result | None = None) -> StreamEvent:
+        """The event of all ids so far; with the result it is the last one."""
+        new, self.sent = list(ids[self.sent :]), len(ids)
+        text = None if self.text is None else self.text.add(new, last=result is not None)
+        if result is not None and self.text is not None:
+            result = dataclasses.replace(result, text=self.text.text)
+        return StreamEvent(self.sequence, new, text, result)
 
 
 class FailFast:
-    """A target, a drafter, and the programs compiled for them.
+    """A target, a drafter, and the programs compiled for them. `FailFast.load` makes one.
+
+    `FailFast(target, drafter, **changes)`, the former spelling of `load` with a target, works for one release more.
 
     Args:
-      target: a model, or a path or Hub id for `load_model`. For `method="dllm"` the block-diffusion model.
-      drafter: likewise; only needed by methods whose drafter is a model.
-      tokenizer: a transformers tokenizer; None: the target's own, if it has one.
-      drafter_tokenizer: only used to check that both models speak the same tokens.
-      dtype: of loaded weights; None: float32 on CPU, bfloat16 elsewhere, on a simulated TPU too.
-      max_seq_len: most tokens of prompt and output together; None: the model's context.
-      compile_cache: folder of the process's persistent compilation cache, or `off`; None: as JAX is configured. See
-        `enable_compile_cache`.
-      tensor_parallel: devices that share each layer.
-      data_parallel: groups of such devices that share the batch, which must be a multiple of it.
-      attention: kernel of cached attention, see `models.attention.KERNELS`; None chooses by platform.
-      quantize: None, or `int8`: the target's matrices in 8 bits (`quantization`); output is the quantised target's.
-      quantize_drafter: likewise the drafter's.
-      rope_theta_drafter: base frequency of a feature-based drafter's rotary embedding; None: its folder's.
-      programs: a store of compiled programs to share, `other.runtime.programs`.
-      costs: for `auto`, a file that says what rounds cost; None: they are measured when first needed.
+      pair: the loaded models and their tokenizer; see `checkpoints.pair`.
+      drafter: only of the former spelling.
+      options: `max_seq_len`, `programs` and `costs` are taken from it; see `LoadOptions`.
+      changes: replace single fields of `options`.
 
     Attributes:
       runtime: the models and everything compiled for them; see `Runtime`.
-      target: the model whose text it is.
-      drafter: the model that drafts, or None; it may be replaced by one of the same shapes.
-      vocab: ids that a drafter may propose.
+      target: the model whose text is written.
+      drafter: the model that drafts, or None; it may be replaced by another of the same shapes.
+      vocab: ids below it may be drafted.
       load_s: seconds that loading took.
-      eos_token_ids: stop tokens; the target's own (see `checkpoints.tokenizer.stop_tokens`) unless replaced.
+      eos_token_ids: stop tokens; the target's (see `checkpoints.tokenizer.stop_tokens`) unless replaced.
       corpus: None, or a `drafters.suffix.Corpus` that `suffix` drafts from, too, to be filled between requests.
-      time_rounds: whether every round is waited for and timed (`Round.took`).
+      time_rounds: True: every round is waited for and timed (`Round.took`).
       decoding: values of options that a request leaves at None; from the drafter's folder.
-      chances: what `auto` believes of the drafter's confidences at first; see `drafters.check_chances`.
+      chances: the prior of `auto` for the drafter's confidences; see `drafters.check_chances`.
 
     Raises:
       ValueError: a model that cannot be read, or two that do not share their tokens; the message names them.
     """
 
-    def __init__(
-        self,
-        target: Decoder | str | os.PathLike,
-        drafter: DrafterModel | str | os.PathLike | None = None,
-        *,
-        tokenizer: Any = None,
-        drafter_tokenizer: Any = None,
-        dtype: Any = None,
-        max_seq_len: int | None = None,
-        compile_cache: str | os.PathLike | None = None,
-        tensor_parallel: int = 1,
-        data_parallel: int = 1,
-        attention: str | None = None,
-        quantize: str | None = None,
-        quantize_drafter: str | None = None,
-        rope_theta_drafter: float | None = None,
-        programs: Executables | None = None,
-        costs: str | os.PathLike | None = None,
-    ):
-        if compile_cache is not None:
-            enable_compile_cache(compile_cache)
+    def __init__(self, pair: Any, drafter: Any = None, options: LoadOptions = LoadOptions(), **changes: Any):
         start = time.perf_counter()
-        run = {"dtype": dtype, "attention": attention, "quantize": quantize, "quantize_drafter": quantize_drafter}
-        run |= {"tensor_parallel": tensor_parallel, "data_parallel": data_parallel, "tokenizer": tokenizer}
-        run |= {"rope_theta_drafter": rope_theta_drafter, "drafter_tokenizer": drafter_tokenizer}
-        loading = "loading the models" if isinstance(target, Decoder) else f"loading {target}"
-        with memory_explained(loading), waiting(loading):
-            pair = read_pair(target, drafter, LoadOptions(**run))
-        self.runtime = Runtime(pair.target, pair.drafter, max_seq_len=max_seq_len, programs=programs, costs=costs)
+        options = dataclasses.replace(options, **changes)
+        if not isinstance(pair, Pair):
+            pair = _opened(pair, drafter, options)
+        self.runtime = Runtime(
+            pair.target, pair.drafter, max_seq_len=options.max_seq_len, programs=options.programs, costs=options.costs
+        )
         self.target_name, self.drafter_name = pair.target_name, pair.drafter_name
         self.tokenizer, self.vocab = pair.tokenizer, pair.vocab
         self.eos_token_ids = stop_tokens(pair.target.config, pair.tokenizer)
@@ -121,8 +131,40 @@ class FailFast:
         self.chances = drafters.check_chances(pair.chances, self.drafter_name)
         self.load_s = time.perf_counter() - start
         self.corpus: Corpus | None = None
-        self._profile: Profile | None = None
         self.time_rounds = False
+        self._profile: Profile | None = None
+        self._has_default_target = False
+
+    @classmethod
+    def load(
+        cls, target: Any = None, drafter: Any = None, options: LoadOptions = LoadOptions(), **changes: Any
+    ) -> FailFast:
+        """Loads a target and its drafter; without arguments the embedded default pair.
+
+        Args:
+          target: a folder, `.gguf` file or Hub id, or a model in memory; or an engine, whose target, tokenizer and
+            compiled programs are shared. For `method="dllm"` the block-diffusion model. None: the default target.
+          drafter: likewise. None: that of the default pair with the default target, otherwise no model.
+          options: how to load them; see `LoadOptions`.
+          changes: replace single fields of `options`: `dtype="bfloat16"`.
+
+        Raises:
+          ValueError: a model is missing, unreadable or does not fit; the message names it.
+        """
+        start = time.perf_counter()
+        options = dataclasses.replace(options, **changes)
+        base = target if isinstance(target, FailFast) else None
+        name, default = (target, target is None) if base is None else (base.target_name, base._has_default_target)
+        if base is not None:
+            target, programs = base.target, base.runtime.programs
+            options = dataclasses.replace(options, tokenizer=base.tokenizer, programs=programs)
+        drafter = drafter_for(drafter, options, None if default else name)
+        target, drafter, options = found_models(target, drafter, options)
+        pair = _opened(target, drafter, options)
+        engine = cls(pair if base is None else dataclasses.replace(pair, target_name=name), options=options)
+        engine.load_s = time.perf_counter() - start
+        engine._has_default_target = default
+        return engine
 
     @property
     def target(self) -> Decoder:
@@ -174,13 +216,13 @@ class FailFast:
           options: replace single fields of it: `max_new_tokens=64`.
 
         Returns:
-          One result a prompt, in order. Its times are in seconds, and those of the whole batch.
+          One result per prompt, in order. Its times are in seconds, and those of the whole batch.
 
         Raises:
           ValueError: a bad option (`OptionError`) or prompt (`PromptError`), models that the method cannot use
             (`ConfigError`), too little memory (`DeviceMemoryError`), logits that are not finite (`NonFiniteError`).
         """
-        return [event.result for event in self._events(prompts, config, options, stream=False)]
+        return [event.result for event in self._answer(prompts, self.resolve(config, **options), stream=False)]
 
     def stream(self, prompts: Any, config: GenerationConfig | None = None, **options: Any) -> Iterator[StreamEvent]:
         """Like `generate`, in slices of a few rounds: yields what became final after each.
@@ -190,52 +232,108 @@ class FailFast:
 
         Yields:
           Tokens and text of one sequence that will not change any more; its last event has the whole result. Text may
-          lag behind the tokens by a character that is not complete.
+          lag behind tokens: characters that are not complete yet are held back.
 
         Raises:
-          ValueError: see `generate`; at the first event, not at the call.
+          ValueError: see `generate`.
         """
-        yield from self._events(prompts, config, options, stream=True)
-
-    def _events(
-        self, prompts: Any, config: GenerationConfig | None, options: dict[str, Any], stream: bool
-    ) -> Iterator[StreamEvent]:
-        """News of every sequence; without `stream` one event of each, in order."""
-        separated = separate(prompts)
-        encoded = [self.encode(prompt) for prompt in separated]
-        texts = [answer_text(self.tokenizer, *both) for both in zip(separated, encoded)]
-        sent = [0] * len(encoded)
-        for news in self._run(encoded, self.resolve(config, **options), stream):
-            for index, (item, text) in enumerate(zip(news, texts)):
-                result = item if isinstance(item, Result) else None
-                ids = list(item if result is None else result.output_ids)[sent[index] :]
-                sent[index] += len(ids)
-                new = None if text is None else text.add(ids, last=result is not None)
-                if result is not None and text is not None:
-                    result = dataclasses.replace(result, text=text.text)
-                if ids or result is not None:
-                    yield StreamEvent(index, ids, new, result)
+        yield from self._answer(prompts, self.resolve(config, **options), stream=True)
 
     def resolve(self, config: GenerationConfig | None = None, **options: Any) -> GenerationConfig:
-        """The request `config` with its method decided, checked; `options` replace single fields.
+        """Returns the request `config` with its method decided and its options checked; see `drafters.resolve`.
+
+        Args:
+          options: replace single fields of `config`.
 
         Raises:
           OptionError: an option out of its range, or one that the method ignores.
         """
-        config = self._with_method(dataclasses.replace(config or GenerationConfig(), **options))
-        chosen = drafters.options_of(config, self.platform, self.decoding)
-        return config if config.top_p is not None else dataclasses.replace(config, top_p=chosen.top_p)
+        config = config or GenerationConfig()
+        return drafters.resolve(
+            dataclasses.replace(config, **options) if options else config, self.platform, self.decoding
+        )
 
-    def _with_method(self, config: GenerationConfig) -> GenerationConfig:
-        return dataclasses.replace(config, method=config.method or drafters.DEFAULT_METHOD)
+    def _answer(self, prompts: Any, config: GenerationConfig, stream: bool) -> Iterator[StreamEvent]:
+        """Yields the events of every sequence; without `stream` the last one of each, in order."""
+        prompts = separate(prompts)
+        encoded = [self.encode(prompt) for prompt in prompts]
+        texts = [answer_text(self.tokenizer, prompt, ids) for prompt, ids in zip(prompts, encoded)]
+        sequences = [SequenceEvents(row, text) for row, text in enumerate(texts)]
+        watch, compiled_before = Stopwatch(), self.runtime.programs.seconds
+        with counted() as compilations:
+            session = self.session(encoded, config)
+            self._explain(session, config)
+            with memory_explained(f"{len(encoded)} x {session.capacity} tokens", lambda: self._memory(session)):
+                state = self._prefill(session, encoded, config, watch)
+                compile_s, costs = self.runtime.programs.seconds - compiled_before, None
+                if isinstance(session, DraftSession) and session.drafter.uses_costs:
+                    session, costs = self.runtime.costs.price(session)
+                with contextlib.nullcontext() if self._profile is None else self._profile.traced():
+                    for part in self._decode(session, state, stream, watch):
+                        if stream and RUNNING in part.progress.finish:
+                            events = (each.event(ids) for each, ids in zip(sequences, part.progress.ids))
+                            yield from (event for event in events if event.ids)
+            counts = compilations()
+        progress, slices = part.progress, watch.seconds["decode"]
+        self._check_finite(encoded, progress)
+        logs = session.rounds(part.state)
+        undisturbed = not (self.time_rounds or self._profile)  # otherwise waits between rounds take time, too
+        if costs is not None and undisturbed and max(len(log.rounds) for log in logs) >= LEAST_ROUNDS:
+            self.runtime.costs.learn(session, logs, sum(slices))
+        measured = {
+            "load_s": self.load_s,
+            "compile_s": compile_s,
+            "prefill_s": sum(watch.seconds["prefill"]),
+            "decode_s": sum(slices),
+            "compiles": counts.compiles,
+            "cache_hits": counts.cache_hits,
+            "host_syncs": len(slices) + 2,  # after prefill, after each slice, and for the rounds
+            "costs": costs,
+        }
+        for row, (sequence, ids, log) in enumerate(zip(sequences, progress.ids, logs)):
+            log = log.timed(slices) if self.time_rounds else log
+            result = Result(
+                prompt_ids=list(encoded[row]),
+                output_ids=ids,
+                text=None,  # see `SequenceEvents`
+                finish_reason=FINISH_REASONS[progress.finish[row]],
+                method=config.method,
+                stats=Stats.of(log, tokens_per_s=len(ids) / sum(slices), **measured),
+                rounds=log.rounds,
+            )
+            yield sequence.event(ids, result)
+
+    def _prefill(self, session: Session, prompts: list[list[int]], config: GenerationConfig, watch: Stopwatch) -> Any:
+        """A state with the prompts in the caches, once all programs are compiled."""
+        session.prepare(max(map(len, prompts)))
+        requests = [self.request(prompt, config, row) for row, prompt in enumerate(prompts)]
+        # The loop, the largest program, may still be compiling meanwhile.
+        with watch("prefill"), waiting(f"prefill of {sum(map(len, prompts))} tokens", beside_bar=False):
+            state = session.prefill(requests)
+            jax.block_until_ready(state)
+        session.wait()
+        return state
+
+    def _decode(self, session: Session, state: Any, stream: bool, watch: Stopwatch) -> Iterator[Slice]:
+        """Yields the state after each call of the device: one call for an answer, or one per slice of a stream."""
+        # The first slice is a single round: the first words should not wait for the next ones.
+        rounds = 1 if stream or self.time_rounds else None
+        running = True
+        while running:
+            with watch("decode"):
+                state = session.advance(state, rounds)
+                progress = session.read(state)
+            yield Slice(state, progress)
+            running = RUNNING in progress.finish
+            rounds = 1 if self.time_rounds else session.stream_rounds
 
     def request(self, prompt: Sequence[int], config: GenerationConfig, sequence: int = 0) -> Request:
-        """What a session is asked.
+        """Returns the request of a session's row.
 
         Args:
           prompt: token ids, see `encode`.
-          config: limits, sampling and stop tokens are taken from it; it must be resolved, see `resolve`.
-          sequence: tells its randomness from that of others with the same seed.
+          config: a resolved request (see `resolve`): limits, sampling and stop tokens are taken from it.
+          sequence: requests of one seed with different sequences draw different random numbers.
         """
         return Request(
             prompt=prompt,
@@ -249,7 +347,11 @@ class FailFast:
         )
 
     def session(self, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> Session:
-        """The programs that answer prompts (ids), and others of about their length, as `config` (resolved) says.
+        """Returns the programs that answer prompts (ids) of about this length.
+
+        Args:
+          prompts: token ids of each row.
+          config: a resolved request, see `resolve`.
 
         Raises:
           ConfigError, OptionError: the method needs other models or options.
@@ -271,7 +373,7 @@ class FailFast:
     def _diffusion_session(self, longest: int, config: GenerationConfig, batch: int) -> Session:
         if not self.target.config.is_diffusion:
             raise ConfigError(f"{self.target_name}: method {DIFFUSION_METHOD} needs a block-diffusion model")
-        options = drafters.options_of(config, self.platform)
+        options = config.resolution.options
         model = self.target.with_block_size(options.block_size) if options.block_size else self.target
         block, static = model.config.block_size, options.static_for(model)
         if options.released_length and model.config.token_shift and config.max_new_tokens < block:
@@ -317,52 +419,6 @@ class FailFast:
             self._profile = None
         profile.check()
 
-    def _run(self, prompts: list[list[int]], config: GenerationConfig, stream: bool) -> Iterator[list]:
-        """Yields lists of output ids so far (streaming only), at last the list of results."""
-        compile_before = self.runtime.programs.seconds
-        with counted() as so_far:
-            session = self.session(prompts, config)
-            self._explain(session, config)
-            with memory_explained(f"{len(prompts)} x {session.capacity} tokens", lambda: self._memory(session)):
-                session.prepare(max(map(len, prompts)))
-                start = time.perf_counter()
-                # While the loop, the largest program, may still be compiling.
-                with waiting(f"prefill of {sum(map(len, prompts))} tokens", beside_bar=False):
-                    state = session.prefill([self.request(prompt, config, row) for row, prompt in enumerate(prompts)])
-                    jax.block_until_ready(state)
-                times = {"prefill_s": time.perf_counter() - start}
-                session.wait()
-                times["compile_s"] = self.runtime.programs.seconds - compile_before
-                weighs = isinstance(session, DraftSession) and session.drafter.uses_costs
-                session, costs = self.runtime.costs.price(session) if weighs else (session, None)
-                took, syncs = [], 1
-                with contextlib.nullcontext() if self._profile is None else self._profile.traced():
-                    while True:
-                        start = time.perf_counter()
-                        # The first slice is one round: the first words should not wait for the next ones.
-                        rounds = (session.stream_rounds if syncs > 1 else 1) if stream else None
-                        state = session.advance(state, 1 if self.time_rounds else rounds)
-                        progress = session.read(state)
-                        took.append(time.perf_counter() - start)
-                        syncs += 1
-                        if RUNNING not in progress.finish:
-                            break
-                        if stream:
-                            yield progress.ids
-            counts = so_far()
-        self._check_finite(prompts, progress)
-        times["decode_s"], logs = sum(took), session.rounds(state)
-        plain = weighs and not (self.time_rounds or self._profile)  # else waits between rounds take time, too
-        if plain and max(len(log.rounds) for log in logs) >= LEAST_ROUNDS:
-            self.runtime.costs.learn(session, logs, times["decode_s"])
-        if self.time_rounds:
-            logs = [log.timed(took) for log in logs]
-        measured = {"compiles": counts.compiles, "cache_hits": counts.cache_hits, "host_syncs": syncs + 1}
-        yield [
-            self._result(config, prompt, ids, finish, log, measured | times | {"costs": costs})
-            for prompt, ids, finish, log in zip(prompts, progress.ids, progress.finish, logs)
-        ]
-
     def _explain(self, session: Session, config: GenerationConfig) -> None:
         """What was chosen, for `--verbose`."""
         model = self.target
@@ -386,32 +442,19 @@ class FailFast:
                     "the checkpoint, or choose another --dtype (float32 has the widest range)"
                 )
 
-    def _result(
-        self, config: GenerationConfig, prompt: list[int], ids: list[int], finish: int, log: RowLog, measured: dict
-    ) -> Result:
-        return Result(
-            prompt_ids=list(prompt),
-            output_ids=ids,
-            text=None,  # see `_events`
-            finish_reason=FINISH_REASONS[finish],
-            method=config.method,
-            stats=Stats.of(log, load_s=self.load_s, tokens_per_s=len(ids) / measured["decode_s"], **measured),
-            rounds=log.rounds,
-        )
-
     def build_drafter(self, config: GenerationConfig) -> Drafter:
-        """The drafter of the request `config`: of its method, with its settings.
+        """Builds the drafter of the request `config`, which is resolved here if it is not yet.
 
         Raises:
           ConfigError, OptionError: the method needs another kind of model than `drafter`.
         """
+        config = config if config.resolution is not None else self.resolve(config)
         drafter = drafters.build_drafter(
-            self._with_method(config),
+            config,
             model=self.drafter,
             model_name=self.drafter_name,
             vocab=self.vocab,
             platform=self.platform,
-            defaults=self.decoding,
             chances=self.chances,
         )
         if self.corpus is None:
@@ -419,3 +462,12 @@ class FailFast:
         if self.corpus.tokens.max() >= self.target.config.vocab_size:
             raise PromptError(f"the corpus holds token id {self.corpus.tokens.max()}, which {self.target_name} lacks")
         return drafter.with_corpus(self.corpus.tokens)
+
+
+def _opened(target: Any, drafter: Any, options: LoadOptions) -> Pair:
+    """Reads a pair of models from their sources, or takes those in memory."""
+    if options.compile_cache is not None:
+        enable_compile_cache(options.compile_cache)
+    loading = "loading the models" if isinstance(target, Decoder) else f"loading {target}"
+    with memory_explained(loading), waiting(loading):
+        return read_pair(target, drafter, options)

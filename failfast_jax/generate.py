@@ -17,8 +17,15 @@ from pathlib import Path
 from failfast_jax.answer_trace import TERMINAL, write_trace
 from failfast_jax.drafters import DIFFUSION_METHOD, all_options
 from failfast_jax.errors import OptionError
-from failfast_jax.generation_config import GenerationConfig
-from failfast_jax.request_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
+from failfast_jax.generation_config import GenerationConfig, common_fields
+from failfast_jax.request_flags import (
+    add_engine_flags,
+    add_flags_named,
+    add_method_flags,
+    add_model_flags,
+    config_of,
+    load,
+)
 from failfast_jax.results import Result, fate
 from failfast_jax.template_rendering import LONGEST_TEXT
 from failfast_jax.util import command_line, processes, progress, streams
@@ -50,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         help=f"maximum length of the answer in tokens (default: {ANSWER}, or less where the context ends)",
     )
-    output.add_argument("--ignore-eos", action="store_true", help="go on after stop tokens")
+    add_flags_named(output, "ignore_eos")
     output.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     output.add_argument(
         "--trace",
@@ -59,19 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="write the rounds: a page if .html, a picture if .svg, else JSON lines; -: for the terminal, on stderr",
     )
     output.add_argument("--profile", metavar="DIR", type=user_path, help="write a jax.profiler trace of the answer")
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--temperature", metavar="t", type=float, default=0.0, help="0 (default) is greedy")
-    sampling.add_argument("--top-p", metavar="p", type=float, help="1 (default; dllm: 0.95) keeps all")
-    sampling.add_argument("--top-k", metavar="k", type=int, default=0, help="0 (default) keeps all, 1 is greedy")
-    sampling.add_argument("--seed", metavar="s", type=int, default=0, help="one seed, one text, whatever the method")
-    sampling.add_argument(
-        "--acceptance",
-        choices=("match", "rejection"),
-        default="match",
-        help="match: the target's own picks decide; rejection: draft samples, keep x with min(1, p(x)/q(x))",
-    )
+    add_flags_named(parser.add_argument_group("sampling"), "temperature", "top_p", "top_k", "seed", "acceptance")
     add_method_flags(parser)
-    add_engine_flags(parser, together=True)
+    add_engine_flags(parser)
     return parser
 
 
@@ -126,11 +123,10 @@ def _summary(result: Result, has_drafter: bool) -> str:
 
 def _config(args: argparse.Namespace) -> GenerationConfig:
     """The request. Checked before models are read: a typo should not cost seconds."""
-    common = [field.name for field in dataclasses.fields(GenerationConfig) if field.name not in ("options", "method")]
-    values = {name: getattr(args, name) for name in common}
-    if args.max_new_tokens is None:
-        values["max_new_tokens"] = ANSWER
-    config = config_of(args, **values)
+    values = {field.name: getattr(args, field.name) for field in common_fields()}
+    config = config_of(
+        args, **{**values, "max_new_tokens": ANSWER if args.max_new_tokens is None else args.max_new_tokens}
+    )
     if args.trace is not None and str(args.trace) != TERMINAL:
         _check_trace(args.trace)
     return config
@@ -170,7 +166,7 @@ def _run(args: argparse.Namespace) -> None:
         streams.need_stdout()
     prompt = _read_prompt(args)
     config = _config(args)
-    engine = load_engine(args, config.method)
+    engine = load(args)
     ids = engine.encode(prompt)
     config = _fitted(args, config, len(ids), engine.max_seq_len)
     engine.time_rounds = args.trace is not None

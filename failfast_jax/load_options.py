@@ -23,7 +23,9 @@ class LoadOptions(CommandOptions):
 
     method: str | None = option(None, "method to load for: a drafter that it does not use is not read")
     schedule: str | None = option(None, "schedule of --method failfast to load for")
-    dtype: str | None = option(None, "weight dtype (float32 on CPU, bfloat16 elsewhere)")
+    dtype: str | None = option(
+        None, "weight dtype (float32 on CPU, bfloat16 elsewhere)", choices=("float32", "bfloat16", "float16")
+    )
     max_seq_len: int | None = option(None, "maximum prompt + output length in tokens (the models' context)")
     attention: str | None = option(None, "kernel of cached attention (default: by platform)")
     quantize: str | None = option(None, "quantize the target's matrices to 8 bits; needs the extra `quant`")

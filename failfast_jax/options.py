@@ -129,11 +129,6 @@ class MethodOptions:
     samples: ClassVar[bool] = False
     top_p: ClassVar[float] = 1.0
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check_value(field, getattr(self, field.name))
-        self.check()
-
     def check(self) -> None:
         """Raises OptionError: options that contradict each other."""
 
@@ -153,33 +148,35 @@ class MethodOptions:
     @classmethod
     def of(
         cls,
-        given: Mapping[str, Any],
+        requested: Mapping[str, Any],
         platform: str,
         defaults: Mapping[str, Any] | None = None,
     ) -> MethodOptions:
-        """The options of a request.
+        """Returns the options of a request, checked: each value alone, then all of them together.
 
         Args:
-          given: by name; None counts as not given. Names must be `names()`.
-          defaults: replace the class's own where nothing is given (see `merged`).
+          requested: by name; None counts as absent. Names must be `names()`.
+          defaults: replace the class's own defaults (see `merged`).
 
         Raises:
           OptionError: a value out of its range, or options that contradict each other.
         """
-        given, defaults = {name: value for name, value in given.items() if value is not None}, dict(defaults or {})
-        for field in dataclasses.fields(cls):  # before they are compared with each other
-            for source in (given, defaults):
-                check_value(field, source.get(field.name, field.default))
-        values = cls.merged(given, defaults)
-        for field in dataclasses.fields(cls):
+        requested = {name: value for name, value in requested.items() if value is not None}
+        defaults, by_name = dict(defaults or {}), {field.name: field for field in dataclasses.fields(cls)}
+        for name, value in (*requested.items(), *defaults.items()):
+            check_value(by_name[name], value)
+        values = cls.merged(requested, defaults)
+        for field in by_name.values():
             if isinstance(field.default, ByPlatform):
                 values.setdefault(field.name, field.default.on(platform))
-        return cls(**values)
+        options = cls(**values)
+        options.check()
+        return options
 
     @classmethod
-    def merged(cls, given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-        """Given options over a drafter's own defaults; a method may say which of these give way."""
-        return {**defaults, **given}
+    def merged(cls, requested: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+        """Requested options over a drafter's own defaults; a method may decide which defaults give way."""
+        return {**defaults, **requested}
 
 
 def flag_of(name: str) -> str:
@@ -226,8 +223,8 @@ def is_finite(value: float) -> bool:
 
 
 def _range_of(about: Option, kind: str) -> str:
-    low = about.least if about.above is None else about.above
-    high = about.most if about.below is None else about.below
+    bounds = about.least if about.above is None else about.above, about.most if about.below is None else about.below
+    low, high = (f"{bound:g}" if isinstance(bound, float) else bound for bound in bounds)
     if low is not None and high is not None:
         return f"in {'[' if about.above is None else '('}{low}, {high}{']' if about.below is None else ')'}"
     if low is None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.options import add_flags_of
-from failfast_jax.request_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load_engine
+from failfast_jax.request_flags import add_engine_flags, add_method_flags, add_model_flags, config_of, load
 from failfast_jax.serving.serve_options import BACKLOG, ServeOptions, capacity_for, refuse_diffusion
 from failfast_jax.template_rendering import has_template
 from failfast_jax.util import command_line, processes, progress
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags_of(parser.add_argument_group("server"), ServeOptions)
     add_model_flags(parser)
     add_method_flags(parser)
-    add_engine_flags(parser, together=True, groups=True)
+    add_engine_flags(parser, replicas=True)
     return parser
 
 
@@ -71,8 +71,8 @@ def is_loopback(address: str) -> bool:
 def _work(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, command_line.terminated)
     options = ServeOptions.given(args)
-    if (groups := args.data_parallel) > 1 and options.batch % groups:
-        raise OptionError(f"--batch {options.batch}: must be a multiple of --data-parallel {groups}")
+    if options.batch % (replicas := args.data_parallel or 1):
+        raise OptionError(f"--batch {options.batch}: must be a multiple of --data-parallel {replicas}")
     refuse_diffusion(args.method)
     for name in NEEDED:
         command_line.needed(name, "the server", "serve")
@@ -104,7 +104,7 @@ def _serve(queue: Queue, options: ServeOptions, listening: socket.socket) -> Non
 def _queue(args: argparse.Namespace, config: GenerationConfig, options: ServeOptions) -> Queue:
     from failfast_jax.serving.queue import Queue
 
-    engine = load_engine(args, config.method)
+    engine = load(args)
     if engine.tokenizer is None:
         raise OptionError(f"--target {args.target}: has no tokenizer, and a server speaks text")
     capacity = capacity_for(options, engine.max_seq_len)

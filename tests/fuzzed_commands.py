@@ -81,7 +81,7 @@ def stop_at_models() -> None:
     from failfast_jax.public_data import question_sets
     from failfast_jax.train import draft_graph_calibration, selfgen, train_command
 
-    generate.load_engine = serve.load_engine = chat.load_engine = question_sets.hub_rows = _reached
+    generate.load = serve.load = chat.load = question_sets.hub_rows = _reached
     hub.snapshot, answers.ENGINES["ray"] = _offline, _reached
     for module in (engine_pool, micro, selfgen):
         module.load_pair = _reached

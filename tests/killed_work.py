@@ -162,6 +162,6 @@ def answered(out: Path) -> list[int]:
 
 def served(out: Path) -> int:
     """`serve` with an engine of random weights and byte tokens."""
-    serve.load_engine = lambda args, method: chat_engine()
+    serve.load = lambda args: chat_engine()
     options = "--method lookup --max-spec-len 7 --batch 2 --context 64 --port 0 --model-name tiny"
     return serve.main(options.split())

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import logging
 
 import numpy as np
 import pytest
+from checkpoint_files import GOLDEN
 from tiny_engines import diffusion_engine, engine, lossless, new_engine
 from tiny_models import VOCAB, diffusion_config, random_model, tiny_config
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.decoding import width_plan as plans
 from failfast_jax.decoding.exact_widths import interchangeable_widths
+from failfast_jax.drafters import METHODS
+from failfast_jax.drafters.lookup import LookupOptions
 from failfast_jax.errors import NonFiniteError, PromptError
+from failfast_jax.generate import main
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.runtime.model_runtime import DraftSession
 from failfast_jax.util.compilation import Executables
@@ -167,6 +173,33 @@ def test_the_default_method():
     alone = FailFast(random_model(tiny_config()))
     assert [made.resolve(GenerationConfig(method=None)).method for made in (engine(), alone)] == ["auto"] * 2
     assert alone.resolve(GenerationConfig(method="vanilla")).method == "vanilla"
+
+
+def test_the_options_of_a_request_are_checked_once(monkeypatch, capsys):
+    """From flags, keywords or a resolved request to the end of an answer; again for other defaults of a drafter."""
+    checks = []
+
+    @dataclasses.dataclass(frozen=True)
+    class CountedOptions(LookupOptions):
+        def check(self):
+            checks.append(self.max_spec_len)
+
+    monkeypatch.setitem(METHODS, "failfast", CountedOptions)
+    folder = str(GOLDEN / "qwen2_target_160")
+    words = ["--target", folder, "--method", "failfast", "--max-spec-len", "5", "--token-ids", "3,4"]
+    assert main([*words, "--max-new-tokens", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["method"] == "failfast" and checks == [5]
+    own = FailFast.load(random_model(tiny_config(num_layers=1)))
+    options = {"method": "failfast", "max_spec_len": 6, "max_new_tokens": 4}
+    own.generate([[3, 4]], **options)
+    assert [*own.stream([[3, 4]], **options)] and checks == [5, 6, 6]
+    config = own.resolve(**options)
+    own.build_drafter(config)
+    own.generate([[3, 4]], config)
+    assert checks == [5, 6, 6, 6] and own.resolve(config) is config
+    own.decoding = {"max_spec_len": 7}
+    assert own.resolve(config).resolution.options.max_spec_len == 6 and checks == [5, 6, 6, 6, 6]
+    assert own.resolve(method="failfast").resolution.options.max_spec_len == 7
 
 
 # Numbers that are none.

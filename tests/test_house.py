@@ -37,7 +37,7 @@ LAYERS = (
     {"checkpoints", "decoding"},
     {"public_data", "policy"},
     {"drafters"},
-    {"runtime"},
+    {"runtime", "default_pair"},
     {"engine"},
     {"__init__", "defaults", "answer_trace"},
     {"serving", "request_flags"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from failfast_jax.drafters.specdiff import SpecDiffOptions
 from failfast_jax.drafters.suffix import SuffixOptions
 from failfast_jax.drafters.vanilla import VanillaOptions
 from failfast_jax.errors import ConfigError, OptionError
-from failfast_jax.generation_config import GenerationConfig
+from failfast_jax.generation_config import GenerationConfig, Resolution
 from failfast_jax.models.drafter_model import BLOCK_DIFFUSION
 from failfast_jax.options import MethodOptions, Site, flag_of
 from failfast_jax.policy.expected_tokens import BINS, MODEL_CHANCES
@@ -39,7 +40,7 @@ METHODS: dict[str, type[MethodOptions]] = {
 """Methods that draft for a target."""
 
 DEFAULT_METHOD = "auto"
-"""What runs where no method is named."""
+"""The method of a request that names none."""
 
 DIFFUSION_METHOD = "dllm"
 """The block-diffusion model writing on its own; every other method is a drafter in front of a target."""
@@ -49,16 +50,16 @@ FORMER = {
     "(--method failfast, --method lookup)",
     "min_gain": "no longer an option: --method auto weighs by measured costs what a draft gains",
 }
-"""Options that went, and what does their work."""
+"""Options that were removed, and their replacement."""
 
 
 def all_options() -> dict[str, type[MethodOptions]]:
-    """The options of every method, `dllm` included."""
+    """Options of every method, `dllm` included."""
     return {**METHODS, DIFFUSION_METHOD: DllmOptions}
 
 
 def check_method(method: str) -> type[MethodOptions]:
-    """A method's options.
+    """Returns a method's options.
 
     Raises:
       OptionError: no such method.
@@ -69,46 +70,56 @@ def check_method(method: str) -> type[MethodOptions]:
     return known[method]
 
 
-def options_of(config: GenerationConfig, platform: str, defaults: Mapping[str, Any] | None = None) -> MethodOptions:
-    """The chosen method's options, checked.
+def resolve(config: GenerationConfig, platform: str, defaults: Mapping[str, Any] | None = None) -> GenerationConfig:
+    """Returns a request with its method named and its options checked; they are checked here and nowhere else.
+
+    A request that was resolved for the same platform and defaults is returned as it is.
 
     Args:
-      config: a request whose `method` is not None.
-      defaults: options that `failfast` takes where the request leaves them open (a drafter's own, or tuned ones).
+      defaults: options that `failfast` takes where the request leaves them open: those of a drafter's folder.
 
     Raises:
       OptionError: an unknown method or option, one that the method ignores (those that take it are named), or a value
         that cannot be served.
     """
+    config = config if config.method else dataclasses.replace(config, method=DEFAULT_METHOD)
+    defaults = dict(defaults or {}) if config.method == "failfast" else {}
+    if config.resolution is not None and config.resolution[1:] == (platform, defaults):
+        return config
     config.validate()
     kind = check_method(config.method)
     for name, value in config.options.items():
-        if value is None or value is False or name in kind.names():
-            continue
-        takers = [method for method, options in all_options().items() if name in options.names()]
-        given = flag_of(name) if value is True else f"{flag_of(name)} {value}"
-        if name == "policy" and value == ("auto" if config.method == DEFAULT_METHOD else "fixed"):
-            continue  # the method is that already; taken for a release
-        if name in FORMER:
-            raise OptionError(f"{given}: {FORMER[name]}")
-        if not takers:
-            raise OptionError(f"{given}: no method has such an option")
-        raise OptionError(f"{given}: --method {config.method} has no such option, only --method {', '.join(takers)}")
+        if value is not None and value is not False and name not in kind.names():
+            _refuse_option(config.method, name, value)
     if config.acceptance == "rejection" and not kind.samples:
         refuse_rejection(f"--method {config.method} has none")
-    given = {name: value for name, value in config.options.items() if name in kind.names()}
-    mine = defaults if kind is FailfastOptions else None
-    return kind.of(given, platform, mine)
+    values = {name: value for name, value in config.options.items() if name in kind.names()}
+    return config.resolved(Resolution(kind.of(values, platform, defaults), platform, defaults))
+
+
+def _refuse_option(method: str, name: str, value: Any) -> None:
+    """Raises OptionError: the method has no such option; the methods that have it are named."""
+    if name == "policy" and value == ("auto" if method == DEFAULT_METHOD else "fixed"):
+        return  # the method is that already; taken for a release
+    flag = flag_of(name) if value is True else f"{flag_of(name)} {value}"
+    if name in FORMER:
+        raise OptionError(f"{flag}: {FORMER[name]}")
+    takers = [other for other, options in all_options().items() if name in options.names()]
+    if not takers:
+        raise OptionError(f"{flag}: no method has such an option")
+    raise OptionError(f"{flag}: --method {method} has no such option, only --method {', '.join(takers)}")
 
 
 def check_defaults(defaults: Mapping[str, Any], where: str) -> None:
-    """Checks options of `failfast` that a drafter's folder or a tuned file brings.
+    """Checks options of `failfast` that a drafter's folder brings.
 
     Raises:
-      ConfigError: one that does not exist or cannot be served; `where` names the file.
+      ConfigError: an option that does not exist or cannot be served; `where` names the file.
     """
+    if not defaults:
+        return
     try:
-        options_of(GenerationConfig("failfast", options=defaults), "cpu")
+        resolve(GenerationConfig("failfast", options=defaults), "cpu")
     except OptionError as error:
         raise ConfigError(f"{where}: decoding options: {error}") from None
 
@@ -129,53 +140,33 @@ def check_chances(chances: Any, where: str) -> tuple[float, ...]:
     return tuple(chances)
 
 
-def build_drafter(
-    config: GenerationConfig,
-    *,
-    model: Any,
-    model_name: str,
-    vocab: int,
-    platform: str,
-    defaults: Mapping[str, Any] | None = None,
-    chances: tuple[float, ...] = MODEL_CHANCES,
-) -> Drafter:
-    """The drafter of a request.
+def build_drafter(config: GenerationConfig, **site: Any) -> Drafter:
+    """Builds the drafter of a request, which is resolved here if it is not yet.
 
     Args:
       config: with a method of `METHODS`.
-      model: the drafter's model, or None.
-      model_name: what errors call it.
-      vocab: ids below it may be drafted.
-      defaults: see `options_of`.
-      chances: what `auto` believes of the model's confidences at first (`check_chances`).
+      site: fields of `Site`; `sampled` and `exact` are taken from the request.
 
     Raises:
       ConfigError: the model is of a kind that the method cannot draft with.
-      OptionError: see `options_of`; or the method needs a model, and there is none.
+      OptionError: the method needs a model, and there is none; or the model cannot serve an option.
     """
-    options = options_of(config, platform, defaults)
-    method = config.method
+    sampled = config.acceptance == "rejection"
+    place = Site(**site, sampled=sampled, exact=config.exact)
+    if config.resolution is None:
+        config = resolve(config, place.platform)
+    options, model = config.resolution.options, place.model
     if not options.kinds:
         model = None
     elif model is None and options.needs_model:
-        raise OptionError(f"--method {method}: needs --drafter, a model of kind {' or '.join(options.kinds)}")
+        raise OptionError(f"--method {config.method}: needs --drafter, a model of kind {' or '.join(options.kinds)}")
     elif model is not None and model.kind not in options.kinds:
         raise ConfigError(
-            f"{model_name}: method {method} needs a drafter of kind {' or '.join(options.kinds)}, this one is "
-            f"{model.kind} (use --method {model.method})"
+            f"{place.model_name}: method {config.method} needs a drafter of kind {' or '.join(options.kinds)}, "
+            f"this one is {model.kind} (use --method {model.method})"
         )
     if block := getattr(options, "block_size", None):
         if model.kind != BLOCK_DIFFUSION:
-            raise OptionError(f"--block-size {block}: {model_name} has no blocks of its own")
+            raise OptionError(f"--block-size {block}: {place.model_name} has no blocks of its own")
         model = model.with_block_size(block)
-    sampled = config.acceptance == "rejection"
-    site = Site(
-        model=model,
-        model_name=model_name,
-        vocab=vocab,
-        platform=platform,
-        sampled=sampled,
-        exact=config.exact,
-        chances=chances,
-    )
-    return options.build(site)
+    return options.build(dataclasses.replace(place, model=model))

@@ -309,7 +309,7 @@ FILE = ["--dataset", "humaneval", "--methods", "failfast"]
         ([*FILE, "--set", "speed=9"], "--set: there is no option 'speed'; options: temperature, "),
         ([*FILE, "--set", "method=ar"], "there is no option 'method'"),
         ([*FILE, "--set", "tau"], "--set: tau must be key=value, with a key among temperature, "),
-        ([*FILE, "--set", "exact=maybe"], "--exact maybe: must be true or false"),
+        ([*FILE, "--set", "exact=maybe"], "--exact 'maybe': must be true or false"),
     ],
 )
 def test_bad_flags(args, message, stub, out, capsys):

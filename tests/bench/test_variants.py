@@ -79,7 +79,7 @@ def test_values_that_no_option_takes():
         (["failfast:tau=x"], [], "failfast:tau=x: --tau 'x': must be a number"),
         (["failfast:tau=2"], [], "failfast:tau=2: --tau 2: must be in [0, 1]"),
         (["failfast:spec_len=1.5"], [], "--spec-len 1.5: must be an integer"),
-        (["failfast:exact=maybe"], [], "--exact maybe: must be true or false"),
+        (["failfast:exact=maybe"], [], "--exact 'maybe': must be true or false"),
         (["lookup"], ["3:20"], "--sweep 3:20: is for ar and fast-dllm+"),
         (["ar"], ["3:x"], "--sweep 3:x: a range must be FIRST:LAST"),
         ([{"method": "ar", "sweep": None}], [], "sweep must map an option to its values, got None"),

@@ -30,11 +30,11 @@ TARGET = str(GOLDEN / "qwen2_target_160")
 SERVER = """
 import conftest  # programs that compile quickly
 from failfast_jax import serve
-from failfast_jax.decoding import plan
+from failfast_jax.decoding import width_plan
 from served import chat_engine
 
-plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
-serve.load_engine = lambda args, method: chat_engine()
+width_plan.CPU_LADDER, width_plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
+serve.load = lambda args: chat_engine()
 options = "--method lookup --max-spec-len 7 --batch 2 --context 64 --port 0 --model-name tiny"
 raise SystemExit(serve.main(options.split()))
 """
@@ -148,7 +148,7 @@ def test_flags_that_cannot_be_served_are_named(words, name, capsys):
 @pytest.mark.parametrize("words, room", NO_ROOM.items())
 def test_more_room_than_there_is(module, words, room, monkeypatch, capsys):
     """Before anything is compiled."""
-    monkeypatch.setattr(module, "load_engine", lambda args, method: chat_engine())
+    monkeypatch.setattr(module, "load", lambda args: chat_engine())
     for owner in (queue, chat):
         monkeypatch.setattr(owner, "Queue", lambda *_, **__: pytest.fail("something was compiled"))
     port = ["--port", "0"] if module is serve else []
@@ -158,7 +158,7 @@ def test_more_room_than_there_is(module, words, room, monkeypatch, capsys):
 
 
 def test_a_port_in_use_is_refused_before_anything_is_loaded(monkeypatch, capsys):
-    monkeypatch.setattr(serve, "load_engine", lambda args, method: pytest.fail("something was loaded"))
+    monkeypatch.setattr(serve, "load", lambda args: pytest.fail("something was loaded"))
     with serve.listen("127.0.0.1", 0) as first:  # as the other server does, before it loads
         port = first.getsockname()[1]
         assert serve.main(["--port", str(port), "--method", "lookup"]) == 2
@@ -180,7 +180,7 @@ def test_a_note_tells_when_nothing_may_be_drafted(monkeypatch, capsys, rows):
         def __init__(self, engine, *_, **__):
             self.engine, self.scheduler = engine, types.SimpleNamespace(costs={"source": "measured"})
 
-    monkeypatch.setattr(serve, "load_engine", lambda args, method: chat_engine())
+    monkeypatch.setattr(serve, "load", lambda args: chat_engine())
     monkeypatch.setattr(queue, "Queue", CostedQueue)
     monkeypatch.setattr(server, "Server", types.SimpleNamespace)  # refuses its arguments
     assert serve.main(["--port", "0", "--method", "lookup", "--batch", str(rows)]) == 1

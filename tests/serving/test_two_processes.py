@@ -32,11 +32,11 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = f"""
 import sys
 from failfast_jax import chat, serve
-from failfast_jax.decoding import plan
+from failfast_jax.decoding import width_plan
 from served import ChatPieces, HarnessPieces
 from tiny_engines import new_engine
 
-plan.CPU_LADDER, plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
+width_plan.CPU_LADDER, width_plan.CPU_PREFILL_WIDTHS = (1, 8), (32,)
 pieces = {{"tokenizer": ChatPieces(), "drafter_tokenizer": ChatPieces()}}
 if sys.argv[1] == "harness":
     from failfast_jax.harness import __main__ as harness, model as lm_eval_model
@@ -46,8 +46,8 @@ if sys.argv[1] == "harness":
     )
     raise SystemExit(harness.main(sys.argv[2:]))
 command = {{"serve": serve, "chat": chat}}[sys.argv[1]]
-command.load_engine = lambda args, method: new_engine(
-    tensor_parallel=args.tensor_parallel, data_parallel=args.data_parallel, **pieces
+command.load = lambda args: new_engine(
+    tensor_parallel=args.tensor_parallel or 1, data_parallel=getattr(args, "data_parallel", None) or 1, **pieces
 )
 options = "--method lookup --max-spec-len 7 --context {CAPACITY}".split()
 raise SystemExit(command.main([*options, *sys.argv[2:]]))

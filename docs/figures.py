@@ -12,7 +12,6 @@ from pathlib import Path
 
 from failfast_jax import FailFast, Result, enable_compile_cache
 from failfast_jax.answer_trace import ACCEPTED, REJECTED, TARGET, spans, write_trace
-from failfast_jax.defaults import load_pair
 from failfast_jax.results import Round
 
 HERE = Path(__file__).parent
@@ -91,14 +90,14 @@ def acceptance(result: Result, engine: FailFast) -> str:
 
 def main(folder: Path = HERE, longest: int = 256) -> None:
     """Writes the pictures into a folder; `longest`: most tokens of an answer."""
-    tiny = FailFast(GOLDEN / "qwen2_target_160", GOLDEN / "fast_dllm_v2_untied")
+    tiny = FailFast.load(GOLDEN / "qwen2_target_160", GOLDEN / "fast_dllm_v2_untied")
     drafts = tiny.generate([[7, 12, 100, 5]], method="failfast", tau=TAU, spec_len=CHUNK, max_new_tokens=24)[0].rounds
     # One of each length, the longest first.
     kinds = {len(entry.drafted): entry for entry in drafts}
     shown = [kinds[length] for length in sorted(kinds, reverse=True)]
     (folder / "expansion.svg").write_text(expansion(shown[:4]), encoding="utf-8")
     enable_compile_cache()
-    engine = load_pair()
+    engine = FailFast.load()
     answer = engine.generate(QUESTION, max_new_tokens=64)[0]
     (folder / "rounds.svg").write_text(acceptance(answer, engine), encoding="utf-8")
     engine.time_rounds = True

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 
 from failfast_jax import FailFast, GenerationConfig, enable_compile_cache
-from failfast_jax.defaults import load_pair
 from failfast_jax.results import fate
 
 PROMPTS = ["Name three rivers.", "Write a Python function that adds two numbers."]
@@ -24,7 +23,7 @@ def main(target: str | None = None, drafter: str | None = None, prompts: list = 
       prompts: texts, or lists of token ids.
     """
     enable_compile_cache()  # the next run starts in seconds
-    engine = load_pair() if target is None else FailFast(target, drafter)
+    engine = FailFast.load(target, drafter)
     config = GenerationConfig(max_new_tokens=48)
     # One row at a time: of a batch, whose rows share every pass, drafts may not pay on a CPU, and none are made.
     for prompt in prompts:

@@ -37,7 +37,7 @@ def main(target: str, prompts: list, folder: str | Path, *options: str, max_new_
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "answers.npz"
     if not data.exists():
-        write_answers(FailFast(target), prompts, data, max_new_tokens)
+        write_answers(FailFast.load(target), prompts, data, max_new_tokens)
     # Two layers that read the target's hidden states. The same command goes on where it was stopped.
     arguments = [
         "--target",
@@ -52,7 +52,7 @@ def main(target: str, prompts: list, folder: str | Path, *options: str, max_new_
     if status := train([*arguments, *options]):
         raise SystemExit(status)
     drafter = folder / "run" / "drafter"
-    engine = FailFast(target, drafter)
+    engine = FailFast.load(target, drafter)
     drafted, plain = (
         engine.generate(prompts[0], method=method, max_new_tokens=max_new_tokens)[0]
         for method in ("failfast", "vanilla")

@@ -225,7 +225,7 @@ def decoding() -> Iterator[Finding]:
     }
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     begin = time.perf_counter()
-    engine = FailFast(Decoder(read_model(raw, "doctor"), dtype=dtype, rngs=nnx.Rngs(0)))
+    engine = FailFast.load(Decoder(read_model(raw, "doctor"), dtype=dtype, rngs=nnx.Rngs(0)))
 
     def ids(method: str) -> list[int]:
         request = {"method": method, "exact": True, "max_new_tokens": 24, "ignore_eos": True}

@@ -96,7 +96,7 @@ def test_a_mesh_must_have_all_processes(report, devices):
     numbers = {4: "1, 3, 6", 8: "1, 3, 6, 12"}[count]
     advice = (
         f"; this model takes {numbers} devices together; or, from Python and for batches, in groups: "
-        f"FailFast(..., tensor_parallel=1, data_parallel={count})"
+        f"FailFast.load(..., tensor_parallel=1, data_parallel={count})"
     )
     assert odd == f"--tensor-parallel 1 (x 1 data-parallel): {together}{advice}"
     assert uneven == (

@@ -148,7 +148,7 @@ def test_engines_may_share_their_programs():
     options = {"method": "vanilla", "max_new_tokens": 20}
     (want,) = first.generate([[3] * 10], **options)
     target = random_model(first.target.config, seed=1)
-    (got,) = FailFast(target, programs=first.runtime.programs).generate([[3] * 10], **options)
+    (got,) = FailFast.load(target, programs=first.runtime.programs).generate([[3] * 10], **options)
     assert got.output_ids == want.output_ids and (got.stats.compiles, got.stats.cache_hits) == (0, 0)
 
 
@@ -170,7 +170,7 @@ def test_a_stream_waits_once_in_a_few_rounds():
 
 
 def test_the_default_method():
-    alone = FailFast(random_model(tiny_config()))
+    alone = FailFast.load(random_model(tiny_config()))
     assert [made.resolve(GenerationConfig(method=None)).method for made in (engine(), alone)] == ["auto"] * 2
     assert alone.resolve(GenerationConfig(method="vanilla")).method == "vanilla"
 
@@ -215,7 +215,7 @@ def with_bad_weights(model: Decoder, value: float) -> Decoder:
 def test_no_token_comes_from_logits_that_are_not_finite(method):
     programs = Executables()
     for value, temperature in itertools.product((np.nan, 3e38), (0.0, 0.8)):
-        broken = FailFast(with_bad_weights(random_model(tiny_config(num_layers=1)), value), programs=programs)
+        broken = FailFast.load(with_bad_weights(random_model(tiny_config(num_layers=1)), value), programs=programs)
         with pytest.raises(NonFiniteError, match="the target model: the logits for position 3 are not finite.*--dtype"):
             broken.generate([[5, 6, 7]], method=method, max_new_tokens=20, temperature=temperature)
 
@@ -238,13 +238,13 @@ def test_logits_that_are_not_finite_later_on(method):
 @pytest.mark.parametrize("value", [np.nan, 3e38])
 def test_a_drafter_that_is_not_finite_loses_nothing(value):
     target, drafter = random_model(tiny_config(num_layers=1), seed=1), random_model(diffusion_config(), seed=2)
-    broken = FailFast(target, with_bad_weights(drafter, value))
+    broken = FailFast.load(target, with_bad_weights(drafter, value))
     lossless(broken, [[5, 6, 7]], method="failfast", max_new_tokens=20, ignore_eos=True, **DRAFTS)
 
 
 @pytest.mark.parametrize("block_cache", [False, True])
 def test_no_diffusion_token_comes_from_logits_that_are_not_finite(block_cache):
-    broken = FailFast(with_bad_weights(random_model(diffusion_config()), np.nan))
+    broken = FailFast.load(with_bad_weights(random_model(diffusion_config()), np.nan))
     options = DLLM | {"block_cache": block_cache, "max_new_tokens": 20}
     for temperature in (0.0, 0.8):
         with pytest.raises(NonFiniteError, match="the target model: the logits for position 3 of prompt 0 are not"):
@@ -259,7 +259,7 @@ def test_a_diffusion_prefill_stays_within_its_buffer():
     model = random_model(diffusion_config(12), seed=2)
     prompt = np.random.default_rng(3).integers(2, VOCAB - 1, 217).tolist()
     options = {"method": "dllm", "max_new_tokens": 12, "small_block_size": 4, "ignore_eos": True}
-    answers = [FailFast(model, max_seq_len=most).generate(prompt, **options)[0] for most in (256, 240)]
+    answers = [FailFast.load(model, max_seq_len=most).generate(prompt, **options)[0] for most in (256, 240)]
     assert answers[0].output_ids == answers[1].output_ids
 
 

@@ -162,7 +162,7 @@ def test_models_with_other_tokens():
     target = random_model(tiny_config())
     other = random_model(diffusion_config(vocab_size=VOCAB + 8))
     with pytest.raises(ValueError, match=rf"the target model.*the drafter model.*{VOCAB} and {VOCAB + 8} ids"):
-        FailFast(target, other)
+        FailFast.load(target, other)
 
 
 def test_ids_that_the_target_lacks_are_never_drafted():
@@ -170,12 +170,12 @@ def test_ids_that_the_target_lacks_are_never_drafted():
     wide = random_model(diffusion_config(vocab_size=VOCAB + 24, mask_token_id=VOCAB + 1), seed=2)
     loud = np.where(np.arange(VOCAB + 24) < VOCAB, 1, 3)[:, None]
     wide.head.weight[...] = wide.head.weight[...] * loud
-    pair = FailFast(engine().target, wide, tokenizer=BytePieces(), drafter_tokenizer=BytePieces())
+    pair = FailFast.load(engine().target, wide, tokenizer=BytePieces(), drafter_tokenizer=BytePieces())
     assert pair.vocab == VOCAB
     (result,) = pair.generate([[5, 6, 7]], method="failfast", max_new_tokens=40, **DRAFTS)
     drafted = {token for r in result.rounds for token in r.drafted}
     assert drafted and max(drafted) < VOCAB
-    alone = FailFast(wide).generate([[5, 6, 7]], method="dllm", max_new_tokens=16, small_block_size=4)[0]
+    alone = FailFast.load(wide).generate([[5, 6, 7]], method="dllm", max_new_tokens=16, small_block_size=4)[0]
     assert max(alone.output_ids) >= VOCAB + 2  # on its own it says others
 
 
@@ -234,4 +234,4 @@ def test_models_that_do_not_fit_are_explained(monkeypatch):
     monkeypatch.setattr(jax, "make_array_from_callback", fail(EXHAUSTED))
     monkeypatch.setattr(jax, "device_put", fail(EXHAUSTED))
     with pytest.raises(DeviceMemoryError, match="qwen2_target_160: 0.00 GB of parameters.*--quantize int8"):
-        FailFast(GOLDEN / "qwen2_target_160")
+        FailFast.load(GOLDEN / "qwen2_target_160")

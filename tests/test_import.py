@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import signal
 import sys
 import tomllib
@@ -44,7 +45,7 @@ import failfast_jax
 found["package"] = changed()
 import failfast_jax.generate, failfast_jax.chat, failfast_jax.serve, failfast_jax.doctor
 found["commands"] = changed()
-engine = failfast_jax.FailFast(*sys.argv[1:])
+engine = failfast_jax.FailFast.load(*sys.argv[1:])
 found["engine"] = changed()
 prompt = [7, 12, 100, 5] if engine.tokenizer is None else "Hello"
 [result] = engine.generate([prompt], method="vanilla", max_new_tokens=4)
@@ -97,11 +98,9 @@ def test_commands_begin_before_the_imports_that_take_seconds():
     paths = [path for name in ("failfast_jax", "convert") for path in (ROOT / name).rglob("*.py")]
     commands = [path for path in paths if '\nif __name__ == "__main__":' in path.read_text(encoding="utf-8")]
     begins = "from failfast_jax.util import starting\n\nstarting.begin(__name__)"
-    late = [
-        path.name
-        for path in commands
-        if path.read_text(encoding="utf-8").partition("\nfrom __future__ import annotations\n")[2].find(begins) != 1
-    ]
+    imports = re.compile(r"^(?:import|from) (?!__future__)", re.MULTILINE)
+    texts = {path.name: path.read_text(encoding="utf-8") for path in commands}
+    late = [name for name, text in texts.items() if not text.startswith(begins, imports.search(text).start())]
     assert len(commands) > 10 and set(late) <= {"template_process.py"}, late  # a process of commands
 
 

@@ -19,7 +19,7 @@ DRAFT_IDS = np.arange(0, VOCAB, 2, dtype=np.int32)
 
 def new_engine(**options) -> FailFast:
     target = random_model(tiny_config(num_layers=1, max_position_embeddings=600), seed=1)
-    return FailFast(target, random_model(diffusion_config(max_position_embeddings=600), seed=2), **options)
+    return FailFast.load(target, random_model(diffusion_config(max_position_embeddings=600), seed=2), **options)
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def engine() -> FailFast:
 
 @functools.cache
 def diffusion_engine() -> FailFast:
-    return FailFast(random_model(diffusion_config(), seed=2))
+    return FailFast.load(random_model(diffusion_config(), seed=2))
 
 
 @functools.cache
@@ -41,12 +41,14 @@ def deep_target() -> Decoder:
 def extended_engine() -> FailFast:
     """Its drafter knows every second token."""
     layers = {"context_layers": (1, 2), "row_features": (0, 2)}
-    return FailFast(deep_target(), random_extended(deep_target(), rows=ROWS, seed=1, draft_ids=DRAFT_IDS, **layers))
+    return FailFast.load(
+        deep_target(), random_extended(deep_target(), rows=ROWS, seed=1, draft_ids=DRAFT_IDS, **layers)
+    )
 
 
 @functools.cache
 def standalone_engine() -> FailFast:
-    return FailFast(random_model(tiny_config(num_layers=1)), random_model(diffusion_config(), seed=2))
+    return FailFast.load(random_model(tiny_config(num_layers=1)), random_model(diffusion_config(), seed=2))
 
 
 def lossless(engine: FailFast, prompts: list[list[int]], **options: Any) -> list[Result]:

@@ -36,7 +36,7 @@ import jax
 from failfast_jax import doctor
 from failfast_jax._version import __version__
 from failfast_jax.bench import kernel_timing, replay
-from failfast_jax.defaults import load_pair
+from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
 from failfast_jax.models.attention import SIMULATED_TPU
 from failfast_jax.models.attention_check import TOLERANCE, check_attention, is_right
@@ -90,7 +90,7 @@ def check_kernels(quick: bool, folder: Path) -> dict[str, Any]:
 
 def check_answer(quick: bool, folder: Path) -> dict[str, Any]:
     """The default pair's answer: the same text with drafts as without, by `exact`; speeds without it, once warm."""
-    engine = load_pair(method="failfast")
+    engine = FailFast.load(method="failfast")
     shared = {"max_new_tokens": 16 if quick else 128, "ignore_eos": True}
     kept = ("tokens_per_s", "rounds", "drafted", "accepted")
     equal, answers = {}, []

@@ -18,11 +18,11 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
 from failfast_jax.decoding.picking import argmax
-from failfast_jax.defaults import load_pair
-from failfast_jax.drafters import DEFAULT_METHOD, all_options
+from failfast_jax.drafters import all_options
 from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
-from failfast_jax.generation_config import GenerationConfig
+from failfast_jax.generation_config import GenerationConfig, common_fields
+from failfast_jax.load_options import LoadOptions
 from failfast_jax.models.sharding import whole
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.serving import Queue
@@ -149,30 +149,35 @@ def follow() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelArguments:
-    """The arguments in `--model_args` beside a method's options and `exact`.
+class HarnessOptions:
+    """Arguments in `--model_args` other than those of loading (`LoadOptions`) and of the request (`GenerationConfig`).
 
     Attributes:
-      target, drafter, method: as in `python -m failfast_jax.generate`.
+      target, drafter: as in `python -m failfast_jax.generate`.
       batch: rows of generation, and texts that are scored together. `--batch_size` is the same.
       context: maximum tokens of a text, or of a prompt and its answer; None: the models' limit, at most 2048.
       max_gen_toks: tokens of an answer if a task sets no limit.
-      dtype: of loaded weights.
-      tensor_parallel: devices that share each layer.
-      max_batch_size, device: the harness' own, without effect.
+      max_batch_size, device: arguments of the harness without effect.
     """
 
     target: str | None = None
     drafter: str | None = None
-    method: str | None = None
     batch: int | None = None
     batch_size: int | str | None = None
     context: int | None = None
     max_gen_toks: int = 256
-    dtype: str | None = None
-    tensor_parallel: int = 1
     max_batch_size: Any = None
     device: Any = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batch_size, str) and not self.batch_size.isdigit():
+            remedy = "must be a number; name one, or batch=n in --model_args"
+            raise OptionError(f"--batch_size {self.batch_size}: {remedy}")
+
+
+HARNESS = {field.name for field in dataclasses.fields(HarnessOptions)}
+LOADING = {field.name for field in dataclasses.fields(LoadOptions) if "option" in field.metadata}
+REQUEST = {field.name for field in common_fields()} | {n for options in all_options().values() for n in options.names()}
 
 
 @register_model("failfast_jax")
@@ -181,7 +186,7 @@ class FailFastLM(TemplateLM):
 
     Args:
       engine: instead of `target` and `drafter`.
-      arguments: fields of `ModelArguments`, options of the method, and `exact`.
+      arguments: fields of `HarnessOptions`, `LoadOptions` and `GenerationConfig`, and options of the method.
 
     Raises:
       OptionError: options that cannot be served.
@@ -191,27 +196,21 @@ class FailFastLM(TemplateLM):
         super().__init__()
         if engine is None:
             tell(MODEL, arguments)
-        names = {field.name for field in dataclasses.fields(ModelArguments)}
-        options = {name: arguments.pop(name) for name in arguments.keys() - names}
-        args = ModelArguments(**arguments)
-        if isinstance(args.batch_size, str) and not args.batch_size.isdigit():
-            remedy = "must be a number; name one, or batch=n in --model_args"
-            raise OptionError(f"--batch_size {args.batch_size}: {remedy}")
-        refuse_diffusion(args.method)
-        names |= {field.name for field in dataclasses.fields(GenerationConfig)}
-        names |= {name for method in all_options().values() for name in method.names()}
-        for name in options.keys() - names:
-            raise OptionError(f"--model_args {name}=...: no such argument{meant(name, names)}")
-        method = args.method or DEFAULT_METHOD
-        self.engine = engine or load_pair(
-            args.target, args.drafter, method=method, dtype=args.dtype, tensor_parallel=args.tensor_parallel
+        known = HARNESS | LOADING | REQUEST
+        for name in arguments.keys() - known:
+            raise OptionError(f"--model_args {name}=...: no such argument{meant(name, known)}")
+        args = HarnessOptions(**{name: arguments[name] for name in HARNESS & arguments.keys()})
+        loading = LoadOptions(**{name: arguments[name] for name in LOADING & arguments.keys()})
+        refuse_diffusion(loading.method)
+        self._config = GenerationConfig(
+            loading.method, **{name: arguments[name] for name in REQUEST & arguments.keys()}
         )
+        self.engine = engine or FailFast.load(args.target, args.drafter, loading)
         if self.engine.tokenizer is None:
             raise OptionError(f"{self.engine.target_name}: has no tokenizer, and the harness speaks text")
         self.batch = args.batch or int(args.batch_size or 1)
         self.tokenizer, self.max_gen_toks = self.engine.tokenizer, args.max_gen_toks
         self.max_length = args.context or min(self.engine.max_seq_len, 2048)
-        self._config = GenerationConfig(method, **options)
 
     @functools.cached_property
     def queue(self) -> Queue:

@@ -305,7 +305,7 @@ def _advice(config: ModelConfig, data: int, count: int) -> str:
     tensor = max(n for n in fine if count % n == 0)
     return (
         f"this model takes {', '.join(map(str, fine))} devices together; or, from Python and for batches, in groups: "
-        f"FailFast(..., tensor_parallel={tensor}, data_parallel={count // tensor})"
+        f"FailFast.load(..., tensor_parallel={tensor}, data_parallel={count // tensor})"
     )
 
 

@@ -73,7 +73,7 @@ def test_loglikelihood(model):
 
 def test_scores_are_those_of_transformers():
     """From the logits and the greedy tokens that it computed with the same weights."""
-    engine = FailFast(GOLDEN / "llama_tied", tokenizer=HarnessPieces())
+    engine = FailFast.load(GOLDEN / "llama_tied", tokenizer=HarnessPieces())
     model = FailFastLM(engine=engine, method="vanilla", batch=2, context=96)
     with np.load(GOLDEN / "llama_tied" / "golden.npz") as data:
         golden = dict(data)

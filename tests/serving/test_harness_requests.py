@@ -48,7 +48,7 @@ class Submitted(Queue):
 
 
 def new_model(begins: bool = False) -> FailFastLM:
-    engine = FailFast(random_model(tiny_config()), tokenizer=Longest(begins))
+    engine = FailFast.load(random_model(tiny_config()), tokenizer=Longest(begins))
     model = FailFastLM(engine=engine, method="lookup", context=CONTEXT, max_gen_toks=12)
     model.queue = Submitted()
     return model

@@ -41,8 +41,8 @@ pieces = {{"tokenizer": ChatPieces(), "drafter_tokenizer": ChatPieces()}}
 if sys.argv[1] == "harness":
     from failfast_jax.harness import __main__ as harness, model as lm_eval_model
 
-    lm_eval_model.load_pair = lambda *_, tensor_parallel, **__: new_engine(
-        tensor_parallel=tensor_parallel, tokenizer=HarnessPieces(), drafter_tokenizer=HarnessPieces()
+    lm_eval_model.FailFast.load = lambda target, drafter, options: new_engine(
+        tensor_parallel=options.tensor_parallel, tokenizer=HarnessPieces(), drafter_tokenizer=HarnessPieces()
     )
     raise SystemExit(harness.main(sys.argv[2:]))
 command = {{"serve": serve, "chat": chat}}[sys.argv[1]]

@@ -19,26 +19,8 @@ import numpy as np
 from checkpoint_files import GOLDEN, gguf_tokenizer, write_gguf
 
 LONGEST_MESSAGE = 4500
-INTEGERS = (
-    0,
-    -1,
-    1,
-    2,
-    3,
-    7,
-    64,
-    4096,
-    4097,
-    2**16,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**40,
-    2**63,
-    2**70,
-    -(2**70),
-    10**400,
-)
+INTEGERS = (0, -1, 1, 2, 3, 7, 64, 4096, 4097, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**70, -(2**70))
+INTEGERS += (10**400,)
 FLOATS = (0.5, -0.0, 1.0, 1e-45, 1e-30, 1e30, 1e308, -1.5, float("nan"), float("inf"), float("-inf"))
 TEXTS = ("", "x", "2", "1e9", "nan", "\0", "\x1b[2J\x07", "a\nb", "\u202e", "\U0001f600", "\ud83d", "y" * 200_000)
 OTHERS = (None, True, False, [], {}, [1], [[[]]], {"a": 1}, [1] * 100_000, ["a", 1], [None])
@@ -72,6 +54,27 @@ def restructured(rng: random.Random, value: Any, depth: int = 0) -> Any:
     if type(value) in (int, float) and way < 0.5:
         return rng.choice([value + 1, value - 1, value * 2, -value, value * 10**30, str(value), [value]])
     return odd(rng)
+
+
+def mangled(rng: random.Random, data: bytes, reach: int) -> bytes:
+    """Bytes with a few of the first `reach` changed, left out or repeated."""
+    data = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 5])):
+        at = rng.randrange(min(len(data), reach))
+        way = rng.random()
+        if way < 0.5:
+            data[at] = rng.choice([0, 1, 9, 0x22, 0x7F, 0x80, 0xFF, rng.randrange(256)])
+        elif way < 0.7:
+            del data[at : at + rng.choice([1, 2, 8, 1000])]
+        elif way < 0.85:
+            data[at:at] = data[at : at + rng.choice([1, 8, 64])]
+        elif way < 0.95:
+            data[at : at + 8] = struct.pack("<Q", rng.choice([0, 1, 2**31, 2**40, 2**63, 2**64 - 1]))
+        else:
+            del data[rng.randrange(len(data)) :]
+        if not data:
+            break
+    return bytes(data)
 
 
 def digits(text: str, rng: random.Random) -> str:
@@ -124,6 +127,50 @@ class Formats:
         self.header, self.data = json.loads(weights[8 : 8 + size]), weights[8 + size :]
         self.weights = weights
         self.parts = GGUFParts.of(write_gguf(self.gguf, name, extra=gguf_tokenizer))
+        self.whole_gguf = self.gguf.read_bytes()
+
+    def folder_bytes(self, rng: random.Random) -> None:
+        """`config.json` or a header of `model.safetensors`, with some bytes damaged or a name twice."""
+        text, weights = json.dumps(self.config), self.weights
+        if (way := rng.random()) < 0.4:
+            text = mangled(rng, text.encode(), len(text)).decode("utf-8", "replace")
+        elif way < 0.8:
+            weights = mangled(rng, weights, len(weights) - len(self.data))
+        else:
+            first, second = rng.sample([name for name in self.header if name != "__metadata__"], 2)
+            twice = (
+                json.dumps(self.header).encode()[:-1] + b", " + json.dumps({first: self.header[second]}).encode()[1:]
+            )
+            weights = len(twice).to_bytes(8, "little") + twice + self.data
+        (self.folder / "config.json").write_text(text)
+        self.file.write_bytes(weights)
+        opened(self.folder)
+
+    def index(self, rng: random.Random) -> None:
+        """An index of two parts that lies."""
+        (self.folder / "config.json").write_text(json.dumps(self.config))
+        names = [name for name in self.header if name != "__metadata__"]
+        first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+        index = {"metadata": {"total_size": len(self.data)}, "weight_map": dict.fromkeys(names, first)}
+        if rng.random() < 0.5:
+            elsewhere = ["../model.safetensors", "/dev/zero", "config.json", "absent", "", "\0", "part\n", second]
+            index["weight_map"][rng.choice(names)] = rng.choice(elsewhere)
+        text = json.dumps(restructured(rng, index) if rng.random() < 0.7 else index).encode()
+        files = {"model.safetensors.index.json": mangled(rng, text, len(text)) if rng.random() < 0.1 else text}
+        files |= {first: self.weights}
+        self.file.unlink(missing_ok=True)
+        for name, content in files.items():
+            (self.folder / name).write_bytes(content)
+        try:
+            opened(self.folder)
+        finally:
+            for name in files:
+                (self.folder / name).unlink()
+
+    def gguf_bytes(self, rng: random.Random) -> None:
+        """A GGUF header with some bytes damaged."""
+        self.gguf.write_bytes(mangled(rng, self.whole_gguf, 4000))
+        opened(self.gguf)
 
     def config_json(self, rng: random.Random) -> None:
         """`config.json`, or `generation_config.json`."""

@@ -19,22 +19,20 @@ Change = Callable[..., Any]
 CAPACITY, BLOCK = 40, 8
 """Of `Prompts`: most tokens, and the drafter's block."""
 TEXTS = (
-    *(
-        "a",
-        "",
-        " ",
-        "\n",
-        "é",
-        "e\u0301",
-        "\U0001f600",
-        "\u202e right to left",
-        "\u0000",
-        "\ufeffa",
-        "\ufffd",
-        "\u200b",
-    ),
-    *("\ud83d", "a\udcff", "x" * 3000, "\u1100\u1161" * 50, "<|end|>", "{{ 7 }}", "a\u0300" * 200, "\U000e0001"),
+    "a",
+    "",
+    " ",
+    "\n",
+    "é",
+    "e\u0301",
+    "\U0001f600",
+    "\u202e right to left",
+    "\u0000",
+    "\ufeffa",
+    "\ufffd",
+    "\u200b",
 )
+TEXTS += ("\ud83d", "a\udcff", "x" * 3000, "\u1100\u1161" * 50, "<|end|>", "{{ 7 }}", "a\u0300" * 200, "\U000e0001")
 TEMPLATES = (
     "{{ messages[0].content }}",
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
@@ -156,8 +154,8 @@ class Prompts:
 
     def __init__(self) -> None:
         self.engine = new_engine(max_seq_len=CAPACITY)
-        for how in WAYS:  # so that no input's time is a compiler's
-            self.engine.generate([2, 3], max_new_tokens=2, **how)
+        for way in WAYS:  # so that no input's time is a compiler's
+            self.engine.generate([2, 3], max_new_tokens=2, **way)
         self.lengths = (0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, CAPACITY - 1, CAPACITY, CAPACITY + 1, 500)
 
     def prompt(self, rng: random.Random) -> None:
@@ -176,11 +174,11 @@ class Prompts:
         vanilla, *drafting = WAYS
         drafted = self.engine.generate(ids, **rng.choice(drafting), **options)
         plain = self.engine.generate(ids, **vanilla, **options)
-        for one, other in zip(drafted, plain, strict=True):
-            assert one.output_ids == other.output_ids, (ids, options)
-            room = CAPACITY - len(one.prompt_ids)
-            assert 1 <= len(one.output_ids) <= min(options["max_new_tokens"], room), (ids, options)
-            assert all(0 <= token < VOCAB for token in one.output_ids)
+        for answer, other in zip(drafted, plain, strict=True):
+            assert answer.output_ids == other.output_ids, (ids, options)
+            room = CAPACITY - len(answer.prompt_ids)
+            assert 1 <= len(answer.output_ids) <= min(options["max_new_tokens"], room), (ids, options)
+            assert all(0 <= token < VOCAB for token in answer.output_ids)
 
 
 class SmallFiles:
@@ -290,7 +288,7 @@ class Weights:
         save_file(tensors, self.folder / "model.safetensors")
         engine = FailFast(self.folder, max_seq_len=CAPACITY, programs=self.programs)
         options = {"max_new_tokens": 12, "ignore_eos": True}
-        return [engine.generate(ids, **how, **options)[0].output_ids for how in WAYS[:2]]
+        return [engine.generate(ids, **way, **options)[0].output_ids for way in WAYS[:2]]
 
     def value(self, rng: random.Random) -> None:
         """One weight is not as the others; what is answered is answered with and without drafts."""

@@ -35,8 +35,13 @@ from failfast_jax.models.model_config import RopeConfig
 from failfast_jax.models.rope import rope_frequencies
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-@pytest.mark.parametrize("name", ["llama_tied", "qwen2_untied", "field/qwen3_a"])
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        *(("llama_tied", "F32"), ("llama_tied", "Q8_0"), ("qwen2_untied", "BF16"), ("qwen2_untied", "Q4_1")),
+        *(("field/qwen3_a", "F16"), ("field/qwen3_a", "Q5_0")),
+    ],
+)
 def test_gguf_equals_a_folder_of_dequantised_weights(tmp_path, name, kind):
     kind = Quant[kind]
 

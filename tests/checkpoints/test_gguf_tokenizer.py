@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from convert import gguf as convert
+from convert import __main__ as convert
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
+from failfast_jax.errors import CheckpointError, ConfigError
 
 TEXTS = {
     "latin": "Žluťoučký kůň, naïve façade; ßtraße İstanbul ÆØÅ Đặng",
@@ -314,6 +315,15 @@ def test_pre_tokenizers(pre, text, words, tmp_path):
     assert (tokenizer.encode("") == [0]) is (pre in ("falcon3", "tekken"))
 
 
-def test_a_pre_tokenizer_that_is_unknown(tmp_path):
+def test_tokenizers_that_are_not_known(tmp_path):
+    for name, message in (
+        ("t5", "tokenizer model 't5' .*supported: 'llama', .*; 'gpt2', "),
+        ("llama", "'tokenizer.ggml.tokens' .*missing"),
+        (None, "'tokenizer.ggml.model' .*missing"),
+    ):
+        path = write_gguf(
+            tmp_path / f"{name}.gguf", "llama_tied", extra=lambda w, n=name: n and w.add_tokenizer_model(n)
+        )
+        refuses(message, path, load=load_tokenizer, error=(CheckpointError, ConfigError))
     path = write_byte_level(tmp_path / "model.gguf", "superbpe", trained_byte_level("gpt-2"))
     refuses("pre-tokenizer 'superbpe' is not supported .supported: default, gpt-2,.*tekken", path, load=load_tokenizer)

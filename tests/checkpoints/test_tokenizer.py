@@ -6,16 +6,14 @@ import dataclasses
 import functools
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import tokenizers
 import transformers
-from checkpoint_files import GOLDEN, byte_level_alphabet, config_of, default_target, refuses, run_python, write_gguf
+from checkpoint_files import GOLDEN, byte_level_alphabet, config_of, default_target, refuses, run_python
 from tiny_models import tiny_config
 
 from failfast_jax.checkpoints.tokenizer import check_same_tokens, load_tokenizer, stop_tokens
-from failfast_jax.errors import ConfigError
 from failfast_jax.models.config_keys import read_model
 from failfast_jax.models.model_config import ModelConfig
 
@@ -52,16 +50,6 @@ def test_smollm2_round_trip(smollm2, text):
     assert 0 <= min(ids) and max(ids) < 49_152
 
 
-def test_a_long_text_is_no_warning(smollm2, monkeypatch):
-    """Whether there is room for it, others check; a server would log transformers' word on it."""
-    from transformers import tokenization_utils_base
-
-    said = []
-    monkeypatch.setattr(tokenization_utils_base.logger, "warning", said.append)
-    monkeypatch.setattr(smollm2, "model_max_length", 4)
-    assert len(smollm2("one two three four five six")["input_ids"]) > 4 and not said
-
-
 def test_smollm2_special_tokens(smollm2):
     for id, token in enumerate(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]):
         assert smollm2.encode(token) == [id]
@@ -69,14 +57,6 @@ def test_smollm2_special_tokens(smollm2):
         assert smollm2.decode([id], skip_special_tokens=True) == ""
     assert len(smollm2) == 49_152
     assert (smollm2.eos_token_id, smollm2.bos_token_id, smollm2.pad_token_id) == (2, 1, 2)
-
-
-def test_smollm2_chat_template(smollm2):
-    text = smollm2.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
-    assert text == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
 
 
 def test_folder_with_tokenizer_json_and_a_config_unknown_to_transformers(smollm2, tmp_path):
@@ -114,75 +94,6 @@ def test_imports_neither_pytorch_nor_llama_cpp_and_prints_nothing():
     )
     run = run_python("-c", code, default_target())
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
-
-
-MERGES = ["1 2", "12 3", "Ġ a", "a b", "ab c", "1 23"]
-SPECIALS = {"<s>": 3, "</s>": 3, "<tool>": 4, "[PAD0]": 5}
-
-
-@pytest.fixture
-def tiny_gguf(tmp_path):
-    """A GGUF file with a byte-level tokenizer: bytes, a few merges, and special tokens."""
-
-    def make(pre: str | None, model: str = "gpt2", **flags: bool) -> Path:
-        tokens = [
-            *sorted(byte_level_alphabet()),
-            *(merge.replace(" ", "") for merge in MERGES[:-1]),
-            "123456",
-            *SPECIALS,
-        ]
-
-        def metadata(writer):
-            writer.add_tokenizer_model(model)
-            if pre is not None:
-                writer.add_tokenizer_pre(pre)
-            writer.add_token_list(tokens)
-            writer.add_token_types([1] * (len(tokens) - len(SPECIALS)) + list(SPECIALS.values()))
-            writer.add_token_merges(MERGES[:-1])
-            writer.add_bos_token_id(tokens.index("<s>"))
-            writer.add_eos_token_id(tokens.index("</s>"))
-            for key, value in flags.items():
-                writer.add_bool(f"tokenizer.ggml.{key}", value)
-
-        return write_gguf(tmp_path / "tiny.gguf", "llama_tied", extra=metadata)
-
-    return make
-
-
-def tokens_of(tokenizer, text: str) -> list[str]:
-    return tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
-
-
-@pytest.mark.parametrize(
-    "pre, flags, text, expected",
-    [
-        (None, {}, "123 abc", "123|Ġa|b|c"),
-        ("smollm", {}, "123 abc", "1|2|3|Ġa|b|c"),
-        # Llama 3 groups digits by three, takes a whole word that is a token, and starts with its first token.
-        ("llama-bpe", {}, "1234 abc", "<s>|123|4|Ġa|b|c"),
-        ("llama-bpe", {"add_bos_token": False}, "abc", "abc"),
-        ("gpt-2", {"add_bos_token": True}, "abc", "<s>|abc"),
-    ],
-)
-def test_gguf_pre_tokenizers(tiny_gguf, pre, flags, text, expected):
-    assert tokens_of(load_tokenizer(tiny_gguf(pre, **flags)), text) == expected.split("|")
-
-
-def test_gguf_special_tokens(tiny_gguf):
-    tokenizer = load_tokenizer(tiny_gguf("qwen2"))
-    assert tokens_of(tokenizer, "<s>abc<tool></s>") == ["<s>", "abc", "<tool>", "</s>"]
-    ids = tokenizer.encode("<s>abc<tool></s>")
-    assert tokenizer.decode(ids) == "<s>abc<tool></s>"
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "abc<tool>"
-    assert "[PAD0]" not in tokenizer.get_vocab()
-    assert tokenizer.decode(tokenizer.encode("e\u0301")) == "é"  # Qwen normalises to NFC
-
-
-def test_gguf_tokenizers_that_cannot_be_built(tiny_gguf, tmp_path):
-    refused("tokenizer model 't5' .*supported: 'llama', .*; 'gpt2', ", tiny_gguf("default", model="t5"))
-    missing = functools.partial(refused, error=ConfigError)
-    missing("'tokenizer.ggml.scores' .*missing", tiny_gguf("default", model="llama"))
-    missing("'tokenizer.ggml.model' .*missing", write_gguf(tmp_path / "none.gguf", "llama_tied"))
 
 
 def test_vocabulary_files(tmp_path):

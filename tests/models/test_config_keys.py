@@ -241,10 +241,6 @@ def test_dual_chunk_attention_is_plain_within_a_chunk(caplog):
     refused("dual_chunk_attention_config: key 'chunk_size' must be an integer", config(chunk_size="many"))
 
 
-def test_the_type_of_a_model_comes_first():
-    refused("model_type 'nemotron-nas' is not supported", raw_config("nemotron-nas", intermediate_size=0))
-
-
 def test_unknown_keys_are_named_once(caplog):
     progress.warn_once.cache_clear()
     for _ in range(2):

@@ -1,8 +1,4 @@
-"""Loading models: which layout a file or folder has, its configuration, its tensors' headers, and its parameters.
-
-`mapping` has the tables of Hugging Face's and llama.cpp's names; `safetensors`, `gguf` and `native` read the files,
-`drafter` the folders of drafters that borrow from their target.
-"""
+"""Loading models: which layout a file or folder has, its configuration, its tensors' headers, and its parameters."""
 
 from __future__ import annotations
 
@@ -96,6 +92,7 @@ class Checkpoint:
       kind: `hf`, `gguf` or `native`.
       config: with stop tokens of `generation_config.json` and the mask token resolved.
       raw_config: the Hugging Face `config.json`, or its equivalent for a GGUF file.
+      table: names of the tensors; None for a folder that Orbax reads.
     """
 
     path: Path
@@ -105,10 +102,15 @@ class Checkpoint:
     table: parameter_map.Table | None = None
     tensors: Mapping[str, parameter_map.StoredTensor] = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
+    def _native(self) -> dict[str, Any]:
+        """Shape and dtype of each parameter of a converted folder."""
+        return orbax_folder.stored_params(self.path)
+
     def stored_dtype(self) -> np.dtype:
         """The narrowest supported dtype that holds every stored value."""
-        if self.kind == "native":
-            return np.dtype(next(iter(orbax_folder.stored_params(self.path).values())).dtype)
+        if self.table is None:
+            return np.dtype(next(iter(self._native.values())).dtype)
         stored = {tensor.dtype for tensor in self.tensors.values()}
         return stored.pop() if len(stored) == 1 and stored <= set(DTYPES.values()) else DTYPES["float32"]
 
@@ -119,8 +121,7 @@ class Checkpoint:
         Raises:
           CheckpointError: the configuration names many more layers than there are, or a converted folder is damaged.
         """
-        names = self.tensors if self.table is not None else orbax_folder.stored_params(self.path)
-        check_layers(names, self.config.num_layers, self.path)
+        check_layers(self._native if self.table is None else self.tensors, self.config.num_layers, self.path)
         return _skeleton(self.config, DTYPES["float32"]).shapes
 
     def num_parameters(self) -> int:
@@ -138,13 +139,10 @@ class Checkpoint:
           CheckpointError: names or shapes of tensors do not fit the model, or a converted folder is damaged.
         """
         if self.table is not None:
-            plan = self._plan
-            return {name: plan.kept_dtype(name, shape, dtype) for name, shape in self.shapes.items()}
-        stored = orbax_folder.stored_params(self.path)
+            return {name: self._plan.kept_dtype(name, shape, dtype) for name, shape in self.shapes.items()}
+        stored = {name: np.dtype(param.dtype) for name, param in self._native.items()}
         return {
-            name: parameter_map.kept_dtype(
-                name, shape, np.dtype(stored[name].dtype if name in stored else dtype), dtype
-            )
+            name: parameter_map.kept_dtype(name, shape, stored.get(name, dtype), dtype)
             for name, shape in self.shapes.items()
         }
 
@@ -153,15 +151,10 @@ class Checkpoint:
         return parameter_map.make_plan(self.table, self.shapes, self.tensors, self.config, self.path)
 
     def check(self) -> None:
-        """Matches tensors with parameters without reading any data.
-
-        Raises:
-          CheckpointError: see `load_model`.
-        """
+        """Matches tensors with parameters without reading any data; errors are those of `load_model`."""
         if self.table is None:
-            orbax_folder.check(
-                self.path, {n: jax.ShapeDtypeStruct(shape, np.float32) for n, shape in self.shapes.items()}
-            )
+            wanted = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in self.shapes.items()}
+            orbax_folder.check(self.path, wanted)
         else:
             _ = self._plan
 
@@ -193,10 +186,7 @@ class Checkpoint:
           dtype: of all parameters, or of each by its path.
           place: the sharding of a parameter, given its path and its shape; None: the default device.
           convert: what to keep of a parameter, given its path and itself; None: all parameters as they are.
-          progress: see `load_model`.
-
-        Raises:
-          CheckpointError: see `load_model`.
+          progress: see `load_model`, also for errors.
         """
         dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(self.shapes, dtype)
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -208,8 +198,7 @@ class Checkpoint:
             for name in list(values) if convert else ():
                 values |= convert(name, values.pop(name))
             return values
-        plan = self._plan
-        values = {}
+        plan, values = self._plan, {}
 
         def assemble(name: str) -> sharding.Blocks:
             blocks = sharding.blocks_here(shardings[name], self.shapes[name])
@@ -242,10 +231,9 @@ def _ahead(function: Callable[[str], sharding.Blocks], names: Sequence[str]) -> 
 
 
 def open_checkpoint(path_or_hub_id: str | os.PathLike[str], raw: dict[str, Any] | None = None) -> Checkpoint:
-    """Finds a checkpoint and reads its configuration (`raw`, where that has been done) and its tensors' headers.
+    """Finds a checkpoint and reads its headers and its configuration (`raw`, where that has been done).
 
-    Raises:
-      CheckpointError, ConfigError: see `load_model`.
+    Errors are those of `load_model`.
     """
     path = resolve_source(path_or_hub_id)
     if path.is_file():

@@ -30,10 +30,9 @@ _DRAFTER_KEYS = (
 
 
 def check_settings(folder: Path) -> None:
-    """Refuses a folder without weights that cannot become a model; a drafter's is checked with its target.
+    """Refuses a folder without weights that cannot become a model, with the errors of `read_settings`.
 
-    Raises:
-      CheckpointError, ConfigError: see `read_settings`.
+    A drafter's folder is checked with its target.
     """
     if is_there(folder / "config.json"):
         raw = read_json(folder / "config.json")
@@ -127,20 +126,15 @@ def _with_mask_token(config: ModelConfig, folder: Path) -> ModelConfig:
 def _tokenizer_mask(folder: Path) -> int | None:
     """Id of the token `|<MASK>|`, from whichever tokenizer file lists it."""
     for name in ("tokenizer_config.json", "added_tokens.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            continue
-        raw = read_json(folder / name)
+        raw = read_json(folder / name) if (folder / name).is_file() else {}
         by_id, listed = raw.get("added_tokens_decoder"), raw.get("added_tokens")
         tokens = list(by_id.items()) if isinstance(by_id, dict) else []
-        if isinstance(listed, list):
-            tokens += [(entry.get("id"), entry) for entry in listed if isinstance(entry, dict)]
-        if name == "added_tokens.json" and MASK_TOKEN in raw:
-            tokens.append((raw[MASK_TOKEN], {"content": MASK_TOKEN}))
-        for id, entry in tokens:
-            if isinstance(entry, dict) and entry.get("content") == MASK_TOKEN:
-                if not re.fullmatch(r"\d{1,9}", str(id)):
-                    raise ConfigError(
-                        f"{folder / name}: the id of {MASK_TOKEN} must be a whole number, got {quoted(id)}"
-                    )
-                return int(id)
+        tokens += [(e.get("id"), e) for e in listed if isinstance(e, dict)] if isinstance(listed, list) else []
+        ids = [id for id, entry in tokens if isinstance(entry, dict) and entry.get("content") == MASK_TOKEN]
+        ids += [raw[MASK_TOKEN]] if name == "added_tokens.json" and MASK_TOKEN in raw else []
+        if ids and not re.fullmatch(r"\d{1,9}", str(ids[0])):
+            where = folder / name
+            raise ConfigError(f"{where}: the id of {MASK_TOKEN} must be a whole number, got {quoted(ids[0])}")
+        if ids:
+            return int(ids[0])
     return None

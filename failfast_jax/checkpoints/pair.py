@@ -98,16 +98,6 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
     return Pair(model, drafting, tokenizer, vocab, decoding, chances, target_name, drafter_name)
 
 
-def load_with_tokenizer(source: str | os.PathLike, dtype: Any = None) -> tuple[Decoder, Any]:
-    """Reads a whole model and its tokenizer (None: it has none)."""
-    return ModelFolder(source).load(dtype)
-
-
-def config_at(model: Decoder | str | os.PathLike) -> ModelConfig:
-    """A target's configuration, loaded or not."""
-    return ModelFolder(model).checkpoint.config if is_path(model) else model.config
-
-
 def is_path(model: Any) -> bool:
     """True for a model that is to be read."""
     return isinstance(model, (str, os.PathLike))

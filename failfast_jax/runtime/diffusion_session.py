@@ -1,4 +1,4 @@
-"""The session of a block-diffusion model that writes on its own (method `dllm`). Made by a `Runtime`."""
+"""The session of a block-diffusion model that writes without a target (method `dllm`). Made by a `Runtime`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from failfast_jax.decoding.placement import StatePlacement
 from failfast_jax.errors import PromptError
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.results import Round, RowLog
-from failfast_jax.runtime.session import Session
+from failfast_jax.runtime.session import Session, SessionShape
 from failfast_jax.util.compilation import Executables
 
 
@@ -20,20 +20,20 @@ class DiffusionSession(Session):
     """A block-diffusion model that writes on its own.
 
     Args:
+      threshold: confidence from which on a pass keeps a token.
       graph: draft states that every pass runs beside the block, see `decoding.draft_states`; None: none.
-      released_length: see `dllm.blocks_to_write`.
-      static: of `dllm.step`.
+      released_length: see `diffusion_decoding.blocks_to_write`.
+      static: settings of `diffusion_decoding.step`.
     """
 
     stream_rounds = 8
 
     def __init__(
         self,
-        programs: Executables,
+        executables: Executables,
         placement: StatePlacement,
         model: Decoder,
-        batch: int,
-        capacity: int,
+        shape: SessionShape,
         threshold: float,
         graph: np.ndarray | None = None,
         released_length: bool = False,
@@ -45,7 +45,7 @@ class DiffusionSession(Session):
         states = None if graph is None else len(self.graph)
         start = functools.partial(_start_diffusion, states=states, small_block=self.small_block)
         advance = functools.partial(_advance_diffusion, **static)
-        super().__init__(programs, placement, (model,), batch, capacity, start, advance)
+        super().__init__(executables, placement, (model,), shape, start, advance)
 
     def _inputs(self, requests):
         blocks, limits = zip(
@@ -61,7 +61,7 @@ class DiffusionSession(Session):
             )
         )
         if not all(blocks):
-            raise PromptError(f"no whole block of {self.block} fits behind the prompt within {self.capacity} tokens")
+            raise PromptError(f"no whole block of {self.block} fits after the prompt within {self.capacity} tokens")
         counts = {"max_blocks": np.asarray(blocks, np.int32), "limit": np.asarray(limits, np.int32)}
         return self._prompts(requests) | counts
 
@@ -78,7 +78,7 @@ class DiffusionSession(Session):
         return state.text, state.prompt_length, state.end, state.finish
 
     def rounds(self, state):
-        """Each row's blocks so far: with a token shift, a block emits its own tokens and the next one's first."""
+        """Each row's blocks so far: with a token shift, a block emits its tokens and the next block's first one."""
         counts = state.block_passes, state.block_adopted
         passes, adopted, text, begin, end, _ = self._fetch((*counts, *self._view(state)))
         return [
@@ -88,14 +88,14 @@ class DiffusionSession(Session):
 
     def _blocks(self, passes: np.ndarray, adopted: np.ndarray, text: np.ndarray, begin: int, end: int) -> RowLog:
         first_end = (begin // self.block + 1) * self.block + self.config.token_shift
-        found, at = [], begin
+        blocks, at = [], begin
         while at < end:
-            stop = min(first_end + len(found) * self.block, end)
-            spared = None if self.graph is None else int(adopted[len(found)])
-            found.append(Round([], [], 0, text[at:stop].tolist(), int(passes[len(found)]), adopted=spared))
+            stop = min(first_end + len(blocks) * self.block, end)
+            spared = None if self.graph is None else int(adopted[len(blocks)])
+            blocks.append(Round([], [], 0, text[at:stop].tolist(), int(passes[len(blocks)]), adopted=spared))
             at = stop
         prefill = int(begin >= self.block)
-        return RowLog(found, 0, sum(entry.passes for entry in found) + prefill)
+        return RowLog(blocks, 0, sum(entry.passes for entry in blocks) + prefill)
 
 
 def _start_diffusion(model, inputs, *, capacity, placement, states, small_block):

@@ -1,4 +1,4 @@
-"""A target, a drafter model and devices, with everything compiled for them: token ids in, token ids out.
+"""A target, a drafter model and devices, with all programs compiled for them: token ids in, token ids out.
 
     runtime = Runtime(target, drafter_model)
     vocab = target.config.vocab_size
@@ -9,9 +9,9 @@
         state = session.advance(state, rounds=4)
     answers = progress.ids
 
-A `Session` holds the programs for one drafter, plan, batch and capacity. Its rows are independent requests: what a row
-says depends on its own request alone, and `Session.insert` puts another request in its place. Programs of one's own on
-the same models come from `Runtime.compile`.
+A `Session` holds the programs for one drafter, plan, batch and capacity. Its rows are independent requests: the text of
+a row depends on its request alone, and `Session.insert` puts another request in its place. `Runtime.compile` compiles
+further programs on the same models.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from failfast_jax.models.transformer import Decoder
 from failfast_jax.policy.cost_book import CostBook
 from failfast_jax.results import RowLog
 from failfast_jax.runtime.diffusion_session import DiffusionSession
-from failfast_jax.runtime.session import DraftSession, Progress, Request, Session
+from failfast_jax.runtime.session import DraftSession, Progress, Request, Session, SessionShape
 from failfast_jax.util.compilation import Executables
 
 __all__ = ["DiffusionSession", "DraftSession", "Progress", "Request", "RowLog", "Runtime", "Session"]
@@ -46,22 +46,22 @@ SMALLEST_CAPACITY = 256
 
 
 class Runtime:
-    """A target, a drafter model and devices, with everything compiled for them.
+    """A target, a drafter model and devices, with all programs compiled for them.
 
     Args:
       target: an autoregressive model; for `diffusion_session` a block-diffusion model.
       drafter_model: the model that drafters built for this runtime draft with, if any.
       mesh: devices to spread both over (see `models.sharding.make_mesh`). None: the models stay where they are, on
         one device or spread already.
-      max_seq_len: most tokens of prompt and output together; None: the models' context.
+      max_seq_len: maximum tokens of prompt and output together; None: the models' context.
       programs: a store of compiled programs to share with another runtime.
-      costs: a file that says what rounds cost; None: they are measured when first needed.
+      costs: a file with the costs of rounds; None: they are measured when first needed.
 
     Attributes:
-      platform: `cpu`, `gpu` or `tpu`: whose widths and defaults are taken; the target's (`Execution.platform`).
+      platform: `cpu`, `gpu` or `tpu`, which decides widths and defaults; the target's (`Execution.platform`).
       programs: the store; `programs.seconds` is the time spent on compiling.
-      costs: what rounds cost here, for drafters that decide by it.
-      width_check: what is known of the target's widths under `exact`; runtimes of one target may share it.
+      costs: measured costs of rounds, for drafters that decide by them.
+      width_check: widths of the target that are known to be bit-identical; runtimes of one target may share it.
 
     Raises:
       OptionError: `max_seq_len` exceeds the models' context, or the target cannot be spread over the mesh.
@@ -98,9 +98,7 @@ class Runtime:
         return self.target.execution.mesh
 
     def placement(self, batch: int) -> StatePlacement:
-        """Called inside a program with a state of that batch, it keeps the state's arrays where they are.
-
-        Programs of one's own that return a state must end with it.
+        """Returns a function that keeps a state's arrays in place; programs that return a state end with it.
 
         Raises:
           OptionError: the batch does not divide over the data-parallel groups.
@@ -111,11 +109,11 @@ class Runtime:
         return StatePlacement(self.target, self.drafter_model)
 
     def plan(self, drafter: Drafter, exact: bool = False, batch: int = 1) -> Plan:
-        """Static widths, in rows, of every pass for a drafter.
+        """Returns the static widths, in rows, of every pass for a drafter.
 
         Args:
-          drafter: what will draft.
-          exact: widths whose rows are bit-identical; a self-check of some seconds may find them, the first time.
+          drafter: the drafter of the session.
+          exact: widths whose rows are bit-identical; the first time a self-check of some seconds may measure them.
           batch: sequences that are decoded together, for that check.
         """
         if not exact or self.platform != "cpu":
@@ -124,12 +122,13 @@ class Runtime:
         return make_plan(drafter, platform=self.platform, exact=True, interchangeable=widths)
 
     def capacity(self, prompt_tokens: int, max_new_tokens: int, longest_draft: int = 0) -> int:
-        """Tokens to make room for: a bucket that holds prompt, output and a draft, at most `max_seq_len`. Requests of
-        one bucket share programs.
+        """Returns the capacity of a row: a bucket that holds prompt, output and a draft, at most `max_seq_len`.
+
+        Requests of one bucket share programs.
 
         Args:
           prompt_tokens: of the longest prompt.
-          max_new_tokens: most tokens of an answer.
+          max_new_tokens: maximum tokens of an answer.
           longest_draft: the drafter's `max_draft`.
 
         Raises:
@@ -143,7 +142,7 @@ class Runtime:
         wanted = prompt_tokens + max_new_tokens
         if wanted > self.max_seq_len:
             logger.warning(
-                "prompt (%d) and max_new_tokens (%d) exceed the %d tokens there is room for: output may end early",
+                "prompt (%d) and max_new_tokens (%d) exceed the capacity of %d tokens: output may end early",
                 prompt_tokens,
                 max_new_tokens,
                 self.max_seq_len,
@@ -152,14 +151,14 @@ class Runtime:
         return min(max(SMALLEST_CAPACITY, bucket), self.max_seq_len)
 
     def compile(self, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
-        """A function compiled for the types of `args` (arrays or shape structs), from the store if it is there.
+        """Compiles a function for the types of `args` (arrays or shape structs), or takes it from the store.
 
         Programs are told apart by the function, all that is bound to it, the structure of the arguments (models and
         drafters with all their static fields) and the type and place of every array.
 
         Args:
-          function: without a closure; what else it needs is bound with `functools.partial`, or is a field of the
-            frozen dataclass that it is.
+          function: without a closure; further values are bound with `functools.partial`, or are fields of a frozen
+            dataclass that is called.
           donate: arguments whose memory the result may take.
 
         Raises:
@@ -177,25 +176,28 @@ class Runtime:
         decodes: bool = True,
         logprobs: int | None = None,
     ) -> DraftSession:
-        """The programs that decode `batch` requests of up to `capacity` tokens, prompt included, with a drafter.
+        """Returns the programs that decode `batch` requests of up to `capacity` tokens (prompt included) by drafts.
 
         They compile side by side in other threads; the first call of each waits for it. A drafter that decides by costs
-        takes all widths to cost the same until `costs.price` tells the session what they do.
+        takes all widths to cost the same until `costs.price` measures them.
 
         Args:
-          drafter: what drafts: built for `drafter_model`, where it has a model.
+          drafter: the drafter, built for `drafter_model` if it has a model.
           batch: rows; a multiple of the data-parallel groups.
           capacity: tokens of a row, see `capacity`.
           plan: None: that of `plan` for this drafter, without `exact`.
           decodes: False for a session that prefills rows for another one: its loop is compiled only if it is used.
-          logprobs: keep the log-probability of each emitted token, and of so many most probable ones at its place, for
-            `DraftSession.logprobs`; None: keep none, at no cost.
+          logprobs: keep the log-probability of each emitted token, and of this number of most probable ones at its
+            place, for `DraftSession.logprobs`; None: keep none, at no cost.
 
         Raises:
           OptionError: see `placement`.
         """
-        plan, place = plan or self.plan(drafter, batch=batch), self.placement(batch)
-        return DraftSession(self.programs, place, self.target, drafter, batch, capacity, plan, decodes, logprobs)
+        plan, shape = plan or self.plan(drafter, batch=batch), SessionShape(batch, capacity)
+        session = DraftSession(self.programs, self.placement(batch), (self.target, drafter), shape, plan, logprobs)
+        if decodes:
+            session.compile_loop()
+        return session
 
     def diffusion_session(
         self,
@@ -204,32 +206,31 @@ class Runtime:
         batch: int = 1,
         capacity: int,
         threshold: float = 1.0,
-        small_block: int = 8,
-        block_cache: bool = False,
         released_length: bool = False,
         graph: np.ndarray | None = None,
+        **schedule: Any,
     ) -> DiffusionSession:
-        """Likewise for a block-diffusion model that writes on its own (method `dllm`).
+        """Returns the programs of a block-diffusion model that writes without a target (method `dllm`).
 
         Args:
           model: None: the target; or its weights under another block size.
           batch: rows; a multiple of the data-parallel groups.
           capacity: tokens of a row, see `capacity`.
-          threshold: see `decoding.diffusion_decoding.step`, as for the next two.
-          small_block: divides the block size.
-          block_cache: whether passes may run over the small block alone.
+          threshold: see `decoding.diffusion_decoding.step`.
           released_length: see `decoding.diffusion_decoding.blocks_to_write`.
           graph: draft states to run beside the block, see `decoding.draft_states`; None: plain decoding.
+          schedule: `small_block` (8), which divides the block size, and `block_cache` (False): passes may run over the
+            small block alone.
         """
-        return DiffusionSession(
+        session = DiffusionSession(
             self.programs,
             self.placement(batch),
             model or self.target,
-            batch,
-            capacity,
+            SessionShape(batch, capacity),
             threshold,
             graph,
             released_length,
-            small_block=small_block,
-            block_cache=block_cache,
+            **{"small_block": 8, "block_cache": False, **schedule},
         )
+        session.compile_loop()
+        return session

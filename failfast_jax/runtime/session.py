@@ -1,4 +1,4 @@
-"""The compiled programs of a batch of independent requests, and the states that they hand on. Made by a `Runtime`."""
+"""Compiled programs for a batch of independent requests, and the states that they pass on. Made by a `Runtime`."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ State = Any
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What one row is to do.
+    """One row's prompt, limits and sampling.
 
     Attributes:
       prompt: token ids, at least one.
-      max_new_tokens: most tokens to emit.
+      max_new_tokens: maximum tokens to emit.
       temperature: of the target's softmax; 0 is greedy.
-      top_k: tokens that it picks from, the most probable ones; 0: all.
-      top_p: probability of those that it picks from, the most probable ones; 1: all.
-      seed: with `sequence` and a token's position it determines the randomness, whatever row the request is in.
-      sequence: tells requests of one seed apart.
+      top_k: number of most probable tokens to sample from; 0: all.
+      top_p: total probability of the most probable tokens to sample from; 1: all.
+      seed: with `sequence` and a token's position it determines the random numbers, whatever the row.
+      sequence: requests of one seed with different sequences draw different random numbers.
       eos: stop token ids, at most `decoding.decode_state.MAX_EOS_TOKENS`.
     """
 
@@ -59,7 +59,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far the rows of a state are."""
+    """Tokens and status of each row of a state."""
 
     ids: list[list[int]]
     """Tokens emitted so far."""
@@ -67,40 +67,51 @@ class Progress:
     """RUNNING, FINISHED_EOS, FINISHED_LENGTH or FAILED, of `decoding.decode_state`."""
 
 
+@dataclasses.dataclass(frozen=True)
+class SessionShape:
+    """Number of rows, and the maximum tokens of a row, prompt and output together."""
+
+    batch: int
+    capacity: int
+
+
 class Session:
-    """Compiled programs for `batch` rows of `capacity` tokens; made by a `Runtime`.
+    """Compiled programs for a batch of rows; made by a `Runtime`.
+
+    Args:
+      executables: the store that compiles programs.
+      placement: see `Runtime.placement`.
+      models: first arguments of every program: the target and the drafter, or the model that writes.
+      shape: number of rows, and their capacity.
+      start: program `(*models, inputs) -> state`, with empty caches.
+      advance: program that decodes a state for some rounds; see `_loop_args` for its arguments.
 
     Attributes:
       batch: rows.
-      capacity: most tokens of a row, prompt and output.
-      models: what every program takes first: the target and the drafter, or the model that writes.
-      placement: see `Runtime.placement`.
+      capacity: maximum tokens of a row, prompt and output.
       shapes: a state of shapes, with their places.
-      stream_rounds: rounds (of `dllm`: passes) between two looks at the state that suit a stream.
+      stream_rounds: rounds (of `dllm`: passes) of a slice of a stream.
     """
 
     stream_rounds = 4
 
     def __init__(
         self,
-        programs: Executables,
+        executables: Executables,
         placement: StatePlacement,
         models: tuple[Any, ...],
-        batch: int,
-        capacity: int,
+        shape: SessionShape,
         start: Callable,
         advance: Callable,
-        decodes: bool = True,
     ):
-        self.batch, self.capacity, self.placement = batch, capacity, placement
-        self._programs, self.models = programs, models
-        self._start = functools.partial(start, capacity=capacity, placement=self.placement)
-        inputs = self._inputs(self._any_requests(batch))
+        self.batch, self.capacity, self.placement = shape.batch, shape.capacity, placement
+        self._executables, self.models = executables, models
+        self._start = functools.partial(start, capacity=self.capacity, placement=placement)
+        self._advance = functools.partial(advance, placement=placement)
+        inputs = self._inputs(self._any_requests(self.batch))
         [self._starting] = self._compile((self._start, (*models, inputs)))
         self.shapes = self._placed(self._starting.shapes)
-        self._advance = functools.partial(advance, placement=self.placement)
-        if decodes:
-            self._advancing  # noqa: B018  it compiles while others are waited for
+        self._loop: Compilation | None = None
 
     def _inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Arguments of `init_state`, checked."""
@@ -136,9 +147,16 @@ class Session:
         for compilation in (self._starting, *self._compile_chunks(self._chunks(prompt_tokens))):
             compilation.wait()
 
+    def compile_loop(self) -> Compilation:
+        """Starts to compile the loop over rounds, unless that was done; it compiles while the host goes on."""
+        if self._loop is None:
+            args = self._loop_args(self.shapes, NO_LIMIT, False)
+            [self._loop] = self._compile((self._advance, args), donate=(len(self.models),))
+        return self._loop
+
     def wait(self) -> None:
         """Waits until the loop over rounds is compiled, too."""
-        self._advancing.wait()
+        self.compile_loop().wait()
 
     def prefill(self, requests: Sequence[Request]) -> State:
         """A state with the prompts in the caches, one request a row. The loop may still be compiling.
@@ -192,11 +210,6 @@ class Session:
         ended = np.isin(np.arange(self.batch), list(rows))
         return self._run(functools.partial(row_programs.end, placement=self.placement), state, ended, donate=(0,))
 
-    @functools.cached_property
-    def _advancing(self) -> Compilation:
-        args = self._loop_args(self.shapes, NO_LIMIT, False)
-        return self._compile((self._advance, args), donate=(len(self.models),))[0]
-
     def advance(self, state: State, rounds: int | None = None, *, until_any: bool = False) -> State:
         """Decodes until every row has finished, or for at most that many rounds (of `dllm`: passes).
 
@@ -206,7 +219,7 @@ class Session:
           until_any: end as soon as one of the rows that are still running has finished.
         """
         most = NO_LIMIT if rounds is None else rounds
-        return self._advancing(*self._loop_args(state, most, until_any))
+        return self.compile_loop()(*self._loop_args(state, most, until_any))
 
     def read(self, state: State) -> Progress:
         """How far the rows are. One host wait."""
@@ -241,7 +254,7 @@ class Session:
         return self.start([Request(prompt, NO_LIMIT)] * self.batch)
 
     def _compile(self, *programs: tuple[Callable, tuple], donate: tuple[int, ...] = ()) -> list[Compilation]:
-        return self._programs.start(*(Program(function, args, donate) for function, args in programs))
+        return self._executables.start(*(Program(function, args, donate) for function, args in programs))
 
     def _compile_chunks(self, chunks: list[tuple[Callable, int]]) -> list[Compilation]:
         args = (*self.models, self.shapes, np.int32(0))
@@ -297,25 +310,25 @@ class DraftSession(Session):
     """Drafts that a target verifies.
 
     Attributes:
-      drafter, plan, kept: as given; `kept` is the number of log-probabilities a token, see `Runtime.session`.
+      drafter: it drafts, and knows the widths of the plan.
+      plan: widths of every pass.
+      kept: number of log-probabilities per token, see `Runtime.session`; None: none are kept.
     """
 
     def __init__(
         self,
-        programs: Executables,
+        executables: Executables,
         placement: StatePlacement,
-        target: Decoder,
-        drafter: Drafter,
-        batch: int,
-        capacity: int,
+        models: tuple[Decoder, Drafter],
+        shape: SessionShape,
         plan: Plan,
-        decodes: bool = True,
         logprobs: int | None = None,
     ):
+        target, drafter = models
         self.drafter, self.plan, self.kept = drafter.planned(plan.widths), plan, logprobs
         start = functools.partial(_start, plan=plan, logprobs=logprobs)
         advance = functools.partial(_advance, plan=plan)
-        super().__init__(programs, placement, (target, self.drafter), batch, capacity, start, advance, decodes)
+        super().__init__(executables, placement, (target, self.drafter), shape, start, advance)
 
     @functools.cached_property
     def key(self) -> str:

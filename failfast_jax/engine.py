@@ -266,7 +266,7 @@ class FailFast:
             with memory_explained(f"{len(encoded)} x {session.capacity} tokens", lambda: self._memory(session)):
                 state = self._prefill(session, encoded, config, watch)
                 compile_s, costs = self.runtime.programs.seconds - compiled_before, None
-                if isinstance(session, DraftSession) and session.drafter.uses_costs:
+                if isinstance(session, DraftSession) and session.drafter.shape.uses_costs:
                     session, costs = self.runtime.costs.price(session)
                 with contextlib.nullcontext() if self._profile is None else self._profile.traced():
                     for part in self._decode(session, state, stream, watch):

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.decoding.decode_state import Committed, Draft, Outcome
-from failfast_jax.decoding.drafter import Drafter, Wrapper
+from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.picking import agreeing_prefix
 from failfast_jax.decoding.stopping import StopRule
 from failfast_jax.decoding.windows import gather_window
@@ -60,14 +60,14 @@ def verify_costs(verify_8: float) -> list[float]:
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class Unverified(Wrapper):
+class Unverified(Drafter):
     """Logs the drafts of `model` at every place of an answer, and verifies none of them."""
 
     model: Drafter
 
     @property
-    def max_draft(self) -> int:
-        return self.model.max_draft
+    def shape(self) -> DraftShape:
+        return self.model.shape
 
     def init(self, batch, capacity):
         return self.model.init(batch, capacity)
@@ -75,8 +75,8 @@ class Unverified(Wrapper):
     def prefill(self, state, committed, start, width, features):
         return self.model.prefill(state, committed, start, width, features)
 
-    def draft(self, state, committed, begun=None):
-        draft, state = self.model.draft(state, committed, begun)
+    def draft(self, state, committed):
+        draft, state = self.model.draft(state, committed)
         # Confidence 0 marks places that were not drafted.
         inside = jnp.arange(self.max_draft) < draft.length[:, None]
         confidence = jnp.where(inside, draft.confidence, 0.0)
@@ -124,13 +124,13 @@ class Remembered(Drafter):
     rule: StopRule | None = None
 
     @property
-    def max_draft(self) -> int:
-        return self.tokens.shape[1]
+    def shape(self) -> DraftShape:
+        return DraftShape(longest=self.tokens.shape[1])
 
     def init(self, batch, capacity):
         return _Memory(self.rule.init(batch))
 
-    def draft(self, state, committed, begun=None):
+    def draft(self, state, committed):
         at = committed.length - self.begin
         drafted = jnp.cumprod(self.confidence[at] > 0, axis=1).sum(1)
         length = jnp.where(committed.running, jnp.minimum(drafted, committed.room), 0)

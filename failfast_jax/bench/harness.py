@@ -19,9 +19,6 @@ from failfast_jax.bench.engine_pool import EnginePool
 from failfast_jax.bench.journal import ANSWER, DIFFERENCE, Journal, Record, key_of
 from failfast_jax.bench.variants import BASELINE, CORPUS, VANILLA, Variant
 from failfast_jax.bench.verdicts import DIFFERENT, NEAR_TIE, first_difference, logit_gap
-from failfast_jax.decoding.drafter import Wrapper
-from failfast_jax.drafters.aligned import Aligned
-from failfast_jax.drafters.autoregressive import Autoregressive
 from failfast_jax.drafters.suffix import Corpus
 from failfast_jax.engine import FailFast, Prompt, Result
 from failfast_jax.errors import PromptError
@@ -63,18 +60,6 @@ def to_record(result: Result, batch: int = 1) -> Record:
         "output_ids": result.output_ids,
         "detail": [] if result.method == BASELINE else detail,
     }
-
-
-def shape_of(drafter: Any) -> dict[str, Any]:
-    """What counting a round's passes as the released code does takes to know of a drafter."""
-    while isinstance(drafter, Wrapper):
-        drafter = drafter.model
-    if isinstance(drafter, Aligned):
-        own = {"block": drafter.block, "shift": drafter.shift, "grows": drafter.expand}
-        return {"kind": "aligned", "spec_len": drafter.spec_len, **own}
-    if isinstance(drafter, Autoregressive):
-        return {"kind": "ar", "spec_len": drafter.spec_len, "grows": drafter.max_spec_len is not None}
-    return {"kind": "other"}
 
 
 def blocks(variants: Sequence[Variant]) -> list[tuple[str, list[Variant]]]:
@@ -254,7 +239,7 @@ class Comparison:
 
     def _shape(self, variant: Variant) -> dict[str, Any]:
         engine, config = self.engine(variant), self.configs[variant.label]
-        return shape_of(engine.build_drafter(engine.resolve(config)))
+        return engine.build_drafter(engine.resolve(config)).describe()
 
     def _idle(self) -> float:
         """Seconds of the harness since the engine's last work."""

@@ -140,7 +140,7 @@ def plain_report() -> dict[str, Any]:
     acts = {}
     for method in ("vanilla", "auto"):
         session = engine.runtime.session(engine.build_drafter(GenerationConfig(method)), capacity=capacity)
-        if session.drafter.uses_costs:
+        if session.drafter.shape.uses_costs:
             dear = np.asarray([1.0, *[1e3] * (len(session.plan.widths) - 1)], np.float32)
             session = session.with_costs(Costs(dear, np.float32(1e3), np.int32(0), np.int32(0)))
         acts[method] = functools.partial(_go_on, session, [session.prefill([request])])

@@ -66,7 +66,7 @@ def init_state(
     batch, width = tokens.shape
     if width > capacity:
         raise ValueError(f"prompt buffer of {width} tokens exceeds the capacity of {capacity}")
-    length = buffer_length(capacity, drafter, plan)
+    length, shape = buffer_length(capacity, drafter, plan), drafter.shape
     max_length = jnp.minimum(prompt_length + max_new_tokens, capacity)
     # Outside a jit the caller's arrays are copied: a state must be fit for donation.
     eos, sampling = jax.tree.map(jnp.array, (eos, sampling))
@@ -80,7 +80,7 @@ def init_state(
         sampling=sampling,
         target=target.init_cache(batch, length),
         drafter=drafter.init(batch, length),
-        log=RoundLog.zeros(batch, capacity, drafter.max_draft, trees=drafter.drafts_trees, weighed=drafter.uses_costs),
+        log=RoundLog.zeros(batch, capacity, shape.longest, trees=shape.tree, weighed=shape.uses_costs),
         capacity=capacity,
         logprobs=None if logprobs is None else Logprobs.zeros(batch, length, logprobs),
     )
@@ -138,7 +138,8 @@ def prefill_chunk(
     if "target" in parts:
         tokens = jax.lax.dynamic_slice_in_dim(state.tokens, start, width, axis=1)
         starts = jnp.full_like(state.length, start)
-        _, cache, features = target.window(tokens, state.target, starts, start + width, drafter.feature_layers)
+        layers = drafter.shape.feature_layers
+        _, cache, features = target.window(tokens, state.target, starts, start + width, layers)
         state = state.replace(target=cache)
     if "drafter" in parts:
         state = state.replace(drafter=drafter.prefill(state.drafter, state.committed, start, width, features))
@@ -187,9 +188,9 @@ def verify(
     Returns:
       `[B, M + 1]` picks, and how many drafted tokens they agree with; and the state with a longer cache.
     """
-    verifier = verify_tree if drafter.drafts_trees else verify_chain
+    verifier = verify_tree if drafter.shape.tree else verify_chain
     with jax.named_scope("verify"):
-        return verifier(target, drafter.feature_layers, state, proposal, plan)
+        return verifier(target, drafter.shape.feature_layers, state, proposal, plan)
 
 
 def commit(drafter: Drafter, state: DecodeState, proposal: Draft, verified: Verified) -> DecodeState:

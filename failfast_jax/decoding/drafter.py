@@ -1,7 +1,8 @@
-"""The one interface behind which every drafter sits."""
+"""The interface of every drafter."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -9,6 +10,33 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.decoding.decode_state import Committed, Draft, Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftShape:
+    """Static facts about a drafter: all that the width plan, the log and the runtime ask for.
+
+    Attributes:
+      longest: columns of `Draft.tokens`; of a tree its nodes, and `Draft.tokens` may have fewer columns.
+      lengths: draft lengths that occur when no capacity limit cuts them; they decide which verify widths are compiled.
+      window: widest forward pass of the drafter's model; its cache has that much room beyond the capacity.
+      chunk_multiple: prefill chunks start at multiples of this.
+      feature_layers: target layers whose residual stream `prefill` and `commit` receive.
+      has_model: `prefill` has something to do.
+      tree: drafts are trees (`Draft.tree`), which have a verifier of their own.
+      uses_costs: drafts carry the tokens and seconds that their round is expected to take (`policy.auto_choice`).
+      max_prefix: longest draft of another source that `draft` continues (`drafters.grow`); 0: it continues none.
+    """
+
+    longest: int = 0
+    lengths: tuple[int, ...] = (0,)
+    window: int = 0
+    chunk_multiple: int = 1
+    feature_layers: tuple[int, ...] = ()
+    has_model: bool = False
+    tree: bool = False
+    uses_costs: bool = False
+    max_prefix: int = 0
 
 
 @flax.struct.dataclass
@@ -21,63 +49,32 @@ class Drafter:
     """
 
     @property
+    def shape(self) -> DraftShape:
+        """Static facts that other parts ask for."""
+        return DraftShape()
+
+    @property
     def max_draft(self) -> int:
-        """Static width of `Draft.tokens`; where drafts are trees, of `Draft.tree`, and the tokens may be fewer."""
-        return 0
+        """Most tokens of a draft; of a tree its nodes."""
+        return self.shape.longest
 
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        """Draft lengths that occur when no capacity limit cuts them: decides the verify widths compiled."""
-        return (0,)
-
-    @property
-    def window(self) -> int:
-        """Widest forward pass of the drafter: the cache holds that much beyond the capacity."""
-        return 0
-
-    @property
-    def chunk_multiple(self) -> int:
-        """Prefill chunks start at multiples of this."""
-        return 1
-
-    @property
-    def has_model(self) -> bool:
-        """Whether `prefill` has anything to do."""
-        return False
-
-    @property
-    def drafts_trees(self) -> bool:
-        """Whether drafts are trees (`Draft.tree`), which another verifier takes."""
-        return False
-
-    @property
-    def max_prefix(self) -> int:
-        """Most tokens of a draft that another source began and it goes on behind; 0: it does not."""
-        return 0
-
-    @property
-    def uses_costs(self) -> bool:
-        """Whether drafts come with what they are expected to bring and to cost (`policy.auto_choice`)."""
-        return False
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """Target layers whose residual stream `prefill` and `commit` receive."""
-        return ()
+    def describe(self) -> dict[str, Any]:
+        """Returns what a benchmark needs to count a round's passes as the released code does."""
+        return {"kind": "other"}
 
     def with_corpus(self, tokens: Int[Array, " corpus"]) -> Drafter:
-        """The drafter, knowing the `tokens` of earlier texts (-1 behind each), if it has a use for them."""
+        """Returns a copy that may draft from earlier texts (`tokens`, each ended by -1). Default: self."""
         del tokens
         return self
 
     def planned(self, widths: tuple[int, ...]) -> Drafter:
-        """The drafter, knowing the widths of verifies, if it has a use for them."""
+        """Returns a copy specialised to these verify widths. Default: self."""
         del widths
         return self
 
     def refilled(self) -> Drafter:
-        """The drafter, knowing that a row that ends is filled again, if it has a use for that: a batch then wants the
-        most tokens of all its rows, where otherwise it waits for its slowest row."""
+        """Returns a copy for batches whose finished rows are filled again: the tokens of all rows count then, and not
+        those of the slowest row. Default: self."""
         return self
 
     def init(self, batch: int, capacity: int) -> Any:
@@ -104,40 +101,31 @@ class Drafter:
             `position < length - 1`.
 
         Returns:
-          The state behind these positions.
+          The state after these positions.
         """
         del committed, start, width, features
         return state
 
     def held(self, state: Any, committed: Committed) -> Int[Array, " B"]:
-        """Leading positions whose keys and values in the state's caches are final: what another text that begins alike
-        need not prefill again, at most `committed.length` - 1."""
+        """Returns how many leading positions have final keys and values in the state's caches, at most
+        `committed.length` - 1: another text with the same beginning need not prefill them again."""
         del state
         return committed.length - 1
 
-    def draft(self, state: Any, committed: Committed, begun: Draft | None = None) -> tuple[Draft, Any]:
+    def draft(self, state: Any, committed: Committed) -> tuple[Draft, Any]:
         """Proposes tokens for positions `length ...` of every running sequence.
 
         Args:
           state: of `prefill` or `commit`.
           committed: the text so far, and how long a draft still fits (`committed.room`).
-          begun: first part of the draft, from another source: an expanding drafter goes on behind it.
 
         Returns:
-          Drafts of 0 to `max_draft` tokens, and the state.
-
-        Raises:
-          ValueError: a begun draft was given to a drafter that does not expand.
+          Drafts of 0 to `shape.longest` tokens, and the state.
         """
-        self._refuse(begun)
         return Draft.empty(committed.length.shape[0], 0), state
 
-    def _refuse(self, begun: Draft | None) -> None:
-        if begun is not None:
-            raise ValueError(f"{type(self).__name__} does not expand its drafts: it cannot go on with another's")
-
     def commit(self, state: Any, outcome: Outcome) -> Any:
-        """Learns what became of the draft.
+        """Updates the state after a round.
 
         Args:
           state: of `draft`.
@@ -145,28 +133,3 @@ class Drafter:
         """
         del outcome
         return state
-
-
-class Wrapper(Drafter):
-    """A drafter that changes the drafts of another one, its field `model`, and asks for what that one asks for."""
-
-    model: Drafter
-
-    @property
-    def window(self) -> int:
-        return self.model.window
-
-    @property
-    def chunk_multiple(self) -> int:
-        return self.model.chunk_multiple
-
-    @property
-    def has_model(self) -> bool:
-        return self.model.has_model
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self.model.feature_layers
-
-    def held(self, state, committed):
-        return self.model.held(state.model, committed)

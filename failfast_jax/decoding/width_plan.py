@@ -43,7 +43,7 @@ def make_plan(drafter: Drafter, *, platform: str, exact: bool = False, interchan
     """Chooses the widths for a drafter on a platform.
 
     Args:
-      drafter: its `draft_lengths`, `max_draft` and `chunk_multiple` decide.
+      drafter: its `shape` decides.
       platform: `cpu`, `gpu` or `tpu`, as of `jax.default_backend()`.
       exact: a row's result must not depend on the pass it is computed in. One constant width then serves
         every step, the prefill's too.
@@ -57,8 +57,8 @@ def make_plan(drafter: Drafter, *, platform: str, exact: bool = False, interchan
       ValueError: a drafter that reads the target's features, and whose `chunk_multiple` does not divide the widths of
         the target's prefill.
     """
-    multiple = drafter.chunk_multiple
-    longest = drafter.max_draft + 1
+    shape = drafter.shape
+    multiple, longest = shape.chunk_multiple, shape.longest + 1
     tile = TPU_TILE if platform == "tpu" else TILE
     if exact and not interchangeable:
         drafter_prefill = (round_up(EXACT_WIDTH, multiple),)
@@ -70,17 +70,17 @@ def make_plan(drafter: Drafter, *, platform: str, exact: bool = False, interchan
         widest = round_up(longest, ACCELERATOR_ROWS)
         ladder = (*(w for w in TPU_LADDER if platform == "tpu" and w < widest), widest)
         prefill = (128, 512, 2048)
-    needed = {min(w for w in ladder if w > length) for length in (*drafter.draft_lengths, drafter.max_draft)}
+    needed = {min(w for w in ladder if w > length) for length in (*shape.lengths, shape.longest)}
     widths = tuple(sorted(needed))
     drafter_prefill = tuple(round_up(w, multiple) for w in prefill)
     return _with_features(drafter, Plan(widths, prefill if exact else drafter_prefill, drafter_prefill, tile=tile))
 
 
 def _with_features(drafter: Drafter, plan: Plan) -> Plan:
-    if drafter.feature_layers and plan.prefill_widths != plan.drafter_prefill_widths:
+    if drafter.shape.feature_layers and plan.prefill_widths != plan.drafter_prefill_widths:
         raise ValueError(
             f"{type(drafter).__name__} reads the target's features, so both must prefill in the same chunks: its "
-            f"chunk_multiple {drafter.chunk_multiple} does not divide the target's {plan.prefill_widths}"
+            f"chunk_multiple {drafter.shape.chunk_multiple} does not divide the target's {plan.prefill_widths}"
         )
     return plan
 
@@ -93,8 +93,9 @@ def cpu_ladder(longest: int) -> tuple[int, ...]:
 def buffer_length(capacity: int, drafter: Drafter, plan: Plan) -> int:
     """Positions to allocate for `capacity` tokens, a multiple of the plan's tile: a window of the drafter or of
     a verify may reach beyond the last token. It is the T of `DecodeState.tokens`."""
-    longest = round_up(drafter.max_draft + 1, plan.widths[-1])
-    widest = max(longest, drafter.window + drafter.max_draft, plan.prefill_widths[0], plan.drafter_prefill_widths[0])
+    shape = drafter.shape
+    longest = round_up(shape.longest + 1, plan.widths[-1])
+    widest = max(longest, shape.window + shape.longest, plan.prefill_widths[0], plan.drafter_prefill_widths[0])
     return round_up(capacity + widest, plan.tile)
 
 
@@ -112,7 +113,7 @@ def prefill_parts(drafter: Drafter, plan: Plan) -> list[tuple[tuple[int, ...], t
     if plan.prefill_widths == plan.drafter_prefill_widths:
         return [(plan.prefill_widths, ("target", "drafter"))]
     parts = [(plan.prefill_widths, ("target",))]
-    if drafter.has_model or drafter.feature_layers:
+    if drafter.shape.has_model or drafter.shape.feature_layers:
         parts.append((plan.drafter_prefill_widths, ("drafter",)))
     return parts
 

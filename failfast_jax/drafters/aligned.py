@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Committed, Draft
+from failfast_jax.decoding.drafter import DraftShape
 from failfast_jax.decoding.picking import argmax_and_confidence
 from failfast_jax.decoding.stopping import DraftSoFar, StopRule
 from failfast_jax.decoding.unmasking import BlockPass
@@ -72,7 +73,16 @@ class Aligned(BlockDrafter):
     expand: bool = flax.struct.field(pytree_node=False, default=True)
 
     @property
-    def max_draft(self) -> int:
+    def shape(self) -> DraftShape:
+        longest = self._longest
+        return self.shaped(*range(self.spec_len, longest, self.spec_len), longest)
+
+    def describe(self):
+        facts = {"block": self.block, "shift": self.shift, "grows": self.expand}
+        return {"kind": "aligned", "spec_len": self.spec_len, **facts}
+
+    @property
+    def _longest(self) -> int:
         limit = MOST_BLOCKS * self.block + 1
         if not self.expand:
             return min(self.spec_len, limit)
@@ -80,10 +90,6 @@ class Aligned(BlockDrafter):
         # storing pass adds a token that is not.
         longest = (self.max_spec_len + MOST_BLOCKS) // self.spec_len * self.spec_len + self.spec_len
         return min(longest, limit)
-
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        return (*range(self.spec_len, self.max_draft, self.spec_len), self.max_draft)
 
     @property
     def window(self) -> int:
@@ -94,8 +100,7 @@ class Aligned(BlockDrafter):
         doubted = jnp.zeros((batch,), bool)
         return AlignedState(cache=state.cache, cached=state.cached, memory=self.rule.init(batch), doubted=doubted)
 
-    def draft(self, state, committed, begun=None):
-        self._refuse(begun)
+    def draft(self, state, committed):
         zeros = jnp.zeros_like(committed.length)
         state = state.replace(doubted=zeros.astype(bool))
         start = _Filling(

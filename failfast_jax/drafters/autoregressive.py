@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from failfast_jax.decoding.branches import one_of
 from failfast_jax.decoding.decode_state import Draft
-from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.expansion import Chunk, Growth, expand
 from failfast_jax.decoding.picking import forbid
 from failfast_jax.decoding.proposal import no_extras, propose
@@ -70,21 +70,13 @@ class Autoregressive(Drafter):
         return cls(model=site.model, vocab=site.vocab, sampled=site.sampled, **settings)
 
     @property
-    def has_model(self) -> bool:
-        return True
-
-    @property
-    def max_draft(self) -> int:
-        return self.draft_lengths[-1]
-
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
+    def shape(self) -> DraftShape:
         longest = self.max_spec_len or self.spec_len
-        return (*range(self.spec_len, longest, self.spec_len), longest)
+        lengths = (*range(self.spec_len, longest, self.spec_len), longest)
+        return DraftShape(longest=longest, lengths=lengths, window=longest + self.widths[-1], has_model=True)
 
-    @property
-    def window(self) -> int:
-        return self.max_draft + self.widths[-1]
+    def describe(self):
+        return {"kind": "ar", "spec_len": self.spec_len, "grows": self.max_spec_len is not None}
 
     def init(self, batch, capacity):
         return AutoregressiveState(
@@ -104,8 +96,7 @@ class Autoregressive(Drafter):
     def held(self, state, committed):
         return state.cached
 
-    def draft(self, state, committed, begun=None):
-        self._refuse(begun)
+    def draft(self, state, committed):
         batch = committed.length.shape[0]
         offsets = jnp.arange(self.max_draft)
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.branches import one_of
 from failfast_jax.decoding.decode_state import Committed
-from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.picking import forbid
 from failfast_jax.decoding.windows import gather_rows, gather_window, place
 from failfast_jax.models.kv_cache import KVCache, round_up
@@ -53,16 +53,14 @@ class BlockDrafter(Drafter):
         """How many rows before a position the row is that predicts it: 1 or 0, see `ModelConfig.token_shift`."""
         return int(self.model.config.token_shift)
 
-    @property
-    def chunk_multiple(self) -> int:
-        return self.block
-
-    @property
-    def has_model(self) -> bool:
-        return True
+    def shaped(self, *lengths: int, **more: Any) -> DraftShape:
+        """The shape of drafts of these lengths, the longest one last."""
+        basics = {"window": self.window, "chunk_multiple": self.block, "has_model": True}
+        return DraftShape(longest=lengths[-1], lengths=lengths, **(basics | more))
 
     @property
     def window(self) -> int:
+        """Positions of the widest pass."""
         # The oldest position not yet stored lies less than a block before the last pass's chunk, and
         # the next chunk ends at most two chunks and one token behind that.
         return round_up(self.block + 2 * self.spec_len, self.block)

@@ -6,6 +6,7 @@ positions: one pass proposed all of them without having seen the token that is r
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import flax.struct
@@ -15,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from failfast_jax.decoding.decode_state import Draft, Tree
-from failfast_jax.decoding.drafter import Drafter, Wrapper
+from failfast_jax.decoding.drafter import Drafter, DraftShape
 
 ALTERNATIVES = 3
 """Tokens beside the best one that may open a branch at a position."""
@@ -88,20 +89,20 @@ def best_nodes(
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class TreeDrafter(Wrapper):
+class TreeDrafter(Drafter):
     """Branches on the drafts of a one-pass drafter that names `alternatives`: `budget` nodes in every round."""
 
     model: Drafter
     budget: int = flax.struct.field(pytree_node=False)
 
     @property
-    def max_draft(self) -> int:
-        """All nodes: the verify pass is as wide."""
-        return self.budget
+    def shape(self) -> DraftShape:
+        """The verify pass is as wide as all nodes."""
+        size = self.budget
+        return dataclasses.replace(self.model.shape, longest=size, lengths=(size,), tree=True, max_prefix=0)
 
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        return (self.budget,)
+    def describe(self):
+        return self.model.describe()
 
     def init(self, batch, capacity):
         return self.model.init(batch, capacity)
@@ -112,17 +113,12 @@ class TreeDrafter(Wrapper):
     def held(self, state, committed):
         return self.model.held(state, committed)
 
-    @property
-    def drafts_trees(self) -> bool:
-        return True
-
-    def draft(self, state, committed, begun=None):
-        """As the interface says.
+    def draft(self, state, committed):
+        """See `Drafter.draft`.
 
         Raises:
           ValueError: the drafter's longest draft exceeds the budget.
         """
-        self._refuse(begun)
         if self.model.max_draft > self.budget:
             raise ValueError(f"a tree of {self.budget} nodes does not hold a draft of {self.model.max_draft} tokens")
         draft, state = self.model.draft(state, committed)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from failfast_jax.decoding.branches import one_of
 from failfast_jax.decoding.decode_state import Committed, Draft
-from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.expansion import Chunk, Growth, expand
 from failfast_jax.decoding.proposal import Extras, no_extras, propose, refuse_begun
 from failfast_jax.decoding.windows import gather_rows
@@ -45,24 +45,18 @@ class DSparkDrafter(FeatureDrafter):
     """Tokens behind the best one to name at each position: for trees."""
 
     @property
-    def max_draft(self) -> int:
-        return self.max_spec_len
-
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
+    def shape(self) -> DraftShape:
+        longest = self.max_spec_len
+        max_prefix = 0 if self.sampled or self.alternatives else longest - 1
         if self.cut is not None:
-            return tuple(range(self.max_draft + 1))
-        return (*range(self.spec_len, self.max_draft, self.spec_len), self.max_draft)
+            return self.shaped(*range(longest + 1), max_prefix=max_prefix)
+        return self.shaped(*range(self.spec_len, longest, self.spec_len), longest, max_prefix=max_prefix)
 
     @property
     def block_rows(self) -> int:
         """Rows of the widest pass."""
         config = self.model.config
-        return round_up(config.block_size * -(-(self.max_draft + config.own_row) // config.block_size), ROWS)
-
-    @property
-    def max_prefix(self) -> int:
-        return 0 if self.sampled or self.alternatives else self.max_draft - 1
+        return round_up(config.block_size * -(-(self.max_spec_len + config.own_row) // config.block_size), ROWS)
 
     def draft(self, state, committed, begun=None):
         batch = committed.length.shape[0]

@@ -18,9 +18,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.branches import when
 from failfast_jax.decoding.decode_state import Committed, Draft
-from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.expansion import Chunk, Growth, expand
-from failfast_jax.decoding.proposal import no_extras, propose, refuse_begun
+from failfast_jax.decoding.proposal import no_extras, propose
 from failfast_jax.decoding.stopping import Never, StopRule
 from failfast_jax.decoding.token_tree import deepest
 from failfast_jax.decoding.windows import gather_rows, gather_window
@@ -55,13 +55,10 @@ class EagleDrafter(Drafter):
     model: BoundEagle
     rule: StopRule = Never()
 
-    @property
-    def has_model(self) -> bool:
-        return True
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self.model.feature_layers
+    def shaped(self, *lengths: int, window: int, tree: bool = False) -> DraftShape:
+        """The shape of drafts of these lengths, the longest one last."""
+        layers = self.model.feature_layers
+        return DraftShape(lengths[-1], lengths, window, feature_layers=layers, has_model=True, tree=tree)
 
     def init(self, batch, capacity):
         return EagleState(
@@ -114,23 +111,12 @@ class EagleChain(EagleDrafter):
     """Draft samples instead of argmaxes, with their distributions: for acceptance by rejection."""
 
     @property
-    def max_draft(self) -> int:
-        return self.draft_lengths[-1]
+    def shape(self) -> DraftShape:
+        lengths = range(self.spec_len, self.max_spec_len + 1, self.spec_len)
+        return self.shaped(*lengths, window=lengths[-1] + ROWS)
 
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        return tuple(range(self.spec_len, self.max_spec_len + 1, self.spec_len))
-
-    @property
-    def window(self) -> int:
-        return self.max_draft + ROWS
-
-    def draft(self, state, committed, begun=None):
-        """As the interface says, but a begun draft stays as it is: its pairs would have to be made one by one."""
-        refuse_begun(begun, sampled=self.sampled, alternatives=0)
+    def draft(self, state, committed):
         drafting = committed.running & (committed.length > 1)
-        if begun is not None:
-            drafting &= begun.length == 0
         batch, vocab = committed.length.shape[0], self.model.embed.shape[0]
 
         def one_pass(growth: Growth) -> tuple[Chunk, tuple[KVCache, Array]]:
@@ -220,13 +206,9 @@ class EagleTree(EagleDrafter):
     top_k: int = flax.struct.field(pytree_node=False)
 
     @property
-    def max_draft(self) -> int:
-        """All nodes: the verify pass is as wide."""
-        return self.budget
-
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        return (self.budget,)
+    def shape(self) -> DraftShape:
+        """The verify pass is as wide as all nodes."""
+        return self.shaped(self.budget, window=max(self.depth * self.top_k, self.longest + 1) + ROWS, tree=True)
 
     @property
     def longest(self) -> int:
@@ -239,20 +221,11 @@ class EagleTree(EagleDrafter):
         return self.depth + 1
 
     @property
-    def window(self) -> int:
-        return max(self.depth * self.top_k, self.longest + 1) + ROWS
-
-    @property
-    def drafts_trees(self) -> bool:
-        return True
-
-    @property
     def _levels(self) -> np.ndarray:
         """Depth of each candidate; the root's children have 1."""
         return np.repeat(np.arange(self.depth + 1) + 1, [self.top_k, *[self.top_k**2] * self.depth])
 
-    def draft(self, state, committed, begun=None):
-        self._refuse(begun)
+    def draft(self, state, committed):
         drafting = committed.running & (committed.length > 1)
         grow = functools.partial(self._grown, state.hidden, committed.length - 1)
         grown = when(drafting.any(), grow, self._nothing(state, committed))

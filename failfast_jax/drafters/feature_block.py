@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.branches import one_of
 from failfast_jax.decoding.decode_state import Committed, Draft
-from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.picking import argmax_and_confidence
 from failfast_jax.decoding.stopping import Never, StopRule
 from failfast_jax.decoding.unmasking import above_threshold, most_confident
@@ -56,33 +56,28 @@ class FeatureDrafter(Drafter):
     """Store the features of many rounds at once, when a draft needs them: worth it where many rounds draft nothing."""
 
     @property
-    def max_draft(self) -> int:
-        return self.spec_len
+    def shape(self) -> DraftShape:
+        return self.shaped(self.spec_len)
 
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        return (self.max_draft,)
+    def shaped(self, *lengths: int, max_prefix: int = 0) -> DraftShape:
+        """The shape of drafts of these lengths, the longest one last."""
+        return DraftShape(
+            longest=lengths[-1],
+            lengths=lengths,
+            window=max(self.block_rows, PENDING if self.deferred else 0),
+            feature_layers=self.model.feature_layers,
+            has_model=True,
+            max_prefix=max_prefix,
+        )
 
     @property
     def block_rows(self) -> int:
         """Rows of the widest pass."""
         return round_up(self.model.config.block_size, ROWS)
 
-    @property
-    def window(self) -> int:
-        return max(self.block_rows, PENDING if self.deferred else 0)
-
-    @property
-    def has_model(self) -> bool:
-        return True
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self.model.config.feature_layers
-
     def init(self, batch, capacity):
         network, dtype = self.model.network, self.model.dtype
-        size = (len(self.feature_layers), network.config.base.hidden_size)
+        size = (len(self.model.feature_layers), network.config.base.hidden_size)
         return FeatureState(
             cache=network.init_cache(batch, capacity),
             features=jnp.zeros((batch, *size), dtype),
@@ -164,8 +159,7 @@ class FeatureDenoiser(FeatureDrafter):
     threshold: Float[ArrayLike, ""]
     steps: int | None = flax.struct.field(pytree_node=False, default=None)
 
-    def draft(self, state, committed, begun=None):
-        self._refuse(begun)
+    def draft(self, state, committed):
         state = self._ready(state, committed)
         length = jnp.where(committed.running, jnp.minimum(self.spec_len, committed.room), 0)
         start = committed.length - 1

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from failfast_jax.decoding.decode_state import Committed, Draft
-from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.options import LONGEST_DRAFT, ByPlatform, MethodOptions, Site, option
 
 LONGEST_MATCH = 32
@@ -69,14 +69,11 @@ class Lookup(Drafter):
         return cls(max_spec_len=longest, shortest=longest, min_match=min_match or 1)
 
     @property
-    def max_draft(self) -> int:
-        return self.max_spec_len
-
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
+    def shape(self) -> DraftShape:
         # 3, 7, 15, ...: with the last committed token they fill a verify width.
         steps = [2**power - 1 for power in range(2, 16) if self.shortest < 2**power - 1 < self.max_spec_len]
-        return (0, min(self.shortest, self.max_spec_len), *steps, self.max_spec_len)
+        lengths = (0, min(self.shortest, self.max_spec_len), *steps, self.max_spec_len)
+        return DraftShape(longest=self.max_spec_len, lengths=lengths)
 
     def draft_length(self, match: Int[Array, "*B"]) -> Int[Array, "*B"]:
         """3 for the shortest match, doubling with each further token, within `shortest` and `max_spec_len`."""
@@ -84,8 +81,7 @@ class Lookup(Drafter):
         length = jnp.clip(doubled, min(self.shortest, self.max_spec_len), self.max_spec_len)
         return jnp.where(match >= self.min_match, length, 0)
 
-    def draft(self, state, committed, begun=None):
-        self._refuse(begun)
+    def draft(self, state, committed):
         return self.find(committed)[0], state
 
     def search(self, committed: Committed) -> tuple[Int[Array, " B"], Int[Array, " B"]]:

@@ -7,6 +7,7 @@ authors'.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Draft
-from failfast_jax.decoding.drafter import Drafter, Wrapper
+from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.drafters.aligned import Aligned
 
 SHORTEST_MATCH, LONGEST_MATCH = 2, 32
@@ -59,7 +60,7 @@ def longest_agreement(
 
 
 @functools.partial(flax.struct.dataclass, kw_only=True)
-class Reuse(Wrapper):
+class Reuse(Drafter):
     """The drafts of `model`, lengthened to at most `max_spec_len` by what was rejected in the round before.
 
     Reused tokens keep the confidence that they were drafted with. A round in which `model` drafts nothing stays a
@@ -70,13 +71,14 @@ class Reuse(Wrapper):
     max_spec_len: int = flax.struct.field(pytree_node=False)
 
     @property
-    def max_draft(self) -> int:
-        return max(self.max_spec_len, self.model.max_draft)
+    def shape(self) -> DraftShape:
+        drafted = self.model.shape
+        longest = max(self.max_spec_len, drafted.longest)
+        lengths = {*drafted.lengths, *range(min(filter(None, drafted.lengths)) + 1, longest + 1)}
+        return dataclasses.replace(drafted, longest=longest, lengths=tuple(sorted(lengths)), max_prefix=0)
 
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        own = self.model.draft_lengths
-        return tuple(sorted({*own, *range(min(filter(None, own)) + 1, self.max_draft + 1)}))
+    def describe(self):
+        return self.model.describe()
 
     def init(self, batch, capacity):
         return ReuseState(
@@ -88,14 +90,17 @@ class Reuse(Wrapper):
     def prefill(self, state, committed, start, width, features):
         return state.replace(model=self.model.prefill(state.model, committed, start, width, features))
 
+    def held(self, state, committed):
+        return self.model.held(state.model, committed)
+
     def found(self, draft: Draft, state: ReuseState, model_state: Any) -> tuple[Bool[Array, " B"], Int[Array, " B"]]:
         """Whether a draft goes on like the last one, and from where in that."""
         del model_state
         agreement, behind = longest_agreement(draft, state.last, state.rejected)
         return (agreement >= SHORTEST_MATCH) & (draft.length > 0), behind
 
-    def draft(self, state, committed, begun=None):
-        draft, model_state = self.model.draft(state.model, committed, begun)
+    def draft(self, state, committed):
+        draft, model_state = self.model.draft(state.model, committed)
         found, behind = self.found(draft, state, model_state)
         length = jnp.minimum(draft.length + state.last.length - behind, jnp.minimum(self.max_draft, committed.room))
         columns = jnp.arange(self.max_draft)
@@ -134,6 +139,9 @@ class ReleasedReuse(Reuse):
     def of(cls, model: Aligned) -> ReleasedReuse:
         """Reuse around a drafter of the released schedule, up to twice as long as its drafts."""
         return cls(model=model, max_spec_len=2 * model.max_draft)
+
+    def held(self, state, committed):
+        return self.model.held(state.model, committed)
 
     def found(self, draft, state, model_state):
         agreement, behind = longest_agreement(

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Draft
-from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.picking import argmax_and_confidence
 from failfast_jax.decoding.unmasking import most_confident
 from failfast_jax.decoding.windows import gather_window, place
@@ -51,15 +51,10 @@ class SpecDiff(BlockDrafter):
     steps: int = flax.struct.field(pytree_node=False)
 
     @property
-    def max_draft(self) -> int:
-        return self.spec_len
+    def shape(self) -> DraftShape:
+        return self.shaped(self.spec_len)
 
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        return (self.spec_len,)
-
-    def draft(self, state, committed, begun=None):
-        self._refuse(begun)
+    def draft(self, state, committed):
         active = committed.running & (committed.room > 0)
         length = committed.length
         shape = (length.shape[0], self.spec_len)

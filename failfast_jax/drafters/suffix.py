@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Draft
-from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.drafters.lookup import LONGEST_MATCH
 from failfast_jax.options import LONGEST_DRAFT, ByPlatform, MethodOptions, Site, option
 
@@ -103,12 +103,8 @@ class Suffix(Drafter):
     max_spec_len: int = flax.struct.field(pytree_node=False, default=63)
 
     @property
-    def max_draft(self) -> int:
-        return self.max_spec_len
-
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        return tuple(range(self.max_spec_len + 1))
+    def shape(self) -> DraftShape:
+        return DraftShape(longest=self.max_spec_len, lengths=tuple(range(self.max_spec_len + 1)))
 
     def with_corpus(self, tokens):
         return self.replace(corpus=tokens)
@@ -119,8 +115,7 @@ class Suffix(Drafter):
             seen=jnp.zeros((batch,), jnp.int32),
         )
 
-    def draft(self, state, committed, begun=None):
-        self._refuse(begun)
+    def draft(self, state, committed):
         batch = committed.length.shape[0]
         earlier = jnp.append(self.corpus, SEPARATOR)
         text = jnp.concatenate([jnp.broadcast_to(earlier, (batch, earlier.size)), committed.tokens], axis=1)

@@ -8,6 +8,7 @@ import flax.struct
 import jax.numpy as jnp
 
 from failfast_jax.decoding.decode_state import Draft
+from failfast_jax.decoding.drafter import DraftShape
 from failfast_jax.decoding.expansion import Chunk, Growth, expand
 from failfast_jax.decoding.proposal import no_extras, propose, refuse_begun
 from failfast_jax.decoding.stopping import StopRule
@@ -29,16 +30,9 @@ class Wide(BlockDrafter):
     """Tokens behind the best one to name at each position: for trees."""
 
     @property
-    def max_draft(self) -> int:
-        return self.max_spec_len // self.spec_len * self.spec_len
-
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        return tuple(range(self.spec_len, self.max_draft + 1, self.spec_len))
-
-    @property
-    def max_prefix(self) -> int:
-        return 0 if self.sampled or self.alternatives else self.max_draft - self.spec_len
+    def shape(self) -> DraftShape:
+        lengths = range(self.spec_len, self.max_spec_len + 1, self.spec_len)
+        return self.shaped(*lengths, max_prefix=0 if self.sampled or self.alternatives else lengths[-1] - self.spec_len)
 
     def init(self, batch, capacity):
         return super().init(batch, capacity).replace(memory=self.rule.init(batch))

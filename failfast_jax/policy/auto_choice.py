@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Committed, Draft, Outcome
-from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.decoding.picking import agreeing_prefix
 from failfast_jax.decoding.windows import gather_window
 from failfast_jax.policy.expected_gain import ExpectedGain
@@ -81,35 +82,14 @@ class Auto(Drafter):
         return tuple(source for source in (self.text, self.model) if source is not None)
 
     @property
-    def max_draft(self) -> int:
-        return max(source.max_draft for source in self._sources)
-
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        return tuple(range(self.max_draft + 1))
-
-    @property
-    def window(self) -> int:
-        return max(source.window for source in self._sources)
-
-    @property
-    def chunk_multiple(self) -> int:
-        return 1 if self.model is None else self.model.chunk_multiple
-
-    @property
-    def has_model(self) -> bool:
-        return self.model is not None
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return () if self.model is None else self.model.feature_layers
+    def shape(self) -> DraftShape:
+        of_model = DraftShape() if self.model is None else self.model.shape
+        longest = max(source.max_draft for source in self._sources)
+        lengths = tuple(range(longest + 1))
+        return dataclasses.replace(of_model, longest=longest, lengths=lengths, max_prefix=0, uses_costs=True)
 
     def with_corpus(self, tokens):
         return self if self.text is None else self.replace(text=self.text.with_corpus(tokens))
-
-    @property
-    def uses_costs(self) -> bool:
-        return True
 
     @property
     def _least_passes(self) -> int:
@@ -152,8 +132,7 @@ class Auto(Drafter):
 
     # A round.
 
-    def draft(self, state, committed, begun=None):
-        self._refuse(begun)
+    def draft(self, state, committed):
         costs = self.costs.steps
         text, text_state = self._from_text(state, committed)
         by_text = self._tokens(state.chances.text, text, committed)
@@ -199,9 +178,9 @@ class Auto(Drafter):
         """
         batch, alone = text.length.shape[0], state.purse.tokens
         nothing, hoped = Draft.empty(batch, 0), jnp.full((batch,), alone)
-        if self.text is None or self.model is None or not self.model.max_prefix:
+        reach = 0 if self.model is None else self.model.shape.max_prefix
+        if self.text is None or not reach:
             return nothing, hoped
-        reach = self.model.max_prefix
         inside = jnp.arange(text.tokens.shape[1]) < text.length[:, None]
         chance = jnp.where(inside, state.chances.text.chance(text.confidence), 1.0)
         reached = jnp.cumprod(chance, axis=1)
@@ -222,7 +201,10 @@ class Auto(Drafter):
             return self._empty(committed.length.shape[0]), state.model
         known = self._known(state.model, state.chances)
         running = committed.replace(running=committed.running & asked)
-        draft, model_state = self.model.draft(known, running, begun if begun.tokens.shape[1] else None)
+        if begun.tokens.shape[1]:
+            draft, model_state = self.model.draft(known, running, begun)
+        else:
+            draft, model_state = self.model.draft(known, running)
         return self._padded(draft), model_state
 
     def _known(self, state: Any, chances: Chances) -> Any:

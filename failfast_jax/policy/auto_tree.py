@@ -25,10 +25,6 @@ class AutoTree(Auto):
     text: None = None
 
     @property
-    def drafts_trees(self) -> bool:
-        return True
-
-    @property
     def _least_passes(self) -> int:
         return self.model.passes
 

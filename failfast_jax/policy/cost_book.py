@@ -73,7 +73,7 @@ def measure(session: PricedSession) -> Costs:
     widths, live = session.plan.widths, session.capacity // 2
     prompt = [(7 * at) % 31 for at in range(live)]
     kinds = [(width, -1) for width in widths]
-    if session.drafter.has_model:
+    if session.drafter.shape.has_model:
         kinds.append((widths[0], 1))
     times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
     passes = 1.0
@@ -91,7 +91,7 @@ def measure(session: PricedSession) -> Costs:
     medians = {kind: float(np.median(found)) for kind, found in times.items()}
     # More rows never cost less: where they seem to, it is noise.
     verify = np.maximum.accumulate([medians[width, -1] for width in widths])
-    if not session.drafter.has_model:
+    if not session.drafter.shape.has_model:
         return _costs(verify, 0.0)
     # A pass costs something, even where noise says otherwise: no factor would ever correct a 0.
     draft = max(medians[widths[0], 1] - medians[widths[0], -1], LEAST_DRAFT * verify[0]) / passes

@@ -345,7 +345,7 @@ class DraftSession(Session):
         Raises:
           ValueError: the drafter decides nothing by costs.
         """
-        if not self.drafter.uses_costs:
+        if not self.drafter.shape.uses_costs:
             raise ValueError(f"{type(self.drafter).__name__} decides nothing by costs")
         other = copy.copy(self)
         other.drafter = self.drafter.with_costs(costs)
@@ -408,7 +408,8 @@ class DraftSession(Session):
         held = self._run(row_programs.held, self.drafter, old)
         # The last position of what is common was followed by another token, and one chunk at least is prefilled.
         most = min(int(held[0]), common - 1, prompt_tokens - 2)
-        return max(most, 0) // self.drafter.chunk_multiple * self.drafter.chunk_multiple
+        multiple = self.drafter.shape.chunk_multiple
+        return max(most, 0) // multiple * multiple
 
     def prefill_onto(self, old: DecodeState, request: Request, begin: int) -> Iterator[State]:
         """`prefill_in_chunks` of a prompt whose first `begin` positions (see `shared`) are in the caches of `old`.

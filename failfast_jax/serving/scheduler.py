@@ -166,7 +166,7 @@ class Scheduler:
         self.single.prepare_any()
         self.session.wait()
         self.costs = None
-        if drafter.uses_costs:
+        if drafter.shape.uses_costs:
             self.session, self.costs = runtime.costs.price(self.session)
         self._state = self._warmed_up()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_engines import standalone_engine
 
-from failfast_jax.bench.harness import shape_of, to_record
+from failfast_jax.bench.harness import to_record
 from failfast_jax.bench.released_passes import aligned_passes, counts
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.acceptance_law import CHUNK, DATASETS, Law, draw, fit, published_for
@@ -20,7 +20,7 @@ def recorded(method: str = "failfast", **options):
     """Records of some answers, and their prompts."""
     engine, rng = standalone_engine(), np.random.default_rng(3)
     config = GenerationConfig(method, max_new_tokens=30, ignore_eos=True, **options)
-    shape = shape_of(engine.build_drafter(engine.resolve(config)))
+    shape = engine.build_drafter(engine.resolve(config)).describe()
     prompts = [rng.integers(2, 39, size).tolist() for size in (5, 8, 16, 27)]
     results = [engine.generate([prompt], config)[0] for prompt in prompts]
     return [{**to_record(result), "drafter": shape, "options": options} for result in results], prompts

@@ -345,7 +345,7 @@ def test_plans_hold_every_draft(kind, platform, exact):
         assert plan.widths == plan.prefill_widths == (EXACT_WIDTH,)
     else:
         assert plan.widths[-1] > drafter.max_draft
-    assert all(width % drafter.chunk_multiple == 0 for width in plan.drafter_prefill_widths)
+    assert all(width % drafter.shape.chunk_multiple == 0 for width in plan.drafter_prefill_widths)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_prefill_covers_all_but_the_last_token(kind, exact, length):
     plan = decoding.make_plan(drafter, platform="cpu", exact=exact)
     buffer = decoding.buffer_length(length + 1, drafter, plan)
     calls = decoding.prefill_schedule(length, drafter, plan, buffer)
-    for part in ("target", "drafter") if drafter.has_model else ("target",):
+    for part in ("target", "drafter") if drafter.shape.has_model else ("target",):
         mine = [call for call in calls if part in call.parts]
         at = 0
         for call in mine:

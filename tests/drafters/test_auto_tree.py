@@ -219,7 +219,7 @@ def test_chances_of_nodes_become_what_is_seen():
 
 def test_trees_by_costs_are_a_drafter_of_trees():
     drafter = engine().build_drafter(GenerationConfig("auto", **TREE))
-    assert isinstance(drafter, AutoTree) and drafter.drafts_trees and drafter.max_draft == 15
+    assert isinstance(drafter, AutoTree) and drafter.shape.tree and drafter.max_draft == 15
 
 
 def test_chains_end_where_another_pass_does_not_pay():

@@ -251,7 +251,7 @@ def test_a_draft_never_exceeds_what_it_announces(kind):
         draft, _ = draft_of(method, prefill(method, now), now)
         assert draft.tokens.shape == (BATCH, method.max_draft)
         for tokens, length, passes, room in zip(draft.tokens, np.asarray(draft.length), draft.passes, now.room):
-            assert length in (room, *method.draft_lengths) and length <= room
+            assert length in (room, *method.shape.lengths) and length <= room
             assert (length > 0) == (passes > 0) == (room > 0)
             assert kind in AUTOREGRESSIVE or MASK not in tokens[:length].tolist()
 
@@ -268,7 +268,7 @@ def test_specdiff_of_one_step_is_one_pass_of_a_fixed_length():
         return engine().build_drafter(GenerationConfig(method="specdiff", **options))
 
     one = build(spec_len=6)
-    assert isinstance(one, Wide) and one.draft_lengths == (6,) and one.max_draft == 6 and not one.sampled
+    assert isinstance(one, Wide) and one.shape.lengths == (6,) and one.max_draft == 6 and not one.sampled
     assert build(spec_len=6, acceptance="rejection").sampled
     several = build(steps=4)
     assert isinstance(several, SpecDiff) and several.max_draft == 10 and several.steps == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import flax.struct
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float
 from tiny_models import VOCAB, prefilled, random_model, tiny_config
 
 from failfast_jax import decoding
+from failfast_jax.decoding.drafter import DraftShape
 from failfast_jax.drafters.lookup import Lookup
 from failfast_jax.kernels.plain_attention import dense_attention
 from failfast_jax.models.rope import rotary, rotated_heads
@@ -27,12 +29,8 @@ class Recorder(Lookup):
     hidden_size: int = flax.struct.field(pytree_node=False)
 
     @property
-    def has_model(self) -> bool:
-        return True
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return LAYERS
+    def shape(self) -> DraftShape:
+        return dataclasses.replace(super().shape, feature_layers=LAYERS, has_model=True)
 
     def init(self, batch, capacity) -> Float[Array, "B T F E"]:
         return jnp.full((batch, capacity, len(LAYERS), self.hidden_size), jnp.nan)

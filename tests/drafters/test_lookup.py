@@ -82,4 +82,4 @@ def test_finished_sequences_are_not_drafted_for():
 def test_announced_lengths_are_those_that_occur(longest, shortest):
     drafter = Lookup(max_spec_len=longest, shortest=shortest)
     occurring = {int(drafter.draft_length(jnp.int32(match))) for match in range(LONGEST_MATCH + 1)}
-    assert occurring == set(drafter.draft_lengths)
+    assert occurring == set(drafter.shape.lengths)

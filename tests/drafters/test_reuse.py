@@ -16,8 +16,8 @@ from test_lookup import seen
 from tiny_engines import standalone_engine
 
 from failfast_jax import GenerationConfig
-from failfast_jax.decoding import Drafter
 from failfast_jax.decoding.decode_state import Draft, Outcome
+from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.drafters.reuse import LONGEST_MATCH, SHORTEST_MATCH, Reuse
 from failfast_jax.drafters.wide import Wide
 
@@ -32,14 +32,10 @@ class Given(Drafter):
     length: Int[Array, " B"]
 
     @property
-    def max_draft(self) -> int:
-        return WIDTH
+    def shape(self) -> DraftShape:
+        return DraftShape(longest=WIDTH, lengths=(0, 4, 8))
 
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        return 0, 4, 8
-
-    def draft(self, state, committed, begun=None):
+    def draft(self, state, committed):
         confidence = self.tokens / 100.0
         return Draft(tokens=self.tokens, confidence=confidence, length=self.length, passes=self.length), state
 
@@ -141,5 +137,5 @@ def test_any_drafts_equal_plain_search(data, rows):
 
 def test_options():
     drafter = standalone_engine().build_drafter(GenerationConfig("failfast", reuse=True, spec_len=4, max_spec_len=10))
-    assert drafter.max_draft == 10 and drafter.draft_lengths == tuple(range(4, 11))
+    assert drafter.max_draft == 10 and drafter.shape.lengths == tuple(range(4, 11))
     assert isinstance(drafter.model, Wide) and drafter.model.max_draft == 8

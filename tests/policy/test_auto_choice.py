@@ -15,7 +15,7 @@ from tiny_engines import engine, extended_engine, lossless
 
 from failfast_jax import FailFast
 from failfast_jax.decoding.decode_state import RUNNING, Committed, Draft, Outcome
-from failfast_jax.decoding.drafter import Drafter
+from failfast_jax.decoding.drafter import Drafter, DraftShape
 from failfast_jax.drafters import check_chances
 from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig
@@ -51,13 +51,13 @@ class Given(Drafter):
     rule: None = None
 
     @property
-    def max_draft(self) -> int:
-        return LONGEST
+    def shape(self) -> DraftShape:
+        return DraftShape(longest=LONGEST)
 
     def init(self, batch, capacity):
         return Memory(())
 
-    def draft(self, state, committed, begun=None):
+    def draft(self, state, committed):
         length = jnp.where(committed.running, self.length, 0)
         tokens = jnp.full(self.confidence.shape, 7 + self.cost)
         return Draft(tokens, self.confidence, length, jnp.where(committed.running, self.cost, 0)), state
@@ -268,10 +268,10 @@ class Behind(Given):
     """Goes on behind what it is given."""
 
     @property
-    def max_prefix(self) -> int:
-        return LONGEST - 1
+    def shape(self) -> DraftShape:
+        return DraftShape(longest=LONGEST, max_prefix=LONGEST - 1)
 
-    def draft(self, state, committed, begun=None):
+    def draft(self, state, committed, begun):
         own, state = super().draft(state, committed)
         given = jnp.arange(LONGEST) < begun.length[:, None]
         tokens, confidence = (jnp.pad(part, ((0, 0), (0, 1))) for part in (begun.tokens, begun.confidence))

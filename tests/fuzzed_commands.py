@@ -32,6 +32,7 @@ IDS = ("1,2,3", "1,2,3", "1,,2", ",", "1 2", "1.0", "-1", "9" * 5000, "\u0663", 
 
 PROGRAMS = ("failfast_jax.generate", "failfast_jax.serve", "failfast_jax.chat", "failfast_jax.doctor")
 SOURCES = {
+    "convert": "qwen2_untied",
     "convert.qwen2": "qwen2_untied",
     "convert.qwen3": "field/qwen3_a",
     "convert.fast_dllm": "fast_dllm_v2_tied",
@@ -50,7 +51,7 @@ ENOUGH = {
     "failfast_jax.train selfgen": ["--out", "written"],
     "failfast_jax.train spiffy": ["--target", "model", "--data", "prompts.jsonl"],
 }
-"""What a command needs to get to its models."""
+"""Arguments that a command needs to get to its models."""
 
 
 REACHED = "models would be read now"
@@ -98,16 +99,16 @@ def stop_at_models() -> None:
 @functools.cache
 def commands() -> tuple[str, ...]:
     """Modules, and subcommands of those that have them."""
-    found = [*PROGRAMS, *SOURCES, "failfast_jax.harness"]
+    words = [*PROGRAMS, *SOURCES, "failfast_jax.harness"]
     for package in ("failfast_jax.bench", "failfast_jax.train"):
-        found += [package, *(f"{package} {name}" for name in importlib.import_module(f"{package}.__main__").COMMANDS)]
-    return tuple(found)
+        words += [package, *(f"{package} {name}" for name in importlib.import_module(f"{package}.__main__").COMMANDS)]
+    return tuple(words)
 
 
 def main_of(module: str) -> Any:
-    """What `python -m` runs."""
-    found = importlib.import_module(module)
-    return (importlib.import_module(f"{module}.__main__") if hasattr(found, "__path__") else found).main
+    """The function that `python -m` runs."""
+    entry = importlib.import_module(module)
+    return (importlib.import_module(f"{module}.__main__") if hasattr(entry, "__path__") else entry).main
 
 
 class Parsing(BaseException):
@@ -141,8 +142,8 @@ def _value(rng: random.Random, action: argparse.Action) -> str:
     if way < 0.75 and action.type in (int, float):
         return rng.choice(NUMBERS)
     if way < 0.4:
-        said = re.findall(r"[\w.][\w.:/-]*", f"{action.help} {action.metavar} {action.default}")
-        return ",".join(rng.choice(said) for _ in range(rng.choice([1, 1, 2])))
+        shown = re.findall(r"[\w.][\w.:/-]*", f"{action.help} {action.metavar} {action.default}")
+        return ",".join(rng.choice(shown) for _ in range(rng.choice([1, 1, 2])))
     return rng.choice(NAMES if way < 0.8 else (*NUMBERS, *WORDS))
 
 
@@ -182,37 +183,42 @@ class CommandLines:
 
     def _arguments(self, rng: random.Random, command: str) -> list[str]:
         """Flags of which some are needed, in any order."""
-        own = [action for action in flags_of(command) if action.dest != "verbosity" or rng.random() < 0.1]
-        chosen = rng.sample(own, min(rng.randrange(1, 6), len(own)))
-        found = [word for action in chosen if action.option_strings for word in words_of(rng, action)]
+        flags = [action for action in flags_of(command) if action.dest != "verbosity" or rng.random() < 0.1]
+        chosen = rng.sample(flags, min(rng.randrange(1, 6), len(flags)))
+        words = [word for action in chosen if action.option_strings for word in words_of(rng, action)]
         if rng.random() < 0.7:
-            found = [*ENOUGH.get(command, []), *found]
+            words = [*ENOUGH.get(command, []), *words]
         else:
-            needed = [action for action in own if action.required and action not in chosen]
+            needed = [action for action in flags if action.required and action not in chosen]
             places = [action for action in chosen if not action.option_strings]
-            found += [word for action in (*needed, *places) if rng.random() < 0.9 for word in words_of(rng, action)]
+            words += [word for action in (*needed, *places) if rng.random() < 0.9 for word in words_of(rng, action)]
         if command == "failfast_jax.generate" and rng.random() < 0.5:
             prompt = ["--prompt", rng.choice([*TEXTS, "x" * 10**5, "x" * (2**24 + 1)])]
             file, ids = ["--prompt-file", str(self.prompt_file(rng))], ["--token-ids", rng.choice(IDS)]
-            found = [*rng.choice([prompt, file, ids]), *found[2:]]
-        if found and rng.random() < 0.1:
-            found[rng.randrange(len(found))] = rng.choice([*WORDS, "--", "--x", "-x", "--=", "--out="])
-        return found
+            words = [*rng.choice([prompt, file, ids]), *words[2:]]
+        if words and rng.random() < 0.1:
+            words[rng.randrange(len(words))] = rng.choice([*WORDS, "--", "--x", "-x", "--=", "--out="])
+        return words
 
     def line(self, rng: random.Random) -> None:
         """A command ends where it would read models, with an answer, or with a line of what is wrong and status 2."""
         command = rng.choice(commands())
         module, *words = command.split()
         words += self._arguments(rng, command)
-        status, said = status_and_said(module, words, self.folder)
+        status, shown = status_and_said(module, words, self.folder)
         # The doctor's 1 says that what it was asked about is broken.
         fine = (0, 2) if module != "failfast_jax.doctor" else (0, 1, 2)
-        assert status in fine and "Traceback" not in said and "unexpected" not in said, (command, words, status, said)
+        assert status in fine and "Traceback" not in shown and "unexpected" not in shown, (
+            command,
+            words,
+            status,
+            shown,
+        )
         if status == 2:
-            errors = [line for line in said.split("\n") if line.startswith("error: ")]
-            assert len(errors) == 1 and "usage: " not in said, (command, words, said)
-            if REACHED not in said:
-                raise Refused(said)
+            errors = [line for line in shown.split("\n") if line.startswith("error: ")]
+            assert len(errors) == 1 and "usage: " not in shown, (command, words, shown)
+            if REACHED not in shown:
+                raise Refused(shown)
 
 
 def status_and_said(module: str, words: list[str], folder: Path) -> tuple[Any, str]:

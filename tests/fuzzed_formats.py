@@ -232,7 +232,7 @@ TEXT, LIST = 8, 9
 
 
 class GGUFParts:
-    """What a GGUF file is made of: metadata as (key, type, value), and tensors as (name, sizes, type, offset)."""
+    """The parts of a GGUF file: metadata as (key, type, value), and tensors as (name, sizes, type, offset)."""
 
     def __init__(self, pairs: list, tensors: list, data: bytes):
         self.pairs, self.tensors, self.data = pairs, tensors, data

@@ -17,7 +17,7 @@ from tiny_models import VOCAB
 Change = Callable[..., Any]
 
 CAPACITY, BLOCK = 40, 8
-"""Of `Prompts`: most tokens, and the drafter's block."""
+"""Most tokens of `Prompts`, and the drafter's block."""
 TEXTS = (
     "a",
     "",
@@ -62,7 +62,7 @@ FILES = {
     "special_tokens_map.json": 1,
     "added_tokens.json": 1,
 }
-"""Of a tokenizer, by how often each is changed."""
+"""Files of a tokenizer, by how often each is changed."""
 
 
 def write_tokenizer(folder: Path, template: str = TEMPLATES[1]) -> None:
@@ -75,8 +75,8 @@ def write_tokenizer(folder: Path, template: str = TEMPLATES[1]) -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|end|>", special=True)])
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", chat_template=template)
-    made.save_pretrained(folder)
+    written = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", chat_template=template)
+    written.save_pretrained(folder)
     if (folder / "chat_template.jinja").is_file():  # where older models have it: one file fewer, one more to change
         (folder / "chat_template.jinja").unlink()
         settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -280,7 +280,7 @@ class Weights:
         self._answers(self.tensors, [1, 2, 3, 4, 5])  # so that no input's time is a compiler's
 
     def _answers(self, tensors: dict[str, np.ndarray], ids: list[int]) -> list[list[int]]:
-        """What a model of these tensors says to a prompt, without and with drafts."""
+        """Answers of a model of these tensors to a prompt, without and with drafts."""
         from safetensors.numpy import save_file
 
         from failfast_jax import FailFast
@@ -310,9 +310,9 @@ class Drafters:
         self.changed, self.target = changed, load_model(field / "qwen3_a")
         self.sources = [field / name for name in ("dspark_qwen3_a", "dflash_qwen3_a", "eagle3_qwen3_a")]
         self.folders = [folder / source.name for source in self.sources]
-        for source, made in zip(self.sources, self.folders):
-            made.mkdir()
-            (made / "model.safetensors").symlink_to(source / "model.safetensors")
+        for source, written in zip(self.sources, self.folders):
+            written.mkdir()
+            (written / "model.safetensors").symlink_to(source / "model.safetensors")
 
     def config(self, rng: random.Random) -> None:
         """Read and bound to the target, or refused."""

@@ -1,6 +1,6 @@
 """Damaged checkpoints and files, odd prompts and command lines, from a seed: each is served, or refused in words.
 
-As a command it goes on for as long as it is told, and prints what it found: `python tests/fuzzing.py --seconds 600`.
+As a command it goes on for a given time, and prints a report: `python tests/fuzzing.py --seconds 600`.
 With `--case NAME` it tries that case alone, with `--number n` that one input, to see what was found again. Hundreds of
 inputs are also tried in a process whose memory is bounded: `--gigabytes 4`.
 """
@@ -66,8 +66,8 @@ def run(
             faults.append({"case": name, "number": number, "error": f"took {time.monotonic() - start:.0f} s"})
         number += 1
     seconds_of = {name: round(value, 1) for name, value in sorted(took.items())}
-    found = {"outcomes": dict(sorted(outcomes.items())), "seconds": seconds_of, "faults": faults}
-    return {"seed": seed, "inputs": number - first, **found}
+    report = {"outcomes": dict(sorted(outcomes.items())), "seconds": seconds_of, "faults": faults}
+    return {"seed": seed, "inputs": number - first, **report}
 
 
 def all_cases(folder: Path, alone: str | None = None) -> dict[str, Case]:

@@ -27,7 +27,7 @@ def formats(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    "changes, message",
     [
         (
             {"num_hidden_layers": 4096, "layer_types": None},
@@ -64,10 +64,10 @@ def formats(tmp_path_factory):
         ),
     ],
 )
-def test_numbers_of_config_json(tmp_path, changes, said):
+def test_numbers_of_config_json(tmp_path, changes, message):
     folder = hf_folder(tmp_path / "model", "qwen2_untied", **changes)
     begin = time.monotonic()
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         opened(folder)
     assert time.monotonic() - begin < 20
 

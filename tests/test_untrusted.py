@@ -1,4 +1,4 @@
-"""What comes with a model is data: none of its code runs, and nothing that it says reaches the terminal raw."""
+"""A model's files are data: none of their code runs, and none of their text reaches the terminal raw."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_control_characters_are_escaped():
 
 @pytest.mark.parametrize("kind", ["folder", "tensor", "GGUF tensor", "template"])
 def test_names_do_not_control_the_terminal(kind, tmp_path, capsys):
-    """Of folders, tensors and templates: in the errors of a command and in what `doctor` reports."""
+    """Names of folders, tensors and templates, in the errors of a command and in `doctor`'s report."""
     folder = tmp_path / (f"m{ESCAPE[:-1]}odel" if kind == "folder" else "model")
     hf_folder(folder, "qwen2_untied")
     if kind == "tensor":

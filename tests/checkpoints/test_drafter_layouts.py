@@ -77,14 +77,14 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def speculators(name: str, **outer: Any) -> dict[str, Any]:
-    own = ("architectures", "dflash_config", "block_size", "num_target_layers", "draft_vocab_size")
+    outside = ("architectures", "dflash_config", "block_size", "num_target_layers", "draft_vocab_size")
     return {
         "architectures": ["DFlashDraftModel"],
         "auto_map": {"": "config.DFlashSpeculatorConfig"},
         "speculators_version": "0.8.0",
         "target_hidden_size": None,
         "tie_word_embeddings": False,
-        "transformer_layer_config": without(config_of(name), *own) | {"tie_word_embeddings": True},
+        "transformer_layer_config": without(config_of(name), *outside) | {"tie_word_embeddings": True},
     } | outer
 
 
@@ -165,7 +165,7 @@ def test_an_embedding_and_a_head_are_shared_if_they_are_the_targets_in_another_d
     assert load(write(DFLASH, SPECULATORS_DFLASH, tensors_of(DFLASH) | other)).shared == ("embed",)
 
 
-def test_which_layers_are_causal(write):
+def test_causal_layers_are_those_of_vllm(write):
     """As vLLM decides: `is_causal`, else `dflash_config.causal`, else the sliding ones."""
     sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
     plain, inner = config_of(DFLASH), SPECULATORS_DFLASH["transformer_layer_config"]
@@ -178,8 +178,8 @@ def test_which_layers_are_causal(write):
         (SPECULATORS_DFLASH | {"transformer_layer_config": inner | sliding}, True, False),
         (SPECULATORS_DFLASH | {"sliding_window_non_causal": True}, False, False),
     ):
-        found = load(write(DFLASH, config)).config
-        assert (found.sliding_is_causal, found.full_is_causal) == (sliding_layers, full_layers), config
+        read = load(write(DFLASH, config)).config
+        assert (read.sliding_is_causal, read.full_is_causal) == (sliding_layers, full_layers), config
     # transformers' rule where no kinds are named.
     ruled = without(plain, "layer_types") | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
     assert load(write(DFLASH, ruled)).config.sliding_windows == (None, 64)
@@ -272,7 +272,7 @@ def test_eagles_first_generations_are_known_by_their_tensors(write):
 
 
 @pytest.mark.parametrize("name", [DFLASH, DSPARK, EAGLE])
-def test_what_transformers_writes_is_known(write, name, caplog):
+def test_keys_of_transformers_are_known(write, name, caplog):
     from transformers import LlamaConfig, Qwen3Config
 
     written = json.loads(json.dumps({**LlamaConfig().to_dict(), **Qwen3Config().to_dict()}))
@@ -280,13 +280,13 @@ def test_what_transformers_writes_is_known(write, name, caplog):
     assert "not known" not in caplog.text
 
 
-def test_what_nobody_knows_is_named_in_one_line(write, caplog):
+def test_unknown_keys_are_named_in_one_line(write, caplog):
     load(write(DSPARK, config_of(DSPARK) | {"a_note": "x", "empty": [], "off": False, "nothing": None, "year": 2026}))
     [record] = caplog.records
     assert "config.json: not known and not read: 'a_note' ('x'), 'year' (2026); look there" in record.getMessage()
 
 
-def test_guesses_are_said(write, caplog):
+def test_guesses_are_named_in_a_warning(write, caplog):
     load(write(EAGLE, config_of(EAGLE) | {"architectures": ["Eagle3LlamaForCausalLM"], "rope_theta": 1e6}))
     layers, theta = (record.getMessage() for record in caplog.records)
     assert "names no feature layers; read are EAGLE-3's own, the outputs of layers 1, 3, 4" in layers
@@ -328,7 +328,7 @@ def test_a_theta_that_no_drafter_takes_is_refused():
         load_pair("nowhere", method="lookup", rope_theta_drafter=10.0)
 
 
-def test_what_folders_of_earlier_versions_say_of_lookups_has_no_effect(write):
+def test_lookup_options_of_earlier_folders_have_no_effect(write):
     """Lengths and thresholds that suit the drafter stay; what is asked for explicitly is what runs."""
     decoding = {"any": {"lookup_min": 2, "min_gain": 1.0, "spec_len": 3, "tau": 0.2}, "cpu": {"policy": "auto"}}
     engine = FailFast(target(), write(DSPARK, config_of(DSPARK) | {"decoding": decoding}))

@@ -126,8 +126,8 @@ def test_gguf_rope_scaling(tmp_path):
     }
     with np.load(FIXTURES / "rope_scaling.npz") as data:
         for name, model in models.items():
-            found = logits(model, data[f"{name}_input"])[:, -12:]
-            np.testing.assert_allclose(found, data[f"{name}_logits"], atol=2e-4, rtol=0)
+            computed = logits(model, data[f"{name}_input"])[:, -12:]
+            np.testing.assert_allclose(computed, data[f"{name}_logits"], atol=2e-4, rtol=0)
     # A drafter that is made of such a target says it in words that transformers has.
     rope = models["llama3"].config.rope
     stored = json.loads(json.dumps(rope.to_dict(256)))

@@ -307,8 +307,8 @@ def test_byte_level(name, tmp_path):
 )
 def test_pre_tokenizers(pre, text, words, tmp_path):
     tokenizer = load_tokenizer(write_byte_level(tmp_path / "model.gguf", pre, trained_byte_level("gpt-2")))
-    found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
-    assert [text[start:end] for _, (start, end) in found] == words.split("|")
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in pieces] == words.split("|")
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
     takes_whole_words = "ĠNoMergesLeadHere" in tokenizer.tokenize(" NoMergesLeadHere")
     assert takes_whole_words is (pre == "falcon3")

@@ -34,7 +34,7 @@ def stored(tmp_path: Path, source: Path, dtype: str) -> tuple[Path, Path]:
 
 
 def dtypes(model) -> set[tuple[int, str]]:
-    """Of parameters, with whether they are vectors."""
+    """Dtypes of parameters, each with 1 for vectors and 2 for the others."""
     return {(min(x.ndim, 2), x.dtype.name) for x in jax.tree.leaves(model)}
 
 
@@ -62,9 +62,9 @@ def test_rounds_are_the_same(tmp_path, options):
         for pair in zip(targets, drafters)
     ]
     assert results[0].output_ids == results[1].output_ids and len(results[0].rounds) > 3
-    for one, other in zip(*(result.rounds for result in results)):
-        assert (one.drafted, one.accepted) == (other.drafted, other.accepted)
-        np.testing.assert_array_equal(one.confidence, other.confidence)
+    for narrow, wide in zip(*(result.rounds for result in results)):
+        assert (narrow.drafted, narrow.accepted) == (wide.drafted, wide.accepted)
+        np.testing.assert_array_equal(narrow.confidence, wide.confidence)
 
 
 @pytest.mark.parametrize(

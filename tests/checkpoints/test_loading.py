@@ -139,7 +139,7 @@ def test_truncated_files(tmp_path, suffix, keep):
 
 
 @pytest.mark.parametrize(
-    "made, source, error, message",
+    "damage, source, error, message",
     [
         ("pytorch_model.bin", "", CheckpointError, "unpickling runs whatever code.*safetensors version"),
         ("last.ckpt", "last.ckpt", CheckpointError, "unpickling runs whatever code.*safetensors version"),
@@ -156,24 +156,24 @@ def test_truncated_files(tmp_path, suffix, keep):
         ("a circle of links", "", ConfigError, "config.json: a link that leads nowhere"),
     ],
 )
-def test_folders_without_a_model(golden, made, source, error, message):
+def test_folders_without_a_model(golden, damage, source, error, message):
     """Nothing waits for a pipe or reads a device without end."""
     folder = golden()
     weights, config = folder / "model.safetensors", folder / "config.json"
-    if made == "a pipe":
+    if damage == "a pipe":
         weights.unlink()
         os.mkfifo(weights)
-    elif made == "an endless device":
+    elif damage == "an endless device":
         weights.unlink()
         weights.symlink_to("/dev/zero")
-    elif "configuration" in made or "links" in made:
+    elif "configuration" in damage or "links" in damage:
         config.unlink()
-        if made.startswith("half"):
+        if damage.startswith("half"):
             config.write_text("{")
-        elif "links" in made:
+        elif "links" in damage:
             config.symlink_to(config.name)
     else:
-        weights.rename(folder / made)
+        weights.rename(folder / damage)
     refuses(message, folder / source, error=error)
 
 

@@ -27,7 +27,7 @@ def raw_config(model_type: str = "llama", **changes) -> dict:
 
 
 def checked(raw: dict) -> ModelConfig:
-    """What `load_model` makes of a `config.json`."""
+    """The configuration that `load_model` reads from a `config.json`."""
     raw = json.loads(json.dumps(raw))
     config = config_keys.read_model(raw)
     config_keys.check(raw, config.max_position_embeddings, "config.json")

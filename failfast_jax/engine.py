@@ -144,7 +144,7 @@ class FailFast:
         Args:
           target: a folder, `.gguf` file or Hub id, or a model in memory; or an engine, whose target, tokenizer and
             compiled programs are shared. For `method="dllm"` the block-diffusion model. None: the default target.
-          drafter: likewise. None: that of the default pair with the default target, otherwise no model.
+          drafter: a source or a model. None: with the default target its drafter, otherwise no model.
           options: how to load them; see `LoadOptions`.
           changes: replace single fields of `options`: `dtype="bfloat16"`.
 
@@ -168,7 +168,7 @@ class FailFast:
 
     @property
     def target(self) -> Decoder:
-        """The model whose text it is."""
+        """The model whose text is written."""
         return self.runtime.target
 
     @property
@@ -182,7 +182,7 @@ class FailFast:
 
     @property
     def max_seq_len(self) -> int:
-        """Most tokens of a prompt and its answer together."""
+        """Maximum tokens of a prompt and its answer together."""
         return self.runtime.max_seq_len
 
     @property
@@ -196,7 +196,7 @@ class FailFast:
         return self.runtime.platform
 
     def encode(self, prompt: Any, *, template: bool = True) -> list[int]:
-        """Token ids of a prompt: a string (one user turn, if the tokenizer has a chat template), messages, or ids.
+        """Encodes a prompt: a string (one user turn, if the tokenizer has a chat template), messages, or ids.
 
         Args:
           prompt: `"text"`, `[{"role": "user", "content": "text"}]` or `[1, 2, 3]`.
@@ -232,7 +232,7 @@ class FailFast:
 
         Yields:
           Tokens and text of one sequence that will not change any more; its last event has the whole result. Text may
-          lag behind tokens: characters that are not complete yet are held back.
+          come later than tokens: incomplete characters are held back.
 
         Raises:
           ValueError: see `generate`.
@@ -384,7 +384,7 @@ class FailFast:
         whole = round_up(config.max_new_tokens, block) + 1 if options.released_length else config.max_new_tokens
         capacity, released = self.runtime.capacity(longest, whole, block), options.released_length
         if not blocks_to_write(model.config, longest, config.max_new_tokens, capacity, released=released)[0]:
-            raise PromptError(f"no whole block of {block} fits behind the prompt within {capacity} tokens")
+            raise PromptError(f"no whole block of {block} fits after the prompt within {capacity} tokens")
         return self.runtime.diffusion_session(
             model,
             batch=batch,
@@ -420,13 +420,13 @@ class FailFast:
         profile.check()
 
     def _explain(self, session: Session, config: GenerationConfig) -> None:
-        """What was chosen, for `--verbose`."""
+        """Logs the choice of kernel, capacity and widths, for `--verbose`."""
         model = self.target
         kernel = model.execution.resolved(model.dtype, model.config.head_dim)
         plan = getattr(session, "plan", None)
         widths = "" if plan is None else f", verifies of {', '.join(map(str, plan.widths))} rows"
         logger.info("%s in %s, attention %s; --method %s", self.target_name, model.dtype, kernel, config.method)
-        logger.info("room for %d x %d tokens%s", session.batch, session.capacity, widths)
+        logger.info("capacity of %d x %d tokens%s", session.batch, session.capacity, widths)
 
     def _memory(self, session: Session) -> dict[str, int]:
         trees = {self.target_name: self.target, self.drafter_name: self.drafter, "caches": session.shapes}

@@ -106,15 +106,15 @@ def _read_prompt(args: argparse.Namespace) -> str | list[int]:
 
 def _summary(result: Result, has_drafter: bool) -> str:
     stats = result.stats
-    made = f"{fate(stats.rounds, stats.drafted, stats.accepted)}, {stats.drafter_passes} drafter passes"
+    counts = f"{fate(stats.rounds, stats.drafted, stats.accepted)}, {stats.drafter_passes} drafter passes"
     if result.method == "auto" and has_drafter and not stats.drafter_passes:
         instead = "drafts of the text" if stats.drafted else "plain steps"
-        made += f" (not asked: {instead} promised more tokens a second)"
+        counts += f" (not asked: {instead} promised more tokens a second)"
     if result.method == DIFFUSION_METHOD:
         adopted = "" if stats.adopted_passes is None else f", {stats.adopted_passes} adopted"
-        made = f"{stats.rounds} blocks, {stats.target_passes} passes{adopted}"
+        counts = f"{stats.rounds} blocks, {stats.target_passes} passes{adopted}"
     return (
-        f"{result.method}: {len(result.output_ids)} tokens, {stats.tokens_per_s:.1f} tokens/s | {made} | "
+        f"{result.method}: {len(result.output_ids)} tokens, {stats.tokens_per_s:.1f} tokens/s | {counts} | "
         f"load {stats.load_s:.1f} s, compile {stats.compile_s:.1f} s "
         f"({stats.compiles} new, {stats.cache_hits} cached), "
         f"prefill {stats.prefill_s:.2f} s, decode {stats.decode_s:.2f} s"

@@ -1,4 +1,4 @@
-"""Options of decoding methods: declared once, in the method's own file, for the CLI, YAML files and Python keywords.
+"""Options, declared once for the command line, YAML files and Python keywords: a method's in the method's file.
 
     @dataclasses.dataclass(frozen=True)
     class LookupOptions(MethodOptions):
@@ -7,8 +7,7 @@
 
         def build(self, site: Site) -> Drafter: ...
 
-An option of one name means one thing, whichever methods take it. One that a method does not take is refused with the
-names of those that do.
+Options of the same name mean the same in all methods. A method refuses an option of other methods and names them.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from failfast_jax.errors import OptionError
 from failfast_jax.util.files import user_path
 
 LONGEST_DRAFT = 512
-"""Each width that a draft may need is compiled: longer ones would compile for minutes."""
+"""Maximum length: each width that a draft may need is compiled, and longer ones would compile for minutes."""
 
 _TYPES = {"int": (int, np.integer), "float": (int, float, np.number), "bool": (bool,), "str": (str,), "Path": (Path,)}
-_SAID = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "Path": "a path"}
+_KINDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "Path": "a path"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ByPlatform:
-    """A default that depends on what serves the target's passes."""
+    """A default that depends on the platform of the target."""
 
     cpu: Any
     other: Any
@@ -69,16 +68,16 @@ def option(default: Any, help: str, **bounds: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """What a drafter is built for.
+    """The surroundings of a drafter.
 
     Attributes:
       model: the drafter's model; None for methods that need none.
-      model_name: what errors call it.
+      model_name: its name in errors.
       vocab: ids below it may be drafted.
       platform: `cpu`, `gpu` or `tpu`.
       sampled: whether drafts are samples, for acceptance by rejection.
       exact: whether outputs must be bit-identical.
-      chances: of the model's tokens by bin of confidence, before any was tried; None: those of any model.
+      chances: prior acceptance of the model's tokens by bin of confidence; None: that of any model.
     """
 
     model: Any = None
@@ -117,10 +116,10 @@ class MethodOptions:
     Class attributes:
       summary: what it drafts with, for help texts.
       kinds: kinds of drafter model that it takes (see `models.drafter_model`); none for methods without a model.
-      needs_model: whether it cannot do without, if it takes one.
-      samples: whether it serves `--acceptance rejection`, with drafts that carry the distributions they were drawn
-        from. Only drafts made from left to right, in places that do not depend on the draw, may.
-      top_p: of requests that do not say (`--top-p`).
+      needs_model: False for methods that take a model and also work without.
+      samples: True for methods that serve `--acceptance rejection`: they draft from left to right, in places that do
+        not depend on the draw, and keep the distributions that drafts were drawn from.
+      top_p: default of `--top-p`.
     """
 
     summary: ClassVar[str] = ""
@@ -204,7 +203,7 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
         return
     kind, flag = type_of(field), flag_of(field.name)
     if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
-        raise OptionError(f"{flag} {value!r}: must be {_SAID[kind]}")
+        raise OptionError(f"{flag} {value!r}: must be {_KINDS[kind]}")
     if about.choices is not None and value not in about.choices:
         raise OptionError(f"{flag} {value}: must be {' or '.join(map(repr, about.choices))}")
     if kind in ("int", "float"):
@@ -215,7 +214,7 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
 
 
 def is_finite(value: float) -> bool:
-    """Whether a number is one that a float can be."""
+    """True if the number is finite as a float."""
     try:
         return math.isfinite(value)
     except OverflowError:  # an integer beyond all floats
@@ -233,14 +232,14 @@ def _range_of(about: Option, kind: str) -> str:
     return f"{'at least' if about.above is None else 'above'} {low}{finite}"
 
 
-def require(fine: bool, flag: str, said: str) -> None:
-    """Raises OptionError(`flag`: `said`) unless `fine`."""
+def require(fine: bool, flag: str, reason: str) -> None:
+    """Raises OptionError(`flag`: `reason`) unless `fine`."""
     if not fine:
-        raise OptionError(f"{flag}: {said}")
+        raise OptionError(f"{flag}: {reason}")
 
 
 def add_flags(parser: Any, methods: Mapping[str, type[MethodOptions]]) -> None:
-    """Adds one flag for each option of any method; what is not given is None.
+    """Adds one flag for each option of any method; an absent flag is None.
 
     Args:
       parser: an `argparse` parser or a group of one.
@@ -254,12 +253,12 @@ def add_flags(parser: Any, methods: Mapping[str, type[MethodOptions]]) -> None:
         by_help: dict[str, list[str]] = {}
         for method, field in uses:
             by_help.setdefault(_help_of(field), []).append(method)
-        said = "; ".join(f"{', '.join(names)}: {text}" for text, names in by_help.items())
-        add_flag(parser, uses[0][1], said)
+        text = "; ".join(f"{', '.join(names)}: {help}" for help, names in by_help.items())
+        add_flag(parser, uses[0][1], text)
 
 
 def add_flags_of(parser: Any, options: type) -> None:
-    """Adds one flag for each field (see `option`) of a command's dataclass; what is not given is None."""
+    """Adds one flag for each field (see `option`) of a command's dataclass; an absent flag is None."""
     for field in dataclasses.fields(options):
         add_flag(parser, field)
 
@@ -273,13 +272,13 @@ def add_flag(parser: Any, field: dataclasses.Field, text: str | None = None, **m
     """
     kind, about = type_of(field), field.metadata["option"]
     if kind == "bool":
-        how = {"action": "store_true", "default": None}
+        arguments = {"action": "store_true", "default": None}
     elif about.choices:
-        how = {"choices": about.choices}
+        arguments = {"choices": about.choices}
     else:
         parsers = {"int": ("n", int), "float": ("x", float), "str": ("TEXT", str), "Path": ("PATH", user_path)}
-        how = dict(zip(("metavar", "type"), parsers[kind]))
-    parser.add_argument(flag_of(field.name), **{**how, "help": _help_of(field) if text is None else text, **more})
+        arguments = dict(zip(("metavar", "type"), parsers[kind]))
+    parser.add_argument(flag_of(field.name), **{**arguments, "help": _help_of(field) if text is None else text, **more})
 
 
 def _help_of(field: dataclasses.Field) -> str:

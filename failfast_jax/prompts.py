@@ -1,4 +1,4 @@
-"""Prompts as users give them: text, messages or token ids, to token ids."""
+"""Encodes prompts: text, messages or token ids, to token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 def encode(prompt: Any, tokenizer: Any, vocab_size: int, model_name: str, *, template: bool = True) -> list[int]:
-    """Token ids of a prompt: a string (one user turn, if the tokenizer has a chat template), messages, or ids.
+    """Encodes a prompt: a string (one user turn, if the tokenizer has a chat template), messages, or ids.
 
     Args:
       template: False takes a string as it is, whatever the tokenizer has; white space is text, too.
@@ -74,15 +74,14 @@ def _encode_text(prompt: str | Sequence[Any], tokenizer: Any, model_name: str, t
 def answer_text(
     tokenizer: Any, prompt: Any, ids: Sequence[int], stop: Sequence[str] = (), **options: Any
 ) -> TextStream | None:
-    """The text of an answer as it comes; None without a tokenizer.
+    """Returns the text stream of an answer; None without a tokenizer.
 
     It continues the prompt, unless a chat template wrote that: then it is a turn of its own.
 
     Args:
       prompt: see `encode`.
       ids: of the prompt.
-      stop: see `TextStream`.
-      options: likewise.
+      stop: see `TextStream`, also for `options`.
     """
     if tokenizer is None:
         return None
@@ -100,7 +99,7 @@ def _ids(text: str, tokenizer: Any, model_name: str, **options: Any) -> list[int
 
 
 def _texts(prompt: Any) -> Iterator[str]:
-    """All strings of a prompt: a text, or messages with contents in one piece or in parts."""
+    """Yields all strings of a prompt: a text, or messages with contents in one piece or in parts."""
     if isinstance(prompt, str):
         yield prompt
     elif isinstance(prompt, Mapping):
@@ -111,14 +110,14 @@ def _texts(prompt: Any) -> Iterator[str]:
 
 
 def characters(prompt: Any) -> int:
-    """Of a text, or of messages; 0 of token ids."""
+    """Counts the characters of a text, or of messages; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
     return sum(map(len, _texts(prompt))) if len(prompt) and isinstance(prompt[0], Mapping) else 0
 
 
 def separate(prompts: Any) -> list[Any]:
-    """One prompt or several, as a list of prompts.
+    """Returns a list of prompts, for one prompt or several.
 
     Raises:
       PromptError: neither.

@@ -1,4 +1,4 @@
-"""What a request returns: the answer, the rounds that it took, counts and times."""
+"""Results of a request: the answer, its rounds, counts and times."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ class Round:
     """One round of one sequence."""
 
     drafted: list[int]
-    """Ids that were proposed."""
+    """Proposed ids."""
     confidence: list[float]
-    """Of each, in [0, 1]: the drafter's probability of it."""
+    """The drafter's probability of each, in [0, 1]."""
     accepted: int
     """Leading drafted tokens that the target agreed with, before any cut at a stop token or at the limit."""
     emitted: list[int]
-    """Ids that became text: accepted ones and one of the target's own."""
+    """Ids that became text: the accepted ones and the target's next one."""
     passes: int
     """Forward passes of the drafter."""
     adopted: int | None = None
-    """Of `dllm --spiffy`: passes of the block that were not made, because a draft state's served."""
+    """With `dllm --spiffy`: passes of the block that a draft state replaced."""
     tree: dict[str, list[int]] | None = None
-    """What was verified, if that was a tree: `tokens` of its nodes, and of each its `parent` (-1: the last token before
-    the round). `drafted` is then its longest path, with the accepted one over its beginning."""
+    """The verified tree, if any: `tokens` and `parent` of its nodes (-1: the last token before the round). `drafted` is
+    then its longest path, with the accepted one over its beginning."""
     expected: float | None = None
-    """Of `auto`: tokens that the round was expected to emit."""
+    """With `auto`: expected tokens of the round."""
     seconds: float | None = None
-    """Likewise how long, in seconds, the whole batch was expected to take for it."""
+    """With `auto`: expected seconds of the round, for the whole batch."""
     took: float | None = None
     """Seconds that the round took, where rounds were timed one by one (`--trace`)."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, without keys of what there is not."""
-        found = dataclasses.asdict(self)
-        return {name: value for name, value in found.items() if value is not None}
+        """JSON-ready form, without keys of absent values."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +58,15 @@ class RowLog:
     target_passes: int
 
     def timed(self, took: Sequence[float]) -> RowLog:
-        """With the times of the batch's rounds, in seconds; a row runs from the first of these on."""
+        """Returns a copy with the seconds of the batch's rounds; a row runs from the first of them on."""
         rounds = [dataclasses.replace(entry, took=seconds) for entry, seconds in zip(self.rounds, took)]
         return dataclasses.replace(self, rounds=rounds)
 
     @property
     def adopted_passes(self) -> int | None:
-        """Of `dllm` with draft states."""
-        found = [entry.adopted for entry in self.rounds if entry.adopted is not None]
-        return sum(found) if found else None
+        """Passes that draft states replaced; None without draft states."""
+        adopted = [entry.adopted for entry in self.rounds if entry.adopted is not None]
+        return sum(adopted) if adopted else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +74,15 @@ class Stats:
     """Counts and times of one answer. Times are in seconds and, in a batch, those of the whole batch.
 
     Attributes:
-      rounds: draft, verify, commit, so many times (of `dllm`: blocks).
-      drafted: tokens.
-      accepted: tokens of these that the target agreed with.
-      drafter_passes: forward passes, prefill not counted.
-      target_passes: likewise (of `dllm`: all of them).
-      load_s: of the engine.
-      compile_s: waited for programs, beside prefill.
-      prefill_s: of the prompt.
-      decode_s: of all rounds.
+      rounds: rounds of draft, verify, commit (with `dllm`: blocks).
+      drafted: drafted tokens.
+      accepted: drafted tokens that the target agreed with.
+      drafter_passes: forward passes of the drafter without prefill.
+      target_passes: forward passes of the target without prefill (with `dllm`: all of them).
+      load_s: seconds of loading the engine.
+      compile_s: seconds of waiting for programs, without prefill.
+      prefill_s: seconds of the prompt's prefill.
+      decode_s: seconds of all rounds.
       tokens_per_s: emitted tokens over `decode_s`.
       compiles: programs that XLA compiled for this answer.
       cache_hits: programs that were read from the compile cache for it.
@@ -104,15 +103,13 @@ class Stats:
     cache_hits: int
     host_syncs: int
     adopted_passes: int | None = None
-    """Of `dllm --spiffy`: passes that were not made, because a draft state's served; with `target_passes`, as many as
-    without it."""
+    """With `dllm --spiffy`: passes that a draft state replaced; with `target_passes` the passes without `--spiffy`."""
     costs: dict[str, Any] | None = None
-    """Of `auto`: seconds of a round by rows verified (`verify`), of a drafter pass (`draft`), and where the
-    figures come from (`source`)."""
+    """With `auto`: seconds of a round by verified rows (`verify`), of a drafter pass (`draft`), and their `source`."""
 
     @classmethod
     def of(cls, log: RowLog, **measured: Any) -> Stats:
-        """The counts of a log, and what was measured beside them: all other fields."""
+        """Counts of a log, with measured values for all other fields."""
         return cls(
             rounds=len(log.rounds),
             drafted=sum(len(entry.drafted) for entry in log.rounds),
@@ -125,7 +122,7 @@ class Stats:
 
 
 def fate(rounds: int, drafted: int, accepted: int) -> str:
-    """What became of drafts, in the words of every command and page."""
+    """Summarises rounds, drafted and accepted tokens in a line, the same in every command."""
     return f"{rounds} rounds, {accepted} of {drafted} drafted tokens accepted ({accepted / max(rounds, 1):.2f} a round)"
 
 
@@ -134,13 +131,13 @@ class Result:
     """One answer.
 
     Attributes:
-      prompt_ids: what was answered, its chat template included.
+      prompt_ids: the prompt, its chat template included.
       output_ids: the answer; a stop token at its end is part of it.
       text: the answer without special tokens; None without a tokenizer.
       finish_reason: `eos` or `length`.
       method: a key of `drafters.METHODS`, or `dllm`.
       stats: counts and times.
-      rounds: how it came about, in order.
+      rounds: the rounds, in order.
     """
 
     prompt_ids: list[int]
@@ -153,19 +150,19 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form: what `--json` prints."""
-        found = {**dataclasses.asdict(self), "rounds": [entry.to_dict() for entry in self.rounds]}
+        fields = {**dataclasses.asdict(self), "rounds": [entry.to_dict() for entry in self.rounds]}
         for name in ("adopted_passes", "costs"):
-            if found["stats"][name] is None:
-                del found["stats"][name]
-        return found
+            if fields["stats"][name] is None:
+                del fields["stats"][name]
+        return fields
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamEvent:
-    """News about one sequence of a streamed request."""
+    """New tokens and text of one sequence of a streamed request."""
 
     sequence: int
-    """Which prompt, from 0."""
+    """Index of the prompt, from 0."""
     ids: list[int]
     """Tokens that became final since the last event."""
     text: str | None

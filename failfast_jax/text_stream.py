@@ -1,4 +1,4 @@
-"""Token ids to text, whole or as they come, up to a stop string."""
+"""Decodes token ids to text, as a whole or as they come, up to a stop string."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 UNFINISHED = "\ufffd"
-"""Written by tokenizers for bytes that are not, or not yet, a character."""
+"""The character that tokenizers write for bytes that are no complete character."""
 SHORTEST_TAIL, LONGEST_TAIL = 4, 20
 """Tokens of a context that are decoded with the text after it: enough for a word, and for any character."""
 
 
 def text_of(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-    """The text of ids exactly as the tokenizer spells it.
+    """Decodes ids exactly as the tokenizer spells them.
 
     Tokenizers of transformers may be configured to remove spaces before punctuation as well, which changes text that
     was already handed out (and which newer versions ignore for most tokenizers): never here.
@@ -39,11 +39,11 @@ class TextStream:
         the text does not have them.
       context: ids that the text continues, so that a space between the two is kept (SentencePiece drops the first
         space of a text); none for a text of its own, such as a turn of a conversation.
-      offsets: whether to record `offsets`.
+      offsets: True records `offsets`.
 
     Attributes:
-      text: everything that was handed out.
-      stopped: whether a stop string was found.
+      text: all text that was handed out.
+      stopped: True once a stop string was found.
       used: tokens that the text took, up to the token that completed the stop string.
       offsets: characters of the text before each token.
     """
@@ -55,7 +55,7 @@ class TextStream:
         self._names = special_tokens(tokenizer) if stop else {}
         self._ids = _tail(tokenizer, context)
         self._shown, self._done = 0, len(self._ids)
-        """Where the window that is decoded begins, and the tokens whose text is in `_whole`."""
+        """Start of the window that is decoded, and the number of tokens whose text is in `_whole`."""
         self._whole = self._searched = ""
         """The text, and the same with the names of special tokens, in which stop strings are looked for."""
         self._hidden: list[tuple[int, int]] = []
@@ -66,7 +66,7 @@ class TextStream:
         """The text that is final now and was not before.
 
         Args:
-          last: whether these are the last tokens, so that nothing is to be held back.
+          last: True for the last tokens: nothing is held back.
         """
         # Token by token where it matters which token completes a stop string, or where a token begins.
         parts = [[token] for token in ids] if self._singly else [list(ids)]

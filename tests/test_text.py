@@ -61,21 +61,21 @@ def test_pieces_make_the_whole(name, data):
 @example(ids=[1, 2, 3], ends=[1, 1], stops=["bc", "a bx"])
 def test_it_ends_before_the_first_stop_string(ids, ends, stops):
     tokenizer = Words()
-    stream, said = TextStream(tokenizer, stops), ""
+    stream, text = TextStream(tokenizer, stops), ""
     for piece in cut(ids, ends):
-        said += stream.add(piece)
+        text += stream.add(piece)
         # What was handed out is never taken back.
-        assert stream.text == said
+        assert stream.text == text
         if stream.stopped:
             break
-    said += stream.add((), last=True)
+    text += stream.add((), last=True)
     used = next((n for n in range(len(ids) + 1) if any(s in tokenizer.decode(ids[:n]) for s in stops)), None)
     if used is None:
-        assert not stream.stopped and said == tokenizer.decode(ids)
+        assert not stream.stopped and text == tokenizer.decode(ids)
         return
-    text = tokenizer.decode(ids[:used])
+    whole = tokenizer.decode(ids[:used])
     assert stream.stopped and stream.used == used
-    assert said == text[: min(text.index(stop) for stop in stops if stop in text)]
+    assert text == whole[: min(whole.index(stop) for stop in stops if stop in whole)]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -149,7 +149,5 @@ def test_a_tokenizer_that_cleans_up_is_not_asked_to():
 
 def test_ids_become_text_in_one_place():
     package = Path(failfast_jax.__file__).parent
-    found = [
-        path.name for path in package.rglob("*.py") if re.search(r"tokenizer\.(batch_)?decode\(", path.read_text())
-    ]
-    assert found == ["text.py"]
+    decoding = re.compile(r"tokenizer\.(batch_)?decode\(")
+    assert [path.name for path in package.rglob("*.py") if decoding.search(path.read_text())] == ["text_stream.py"]

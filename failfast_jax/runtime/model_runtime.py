@@ -153,7 +153,7 @@ class Runtime:
     def compile(self, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
         """Compiles a function for the types of `args` (arrays or shape structs), or takes it from the store.
 
-        Programs are told apart by the function, all that is bound to it, the structure of the arguments (models and
+        The key of a program is the function, all that is bound to it, the structure of the arguments (models and
         drafters with all their static fields) and the type and place of every array.
 
         Args:

@@ -1,6 +1,6 @@
-"""What is done to single rows of a decoding state: they are put in, taken out, ended, read, and begun anew.
+"""Programs for single rows of a decoding state: insert, take, end, read and restart them.
 
-Pure functions, compiled by `sessions`; `by_row` says which leaves of a state hold something for each row.
+Pure functions, compiled by `session`; `by_row` is True for the leaves of a state that hold a value for each row.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.results import Round, RowLog, TokenLogprob
 
 
-def fits(one: Any, state: Any, *, by_row: tuple[bool, ...], rows: int) -> bool:
-    """Whether a state of that many rows has the others' structure and shapes."""
-    if jax.tree.structure(one) != jax.tree.structure(state):
+def fits(single: Any, state: Any, *, by_row: tuple[bool, ...], rows: int) -> bool:
+    """True if a state of `rows` rows has the structure and the shapes of another state."""
+    if jax.tree.structure(single) != jax.tree.structure(state):
         return False
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(state), by_row)
+    pairs = zip(jax.tree.leaves(single), jax.tree.leaves(state), by_row)
     return all(mine.shape == (rows, *whole.shape[1:]) for mine, whole, is_by_row in pairs if is_by_row)
 
 
-def insert(state: Any, one: Any, row: Int[Array, ""], *, by_row: tuple[bool, ...], placement: Callable) -> Any:
-    """A state with its row replaced by the first one of another state."""
+def insert(state: Any, single: Any, row: Int[Array, ""], *, by_row: tuple[bool, ...], placement: Callable) -> Any:
+    """Replaces a row of a state by the first row of another state."""
     leaves, structure = jax.tree.flatten(state)
     new = [
         jax.lax.dynamic_update_slice_in_dim(whole, part[:1], row, 0) if is_by_row else whole
-        for whole, part, is_by_row in zip(leaves, jax.tree.leaves(one), by_row)
+        for whole, part, is_by_row in zip(leaves, jax.tree.leaves(single), by_row)
     ]
     return placement(jax.tree.unflatten(structure, new))
 
 
 def take(state: Any, row: Int[Array, ""], *, by_row: tuple[bool, ...], copies: int, placement: Callable) -> Any:
-    """So many copies of a row, as a state of their own."""
+    """Returns a state whose rows are copies of a row."""
 
     def copied(whole: Array) -> Array:
         return jnp.repeat(jax.lax.dynamic_slice_in_dim(whole, row, 1, 0), copies, axis=0)
@@ -50,23 +50,23 @@ def take(state: Any, row: Int[Array, ""], *, by_row: tuple[bool, ...], copies: i
 
 
 def end(state: Any, ended: Bool[Array, " B"], *, placement: Callable) -> Any:
-    """A state in which some rows have finished, whatever they were about to say."""
+    """Finishes some rows of a state that are still running."""
     return placement(state.replace(finish=jnp.where(ended & state.running, FINISHED_LENGTH, state.finish)))
 
 
 def everywhere(tree: Any, *, mesh: Mesh) -> Any:
-    """Arrays that every device, and so every process, has whole."""
+    """Replicates arrays on every device, and so in every process."""
     return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))
 
 
 def log_of(state: DecodeState, row: Int[Array, ""]) -> tuple[RoundLog, Array, Array, Array]:
-    """A row's log, its text, and where its output begins and ends in that, each with a batch of 1."""
+    """A row's log, its tokens, and start and end of its output in them, each with a batch of 1."""
     everything = (state.log, state.tokens, state.prompt_length, state.length)
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, 0) if x.ndim else x, everything)
 
 
 def graft(fresh: DecodeState, old: DecodeState, *, placement: Callable) -> DecodeState:
-    """A state before its prefill, with another one's caches in the place of its empty ones."""
+    """Returns a state before its prefill, with the caches of another state instead of its empty caches."""
 
     def is_cache(node: Any) -> bool:
         return isinstance(node, KVCache)
@@ -84,10 +84,10 @@ def held(drafter: Drafter, state: DecodeState) -> Int[Array, " B"]:
 
 def rounds_of(log: RoundLog, row: int, output: list[int]) -> list[Round]:
     """A row's rounds, from a log on the host."""
-    found, done = [], 0
+    rounds, done = [], 0
     for index in range(int(log.rounds[row])):
         length, emitted = int(log.draft_length[row, index]), int(log.emitted[row, index])
-        found.append(
+        rounds.append(
             Round(
                 drafted=log.drafted[row, index, :length].tolist(),
                 confidence=log.confidence[row, index, :length].tolist(),
@@ -99,7 +99,7 @@ def rounds_of(log: RoundLog, row: int, output: list[int]) -> list[Round]:
             )
         )
         done += emitted
-    return found
+    return rounds
 
 
 def row_log(log: RoundLog, row: int, output: list[int]) -> RowLog:
@@ -108,9 +108,9 @@ def row_log(log: RoundLog, row: int, output: list[int]) -> RowLog:
     return RowLog(rounds, sum(entry.passes for entry in rounds), int(log.target_passes[row]))
 
 
-def logprobs_of(found: Logprobs, row: int, begin: int, end: int) -> list[TokenLogprob]:
-    """Of a row's tokens `begin .. end - 1`, from arrays on the host."""
+def logprobs_of(logprobs: Logprobs, row: int, begin: int, end: int) -> list[TokenLogprob]:
+    """Log-probabilities of a row's tokens `begin .. end - 1`, from arrays on the host."""
     part = row, slice(begin, end)
-    both = zip(found.best[part].tolist(), found.of_best[part].tolist())
+    both = zip(logprobs.best[part].tolist(), logprobs.of_best[part].tolist())
     best = [list(zip(ids, values)) for ids, values in both]
-    return [TokenLogprob(*one) for one in zip(found.chosen[part].tolist(), best)]
+    return [TokenLogprob(*each) for each in zip(logprobs.chosen[part].tolist(), best)]

@@ -133,7 +133,7 @@ class Session:
         raise NotImplementedError
 
     def start(self, requests: Sequence[Request]) -> State:
-        """A state with the prompts committed and empty caches: for `prefill`, or for timing.
+        """Returns a state with the prompts committed and empty caches, for `prefill` or for timing.
 
         Raises:
           ValueError: not `batch` requests, a prompt longer than the capacity, or too many stop tokens.
@@ -159,7 +159,7 @@ class Session:
         self.compile_loop().wait()
 
     def prefill(self, requests: Sequence[Request]) -> State:
-        """A state with the prompts in the caches, one request a row. The loop may still be compiling.
+        """Returns a state with the prompts in the caches, one request per row. The loop may still be compiling.
 
         Raises:
           ValueError: see `start`.
@@ -168,7 +168,7 @@ class Session:
         return state
 
     def prefill_in_chunks(self, requests: Sequence[Request]) -> Iterator[State]:
-        """`prefill` chunk by chunk, for callers with other work to put between. Only the last state may be kept."""
+        """Prefills chunk by chunk, for callers with other work in between. Only the last state may be kept."""
         chunks = self._chunks(max(len(request.prompt) for request in requests))
         compilations = self._compile_chunks(chunks)
         return self._prefilling(self.start(requests), compilations, [at for _, at in chunks])
@@ -183,22 +183,22 @@ class Session:
             state = compilation(*self.models, state, np.int32(at))
             yield state
 
-    def insert(self, state: State, row: int, one: State) -> State:
-        """Puts a request into a row, whatever was there: no host wait, and no compilation but the first.
+    def insert(self, state: State, row: int, single: State) -> State:
+        """Puts a request into a row, whatever was there. No host wait; only the first call compiles.
 
         Args:
           state: of this session; donated.
-          one: state of a session with batch `groups` and otherwise equal, whose first row is taken, wherever it is.
+          single: state of a session with batch `groups` and otherwise equal, whose first row is taken.
 
         Raises:
           ValueError: no such row, or a state of another capacity or drafter.
         """
         if not 0 <= row < self.batch:
             raise ValueError(f"row {row}: there are {self.batch}")
-        if not row_programs.fits(one, self.shapes, by_row=self._leaves_by_row, rows=self.groups):
+        if not row_programs.fits(single, self.shapes, by_row=self._leaves_by_row, rows=self.groups):
             raise ValueError(f"a row is taken from a session with batch {self.groups}, the same drafter and capacity")
         insert = functools.partial(row_programs.insert, by_row=self._leaves_by_row, placement=self.placement)
-        return self._run(insert, state, one, np.int32(row), donate=(0,))
+        return self._run(insert, state, single, np.int32(row), donate=(0,))
 
     def take(self, state: State, row: int) -> State:
         """A copy of a row, in each row of a state of a session with batch `groups`. Does not donate."""
@@ -206,7 +206,7 @@ class Session:
         return self._run(functools.partial(row_programs.take, **options), state, np.int32(row))
 
     def end(self, state: State, rows: Collection[int]) -> State:
-        """Ends rows that are still running; what they have said stays. Donates the state."""
+        """Ends rows that are still running; their tokens stay. Donates the state."""
         ended = np.isin(np.arange(self.batch), list(rows))
         return self._run(functools.partial(row_programs.end, placement=self.placement), state, ended, donate=(0,))
 
@@ -222,12 +222,12 @@ class Session:
         return self.compile_loop()(*self._loop_args(state, most, until_any))
 
     def read(self, state: State) -> Progress:
-        """How far the rows are. One host wait."""
+        """Reads the tokens and the status of all rows. One host wait."""
         ids, begin, end, finish = self._fetch(self._view(state))
         return Progress([ids[row, begin[row] : end[row]].tolist() for row in range(self.batch)], finish.tolist())
 
     def _fetch(self, tree: Any) -> Any:
-        """The arrays on this host; of several processes, what each has of the batch goes to all of them first."""
+        """Copies arrays to this host; with several processes each one gets the whole batch."""
         if not all(leaf.is_fully_addressable or leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
             tree = self._run(functools.partial(row_programs.everywhere, mesh=self._mesh), tree)
         return jax.device_get(tree)
@@ -272,7 +272,7 @@ class Session:
 
     @functools.cached_property
     def _leaves_by_row(self) -> tuple[bool, ...]:
-        """Which leaves of the state hold something for each row: those that grow with the batch."""
+        """True for the leaves of the state that grow with the batch, and so hold a value per row."""
 
         @numerics.defaults()
         def lengths(groups: int) -> list[tuple[int, ...]]:
@@ -280,7 +280,7 @@ class Session:
             inputs = self._inputs(self._any_requests(batch))
             return [leaf.shape[:1] for leaf in jax.tree.leaves(jax.eval_shape(self._start, *self.models, inputs))]
 
-        return tuple(one != two for one, two in zip(lengths(1), lengths(2)))
+        return tuple(single != double for single, double in zip(lengths(1), lengths(2)))
 
     def _prompts(self, requests: Sequence[Request]) -> dict[str, Any]:
         tokens = np.zeros((len(requests), self.capacity), np.int32)
@@ -378,10 +378,10 @@ class DraftSession(Session):
         return row_programs.row_log(log, 0, tokens[0, begin[0] : end[0]].tolist())
 
     def logprobs(self, state: DecodeState, begin: Mapping[int, int]) -> dict[int, list[TokenLogprob]]:
-        """Of rows' emitted tokens, each row's from its `begin`-th on; for a session that keeps them. One host wait."""
-        found, starts, ends = self._fetch((state.logprobs, state.prompt_length, state.length))
+        """Log-probabilities of emitted tokens, by row, from each row's `begin`-th token on. One host wait."""
+        logprobs, starts, ends = self._fetch((state.logprobs, state.prompt_length, state.length))
         return {
-            row: row_programs.logprobs_of(found, row, int(starts[row]) + at, int(ends[row]))
+            row: row_programs.logprobs_of(logprobs, row, int(starts[row]) + at, int(ends[row]))
             for row, at in begin.items()
         }
 
@@ -430,7 +430,7 @@ class DraftSession(Session):
         return self._run(function, self.drafter, state, donate=(1,))
 
     def verify(self, state: DecodeState, proposal: Draft) -> tuple[Verified, DecodeState]:
-        """The target's own tokens along a proposal, which may be anybody's."""
+        """The target's tokens along a proposal, which any code may have made."""
         function = functools.partial(_verify, plan=self.plan, placement=self.placement)
         return self._run(function, *self.models, state, proposal, donate=(2,))
 

@@ -19,7 +19,7 @@ from failfast_jax.checkpoints import checkpoint, orbax_folder
 from failfast_jax.checkpoints.checkpoint import as_dtype
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
-from failfast_jax.util import command_line, processes
+from failfast_jax.util import command_line
 from failfast_jax.util.files import FULL, claim, orbax_path, read_json, user_path, write_atomically
 from failfast_jax.util.progress import add_flags
 
@@ -60,13 +60,12 @@ def command(name: str) -> Callable[[Sequence[str] | None], int]:
         written = "dtype of the written parameters (default: the stored one; of GGUF files float32)"
         parser.add_argument("--dtype", choices=checkpoint.DTYPES, help=written)
         parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion at OUT")
-        processes.refuse_flag(parser, "it needs no devices: run it on each host, with JAX_PLATFORMS=cpu")
         add_flags(parser)
         options = vars(parser.parse_args(argv))
         verbosity = options.pop("verbosity")
 
         def work() -> None:
-            with command_line.cut_short():  # Orbax writes in threads
+            with command_line.silence_threads_on_interrupt():  # Orbax writes in threads
                 out = convert(**options, name=name)
             size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
             print(f"{out}: {size / 1e6:,.1f} MB")

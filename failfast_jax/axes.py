@@ -1,4 +1,4 @@
-"""What the axis letters in type annotations mean, such as `Float[Array, "B W K H"]`; the same in every module.
+"""Meanings of the axis letters in type annotations such as `Float[Array, "B W K H"]`, the same in every module.
 
 Of a batch of text:
   B     sequences
@@ -21,7 +21,7 @@ Of a model:
   I, O  inputs and outputs of a linear layer
 
 Of a draft:
-  R     rows: of a drafter's block, or those that a pass is asked about
+  R     rows of a drafter's block, or of the outputs of a pass
   D     block size of a block-causal model; d: its small block
   M     longest draft; M1: M + 1, with the last committed token
   N     drafted positions of one step: a chunk
@@ -29,7 +29,7 @@ Of a draft:
   U     vocabulary of a draft's distributions
 
 `*R` (or another starred letter) is any number of leading axes, `_` an axis of any size, `1` an axis to broadcast. A
-word is an axis of one function or class, which says what it is.
+word is an axis of one function or class, which explains it.
 """
 
 from jaxtyping import Array, Float, Int

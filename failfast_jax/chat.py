@@ -90,7 +90,7 @@ def follow(engine: FailFast, config: GenerationConfig, options: ChatOptions) -> 
         while method is not None:
             with open_queue(engine, config, options) as queue:
                 queue.follow()
-            if (method := processes.agreed(None)) is not None:
+            if (method := processes.broadcast_from_primary(None)) is not None:
                 config = config_with(engine, config, method)
 
 
@@ -113,7 +113,7 @@ class Chat:
     def close(self, next_method: str | None = None) -> None:
         """Ends the queue; the processes that follow continue with the next method, or end."""
         self.queue.close()
-        processes.agreed(next_method)
+        processes.broadcast_from_primary(next_method)
 
     def reset(self) -> None:
         """Forgets the conversation."""
@@ -171,7 +171,7 @@ class Chat:
             self.engine.build_drafter(config)  # its errors come before the old queue is closed
             self.close(method)
             try:
-                with on_interrupt(signal.default_int_handler if processes.alone() else signal.SIG_IGN):
+                with on_interrupt(signal.default_int_handler if processes.is_single_process() else signal.SIG_IGN):
                     self.queue = open_queue(self.engine, config, self.options)
             except KeyboardInterrupt:
                 print("interrupted; going back", file=sys.stderr)
@@ -259,13 +259,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _work(args: argparse.Namespace) -> None:
     options = ChatOptions.given(args)
-    if processes.speaks():
+    if processes.is_primary():
         streams.need_stdout()
     refuse_diffusion(args.method)
     config = config_of(args, exact=args.exact)
     engine = load(args)
     engine.encode([{"role": "user", "content": "?"}])  # a chat template is needed
-    if not processes.speaks():
+    if not processes.is_primary():
         follow(engine, config, options)
         return
     chat = Chat(engine, config, options)

@@ -398,7 +398,7 @@ def work(args: argparse.Namespace) -> int:
     results = []
     named = args.target is not None or args.drafter is not None
     more = [functools.partial(own_models, args.target, args.drafter)] if named else []
-    with processes.apart():
+    with processes.as_single_process():
         for finding in findings(*more):
             results.append(finding)
             if not args.json:
@@ -408,8 +408,8 @@ def work(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in results], indent=1))
     broken = [f"{finding.name}: {finding.text}" for finding in results if finding.state == BROKEN]
-    processes.where_not(not broken)  # waits for all processes: one that fails ends the others
-    if broken and not processes.speaks():
+    processes.where_false(not broken)  # waits for all processes: one that fails ends the others
+    if broken and not processes.is_primary():
         raise OptionError("; ".join(broken))
     return int(bool(broken))
 

@@ -35,8 +35,8 @@ from failfast_jax.prompts import Message, Prompt, answer_text, encode, separate
 from failfast_jax.results import Result, Round, Stats, StreamEvent
 from failfast_jax.runtime.model_runtime import DraftSession, Progress, Request, Runtime, Session
 from failfast_jax.text_stream import TextStream
-from failfast_jax.util.compilation import counted, enable_compile_cache
-from failfast_jax.util.hardware import Profile, bytes_on_a_device, memory_explained
+from failfast_jax.util.compilation import count_compiles, enable_compile_cache
+from failfast_jax.util.hardware import Profile, bytes_on_a_device, explain_out_of_memory
 from failfast_jax.util.progress import waiting
 
 __all__ = ["FailFast", "Message", "Prompt", "Result", "Round", "Stats", "StreamEvent"]
@@ -260,10 +260,10 @@ class FailFast:
         texts = [answer_text(self.tokenizer, prompt, ids) for prompt, ids in zip(prompts, encoded)]
         sequences = [SequenceEvents(row, text) for row, text in enumerate(texts)]
         watch, compiled_before = Stopwatch(), self.runtime.programs.seconds
-        with counted() as compilations:
+        with count_compiles() as compilations:
             session = self.session(encoded, config)
             self._explain(session, config)
-            with memory_explained(f"{len(encoded)} x {session.capacity} tokens", lambda: self._memory(session)):
+            with explain_out_of_memory(f"{len(encoded)} x {session.capacity} tokens", lambda: self._memory(session)):
                 state = self._prefill(session, encoded, config, watch)
                 compile_s, costs = self.runtime.programs.seconds - compiled_before, None
                 if isinstance(session, DraftSession) and session.drafter.shape.uses_costs:
@@ -469,5 +469,5 @@ def _opened(target: Any, drafter: Any, options: LoadOptions) -> Pair:
     if options.compile_cache is not None:
         enable_compile_cache(options.compile_cache)
     loading = "loading the models" if isinstance(target, Decoder) else f"loading {target}"
-    with memory_explained(loading), waiting(loading):
+    with explain_out_of_memory(loading), waiting(loading):
         return read_pair(target, drafter, options)

@@ -9,7 +9,7 @@ import reprlib
 from typing import Any
 
 LONGEST_LINE = 4000
-"""Characters of a message's line: a file may hold names of megabytes."""
+"""Maximum characters of a line: a file may hold names of megabytes."""
 LONGEST_QUOTE = 200
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
@@ -17,7 +17,7 @@ _repr.maxlist = _repr.maxtuple = _repr.maxdict = 8
 
 
 def printable(text: Any, longest: int = LONGEST_LINE) -> str:
-    """Text as one line: control characters, line breaks among them, are escaped, and what is too long is cut."""
+    """Returns text as one line of limited length: control characters and line breaks are escaped."""
     text = str(text)
     shown = text[:longest]
     if not shown.isprintable():
@@ -27,22 +27,22 @@ def printable(text: Any, longest: int = LONGEST_LINE) -> str:
 
 
 def printable_lines(text: Any) -> str:
-    """Text whose own line breaks stay; each line is as `printable` shows it."""
+    """Returns text in which each line is as `printable` shows it."""
     return "\n".join(map(printable, str(text).split("\n")))
 
 
 def named(name: Any) -> str:
-    """A name that a file gives, escaped and cut, without quotation marks."""
+    """Returns a name from a file, escaped and cut, without quotation marks."""
     return printable(name, LONGEST_QUOTE)
 
 
 def quoted(value: Any) -> str:
-    """A value of a file as Python writes it, escaped and cut."""
+    """Returns a file's value as Python writes it, escaped and cut."""
     return printable(_repr.repr(value), LONGEST_QUOTE)
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether an error is an Exception, or a panic of Rust code such as the tokenizers', which is none."""
+    """True for an Exception, and for a panic of Rust code such as the tokenizers', which is none."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -74,7 +74,7 @@ class CheckpointError(InputError):
 
 
 class NonFiniteError(InputError):
-    """Logits that are NaN or infinite where a token was to be picked: no token can be right."""
+    """Logits that are NaN or infinite: no token can be picked."""
 
 
 class DeviceMemoryError(InputError):

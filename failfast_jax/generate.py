@@ -162,7 +162,7 @@ def _fitted(args: argparse.Namespace, config: GenerationConfig, prompt: int, lon
 
 
 def _run(args: argparse.Namespace) -> None:
-    if processes.speaks():
+    if processes.is_primary():
         streams.need_stdout()
     prompt = _read_prompt(args)
     config = _config(args)
@@ -186,7 +186,7 @@ def _run(args: argparse.Namespace) -> None:
             print(json.dumps(result.to_dict()))
         elif not sys.stdout.isatty():
             print(result.text if result.text is not None else ",".join(map(str, result.output_ids)))
-    if args.trace is not None and processes.speaks():
+    if args.trace is not None and processes.is_primary():
         write_trace(result, args.trace, engine.tokenizer)
     progress.note(_summary(result, engine.drafter is not None))
 

@@ -69,15 +69,15 @@ def is_loopback(address: str) -> bool:
 
 
 def _work(args: argparse.Namespace) -> None:
-    signal.signal(signal.SIGTERM, command_line.terminated)
+    signal.signal(signal.SIGTERM, command_line.raise_terminated)
     options = ServeOptions.given(args)
     if options.batch % (replicas := args.data_parallel or 1):
         raise OptionError(f"--batch {options.batch}: must be a multiple of --data-parallel {replicas}")
     refuse_diffusion(args.method)
     for name in NEEDED:
-        command_line.needed(name, "the server", "serve")
+        command_line.import_optional(name, "the server", "serve")
     config = config_of(args, exact=args.exact, max_new_tokens=options.max_new_tokens)
-    if not processes.speaks():
+    if not processes.is_primary():
         _follow(args, config, options)
         return
     key, _ = options.key(), options.origins()

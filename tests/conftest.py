@@ -42,7 +42,7 @@ from failfast_jax.util import compilation, progress
 from failfast_jax.util.compilation import enable_compile_cache
 
 enable_compile_cache()
-counting = compilation.counted()
+counting = compilation.count_compiles()
 counting.__enter__()  # to the end, for tests that compare counts
 # Tracing makes many short-lived objects beside a large heap that stays: collected rarely, and behind each file.
 gc.freeze()

@@ -169,9 +169,8 @@ def check_whole(folder: Path) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Everything in a folder but Orbax' own files, whose names differ from run to run, and how long programs took to
-    compile, which nobody knows where that was killed."""
-    found = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.name != "seconds.json")
+    """Lists a folder's files, except for Orbax' own files, whose names differ from run to run."""
+    found = (str(path.relative_to(folder)) for path in folder.rglob("*"))
     named = (re.sub("-[0-9a-f]{64}-cache", "-cache", name) for name in found)  # of programs: depends on the folder
     return sorted(name for name in named if not re.search(r"/(d|ocdbt\.process_\d+)/", f"/{name}/"))
 

@@ -98,7 +98,7 @@ def test_signals_that_a_library_wraps(raised, status, capsys):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_signals_are_heard_where_exceptions_are_lost(name, lose, interrupts, monkeypatch, capsys):
     number = signal.Signals[name]
-    before = signal.signal(signal.SIGTERM, command_line.terminated)
+    before = signal.signal(signal.SIGTERM, command_line.raise_terminated)
 
     def work():
         lose(number)
@@ -133,7 +133,7 @@ def test_what_threads_say_of_being_cut_short(debugging, interrupts, monkeypatch,
     thread = threading.Thread(target=lose)
 
     def work() -> None:
-        with command_line.cut_short():
+        with command_line.silence_threads_on_interrupt():
             thread.start()
             try:
                 signal.raise_signal(signal.SIGINT)
@@ -201,8 +201,8 @@ def test_every_command_runs_on_several_hosts_or_says_what_to_do(name, capsys):
         status = ended.code
     said = capsys.readouterr().err
     assert status == command_line.USAGE_ERROR
-    alone = any(part in name for part in ("micro", "simulate", "paper", "convert", "aot_report", "first_ten"))
-    assert said.startswith("error: --distributed: this command runs in one process; " if alone else JOINING), said
+    alone = any(part in name for part in ("micro", "paper", "convert", "aot_report", "first_ten"))
+    assert said.startswith("error: --distributed: no such flag" if alone else JOINING), said
 
 
 def test_a_command_for_one_host_on_a_pod(monkeypatch, capsys):

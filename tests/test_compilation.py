@@ -1,16 +1,10 @@
 """Compile counts, what makes two programs the same, the bounded store of programs, the persistent cache's folder."""
 
 import dataclasses
-import errno
-import fcntl
 import functools
-import json
 import os
 import pwd
-import sys
-import threading
 import types
-from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +15,7 @@ from tiny_models import VOCAB, diffusion_config, random_model
 from failfast_jax.decoding.stopping import BelowThreshold, Never
 from failfast_jax.drafters.wide import Wide
 from failfast_jax.errors import OptionError
-from failfast_jax.util import compilation, hardware, progress
+from failfast_jax.util import hardware
 from failfast_jax.util.compilation import CompileCounts, Executables, Program, compile_counts, enable_compile_cache
 
 
@@ -172,55 +166,6 @@ def test_a_cache_hit_is_no_compilation(cache):
     counts = [multiply() for _ in range(2)]
     assert (counts[0].compiles, counts[0].cache_hits) == (1, 0)
     assert (counts[1].compiles, counts[1].cache_hits) == (0, 1)
-
-
-def test_how_long_programs_took_is_kept_beside_them(cache, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
-    multiply()
-    file = cache / compilation.SECONDS_FILE
-    [(label, seconds)] = json.loads(file.read_text()).items()
-    assert label == Program(matmul, (jnp.ones((8, 8)),)).label and label.startswith("matmul ") and seconds >= 0
-    assert label != Program(matmul, (jnp.ones((8, 9)),)).label
-    # What is read from the cache took no such time.
-    file.write_text(json.dumps({label: 41.0}))
-    assert multiply().cache_hits == 1 and json.loads(file.read_text()) == {label: 41.0}
-    # Whoever watches is told, if there is a wait.
-    slow, compiled = Future(), Executables().compile(identity, np.float32(0))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    threading.Timer(0.2, slow.set_result, [compiled]).start()
-    assert compilation.Compilation(slow, None, label, Executables()).wait() is compiled
-    assert capsys.readouterr().err.splitlines()[0] == "compiling matmul (41 s last time) ..."
-    assert sorted(path.name for path in cache.glob("seconds*")) == ["seconds.json"]
-
-
-def test_a_cache_that_cannot_be_written_or_read_is_no_obstacle(cache, monkeypatch):
-    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
-    file = cache / compilation.SECONDS_FILE
-    file.write_text('{"matmul": ')
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(compilation, "write_json", full)
-        assert multiply(3).compiles == 1 and file.read_text() == '{"matmul": '
-    assert multiply(4).compiles == 1 and len(json.loads(file.read_text())) == 1
-
-
-def test_what_a_kill_left_of_the_seconds_goes_with_the_next_start(tmp_path):
-    old = jax.config.jax_compilation_cache_dir
-    left = tmp_path / "seconds.json.part"
-    try:
-        left.write_text("{")
-        writer = os.open(left, os.O_WRONLY)
-        fcntl.flock(writer, fcntl.LOCK_EX)  # another process that is writing
-        enable_compile_cache(tmp_path)
-        assert left.exists()
-        os.close(writer)
-        enable_compile_cache(tmp_path)
-        assert not left.exists()
-    finally:
-        enable_compile_cache(old)
 
 
 def test_cache_folder(tmp_path, monkeypatch):

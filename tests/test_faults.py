@@ -61,7 +61,7 @@ def test_a_full_disk_keeps_what_was_there(tmp_path, full_disk, room):
     full_disk(room)
     with pytest.raises(OSError) as caught:
         write_atomically(path, "x" * 1000)
-    said = files.explained(caught.value)
+    said = files.describe_os_error(caught.value)
     assert said == f"{path}: No space left on device; make room there, or name another folder"
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["settings.json"]
 

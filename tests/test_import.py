@@ -117,9 +117,9 @@ def test_installed_scripts(name, interrupts, monkeypatch, capsys):
 
 def test_compilations_are_counted_where_it_is_asked_for():
     """By all who ask, until the last one has enough: here the whole run does, see `conftest`."""
-    with compilation.counted() as outer:
+    with compilation.count_compiles() as outer:
         jax.jit(lambda x: x + 1.5)(1.0)
-        with compilation.counted() as inner:
+        with compilation.count_compiles() as inner:
             jax.jit(lambda x: x * 2.5)(1.0)
         assert inner().requests >= 1 and outer().requests > inner().requests
     assert outer().requests >= 2

@@ -29,10 +29,10 @@ TEXT = "日本 🙂 é"
 
 NO_PLATFORM = """
 import sys, jax
-from failfast_jax import command
+from failfast_jax.util import command_line
 for platforms in sys.argv[1:]:
     jax.config.update("jax_platforms", platforms)
-    print(f"status {command.run(lambda: jax.devices() and None)}", file=sys.stderr)
+    print(f"status {command_line.run(lambda: jax.devices() and None)}", file=sys.stderr)
 """
 
 
@@ -321,14 +321,14 @@ def test_a_full_stderr_ends_no_work():
     """A log's disk may be full for a while; the status is that of the work."""
     code = """
 import logging, sys
-from failfast_jax import command, progress
+from failfast_jax.util import command_line, progress
 def work():
     for _ in range(1000):
         progress.note("a line"), logging.getLogger("failfast_jax").warning("another"), print("x", file=sys.stderr)
     print("done", flush=True)
     if len(sys.argv) > 1:
         raise ValueError(sys.argv[1])
-sys.exit(command.run(work))
+sys.exit(command_line.run(work))
 """
     for words, status in (((), 0), (("wrong",), command_line.USAGE_ERROR)):
         with open("/dev/full", "w") as full:

@@ -68,7 +68,8 @@ def main() -> None:
     report["exact"], report["gap"] = answer.output_ids, logit_gap(spread, PROMPTS[0])
     engine = FailFast(TARGET, tensor_parallel=devices, data_parallel=2)
     report["two groups"] = [result.output_ids for result in engine.generate(PROMPTS, method="vanilla", **COMMON)]
-    report["agreed"] = processes.agreed({"process": jax.process_index(), "text": "ä" * (1 + jax.process_index())})
+    index = jax.process_index()
+    report["broadcast"] = processes.broadcast_from_primary({"process": index, "text": "ä" * (1 + index)})
     print(json.dumps(report))
 
 
@@ -101,7 +102,7 @@ def wait() -> None:
     print("waiting", flush=True)
     if jax.process_index() == 1:
         time.sleep(300)
-    processes.agreed("nothing")
+    processes.broadcast_from_primary("nothing")
 
 
 def lose(engine: FailFast) -> None:

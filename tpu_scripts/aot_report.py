@@ -43,7 +43,7 @@ from failfast_jax.models.kv_cache import KVCache
 from failfast_jax.public_data import acceptance_law, published_speeds
 from failfast_jax.public_data.acceptance_law import fit, published_for
 from failfast_jax.public_data.model_shapes import DRAFTERS, READERS, TARGETS, nbytes
-from failfast_jax.util import command_line, hardware, processes
+from failfast_jax.util import command_line, hardware
 from failfast_jax.util.files import write_atomically
 from failfast_jax.util.tables import markdown
 from tpu_scripts import hlo
@@ -257,7 +257,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--published", action="store_true", help="what others measured, beside its prediction; no cases"
     )
-    processes.refuse_flag(parser, "it needs no devices: run it on any machine, --tp for those of all hosts")
     args = parser.parse_args(argv)
     if args.published:
         return command_line.run(lambda: work_published(args.out))

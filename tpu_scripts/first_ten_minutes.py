@@ -40,7 +40,7 @@ from failfast_jax.engine import FailFast
 from failfast_jax.errors import OptionError
 from failfast_jax.models.attention import SIMULATED_TPU
 from failfast_jax.models.attention_check import TOLERANCE, check_attention, is_right
-from failfast_jax.util import command_line, compilation, hardware, processes, progress
+from failfast_jax.util import command_line, compilation, hardware, progress
 from failfast_jax.util.files import user_path, write_json
 
 FORMAT = 1
@@ -193,7 +193,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", metavar="FILE", type=user_path, default=Path("first_ten_minutes.json"))
     parser.add_argument("--quick", action="store_true", help="small sizes: a dry run of a minute")
-    processes.refuse_flag(parser, "run it on one host: one chip is enough")
     progress.add_flags(parser)
     args = parser.parse_args(argv)
     return command_line.run(lambda: work(args), "interrupted; the same command goes on", verbosity=args.verbosity)

@@ -18,7 +18,7 @@ from failfast_jax.errors import OptionError
 from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.public_data.question_sets import Dataset
 from failfast_jax.text_stream import text_of
-from failfast_jax.util.command_line import needed
+from failfast_jax.util.command_line import import_optional
 from failfast_jax.util.files import Record
 from failfast_jax.util.hardware import machine
 from failfast_jax.util.progress import progress_bar
@@ -141,7 +141,7 @@ class RayAnswers:
     """
 
     def __init__(self, task: Task):
-        ray = self.ray = needed("ray", "--engine ray", extra="ray")
+        ray = self.ray = import_optional("ray", "--engine ray", extra="ray")
         for variant in task.variants:
             if CORPUS in variant.options or variant.batch > 1:
                 raise OptionError(

@@ -26,7 +26,7 @@ from failfast_jax.bench.run_options import RELEASED
 from failfast_jax.bench.speedup_model import LARGEST, THEORY_LENGTHS, authors_latencies, theory_curve
 from failfast_jax.bench.variants import BASELINE, BATCH
 from failfast_jax.public_data.acceptance_law import appendix_b
-from failfast_jax.util.command_line import needed
+from failfast_jax.util.command_line import import_optional
 from failfast_jax.util.files import Record, read_lines, write_atomically
 
 SENSITIVE = {
@@ -64,8 +64,8 @@ def figure_class(otherwise: str = "") -> Any:
     Raises:
       OptionError: matplotlib is not installed; the message names the extra.
     """
-    figure = needed("matplotlib.figure", "figures", "plot", otherwise)
-    needed("matplotlib", "figures").rcParams["text.parse_math"] = False  # a $ in a file's name is no formula
+    figure = import_optional("matplotlib.figure", "figures", "plot", otherwise)
+    import_optional("matplotlib", "figures").rcParams["text.parse_math"] = False  # a $ in a file's name is no formula
     return figure.Figure
 
 

@@ -52,7 +52,7 @@ from failfast_jax.policy.expected_tokens import Costs
 from failfast_jax.public_data.model_shapes import hollow, nbytes
 from failfast_jax.public_data.question_sets import PROMPTS
 from failfast_jax.runtime.model_runtime import Request, Session
-from failfast_jax.util import hardware, processes
+from failfast_jax.util import hardware
 from failfast_jax.util.files import user_path, write_atomically
 
 PARTS = (
@@ -303,4 +303,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--parts", help=f"comma-separated, of {', '.join(PARTS)} (default: what can be run here)")
     parser.add_argument("--out", type=user_path, help="write the JSON there")
-    processes.refuse_flag(parser, "bench run and replay measure over several hosts")

@@ -48,7 +48,7 @@ def replay_target(name: str, options: ReplayOptions) -> dict[str, Any]:
     Raises:
       OptionError: there are not so many devices, or the target cannot be spread over them.
     """
-    single = options.tensor_parallel == 1 and processes.alone()
+    single = options.tensor_parallel == 1 and processes.is_single_process()
     mesh = None if single else make_mesh(options.tensor_parallel, config=lambda: CONFIGS[name])
     try:
         speed = hardware.bandwidth(2**28 if jax.default_backend() == "cpu" else 2**30)
@@ -58,8 +58,8 @@ def replay_target(name: str, options: ReplayOptions) -> dict[str, Any]:
     except MisfitError as error:
         record = {"target": name, "skipped": str(error)}
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error) or not processes.alone():  # others would wait for this one
-            raise
+        if "RESOURCE_EXHAUSTED" not in str(error) or not processes.is_single_process():
+            raise  # other processes would wait for this one
         record = {"target": name, "skipped": f"out of memory: {str(error).splitlines()[0]}"}
     # Widths are keys: as in a file that was read back.
     return json.loads(json.dumps(record))

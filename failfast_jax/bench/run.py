@@ -30,7 +30,7 @@ from failfast_jax.generation_config import GenerationConfig
 from failfast_jax.options import check_least
 from failfast_jax.public_data.question_sets import Dataset, stamp
 from failfast_jax.util import processes
-from failfast_jax.util.command_line import needed
+from failfast_jax.util.command_line import import_optional
 from failfast_jax.util.files import Record, sole_writer, user_path
 from failfast_jax.util.progress import progress_bar
 
@@ -45,9 +45,9 @@ def check_needs(args: argparse.Namespace, datasets: Sequence[Dataset]) -> None:
     if args.figures:
         figures.figure_class(figures.OR_WITHOUT)
     if args.scores and any(dataset.scoring == "math" for dataset in datasets):
-        needed("math_verify", "scores", otherwise=", or leave them out with --no-scores")
+        import_optional("math_verify", "scores", otherwise=", or leave them out with --no-scores")
     if args.scores and any(dataset.scoring == "humaneval" for dataset in datasets):
-        needed("markdown_it", "scores", otherwise=", or leave them out with --no-scores")
+        import_optional("markdown_it", "scores", otherwise=", or leave them out with --no-scores")
 
 
 def scores(answers: Answers | RayAnswers, journal: Journal, records: Sequence[Record]) -> dict[tuple[str, str], float]:

@@ -32,7 +32,7 @@ from failfast_jax.models.attention import KERNELS
 from failfast_jax.public_data import question_sets
 from failfast_jax.public_data.question_sets import CHOICES, SOURCES, Dataset, load_dataset
 from failfast_jax.util import processes
-from failfast_jax.util.command_line import needed
+from failfast_jax.util.command_line import import_optional
 from failfast_jax.util.files import user_path
 
 ALL = "all"
@@ -155,7 +155,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
       ValueError: it cannot be read, is no mapping or has an unknown key; the message names file and key.
     """
-    yaml = needed("yaml", "--config")
+    yaml = import_optional("yaml", "--config")
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

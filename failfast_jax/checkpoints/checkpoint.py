@@ -24,7 +24,7 @@ from failfast_jax.errors import CheckpointError
 from failfast_jax.models import config_keys, quantization, sharding
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
-from failfast_jax.util.hardware import memory_explained
+from failfast_jax.util.hardware import explain_out_of_memory
 from failfast_jax.util.progress import PATIENCE_S, progress_bar
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
@@ -166,7 +166,7 @@ class Checkpoint:
         skeleton = _skeleton(self.config, dtype)
         convert = None if quantize is None else quantization.converter(self.config)
         dtypes = self.kept_dtypes(dtype)
-        with memory_explained(f"{self.path}: {self.num_bytes(dtypes) / 1e9:.2f} GB of parameters"):
+        with explain_out_of_memory(f"{self.path}: {self.num_bytes(dtypes) / 1e9:.2f} GB of parameters"):
             values = self.read(dtypes, place=place, convert=convert, progress=progress)
         if quantize is not None:
             skeleton = Skeleton.of(skeleton.filled({}).quantized(quantize))

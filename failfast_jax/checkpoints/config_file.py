@@ -18,7 +18,7 @@ from failfast_jax.models.model_config import (
     SDAR_MODEL_TYPE,
     ModelConfig,
 )
-from failfast_jax.util.files import is_there, read_json
+from failfast_jax.util.files import is_regular_file, read_json
 from failfast_jax.util.progress import warn_once
 
 MASK_TOKEN = "|<MASK>|"
@@ -34,7 +34,7 @@ def check_settings(folder: Path) -> None:
 
     A drafter's folder is checked with its target.
     """
-    if is_there(folder / "config.json"):
+    if is_regular_file(folder / "config.json"):
         raw = read_json(folder / "config.json")
         if any(key in raw for key in _DRAFTER_KEYS) or re.search(
             "DFlash|DSpark|DFly|Eagle|Draft", str(raw.get("architectures"))
@@ -70,7 +70,7 @@ def read_settings(folder: Path, raw: dict[str, Any] | None = None) -> tuple[dict
 
 def _check_is_model(folder: Path) -> None:
     """Raises CheckpointError: an adapter's folder, or one without `config.json`."""
-    has_config, adapter = is_there(folder / "config.json"), folder / "adapter_config.json"
+    has_config, adapter = is_regular_file(folder / "config.json"), folder / "adapter_config.json"
     if adapter.is_file() and (not has_config or list(folder.glob("adapter_model.*"))):
         base = read_json(adapter).get("base_model_name_or_path")
         raise CheckpointError(

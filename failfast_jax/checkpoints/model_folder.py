@@ -27,7 +27,7 @@ from failfast_jax.models.drafter_model import AUTOREGRESSIVE, BLOCK_DIFFUSION, F
 from failfast_jax.models.model_config import ModelConfig
 from failfast_jax.models.transformer import Decoder
 from failfast_jax.util import progress
-from failfast_jax.util.files import is_there, read_json
+from failfast_jax.util.files import is_regular_file, read_json
 
 LAYOUTS: tuple[DrafterLayout, ...] = (EAGLE_LAYOUT, BLOCK_LAYOUT)
 """Drafters that read their target's hidden states."""
@@ -66,7 +66,7 @@ class ModelFolder:
         self.name, self.path = str(source), resolve_source(source)
         config = self.path / "config.json"
         self.where = str(config)
-        self.raw = read_json(config) if is_there(config) else None
+        self.raw = read_json(config) if is_regular_file(config) else None
         self.is_standalone = self.raw is not None and drafter.FORMAT_KEY in self.raw
         self.layout = None if self.raw is None or self.is_standalone else self._find_layout(self.raw)
 

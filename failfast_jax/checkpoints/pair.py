@@ -64,7 +64,7 @@ def read_pair(target: Decoder | str | os.PathLike, drafter: Any = None, options:
     def target_config() -> ModelConfig:
         return target.config if source is None else source.checkpoint.config
 
-    single = options.tensor_parallel == options.data_parallel == 1 and processes.alone()
+    single = options.tensor_parallel == options.data_parallel == 1 and processes.is_single_process()
     mesh = None if single else sharding.make_mesh(options.tensor_parallel, options.data_parallel, target_config)
     if drafter_source is not None and attention not in (None, SIMULATED_TPU):
         check_attention(attention, drafter_source.fit(target_config(), target_name).config, dtype, drafter_name)

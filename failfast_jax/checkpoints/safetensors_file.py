@@ -22,7 +22,7 @@ import safetensors
 from failfast_jax.checkpoints import quantised
 from failfast_jax.checkpoints.parameter_map import StoredTensor
 from failfast_jax.errors import CheckpointError, named, quoted
-from failfast_jax.util.files import is_there, read_json
+from failfast_jax.util.files import is_regular_file, read_json
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -51,9 +51,9 @@ def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dic
       CheckpointError: no weights, only pickled ones, a missing shard, or a damaged file.
       ConfigError: by the name of one is something that is no file.
     """
-    if is_there(folder / WEIGHTS):
+    if is_regular_file(folder / WEIGHTS):
         return file_tensors(folder / WEIGHTS, dtypes)
-    if not is_there(folder / INDEX):
+    if not is_regular_file(folder / INDEX):
         raise CheckpointError(_no_weights(folder))
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -66,7 +66,7 @@ def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> dic
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
         path = folder / shard
-        if not is_there(path):
+        if not is_regular_file(path):
             raise CheckpointError(f"{path}: no such file, but {INDEX} names it; download the checkpoint again")
         for name, tensor in file_tensors(path, dtypes).items():
             if weight_map.get(name) != shard:

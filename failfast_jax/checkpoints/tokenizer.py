@@ -22,7 +22,7 @@ from failfast_jax.errors import CheckpointError, InputError, PromptError, is_fai
 from failfast_jax.models.model_config import ENDS, ModelConfig
 from failfast_jax.template_rendering import has_template, prepare
 from failfast_jax.text_stream import special_tokens
-from failfast_jax.util.files import LARGEST_TEXT, is_there, read_json
+from failfast_jax.util.files import LARGEST_TEXT, is_regular_file, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +69,7 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> PreTrainedTokenize
 
 def _class_of(folder: Path) -> str | None:
     """The class of transformers that reads a folder's tokenizer, or SENTENCEPIECE; None: it has none."""
-    there = {name for name in FILES if is_there(folder / name)}
+    there = {name for name in FILES if is_regular_file(folder / name)}
     for name in there:
         if (size := (folder / name).stat().st_size) > LARGEST_TEXT:
             raise CheckpointError(f"{folder / name}: {size} bytes; at most {LARGEST_TEXT} are read")

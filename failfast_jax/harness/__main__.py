@@ -36,10 +36,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _work(args: argparse.Namespace) -> None:
-    main_of_harness = command_line.needed("lm_eval.__main__", "the harness", "eval")
-    model = command_line.needed("failfast_jax.harness.model", "the harness", "eval")  # registers itself
+    main_of_harness = command_line.import_optional("lm_eval.__main__", "the harness", "eval")
+    model = command_line.import_optional("failfast_jax.harness.model", "the harness", "eval")  # registers itself
     enable_compile_cache()
-    if not processes.speaks():
+    if not processes.is_primary():
         model.follow()
         return
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reports each retry twice

@@ -29,7 +29,7 @@ from failfast_jax.serving import Queue
 from failfast_jax.serving.serve_options import refuse_diffusion
 from failfast_jax.template_rendering import render
 from failfast_jax.util import numerics, processes
-from failfast_jax.util.command_line import meant
+from failfast_jax.util.command_line import did_you_mean
 from failfast_jax.util.progress import note
 
 SHORTEST = 64
@@ -65,7 +65,7 @@ def sampling(settings: Mapping[str, Any], default_limit: int) -> dict[str, Any]:
         if name in NEUTRAL:
             remedy = f"; leave it out, or give {NEUTRAL[name][0]}, which changes nothing"
         else:
-            remedy = meant(name, {*SERVED, *NEUTRAL}) or f"; these are: {', '.join(SERVED)}"
+            remedy = did_you_mean(name, {*SERVED, *NEUTRAL}) or f"; these are: {', '.join(SERVED)}"
         raise OptionError(f"generation argument {name}={value!r}: not served{remedy}")
     values = {name: value for name, value in settings.items() if value is not None}
     until, sampled = values.get("until", []), values.get("do_sample")
@@ -121,8 +121,8 @@ MODEL, SCORE, ANSWER = "model", "score", "answer"
 
 def tell(work: str | None, value: Any = None) -> None:
     """Tells the processes that `follow` the next work; None: there is none."""
-    if processes.speaks():
-        processes.agreed([work, value])
+    if processes.is_primary():
+        processes.broadcast_from_primary([work, value])
 
 
 def follow() -> None:
@@ -132,7 +132,7 @@ def follow() -> None:
       ValueError: the model could not be made here, though the first process has it.
     """
     model, error = None, None
-    while (message := processes.agreed(None))[0] is not None:
+    while (message := processes.broadcast_from_primary(None))[0] is not None:
         work, value = message
         if error is not None:
             raise error
@@ -198,7 +198,7 @@ class FailFastLM(TemplateLM):
             tell(MODEL, arguments)
         known = HARNESS | LOADING | REQUEST
         for name in arguments.keys() - known:
-            raise OptionError(f"--model_args {name}=...: no such argument{meant(name, known)}")
+            raise OptionError(f"--model_args {name}=...: no such argument{did_you_mean(name, known)}")
         args = HarnessOptions(**{name: arguments[name] for name in HARNESS & arguments.keys()})
         loading = LoadOptions(**{name: arguments[name] for name in LOADING & arguments.keys()})
         refuse_diffusion(loading.method)
@@ -341,7 +341,7 @@ class FailFastLM(TemplateLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Answers, each up to the first of its stop strings."""
-        if processes.alone():
+        if processes.is_single_process():
             texts = self._texts(self.queue, requests)
         else:
             tell(ANSWER)

@@ -21,7 +21,7 @@ from failfast_jax.errors import ConfigError, OptionError
 from failfast_jax.policy.expected_tokens import Costs
 from failfast_jax.results import RowLog
 from failfast_jax.util import processes, progress
-from failfast_jax.util.files import explained, read_json, user_path, write_atomically
+from failfast_jax.util.files import describe_os_error, read_json, user_path, write_atomically
 from failfast_jax.util.hardware import machine
 
 logger = logging.getLogger("failfast_jax")
@@ -238,11 +238,11 @@ class CostBook:
         if self.fixed is not None:
             return costs_of(read_json(self.fixed), widths, str(self.fixed)), str(self.fixed)
         stored = self.stored()
-        if known := processes.agreed(stored.get(key)):
+        if known := processes.broadcast_from_primary(stored.get(key)):
             return costs_of(known, widths, str(self.path())), f"measured {known.get('date', 'earlier')}"
         begin = time.perf_counter()
         with progress.waiting("measuring what rounds cost here"):
-            entry = processes.agreed(entry_of(measure(session), widths))
+            entry = processes.broadcast_from_primary(entry_of(measure(session), widths))
         costs = costs_of(entry, widths, "measured")
         logger.info("costs of a round measured in %.1f s", time.perf_counter() - begin)
         here = machine()
@@ -252,13 +252,13 @@ class CostBook:
     def keep(self, costs: dict[str, Entry]) -> None:
         """Puts costs on file. Where that fails an answer is not lost: they are measured again next time."""
         path, here = self.path(), machine()
-        if path is None or not processes.speaks():
+        if path is None or not processes.is_primary():
             return
         mine = {name: here[name] for name in THIS_MACHINE}
         try:
             write_atomically(path, json.dumps({"machine": mine, "costs": costs}, indent=1) + "\n")
         except OSError as error:
-            logger.warning("%s (costs of rounds are measured again next time)", explained(error))
+            logger.warning("%s (costs of rounds are measured again next time)", describe_os_error(error))
 
     @staticmethod
     def path() -> Path | None:
@@ -301,7 +301,7 @@ class CostBook:
     def check(self, session: PricedSession, work: RoundCounts, took: float) -> None:
         """Corrects the costs by an answer's time. Where several in a row differ much from what was expected, the next
         session is measured again."""
-        key, widths, took = session.key, session.plan.widths, processes.agreed(took)
+        key, widths, took = session.key, session.plan.widths, processes.broadcast_from_primary(took)
         if self.fixed is not None or key not in self._known:
             return
         (costs, source), stored = self._known[key], self.stored()
@@ -311,7 +311,7 @@ class CostBook:
         if not far:
             doubt = self._doubts.get(key, prior_covariance(len(work.rounds) + 1))
             costs, self._doubts[key] = kalman_update(costs, doubt, work, took)
-            entry = processes.agreed(entry_of(costs, widths))  # to the last bit, on unlike hosts, too
+            entry = processes.broadcast_from_primary(entry_of(costs, widths))  # to the last bit, on unlike hosts, too
             costs = costs_of(entry, widths, "followed")
             self._known[key] = costs, source
             if key in stored and _differs(costs, stored[key], widths):

@@ -220,6 +220,6 @@ def nbytes(tree: Any) -> int:
 def check_memory(needed: int, what: str) -> None:
     """Raises MisfitError, in all processes, if a device cannot hold `needed` bytes more."""
     free = hardware.free_memory()
-    if lacking := processes.where_not(needed + SPARE_BYTES <= free):
-        where = "the device" if processes.alone() else f"one of process {lacking[0]} has less; one here"
+    if lacking := processes.where_false(needed + SPARE_BYTES <= free):
+        where = "the device" if processes.is_single_process() else f"one of process {lacking[0]} has less; one here"
         raise MisfitError(f"{what} need {needed / 1e9:.1f} GB, {where} has {free / 1e9:.1f} GB free")

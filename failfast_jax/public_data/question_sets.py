@@ -24,7 +24,7 @@ import numpy as np
 from failfast_jax.checkpoints import hub
 from failfast_jax.errors import InputError
 from failfast_jax.prompts import Prompt
-from failfast_jax.util.command_line import needed
+from failfast_jax.util.command_line import import_optional
 from failfast_jax.util.files import user_path
 
 BOXED = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
@@ -258,7 +258,7 @@ def _json(text: str, where: str) -> Any:
 
 
 def _parquet_rows(path: Path) -> list[Any]:
-    parquet = needed("pyarrow.parquet", str(path))
+    parquet = import_optional("pyarrow.parquet", str(path))
     try:
         return parquet.read_table(path).to_pylist()
     except (ValueError, OSError) as error:  # of Arrow
@@ -279,7 +279,9 @@ def hub_rows(name: str, source: Source, limit: int | None = None) -> list[Any]:
       ValueError: `datasets` is not installed.
     """
     repository, configuration, split = source.hub
-    datasets = needed("datasets", f"{name} from {repository}", otherwise=", or name a local file with --data FILE")
+    datasets = import_optional(
+        "datasets", f"{name} from {repository}", otherwise=", or name a local file with --data FILE"
+    )
     silence = hub.unreachable(repository, "dataset")
     try:
         with hub.offline(silence is not None):

@@ -262,7 +262,7 @@ class Queue:
         self._entered = self._submitted = 0
         """Requests in the inbox, and the total of all requests."""
         self._thread = threading.Thread(target=self._work, name="failfast-queue", daemon=True)
-        if processes.speaks():
+        if processes.is_primary():
             self._thread.start()
 
     def __enter__(self) -> Queue:
@@ -369,7 +369,7 @@ class Queue:
         with self._lock:
             self._open, self._draining = False, drain
             self._inbox.put(None)
-        if processes.speaks():
+        if processes.is_primary():
             self._thread.join()
 
     def follow(self) -> None:
@@ -398,7 +398,7 @@ class Queue:
 
     def _empty_inbox(self, wait: bool) -> None:
         """Moves requests from the inbox to the scheduler."""
-        longest = None if processes.alone() else IDLE_S
+        longest = None if processes.is_single_process() else IDLE_S
         while wait or not self._inbox.empty():
             try:
                 answer, wait = self._inbox.get(timeout=longest), False

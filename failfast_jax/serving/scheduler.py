@@ -214,7 +214,7 @@ class Scheduler:
 
     def close(self) -> None:
         """In the first of several processes: ends `follow` in the others."""
-        if not processes.alone():
+        if not processes.is_single_process():
             self._sync_requests(last=True)
 
     def abandon(self, error: BaseException) -> None:
@@ -235,10 +235,10 @@ class Scheduler:
         arrived, self._arrived = self._arrived, []
         jobs = [*self._jobs(), *arrived]
         reasons = [CANCELLED if job.cancelled else STOPPED if job.satisfied else None for job in jobs]
-        if not processes.alone():
+        if not processes.is_single_process():
             requests = [(dataclasses.astuple(job.request), job.logprobs) for job in arrived]
-            requests, reasons, last = processes.agreed([requests, reasons, last])
-            if not processes.speaks():
+            requests, reasons, last = processes.broadcast_from_primary([requests, reasons, last])
+            if not processes.is_primary():
                 arrived = [Job(Request(*fields), logprobs) for fields, logprobs in requests]
         self._waiting += arrived
         self._drop({id(job): reason for job, reason in zip(self._jobs(), reasons, strict=True) if reason})

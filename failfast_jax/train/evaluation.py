@@ -49,7 +49,7 @@ class Evaluation:
         self._device = jax.local_devices()[0]
         tokenizer, drafter_tokenizer = tokenizers
         drafter = self._drafter(objective.trainable)
-        with processes.apart():
+        with processes.as_single_process():
             self.engine = FailFast(target, drafter, tokenizer=tokenizer, drafter_tokenizer=drafter_tokenizer)
         model, spec_len = self.engine.drafter, config.eval_spec_len
         # A confidence is at most 1, so that tau 1 ends (almost) every draft after its first pass.
@@ -62,7 +62,8 @@ class Evaluation:
         self.prompts = [prompt.tolist() for prompt, _ in held_out.pairs()[: config.eval_prompts]]
         self.last: dict[str, float] | None = None
         self.drafts: Drafts = []
-        with processes.apart():  # refuses options and prompts that do not fit: better now than after the last step
+        with processes.as_single_process():
+            # Refuses options and prompts that do not fit: now and not after the last step.
             self.engine.session(self.prompts, self.engine.resolve(**self.options))
 
     def _drafter(self, trainable: Any) -> Any:
@@ -72,7 +73,7 @@ class Evaluation:
     def __call__(self, trainable: Any) -> dict[str, float]:
         """Returns `accepted_per_round`, `drafted_per_round`, `rounds`, and the share of accepted first tokens."""
         self.engine.drafter = self._drafter(trainable)
-        with processes.apart():
+        with processes.as_single_process():
             results = self.engine.generate(self.prompts, **self.options)
         rounds = [log for result in results for log in result.rounds]
         figures = {
@@ -82,5 +83,5 @@ class Evaluation:
             "rounds": len(rounds),
         }
         self.drafts = [(log.confidence, log.accepted) for log in rounds]
-        self.last = processes.agreed(figures)
+        self.last = processes.broadcast_from_primary(figures)
         return self.last

@@ -112,12 +112,12 @@ class FeatureCache:
             folder.mkdir(parents=True, exist_ok=True)
             return known or (sorted({*layers, *also}), 0)
 
-        stored, self.done = processes.first(begun)
+        stored, self.done = processes.run_on_primary(begun)
         check_shared(folder, flag)
         self.columns = [stored.index(layer) for layer in layers]
         self.index, self.description = index, {**key, "layers": stored}
         self.file, self.shape = folder / "features.bin", (int(self.starts[-1]), len(stored), target.config.hidden_size)
-        self.values = mapped(self.file, self.shape) if processes.speaks() else None
+        self.values = mapped(self.file, self.shape) if processes.is_primary() else None
 
     def compute(self, target: Decoder, deadline: float = math.inf) -> None:
         """Computes the features that are not stored yet.
@@ -139,13 +139,13 @@ class FeatureCache:
                 tokens[row, : self.lengths[i]] = self.documents.tokens[i]
             computed = np.asarray(target_features(target, tokens, layers).astype(jnp.bfloat16))
             late, last = time.monotonic() > deadline, number + 1 == len(groups)
-            if processes.speaks():
+            if processes.is_primary():
                 for row, i in enumerate(group):
                     self.values[self.starts[i] : self.starts[i + 1]] = computed[row, : self.lengths[i]]
                 if (number + 1) % SAVE_EVERY == 0 or last or late:
                     self.values.flush()
                     write_atomically(self.index, json.dumps({**self.description, "done": number + 1}))
-            if processes.agreed(late) and not last:
+            if processes.broadcast_from_primary(late) and not last:
                 raise OutOfTime
         self.done = len(groups)
         if self.values is None:

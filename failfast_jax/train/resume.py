@@ -66,8 +66,8 @@ def begin(file: Path, settings: dict[str, Any], foreign: str | None = None, may_
 def check_same(settings: dict[str, Any]) -> None:
     """Raises OptionError: the processes have different settings or documents."""
     mine = json.loads(json.dumps(settings))
-    other = differences(processes.agreed(mine), mine)
-    if unlike := processes.where_not(not other):
+    other = differences(processes.broadcast_from_primary(mine), mine)
+    if unlike := processes.where_false(not other):
         named = f" ({'; '.join(other)})" if other else ""
         raise OptionError(
             f"process {unlike[0]} has other options or documents than process 0{named}; give all the same"

@@ -140,7 +140,7 @@ def work(args: argparse.Namespace) -> None:
     file = args.out / SETTINGS_FILE
     shards = range(-(-count // options.shard_size))
     check_same(settings)
-    begun = processes.first(lambda: is_begun(file, settings, SHARDS))
+    begun = processes.run_on_primary(lambda: is_begun(file, settings, SHARDS))
     if begun and not _missing(args.out, shards):
         print(f"selfgen: {args.out} has all {len(shards)} shards", file=sys.stderr)
         return
@@ -153,14 +153,14 @@ def work(args: argparse.Namespace) -> None:
         "template": [writer.turn.before, writer.turn.after],
     }
     with sole_writer(args.out):
-        processes.first(lambda: begin(file, settings, SHARDS))
+        processes.run_on_primary(lambda: begin(file, settings, SHARDS))
         summary = write_shards(writer, args.out, shards, deadline)
     skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(writer.skipped.items())) or "none"
     print(f"selfgen: {summary} | skipped: {skipped} | compile {writer.compile_s:.1f} s", file=sys.stderr)
 
 
 def _missing(folder: Path, shards: range) -> list[int]:
-    return processes.first(lambda: [number for number in shards if not shard_path(folder, number).exists()])
+    return processes.run_on_primary(lambda: [number for number in shards if not shard_path(folder, number).exists()])
 
 
 def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -> str:
@@ -191,11 +191,11 @@ def write_shards(writer: Writer, folder: Path, shards: range, deadline: float) -
         for number in shards:
             path = shard_path(folder, number)
             if number not in missing:
-                seen.update(map(tuple, processes.first(functools.partial(_prompts, path, vocab))))
+                seen.update(map(tuple, processes.run_on_primary(functools.partial(_prompts, path, vocab))))
                 continue
             documents = writer.shard(number, seen, progress)
-            processes.first(functools.partial(write_documents, path, documents, vocab))
-            if number < missing[-1] and processes.agreed(time.monotonic() > deadline):
+            processes.run_on_primary(functools.partial(write_documents, path, documents, vocab))
+            if number < missing[-1] and processes.broadcast_from_primary(time.monotonic() > deadline):
                 raise OutOfTime
     return f"{finished} documents, {tokens} tokens, {speed()}"
 

@@ -109,10 +109,10 @@ def work(args: argparse.Namespace) -> None:
 
     with sole_writer(args.out):
         check_shared(args.out)
-        report, done = processes.first(finished), True
+        report, done = processes.run_on_primary(finished), True
         if report is None:
             # From here on nothing is cheap: all that can be refused has been.
-            begun = processes.agreed(has_checkpoint(args.out))
+            begun = processes.broadcast_from_primary(has_checkpoint(args.out))
             materials = Materials(
                 target=load_model(source),
                 documents=train,
@@ -128,7 +128,7 @@ def work(args: argparse.Namespace) -> None:
         if not done:
             raise OutOfTime
         if config.push_to_hub is not None:
-            processes.first(lambda: upload(folder, config.push_to_hub))
+            processes.run_on_primary(lambda: upload(folder, config.push_to_hub))
 
 
 def _train(
@@ -197,7 +197,7 @@ def _save(trainer: Trainer, params: Any, evaluation: Evaluation, data: list[Path
         objective.save(params, trainer.folder / "drafter", storage=config.storage, **more)
         return _report(trainer.folder / "drafter", more["training"])
 
-    return processes.first(write)
+    return processes.run_on_primary(write)
 
 
 def _calibrated(

@@ -185,7 +185,7 @@ class Trainer:
                 state, metrics = compiled(state, objective.constants, batch)
                 self.step += 1
                 progress.count(objective.tokens(batch))
-                out_of_time = deadline < math.inf and processes.agreed(time.monotonic() > deadline)
+                out_of_time = deadline < math.inf and processes.broadcast_from_primary(time.monotonic() > deadline)
                 last = self.step == config.steps or out_of_time
                 save = self.step % config.save_every == 0 or last
                 if self.step % LOG_EVERY == 0 or save:
@@ -215,14 +215,14 @@ def _checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
         for step in steps[KEPT:]:
             shutil.rmtree(place / str(step))
 
-    processes.first(sweep)
+    processes.run_on_primary(sweep)
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True)
     manager = ocp.CheckpointManager(place, options=options)
     try:
         yield manager
         _check_last(manager)
     except BaseException:
-        if processes.alone():  # others wait for this process, which must not wait for them
+        if processes.is_single_process():  # others wait for this process, which must not wait for them
             manager.close()
         raise
     manager.close()
@@ -230,7 +230,7 @@ def _checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
 
 def _restored(manager: ocp.CheckpointManager, state: dict[str, Any]) -> dict[str, Any]:
     """Returns the newest checkpoint; without one, `state` itself."""
-    step = processes.agreed(manager.latest_step())
+    step = processes.broadcast_from_primary(manager.latest_step())
     if step is None:
         return state
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
@@ -267,7 +267,7 @@ class _Progress:
 
     def __init__(self, log: Path, step: int, steps: int):
         self.log = log
-        if processes.speaks():
+        if processes.is_primary():
             records = read_lines(log)[0] if log.exists() else []
             write_atomically(log, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
         self.bar = progress_bar("train", "step", total=steps, initial=step)
@@ -304,7 +304,7 @@ class _Progress:
         self._start += time.perf_counter() - paused
 
     def _write(self, record: dict[str, Any], shown: dict[str, str]) -> None:
-        if processes.speaks():
+        if processes.is_primary():
             append_lines(self.log, [record])
         self._shown |= shown
         self.bar.set_postfix(self._shown)

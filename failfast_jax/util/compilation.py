@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import importlib
 import inspect
-import json
 import logging
 import os
 import sys
@@ -27,7 +25,7 @@ from jax.sharding import SingleDeviceSharding
 
 from failfast_jax.errors import OptionError
 from failfast_jax.util import numerics, progress
-from failfast_jax.util.files import drop_part, user_path, write_atomically, write_json
+from failfast_jax.util.files import user_path, write_atomically
 from failfast_jax.util.hardware import compiler_options
 
 logger = logging.getLogger("failfast_jax")
@@ -36,13 +34,10 @@ CACHE_VARIABLE = "FAILFAST_COMPILE_CACHE"
 """Environment variable: a folder for compiled programs, or `off`."""
 
 CHECKED = "failfast_checked"
-"""A file in that folder: programs that are older were found whole."""
+"""File in that folder: programs older than it are known to be whole."""
 
 NAMES = {"start": "the start", "advance": "the loop over rounds", "advance_diffusion": "the loop over passes"}
-"""Of functions of `sessions` whose own say little."""
-
-SECONDS_FILE, MOST_SECONDS = "seconds.json", 1000
-"""Beside the compiled programs: how long each took, where that was long; so many of them."""
+"""Names in messages of functions of `runtime` and of bound objects, whose own names say little."""
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -51,14 +46,14 @@ _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
     """Turns on JAX's persistent compilation cache for this process and returns its folder (None: off).
 
-    Commands do so by themselves. Costs of rounds, which are measured where no method is named, are kept there, too.
+    Commands do so by themselves. The measured costs of rounds are kept there, too.
 
     Args:
-      where: a folder, or `off`. None: the variable FAILFAST_COMPILE_CACHE, else what JAX was already told, else
-        `failfast_jax` in the user's cache folder; where that cannot be written, a warning says so and there is none.
+      where: a folder, or `off`. None: the variable FAILFAST_COMPILE_CACHE, else JAX's own setting, else
+        `failfast_jax` in the user's cache folder; if that cannot be written, the cache is off, with a warning.
 
     Raises:
-      ValueError: the folder that was named is empty, or cannot be created or written.
+      ValueError: the name of the folder is empty, or it cannot be created or written.
     """
     choice = str(where) if where is not None else os.environ.get(CACHE_VARIABLE) or None
     if choice is not None and not choice.strip():
@@ -89,9 +84,9 @@ def enable_compile_cache(where: str | os.PathLike | None = None) -> Path | None:
 
 
 def _usual_folder() -> Path | None:
-    """The folder in the user's cache folder; None for a user without a home folder.
+    """Returns `failfast_jax` in the user's cache folder; None for a user without a home folder.
 
-    Relative paths name none, as the XDG standard has it: they would be folders in whatever folder a command is run.
+    Relative paths are ignored, as the XDG standard says.
     """
     home = os.environ.get("HOME", os.path.expanduser("~"))  # an empty one is none, and no root folder
     folders = (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(home, ".cache"))
@@ -99,33 +94,31 @@ def _usual_folder() -> Path | None:
 
 
 def drop_cut_off(folder: Path) -> None:
-    """Removes from a compile cache what a kill or a full disk cut off.
+    """Removes from a compile cache programs that a kill or a full disk cut off.
 
-    Programs: JAX writes them in place, cannot read those, and never writes them anew. And the seconds that they took,
-    which are not written again as long as nothing is compiled.
+    JAX writes programs in place, cannot read those that are cut off, and never writes them again.
 
     Raises:
       OSError: the folder cannot be written.
     """
     checked = folder / CHECKED
     since = checked.stat().st_mtime_ns if checked.exists() else 0
-    # Before looking: what is written meanwhile is looked at the next time.
+    # Before the check: programs that are written meanwhile are checked the next time.
     write_atomically(checked, "programs that are older are whole\n")
-    drop_part(folder / SECONDS_FILE)
     for entry in os.scandir(folder):
-        with contextlib.suppress(FileNotFoundError):  # another process looks, too
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
             newer = entry.name.endswith("-cache") and entry.stat().st_mtime_ns >= since
             if newer and not is_whole(Path(entry.path).read_bytes()):
                 os.unlink(entry.path)
 
 
 def is_whole(compressed: bytes) -> bool:
-    """Whether a compressed program can be unpacked: by zstd where JAX has that, else zlib."""
+    """True if a compressed program can be unpacked: by zstd where JAX has that, else by zlib."""
     if compressed.startswith(b"\x28\xb5\x2f\xfd"):
         try:
             zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "zstandard")
         except ImportError:
-            return True  # nobody reads it here
+            return True  # JAX reads none either
         with contextlib.suppress(zstd.ZstdError, EOFError):
             zstd.decompress(compressed)
             return True
@@ -152,26 +145,23 @@ class CompileCounts:
         return self.requests - self.cache_hits
 
     def since(self, earlier: CompileCounts) -> CompileCounts:
-        """What came after `earlier`."""
+        """Returns the counts after `earlier`."""
         return CompileCounts(self.requests - earlier.requests, self.cache_hits - earlier.cache_hits)
 
 
 _counts = CompileCounts()
 _counting, _switching = 0, threading.Lock()
-"""Those who count now: JAX tells us of its events while there are any."""
-_here = threading.local()
-"""`read`: whether this thread's program came from the persistent cache."""
-_writing = threading.Lock()
+"""Open `count_compiles` contexts: listeners are registered while there are any."""
 
 
 def compile_counts() -> CompileCounts:
-    """JAX's own compile events inside `counted` so far; subtract two with `since`."""
+    """Returns JAX's compile events inside `count_compiles` so far; subtract two with `since`."""
     return dataclasses.replace(_counts)
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Callable[[], CompileCounts]]:
-    """Inside, in all threads, JAX's compile events are counted; gives a function that says how many so far."""
+def count_compiles() -> Iterator[Callable[[], CompileCounts]]:
+    """Inside, JAX's compile events are counted in all threads; yields a function that returns the counts so far."""
     global _counting
     with _switching:
         _counting += 1
@@ -197,18 +187,17 @@ def _on_duration(event: str, duration: float, **_: Any) -> None:
 def _on_event(event: str, **_: Any) -> None:
     if event == _CACHE_HIT:
         _counts.cache_hits += 1
-        _here.read = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A function to compile for the types of `args`: arrays, or shape structs in their place.
 
-    What the function depends on beside its arguments must be a part of it that can be compared: bind it with
+    Values that the function depends on beside its arguments must be comparable parts of it: bind them with
     `functools.partial`, or make the function a frozen dataclass with a `__call__`.
 
     Raises (from `key`):
-      TypeError: the function is neither, closes over variables, or is bound to something that cannot be compared.
+      TypeError: the function is neither, closes over variables, or is bound to a value that cannot be compared.
     """
 
     function: Callable
@@ -222,14 +211,6 @@ class Program:
         leaves, structure = jax.tree.flatten(self.args)
         return function_key(self.function), self.donate, structure, tuple(map(_type_of, leaves))
 
-    @property
-    def label(self) -> str:
-        """Name of the function and, in a hexadecimal number, the types of its arguments, the devices and JAX's version:
-        the same in every process. What is bound to the function is left out."""
-        types = [(np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))) for leaf in jax.tree.leaves(self.args)]
-        where = jax.devices()[0].device_kind, jax.device_count(), jax.__version__
-        return f"{name_of(self.function)} {hashlib.sha256(repr((types, where)).encode()).hexdigest()[:12]}"
-
 
 def function_key(function: Callable) -> Hashable:
     """A function with everything bound to it, for comparison; see `Program`."""
@@ -237,7 +218,7 @@ def function_key(function: Callable) -> Hashable:
         bound = [*enumerate(function.args), *sorted(function.keywords.items())]
         return function_key(function.func), tuple((name, _static_key(function, name, value)) for name, value in bound)
     if inspect.isfunction(function):
-        # What a function of a module closes over is its decorators' business, and stays what it is.
+        # Variables of a module's function belong to its decorators, and do not change.
         if function.__closure__ and "<locals>" in function.__qualname__:
             names = ", ".join(function.__code__.co_freevars)
             raise TypeError(f"{function.__qualname__} closes over {names}: bind them with functools.partial")
@@ -249,7 +230,7 @@ def function_key(function: Callable) -> Hashable:
 
 
 def name_of(function: Callable) -> str:
-    """What users are told that is compiled."""
+    """Returns a program's name in messages."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__name__", type(function).__name__).strip("_")
@@ -270,64 +251,38 @@ def _static_key(function: Any, name: int | str, value: Any) -> Hashable:
 
 
 def _type_of(leaf: Any) -> Hashable:
-    """Type of an argument as far as a program depends on it."""
+    """Returns the type and place of an argument, as far as a program depends on them."""
     place = getattr(leaf, "sharding", None)
     if place is not None and place == SingleDeviceSharding(jax.local_devices()[0]):
-        place = None  # where JAX puts arrays that have no place yet, NumPy's for example
+        place = None  # arrays without a place, such as NumPy's, go there
     dtype = getattr(leaf, "dtype", type(leaf))
     return np.shape(leaf), dtype, bool(getattr(leaf, "weak_type", False)), place
 
 
-def _seconds_file() -> Path | None:
-    folder = jax.config.jax_compilation_cache_dir
-    return Path(folder) / SECONDS_FILE if folder and Path(folder).is_dir() else None
-
-
-def _known_seconds() -> dict[str, float]:
-    """By label; what cannot be read is not known."""
-    try:
-        known = json.loads(_seconds_file().read_text(encoding="utf-8"))
-    except (AttributeError, OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _remember(label: str, seconds: float) -> None:
-    """Writes how long a program took: the file whole or not at all. A cache that is only read stays as it is."""
-    if (file := _seconds_file()) is None:
-        return
-    with _writing, contextlib.suppress(OSError):
-        known = {name: value for name, value in _known_seconds().items() if name != label} | {label: round(seconds, 1)}
-        write_json(file, dict(list(known.items())[-MOST_SECONDS:]))
-
-
-def _compile(lowered: jax.stages.Lowered, label: str) -> jax.stages.Compiled:
-    """Compiles, and keeps in mind how long that took, if it was long."""
-    options = compiler_options(jax.devices()[0])  # which may compile something, too
-    _here.read, begin = False, time.perf_counter()
-    with counted():
-        compiled = lowered.compile(compiler_options=options)
-    took = time.perf_counter() - begin
-    if took > progress.PATIENCE_S and not _here.read:
-        _remember(label, took)
-    return compiled
+def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    options = compiler_options(jax.devices()[0])
+    with count_compiles():
+        return lowered.compile(compiler_options=options)
 
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """A program that is compiled, or being compiled by another thread."""
+    """A program that is compiled, or being compiled by another thread.
+
+    Attributes:
+      shapes: the program's results, as `jax.ShapeDtypeStruct`s.
+      name: the program's name in messages.
+    """
 
     future: Future
     shapes: Any
-    """What it returns, as `jax.ShapeDtypeStruct`s."""
-    label: str
-    """What users are told that it is, and what tells it from programs of that name in other processes, too."""
+    name: str
     _store: Executables = dataclasses.field(repr=False)
 
     def wait(self) -> jax.stages.Compiled:
-        """The compiled program."""
+        """Waits for the compiled program and returns it."""
         start = time.perf_counter()
-        with progress.waiting(f"compiling {self.label.rpartition(' ')[0]}", self._last_time()):
+        with progress.waiting(f"compiling {self.name}"):
             executable = self.future.result()
         self._store.seconds += time.perf_counter() - start
         return executable
@@ -338,16 +293,11 @@ class Compilation:
         with numerics.defaults():
             return executable(*args)
 
-    def _last_time(self) -> str:
-        if self.future.done() or not progress.shows() or (seconds := _known_seconds().get(self.label)) is None:
-            return ""
-        return f" ({seconds:.0f} s last time)"
-
 
 class Executables:
     """Compiled programs. Compiling is explicit and timed, so that no answer hides one.
 
-    Runtimes may share a store: what they compile alike is compiled once.
+    Runtimes may share a store: equal programs are compiled once.
 
     The least recently used of more than `limit` programs are dropped: on CPU each holds up to a thousand
     memory maps, and Linux aborts a process that has more than 65,530.
@@ -364,21 +314,21 @@ class Executables:
         self.seconds = 0.0
 
     def start(self, *programs: Program) -> list[Compilation]:
-        """Starts compiling those programs that are new, side by side; `wait` for each before its first call.
+        """Starts compiling the programs that are new, side by side; `wait` for each before its first call.
 
         Raises:
-          TypeError: a function that cannot be compared with others, see `Program`.
+          TypeError: a function cannot be compared with others, see `Program`.
         """
         start = time.perf_counter()
         with self._lock:
-            found = [self._find(program) for program in programs]
+            compilations = [self._find(program) for program in programs]
             for key in list(self._programs)[: max(len(self._programs) - self._limit, 0)]:
                 del self._programs[key]
         self.seconds += time.perf_counter() - start
-        return found
+        return compilations
 
     def compile(self, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
-        """A function compiled for the types of `args`; see `Program`."""
+        """Compiles a function for the types of `args`; see `Program`."""
         return self.start(Program(function, args, donate))[0].wait()
 
     def _find(self, program: Program) -> Compilation:
@@ -388,7 +338,6 @@ class Executables:
             with numerics.defaults():
                 lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.args)
             shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
-            label = program.label
-            known = Compilation(self._pool.submit(_compile, lowered, label), shapes, label, self)
+            known = Compilation(self._pool.submit(_compile, lowered), shapes, name_of(program.function), self)
         self._programs[key] = known
         return known

@@ -1,4 +1,4 @@
-"""What the environment asks of JAX: platforms that are not there and flags that XLA does not know, each in one line."""
+"""Platforms and flags that the environment asks of JAX: missing and unknown ones are refused in one line."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ GOOGLE = "0x1ae0"
 EXTRAS = {"cuda": ("cuda", "an NVIDIA GPU"), "gpu": ("cuda", "an NVIDIA GPU"), "tpu": ("tpu", "a TPU")}
 """By platform, the extra of this package that installs JAX's plugin for it, and the device."""
 CUDA = {"cuda": ("jax-cuda13-plugin", 580), "cuda12": ("jax-cuda12-plugin", 525)}
-"""By extra of this package: JAX's plugin, and the oldest of NVIDIA's drivers that it runs with."""
+"""By extra of this package: JAX's plugin, and the oldest NVIDIA driver that it runs with."""
 DRIVER = Path("/proc/driver/nvidia/version")
-"""Written by NVIDIA's driver, where it is loaded."""
+"""File of NVIDIA's driver, if it is loaded."""
 PARSE = """
 from jaxlib import xla_client
 xla_client.CompileOptions()
 """
-"""A program in which jaxlib reads XLA_FLAGS; what it cannot read ends the process."""
+"""A program in which jaxlib reads XLA_FLAGS; an unknown flag ends the process."""
 PARSE_TPU = """
 import libtpu
 xla_client.load_pjrt_plugin_dynamically("tpu", libtpu.get_library_path())
 xla_client.initialize_pjrt_plugin("tpu")
 """
-"""Likewise libtpu, which reads LIBTPU_INIT_ARGS when it is loaded and knows other flags than jaxlib."""
+"""A program in which libtpu is loaded and reads LIBTPU_INIT_ARGS; its flags are not those of jaxlib."""
 COMPILE_TPU = """
 import jax
 from jax.experimental import topologies
@@ -42,9 +42,9 @@ device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").d
 place = jax.sharding.SingleDeviceSharding(device)
 jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "int32", sharding=place)).compile()
 """
-"""It reads XLA_FLAGS when it compiles first."""
+"""A program in which libtpu compiles and so reads XLA_FLAGS."""
 PARSE_S = 60
-"""Seconds after which that program is not waited for."""
+"""Seconds to wait for such a program."""
 REFUSAL = re.compile(
     r"^(?:[EF]\d{4} .*?\]|ERROR:) ((?:Unknown|Couldn't interpret|Could not open) .*?)(?: \(We assumed.*)?$",
     re.MULTILINE,
@@ -52,17 +52,17 @@ REFUSAL = re.compile(
 
 
 def nvidia_driver() -> tuple[int, ...] | None:
-    """Version of the kernel module of NVIDIA's driver, such as `(535, 104, 5)`; None: there is none."""
+    """Returns the version of NVIDIA's driver, such as `(535, 104, 5)`; None without a driver."""
     try:
         text = DRIVER.read_text()
     except OSError:
-        text = _asked_of_nvidia_smi()
+        text = _ask_nvidia_smi()
     version = re.search(r"\b(\d{3})\.(\d+)(?:\.(\d+))?\b", text)
     return None if version is None else tuple(int(part) for part in version.groups() if part)
 
 
-def _asked_of_nvidia_smi() -> str:
-    """The same where the driver's own file is not to be seen, as under Windows."""
+def _ask_nvidia_smi() -> str:
+    """Asks for the version where the driver's file is not visible, as under Windows."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=PARSE_S, check=False).stdout
@@ -71,18 +71,18 @@ def _asked_of_nvidia_smi() -> str:
 
 
 def cuda_advice() -> str:
-    """What to do so that JAX uses an NVIDIA GPU, by the driver; empty: its plugin is there, and fits."""
+    """Returns the command after which JAX uses an NVIDIA GPU with this driver; empty if its plugin fits already."""
     driver = nvidia_driver()
     fitting = [extra for extra, (_, oldest) in CUDA.items() if driver is None or driver[0] >= oldest]
-    there = [extra for extra, (plugin, _) in CUDA.items() if is_installed(plugin)]
+    installed = [extra for extra, (plugin, _) in CUDA.items() if is_installed(plugin)]
     known = "" if driver is None else f" (its driver is {'.'.join(map(str, driver))})"
     if not fitting:
         return f"update NVIDIA's driver to 580 or later for CUDA 13, 525 for CUDA 12{known}"
-    if any(extra in fitting for extra in there):
+    if any(extra in fitting for extra in installed):
         return ""
     known = known or ' (driver 580 or later; from 525 on "cuda12" instead of "cuda")'
-    plugins = " ".join(CUDA[extra][0] for extra in there)
-    remove = f"pip uninstall {plugins} {plugins.replace('plugin', 'pjrt')}, and " if there else ""
+    plugins = " ".join(CUDA[extra][0] for extra in installed)
+    remove = f"pip uninstall {plugins} {plugins.replace('plugin', 'pjrt')}, and " if installed else ""
     return f"{remove}{_install(fitting[0])}{known}"
 
 
@@ -91,7 +91,7 @@ def _install(extra: str) -> str:
 
 
 def is_installed(package: str) -> bool:
-    """True if a package of this name is installed, whatever its version."""
+    """True if a package of this name is installed in any version."""
     return any(True for _ in metadata.distributions(name=package))
 
 
@@ -101,10 +101,10 @@ def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
 
 
 def check() -> None:
-    """Checks what would end the process, or make it write pages, once JAX looks for devices.
+    """Checks the environment for settings that would end the process, or print pages, once JAX looks for devices.
 
     Raises:
-      OptionError: flags that XLA or libtpu does not know, or a TPU is asked for and there is none.
+      OptionError: XLA or libtpu does not know a flag, or JAX_PLATFORMS names a TPU and there is none.
     """
     platforms = jax.config.jax_platforms or ""
     tpu = "tpu" in platforms.split(",") or (not platforms and has_tpu())
@@ -113,26 +113,26 @@ def check() -> None:
         check_flags(tuple(flags.items()))
     if not platforms and not tpu and nvidia_driver() and (advice := cuda_advice()):
         progress.warn_once(f"JAX does not use this machine's NVIDIA GPU: {advice}; or set JAX_PLATFORMS=cpu")
-    # Where no bus is to be seen, in some containers, libtpu itself finds out.
+    # In containers without a visible bus libtpu itself looks for the chips.
     if tpu and any(Path("/sys/bus/pci/devices").glob("*")) and not has_tpu():
         raise OptionError(f"JAX_PLATFORMS={platforms}: no TPU is on this machine's PCI bus; {_advice(platforms)}")
 
 
 @functools.cache
 def check_flags(flags: tuple[tuple[str, str], ...]) -> None:
-    """Checks the flags of XLA, and those of libtpu if its variable is among them, in a process of their own.
+    """Checks the flags of XLA, and of libtpu if its variable is among them, in a separate process.
 
     Args:
       flags: variables of the environment with their values.
 
     Raises:
-      OptionError: a flag that is not known, or a value that is none for it.
+      OptionError: a flag is unknown, or has an invalid value.
     """
     variables = [name for name, value in flags if value]
     program = PARSE
     if len(flags) > 1 and importlib.util.find_spec("libtpu"):
         program += PARSE_TPU + COMPILE_TPU * ("XLA_FLAGS" in variables)
-    # Neither asks for metadata of the machine, nor waits for a process that holds the TPU, nor looks for one.
+    # The process asks for no metadata of the machine, and neither looks for a TPU nor waits for one.
     environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
     environment |= {"TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_HOSTNAMES": "localhost"}
     options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
@@ -145,10 +145,10 @@ def check_flags(flags: tuple[tuple[str, str], ...]) -> None:
 
 
 def no_device(error: Exception) -> str | None:
-    """The line for an error that JAX raised because it has no devices; None for any other error."""
+    """Returns the message for an error that JAX raised because it has no devices; None for any other error."""
     if not isinstance(error, RuntimeError | AssertionError):
         return None
-    if "Unable to initialize backend" not in str(error):  # JAX says it once only where another platform is there
+    if "Unable to initialize backend" not in str(error):  # JAX repeats its message only if no platform works
         try:
             jax.devices()
             return None

@@ -20,22 +20,22 @@ from failfast_jax.util import processes
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
-"""Why the system takes no more bytes, and why it takes none."""
+"""Errors of full disks, and of files that may not be written."""
 
 
 def user_path(text: str | os.PathLike[str]) -> Path:
-    """A path as a user writes it, with `~` for the home folder; shells expand it in `--out ~/x`, not in `--out=~/x`."""
+    """Returns a user's path with `~` expanded, which shells do in `--out ~/x` and not in `--out=~/x`."""
     return Path(os.path.expanduser(text))  # pathlib's own fails where `~name` is no user
 
 
 def orbax_path(folder: Path) -> Any:
-    """A folder's absolute path in a form that Orbax takes literally.
+    """Returns a folder's absolute path in a form that Orbax takes literally.
 
-    Orbax finds its own files with `path.glob(...)`, and takes the whole path for a pattern: in `lr[1e-4]` it finds
-    nothing, so that what it wrote cannot be read.
+    Orbax finds its own files with `path.glob(...)`, and takes the whole path for a pattern: it does not find what it
+    wrote to `lr[1e-4]`.
 
     Raises:
-      ConfigError: a name that Orbax's storage cannot have.
+      ConfigError: Orbax's storage cannot have the name.
     """
     from etils import epath  # comes with Orbax
 
@@ -55,15 +55,15 @@ def orbax_path(folder: Path) -> Any:
 
 
 LARGEST_TEXT = 2**28
-"""Bytes of a file that is read whole."""
+"""Maximum bytes of a file that is read whole."""
 
 
-def is_there(path: Path) -> bool:
-    """Whether there is a file by that name.
+def is_regular_file(path: Path) -> bool:
+    """True if there is a file by that name.
 
     Raises:
-      ConfigError: what there is cannot be read as one: a pipe, a device, a folder, a link that leads nowhere; or the
-        system cannot look for it, as for a name of thousands of characters.
+      ConfigError: the name belongs to a pipe, a device, a folder or a broken link, or is one that the system cannot
+        look up, such as one of thousands of characters.
     """
     try:
         if path.is_file():
@@ -82,8 +82,8 @@ def read_text(path: Path, most: int | None = None) -> str:
     """Reads a UTF-8 text of up to `most` bytes (LARGEST_TEXT).
 
     Raises:
-      ConfigError: it has more, or is no such text.
-      OSError: it cannot be read.
+      ConfigError: the file is longer, or no UTF-8 text.
+      OSError: the file cannot be read.
     """
     most = LARGEST_TEXT if most is None else most
     with path.open("rb") as file:
@@ -100,7 +100,7 @@ def read_stream(stream: Any, name: str, most: int, line: bool = False) -> str:
     """Reads a text stream to its end, or one line of it, of up to `most` characters.
 
     Raises:
-      ConfigError: it has more, or is no UTF-8 text; the message calls it `name`.
+      ConfigError: the stream is longer, or no UTF-8 text; the message calls it `name`.
     """
     try:
         text = stream.readline(most + 1) if line else stream.read(most + 1)
@@ -112,12 +112,12 @@ def read_stream(stream: Any, name: str, most: int, line: bool = False) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a value for people and programs to read, whole or not at all; errors as of `write_atomically`."""
+    """Writes a value as indented JSON, whole or not at all; errors as of `write_atomically`."""
     write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object, naming the file in every error."""
+    """Reads a JSON object; every error names the file."""
     try:
         raw = json.loads(read_text(path))
     except FileNotFoundError:
@@ -131,8 +131,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def explained(error: OSError) -> str:
-    """What an error of the operating system is told as: the path, the reason, and what to do where that is known."""
+def describe_os_error(error: OSError) -> str:
+    """Formats an error of the operating system for the user: path, reason and, if known, the remedy."""
     if error.errno is None or error.filename is None:
         return str(error)
     advice = {code: "; make room there, or name another folder" for code in FULL}
@@ -142,8 +142,7 @@ def explained(error: OSError) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Inside, an error of the operating system that names no file, or the one that is written beside it, names this
-    one."""
+    """Inside, an error of the operating system that names no file, or the part file beside `path`, names `path`."""
     try:
         yield
     except OSError as error:
@@ -153,12 +152,12 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a whole file or none of it: beside `path` first, then renamed over it.
+    """Writes a whole file or nothing: writes a part file beside `path`, then renames it.
 
-    Of several processes that write the same file at once the last one's content stays, whole.
+    If several processes write the same file at once, the content of the last one stays, whole.
 
     Raises:
-      OSError: it cannot be written; the error names `path`, and what was there before is there still.
+      OSError: the file cannot be written; the error names `path`, whose earlier content stays.
     """
     part = _part_of(path)
     data = content.encode() if isinstance(content, str) else content
@@ -176,10 +175,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Finds out before the work whether `write_atomically(path)` can begin. What is there stays.
+    """Checks before the work that `write_atomically(path)` can begin. An earlier file stays.
 
     Raises:
-      OSError: it cannot; the error names `path`.
+      OSError: it cannot begin; the error names `path`.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -192,29 +191,12 @@ def check_writable(path: Path) -> None:
             os.close(descriptor)
 
 
-def drop_part(path: Path) -> None:
-    """Removes what a kill left of `write_atomically(path)`; what somebody is writing now stays.
-
-    Raises:
-      OSError: it cannot be removed.
-    """
-    part = _part_of(path)
-    with contextlib.suppress(FileNotFoundError, BlockingIOError):
-        descriptor = os.open(part, os.O_WRONLY)
-        try:
-            _lock(descriptor, wait=False)
-            if os.path.samestat(os.fstat(descriptor), os.stat(part)):
-                part.unlink()
-        finally:
-            os.close(descriptor)
-
-
 def _part_of(path: Path) -> Path:
     return path.with_name(path.name + ".part")
 
 
 def _opened_alone(part: Path) -> int:
-    """A descriptor of a file that nobody else writes: who has it locked renames or removes it before letting go."""
+    """Opens a part file for this process alone: its owner renames or removes it before releasing the lock."""
     while True:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT, 0o666)
         _lock(descriptor, wait=True)
@@ -225,7 +207,7 @@ def _opened_alone(part: Path) -> int:
 
 
 def _lock(descriptor: int, wait: bool) -> None:
-    """Raises BlockingIOError: another process has it, and this one does not wait."""
+    """Locks a file; raises BlockingIOError if another process has the lock and `wait` is false."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -235,17 +217,17 @@ def _lock(descriptor: int, wait: bool) -> None:
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    """All of it: a disk that fills up takes a part first, and says so at the next call."""
+    """Writes all data: a disk that fills up takes a part, and fails at the next call."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
 def claim(folder: Path) -> int:
-    """A descriptor that keeps others from claiming a folder, until it is closed or this process ends.
+    """Locks a folder until the returned descriptor is closed or this process ends.
 
     Raises:
-      BlockingIOError: another process has claimed it.
+      BlockingIOError: another process has locked it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -258,13 +240,13 @@ def claim(folder: Path) -> int:
 
 @contextlib.contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Inside, this process alone writes to a folder of `--out`, which is made if need be; an empty one is not left.
+    """Inside, only this process writes to a folder of `--out`, which is created; an empty new folder is removed.
 
     Raises:
-      OptionError: another process writes there, or it is no folder.
+      OptionError: another process writes there, or the path is no folder.
     """
     new, claimed = not folder.exists(), []
-    processes.first(lambda: claimed.append(_claimed(folder)))
+    processes.run_on_primary(lambda: claimed.append(_claimed(folder)))
     try:
         yield
     finally:
@@ -282,33 +264,33 @@ def _claimed(folder: Path) -> int:
     except (FileExistsError, NotADirectoryError):
         raise OptionError(f"--out {folder}: not a folder") from None
     except BlockingIOError:
-        said = "another process is writing there; wait for it, or name another folder"
-        raise OptionError(f"--out {folder}: {said}") from None
+        problem = "another process is writing there; wait for it, or name another folder"
+        raise OptionError(f"--out {folder}: {problem}") from None
 
 
 def check_shared(folder: Path, flag: str = "--out") -> None:
-    """Checks that all processes see process 0's folder, which is there.
+    """Checks that all processes see process 0's folder, which exists.
 
     Raises:
-      OptionError: one does not.
+      OptionError: a process does not see it.
     """
-    if processes.alone():
+    if processes.is_single_process():
         return
-    token = folder / f".{processes.agreed(uuid.uuid4().hex)}"
-    processes.first(token.touch)
-    unseen = processes.where_not(token.exists())
-    if processes.speaks():
+    token = folder / f".{processes.broadcast_from_primary(uuid.uuid4().hex)}"
+    processes.run_on_primary(token.touch)
+    unseen = processes.where_false(token.exists())
+    if processes.is_primary():
         token.unlink()
     if unseen:
-        said = f"process {unseen[0]} does not see it; name a folder that all hosts share"
-        raise OptionError(f"{flag} {folder}: {said}")
+        problem = f"process {unseen[0]} does not see it; name a folder that all hosts share"
+        raise OptionError(f"{flag} {folder}: {problem}")
 
 
 Record = dict[str, Any]
 
 
 def read_lines(path: Path) -> tuple[list[Record], bool]:
-    """The objects of a file of JSON lines, and whether its last line is cut off (and left out).
+    """Reads a file of JSON lines; returns its objects, and True if its last line is cut off (and left out).
 
     Raises:
       ConfigError: a line before the last one is no JSON object.
@@ -334,7 +316,7 @@ def append_lines(path: Path, records: list[Record]) -> None:
     """Adds records to a file of JSON lines: all of them, or none.
 
     Raises:
-      OSError: it cannot be written; the error names the file, which holds what it held before.
+      OSError: the file cannot be written; the error names the file, whose earlier content stays.
     """
     data = "".join(json.dumps(record) + "\n" for record in records).encode()
     with naming(path):
@@ -352,34 +334,34 @@ def append_lines(path: Path, records: list[Record]) -> None:
 
 
 def differences(there: Record, here: Record, prefix: str = "") -> list[str]:
-    """What two identities disagree on, with both values; a key that one side lacks is no disagreement."""
-    found = []
+    """Lists the keys in which two identities differ, with both values; keys that one side lacks are ignored."""
+    lines = []
     for key in sorted(there.keys() & here.keys()):
-        one, other = there[key], here[key]
-        if isinstance(one, dict) and isinstance(other, dict):
-            found += differences(one, other, f"{prefix}{key} ")
-        elif one != other:
-            found.append(f"{prefix}{key}: {one!r} there, {other!r} here")
-    return found
+        value, other = there[key], here[key]
+        if isinstance(value, dict) and isinstance(other, dict):
+            lines += differences(value, other, f"{prefix}{key} ")
+        elif value != other:
+            lines.append(f"{prefix}{key}: {value!r} there, {other!r} here")
+    return lines
 
 
 class Journal:
-    """Records of long work in a file of JSON lines, from which a killed run goes on.
+    """Records of long work in a file of JSON lines, from which a killed run continues.
 
-    A line that a kill cut off is dropped, with a word on stderr; everything before it stays as it is, byte for byte.
-    Each session that writes begins with a line `{"kind": "run", "session", "identity", "machine"}`.
+    A line that a kill cut off is dropped, with a note on stderr; everything before it stays, byte for byte. Each
+    session that writes begins with a line `{"kind": "run", "session", "identity", "machine"}`.
 
     Args:
-      path: the file, made with its first line; None keeps the records in memory only.
-      identity: JSON-ready; what all sessions of a file must agree on (a key that one side lacks is no disagreement).
-      machine: noted beside it; sessions may differ in it.
+      path: the file, created with its first record; None keeps the records in memory only.
+      identity: JSON-ready settings that all sessions of a file must share; see `differences`.
+      machine: recorded beside the identity; sessions may differ in it.
 
     Attributes:
-      records: what was appended, by this session and earlier ones, in order.
+      records: the records of this session and earlier ones, in order.
       session: number of this session.
 
     Raises:
-      ConfigError: the file is no journal, or was made with another identity; the message names what differs.
+      ConfigError: the file is no journal, or has another identity; the message names the differences.
     """
 
     RUN = "run"
@@ -388,12 +370,12 @@ class Journal:
         self.path = path
         self.records: list[Record] = []
         self.session = 0
-        if not processes.speaks():
+        if not processes.is_primary():
             self.path = path = None
         if path is not None and path.exists():
             self._resume(path, identity)
-        self.records, self.session = processes.agreed([self.records, self.session])
-        # Written with the session's first record: a session that adds nothing leaves no trace.
+        self.records, self.session = processes.broadcast_from_primary([self.records, self.session])
+        # Written with the first record: a session without records leaves no trace.
         head = {"kind": self.RUN, "session": self.session, "identity": identity, "machine": machine}
         self._head: Record | None = head
 
@@ -413,16 +395,16 @@ class Journal:
                 raise ConfigError(f"{path}: made with other settings ({'; '.join(other)}); name another --out")
         content = path.read_bytes()
         if cut_off:
-            print(f"{path}: line {len(records) + 1} is cut off; what it held is done again", file=sys.stderr)
+            print(f"{path}: line {len(records) + 1} is cut off; its work is done again", file=sys.stderr)
             write_atomically(path, content[: content.rfind(b"\n") + 1])
         elif content and not content.endswith(b"\n"):  # whole but for its line break
             write_atomically(path, content + b"\n")
 
     def append(self, record: Record) -> None:
-        """Keeps a record; it is with the operating system when this returns.
+        """Adds a record, and returns once the operating system has it.
 
         Raises:
-          OSError: the file cannot be written; it holds what it held before.
+          OSError: the file cannot be written; its earlier content stays.
         """
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ logger = logging.getLogger("failfast_jax")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """Describes the machine on which figures are measured."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -45,20 +45,20 @@ def machine() -> dict[str, Any]:
 
 
 def free_memory() -> int:
-    """Bytes that the (first) device can still give."""
+    """Returns the free bytes of the first device."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     info = Path("/proc/meminfo")
     if info.exists():
-        found = next((line for line in info.read_text().splitlines() if line.startswith("MemAvailable:")), None)
-        if found is not None:
-            return int(found.split()[1]) * 1024
+        line = next((line for line in info.read_text().splitlines() if line.startswith("MemAvailable:")), None)
+        if line is not None:
+            return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def bytes_on_a_device(tree: Any) -> int:
-    """Bytes of a pytree of arrays or shapes on one of the devices that it is spread over."""
+    """Returns the bytes of a pytree of arrays or shapes on each device that it is spread over."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
     places = [getattr(leaf, "sharding", None) for leaf in leaves]
     shapes = [leaf.shape if place is None else place.shard_shape(leaf.shape) for leaf, place in zip(leaves, places)]
@@ -66,14 +66,14 @@ def bytes_on_a_device(tree: Any) -> int:
 
 
 @contextlib.contextmanager
-def memory_explained(doing: str, needs: Callable[[], Mapping[str, int]] = dict) -> Iterator[None]:
-    """Says what took the memory, and what to do, where XLA ran out of it.
+def explain_out_of_memory(doing: str, needs: Callable[[], Mapping[str, int]] = dict) -> Iterator[None]:
+    """Inside, XLA's out-of-memory error is replaced by one that names the parts in memory and the remedies.
 
     Args:
-      needs: bytes on one device, by what takes them.
+      needs: returns bytes on one device, by part.
 
     Raises:
-      DeviceMemoryError: in the place of XLA's error.
+      DeviceMemoryError: XLA ran out of memory.
     """
     try:
         yield
@@ -92,10 +92,10 @@ def memory_explained(doing: str, needs: Callable[[], Mapping[str, int]] = dict) 
 
 
 class Profile:
-    """Traces of `jax.profiler` in a folder. One that cannot be written costs no answer: `check` raises it later.
+    """Traces of `jax.profiler` in a folder. A trace that cannot be written loses no answer: `check` raises later.
 
     Raises:
-      OSError: the folder cannot be made.
+      OSError: the folder cannot be created.
     """
 
     def __init__(self, folder: Path):
@@ -123,9 +123,9 @@ class Profile:
 
 
 def bandwidth(nbytes: int, repeats: int = 5, turns: int = 10) -> dict[str, float]:
-    """Bytes a second: `copy`, read and written back (in place), and `read`, summed up.
+    """Measures bytes per second: `copy` reads an array and writes it back in place, `read` sums it.
 
-    The best of `repeats` times `turns` calls, of which only the last is waited for.
+    Takes the best of `repeats` measurements of `turns` calls each.
     """
     array = jnp.ones((nbytes // 4 // 1024, 1024), jnp.float32)
     rewrite = jax.jit(lambda x: (1 - x, ()), donate_argnums=0)
@@ -154,31 +154,31 @@ class Chip:
     kind: str
     hbm_gb: float
     bandwidth: float
-    """Bytes a second."""
+    """Bytes per second."""
     clock: float
-    """Cycles a second: peak operations over those of the matrix units a cycle."""
+    """Cycles per second: peak operations over those of the matrix units per cycle."""
     ici: float
-    """Bytes a second between chips, all links together."""
+    """Bytes per second between chips, all links together."""
     links: int
     streaming: float
     """Share of the bandwidth at which the compiler expects to stream weights: read from its estimates of large matrix
     products (TPU7x: assumed to be v5p's)."""
     compiler_options: dict[str, str | bool] = dataclasses.field(default_factory=dict, hash=False)
-    """What XLA is told for every program."""
+    """Options of XLA for every program."""
     init_args: str = ""
-    """What libtpu must be told when it is loaded."""
+    """Flags of libtpu, read when it is loaded."""
     pci_device: str = ""
 
 
 AHEAD = {"xla_tpu_async_copy_bandwidth_scaling_factor": "2.25", "xla_tpu_enforce_prefetch_fifo_order": True}
-"""Weights are fetched earlier, beside sums and small operations too, and in the order in which they are needed. What
-the compiler makes of the factor jumps: at 2 passes of few rows of 32B on eight v6e take a sixth longer, at 2.5 those of
-64 rows of 14B on four (by the timeline of `tpu_scripts/aot_report.py`)."""
+"""Fetches weights earlier, beside sums and small operations too, in the order in which they are needed. The effect of
+the factor jumps: at 2, passes of few rows of 32B on eight v6e take a sixth longer, at 2.5 those of 64 rows of 14B on
+four (by the timeline of `tpu_scripts/aot_report.py`)."""
 ROOM = {"xla_tpu_scoped_vmem_limit_kib": "25088"}
-"""Fast memory that one operation may take: with less, products of some models spread over eight chips fetch their
-weights by themselves; with more, less is left to weights that are fetched ahead."""
+"""Fast memory of one operation: with less, products of some models spread over eight chips fetch their weights by
+themselves; with more, less is left for weights that are fetched ahead."""
 
-# TPU7x: without its argument each call of the loop brings every large matrix into another layout first.
+# TPU7x: without its argument each call of the loop first copies every large matrix into another layout.
 CHIPS = {
     chip.kind: chip
     for chip in (
@@ -195,30 +195,29 @@ CHIPS = {
 
 
 def chips_here(pci: Path = Path("/sys/bus/pci/devices")) -> list[Chip]:
-    """Chips of this machine that libtpu must be told something about, known without loading it."""
-    found = {path.read_text().strip() for path in pci.glob("*/device")}
-    return [chip for chip in CHIPS.values() if chip.pci_device in found]
+    """Lists this machine's chips that need flags of libtpu, without loading it."""
+    devices = {path.read_text().strip() for path in pci.glob("*/device")}
+    return [chip for chip in CHIPS.values() if chip.pci_device in devices]
 
 
 def tell_libtpu(chips: Iterable[Chip] | None = None) -> None:
-    """Adds the chips' arguments to LIBTPU_INIT_ARGS, unless the user has set them; of no use once JAX has devices.
+    """Adds the chips' arguments to LIBTPU_INIT_ARGS, unless the user has set them; no effect once JAX has devices.
 
-    Commands do so by themselves. Other programs on a TPU7x are slower without.
+    Commands do so by themselves. Other programs on a TPU7x are slower without it.
 
     Args:
       chips: None: those of this machine.
     """
     chips = chips_here() if chips is None else chips
-    given = os.environ.get("LIBTPU_INIT_ARGS", "")
-    new = [chip.init_args for chip in chips if chip.init_args and chip.init_args.split("=")[0] not in given]
+    arguments = os.environ.get("LIBTPU_INIT_ARGS", "")
+    new = [chip.init_args for chip in chips if chip.init_args and chip.init_args.split("=")[0] not in arguments]
     if new:  # an argument that another libtpu does not know would end the process
-        os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *new]).strip()
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join([arguments, *new]).strip()
 
 
 def compiler_options(device: Any) -> dict[str, str | bool]:
-    """Options of `jax.stages.Lowered.compile` for programs on a device: those of its chip that the compiler at hand
-    knows, as they come and go with its versions (what it does not know is logged). For a device that is not there, and
-    only compiled for: all of them."""
+    """Returns options of `jax.stages.Lowered.compile` for a device: those of its chip that this version of the compiler
+    knows; the others are logged. For a device that is not present, and only compiled for: all options."""
     chip = CHIPS.get(device.device_kind)
     if chip is None:
         return {}
@@ -251,8 +250,8 @@ HOP_S = 1e-6
 
 
 def allreduce_s(chip: Chip, devices: int, size: int) -> float:
-    """Time of an all-reduce of `size` bytes around one ring, as compiled programs say (`StrategyRing`, one color): two
-    of a chip's links are used. That and the latency are assumed, not estimated by the compiler."""
+    """Returns the seconds of an all-reduce of `size` bytes around one ring over two of a chip's links, as compiled
+    programs say (`StrategyRing`, one color). The links and the latency are assumed, not estimated by the compiler."""
     if devices == 1:
         return 0.0
     return 2 * (devices - 1) / devices * size / (2 * chip.ici / chip.links) + 2 * (devices // 2) * HOP_S

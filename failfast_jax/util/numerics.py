@@ -1,6 +1,6 @@
-"""JAX's settings that change types, shapes or random numbers: fixed wherever this package depends on them.
+"""JAX's settings that change types, shapes or random numbers, fixed wherever this package depends on them.
 
-A user may have set any of them, for the process or by a variable such as JAX_ENABLE_X64. Texts stay the same.
+A user may have set any of them, for the process or by a variable such as JAX_ENABLE_X64. Answers stay the same.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 GENERATOR = "threefry2x32"
-"""Of random numbers: the one whose draws do not depend on the device or on how rows are batched."""
+"""Generator of random numbers whose draws depend neither on the device nor on the batch."""
 
 
 @contextlib.contextmanager
 def defaults() -> Iterator[None]:
-    """Within it (or, as a decorator, within a function) programs are traced and run as they are written: numbers have
-    32 bits, types and ranks are promoted by NumPy's rules, loops are compiled, arguments may come from the host."""
+    """Inside (or, as a decorator, inside a function) programs are traced and run with JAX's defaults: numbers have 32
+    bits, types and ranks are promoted by NumPy's rules, loops are compiled, arguments may come from the host."""
     with (
         jax.enable_x64(False),
         jax.numpy_dtype_promotion("standard"),
@@ -31,10 +31,10 @@ def defaults() -> Iterator[None]:
 
 
 def random_key(seed: ArrayLike) -> jax.Array:
-    """A key of `GENERATOR`, whatever JAX's default and its offset for seeds are. Draw from it under `fixed_draws`."""
+    """Returns a key of `GENERATOR`, independent of JAX's settings. Draw from it under `fixed_draws`."""
     return jax.random.wrap_key_data(jnp.stack([jnp.uint32(0), jnp.uint32(seed)]), impl=GENERATOR)
 
 
 def fixed_draws() -> contextlib.AbstractContextManager:
-    """Within it the numbers that are drawn from a key are those of JAX's own default."""
+    """Inside, draws from a key are those of JAX's default settings."""
     return jax.threefry_partitionable(True)

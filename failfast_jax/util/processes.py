@@ -1,16 +1,16 @@
 """Several processes that decode or train as one, on the hosts of a TPU pod or elsewhere: each runs the same command.
 
-Process 0 speaks and writes; what depends on a clock or on a host's own files is agreed on, as programs that differ
-between processes would wait for each other for ever.
+Process 0, the primary, prints and writes files. Values that depend on a clock or on a host's files are broadcast from
+it: processes whose programs differ would wait for each other for ever.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 import urllib.error
@@ -27,49 +27,38 @@ from failfast_jax.util import environment
 
 AUTOMATIC, ALONE = "auto", "alone"
 TIMEOUT_S = 20
-"""Seconds after which a process that is not heard of is lost, and the others end with an error."""
+"""Seconds without a heartbeat after which a process is lost, and the others end with an error."""
 _LENGTH, _FIRST_PIECE, _PIECE = 8, 4096, 2**18
-"""Bytes of a value that processes agree on: what says its length, the first message, each of the others."""
+"""Bytes of a broadcast: the value's length in front, the first message, each following message."""
 _HOSTS = "TPU_WORKER_HOSTNAMES"
 METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
 
 Value = TypeVar("Value")
 
-_apart = False
+_as_single = False
 
 
 def add_flag(parser: Any) -> None:
-    """`--distributed`, of commands that several processes can run together."""
+    """Adds `--distributed` to a command that several processes can run together."""
     parser.add_argument(
         "--distributed",
         metavar="HOST:PORT,N,I",
         nargs="?",
         const=AUTOMATIC,
-        help="this is process I of N, the first of which listens there; without a value what Slurm, Open MPI, "
-        "Kubernetes or Cloud TPU say (by itself on TPU pods)",
+        help="this is process I of N, of which process 0 listens at HOST:PORT; without a value: as Slurm, Open MPI, "
+        "Kubernetes or Cloud TPU say (the default on TPU pods)",
     )
 
 
-class _Refused(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.error(f"--distributed: this command runs in one process; {self.const}")
-
-
-def refuse_flag(parser: Any, instead: str) -> None:
-    """`--distributed`, of commands that one process runs: refused, with what to do `instead`."""
-    hidden = {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    parser.add_argument("--distributed", nargs="?", const=instead, action=_Refused, **hidden)
-
-
 def join(where: str | None = None) -> None:
-    """Joins the other processes, before JAX looks for devices; alone if there are none.
+    """Joins the other processes, before JAX looks for devices; returns at once if there are none.
 
     Args:
-      where: the value of `--distributed`; ALONE, of commands that have no such flag.
+      where: the value of `--distributed`; ALONE for commands without that flag.
 
     Raises:
-      OptionError: not such a value, no cluster to be found, not all processes have come within five minutes, or a
-        command that works alone was started on a host of a pod.
+      OptionError: the value is malformed, no cluster is found, some processes did not come within five minutes, or a
+        command for one process was started on a host of a pod.
     """
     if where in (None, ALONE):
         hosts = tpu_hosts()
@@ -80,39 +69,41 @@ def join(where: str | None = None) -> None:
             )
         if hosts < 2:
             return
-    given: dict[str, Any] = {}
-    if where not in (None, AUTOMATIC):
-        found = re.fullmatch(r"(\S+:\d+),(\d+),(\d+)", where)
-        if not found or not int(found[3]) < int(found[2]):
-            raise OptionError(f"--distributed {where}: expected HOST:PORT,N,I with I from 0 to N - 1")
-        given = {"coordinator_address": found[1], "num_processes": int(found[2]), "process_id": int(found[3])}
-    index = f"process {given['process_id']} of {given['num_processes']}" if given else "this process"
+    cluster = {} if where in (None, AUTOMATIC) else _cluster(where)
+    index = "process {process_id} of {num_processes}".format(**cluster) if cluster else "this process"
     print(f"{index}: waiting for the others, up to five minutes", file=sys.stderr, flush=True)
-    # The service keeps SIGTERM for itself, to save at: nothing here asks it, and the process would live on.
+    # JAX's preemption service would catch SIGTERM, and the process would live on.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(**given, heartbeat_timeout_seconds=TIMEOUT_S, shutdown_timeout_seconds=TIMEOUT_S)
+        jax.distributed.initialize(**cluster, heartbeat_timeout_seconds=TIMEOUT_S, shutdown_timeout_seconds=TIMEOUT_S)
     except (ValueError, RuntimeError) as error:
-        said = str(error).strip().splitlines()[0]
-        raise OptionError(
-            f"--distributed{f' {where}' if given else ''}: {said.rstrip('.')}; say HOST:PORT,N,I"
-        ) from error
-    if not alone():
-        print(f"{jax.process_count()} processes, {len(jax.devices())} devices", file=sys.stderr, flush=True)
-        # Libraries below Python (Gloo, for one) print to stdout, which is for answers.
-        answers = os.dup(1)
-        os.dup2(2, 1)
-        sys.stdout = os.fdopen(
-            answers,
-            "w",
-            buffering=1 if sys.stdout.isatty() else -1,
-            encoding=sys.stdout.encoding,
-            errors="backslashreplace",
-        )
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        flag = f"--distributed{f' {where}' if cluster else ''}"
+        raise OptionError(f"{flag}: {reason}; say HOST:PORT,N,I") from error
+    if is_single_process():
+        return
+    print(f"{jax.process_count()} processes, {len(jax.devices())} devices", file=sys.stderr, flush=True)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # A wait for another process is native code, where Python cannot raise KeyboardInterrupt.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Native libraries such as Gloo print to descriptor 1, which is for answers.
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    buffering = 1 if sys.stdout.isatty() else -1
+    encoding = sys.stdout.encoding
+    sys.stdout = os.fdopen(answers, "w", buffering=buffering, encoding=encoding, errors="backslashreplace")
+
+
+def _cluster(where: str) -> dict[str, Any]:
+    """Arguments of `jax.distributed.initialize` for a value HOST:PORT,N,I."""
+    match = re.fullmatch(r"(\S+:\d+),(\d+),(\d+)", where)
+    if not match or not int(match[3]) < int(match[2]):
+        raise OptionError(f"--distributed {where}: expected HOST:PORT,N,I with I from 0 to N - 1")
+    return {"coordinator_address": match[1], "num_processes": int(match[2]), "process_id": int(match[3])}
 
 
 def tpu_hosts(devices: Path = Path("/sys/bus/pci/devices")) -> int:
-    """Hosts of the TPU slice that this machine belongs to; 0: no TPU, or JAX is to leave it alone."""
+    """Counts the hosts of this machine's TPU slice; 0 without a TPU, or if JAX_PLATFORMS leaves it out."""
     platforms = jax.config.jax_platforms
     if platforms and "tpu" not in platforms.split(","):
         return 0
@@ -122,109 +113,111 @@ def tpu_hosts(devices: Path = Path("/sys/bus/pci/devices")) -> int:
         return 0
     try:
         request = urllib.request.Request(METADATA, headers={"Metadata-Flavor": "Google"})
-        with urllib.request.urlopen(request, timeout=2) as answer:
-            return len(answer.read().decode().split(","))
+        with urllib.request.urlopen(request, timeout=2) as reply:
+            return len(reply.read().decode().split(","))
     except (urllib.error.URLError, OSError):
         return 1
 
 
-def alone() -> bool:
-    """Whether this is the only process. Asking does not make JAX look for devices."""
-    return _apart or not jax.distributed.is_initialized() or jax.process_count() == 1
+def is_single_process() -> bool:
+    """True if this is the only process. Asking does not make JAX look for devices."""
+    return _as_single or not jax.distributed.is_initialized() or jax.process_count() == 1
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Inside, this process works for itself and on its own devices, as if there were no others."""
-    global _apart
-    before, _apart = _apart, True
+def as_single_process() -> Iterator[None]:
+    """Inside, this process works by itself and on its own devices, as if there were no others."""
+    global _as_single
+    before, _as_single = _as_single, True
     try:
         yield
     finally:
-        _apart = before
+        _as_single = before
 
 
-def speaks() -> bool:
-    """Whether this process prints and writes files: the only one, or the first."""
-    return alone() or jax.process_index() == 0
+def is_primary() -> bool:
+    """True if this process prints and writes files: the only one, or process 0."""
+    return is_single_process() or jax.process_index() == 0
 
 
 def output_folder(path: str | os.PathLike) -> Path:
-    """Where this process writes what a command makes: `path` if it speaks, else a folder of no account."""
-    return Path(path) if speaks() else Path(tempfile.mkdtemp(prefix="failfast-"))
+    """Returns `path` in the primary process and a temporary folder in the others."""
+    return Path(path) if is_primary() else Path(tempfile.mkdtemp(prefix="failfast-"))
 
 
 @contextlib.contextmanager
-def one_voice() -> Iterator[None]:
-    """Inside, only process 0 prints. Errors are told by whoever meets them."""
-    if speaks():
+def only_primary_prints() -> Iterator[None]:
+    """Inside, the other processes print nothing. An error that ends one of them is printed after this context."""
+    if is_primary():
         yield
         return
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
         yield
 
 
-def named(message: str) -> str:
-    """An error's text, with the process that it comes from if there are several."""
-    return message if alone() else f"process {jax.process_index()}: {message}"
+def with_process_index(message: str) -> str:
+    """Returns an error's text, preceded by the index of its process if there are several."""
+    return message if is_single_process() else f"process {jax.process_index()}: {message}"
 
 
-def agreed(value: Value) -> Value:
-    """Process 0's value, everywhere.
+def broadcast_from_primary(value: Value) -> Value:
+    """Returns the primary process's value in all processes.
 
     Args:
       value: JSON-ready.
     """
-    if alone():
+    if is_single_process():
         return value
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
     def broadcast(part: bytes, size: int) -> bytes:
-        filled = np.frombuffer(part.ljust(size), np.uint8)
-        return np.asarray(broadcast_one_to_all(filled), np.uint8).tobytes()
+        padded = np.frombuffer(part.ljust(size), np.uint8)
+        return np.asarray(broadcast_one_to_all(padded), np.uint8).tobytes()
 
-    # In pieces of two sizes, each of which compiles once: servers agree many times a second.
+    # In messages of two sizes, each of which compiles once, as servers broadcast many times per second. A value of
+    # 5,000 bytes: 4,096 bytes that begin with the length, then the remaining 912 in a message of 2**18.
     text = json.dumps(value).encode()
-    words = len(text).to_bytes(_LENGTH, "big") + text
-    said = broadcast(words[:_FIRST_PIECE], _FIRST_PIECE)
-    length = _LENGTH + int.from_bytes(said[:_LENGTH], "big")
-    while len(said) < length:
-        said += broadcast(words[len(said) :][:_PIECE], _PIECE)
-    return json.loads(said[_LENGTH:length])
+    message = len(text).to_bytes(_LENGTH, "big") + text
+    received = broadcast(message[:_FIRST_PIECE], _FIRST_PIECE)
+    length = _LENGTH + int.from_bytes(received[:_LENGTH], "big")
+    while len(received) < length:
+        received += broadcast(message[len(received) :][:_PIECE], _PIECE)
+    return json.loads(received[_LENGTH:length])
 
 
-def first(work: Callable[[], Value]) -> Value:
-    """What `work` returns in process 0, which alone does it; everywhere, JSON-ready.
+def run_on_primary(work: Callable[[], Value]) -> Value:
+    """Runs `work` in the primary process and returns its JSON-ready result in all processes.
 
     Raises:
-      ValueError, OSError: `work` raised it; in the other processes an OptionError that says the same.
+      ValueError, OSError: `work` raised it; in the other processes an OptionError with the same text.
     """
     result, error = None, None
-    if speaks():
+    if is_primary():
         try:
             result = work()
         except (ValueError, OSError) as raised:
             error = raised
-    result, said = agreed([result, None if error is None else str(error)])
+    result, message = broadcast_from_primary([result, None if error is None else str(error)])
     if error is not None:
         raise error
-    if said is not None:
-        raise OptionError(said)
+    if message is not None:
+        raise OptionError(message)
     return result
 
 
-def where_not(holds: bool) -> list[int]:
-    """Numbers of the processes in which it does not hold, everywhere."""
-    if alone():
-        return [] if holds else [0]
+def where_false(condition: bool) -> list[int]:
+    """Returns, in all processes, the indices of the processes in which the condition is false."""
+    if is_single_process():
+        return [] if condition else [0]
     from jax.experimental.multihost_utils import process_allgather
 
-    return np.flatnonzero(~process_allgather(np.asarray(holds))).tolist()
+    return np.flatnonzero(~process_allgather(np.asarray(condition))).tolist()
 
 
-def leave(status: int) -> None:
-    """Ends a process that failed at once: at the usual exit it would wait for the others, who wait for it."""
-    if status and not alone():
+def exit_process(status: int) -> None:
+    """Ends one of several processes at once if its status is not 0: a usual exit waits for the others, which wait for
+    it."""
+    if status and not is_single_process():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -1,6 +1,6 @@
-"""Ctrl-C while a command is still being imported, or has said its last word: it ends the process, without a traceback.
+"""Ctrl-C while a command is imported, or after its work: ends the process without a traceback.
 
-A command's module calls `begin` before the imports that take seconds. Programs that import it are left alone.
+A command's module calls `begin` before the imports that take seconds. Programs that import it are not affected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def begin(name: str = "__main__") -> None:
     """Lets Ctrl-C end this process at once, and imports JAX, if a module of this `__name__` is run and not imported.
 
     Raises:
-      SystemExit: JAX refuses a variable of the environment, which it reads as it is imported; stderr names it.
+      SystemExit: JAX refuses a variable of the environment during its import; stderr names it.
     """
     if name != "__main__":
         return

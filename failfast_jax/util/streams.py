@@ -23,7 +23,7 @@ closed: set[str] = set()
 
 
 class GuardedStream:
-    """A text stream that writes inside a context, such as one that renames errors or ignores them."""
+    """A text stream that writes inside a context, which may rename errors or ignore them."""
 
     def __init__(self, stream: Any, guard: Callable[[], Any]):
         self._stream, self._guard = stream, guard
@@ -32,24 +32,24 @@ class GuardedStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Writes a text, as any file does."""
+        """Writes a text."""
         with self._guard():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Writes the buffer, as any file does."""
+        """Writes the buffer."""
         with self._guard():
             self._stream.flush()
 
 
 def named_stdout() -> Any:
-    """A context in which errors of stdout name it."""
+    """Returns a context in which errors of stdout name it."""
     return contextlib.redirect_stdout(GuardedStream(sys.stdout, lambda: files.naming(STDOUT)))
 
 
 def is_lost_stdout(error: Exception) -> bool:
-    """True for errors of stdout inside `named_stdout`, of which the buffer is then dropped."""
+    """True for an error of stdout inside `named_stdout`; its buffer is then dropped."""
     lost = isinstance(error, OSError) and error.filename == str(STDOUT)
     if lost:
         _drop_buffer(sys.stdout)
@@ -58,14 +58,14 @@ def is_lost_stdout(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def lenient() -> Iterator[None]:
-    """Inside, text that stderr cannot take, such as on a full disk, is lost and ends no work."""
+    """Inside, text that stderr cannot take, for example on a full disk, is lost and ends no work."""
     try:
         with contextlib.redirect_stderr(GuardedStream(sys.stderr, lambda: contextlib.suppress(OSError))):
             yield
     finally:
         try:
             sys.stderr.flush()
-        except OSError:  # Python would try again at its end, and change the exit status
+        except OSError:  # Python would try again at exit, and change the status
             _drop_buffer(sys.stderr)
 
 
@@ -74,7 +74,7 @@ def _drop_buffer(stream: Any) -> None:
 
 
 def need_stdout() -> None:
-    """Refuses a closed stdout, for commands whose only result goes there.
+    """Refuses a closed stdout in commands whose only result goes there.
 
     Raises:
       OptionError: the process was started without it.
@@ -108,7 +108,7 @@ def escaped() -> Iterator[None]:
             sys.stdin.reconfigure(encoding="utf-8", errors=sys.stdin.errors)
     before = []
     for stream in (sys.stdout, sys.stderr):
-        # A choice of the user, such as `replace`, stays; the second is Python's choice in the C locale.
+        # A user's choice, such as `replace`, stays; `surrogateescape` is Python's choice in the C locale.
         if hasattr(stream, "reconfigure") and stream.errors in ("strict", "surrogateescape"):
             before.append((stream, stream.errors))
             stream.reconfigure(errors="backslashreplace")

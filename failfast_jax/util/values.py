@@ -1,4 +1,4 @@
-"""Numbers, texts and lists that files hold, checked for type and range before anything is done with them."""
+"""Numbers, texts and lists read from files, with checks of type and range."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Where = str | os.PathLike[str]
 
 
 def refusal(raw: Mapping[str, Any], key: str, where: Where, rule: str) -> ConfigError:
-    """The error for a key whose value breaks a rule, such as "must be a text"."""
+    """Returns the error for a key whose value breaks a rule, such as "must be a text"."""
     got = f"got {quoted(raw[key])}" if key in raw else "and it is missing"
     return ConfigError(f"{where}: key {quoted(key)} {rule}, {got}")
 
 
 def is_number(value: Any, kind: type, least: float, most: float) -> bool:
-    """Whether a value is a number of that kind in that range; NaN is in none, and `true` is no number."""
+    """True if a value is a number of that kind in that range; NaN is in none, and `true` is no number."""
     return type(value) in ((int,) if kind is int else (int, float)) and least <= value <= most
 
 
@@ -38,18 +38,18 @@ def number(
     most: float = LARGEST_ID,
     default: Any = REQUIRED,
 ) -> Any:
-    """The number `raw[key]`.
+    """Returns the number `raw[key]`.
 
     Args:
       raw: an object of a file.
       where: the file, for messages.
-      kind: int or float, for which whole numbers are read, too.
-      least: the smallest number that is read.
-      most: the largest.
-      default: returned where the key is missing or null; REQUIRED: it must be there.
+      kind: int or float; a float may be written as a whole number.
+      least: minimum.
+      most: maximum.
+      default: returned if the key is missing or null; REQUIRED: the key must be present.
 
     Raises:
-      ConfigError: it is missing, of another type or out of its range.
+      ConfigError: the number is missing, of another type or out of range.
     """
     value = raw.get(key)
     if value is None and default is not REQUIRED:
@@ -61,10 +61,10 @@ def number(
 
 
 def flag(raw: Mapping[str, Any], key: str, where: Where, default: bool | None = False) -> bool | None:
-    """The truth value `raw[key]`, or `default` where it is missing or null.
+    """Returns the truth value `raw[key]`, or `default` if it is missing or null.
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: the value is no truth value.
     """
     value = raw.get(key)
     if value is not None and not (type(value) in (bool, int) and value in (0, 1)):
@@ -73,10 +73,10 @@ def flag(raw: Mapping[str, Any], key: str, where: Where, default: bool | None = 
 
 
 def text(raw: Mapping[str, Any], key: str, where: Where, default: Any = REQUIRED) -> Any:
-    """The text `raw[key]`, or `default` where it is missing or null.
+    """Returns the text `raw[key]`, or `default` if it is missing or null.
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: the value is no text.
     """
     value = raw.get(key)
     if value is None and default is not REQUIRED:
@@ -87,10 +87,10 @@ def text(raw: Mapping[str, Any], key: str, where: Where, default: Any = REQUIRED
 
 
 def entries(raw: Mapping[str, Any], key: str, where: Where, kind: type, default: Any = REQUIRED) -> Any:
-    """The list `raw[key]`, all of whose entries are of a kind, or `default` where it is missing or null.
+    """Returns the list `raw[key]`, whose entries all have one type, or `default` if it is missing or null.
 
     Raises:
-      ConfigError: it is none, or has another entry.
+      ConfigError: the value is no list, or has an entry of another type.
     """
     value = raw.get(key)
     if value is None and default is not REQUIRED:

@@ -15,7 +15,7 @@ from tiny_models import diffusion_config, random_model, tiny_config
 from failfast_jax import FailFast, GenerationConfig
 from failfast_jax.decoding import width_plan
 from failfast_jax.serving.queue import Queue
-from failfast_jax.util.compilation import counted
+from failfast_jax.util.compilation import count_compiles
 
 PROMPTS = [[3, 4, 5], [6, 7] * 20, [2, 3, 4, 5, 6] * 8, [6, 7] * 20 + [3], [9]]
 LOOKUP = {"method": "lookup", "max_spec_len": 7}
@@ -39,7 +39,7 @@ def main() -> None:
         engine = FailFast(target, drafter, tensor_parallel=tensor, data_parallel=data)
         config = GenerationConfig(max_new_tokens=30, ignore_eos=True, **options)
         rows = {"batch": batch, "capacity": 160, "least_reuse": 8, "logprobs": 2}
-        with Queue(engine, config, **rows) as queue, counted() as so_far:
+        with Queue(engine, config, **rows) as queue, count_compiles() as so_far:
             results = [queue.submit(prompt, temperature=0.8, seed=3, logprobs=2).result() for prompt in PROMPTS]
             answers = [queue.submit(prompt, temperature=0.8, seed=3) for prompt in PROMPTS]
             together = [answer.result().output_ids for answer in answers]

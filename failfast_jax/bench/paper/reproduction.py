@@ -25,7 +25,6 @@ from failfast_jax.bench.variants import BASELINE
 from failfast_jax.checkpoints.hub import default_target_path
 from failfast_jax.checkpoints.tokenizer import load_tokenizer
 from failfast_jax.errors import CheckpointError
-from failfast_jax.util import processes
 from failfast_jax.util.files import Journal, Record, read_lines, user_path, write_atomically
 
 NOTES = (
@@ -57,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="DIR", type=user_path, help="writes paper.md and figures there")
     parser.add_argument("--figures", action=argparse.BooleanOptionalAction, default=True, help="PNG and SVG")
-    processes.refuse_flag(parser, "it reads records: start it once, where bench run wrote them")
 
 
 def target_of(folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from pathlib import Path
@@ -84,5 +83,5 @@ def found_models(target: Any, drafter: Any, options: LoadOptions) -> tuple[Any, 
     tokenizer = options.tokenizer
     if isinstance(target, os.PathLike):
         target, tokenizer = ModelFolder(target).load(options.dtype)
-    options = dataclasses.replace(options, tokenizer=tokenizer, drafter_tokenizer=tokenizer)
+    options = options.changed(tokenizer=tokenizer, drafter_tokenizer=tokenizer)
     return target, as_untrained_drafter(target), options

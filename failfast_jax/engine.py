@@ -115,9 +115,11 @@ class FailFast:
       ValueError: a model that cannot be read, or two that do not share their tokens; the message names them.
     """
 
-    def __init__(self, pair: Any, drafter: Any = None, options: LoadOptions = LoadOptions(), **changes: Any):
+    def __init__(self, pair: Any = None, drafter: Any = None, options: LoadOptions = LoadOptions(), **changes: Any):
         start = time.perf_counter()
-        options = dataclasses.replace(options, **changes)
+        options = options.changed(**changes)
+        if pair is None:
+            raise OptionError("FailFast(): has no models; FailFast.load() loads the default pair")
         if not isinstance(pair, Pair):
             pair = _opened(pair, drafter, options)
         self.runtime = Runtime(
@@ -152,12 +154,12 @@ class FailFast:
           ValueError: a model is missing, unreadable or does not fit; the message names it.
         """
         start = time.perf_counter()
-        options = dataclasses.replace(options, **changes)
+        options = options.changed(**changes)
         base = target if isinstance(target, FailFast) else None
         name, default = (target, target is None) if base is None else (base.target_name, base._has_default_target)
         if base is not None:
             target, programs = base.target, base.runtime.programs
-            options = dataclasses.replace(options, tokenizer=base.tokenizer, programs=programs)
+            options = options.changed(tokenizer=base.tokenizer, programs=programs)
         drafter = drafter_for(drafter, options, None if default else name)
         target, drafter, options = found_models(target, drafter, options)
         pair = _opened(target, drafter, options)

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from failfast_jax.errors import OptionError
 from failfast_jax.options import CommandOptions, option
+from failfast_jax.util.command_line import meant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +51,21 @@ class LoadOptions(CommandOptions):
             object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         super().__post_init__()
 
+    def changed(self, **changes: Any) -> LoadOptions:
+        """Returns a copy with the fields in `changes` replaced.
+
+        Raises:
+          OptionError: a name that is no field, or a value out of its range.
+        """
+        names = [field.name for field in dataclasses.fields(self)]
+        for name in changes.keys() - {*names}:
+            advice = meant(name, names) or f"; these are: {', '.join(names)}"
+            raise OptionError(f"{name}: no option of loading{advice}")
+        return dataclasses.replace(self, **changes)
+
 
 def _dtype_name(dtype: Any) -> str:
-    """The name of a numpy or JAX dtype; what is none is named too, to be refused by that name."""
+    """The name of a dtype of numpy or JAX; the text of any other value, which is then refused."""
     try:
         return np.dtype(dtype).name
     except TypeError:

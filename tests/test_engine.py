@@ -50,7 +50,7 @@ def test_rows_of_a_batch_equal_single_answers():
 
 
 def test_a_diffusion_answer_is_no_longer_than_asked():
-    """Behind a prompt inside a block, at its end, and where a block would reach beyond the context."""
+    """After a prompt that ends inside a block or at its end, and where a block would reach beyond the context."""
     options = DLLM | {"ignore_eos": True}
     for prompt, most in (([4] * 11, 45), ([4] * 16, 16), ([4] * 16, 3), ([4] * 250, 45)):
         (result,) = diffusion_engine().generate([prompt], max_new_tokens=most, **options)
@@ -66,7 +66,7 @@ def test_a_diffusion_answer_is_no_longer_than_asked():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_stream_says_what_generate_says(case):
+def test_a_stream_equals_generate(case):
     make, options = CASES[case]
     expected = make().generate(RAGGED, max_new_tokens=40, **options)
     events = list(make().stream(RAGGED, max_new_tokens=40, **options))
@@ -83,7 +83,7 @@ def test_a_stream_says_what_generate_says(case):
 
 
 def test_characters_are_not_streamed_in_halves():
-    """Holding back: no event but a row's last one may end inside a character."""
+    """Only a row's last event may end inside a character."""
     events = list(engine().stream([[5, 6, 7]], method="vanilla", max_new_tokens=40, ignore_eos=True))
     assert not any(event.text.endswith("\ufffd") for event in events[:-1])
     assert any(event.ids and not event.text for event in events)
@@ -171,7 +171,7 @@ def test_a_stream_waits_once_in_a_few_rounds():
 
 def test_the_default_method():
     alone = FailFast.load(random_model(tiny_config()))
-    assert [made.resolve(GenerationConfig(method=None)).method for made in (engine(), alone)] == ["auto"] * 2
+    assert [pair.resolve(GenerationConfig(method=None)).method for pair in (engine(), alone)] == ["auto"] * 2
     assert alone.resolve(GenerationConfig(method="vanilla")).method == "vanilla"
 
 
@@ -189,20 +189,20 @@ def test_the_options_of_a_request_are_checked_once(monkeypatch, capsys):
     words = ["--target", folder, "--method", "failfast", "--max-spec-len", "5", "--token-ids", "3,4"]
     assert main([*words, "--max-new-tokens", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["method"] == "failfast" and checks == [5]
-    own = FailFast.load(random_model(tiny_config(num_layers=1)))
+    alone = FailFast.load(random_model(tiny_config(num_layers=1)))
     options = {"method": "failfast", "max_spec_len": 6, "max_new_tokens": 4}
-    own.generate([[3, 4]], **options)
-    assert [*own.stream([[3, 4]], **options)] and checks == [5, 6, 6]
-    config = own.resolve(**options)
-    own.build_drafter(config)
-    own.generate([[3, 4]], config)
-    assert checks == [5, 6, 6, 6] and own.resolve(config) is config
-    own.decoding = {"max_spec_len": 7}
-    assert own.resolve(config).resolution.options.max_spec_len == 6 and checks == [5, 6, 6, 6, 6]
-    assert own.resolve(method="failfast").resolution.options.max_spec_len == 7
+    alone.generate([[3, 4]], **options)
+    assert [*alone.stream([[3, 4]], **options)] and checks == [5, 6, 6]
+    config = alone.resolve(**options)
+    alone.build_drafter(config)
+    alone.generate([[3, 4]], config)
+    assert checks == [5, 6, 6, 6] and alone.resolve(config) is config
+    alone.decoding = {"max_spec_len": 7}
+    assert alone.resolve(config).resolution.options.max_spec_len == 6 and checks == [5, 6, 6, 6, 6]
+    assert alone.resolve(method="failfast").resolution.options.max_spec_len == 7
 
 
-# Numbers that are none.
+# Numbers that are not finite.
 
 
 def with_bad_weights(model: Decoder, value: float) -> Decoder:
@@ -222,7 +222,7 @@ def test_no_token_comes_from_logits_that_are_not_finite(method):
 
 @pytest.mark.parametrize("method", ["vanilla", "lookup", "failfast"])
 def test_logits_that_are_not_finite_later_on(method):
-    """A token of the text has an embedding that is infinite: the text up to it is right, and nothing follows."""
+    """A token of the text has an infinite embedding: the text up to it is right, and nothing follows."""
     whole, sampled = new_engine(), {"temperature": 2.0, "seed": 1, "ignore_eos": True}
     before = whole.generate([[5, 6, 7]], method="vanilla", max_new_tokens=20, **sampled)[0].output_ids
     late = max(before.index(token) for token in before if token not in (5, 6, 7))

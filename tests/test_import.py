@@ -61,8 +61,8 @@ STEPS = ["package", "commands", "engine", "answer", "left stream"]
 def compared(*models: object) -> None:
     done = run_python("-c", COMPARE, *models, LIBTPU_INIT_ARGS="--of_the_user=1")
     assert done.returncode == 0, done.stderr
-    found, compiles, hits = json.loads(done.stdout)
-    assert found == {step: [] for step in STEPS}
+    changes, compiles, hits = json.loads(done.stdout)
+    assert changes == {step: [] for step in STEPS}
     assert compiles > 0 and hits == 0  # counted all the same; there is no cache
 
 

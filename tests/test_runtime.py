@@ -61,7 +61,7 @@ def finished(kind: str, requests: list[Request]):
 
 @functools.cache
 def alone(kind: str, request: Request) -> tuple[list[int], int, RowLog]:
-    """What a request says by itself."""
+    """The answer to a request in a batch of its own."""
     progress, (log,) = finished(kind, [request])
     return progress.ids[0], progress.finish[0], log
 
@@ -99,8 +99,8 @@ any_request = st.builds(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=6)
 @given(requests=st.lists(any_request, min_size=4, max_size=4), data=st.data())
-def test_a_request_that_joins_late_says_what_it_says_alone(kind, requests, data):
-    """Put into a row while others decode, freshly prefilled or with its answer begun; the others notice nothing."""
+def test_a_request_that_joins_late_gets_its_answer_alone(kind, requests, data):
+    """It joins while others decode, freshly prefilled or in the middle of its answer; the others do not change."""
     work, single = session(kind, 3), session(kind, 1)
     row, before, begun = (data.draw(st.integers(0, most), label=name) for name, most in ROUNDS)
     rows, late = requests[:3], requests[3]
@@ -153,7 +153,7 @@ def test_the_sequence_keys_the_noise_and_the_row_does_not():
     assert progress.ids[0] == progress.ids[2] != progress.ids[1]
 
 
-def test_slices_say_what_the_whole_says():
+def test_slices_equal_the_whole():
     work = session("wide", 3)
     requests = [Request(prompt=(row + 2,) * 5, max_new_tokens=30) for row in range(3)]
     state, seen = work.prefill(requests), [[], [], []]
@@ -184,14 +184,14 @@ def test_rows_are_taken_and_ended():
     work, single = session("wide", 3), session("wide", 1)
     requests = [Request(prompt=(row + 2,) * 5, max_new_tokens=30) for row in range(3)]
     state = work.advance(work.prefill(requests), 3)
-    one = work.take(state, 1)
-    assert single.rounds(one) == [work.rounds_of(state, 1)] == work.rounds(state)[1:2]
+    taken = work.take(state, 1)
+    assert single.rounds(taken) == [work.rounds_of(state, 1)] == work.rounds(state)[1:2]
     state = work.end(state, {0, 2})
     assert work.read(state).finish == [FINISHED_LENGTH, RUNNING, FINISHED_LENGTH]
-    said = work.read(state).ids
+    before = work.read(state).ids
     state = work.advance(state)
-    assert [len(ids) for ids in work.read(state).ids][::2] == [len(said[0]), len(said[2])]
-    assert_as_alone("wide", single.advance(one), requests[1:2])
+    assert [len(ids) for ids in work.read(state).ids][::2] == [len(before[0]), len(before[2])]
+    assert_as_alone("wide", single.advance(taken), requests[1:2])
     assert work.read(state).ids[1] == alone("wide", requests[1])[0]
 
 
@@ -215,7 +215,7 @@ def test_a_round_in_its_three_parts():
 
 
 def test_any_draft_can_be_verified_at_any_width():
-    """What a timing of a verify of 8 rows needs."""
+    """A timing of a verify of 8 rows needs this."""
     work = runtime().session(Drafter(), capacity=CAPACITY, plan=Plan((8,), (8,), (8,)))
     state = work.start([Request(prompt=(2,) * 30, max_new_tokens=8)])
     proposal = Draft.empty(1, 7).replace(length=jnp.asarray([7], jnp.int32))
@@ -230,14 +230,14 @@ def add(x, y, *, factor):
     return x + factor * y
 
 
-def test_programs_of_ones_own():
+def test_further_programs():
     x = np.ones(3, np.float32)
     double = runtime().compile(functools.partial(add, factor=2), x, x)
     np.testing.assert_array_equal(double(x, x), 3 * x)
     assert runtime().compile(functools.partial(add, factor=2), x, x) is double
 
 
-def test_what_cannot_be_served_is_said():
+def test_requests_that_cannot_be_served():
     work, single = session("lookup", 3), session("lookup", 1)
     request = Request(prompt=(2, 3), max_new_tokens=8)
     with pytest.raises(ValueError, match="2 requests for 3 rows"):
@@ -263,14 +263,14 @@ def test_the_example_at_the_modules_top_runs():
     lines = runtime_module.__doc__.splitlines()
     example = "\n".join(line[4:] for line in lines if line.startswith("    "))
     context = {"max_position_embeddings": 640}
-    said = {
+    names = {
         "target": random_model(tiny_config(num_layers=1, **context), seed=1),
         "drafter_model": random_model(diffusion_config(**context), seed=2),
         "prompts": [[2 + row, 3, 4] for row in range(4)],
     }
     exec(
         example,
-        vars(runtime_module) | {"Wide": Wide, "BelowThreshold": BelowThreshold, "RUNNING": RUNNING} | said,
-        said,
+        vars(runtime_module) | {"Wide": Wide, "BelowThreshold": BelowThreshold, "RUNNING": RUNNING} | names,
+        names,
     )
-    assert [len(ids) for ids in said["answers"]] == [256] * 4
+    assert [len(ids) for ids in names["answers"]] == [256] * 4

@@ -18,7 +18,7 @@ from failfast_jax.errors import PromptError
 from failfast_jax.prompts import encode
 from failfast_jax.template_rendering import render
 
-ASKED = [{"role": "user", "content": "ab"}]
+QUESTION = [{"role": "user", "content": "ab"}]
 TURNS = [
     {"role": "system", "content": "Be brief.\nAnd kind."},
     {"role": "user", "content": "  2 < 3 & é 🙂? "},
@@ -63,7 +63,7 @@ def refusal(tokenizer, monkeypatch):
         tokenizer.chat_template = template
         begin = time.monotonic()
         with pytest.raises(PromptError) as caught:
-            render(ASKED, tokenizer, "the model")
+            render(QUESTION, tokenizer, "the model")
         assert time.monotonic() - begin < 15  # of a busy machine
         assert str(caught.value).startswith("the model: its chat template ")
         return str(caught.value)
@@ -73,8 +73,8 @@ def refusal(tokenizer, monkeypatch):
 
 def test_a_choice_of_templates(tokenizer):
     tokenizer.chat_template = {"default": TEMPLATES[1], "tool_use": "x"}
-    assert render(ASKED, tokenizer, "the model") == "<user>ab"
-    assert encode(ASKED, tokenizer, 300, "the model") == tokenizer("<user>ab")["input_ids"]
+    assert render(QUESTION, tokenizer, "the model") == "<user>ab"
+    assert encode(QUESTION, tokenizer, 300, "the model") == tokenizer("<user>ab")["input_ids"]
 
 
 @pytest.mark.parametrize("template", PUBLISHED, ids=lambda path: path.stem)
@@ -120,7 +120,7 @@ def test_a_template_that_fails_or_takes_too_long_is_refused(refusal, template, w
 
 
 @pytest.mark.parametrize("template", BILLIONS)
-def test_what_takes_too_much_memory_is_ended(refusal, template, monkeypatch):
+def test_a_template_that_takes_too_much_memory_is_ended(refusal, template, monkeypatch):
     monkeypatch.setattr(template_rendering, "SECONDS", 10)
     monkeypatch.setattr(template_rendering, "MEMORY", 2**28)
     assert "0.25 GB of memory" in refusal(template)
@@ -129,11 +129,11 @@ def test_what_takes_too_much_memory_is_ended(refusal, template, monkeypatch):
 def test_processes_that_die(refusal, tokenizer, monkeypatch):
     """A death while rendering, as from lack of memory, is reported; one between renderings has no effect."""
     tokenizer.chat_template = TEMPLATES[1]
-    assert render(ASKED, tokenizer, "the model") == "<user>ab"
+    assert render(QUESTION, tokenizer, "the model") == "<user>ab"
     os.kill(template_rendering.idle[-1].pid, signal.SIGKILL)
     while template_rendering.idle[-1].is_usable():
         time.sleep(0.01)
-    assert render(ASKED, tokenizer, "the model") == "<user>ab"
+    assert render(QUESTION, tokenizer, "the model") == "<user>ab"
     monkeypatch.setattr(template_rendering, "SECONDS", 10)
     threading.Timer(0.3, os.kill, (template_rendering.idle[-1].pid, signal.SIGKILL)).start()
     begin = time.monotonic()
@@ -146,7 +146,7 @@ def test_ctrl_c_ends_a_rendering(tokenizer, interrupts):
     timer.start()
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        render(ASKED, tokenizer, "the model")
+        render(QUESTION, tokenizer, "the model")
     assert time.monotonic() - begin < template_rendering.SECONDS - 1
     timer.join()
 

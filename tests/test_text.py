@@ -1,4 +1,4 @@
-"""Text as it comes: in any pieces it is the text of the whole, and ends before the first stop string."""
+"""Streamed text: in any pieces it is the text of the whole, and ends before the first stop string."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from failfast_jax.models.transformer import Decoder
 
 ROWS = 5
 DRAFT_IDS = np.arange(0, VOCAB, 2, dtype=np.int32)
-"""Of `extended_engine`: rows of a block, and what its drafter may say."""
+"""Rows of a block of `extended_engine`, and the ids that its drafter may propose."""
 
 
 def new_engine(**options) -> FailFast:
@@ -52,7 +52,7 @@ def standalone_engine() -> FailFast:
 
 
 def lossless(engine: FailFast, prompts: list[list[int]], **options: Any) -> list[Result]:
-    """What a method answers: its text is vanilla's."""
+    """Answers with a method, and checks that the text is vanilla's."""
     taken = {"max_new_tokens", "ignore_eos", "temperature", "seed", "exact"} & options.keys()
     plain = engine.generate(prompts, method="vanilla", **{name: options[name] for name in taken})
     results = engine.generate(prompts, **options)

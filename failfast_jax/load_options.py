@@ -10,7 +10,7 @@ import numpy as np
 
 from failfast_jax.errors import OptionError
 from failfast_jax.options import CommandOptions, option
-from failfast_jax.util.command_line import meant
+from failfast_jax.util.command_line import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LoadOptions(CommandOptions):
         """
         names = [field.name for field in dataclasses.fields(self)]
         for name in changes.keys() - {*names}:
-            advice = meant(name, names) or f"; these are: {', '.join(names)}"
+            advice = did_you_mean(name, names) or f"; these are: {', '.join(names)}"
             raise OptionError(f"{name}: no option of loading{advice}")
         return dataclasses.replace(self, **changes)
 

@@ -18,13 +18,11 @@ it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from failfast_jax.checkpoints.drafter_keys import Settings
-from failfast_jax.checkpoints.feature_drafter_folder import IGNORED, DrafterLayout, drafter_keys_of
+from failfast_jax.checkpoints.feature_drafter_folder import DRAFT_IDS, IGNORED, DrafterLayout, drafter_keys_of
 from failfast_jax.checkpoints.parameter_map import Fills, Table, in_layers
 from failfast_jax.errors import ConfigError
 from failfast_jax.models.block_network import DSpark, DSparkConfig, DSparkModel
@@ -61,97 +59,69 @@ TABLE = Table(
 )
 
 
-class BlockLayout(DrafterLayout):
-    """Drafters that fill a block of tokens in one pass."""
-
-    kind, network, borrowed = FEATURE_BLOCK, DSpark, ("embed", "head")
-    architectures = (ZLAB, DEEPSPEC, SPECFORGE, OURS)
-
-    def claims(self, raw: Mapping[str, Any]) -> bool:
-        """True for the `config.json` of such a drafter."""
-        kind, names = raw.get("speculators_model_type"), raw.get("architectures") or ()
-        return kind == SPECULATORS if kind is not None else any(name in self.architectures for name in names)
-
-    def read_keys(self, settings: Settings, target: ModelConfig | None = None) -> DSparkConfig:
-        """Reads the network's configuration; see `DrafterLayout.read_keys`."""
-        architecture, speculators = settings.architecture, settings.speculators == SPECULATORS
-        published = None if speculators else architecture
-        settings.home = "dflash_config" if published in (ZLAB, SPECFORGE) else ""
-        ours, base = published == OURS, settings.base()
-        # speculators' own key: whether the newest token has a row of its own, which drafts nothing.
-        own_row = not settings.flag("sample_from_anchor") if speculators else architecture == ZLAB
-        # As vLLM has it: all layers or none where a key says so, else those that slide. speculators' key is for these.
-        if speculators:
-            one_way = not settings.flag("sliding_window_non_causal")
-        else:
-            one_way = settings.flag("is_causal", "causal", default=None)
-        windows = settings.sliding_windows(base.num_layers)
-        config = DSparkConfig(
-            base=base,
-            block_size=settings.integer("block_size", 2 if own_row else 1, most=base.max_position_embeddings),
-            feature_layers=settings.feature_layers() or settings.layers("target_layer_ids"),
-            mask_token_id=None if ours else settings.integer("mask_token_id", 0),
-            num_target_layers=settings.optional("num_target_layers"),
-            own_row=own_row,
-            draft_vocab=settings.optional("draft_vocab_size"),
-            sliding_windows=windows,
-            # z-lab's have this without sliding layers, too: settings files know them by it.
-            sliding_is_causal=one_way is not False and (own_row or bool(windows)),
-            full_is_causal=one_way is True and not speculators,
-            **({} if speculators or architecture == ZLAB else _heads(settings)),
-            row_features=settings.layers("row_feature_layer_ids") if ours else (),
-            context_layers=settings.layers("context_layer_ids") if ours else (),
-        )
-        _check(config, ours, settings.where)
-        return config
-
-    def table(self, config: DSparkConfig, names: Iterable[str]) -> Table:
-        """All names that these networks have."""
-        return TABLE
-
-    def all_tokens(self, config: DSparkConfig) -> DSparkConfig:
-        """Without a vocabulary of its own."""
-        return dataclasses.replace(config, draft_vocab=None)
-
-    def bound(
-        self, network: DSpark, weights: dict[str, jax.Array], ids: jax.Array | None, shared: tuple[str, ...]
-    ) -> DSparkModel:
-        """The model; see `DrafterLayout.bound`."""
-        return DSparkModel(network, **weights, draft_ids=ids, shared=shared)
-
-    def written_keys(self, config: DSparkConfig, target: ModelConfig, storage: str) -> dict[str, Any]:
-        """`config.json`: DeepSpec's, except for what DeepSpec's drafters lack.
-
-        Raises:
-          ConfigError: z-lab's layout.
-        """
-        if config.own_row:
-            raise ConfigError(
-                "drafters are written in DeepSpec's layout, whose rows draft the token after their own place"
-            )
-        keys = {
-            "block_size": config.block_size,
-            "enable_confidence_head": config.confidence,
-            "markov_rank": config.markov_rank,
-            "num_anchors": NUM_ANCHORS,
-        }
-        if config.markov:
-            keys["markov_head_type"] = config.markov
-        if config.confidence:
-            keys["confidence_head_with_markov"] = config.confidence_sees_markov
-        if config.draft_vocab is not None:
-            keys["draft_vocab_size"] = config.draft_vocab
-        if config.row_features:
-            base = config.base
-            keys |= {"row_feature_layer_ids": [*config.row_features], "context_layer_ids": [*config.context_layers]}
-            keys |= {"model_type": base.model_type, "attention_bias": base.qkv_bias, "mlp_bias": base.mlp_bias}
-        else:
-            keys["mask_token_id"] = config.mask_token_id
-        return drafter_keys_of(OURS if config.row_features else DEEPSPEC, config, target, storage) | keys
+ARCHITECTURES = (ZLAB, DEEPSPEC, SPECFORGE, OURS)
 
 
-BLOCK_LAYOUT = BlockLayout()
-load_dspark, save_dspark = BLOCK_LAYOUT.load, BLOCK_LAYOUT.save
+def _claims(raw: Mapping[str, Any]) -> bool:
+    kind, names = raw.get("speculators_model_type"), raw.get("architectures") or ()
+    return kind == SPECULATORS if kind is not None else any(name in ARCHITECTURES for name in names)
+
+
+def _read_keys(settings: Settings, target: ModelConfig | None = None) -> DSparkConfig:
+    architecture, speculators = settings.architecture, settings.speculators == SPECULATORS
+    published = None if speculators else architecture
+    settings.home = "dflash_config" if published in (ZLAB, SPECFORGE) else ""
+    ours, base = published == OURS, settings.base()
+    # speculators' own key: whether the newest token has a row of its own, which drafts nothing.
+    own_row = not settings.flag("sample_from_anchor") if speculators else architecture == ZLAB
+    # As vLLM has it: all layers or none where a key says so, else those that slide. speculators' key is for these.
+    if speculators:
+        one_way = not settings.flag("sliding_window_non_causal")
+    else:
+        one_way = settings.flag("is_causal", "causal", default=None)
+    windows = settings.sliding_windows(base.num_layers)
+    config = DSparkConfig(
+        base=base,
+        block_size=settings.integer("block_size", 2 if own_row else 1, most=base.max_position_embeddings),
+        feature_layers=settings.feature_layers() or settings.layers("target_layer_ids"),
+        mask_token_id=None if ours else settings.integer("mask_token_id", 0),
+        num_target_layers=settings.optional("num_target_layers"),
+        own_row=own_row,
+        draft_vocab=settings.optional("draft_vocab_size"),
+        sliding_windows=windows,
+        # z-lab's have this without sliding layers, too: settings files know them by it.
+        sliding_is_causal=one_way is not False and (own_row or bool(windows)),
+        full_is_causal=one_way is True and not speculators,
+        **({} if speculators or architecture == ZLAB else _heads(settings)),
+        row_features=settings.layers("row_feature_layer_ids") if ours else (),
+        context_layers=settings.layers("context_layer_ids") if ours else (),
+    )
+    _check(config, ours, settings.where)
+    return config
+
+
+def _written_keys(config: DSparkConfig, target: ModelConfig, storage: str) -> dict[str, Any]:
+    if config.own_row:
+        raise ConfigError("drafters are written in DeepSpec's layout, whose rows draft the token after their own place")
+    keys = {
+        "block_size": config.block_size,
+        "enable_confidence_head": config.confidence,
+        "markov_rank": config.markov_rank,
+        "num_anchors": NUM_ANCHORS,
+    }
+    if config.markov:
+        keys["markov_head_type"] = config.markov
+    if config.confidence:
+        keys["confidence_head_with_markov"] = config.confidence_sees_markov
+    if config.draft_vocab is not None:
+        keys["draft_vocab_size"] = config.draft_vocab
+    if config.row_features:
+        base = config.base
+        keys |= {"row_feature_layer_ids": [*config.row_features], "context_layer_ids": [*config.context_layers]}
+        keys |= {"model_type": base.model_type, "attention_bias": base.qkv_bias, "mlp_bias": base.mlp_bias}
+    else:
+        keys["mask_token_id"] = config.mask_token_id
+    return drafter_keys_of(OURS if config.row_features else DEEPSPEC, config, target, storage) | keys
 
 
 def _heads(settings: Settings) -> dict[str, Any]:
@@ -189,3 +159,20 @@ def _check(config: DSparkConfig, ours: bool, where: str) -> None:
         raise ConfigError(f"{where}: mask token {config.mask_token_id} is outside the vocabulary of {base.vocab_size}")
     if config.confidence_sees_markov and not config.markov_rank:
         raise ConfigError(f"{where}: confidence_head_with_markov needs a Markov head, and markov_rank is 0")
+
+
+BLOCK_LAYOUT = DrafterLayout(
+    kind=FEATURE_BLOCK,
+    architectures=ARCHITECTURES,
+    network=DSpark,
+    borrowed=("embed", "head"),
+    written_ids=(DRAFT_IDS,),
+    claims=_claims,
+    read_keys=_read_keys,
+    table=lambda config, names: TABLE,
+    bound=lambda network, weights, ids, shared: DSparkModel(network, **weights, draft_ids=ids, shared=shared),
+    written_keys=_written_keys,
+    all_tokens=lambda config: dataclasses.replace(config, draft_vocab=None),
+)
+"""Drafters that fill a block of tokens in one pass."""
+load_dspark, save_dspark = BLOCK_LAYOUT.load, BLOCK_LAYOUT.save

@@ -46,103 +46,94 @@ TRAINED_THETA = 10_000.0
 """The base frequency of the rotary embedding that EAGLE-3's first training code made, whatever `config.json` says."""
 
 
-class EagleLayout(DrafterLayout):
-    """EAGLE-3 drafters: one layer, which goes on from its own hidden states."""
+ARCHITECTURES = (LLAMA, ANGELSLIM, DEEPSPEC, "Eagle3Speculator", "Eagle3DraftModel")
 
-    kind, network, borrowed, written_ids = EAGLE, Eagle, ("embed",), (DRAFT_IDS, TARGET_IDS)
-    architectures = (LLAMA, ANGELSLIM, DEEPSPEC, "Eagle3Speculator", "Eagle3DraftModel")
 
-    def claims(self, raw: Mapping[str, Any]) -> bool:
-        """True for the `config.json` of such a drafter."""
-        if raw.get("speculators_model_type") is not None:
-            return raw["speculators_model_type"] == SPECULATORS
-        names = raw.get("architectures") or []
-        # SafeAILab's first folders call themselves Llama; a Llama has no draft vocabulary.
-        renamed = raw.get("model_type") == "llama" and "draft_vocab_size" in raw
-        return any(name in self.architectures for name in names) or (renamed and names in ([], ["LlamaForCausalLM"]))
+def _claims(raw: Mapping[str, Any]) -> bool:
+    if raw.get("speculators_model_type") is not None:
+        return raw["speculators_model_type"] == SPECULATORS
+    names = raw.get("architectures") or []
+    # SafeAILab's first folders call themselves Llama; a Llama has no draft vocabulary.
+    renamed = raw.get("model_type") == "llama" and "draft_vocab_size" in raw
+    return any(name in ARCHITECTURES for name in names) or (renamed and names in ([], ["LlamaForCausalLM"]))
 
-    def read_keys(self, settings: Settings, target: ModelConfig) -> EagleConfig:
-        """Reads the network's configuration; see `DrafterLayout.read_keys`."""
-        where, raw = settings.where, settings.raw
-        deepspec = settings.architecture == DEEPSPEC
-        if marks := [key for key in PARALLEL if raw.get(key) not in (None, False)]:
-            raise ConfigError(f"{where}: key {marks[0]!r} is P-EAGLE's, which drafts all tokens in one pass: not read")
-        layers = settings.feature_layers()
-        if layers is None and deepspec:
-            layers = settings.layers("target_layer_ids")
-        elif layers is None:
-            # EAGLE-3's own: the inputs of layers 2, N // 2 and N - 3 of N.
-            layers = 1, target.num_layers // 2 - 1, target.num_layers - 4
-            shown = ", ".join(map(str, layers))
-            warn_once(f"{where}: names no feature layers; read are EAGLE-3's own, the outputs of layers {shown}")
-        # A Llama of this name may give its target's number of layers; there is always one.
-        as_llama = {} if settings.is_nested or deepspec else {"model_type": "llama", "num_hidden_layers": 1}
-        base = settings.base(**as_llama)
-        if base.num_layers != 1:
-            raise ConfigError(f"{where}: {base.num_layers} layers; an EAGLE-3 drafter has one")
-        theta = base.rope.theta
-        if settings.architecture == ANGELSLIM and theta != TRAINED_THETA and settings.rope_theta is None:
-            warn_once(
-                f"{where}: rope_theta {theta:g}, but drafters of this name were trained with {TRAINED_THETA:g}; try "
-                f"--rope-theta-drafter {TRAINED_THETA:g}"
-            )
-        if not settings.flag("is_causal", "causal", default=True):
-            raise ConfigError(f"{where}: is_causal false is not supported: an EAGLE-3 drafter sees what is before it")
-        each, together = settings.flag("fc_norm"), settings.flag("norm_before_fc")
-        if each and together:
-            raise ConfigError(f"{where}: fc_norm and norm_before_fc: keep one of them, features are normed once")
-        return EagleConfig(
-            base,
-            layers,
-            settings.integer("draft_vocab_size", 1, base.vocab_size, most=base.vocab_size),
-            _chain(raw, deepspec, where),
-            normed_residual=settings.flag("norm_before_residual"),
-            feature_norms=EACH if each else TOGETHER if together else None,
-            normed_output=settings.flag("norm_output"),
-            sliding_window=_window(settings),
+
+def _read_keys(settings: Settings, target: ModelConfig) -> EagleConfig:
+    where, raw = settings.where, settings.raw
+    deepspec = settings.architecture == DEEPSPEC
+    if marks := [key for key in PARALLEL if raw.get(key) not in (None, False)]:
+        raise ConfigError(f"{where}: key {marks[0]!r} is P-EAGLE's, which drafts all tokens in one pass: not read")
+    layers = settings.feature_layers()
+    if layers is None and deepspec:
+        layers = settings.layers("target_layer_ids")
+    elif layers is None:
+        # EAGLE-3's own: the inputs of layers 2, N // 2 and N - 3 of N.
+        layers = 1, target.num_layers // 2 - 1, target.num_layers - 4
+        shown = ", ".join(map(str, layers))
+        warn_once(f"{where}: names no feature layers; read are EAGLE-3's own, the outputs of layers {shown}")
+    # A Llama of this name may give its target's number of layers; there is always one.
+    as_llama = {} if settings.is_nested or deepspec else {"model_type": "llama", "num_hidden_layers": 1}
+    base = settings.base(**as_llama)
+    if base.num_layers != 1:
+        raise ConfigError(f"{where}: {base.num_layers} layers; an EAGLE-3 drafter has one")
+    theta = base.rope.theta
+    if settings.architecture == ANGELSLIM and theta != TRAINED_THETA and settings.rope_theta is None:
+        warn_once(
+            f"{where}: rope_theta {theta:g}, but drafters of this name were trained with {TRAINED_THETA:g}; try "
+            f"--rope-theta-drafter {TRAINED_THETA:g}"
         )
+    if not settings.flag("is_causal", "causal", default=True):
+        raise ConfigError(f"{where}: is_causal false is not supported: an EAGLE-3 drafter sees what is before it")
+    each, together = settings.flag("fc_norm"), settings.flag("norm_before_fc")
+    if each and together:
+        raise ConfigError(f"{where}: fc_norm and norm_before_fc: keep one of them, features are normed once")
+    return EagleConfig(
+        base,
+        layers,
+        settings.integer("draft_vocab_size", 1, base.vocab_size, most=base.vocab_size),
+        _chain(raw, deepspec, where),
+        normed_residual=settings.flag("norm_before_residual"),
+        feature_norms=EACH if each else TOGETHER if together else None,
+        normed_output=settings.flag("norm_output"),
+        sliding_window=_window(settings),
+    )
 
-    def table(self, config: EagleConfig, names: Iterable[str]) -> Table:
-        """The layer is `midlayer` where the tensors have that name, else `layers.0`."""
-        prefix = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.{layer}."
-        features = range(len(config.feature_layers))
-        return Table(
-            {
-                "embed_tokens.weight": Fills("embed"),
-                **{f"fc_norm.{index}.weight": Fills(f"feature_norms.{index}.weight") for index in features},
-                "input_norm.weight": Fills("features_norm.weight"),
-                "fc.weight": Fills("fc.weight"),
-                **in_layers(prefix),
-                prefix + "hidden_norm.weight": Fills("layers.{layer}.hidden_norm.weight"),
-                "norm.weight": Fills("norm.weight"),
-                "lm_head.weight": Fills("head.weight"),
-            },
-            ignored=IGNORED,
+
+def _table(config: EagleConfig, names: Iterable[str]) -> Table:
+    """The layer is `midlayer` where the tensors have that name, else `layers.0`."""
+    prefix = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.{layer}."
+    features = range(len(config.feature_layers))
+    return Table(
+        {
+            "embed_tokens.weight": Fills("embed"),
+            **{f"fc_norm.{index}.weight": Fills(f"feature_norms.{index}.weight") for index in features},
+            "input_norm.weight": Fills("features_norm.weight"),
+            "fc.weight": Fills("fc.weight"),
+            **in_layers(prefix),
+            prefix + "hidden_norm.weight": Fills("layers.{layer}.hidden_norm.weight"),
+            "norm.weight": Fills("norm.weight"),
+            "lm_head.weight": Fills("head.weight"),
+        },
+        ignored=IGNORED,
+    )
+
+
+def _bound(network: Eagle, weights: dict[str, jax.Array], ids: jax.Array | None, shared: tuple[str, ...]) -> BoundEagle:
+    ids = jax.device_put(np.arange(network.config.base.vocab_size, dtype=np.int32)) if ids is None else ids
+    return BoundEagle(network, weights["embed"], ids, own_embed="embed" not in shared)
+
+
+def _written_keys(config: EagleConfig, target: ModelConfig, storage: str) -> dict[str, Any]:
+    base = config.base
+    biased = base.qkv_bias or base.o_bias or base.mlp_bias
+    later = config.feature_norms or config.normed_output or config.sliding_window
+    if config.chain is None or config.normed_residual or biased or later or not base.qk_norm:
+        raise ConfigError(
+            "drafters are written in DeepSpec's layout: with q/k norms, a ttt_length and no biases, and the hidden "
+            "state itself is the residual"
         )
-
-    def bound(
-        self, network: Eagle, weights: dict[str, jax.Array], ids: jax.Array | None, shared: tuple[str, ...]
-    ) -> BoundEagle:
-        """The model; see `DrafterLayout.bound`."""
-        ids = jax.device_put(np.arange(network.config.base.vocab_size, dtype=np.int32)) if ids is None else ids
-        return BoundEagle(network, weights["embed"], ids, own_embed="embed" not in shared)
-
-    def written_keys(self, config: EagleConfig, target: ModelConfig, storage: str) -> dict[str, Any]:
-        """`config.json`; see `DrafterLayout.written_keys`."""
-        base = config.base
-        biased = base.qkv_bias or base.o_bias or base.mlp_bias
-        later = config.feature_norms or config.normed_output or config.sliding_window
-        if config.chain is None or config.normed_residual or biased or later or not base.qk_norm:
-            raise ConfigError(
-                "drafters are written in DeepSpec's layout: with q/k norms, a ttt_length and no biases, and the hidden "
-                "state itself is the residual"
-            )
-        fixed = {"draft_num_hidden_layers": 1, "step_loss_decay": STEP_DECAY, "ttt_length": config.chain}
-        return drafter_keys_of(DEEPSPEC, config, target, storage) | fixed
-
-
-EAGLE_LAYOUT = EagleLayout()
-load_eagle, save_eagle = EAGLE_LAYOUT.load, EAGLE_LAYOUT.save
+    fixed = {"draft_num_hidden_layers": 1, "step_loss_decay": STEP_DECAY, "ttt_length": config.chain}
+    return drafter_keys_of(DEEPSPEC, config, target, storage) | fixed
 
 
 def _window(settings: Settings) -> int | None:
@@ -164,3 +155,19 @@ def _chain(raw: Mapping[str, Any], deepspec: bool, where: str) -> int | None:
     if chain is not None and (type(chain) is not int or chain < 1):
         raise ConfigError(f"{where}: a chain of {chain!r} tokens: must be a positive integer")
     return chain
+
+
+EAGLE_LAYOUT = DrafterLayout(
+    kind=EAGLE,
+    architectures=ARCHITECTURES,
+    network=Eagle,
+    borrowed=("embed",),
+    written_ids=(DRAFT_IDS, TARGET_IDS),
+    claims=_claims,
+    read_keys=_read_keys,
+    table=_table,
+    bound=_bound,
+    written_keys=_written_keys,
+)
+"""EAGLE-3 drafters: one layer, which goes on from its own hidden states."""
+load_eagle, save_eagle = EAGLE_LAYOUT.load, EAGLE_LAYOUT.save

@@ -6,12 +6,11 @@ tensors are called. Folders are written in the layout of DeepSeek's DeepSpec.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -74,7 +73,8 @@ class OpenedDrafter:
         return None if rounded or equal(value, weight) else jax.device_put(value)
 
 
-class DrafterLayout(abc.ABC):
+@dataclasses.dataclass(frozen=True)
+class DrafterLayout:
     """One kind of drafters: which folders are theirs, and how their keys and tensors map to a network.
 
     Attributes:
@@ -82,45 +82,25 @@ class DrafterLayout(abc.ABC):
       network: the module, made from its configuration.
       borrowed: parameters outside the network, which may be the target's.
       written_ids: tensors that say which tokens are drafted, where these are not all.
+      claims: `(raw)`: True for the `config.json` of such a drafter.
+      read_keys: `(settings, target)`: the network's configuration; target: None where it is not known.
+      table: `(config, names)`: the network's parameters by the tensors of these names.
+      bound: `(network, weights, draft_ids, shared)`: the model; `shared` names the weights that are the target's.
+      written_keys: `(config, target, storage)`: DeepSpec's `config.json`; ConfigError: it has no words for the drafter.
+      all_tokens: `(config)`: the configuration where the head has a row for every token.
     """
 
-    kind: ClassVar[Kind]
-    architectures: ClassVar[tuple[str, ...]]
-    network: ClassVar[type[nnx.Module]]
-    borrowed: ClassVar[tuple[str, ...]]
-    written_ids: ClassVar[tuple[str, ...]] = (DRAFT_IDS,)
-
-    @abc.abstractmethod
-    def claims(self, raw: Mapping[str, Any]) -> bool:
-        """True for the `config.json` of such a drafter."""
-
-    @abc.abstractmethod
-    def read_keys(self, settings: Settings, target: ModelConfig | None) -> Any:
-        """Reads the network's configuration; `target` where it is known.
-
-        Raises:
-          ConfigError: a key is missing, or has a value that cannot be served.
-        """
-
-    @abc.abstractmethod
-    def table(self, config: Any, names: Iterable[str]) -> Table:
-        """The network's parameters by the tensors of these names."""
-
-    @abc.abstractmethod
-    def bound(self, network: Any, weights: dict[str, jax.Array], ids: jax.Array | None, shared: tuple[str, ...]) -> Any:
-        """The model: its network with embedding and head, and which of the two are the target's."""
-
-    @abc.abstractmethod
-    def written_keys(self, config: Any, target: ModelConfig, storage: str) -> dict[str, Any]:
-        """DeepSpec's `config.json` of a drafter of all tokens.
-
-        Raises:
-          ConfigError: a drafter for which this layout has no words.
-        """
-
-    def all_tokens(self, config: Any) -> Any:
-        """The configuration of a drafter whose head has a row for every token."""
-        return config
+    kind: Kind
+    architectures: tuple[str, ...]
+    network: type[nnx.Module]
+    borrowed: tuple[str, ...]
+    written_ids: tuple[str, ...]
+    claims: Callable[[Mapping[str, Any]], bool]
+    read_keys: Callable[[Settings, ModelConfig | None], Any]
+    table: Callable[[Any, Iterable[str]], Table]
+    bound: Callable[..., Any]
+    written_keys: Callable[[Any, ModelConfig, str], dict[str, Any]]
+    all_tokens: Callable[[Any], Any] = lambda config: config
 
     def read_config(self, raw: Mapping[str, Any], where: str, target: ModelConfig | None = None) -> Any:
         """Reads `config.json`.

@@ -1,17 +1,37 @@
-"""Trees of drafted tokens: who sees whom in a window, which path the target agrees with, and parts of a tree."""
+"""Trees of drafted tokens: visibility in a window, the path that the target agrees with, and parts of a tree.
+
+Example of a window of four slots, for nodes a b c whose parents are the root, `a`, and the root (0 0 1 as slots, with the
+root in slot 0 and node j in slot j + 1):
+
+    slot       0     1  2  3      depth      0 1 2 1
+    token      root  a  b  c      visible    0 | 0 1 | 0 1 2 | 0 3
+    parent     -     0  1  0
+"""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from failfast_jax.decoding.decode_state import Tree
 from failfast_jax.models.attention import TreeMask
 
+Leaves = TypeVar("Leaves")
+
 
 def window_of(first: Int[Array, "B 1"], nodes: Int[Array, "B n"], width: int) -> Int[Array, "B W"]:
-    """A window's slots: something for the last committed token, then for the nodes, then zeros."""
+    """Returns a window's slots: a value for the last committed token, one for each node, then zeros."""
     return jnp.pad(jnp.concatenate([first, nodes], axis=1), ((0, 0), (0, width - 1 - nodes.shape[1])))
+
+
+def take_slots(rows: Leaves, slots: Int[Array, "B M"]) -> Leaves:
+    """Returns the rows at `slots` of each leaf `[B, W, ...]` of a pytree."""
+    return jax.tree.map(
+        lambda leaf: jnp.take_along_axis(leaf, jnp.expand_dims(slots, range(2, leaf.ndim)), axis=1), rows
+    )
 
 
 def _parents(tree: Tree, width: int) -> Int[Array, "B W"]:
@@ -19,10 +39,10 @@ def _parents(tree: Tree, width: int) -> Int[Array, "B W"]:
 
 
 def mask_of(tree: Tree, width: int, longest: int | None = None) -> TreeMask:
-    """The tree in a window of `width` slots behind the last committed token in slot 0; padding sees itself.
+    """Returns the mask of a window of `width` slots, with the last committed token in slot 0; padding sees itself.
 
     Args:
-      longest: most nodes of a path, where that is known.
+      longest: most nodes of a path, if known.
     """
     slots = jnp.arange(width)
     node = (slots > 0) & (slots <= tree.size[:, None])
@@ -38,10 +58,13 @@ def mask_of(tree: Tree, width: int, longest: int | None = None) -> TreeMask:
 def longest_path(
     tree: Tree, mask: TreeMask, tokens: Int[Array, "B W"], picks: Int[Array, "B W"]
 ) -> tuple[Int[Array, " B"], Int[Array, "B W"]]:
-    """The longest path from the root on which every token is what the target picks behind its parent.
+    """Finds the longest path from the root on which each token is the target's pick after its parent.
+
+    Example: of the window above, with picks `a b x y`, slots 0 1 2 agree and slot 3 does not. A slot counts if all that
+    it sees agrees: depths 0 1 2 -1 remain, slot 2 is the deepest, and the path is 0 1 2.
 
     Returns:
-      Its nodes' number, and the slots of the root and its nodes in order (0 behind the last).
+      The number of its nodes, and the slots of the root and its nodes in order, then zeros.
     """
     slots = jnp.arange(tokens.shape[1])
     agrees = (tokens == jnp.take_along_axis(picks, _parents(tree, tokens.shape[1]), axis=1)) | (slots == 0)
@@ -51,7 +74,7 @@ def longest_path(
 
 
 def _path_to(last: Int[Array, " B"], mask: TreeMask) -> tuple[Int[Array, " B"], Int[Array, "B W"]]:
-    """The number of nodes up to a slot, and the slots of the root and of these nodes (0 behind the last)."""
+    """Returns the number of nodes down to a slot, and the slots of the root and these nodes in order, then zeros."""
     slots, last = jnp.arange(mask.depth.shape[1]), last[:, None]
     on_path = jnp.take_along_axis(mask.visible, last[..., None], axis=1)
     at_depth = on_path & (mask.depth[:, None] == slots[:, None])
@@ -59,17 +82,17 @@ def _path_to(last: Int[Array, " B"], mask: TreeMask) -> tuple[Int[Array, " B"], 
 
 
 def deepest(tree: Tree, longest: int) -> tuple[Int[Array, "B M"], Float[Array, "B M"], Int[Array, " B"]]:
-    """Tokens, confidences and length of the tree's longest path, in buffers of `longest`; of several the first."""
+    """Returns tokens, confidences and length of the tree's longest path (the first of several), in `longest` columns."""
     mask = mask_of(tree, tree.tokens.shape[1] + 1, longest)
     length, slots = _path_to(jnp.argmax(mask.depth, axis=1), mask)
     inside = jnp.arange(longest) < length[:, None]
     nodes = jnp.maximum(slots[:, 1 : longest + 1] - 1, 0)
-    tokens, confidence = (jnp.take_along_axis(of, nodes, axis=1) for of in (tree.tokens, tree.confidence))
+    tokens, confidence = take_slots((tree.tokens, tree.confidence), nodes)
     return jnp.where(inside, tokens, 0), jnp.where(inside, confidence, 0.0), length
 
 
 def path_chances(tree: Tree, chance: Float[Array, "B n"]) -> Float[Array, "B n"]:
-    """The product of the chances from the root to each node; 0 for padding."""
+    """Returns the product of the chances from the root to each node; 0 for padding."""
     mask = mask_of(tree, tree.tokens.shape[1] + 1)
     logs = jnp.log(jnp.maximum(chance, jnp.finfo(jnp.float32).tiny))
     value = jnp.exp(jnp.sum(jnp.where(mask.visible[:, 1:, 1:], logs[:, None], 0.0), axis=-1))
@@ -77,29 +100,28 @@ def path_chances(tree: Tree, chance: Float[Array, "B n"]) -> Float[Array, "B n"]
 
 
 def best_part(tree: Tree, value: Float[Array, "B n"], most: Int[Array, " B"]) -> Tree:
-    """The tree of its up to `most` best nodes. None may be worth more than its parent; of equals the first stay."""
+    """Returns the tree of at most `most` nodes with the highest values. A value may not exceed the parent's, so that the
+    nodes that stay are connected; of equals the first stay."""
     nodes = tree.tokens.shape[1]
     order = jnp.argsort(-value, axis=1)
     rank = jnp.argsort(order, axis=1)
     inside = jnp.arange(nodes) < tree.size[:, None]
     stays = inside & (rank < most[:, None])
-    # Nodes that stay move up; `now` is the slot of each, from 1 on.
+    # Nodes that stay move up.  stays 1 0 1 1 -> slot of each 1 1 2 3; the nodes in their new order: 0 2 3 1
     now = jnp.pad(jnp.cumsum(stays, axis=1), ((0, 0), (1, 0)))
     kept = jnp.argsort(~stays, axis=1)
     parent = jnp.take_along_axis(now, tree.parent, axis=1)
-    tokens, parent, confidence = (
-        jnp.take_along_axis(of, kept, axis=1) for of in (tree.tokens, parent, tree.confidence)
-    )
+    tokens, parent, confidence = take_slots((tree.tokens, parent, tree.confidence), kept)
     return Tree(tokens=tokens, parent=parent, confidence=confidence, size=stays.sum(1))
 
 
 def trials(
     tree: Tree, text: Int[Array, "B M"], count: Int[Array, " B"]
 ) -> tuple[Bool[Array, "B n"], Bool[Array, "B n"]]:
-    """Of each node, whether its parent turned out to be right, so that it was on trial, and whether it was right too.
+    """Returns which nodes were on trial, because their parents turned out right, and which of these were right.
 
     Args:
-      text: what the target wrote there; `count` tokens of it.
+      text: the target's text from the first node's position on, of which `count` tokens are known.
     """
     mask = mask_of(tree, tree.tokens.shape[1] + 1)
     there = (mask.depth <= count[:, None]) & (mask.depth <= text.shape[1])
